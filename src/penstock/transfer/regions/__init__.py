@@ -1,4 +1,4 @@
 """Registered memory: regions, lists of ranges in them, copies and checksums.
 
-Nothing here knows a peer but `quarantine`, which keeps memory until its peers are done with it.
+Only `quarantine` knows of peers: it keeps memory alive until they have released it.
 """

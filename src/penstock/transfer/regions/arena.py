@@ -1,7 +1,6 @@
-"""Memory that several processes of a host map: an unnamed file (memfd) that can neither shrink nor grow.
+"""Shared memory of several processes of a host: an unnamed file (memfd) of a fixed size.
 
-The seals are what makes it safe to map a peer's arena: nobody can cut it off afterwards, which would end everyone
-who then touches it with SIGBUS.
+Seals fix the size. Without them a peer could shrink the file, and SIGBUS would end every process that has mapped it.
 """
 
 import contextlib
@@ -22,31 +21,31 @@ from penstock.core.errors import TransferError, TransferRefused
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEAL_FUTURE_WRITE = 0x10
-"""Linux 5.1: nobody can write it any more but through mappings that there are already."""
+"""Linux 5.1: only mappings that exist already can write the memory from then on."""
 _OWN_MODE = 0o600
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
-"""It maps shared pages for writing, too, and for half of what MADV_POPULATE_WRITE takes (measured, Linux 6.18)."""
+"""Maps shared pages for writing too, in half the time of MADV_POPULATE_WRITE (measured, Linux 6.18)."""
 _TOUCHED_BYTES = 8 << 20
-"""In one call, for 1 to 3 ms: threads that want to map something wait meanwhile."""
+"""Bytes of one madvise call, which takes 1 to 3 ms; other threads cannot map memory meanwhile."""
 
 _open: "WeakSet[Arena]" = WeakSet()
 
 
 class Arena:
-    """Shared memory. It is unmapped when it is closed and the last array over it is gone.
+    """Shared memory, unmapped once it is closed and the last array over it is gone.
 
-    The first region of it that is registered decides whether peers may ever write it: `share`.
+    The first registration of a region decides whether peers may ever write the arena (`share`).
 
     Attributes:
         size_bytes: its size.
-        address: of its first byte, here; another process has it elsewhere.
+        address: of its first byte in this process.
         array: (size_bytes,) uint8 over all of it.
-        is_resident: whether all of its memory was taken when it was made.
+        is_resident: whether all its pages were allocated at creation.
     """
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool) -> None:
-        """Map what is known to be sealed and long enough, and own `fd`. Use `create` or `map`."""
+        """Map a checked descriptor and take ownership of it. Use `create` or `map`."""
         self.size_bytes = size_bytes
         self.is_resident = False
         self._peers_write: bool | None = None
@@ -64,18 +63,18 @@ class Arena:
     def create(
         cls, size_bytes: int, *, prefault: bool = True, before_taking: Callable[[int], object] | None = None
     ) -> Self:
-        """Make an arena; it is all zeros.
+        """Create an arena of zeros.
 
         Args:
             size_bytes: at least 1.
-            prefault: take all its memory now. Else the first touch of each page does, and a host without that
-                memory ends the process then.
-            before_taking: called again and again while memory is taken, with the bytes that are still lacking; what it
-                raises ends it. A host that has too little ends a process instead of refusing.
+            prefault: allocate all pages now. Otherwise the first access allocates each page, and a host without memory kills
+                the process then.
+            before_taking: called repeatedly during allocation with the bytes still to allocate; an exception aborts it. Use
+                it to check free memory, since a host that runs out kills the process.
 
         Raises:
             ValueError: size_bytes < 1.
-            TransferError: the host does not give so much.
+            TransferError: the host refuses so much memory.
         """
         if size_bytes < 1:
             raise ValueError(f"size_bytes: must be >= 1, got {size_bytes}")
@@ -102,12 +101,12 @@ class Arena:
 
     @classmethod
     def map(cls, fd: int, size_bytes: int, *, writable: bool = True) -> Self:
-        """Map an arena of another process. Its pages are looked up at first touch, or by `touch`.
+        """Map an arena of another process. Pages are mapped at first access, or by `touch`.
 
         Args:
-            fd: of its memory, as received; closed with the arena, and by a refusal.
-            size_bytes: what its owner says.
-            writable: False where it is only read; it may then be open for reading alone.
+            fd: its descriptor; closed with the arena, or if this raises.
+            size_bytes: as its owner says.
+            writable: False to map it read-only; `fd` may then be open for reading only.
 
         Raises:
             TransferRefused: it is no sealed memory of that size.
@@ -124,17 +123,17 @@ class Arena:
 
     @staticmethod
     def around(address: int, size_bytes: int) -> "Arena | None":
-        """Find the open arena of this process that this memory is part of, as of an array or tensor made in it."""
+        """Find the open arena of this process that contains this memory, such as an array's; None if there is none."""
         for arena in _open:
             if arena.address <= address and address + size_bytes <= arena.address + arena.size_bytes:
                 return arena
         return None
 
     def touch(self, before: Callable[[int], object] | None = None) -> None:
-        """Look up all pages now, for a fifth of what their first touch takes, one by one. On any thread; ends when closed.
+        """Map all pages now, in a fifth of the time of first accesses. Any thread may call it; it ends when the arena is closed.
 
         Args:
-            before: called before each part, with the bytes that are left.
+            before: called before each part with the bytes that are left.
 
         Raises:
             OSError: the host does not have that much memory.
@@ -153,10 +152,12 @@ class Arena:
                 raise OSError(number, os.strerror(number))
 
     def share(self, *, peers_write: bool) -> bool:
-        """Settle whether other processes may write it, with the first call, for good: the kernel keeps it so.
+        """Prepare to share a region.
+
+        The first call decides for good whether other processes may write the arena; the kernel enforces it.
 
         Returns:
-            whether this region of it can be shared: not one that peers may write where that was settled otherwise.
+            whether the region can be shared: False for one that peers may write in an arena that was sealed against writing.
 
         Raises:
             TransferError: the arena is closed.
@@ -172,7 +173,7 @@ class Arena:
         return self._peers_write or not peers_write
 
     def open(self, *, writable: bool) -> int:
-        """Open it once more, for a peer to map; the caller closes the descriptor.
+        """Open another descriptor for a peer; the caller closes it.
 
         Raises:
             OSError: the process has too many open files.
@@ -183,7 +184,7 @@ class Arena:
 
     @property
     def fd(self) -> int:
-        """What another process needs to map it.
+        """The descriptor of its memory.
 
         Raises:
             TransferError: the arena is closed.
@@ -193,7 +194,7 @@ class Arena:
         return self._fd
 
     def close(self) -> None:
-        """Let go of the memory; arrays over it stay valid, and keep it, until they are gone. Safe twice."""
+        """Release the memory; arrays over it stay valid and keep it until they are gone. Safe twice."""
         if not self._closing.alive:
             return
         _open.discard(self)
@@ -223,7 +224,7 @@ def _too_large(size_bytes: int, error: OSError) -> TransferError:
 
 
 def expect_sealed(fd: int, size_bytes: int) -> None:
-    """Check that a descriptor is of memory that can be mapped without harm.
+    """Check that a descriptor is sealed memory of at least this size, so that mapping it is safe.
 
     Raises:
         TransferRefused: it is no sealed memory of that size.

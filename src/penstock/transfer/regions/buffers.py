@@ -1,4 +1,4 @@
-"""Regions from what users have: numpy arrays, torch tensors, shared arenas, any buffer."""
+"""Regions of numpy arrays, torch tensors, arenas and buffers."""
 
 import sys
 from typing import Any
@@ -11,11 +11,11 @@ from penstock.transfer.regions.arena import Arena
 
 
 def region_of(memory: object, name: str = "") -> Region:
-    """Describe memory as a region; it is kept alive as long as the region is.
+    """Describe memory as a region, which keeps the memory alive.
 
     Args:
         memory: an `Arena`, a contiguous numpy array or torch tensor, or any object with a contiguous buffer.
-        name: how peers find it.
+        name: its name at peers.
 
     Raises:
         TransferRefused: it is no such thing, or not contiguous, or empty.

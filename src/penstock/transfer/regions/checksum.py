@@ -1,7 +1,7 @@
-"""CRC-32C of memory ranges: the checksum of iSCSI, ext4 and NVMe, so that what is stored can be checked anywhere.
+"""CRC-32C of memory ranges: the checksum of iSCSI, ext4 and NVMe, so other tools can check stored bytes.
 
-It notices every change of up to 32 bits in a row, and another one with odds of 1 to 4 thousand million. It does not
-protect against anybody who wants to deceive.
+It detects every change of up to 32 adjacent bits and misses others with probability 2**-32. It does not protect against
+deliberate changes.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _ALL_ONES = 0xFFFFFFFF
 
 
 def checksum_ranges(addresses: Numbers, lengths: Numbers) -> Sums:
-    """Sum each range of memory by itself.
+    """Compute the checksum of each range of memory.
 
     Args:
         addresses: (n,) uint64; trusted.
@@ -56,10 +56,10 @@ def checksum_ranges_python(addresses: Numbers, lengths: Numbers) -> Sums:
 
 
 def _crc32c_python(array: NDArray[np.uint8]) -> int:
-    """Sum lanes of equal length side by side, then join neighbours until one is left.
+    """Sum lanes of equal length in parallel, then join neighbours until one is left.
 
-    A sum that begins at 0 ignores leading zeros, which makes the number of lanes a power of two; what the initial
-    value does is the same for all input of this length, and added last.
+    A sum that begins at 0 ignores leading zeros, so padding in front makes the number of lanes a power of two. The effect of
+    the initial value depends on the length alone and is added last.
     """
     lanes = 1 << max((array.size - 1) // _LANE_BYTES, 0).bit_length()
     padded = np.zeros(lanes * _LANE_BYTES, np.uint8)
@@ -89,7 +89,7 @@ def _byte_table() -> Sums:
 
 @functools.cache
 def _zeros(power: int) -> Sums:
-    """Give what each bit of a sum becomes when 2**power zero bytes follow; at most 64 are ever asked for."""
+    """Give the image of each bit of a sum when 2**power zero bytes follow."""
     if power:
         return _mapped(_zeros(power - 1), _zeros(power - 1))
     bits = np.uint32(1) << np.arange(_SUM_BITS, dtype=np.uint32)
@@ -98,7 +98,7 @@ def _zeros(power: int) -> Sums:
 
 
 def _mapped(images: Sums, sums: Sums) -> Sums:
-    """Apply a linear map of sums, given by what each bit becomes."""
+    """Apply a linear map of sums, given by the image of each bit."""
     out = np.zeros_like(sums)
     for bit, image in enumerate(images):
         out ^= (sums >> np.uint32(bit) & np.uint32(1)) * image

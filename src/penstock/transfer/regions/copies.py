@@ -1,4 +1,4 @@
-"""Copies from addresses to addresses, in slices so that they can be cancelled."""
+"""Copies between addresses, in slices so that they can be cancelled."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,17 +15,17 @@ from penstock.transfer.regions.ranges import Stop, copy_ranges
 from penstock.transfer.regions.waiting import settled
 
 _SLICE_BYTES = 64 << 20
-"""Copied between two looks at whether it was cancelled, by a way that does not look itself. Each waits for the
-interpreter's lock, which a busy event loop gives up every 5 ms only."""
+"""Bytes between two checks for a cancellation in Python. Each check waits for the interpreter's lock, which a busy event loop
+releases every 5 ms only."""
 
 
 class Reach(Protocol):
-    """How bytes get from an address to another one."""
+    """How bytes are copied between two addresses."""
 
     def copy(
         self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int, stop: Stop
     ) -> None:
-        """Copy ranges, or fewer where `stop` is set meanwhile and the way allows it.
+        """Copy ranges; may stop early once `stop` is set.
 
         Raises:
             TransferError: it failed.
@@ -44,7 +44,7 @@ class Reach(Protocol):
 
 
 class Mapped:
-    """Both sides are in this process's address space: its own memory, or another's that it has mapped."""
+    """Both sides are mapped in this process."""
 
     def copy(
         self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int, stop: Stop
@@ -75,17 +75,17 @@ class CopyMove:
         checksum: bool,
         reach: Reach = _MAPPED,
     ) -> None:
-        """Know what to copy.
+        """Prepare a copy.
 
         Args:
             targets: (n,) uint64 addresses.
             sources: (n,) uint64 addresses.
             lengths: (n,) uint64 bytes.
-            executor: runs what is too long for a turn of the loop.
+            executor: runs copies that are too long for the event loop.
             threads: native threads that share one copy.
-            inline_bytes_max: what is not.
-            checksum: whether to compare what arrived.
-            reach: how.
+            inline_bytes_max: copies up to this size run in the event loop.
+            checksum: whether to verify the copied bytes.
+            reach: how to copy.
         """
         self._targets = targets
         self._sources = sources
@@ -121,7 +121,7 @@ class CopyMove:
             raise run.error
 
     def end(self, error: TransferError) -> None:
-        """Have every `run` that is under way raise this soon."""
+        """Have every running `run` raise this error soon."""
         for run in self._runs:
             run.error = error
             run.stop[0] = 1
@@ -150,19 +150,19 @@ class CopyMove:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One copy under way, and why it is ended, if so."""
+    """A running copy, and the error that ends it."""
 
     stop: Stop = field(default_factory=lambda: np.zeros(1, np.uint8))
     error: TransferError | None = None
 
 
 async def on_thread(executor: Executor, work: Callable[[Stop], None], stop: Stop | None = None) -> None:
-    """Run work that looks now and then whether it was cancelled; a cancellation waits until it has seen so.
+    """Run work on a thread. A cancellation sets `stop` and waits until the work has returned.
 
     Args:
-        executor: its threads.
-        work: gets what is set when it is cancelled; what it raises is raised here.
-        stop: that, where others may set it, too.
+        executor: runs it.
+        work: called with `stop`; its exception is raised here.
+        stop: the flag, if the caller wants to set it too.
     """
     stop = np.zeros(1, np.uint8) if stop is None else stop
     future = asyncio.get_running_loop().run_in_executor(executor, work, stop)
@@ -177,7 +177,7 @@ async def on_thread(executor: Executor, work: Callable[[Stop], None], stop: Stop
 def _cut_long(
     targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
 ) -> tuple[OffsetArray, OffsetArray, OffsetArray]:
-    """Cut ranges longer than a slice into slices; not those that overlap themselves, which are copied at once."""
+    """Cut ranges longer than a slice into slices, except ranges that overlap their own target."""
     if len(lengths) == 0 or int(lengths.max()) <= _SLICE_BYTES:
         return targets, sources, lengths
     slice_bytes = np.uint64(_SLICE_BYTES)

@@ -1,4 +1,4 @@
-"""Pairing two lists of ranges: what one says of lengths has to fit the other, and neighbours are merged."""
+"""Pairs two lists of ranges of equal lengths and merges neighbours."""
 
 import numpy as np
 
@@ -10,11 +10,10 @@ from penstock.transfer.regions.ranges import coalesce
 def pair_ranges(local: Descriptors, remote: Descriptors) -> RangePairs:
     """Pair range i of one list with range i of the other.
 
-    Ranges of no bytes are left out. A range that goes on where the last one ended, on both sides and in the same
-    regions, is merged with it.
+    Empty ranges are dropped. A pair that continues the pair before it, on both sides and in the same regions, is merged with it.
 
     Raises:
-        TransferRefused: there are more ranges on one side, or two of a pair differ in length.
+        TransferRefused: the lists differ in length, or the ranges of a pair do.
     """
     if len(local) != len(remote):
         raise TransferRefused(

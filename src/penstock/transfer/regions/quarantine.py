@@ -1,6 +1,6 @@
-"""Memory that may still be used although its transfers have ended: by peers that do not answer, or by what cannot be taken back.
+"""Deregistered memory that may still be in use: by peers that do not answer, or by requests that cannot be cancelled, as NIXL's.
 
-It is kept alive until nobody uses it, and whoever deregisters it hears of that.
+It is kept alive until nothing uses it; `deregister` raises `MemoryInUse` meanwhile.
 """
 
 import asyncio
@@ -17,22 +17,22 @@ from penstock.transfer.regions.regions import Registration
 _log = get_logger()
 
 _left_behind: list[Registration] = []
-"""What closed agents could not free: this process may not use that memory for anything else."""
+"""Memory that closed agents could not release; it stays allocated as long as the process runs."""
 
 
 class Quarantine:
-    """That of one agent. Its event loop owns it."""
+    """The quarantine of one agent. Its event loop owns it."""
 
     def __init__(
         self, owner: str, transports: Mapping[str, Transport], storage: Mapping[str, Storage], grants: Grants
     ) -> None:
-        """Hold nothing.
+        """Begin empty.
 
         Args:
             owner: the agent's name.
             transports: those that work here.
             storage: likewise.
-            grants: what peers reach by themselves.
+            grants: the regions that peers can access by themselves.
         """
         self._grants = grants
         self._owner = owner
@@ -43,19 +43,19 @@ class Quarantine:
         self._freed: WeakSet[Registration] = WeakSet()
 
     def __contains__(self, registration: Registration) -> bool:
-        """Whether it was held once, and not known to be free yet by who deregisters it."""
+        """Whether it is held, or was freed since its last `deregister` raised."""
         return self._held.get(registration.region_id) is registration or registration in self._freed
 
     @property
     def held(self) -> tuple[Registration, ...]:
-        """What was deregistered and is not free yet."""
+        """Deregistered memory that is not free yet."""
         return tuple(self._held.values())
 
     def note_departure(self, link: AgentLink) -> bool:
-        """A peer leaves, or is cut off: note what it may still use, until it has let go.
+        """Note the memory that a leaving peer may still use, until the peer has released it.
 
         Returns:
-            whether there is anything.
+            whether there is any.
         """
         exposed = set(self._grants.to(link)).union(
             *(transport.exposed_to(link) for transport in self._transports.values())
@@ -68,10 +68,10 @@ class Quarantine:
         return link in self._departing
 
     async def release(self, registration: Registration, within_s: float) -> None:
-        """Wait until nobody uses memory that was deregistered.
+        """Wait until nothing uses deregistered memory.
 
         Raises:
-            MemoryInUse: somebody may, although so much time has gone by.
+            MemoryInUse: something may still use it after `within_s`.
         """
         region_id = registration.region_id
         users = self._users(region_id)
@@ -89,10 +89,10 @@ class Quarantine:
         self._freed.discard(registration)
 
     async def drain(self, registrations: Iterable[Registration], within_s: float) -> None:
-        """Wait until nobody uses any memory of an agent that closes.
+        """Wait until nothing uses any memory of a closing agent.
 
         Raises:
-            MemoryInUse: somebody may, although so much time has gone by; that memory stays as long as the process.
+            MemoryInUse: something may still use a region after `within_s`; its memory stays allocated.
         """
         links = list(self._departing)
         if links:
@@ -130,7 +130,7 @@ class Quarantine:
 
 
 def call_after(users: Iterable["asyncio.Future[None]"], call: Callable[[], object]) -> None:
-    """Call something once all of these are done, at once where there is none."""
+    """Call a function once all futures are done; at once if there are none."""
     left = set(users)
 
     def ended(user: "asyncio.Future[None]") -> None:

@@ -1,8 +1,8 @@
 """Lists of memory ranges: copied, moved to and from other processes, checked and merged.
 
-A list is arrays of equal length, (n,) uint64 and contiguous. Addresses are trusted: one that is not mapped ends the
-process, so whoever takes them from somebody else checks bounds first. All are thread-safe, and give up the GIL for
-64 KiB and more. Native where the module is there, else the `_python` reference beside it.
+A list is arrays of equal length, (n,) uint64 and contiguous. Addresses are trusted: an unmapped address ends the process, so
+callers check bounds first. All functions are thread-safe and release the GIL for 64 KiB and more. They are native if the
+module is installed, else the `_python` reference.
 """
 
 import ctypes
@@ -17,16 +17,16 @@ from penstock.core.native import native
 
 Numbers: TypeAlias = NDArray[np.uint64]
 Stop: TypeAlias = NDArray[np.uint8]
-"""(1,) bytes: another thread sets it to end a long call early."""
+"""(1,) uint8; another thread sets it to end a long call early."""
 
 _VECTORS_MAX = 1024
 """IOV_MAX of Linux."""
 _PIECE_BYTES = 4 << 20
-"""Moved between two looks at `stop`."""
+"""Bytes between two checks of `stop`."""
 
 
 class ProcessMemoryError(OSError):
-    """Memory of another process could not be reached. `moved_bytes` were, anywhere in the list."""
+    """Memory of another process could not be accessed. `moved_bytes` were moved, anywhere in the list."""
 
     def __init__(self, number: int, what: str, moved_bytes: int) -> None:
         super().__init__(number, f"{what}: {os.strerror(number)}, after {moved_bytes} bytes")
@@ -36,21 +36,20 @@ class ProcessMemoryError(OSError):
 def copy_ranges(
     targets: Numbers, sources: Numbers, lengths: Numbers, threads: int = 1, stop: Stop | None = None
 ) -> bool:
-    """Copy ranges of memory, each as memmove does; which of two that overlap each other comes last is not defined.
+    """Copy ranges of memory, each as memmove does; the order of overlapping ranges is undefined.
 
-    From 12 MiB on it writes past the cache, which on one thread gave 1.1 (32 KiB blocks) to 2 times (1 MiB) the speed
-    of memcpy (2 cores of AMD EPYC, shared pages or private ones). There a second thread brought nothing; on machines
-    with more memory channels than one core can fill it does.
+    From 12 MiB on it writes past the cache: on one thread 1.1 (32 KiB blocks) to 2 times (1 MiB) the speed of memcpy (2 cores
+    of AMD EPYC, shared and private pages). More threads help only where one core cannot fill the memory channels.
 
     Args:
         targets: (n,) addresses.
         sources: (n,) addresses.
         lengths: (n,) bytes.
-        threads: at most so many, this one among them; below 256 KiB always one.
-        stop: looked at every 4 MiB, but not within a range that overlaps itself.
+        threads: the most threads, with the caller's; below 256 KiB always one.
+        stop: checked every 4 MiB, but not within a range that overlaps its target.
 
     Returns:
-        whether all was copied, and not stopped before.
+        whether all was copied; False if stopped.
 
     Raises:
         ValueError: the arrays differ in length.
@@ -78,15 +77,15 @@ def copy_ranges_python(
 def read_process(  # noqa: PLR0917 - the list comes first, as everywhere
     pid: int, local: Numbers, remote: Numbers, lengths: Numbers, threads: int = 1, stop: Stop | None = None
 ) -> None:
-    """Copy ranges of another process's memory here, without its help.
+    """Copy ranges of another process's memory into this process, by the kernel.
 
     Args:
-        pid: the process; the kernel asks for the right to trace it (same user, and what Yama allows).
+        pid: the process; the kernel requires permission to trace it (same user, and Yama).
         local: (n,) addresses in this process.
         remote: (n,) addresses in the other one.
         lengths: (n,) bytes.
-        threads: at most so many, this one among them.
-        stop: looked at every 4 MiB.
+        threads: the most threads, with the caller's.
+        stop: checked every 4 MiB.
 
     Raises:
         ProcessMemoryError: an OSError. ESRCH: no such process; EPERM: not permitted; EFAULT: not mapped there;
@@ -150,8 +149,7 @@ def check_bounds(offsets: Numbers, lengths: Numbers, size: int) -> int:
     """Find the first range that is not wholly within [0, size).
 
     Returns:
-        its index, or -1 where all are. A sum of offset and length beyond 64 bits is outside; an empty range at
-        `size` is not.
+        its index, or -1 if all are inside. A range that ends beyond 64 bits is outside; an empty range at `size` is inside.
 
     Raises:
         ValueError: the arrays differ in length.
@@ -225,7 +223,7 @@ def _rows(*columns: Numbers) -> list[tuple[int, int, int]]:
 
 
 def expect_columns(*columns: Numbers) -> None:
-    """Refuse what the native module refuses.
+    """Check columns as the native module does.
 
     Raises:
         ValueError: the arrays differ in length.

@@ -1,4 +1,4 @@
-"""This agent's registered memory: numbers that are never used again, keys that show what was given, and bounds."""
+"""The registered memory of an agent: region ids that are never reused, keys for peers, and bounds."""
 
 import secrets
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -24,7 +24,7 @@ from penstock.transfer.regions.ranges import check_bounds
 
 _KEY_BYTES = 8
 _FIRST_IDS, _IDS_APART = 1 << 20, 1 << 12
-"""Agents begin to number somewhere, so that a list of one's regions names none of another one's by mistake."""
+"""Agents begin at random ids, so that ranges of one agent's regions do not name another agent's by mistake."""
 _FEW = 8
 
 
@@ -33,13 +33,13 @@ class Registration:
     """A registered region of this agent.
 
     Attributes:
-        region_id: names it.
+        region_id: its id.
         region: the memory.
-        name: how peers find it.
+        name: its name at peers.
         access: the most that peers may do with it.
-        read_key: shows that a peer may read it.
-        write_key: shows that a peer may write it.
-        ways: what each transport wants its peers to know.
+        read_key: what a peer shows to read it.
+        write_key: what a peer shows to write it.
+        ways: what each transport tells peers of it, by transport.
     """
 
     region_id: int
@@ -52,14 +52,14 @@ class Registration:
 
     @property
     def info(self) -> RegionInfo:
-        """What a peer that is given all that may be given learns."""
+        """The region as a peer learns it that is given all its access."""
         return self.given(None)
 
     def given(self, access: Access | None) -> RegionInfo:
-        """Say what a peer that is given this region learns.
+        """Describe the region for a peer.
 
         Args:
-            access: what it may do; None for all that the registration allows.
+            access: what the peer may do; None for all that the registration allows.
 
         Raises:
             TransferRefused: that is more than the registration allows.
@@ -81,7 +81,7 @@ class Registration:
         )
 
     def key(self, op: TransferOp) -> bytes:
-        """Give what a peer shows to transfer in this direction."""
+        """Give the key of a direction."""
         return self.read_key if op is TransferOp.READ else self.write_key
 
     def ranges(self, offsets: ArrayLike = 0, lengths: ArrayLike | None = None) -> Descriptors:
@@ -93,7 +93,7 @@ class Registration:
         return Descriptors.blocks(self.region_id, block_ids, block_bytes)
 
     def check_writable(self) -> None:
-        """Refuse to be written where it may not be.
+        """Check that it can be written.
 
         Raises:
             TransferRefused: it is read-only.
@@ -133,7 +133,7 @@ class RegionTable:
         """Start empty.
 
         Args:
-            first_id: the number of the first region; None for one that other agents hardly have.
+            first_id: the id of the first region; None for a random one.
         """
         self._registrations: dict[int, Registration] = {}
         self._ids = count(1 + secrets.randbelow(_FIRST_IDS) * _IDS_APART if first_id is None else first_id)
@@ -157,15 +157,15 @@ class RegionTable:
         name: str = "",
         access: Access | None = None,
     ) -> Registration:
-        """Number a region and tell the transports of it.
+        """Register a region with transports and storage.
 
         Args:
-            region: what to register.
-            name: how peers find it; "" for the region's own.
-            access: what peers may do with it; None for all that the memory lets them.
+            region: the region.
+            name: its name at peers; "" for the region's own.
+            access: the most that peers may do with it; None for all that the memory permits.
             transports: those that work here, by name.
             storage: likewise.
-            unavailable: why others do not.
+            unavailable: by name, why other transports do not work.
 
         Raises:
             TransferRefused: no transport has any use for it.
@@ -216,7 +216,7 @@ class RegionTable:
         del self._registrations[self.expect(registration).region_id]
 
     def expect(self, registration: Registration) -> Registration:
-        """Check that this very region is registered here.
+        """Check that this registration is current and of this agent.
 
         Raises:
             TransferRefused: it is not registered (any more), or by another agent.
@@ -253,10 +253,10 @@ class RegionTable:
             expect_inside(ranges, region_id, registration.region.size_bytes)
 
     def authorize(self, key_by_region: Mapping[int, bytes], ranges: Descriptors, op: TransferOp) -> None:
-        """Check what a peer asks for: it has to show the key of each region for this direction.
+        """Check a peer's request: the key of each region for this direction, and bounds.
 
         Raises:
-            TransferRefused: a region is gone or was not given, a range ends outside, or peers may not do this with it.
+            TransferRefused: a region is deregistered or was not given for this direction, or a range is out of bounds.
         """
         for region_id in distinct(ranges.region_ids):
             registration, key = self.get(region_id), key_by_region.get(region_id, b"")
@@ -275,7 +275,7 @@ class RegionTable:
 def other_kind(
     kinds: Container[MemoryKind], local: Iterable[Region], remote: Iterable[RegionInfo]
 ) -> MemoryKind | None:
-    """Find a region of either side that is of none of these kinds; None where there is none."""
+    """Find the kind of a region, on either side, that is none of `kinds`; None if all are."""
     for kind in (*(region.kind for region in local), *(info.kind for info in remote)):
         if kind not in kinds:
             return kind
@@ -283,7 +283,7 @@ def other_kind(
 
 
 def distinct(region_ids: OffsetArray) -> list[int]:
-    """List which regions there are; one comparison where there is one only."""
+    """List the distinct region ids; fast if there is only one."""
     if len(region_ids) <= _FEW:
         return list(dict.fromkeys(region_ids.tolist()))
     first = region_ids[0]

@@ -1,13 +1,13 @@
-"""Waiting for what has to end before anybody may go on."""
+"""Waiting that a cancellation does not cut short."""
 
 import asyncio
 from typing import Any
 
 
 async def settled(future: "asyncio.Future[Any]") -> None:
-    """Wait until a future is done, whatever it gives. Cancelled, once or more, it waits all the same and then gives way.
+    """Wait until a future is done, ignoring its result. A cancellation is raised only after that.
 
-    For what is known to end soon: a thread that still uses memory, and was told to stop.
+    Use it for work that ends soon, such as a thread that uses memory and was told to stop.
     """
     cancellation: asyncio.CancelledError | None = None
     while not future.done():

@@ -1,4 +1,4 @@
-"""Stored bytes are checked block by block: a checksum for each 4 KiB, and none for what was never written."""
+"""Checksums of stored blocks: one for each 4 KiB that was ever written."""
 
 import numpy as np
 
@@ -6,16 +6,16 @@ from penstock.core.descriptors import OffsetArray
 from penstock.transfer.regions.checksum import Sums, checksum_ranges
 
 BLOCK_BYTES = 4096
-"""What one checksum covers, and what O_DIRECT is aligned to here."""
+"""Bytes of one checksum, and the alignment of O_DIRECT."""
 
 NOT_RECORDED = 0
-"""In place of a checksum: the block was never written. No block sums up to it; see `sum_blocks`."""
+"""The block was never written. No block has this checksum; see `sum_blocks`."""
 
 _LENGTHS = np.full(256, BLOCK_BYTES, np.uint64)  # of the blocks in 1 MiB: there are seldom more
 
 
 def sum_blocks(addresses: OffsetArray) -> Sums:
-    """Sum the blocks at these addresses.
+    """Compute the checksums of the blocks at these addresses.
 
     Args:
         addresses: (n,) uint64.
@@ -30,5 +30,5 @@ def sum_blocks(addresses: OffsetArray) -> Sums:
 
 
 def sum_memory(address: int, length: int) -> Sums:
-    """Sum the blocks of one stretch of memory: (length // BLOCK_BYTES,), as `sum_blocks` does."""
+    """Compute the (length // BLOCK_BYTES,) checksums of contiguous blocks; see `sum_blocks`."""
     return sum_blocks(np.arange(address, address + length, BLOCK_BYTES, dtype=np.uint64))

@@ -1,4 +1,4 @@
-"""An object store behind `obstore`, with every request bounded in time and its errors worded."""
+"""An object store through `obstore`, with a time limit for every request and this library's errors."""
 
 import asyncio
 import os
@@ -20,10 +20,10 @@ _ENDS_BEFORE = re.compile(r"InvalidRange|Invalid range|Range Not Satisfiable|ran
 
 
 class Bucket:
-    """Where objects are.
+    """An object store.
 
     Attributes:
-        name: for people; no secrets in it.
+        name: for messages; without secrets.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Bucket:
             store: a URL (`s3://`, `gs://`, `az://`, `file://`, `memory://`), or a store of obstore's, which has its own
                 timeouts and retries.
             options: for a URL: keys, region, endpoint, as obstore names them.
-            request_timeout_s: how long one request may take, its retries among it.
+            request_timeout_s: the longest time of one request with its retries.
             retries: after errors 5xx and lost connections.
 
         Raises:
@@ -62,9 +62,9 @@ class Bucket:
             raise TransferRefused(f"{store}: {_text(error)}") from error
 
     async def get(self, key: str, start: int, end: int) -> memoryview | None:
-        """Get a range of bytes of an object, less where it ends before; None where there is no such object.
+        """Get a range of bytes of an object, fewer if it ends before; None if there is no such object.
 
-        A cancelled get is given up at once.
+        A cancellation abandons the request at once.
 
         Raises:
             TransferError: it failed, or took too long.
@@ -83,10 +83,10 @@ class Bucket:
             raise self._worded(what, error) from error
 
     async def put(self, key: str, data: bytearray) -> None:
-        """Put an object, all at once. A cancelled put comes to its end first, so that none arrives afterwards.
+        """Put an object as a whole. A cancellation waits for the end of the request, so that no put arrives later.
 
         Raises:
-            TransferError: it failed, or took too long; in both cases it may have arrived, or arrive later.
+            TransferError: it failed, or took too long; the object may have been put, or be put later.
         """
         what = f"putting {len(data)} bytes to {self.name}/{key}"
         request = self._obstore.put_async(self._store, key, data, use_multipart=False)
@@ -151,6 +151,6 @@ def _settings(
 
 
 def _text(error: Exception) -> str:
-    """Take what obstore says first; a dump of its innards follows."""
+    """Take the first part of obstore's message; a debug dump follows it."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split())
     return text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]}..."

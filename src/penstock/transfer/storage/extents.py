@@ -1,8 +1,7 @@
-"""What a list of ranges means for a disk: few large aligned reads or writes, made once and used any number of times.
+"""Plans the I/Os of a list of ranges: few large aligned reads or writes. A plan is used any number of times.
 
-Ranges are sorted by where they lie in the file, cut where a multiple of `io_bytes` is crossed, and joined with those
-whose 4 KiB blocks touch. So scattered lists over a dense slab become large I/Os, and large ranges become several that
-run side by side.
+Ranges are sorted by offset, cut at multiples of `io_bytes`, and joined if their 4 KiB blocks touch. So scattered ranges of a
+dense slab become large I/Os, and large ranges become several parallel I/Os.
 """
 
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ class Extents:
         starts: (n,) bytes from the start of the region, a multiple of the block.
         ends: (n,) bytes, likewise.
         bounds: (n + 1,) I/O i moves the pieces from bounds[i] to bounds[i + 1].
-        aligned: (n,) whether its pieces, as they are, can be given to the disk.
-        whole: (n,) whether the pieces leave no byte of its blocks out.
+        aligned: (n,) whether its pieces are aligned for O_DIRECT.
+        whole: (n,) whether the pieces cover its blocks completely.
         offsets: (m,) of each piece, in the region; sorted within an I/O.
         addresses: (m,) of each piece, in memory.
         lengths: (m,) bytes.
@@ -115,7 +114,7 @@ class Extents:
         )
 
     def partial_blocks(self, index: int) -> list[int]:
-        """List the blocks of an I/O that its pieces cover in part only, in order."""
+        """List the blocks of an I/O that its pieces cover only in part, in order."""
         pieces = slice(self.bounds[index], self.bounds[index + 1])
         starts = self.offsets[pieces]
         reach = np.maximum.accumulate(starts + self.lengths[pieces])

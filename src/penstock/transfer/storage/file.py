@@ -1,6 +1,6 @@
-"""Storage `file`: between this agent's memory and its own files. See `penstock.transfer.storage.slab` for what a file is.
+"""Storage `file`: moves bytes between this agent's memory and its own files, which are slabs (`storage.slab`).
 
-A peer that wants what is in a file reads this agent's memory; its file is not its peers' business.
+Peers do not reach an agent's files; they read its memory.
 """
 
 import asyncio
@@ -30,21 +30,21 @@ from penstock.transfer.storage.slab import Disk, Slab
 
 _log = get_logger()
 _GRACE_S = 0.1
-"""What a cancelled transfer waits for I/Os under way; of a disk that works each takes milliseconds."""
+"""The longest wait of a cancelled transfer for its running I/Os; a disk that works takes milliseconds."""
 _CLOSE_S = 2.0
-"""What closing a file may take before it is left to its thread."""
+"""The longest wait for a file to close; then its thread goes on alone."""
 _COST = TransferCost(start_s=2e-4, range_s=5e-6, bytes_per_s=2e9)
 """A virtio disk with O_DIRECT, 1 MiB at a time: 1 to 4 GB/s, measured."""
 
 
 class FileRegion(Region):
-    """A file of a fixed size that is read and written like memory: a slab, kept across restarts.
+    """A file of a fixed size that is read and written like memory and kept across restarts: a slab.
 
-    Its checksums are kept in a second file, `path` + ".crc32c". One agent at a time has it open. What was never
-    written cannot be read.
+    Its checksums are in a second file, `path` + ".crc32c". One agent at a time has it open. Reading a block that was never
+    written is an error.
 
     Attributes:
-        path: where it is; made when it is registered, if it is not there.
+        path: its path; created by `register` if it does not exist.
     """
 
     __slots__ = ("path",)
@@ -72,7 +72,7 @@ class FileRegion(Region):
 
 @dataclass(slots=True, eq=False)
 class _OpenFile:
-    """A file and its threads: one that hangs keeps none of another's. `opening` finds the slab and reserves its space."""
+    """A file and its own threads, so that a file that hangs does not block others. `opening` is the job that opens the slab."""
 
     region: FileRegion
     threads: IoThreads
@@ -86,7 +86,7 @@ class _OpenFile:
         return self.found
 
     def open(self, disk: Disk) -> None:
-        """Open the slab and take its space; may block for long.
+        """Open the slab and reserve its space; may block for long.
 
         Raises:
             TransferError: it cannot be opened, or there is no space.
@@ -101,7 +101,7 @@ class _OpenFile:
 
 
 class FileStorage:
-    """Reads and writes slabs, each on a few threads that all transfers share."""
+    """Reads and writes slabs, each on its own threads."""
 
     name = "file"
     kind = MemoryKind.FILE
@@ -111,7 +111,7 @@ class FileStorage:
         """Start nothing yet.
 
         Args:
-            threads: reads and writes of one file under way at once: the disk's queue depth.
+            threads: parallel reads and writes of one file: the disk's queue depth.
             io_bytes: the most that one of them moves; a multiple of 4096.
             disk: reads and writes slabs.
         """
@@ -126,7 +126,7 @@ class FileStorage:
         self.host = host
 
     def register(self, region_id: int, region: Region) -> None:
-        """Have a thread open the file, since a disk may hang in any call; transfers wait for that, and fail as it failed."""
+        """Open the file on its thread, since a disk may hang in any call. Transfers wait for it, and fail with its error."""
         if not isinstance(region, FileRegion):
             raise TransferRefused("a region of kind file has to be a FileRegion")
         opened = _OpenFile(region, IoThreads(self._num_threads, self.io_bytes, "transfer-file"))
@@ -142,7 +142,7 @@ class FileStorage:
         self.files[region_id] = opened
 
     async def deregister(self, region_id: int) -> None:
-        """Close a file once nothing is at it, which takes no longer here than a disk that works."""
+        """Close a file once nothing uses it; stop waiting after `_CLOSE_S`, if the disk hangs."""
         opened = self.files.pop(region_id, None)
         if opened is None:
             return
@@ -190,7 +190,7 @@ class FileStorage:
     def begin(
         self, opened: _OpenFile, do: Callable[[int, Bounce], None], steps: int, region_ids: frozenset[int]
     ) -> Job:
-        """Have threads of a file do something that uses these regions."""
+        """Run steps on a file's threads and note the regions that they use."""
         job = opened.threads.start(do, steps)
         if not job.done.done():
             self._jobs[job] = region_ids
@@ -198,7 +198,7 @@ class FileStorage:
         return job
 
     async def finish(self, jobs: Sequence[tuple[_OpenFile, Job]]) -> None:
-        """Wait for jobs. Cancelled, it stops them, and waits a moment for the kernel; what then hangs there lingers.
+        """Wait for jobs. A cancellation stops them and waits `_GRACE_S`; I/Os that hang in the kernel linger.
 
         Raises:
             TransferError: one of them failed.
@@ -219,7 +219,7 @@ class FileStorage:
 
 
 class _FileMove:
-    """Its I/Os, worked out once."""
+    """A list of ranges with its planned I/Os."""
 
     def __init__(self, own: FileStorage, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
         host = own.host
@@ -278,10 +278,10 @@ class _FileMove:
 
 
 async def _until_open(files: Collection[_OpenFile]) -> None:
-    """Wait until all are open. A cancellation leaves them opening: others wait, too.
+    """Wait until all files are open. A cancellation does not stop the opening, since others wait for it too.
 
     Raises:
-        TransferError: one of them cannot be opened.
+        TransferError: a file cannot be opened.
     """
     opening = [opened.opening for opened in files if opened.opening is not None]
     waiting = [job.done for job in opening if not job.done.done()]

@@ -1,7 +1,6 @@
-"""A few threads for reads and writes that block, shared fairly by all lists that are under way.
+"""Threads for blocking reads and writes, shared fairly by all running jobs.
 
-A list is many steps. A thread that is free takes the next step of the list whose turn it is, so a short list does
-not wait for a long one.
+A job is many steps. A free thread takes the next step of the next job in turn, so a short job does not wait for a long one.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ import numpy as np
 
 
 class Bounce:
-    """Aligned memory of one thread, for what cannot go to the disk from where it is.
+    """Aligned memory of one thread, for I/O of memory that is not aligned.
 
     Attributes:
         view: all of it.
@@ -24,7 +23,7 @@ class Bounce:
     """
 
     def __init__(self, size_bytes: int) -> None:
-        """Reserve it; pages that are never used are never there."""
+        """Reserve address space; unused pages take no memory."""
         self._mapping = mmap.mmap(-1, size_bytes)
         self.view = memoryview(self._mapping)
         self.address: int = np.frombuffer(self._mapping, np.uint8).ctypes.data
@@ -32,7 +31,7 @@ class Bounce:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A list under way. `done` is set once no thread is at it any more; it never fails, `error` says what did."""
+    """A running job. `done` is set, without an exception, once no thread runs a step of it; `error` is its first error."""
 
     do: Callable[[int, Bounce], None]
     steps: int
@@ -47,7 +46,7 @@ class IoThreads:
     """Runs the steps of jobs. `start` and `stop` are called from the event loop."""
 
     def __init__(self, threads: int, bounce_bytes: int, name: str) -> None:
-        """Start no thread before there is a job."""
+        """Begin without threads; the first job starts them."""
         self._size = threads
         self._bounce_bytes = bounce_bytes
         self._name = name
@@ -57,7 +56,7 @@ class IoThreads:
         self._is_closed = False
 
     def start(self, do: Callable[[int, Bounce], None], steps: int) -> Job:
-        """Have `do(i, bounce)` called for every i below `steps`, in any order, until one of them fails."""
+        """Call `do(i, bounce)` for every i below `steps`, in any order, until one fails."""
         job = Job(do, steps, asyncio.get_running_loop().create_future())
         if steps == 0:
             job.done.set_result(None)
@@ -74,14 +73,14 @@ class IoThreads:
         return job
 
     def stop(self, job: Job, error: Exception | None = None) -> None:
-        """Take no further step of it; those that threads are at come to their end first."""
+        """Start no further step; running steps come to their end."""
         with self._changed:
             self._stop(job, error)
             if job.running == 0 and not job.done.done():
                 job.done.set_result(None)
 
     async def finish(self, job: Job) -> None:
-        """Wait for a job; a cancellation stops it and goes on once no thread is at it.
+        """Wait for a job. A cancellation stops it, and is raised once no thread runs a step of it.
 
         Raises:
             TransferError: a step failed, or it was stopped with this error.
@@ -99,7 +98,7 @@ class IoThreads:
             raise job.error
 
     def close(self) -> None:
-        """End the threads, each after what it is at. Does not wait: one may hang in the kernel."""
+        """End each thread after its current step. Does not wait, since a thread may hang in the kernel."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

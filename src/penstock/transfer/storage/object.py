@@ -1,7 +1,7 @@
-"""Storage `object`: between this agent's memory and its regions in an object store (S3, GCS, Azure, a directory).
+"""Storage `object`: moves bytes between this agent's memory and regions in an object store (S3, GCS, Azure, a directory).
 
 A region is cut into objects of 1 MiB or more, several blocks to an object, so that a store sees few large requests.
-A write of all of an object puts it; a write of a part gets it first, changes it and puts it back.
+A write of a whole object puts it; a write of a part gets the object, changes it and puts it back.
 """
 
 import asyncio
@@ -42,11 +42,11 @@ _COPY_THREADS = 2
 
 
 class ObjectRegion(Region):
-    """A part of an object store that is read and written like memory, kept across restarts.
+    """Objects of a store that are read and written like memory and kept across restarts.
 
     Object i has the bytes from i * object_bytes on, under the key `prefix/0000000i`, and the checksums of its blocks.
-    What was never written cannot be read. Several agents may read it; while one writes, no other may: nothing
-    keeps two writers of one object apart.
+    Reading a block that was never written is an error. Several agents may read it; only one may write at a time, which
+    nothing enforces.
 
     Attributes:
         store: a URL, or a store of obstore's.
@@ -78,8 +78,7 @@ class ObjectRegion(Region):
             store: a URL: `s3://bucket/path`, `gs://`, `az://`, `file:///directory`, `memory://`; or a store of obstore's.
             size_bytes: a multiple of 4096.
             prefix: sets this region apart from others in the same store.
-            object_bytes: a multiple of 4096, at least 1 MiB; a region is always to be read with those it was
-                written with.
+            object_bytes: a multiple of 4096, at least 1 MiB; read a region with the value it was written with.
             options: keys, region, endpoint for a URL, as obstore names them; what is left out comes from the
                 environment.
             name: as in `Region`.
@@ -105,7 +104,7 @@ class ObjectRegion(Region):
 
 
 class ObjectStorage:
-    """Gets and puts objects, so many at once for all transfers together."""
+    """Gets and puts objects, with one bound on parallel requests for all transfers."""
 
     name = "object"
     kind = MemoryKind.OBJECT
@@ -115,7 +114,7 @@ class ObjectStorage:
         """Start nothing yet.
 
         Args:
-            requests: objects under way at once; each takes twice its size in memory.
+            requests: parallel requests; each takes twice its object's size in memory.
             request_timeout_s: how long one request may take, with its retries.
             retries: of one request, after errors 5xx and lost connections.
         """
@@ -194,7 +193,7 @@ class _OpenRegion:
 
     @asynccontextmanager
     async def alone(self, index: int) -> AsyncIterator[None]:
-        """Keep other transfers of this agent from changing the object."""
+        """Exclude other transfers of this agent that change the object."""
         lock = self._locks.get(index)
         if lock is None:
             lock = self._locks[index] = asyncio.Lock()
@@ -214,7 +213,7 @@ class _Touched:
 
 
 class _ObjectMove:
-    """Which objects it touches, worked out once."""
+    """A list of ranges with the objects that it touches."""
 
     def __init__(self, own: ObjectStorage, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
         self._own = own

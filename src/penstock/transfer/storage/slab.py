@@ -1,7 +1,7 @@
-"""A preallocated file that is read and written like memory, every block checked against its checksum.
+"""A slab: a preallocated file that is read and written like memory, with a checksum for every block.
 
-What covers whole blocks from aligned memory goes to the disk from where it is (O_DIRECT); all else through a thread's
-aligned buffer. A block that is written in part is read, checked, changed and written under a lock.
+Whole blocks of aligned memory go to the disk directly (O_DIRECT), everything else through a thread's aligned buffer. A
+partial write of a block reads, checks, changes and writes the block under a lock.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ SUMS_SUFFIX = ".crc32c"
 _LOCKS = 64
 
 _MEMORY = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
-"""All addresses of this process: a slice is the memory between two of them."""
+"""The address space of this process; a slice is the memory between two addresses."""
 
 
 class Disk(Protocol):
-    """How a slab's data is read and written: as module `os` does."""
+    """The calls that read and write a slab's data; module `os` has them."""
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int: ...
 
@@ -45,18 +45,18 @@ class Disk(Protocol):
 
 
 class Slab:
-    """One open file. `read` and `write` block, and are called from several threads."""
+    """An open slab. `read` and `write` block; several threads may call them."""
 
     def __init__(self, path: Path, size_bytes: int, disk: Disk = os) -> None:
-        """Open the slab and lock it, or make it.
+        """Open and lock the slab, or create it.
 
         Args:
-            path: where it is; its checksums lie beside it.
+            path: of the slab; its checksums are in a file beside it.
             size_bytes: a multiple of the block.
             disk: reads and writes its data.
 
         Raises:
-            TransferError: another process has it, it is none or of another size, or there is no space.
+            TransferError: another process has it open, it is no slab of this size, or there is no space.
         """
         self.path = path
         self.size_bytes = size_bytes
@@ -75,7 +75,7 @@ class Slab:
                 raise TransferError(self._open_failure(error)) from error
             undo.pop_all()
         self.is_reserved = not self._sums.is_new
-        """Whether its space is the slab's own; else the first `reserve`, read or write takes it."""
+        """Whether its space is reserved; if not, the first `reserve`, read or write does it."""
         if not self.is_direct:
             get_logger().warning(
                 "slab_buffered",
@@ -92,10 +92,10 @@ class Slab:
             )
 
     def read(self, extents: Extents, index: int, bounce: Bounce, *, checksum: bool) -> None:
-        """Do one I/O: bring its pieces to memory.
+        """Do one I/O: read its pieces into memory.
 
         Raises:
-            ChecksumMismatch: a block is not what was written, or nothing was.
+            ChecksumMismatch: a block was changed, or never written.
             TransferError: the disk failed.
         """
         self.reserve()
@@ -118,10 +118,10 @@ class Slab:
         )
 
     def write(self, extents: Extents, index: int, bounce: Bounce) -> None:
-        """Do one I/O: put its pieces in the file, and record their checksums.
+        """Do one I/O: write its pieces and record their checksums.
 
         Raises:
-            ChecksumMismatch: a block is written in part, and the rest of it is not what was written.
+            ChecksumMismatch: the rest of a partially written block was changed.
             TransferError: the disk failed.
         """
         self.reserve()
@@ -157,7 +157,7 @@ class Slab:
             raise TransferError(f"{self.path}: flushing failed: {_reason(error)}") from error
 
     def close(self) -> None:
-        """Sync and let go; nobody reads or writes any more."""
+        """Sync and close; no read or write runs any more."""
         is_durable = False
         try:
             self.sync()
@@ -197,7 +197,7 @@ class Slab:
         return sums
 
     def reserve(self) -> None:
-        """Take the space, which may take seconds; nothing where the slab has it. Safe from several threads.
+        """Reserve the space unless it is reserved; may take seconds. Several threads may call it.
 
         Raises:
             TransferError: there is not enough, or the disk failed.
@@ -226,7 +226,7 @@ class Slab:
         return disk.f_bavail * disk.f_frsize
 
     def _open_direct(self) -> tuple[int, bool]:
-        """Open the same file once more, past the page cache if that can be: (descriptor, whether it is)."""
+        """Open the file again, with O_DIRECT if possible: (descriptor, whether it has O_DIRECT)."""
         again = f"/proc/self/fd/{self._file}"
         fd = -1
         try:
@@ -275,7 +275,7 @@ class Slab:
         return TransferError(f"{self.path}: {doing} {num_bytes} bytes at {offset} failed: {reason}")
 
     def _mismatches(self, start: int, sums: Sums) -> list[int]:
-        """List the blocks that do not fit, counted from `start`."""
+        """List the blocks with another checksum, counted from `start`."""
         return [int(block) for block in self._sums.mismatches(start // BLOCK_BYTES, sums)]
 
     def _refuse(self, start: int, blocks: list[int]) -> None:
@@ -293,14 +293,14 @@ class Slab:
         )
 
     def _read_locked(self, start: int, block: int, bounce: Bounce) -> bool:
-        """Read a block while nobody writes a part of it; says whether it fits its checksum."""
+        """Read a block under its lock and say whether its checksum fits."""
         at = block * BLOCK_BYTES
         with self._locked([start // BLOCK_BYTES + block]):
             self._transfer(self._disk.preadv, "reading", start + at, [bounce.view[at : at + BLOCK_BYTES]])
             return not self._mismatches(start + at, sum_memory(bounce.address + at, BLOCK_BYTES))
 
     def _read_partial(self, start: int, blocks: list[int], bounce: Bounce) -> None:
-        """Bring what the pieces leave out: what the disk has, or zeros where nothing was ever written."""
+        """Read the rest of partially written blocks: the disk's bytes, or zeros if a block was never written."""
         for block in blocks:
             at = block * BLOCK_BYTES - start
             view = bounce.view[at : at + BLOCK_BYTES]
@@ -314,7 +314,7 @@ class Slab:
 
     @contextlib.contextmanager
     def _locked(self, blocks: list[int]) -> Iterator[None]:
-        """Keep everybody else from changing these blocks in part."""
+        """Lock blocks against partial writes of other threads."""
         with contextlib.ExitStack() as held:
             for index in sorted({block % _LOCKS for block in blocks}):  # one order for all: no deadlock
                 held.enter_context(self._locks[index])
@@ -331,7 +331,7 @@ def _views(extents: Extents, pieces: slice) -> list[memoryview]:
 
 
 def _without(views: list[memoryview], done: int) -> list[memoryview]:
-    """Leave out the first `done` bytes."""
+    """Drop the first `done` bytes."""
     for index, view in enumerate(views):
         if done < len(view):
             return [view[done:], *views[index + 1 :]]

@@ -1,10 +1,9 @@
-"""The checksums of a slab, in a file beside it that is read and written at places.
+"""The checksums of a slab, in a file beside it.
 
-It is not mapped into memory: a mapped file that somebody cuts off, or a disk that fails, ends the process (SIGBUS). A
-block's checksum is recorded after its data was written, so a process that dies in between leaves a block that does
-not fit its checksum, and none that looks right and is not. That holds while the kernel lives, whose cache keeps the
-file. After a power cut, both data and checksum of a block may be those before the last write, which fit each
-other: so the file says which boot of the machine opened it, and what was not closed in an earlier boot is forgotten.
+The file is not mapped, since SIGBUS would end the process when it is truncated or the disk fails. A block's checksum is
+recorded after its data, so a process that dies in between leaves a block that does not fit its checksum. The kernel's cache
+keeps both. After a power cut, data and checksum of a block may both be from before the last write and fit each other. So the
+file names the boot of the machine that opened it, and a slab that was not closed in an earlier boot is forgotten.
 """
 
 import os
@@ -35,24 +34,24 @@ class _State(IntEnum):
 
 
 class SlabSums:
-    """One crc32c for each block of a slab. Its methods may be called from several threads, for different blocks.
+    """One CRC-32C per block of a slab. Several threads may call its methods for different blocks.
 
     Attributes:
         path: of the file.
-        is_new: whether the slab's own file may be of any size: nobody has finished making it.
-        has_forgotten: whether the machine went down while the slab was open, so that nothing in it is believed.
+        is_new: whether the creation of the slab is not complete, so that its file may have any size.
+        has_forgotten: whether the machine went down while the slab was open, so that all checksums are discarded.
     """
 
     def __init__(self, path: Path, slab_bytes: int, *, slab_is_empty: bool) -> None:
-        """Open the checksums of a slab that is locked, or make them.
+        """Open the checksums of a locked slab, or create them.
 
         Args:
             path: of the file.
             slab_bytes: the slab's size.
-            slab_is_empty: whether the slab has no bytes yet; checksums of an older one are forgotten.
+            slab_is_empty: whether the slab has no bytes yet; older checksums are discarded.
 
         Raises:
-            TransferError: the slab is not empty and has none, or they are those of another size or damaged.
+            TransferError: the slab is not empty and has no checksums, or checksums of another size, or damaged ones.
             OSError: the file cannot be opened, or there is no space.
         """
         self.path = path
@@ -81,11 +80,11 @@ class SlabSums:
             raise
 
     def set_ready(self) -> None:
-        """Say that the slab has its size now."""
+        """Record that the slab is complete."""
         self._write_header(_State.OPEN)
 
     def record(self, first_block: int, sums: Sums) -> None:
-        """Keep the checksums of blocks that were written, from `first_block` on.
+        """Record the checksums of written blocks from `first_block` on.
 
         Raises:
             TransferError: the disk failed.
@@ -108,7 +107,7 @@ class SlabSums:
         return bool(self._read(block, 1)[0] != NOT_RECORDED)
 
     def mismatches(self, first_block: int, sums: Sums) -> NDArray[np.intp]:
-        """Find which of the blocks from `first_block` on do not fit: (n,) indices into `sums`.
+        """Find the blocks from `first_block` on with another checksum: (n,) indices into `sums`.
 
         Raises:
             TransferError: the disk failed.
@@ -116,11 +115,11 @@ class SlabSums:
         return np.flatnonzero(self._read(first_block, len(sums)) != sums)
 
     def close(self, *, is_durable: bool) -> None:
-        """Let go of the file.
+        """Close the file.
 
         Args:
-            is_durable: whether the slab's data has reached the disk for good, so that a power cut from now on does
-                no harm. If not, the next boot of the machine forgets all.
+            is_durable: whether the slab's data is on the disk, safe from a power cut. If not, the next boot of the machine
+                discards all checksums.
         """
         try:
             if is_durable:
@@ -130,7 +129,7 @@ class SlabSums:
             os.close(self._fd)
 
     def _read(self, first_block: int, count: int) -> Sums:
-        """Read checksums; of blocks that the file does not have, as when it was cut off, none was recorded."""
+        """Read checksums; blocks beyond the end of the file have none."""
         size, offset = count * _SUM.itemsize, _TABLE_OFFSET + first_block * _SUM.itemsize
         data = b""
         try:
@@ -175,7 +174,7 @@ class SlabSums:
 
 
 def _this_boot() -> bytes:
-    """Name the boot of this machine: 16 bytes; where the kernel does not say, no two openings are of one boot."""
+    """Give the boot id of this machine, 16 bytes; random bytes if the kernel does not say it."""
     try:
         return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))
     except OSError:

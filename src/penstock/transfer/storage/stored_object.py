@@ -1,6 +1,6 @@
-"""An object of a store as this library writes it: what it is, the checksum of each block, the data.
+"""A stored object: header, checksum of each block, data.
 
-All of it is put at once, so data and checksums always belong together.
+It is put as a whole, so data and checksums belong together.
 """
 
 import struct
@@ -21,15 +21,15 @@ _SUMS_OFFSET = _HEADER.size + _CHECK.size
 
 
 def head_bytes(data_bytes: int) -> int:
-    """Give what comes before the data: 28 + 4 bytes, and 4 for each block."""
+    """Give the bytes before the data: 28 + 4, and 4 for each block."""
     return _SUMS_OFFSET + data_bytes // BLOCK_BYTES * 4
 
 
 class StoredObject:
-    """An object in memory: nothing of it yet, its head and one stretch of its data, or the whole of it."""
+    """An object in memory: empty, its head with one stretch of its data, or the whole object."""
 
     def __init__(self, name: str, index: int, data_bytes: int) -> None:
-        """Begin with one of which nothing was ever written.
+        """Begin as an object that was never written.
 
         Args:
             name: for errors.
@@ -47,16 +47,16 @@ class StoredObject:
         self._data_address = 0
 
     def load(self, head: memoryview, stretch: memoryview, *, end: int, first: int = 0) -> None:
-        """Take what the store has; nothing is copied.
+        """Load bytes of the store, without a copy.
 
         Args:
             head: the first `head_bytes`.
             stretch: data.
-            end: byte of the data that it has to reach.
-            first: byte of the data that it begins with.
+            end: the least end of the stretch, in bytes of the data.
+            first: offset of the stretch in the data.
 
         Raises:
-            ChecksumMismatch: it is no object of this library, another one, or damaged.
+            ChecksumMismatch: it is no object of this library, not this object, or damaged.
         """
         packed, check, sums = head[: _HEADER.size], head[_HEADER.size : _SUMS_OFFSET], head[_SUMS_OFFSET:]
         if len(sums) != self._data_bytes // BLOCK_BYTES * 4 or bytes(packed[: len(_MAGIC)]) != _MAGIC:
@@ -83,15 +83,15 @@ class StoredObject:
         self._data_address = np.frombuffer(stretch, np.uint8).ctypes.data
 
     def write(self, extents: Extents, index: int, base: int) -> None:
-        """Change it; nothing or the whole of it was loaded.
+        """Write pieces to it; either nothing or the whole object was loaded.
 
         Args:
             extents: of the region.
-            index: the pieces of this one.
+            index: the I/O whose pieces are meant.
             base: where in the region the object begins.
 
         Raises:
-            ChecksumMismatch: a block is written in part, and the rest of it is not what was written.
+            ChecksumMismatch: the rest of a partially written block was changed.
         """
         self._own()
         start, end = extents.starts[index] - base, extents.ends[index] - base
@@ -106,10 +106,10 @@ class StoredObject:
         self._sums[start // BLOCK_BYTES : end // BLOCK_BYTES] = self._sums_of(start, end)
 
     def read(self, extents: Extents, index: int, base: int, *, checksum: bool) -> None:
-        """Bring pieces to memory; see `write`.
+        """Read pieces into memory; see `write`.
 
         Raises:
-            ChecksumMismatch: a block is not what was written, or nothing was.
+            ChecksumMismatch: a block was changed, or never written.
         """
         if self._loaded is None:
             self._own()
@@ -125,14 +125,14 @@ class StoredObject:
         )
 
     def sealed(self) -> bytearray:
-        """Give what is put into the store: all of it, its head made anew."""
+        """Give the whole object with a new head, to be put."""
         whole = self._own()
         packed = _HEADER.pack(_MAGIC, BLOCK_BYTES, self._index, self._data_bytes)
         whole[:_SUMS_OFFSET] = packed + _CHECK.pack(zlib.crc32(self._sums.tobytes(), zlib.crc32(packed)))
         return whole
 
     def _own(self) -> bytearray:
-        """Make it whole, and memory of its own."""
+        """Copy it into memory of its own, as a whole object."""
         if self._whole is None:
             size = self._head_bytes + self._data_bytes
             self._whole = bytearray().join(self._loaded) if self._loaded else bytearray(size)

@@ -1,4 +1,4 @@
-"""One transport a way for bytes: memory, shm, tcp, nixl.
+"""Transports between agents: memory, shm, tcp, nixl.
 
-A transport only moves bytes between ranges; links, retries and the choice of a transport are above it.
+A transport only moves bytes between ranges. Links carry control; `requests` chooses transports and retries.
 """

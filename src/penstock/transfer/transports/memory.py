@@ -27,21 +27,21 @@ _CONTACT_BYTES = 8
 
 
 _by_contact: "WeakValueDictionary[bytes, MemoryTransport]" = WeakValueDictionary()
-"""Every started one of this process."""
+"""The started transports of this process."""
 
 
 class MemoryTransport(QuietTransport):
-    """Copies where both sides' memory is this process's own."""
+    """Copies memory within this process."""
 
     name = "memory"
     checksums = False
 
     def __init__(self, *, threads: int, inline_bytes_max: int) -> None:
-        """Know nothing yet.
+        """Begin without regions.
 
         Args:
             threads: native threads that share one copy.
-            inline_bytes_max: up to so many bytes are copied within `post`.
+            inline_bytes_max: copies up to this size run within `post`.
         """
         self.regions: dict[int, Region] = {}
         self.threads = threads
@@ -90,7 +90,7 @@ class MemoryTransport(QuietTransport):
 
 
 class _MemoryChannel:
-    """From one agent's memory to another's, `peer` (itself, perhaps), on behalf of the agent `asks`."""
+    """Between the memory of one agent and another agent of this process, or itself. `asks` is the initiator's name."""
 
     def __init__(
         self, own: MemoryTransport, other: MemoryTransport, asks: str, regions: Mapping[int, RegionInfo]
@@ -119,7 +119,7 @@ class _MemoryChannel:
     async def close(self) -> None: ...
 
     def copy(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> CopyMove:
-        """Make the copy; who owns the other side's memory checks that it may be."""
+        """Prepare the copy, authorised by the owner of the other memory."""
         keys = {region_id: info.key(op) for region_id, info in self._regions.items()}
         if self._other is not self._own and self._other.host is not None:
             self._other.host.authorize(self._asks, keys, pairs.remote, op)
@@ -138,7 +138,7 @@ class _MemoryChannel:
 
 
 class _MemoryMove:
-    """A copy that is checked by the other side's agent every time: its regions may have gone meanwhile."""
+    """A copy that the other agent authorises at every run, since its regions may have changed."""
 
     def __init__(self, channel: _MemoryChannel, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
         self._channel = channel

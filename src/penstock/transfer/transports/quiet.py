@@ -1,4 +1,4 @@
-"""What a transport is where it does not say otherwise: it says nothing to peers, uses no streams, and exposes no memory."""
+"""Defaults of transports: no messages, no streams, no grants, no exposed memory."""
 
 import asyncio
 import socket
@@ -10,7 +10,7 @@ from penstock.seams import Link
 
 
 class QuietTransport:
-    """The part of `seams.Transport` about peers. Its own side moves the bytes, so no memory is exposed or lingers."""
+    """Defaults of `seams.Transport` for a transport whose owner moves the bytes itself."""
 
     name: str
     setup_s = 0.0

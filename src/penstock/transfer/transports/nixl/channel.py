@@ -1,4 +1,4 @@
-"""What the `nixl` transport does for one peer: learn where its memory is, make lists ready, post them."""
+"""The channel of transport `nixl` to one peer: request grants, prepare lists, post them."""
 
 import asyncio
 import weakref
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 _W = TypeVar("_W", bound=Wire)
 NAME = "nixl"
 KINDS = {MemoryKind.DRAM: "DRAM", MemoryKind.SHARED: "DRAM", MemoryKind.VRAM: "VRAM"}
-"""NIXL's name of each kind of memory that it moves."""
+"""NIXL's names of memory kinds."""
 _PART_BYTES = 32 << 20
-"""Posted as one request: a few milliseconds, so that others get their turn and a cancelled transfer ends soon."""
+"""Bytes of one request: a few milliseconds, so that transfers take turns and a cancelled one ends soon."""
 _SUM_RANGES = 1 << 16
-"""Ranges summed in one message."""
+"""Ranges in one request for checksums."""
 _LET_GO_S = 1.0
-"""How long a cancelled transfer waits for what was posted already, where the peer still lives; then it lingers."""
+"""The longest wait of a cancelled transfer for its posted requests; later they linger."""
 _PROBE_S = 3.0
-"""How long a peer's few bytes may take when two agents meet."""
+"""The longest wait for the test read at connect."""
 
 _PART_RANGES = 4096
 
 Pieces = tuple[OffsetArray, OffsetArray, OffsetArray]
-"""Which range each piece is of, where it begins in it, and its length."""
+"""Index of each piece's range, offset in that range, and length; (n,) uint64 each."""
 
 
 class NixlChannel:
@@ -64,19 +64,19 @@ class NixlChannel:
         regions: Mapping[int, RegionInfo],
         cost: Mapping[TransferOp, TransferCost],
     ) -> None:
-        """Know nothing of the peer's memory yet.
+        """Begin without grants.
 
         Args:
             owner: the transport.
             link: to the peer.
-            regions: what the peer gave.
-            cost: what is expected, by direction.
+            regions: the peer's.
+            cost: by direction.
         """
         self.link = link
         self.owner = owner
         self.places: dict[int, Place] = {}
         self.lost: asyncio.Future[PenstockError] = asyncio.get_running_loop().create_future()
-        """Done when the peer is gone."""
+        """Done with the error when the peer is gone."""
         self.remote_name = ""
         self._regions = regions
         self._cost = cost
@@ -118,17 +118,17 @@ class NixlChannel:
     # -- for the transport ----------------------------------------------------------------------------------------
 
     def fail(self, error: PenstockError) -> None:
-        """The peer is gone: nothing more is waited for."""
+        """End all waits, when the peer is gone."""
         if not self.lost.done():
             self.lost.set_result(error)
 
     # -- for moves ------------------------------------------------------------------------------------------------
 
     async def meet(self) -> None:
-        """Have NIXL know the peer's agent, and see that it reaches it.
+        """Load the peer's NIXL agent and test that NIXL reaches it.
 
         Raises:
-            TransferError: it does not work between these two.
+            TransferError: NIXL does not reach it.
         """
         async with self._meeting:
             if self.remote_name:
@@ -145,11 +145,11 @@ class NixlChannel:
             self.remote_name = name
 
     async def allow(self, op: TransferOp, region_ids: Sequence[int]) -> None:
-        """Have NIXL know regions of the peer, who checks that they were given.
+        """Request grants of regions and load them into NIXL.
 
         Raises:
-            TransferRefused: they were not.
-            TransferError: it does not work.
+            TransferRefused: the peer refuses.
+            TransferError: NIXL fails.
         """
         await self.meet()
         async with self._meeting:
@@ -159,10 +159,10 @@ class NixlChannel:
                 self._allowed.update((op, region_id) for region_id in wanted)
 
     async def sum_there(self, ranges: Descriptors) -> SumArray:
-        """Have the peer sum ranges of its memory.
+        """Request checksums of ranges of the peer's memory.
 
         Raises:
-            TransferError: it does not.
+            TransferError: the peer does not answer with them.
         """
         parts = [np.empty(0, np.uint32)]
         for first in range(0, len(ranges), _SUM_RANGES):
@@ -184,7 +184,7 @@ class NixlChannel:
         return {info.region_id: info.key(op) for info in infos if info is not None}
 
     async def _probe(self, thread: NixlThread, name: str, known: Known) -> None:
-        """Read the peer's random bytes."""
+        """Read the peer's nonce by NIXL."""
         found = np.zeros(NONCE_BYTES, np.uint8)
         here, there = row(found.ctypes.data, found.nbytes), row(known.address, found.nbytes)
         handles = Handles()
@@ -232,10 +232,10 @@ class NixlChannel:
 
 
 class NixlMove:
-    """A list of ranges that NIXL has made ready, in parts; one run at a time, as NIXL wants it."""
+    """A list of ranges, prepared by NIXL in parts. NIXL allows one run at a time."""
 
     def __init__(self, channel: NixlChannel, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
-        """Make nothing ready yet: that is NIXL's thread's work."""
+        """Prepare nothing yet; NIXL's thread does that at the first run."""
         self._channel = channel
         self._op = op
         self._pairs = pairs
@@ -306,7 +306,7 @@ def _read(answer: Granted, kind: type[_W], peer: str) -> _W:
     """Read an answer of the peer.
 
     Raises:
-        TransferError: it is none.
+        TransferError: it is invalid.
     """
     answer.close()
     try:
@@ -316,10 +316,10 @@ def _read(answer: Granted, kind: type[_W], peer: str) -> _W:
 
 
 def cut(lengths: OffsetArray) -> tuple[Pieces, list[tuple[int, int]]]:
-    """Cut ranges into pieces of at most `_PART_BYTES`, and the list of these into parts of about as much.
+    """Cut ranges into pieces of at most `_PART_BYTES`, and group the pieces into parts of about that size.
 
     Returns:
-        the pieces, and (first, end) of those that go together.
+        the pieces, and (first, end) of each part.
     """
     size = np.uint64(_PART_BYTES)
     counts = ((lengths + (size - np.uint64(1))) // size).astype(np.int64)

@@ -1,4 +1,4 @@
-"""What the `nixl` transports of two agents tell each other in requests for memory and their answers."""
+"""Payloads of grant requests and answers of transport `nixl`."""
 
 from typing import Annotated, TypeVar
 
@@ -20,14 +20,14 @@ class Place(Wire, frozen=True):
 
 
 class Given(Wire, frozen=True):
-    """The answer to a request for regions: NIXL's metadata of these, and where each begins there."""
+    """The answer to a request for regions: NIXL's metadata of the regions and the address of each."""
 
     metadata: bytes
     places: dict[int, Place]
 
 
 class Known(Wire, frozen=True):
-    """The answer to a request without regions: metadata of NIXL's agent, and random bytes that can be read there as a test."""
+    """The answer to a request without regions: metadata of the NIXL agent, and a nonce for a test read."""
 
     metadata: bytes
     nonce: bytes
@@ -35,7 +35,7 @@ class Known(Wire, frozen=True):
 
 
 class SumRanges(Wire, frozen=True):
-    """The payload of a request to sum ranges; columns of little-endian uint64. The answer is a little-endian uint32 for each."""
+    """Requests checksums of ranges; columns of little-endian uint64. The answer is one little-endian uint32 per range."""
 
     region_ids: bytes
     offsets: bytes
@@ -49,10 +49,10 @@ class SumRanges(Wire, frozen=True):
 
     @property
     def ranges(self) -> Descriptors:
-        """The list.
+        """The ranges.
 
         Raises:
-            ProtocolError: the columns are none, or of different lengths.
+            ProtocolError: the columns are invalid, or differ in length.
         """
         if len({len(self.region_ids), len(self.offsets), len(self.lengths)}) != 1 or len(self.offsets) % 8:
             raise ProtocolError(
@@ -65,10 +65,10 @@ class SumRanges(Wire, frozen=True):
 
 
 def decode(payload: bytes, kind: type[_W], peer: str) -> _W:
-    """Read what the peer's transport sent.
+    """Decode a payload of the peer.
 
     Raises:
-        ProtocolError: it is no such message.
+        ProtocolError: it is invalid.
     """
     try:
         return msgspec.msgpack.decode(payload, type=kind)

@@ -1,9 +1,8 @@
-"""A NIXL agent and the one thread that calls it. The thread sleeps while nothing is under way.
+"""A NIXL agent and the one thread that calls it. The thread sleeps while no request is running.
 
-NIXL's own progress thread runs beside it, or a peer that has nothing to do would never answer: with a delay of 0, which
-NIXL's Python API sets, it spins (as much of a core as it gets); with 500 us it takes 1.5 % of a core when idle, with
-10 ms 0.3 %, and is as quick, since the delay is only how long it waits for an event that UCX does not report (measured,
-2 cores of an AMD EPYC, NIXL 1.5.1).
+NIXL's progress thread runs too; without it an idle peer never answers. NIXL's Python API sets its delay to 0, which spins. An
+idle progress thread takes 1.5 % of a core with 500 us and 0.3 % with 10 ms. Transfers are as fast with 10 ms, since only
+events that UCX does not report wait for the delay (measured, 2 cores of an AMD EPYC, NIXL 1.5.1).
 """
 
 import asyncio
@@ -33,19 +32,19 @@ _REQUESTS_AT_ONCE = 2
 NONCE_BYTES = 8
 _WAIT_S_MIN, _WAIT_S_MAX = 20e-6, 500e-6
 _WAIT_ABANDONED_S = 0.02
-"""Between two looks at what nobody waits for any more."""
+"""Seconds between two polls of abandoned requests."""
 
 Done = TypeVar("Done")
 Rows = NDArray[np.uint64]
 
 
 def row(address: int, size_bytes: int, device: int = 0) -> Rows:
-    """Describe one range."""
+    """Give the (1, 3) row of one range."""
     return np.array([[address, size_bytes, device]], np.uint64)
 
 
 def find_module() -> str:
-    """Say which of NIXL's modules is installed.
+    """Find NIXL's installed module.
 
     Raises:
         TransferError: none is.
@@ -75,11 +74,11 @@ def load_bindings() -> Any:
 
 @functools.cache
 def _end_without_unloading() -> None:
-    """Have this process keep its exit status when it ends.
+    """Keep the exit status of this process.
 
-    Where the system has RDMA libraries too, NIXL's own copies of them crash as they are unloaded: every process that had made
-    an agent ended by SIGSEGV (libnl-route in nixl-cu12 1.5.1, Debian 12 with libnl-route-3-200). `_exit` unloads nothing; by then Python has ended and
-    flushed its files.
+    If the system has RDMA libraries too, NIXL's copies crash when they are unloaded, so every process with an agent ended by
+    SIGSEGV (libnl-route in nixl-cu12 1.5.1, Debian 12 with libnl-route-3-200). `_exit` unloads nothing; it runs after Python
+    has ended and flushed its files.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "on_exit"):  # glibc
@@ -88,7 +87,7 @@ def _end_without_unloading() -> None:
 
 @dataclass(slots=True, eq=False)
 class Handles:
-    """What NIXL made ready for one list of ranges; the thread's own."""
+    """NIXL's handles of one prepared list. The thread owns them."""
 
     requests: list[int] = field(default_factory=list)
     lists: list[int] = field(default_factory=list)
@@ -96,14 +95,14 @@ class Handles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What is to be made ready.
+    """A list of ranges to prepare.
 
     Attributes:
         op: NIXL's name.
         peer: NIXL's name of the other agent.
-        kinds: NIXL's kinds of memory, here and there.
-        sides: (n, 3) address, length, device, here and there.
-        parts: (first, end) of the rows that go together.
+        kinds: NIXL's memory kinds, local and remote.
+        sides: (n, 3) address, length, device; local and remote.
+        parts: (first, end) rows of each request.
     """
 
     op: str
@@ -115,9 +114,9 @@ class Plan:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Requests that are posted a few at a time. `ended` is done when none of them is under way any more.
+    """The requests of one run, posted a few at a time. `ended` is done when none is running any more.
 
-    `cleanup` frees what they use; only an abandoned flight has one.
+    `cleanup` frees their resources; only an abandoned flight has one.
     """
 
     handles: Handles
@@ -129,13 +128,13 @@ class Flight:
 
 
 class NixlThread:
-    """Calls one NIXL agent. All methods are for one event loop, but those that say that they are the thread's."""
+    """Calls one NIXL agent. One event loop calls the methods, except those marked as the thread's."""
 
     def __init__(self, name: str, bindings: Callable[[], Any]) -> None:
         """Start the thread; `open` makes the agent.
 
         Args:
-            name: of the agent, unique among those that meet.
+            name: of the NIXL agent, unique among agents that connect to each other.
             bindings: imports NIXL's bindings, in the thread.
         """
         self.name = name
@@ -151,7 +150,7 @@ class NixlThread:
         self.agent: Any = None
         self.backend = 0
         self.nonce = np.frombuffer(secrets.token_bytes(NONCE_BYTES), np.uint8)
-        """Peers read it to see that they can."""
+        """Peers read it to test the connection."""
         self.probe: Any = None
         threading.Thread(target=self._run, name="transfer-nixl", daemon=True).start()
 
@@ -164,14 +163,14 @@ class NixlThread:
         await self.call(self._open)
 
     async def close(self) -> None:
-        """Let go of everything; what is under way ends as if cancelled. Safe twice."""
+        """Release everything; running requests end as if cancelled. Safe twice."""
         if not self._is_closing:
             self._is_closing = True
             self._work.put(None)
         await asyncio.shield(self._ended)
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Have the thread do something that nobody waits for."""
+        """Run a function on the thread without waiting for it."""
 
         def guarded() -> None:
             try:
@@ -182,7 +181,7 @@ class NixlThread:
         self._work.put(guarded)
 
     async def call(self, work: Callable[[], Done]) -> Done:
-        """Have the thread do something.
+        """Run a function on the thread and return its result.
 
         Raises:
             TransferError: it failed.
@@ -200,7 +199,7 @@ class NixlThread:
         return await answer
 
     def fly(self, handles: Handles) -> Flight:
-        """Post all requests of a list, once; it must not be under way.
+        """Post all requests of a list, which must not be running.
 
         Raises:
             TransferError: the agent closes.
@@ -214,18 +213,18 @@ class NixlThread:
         return flight
 
     def stop(self, flight: Flight) -> None:
-        """Post no more of it; what was posted goes on until it is done, since UCX cannot take it back."""
+        """Post no more of its requests. Posted ones run to their end, since UCX cannot cancel them."""
         self._work.put(flight.waiting.clear)
 
     def abandon(self, flight: Flight, cleanup: Callable[[], object] | None = None) -> None:
-        """Post no more of it, and free its list once nothing of it is under way; the caller makes itself another one.
+        """Post no more of its requests, and free its handles once none is running; the caller must not use them any more.
 
-        NIXL has no way to take a request back: what it releases, or invalidates, still arrives when a peer that was
-        stopped goes on (measured, UCX over TCP).
+        NIXL cannot cancel a request: after a release or an invalidation its bytes still arrive when a stopped peer continues
+        (measured, UCX over TCP).
 
         Args:
             flight: which.
-            cleanup: the thread's, to be called then.
+            cleanup: called by the thread then.
         """
 
         def leave() -> None:
@@ -237,7 +236,7 @@ class NixlThread:
         self._work.put(leave)
 
     def discard(self, handles: Handles) -> None:
-        """Free what was made ready, unless a flight still uses it, which frees it then. From any thread, also from a finaliser."""
+        """Free the handles of a list, after its running flight if there is one. Any thread may call it, finalisers too."""
 
         def free() -> None:
             if all(flight.handles is not handles for flight in self._flights):
@@ -252,7 +251,7 @@ class NixlThread:
     # -- in the thread --------------------------------------------------------------------------------------------
 
     def register(self, rows: Rows, kind: str) -> Any:
-        """Register (n, 3) address, length, device; returns NIXL's list of them, for later; the thread's."""
+        """Register (n, 3) address, length, device; returns NIXL's list for `deregister`. The thread's."""
         described = self.nixl.nixlRegDList(self._kind(kind), rows)
         self.agent.registerMem(described, [self.backend])
         return described
@@ -266,7 +265,7 @@ class NixlThread:
         self.agent.invalidateRemoteMD(name)
 
     def export(self, described: list[Any], *, has_agent: bool = False) -> bytes:
-        """Give NIXL's metadata of what was registered, of one kind, and of its agent; the thread's."""
+        """Give NIXL's metadata of registered memory of one kind, with that of the agent if `has_agent`. The thread's."""
         if len({each.getType() for each in described}) > 1:
             raise TransferError("regions of both dram and vram; ask for one kind at a time")
         joined = self.nixl.nixlRegDList(described[0].getType())
@@ -276,7 +275,7 @@ class NixlThread:
         return metadata
 
     def make_ready(self, handles: Handles, plan: Plan) -> None:
-        """Have NIXL check both sides' ranges and make a request for each part; the thread's."""
+        """Have NIXL check both sides' ranges and prepare a request for each part. The thread's."""
         if handles.requests:
             return
         self._free(handles)  # what a failed try left
@@ -293,7 +292,7 @@ class NixlThread:
             handles.requests.append(self.agent.makeXferReq(op, here, rows, there, rows, "", [self.backend]))
 
     def worded(self, error: Exception) -> PenstockError:
-        """Give the error of this library for one of NIXL's."""
+        """Translate one of NIXL's errors."""
         if isinstance(error, PenstockError):
             return error
         text = f"nixl: {type(error).__name__}: {error}"
@@ -337,9 +336,9 @@ class NixlThread:
         self._shut()
 
     def _step(self, flight: Flight) -> bool:
-        """Post one request more if that may be, look at those under way, and say whether something happened.
+        """Post one more request if allowed, poll running ones, and return whether anything changed.
 
-        A peer's memory on this host is copied within `postXferReq`, so one at a time: others get their turn.
+        `postXferReq` itself copies memory of the same host, so each step posts one request and flights take turns.
         """
         before = len(flight.waiting), len(flight.under_way)
         try:
@@ -364,7 +363,7 @@ class NixlThread:
         flight.waiting.clear()
 
     def _land(self) -> None:
-        """Tell of flights that have ended."""
+        """Report flights that have ended."""
         ended = [flight for flight in self._flights if not flight.waiting and not flight.under_way]
         if ended:
             self._flights = [flight for flight in self._flights if flight.waiting or flight.under_way]

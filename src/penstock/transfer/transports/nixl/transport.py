@@ -1,8 +1,7 @@
-"""Transport `nixl`: everything that NVIDIA's NIXL reaches through UCX: RDMA, NVLink, TCP, memory of this host.
+"""Transport `nixl`: NVIDIA's NIXL over UCX, for RDMA, NVLink, TCP and memory of this host.
 
-The wheel is optional, and NIXL is loaded when a peer needs it. Each of the two agents has an agent of NIXL's beside it;
-what these have to know of each other goes over the link, so that it does not lengthen the metadata. An owner gives
-NIXL's keys to memory only for regions whose keys the peer shows.
+The wheel is optional, and NIXL is loaded when a peer needs it. Each agent has a NIXL agent. NIXL's metadata goes over the
+link, so the agent's metadata stays short. An owner grants NIXL's keys only for regions whose keys the peer shows.
 """
 
 import asyncio
@@ -42,14 +41,14 @@ from penstock.transfer.transports.nixl.thread import Flight, NixlThread, find_mo
 from penstock.transfer.transports.quiet import QuietTransport
 
 _CONTACT = b"1"
-"""The version of what the two sides say to each other."""
+"""The version of this transport's payloads."""
 _UNLINKED_AGENTS_MAX = 64
-"""Agents that NIXL goes on knowing after their link has ended."""
+"""The most NIXL agents of peers that stay loaded without a link."""
 _READ, _WRITE = TransferOp.READ, TransferOp.WRITE
 _SETUP_S = 1.0
-"""Measured as that of `shm`: 0.5 to 2 s, most of it loading NIXL on both sides."""
+"""Measured as for `shm`: 0.5 to 2 s, most of it to load NIXL on both sides."""
 _SAME_HOST = TransferCost(start_s=2e-4, range_s=1e-6, bytes_per_s=8e9, setup_s=_SETUP_S)
-"""Between hosts it is loaded when agents meet."""
+"""Between hosts NIXL is loaded at connect."""
 _COSTS = {
     "same host": {_READ: _SAME_HOST, _WRITE: _SAME_HOST},
     "rdma": dict.fromkeys((_READ, _WRITE), TransferCost(start_s=1e-4, range_s=2e-7, bytes_per_s=20e9)),
@@ -63,7 +62,7 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 class NixlTransport(QuietTransport):
-    """Both sides of transfers by NIXL."""
+    """Moves bytes by NIXL."""
 
     name = NAME
     checksums = False
@@ -75,7 +74,7 @@ class NixlTransport(QuietTransport):
         """Load nothing yet.
 
         Args:
-            find: raises TransferError where NIXL is not installed.
+            find: raises TransferError if NIXL is not installed.
             bindings: imports NIXL's bindings.
         """
         self.places: dict[int, Place] = {}
@@ -211,10 +210,10 @@ class NixlTransport(QuietTransport):
         flight.ended.add_done_callback(lambda _: self._lingering.pop(flight, None))
 
     def closed(self, channel: NixlChannel) -> None:
-        """Forget a channel, and the agent that it led to only when many others have come since.
+        """Forget a channel. Its NIXL agent stays loaded until many others were loaded after it.
 
-        UCX keeps a connection to each agent that it ever reached as long as both processes live, whatever is said to it,
-        and makes another one for an agent that was forgotten. So one that comes back finds the one that there is.
+        UCX keeps a connection to every agent that it reached as long as both processes live, and opens another one for an
+        agent that was unloaded and loaded again. A peer that comes back reuses its connection.
         """
         if self._channels.pop(channel.link, None) is None or not channel.remote_name:
             return
@@ -231,7 +230,7 @@ class NixlTransport(QuietTransport):
     # -- for peers ------------------------------------------------------------------------------------------------
 
     async def grant(self, link: Link, keys: Keys, payload: bytes) -> Granted:
-        """Answer a request: without regions for NIXL's agent, with ranges in `payload` for their checksums, else for NIXL's keys."""
+        """Answer a request: without regions with NIXL's agent, with ranges in `payload` with checksums, else with NIXL's keys."""
         if payload:
             asked = decode(payload, SumRanges, link.peer)
             return Granted(await self._sums(link, keys.get(_READ, {}), asked.ranges))

@@ -1,1 +1,1 @@
-"""Transport `shm`: processes of one host, by shared arenas or by way of the kernel."""
+"""Transport `shm`: processes of one host, by shared arenas or by the kernel."""

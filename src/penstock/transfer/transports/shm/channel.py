@@ -1,4 +1,4 @@
-"""One peer's memory as transport `shm` reaches it: mapped where it is in an arena, else by way of the kernel."""
+"""The channel of transport `shm` to one peer: arenas are mapped, private memory goes by the kernel."""
 
 import asyncio
 import os
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 NAME = "shm"
 UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
-"""What msgpack that is none raises."""
+"""Errors of invalid msgpack."""
 _WATCH_S = 0.05
 _COST = TransferCost(start_s=6e-6, range_s=2e-7, bytes_per_s=10e9)
-"""As of a copy within a process; a little more, so that transport memory has those."""
+"""A little more than that of transport `memory`, which has transfers within a process."""
 
 
 Address = Annotated[int, msgspec.Meta(ge=0)]
@@ -44,16 +44,16 @@ Address = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ShmWay(Wire, frozen=True):
-    """Where a region is: its address in its process, and where in its arena it begins; None in private memory."""
+    """Where a region is: its address in its process, and its offset in its arena; None in private memory."""
 
     address: Address
     offset: int | None = None
 
 
 class MappedArena(Wire, frozen=True):
-    """The arena of a region that was granted; its descriptor comes beside it, open for writing too if `writable`.
+    """The arena of a granted region. Its descriptor comes with the message, open for writing too if `writable`.
 
-    The memory of an arena that `is_resident` was taken, so looking at all of it takes no more.
+    All pages of an arena that `is_resident` are allocated, so touching them allocates nothing.
     """
 
     size_bytes: int
@@ -63,9 +63,9 @@ class MappedArena(Wire, frozen=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Reachable:
-    """A peer's region that was granted: where it begins, in this process or, where nothing is mapped, in the peer's.
+    """A granted region of the peer. `address` is in this process if `mapping` is there, else in the peer's.
 
-    `info` is as it was when the peer was asked.
+    `info` is as at the time of the grant.
     """
 
     number: int
@@ -75,7 +75,7 @@ class _Reachable:
 
 
 class ShmChannel:
-    """A way to the memory of one peer."""
+    """The channel to one peer."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class ShmChannel:
         regions: Mapping[int, RegionInfo],
         untraceable: str | None,
     ) -> None:
-        """Reach nothing yet.
+        """Begin without grants.
 
         Args:
             shm: the transport.
             link: to the peer.
-            regions: what it gave.
-            untraceable: why the peer's private memory cannot be reached, if so.
+            regions: the peer's.
+            untraceable: why the kernel refuses access to the peer's private memory; None if it permits it.
         """
         self.link = link
         self.shm = shm
@@ -132,7 +132,7 @@ class ShmChannel:
         self.shm.closed(self)
 
     def end(self) -> None:
-        """Let go of the peer's memory; what is under way keeps it until it has ended."""
+        """Release the peer's memory; running copies keep it until they end."""
         if self._watch is not None:
             self._watch.cancel()
         self._reachable.clear()
@@ -141,13 +141,12 @@ class ShmChannel:
         self._arenas.clear()
 
     async def copy(self, part: CopyMove) -> None:
-        """Run a copy, and look meanwhile whether the peer's process is ending.
+        """Run a copy, and end it when the peer's process ends.
 
-        The kernel frees the memory of a killed process before it closes its sockets, so that the link would learn it
-        half a second late, or more, where that is gigabytes.
+        The kernel frees the memory of a killed process before its sockets, so with gigabytes the link ends half a second late.
 
         Raises:
-            PeerLost: it is.
+            PeerLost: the peer's process is ending.
             TransferError: the copy failed.
         """
         if self._lost is not None:
@@ -174,7 +173,7 @@ class ShmChannel:
             self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
 
     def forget(self, region_id: int) -> None:
-        """Let go of a region, and of its arena if it was the last one there."""
+        """Release a region, and its arena with the last region in it."""
         self._reachable.pop(region_id, None)
         for key, (arena, region_ids) in list(self._arenas.items()):
             region_ids.discard(region_id)
@@ -183,7 +182,7 @@ class ShmChannel:
                 del self._arenas[key]
 
     def granted(self, region_ids: Sequence[int]) -> list[_Reachable] | None:
-        """Give what is known of these regions; None if one was not asked for yet, or other metadata of it came since."""
+        """Give the grants of regions; None if one is missing, or its metadata has changed."""
         known: list[_Reachable] = []
         for region_id in region_ids:
             reachable, info = self._reachable.get(region_id), self._regions.get(region_id)
@@ -193,10 +192,10 @@ class ShmChannel:
         return known
 
     async def ask(self, region_ids: Sequence[int]) -> list[_Reachable]:
-        """Have the peer grant regions that it has not granted yet.
+        """Give the grants of regions, and request missing ones from the peer.
 
         Raises:
-            TransferRefused: it does not.
+            TransferRefused: the peer refuses.
             PeerLost: it is gone.
         """
         found = self.granted(region_ids)
@@ -238,7 +237,7 @@ class ShmChannel:
         return _Reachable(next(self._numbers), arena.address + way.offset, info, arena.array)
 
     def _map(self, fd: int, payload: bytes, region_id: int) -> Arena:
-        """Map an arena, or find where it is mapped already. Owns `fd`."""
+        """Map an arena unless it is mapped already. Takes ownership of `fd`."""
         try:
             given = msgspec.msgpack.decode(payload, type=MappedArena)
             # first: of another file's descriptor nothing is asked, it may hang
@@ -264,7 +263,7 @@ class ShmChannel:
 
 
 class _ShmMove:
-    """One list of ranges; what was granted is looked up at each run, for it may have gone meanwhile."""
+    """One list of ranges. Grants are looked up at each run, since they may be revoked."""
 
     def __init__(self, channel: ShmChannel, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
         self._channel = channel
@@ -292,7 +291,7 @@ class _ShmMove:
             await self._channel.copy(part)
 
     def _parts_for(self, reachable: list[_Reachable]) -> list[CopyMove]:
-        """Give what is to be copied: by mapped memory, by way of the kernel, or some of both."""
+        """Give the copies: through mapped memory, by the kernel, or both."""
         numbers = [region.number for region in reachable]  # no reference, which would keep what they map
         if numbers == self._made_for:
             return self._parts

@@ -1,4 +1,4 @@
-"""Another process of this host, as the kernel lets this one see it: its memory, whether it is who it says, and its end."""
+"""Another process of this host: access to its memory by the kernel, its identity, and its end."""
 
 import errno
 import os
@@ -12,14 +12,14 @@ from penstock.transfer.regions.checksum import Sums, checksum_ranges
 from penstock.transfer.regions.ranges import ProcessMemoryError, Stop, read_process, write_process
 
 _EXITING = 4
-"""PF_EXITING of Linux: the process is on its way out."""
+"""PF_EXITING of Linux: the process is ending."""
 
 
 class OtherProcess:
-    """One side is in another process, as the kernel reaches it."""
+    """One side is in another process; the kernel copies."""
 
     def __init__(self, peer: str, pid: int, op: TransferOp) -> None:
-        """Know which."""
+        """Know the process and the direction."""
         self._peer = peer
         self._pid = pid
         self._op = op
@@ -45,7 +45,7 @@ class OtherProcess:
     def checksums(
         self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
     ) -> tuple[Sums, Sums]:
-        """Read the other side once more: what the kernel copied may differ from what is there now."""
+        """Read the other side again and compare its checksums with this side's."""
         remote = sources if self._op is TransferOp.READ else targets
         copies = np.empty(int(lengths.sum()), np.uint8)
         here = np.cumsum(lengths) - lengths + np.uint64(copies.ctypes.data)
@@ -59,10 +59,10 @@ class OtherProcess:
 
 
 def why_untraceable(pid: int, address: int, nonce: bytes) -> str | None:
-    """Find out whether the kernel lets this process reach another one's memory: there should be a nonce there.
+    """Find out whether the kernel permits access to another process's memory, by reading its nonce.
 
     Returns:
-        None if so, else why not.
+        None if it does, else why not.
     """
     found = np.zeros(len(nonce), np.uint8)
     here, there, length = (np.array([value], np.uint64) for value in (found.ctypes.data, address, len(nonce)))
@@ -74,7 +74,7 @@ def why_untraceable(pid: int, address: int, nonce: bytes) -> str | None:
 
 
 def is_ending(pid: int) -> bool:
-    """Say whether a process was killed or has returned, although it may still be there for a while."""
+    """Say whether a process is ending or has ended; the kernel may still be freeing its memory."""
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

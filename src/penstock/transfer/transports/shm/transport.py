@@ -1,11 +1,10 @@
 """Transport `shm`: between processes of one host, one copy by the initiator alone.
 
-Arenas are mapped by both: the owner hands out the file descriptor after the region's key was shown, so that who has
-it was given it, open for reading alone where the region was given to read. The unit is the arena: who is given one region
-of an arena can technically reach all of it. What was given to write and not to read has no descriptor, since a mapping that
-can be written can be read. Private memory is reached by process_vm_readv and process_vm_writev where the kernel permits
-them, which is found out when agents meet; there the kernel's permission is the border, and bounds are kept by the
-initiator. Whose memory that is says the kernel (the process that listens at the other end), and not the metadata.
+Both processes map arenas: the owner grants the file descriptor for a region's key, open for reading only if only the read key
+is shown. The unit is the arena: a peer with one region of an arena can technically access all of it. A region that is given
+for writing only has no descriptor, since a writable mapping can be read. Private memory goes by process_vm_readv and
+process_vm_writev, if the kernel permits them at connect; there the initiator keeps the bounds. The kernel names the peer's
+process, not the metadata.
 """
 
 import secrets
@@ -45,11 +44,11 @@ from penstock.transfer.transports.shm.other_process import why_untraceable
 
 _NONCE_BYTES = 16
 _TOUCHED_BYTES_MAX = 16 << 30
-"""Of an arena: about 1.5 s of CPU time, and 32 MiB of page tables. A larger one is touched where it is used."""
+"""Arenas up to this size are touched ahead: 1.5 s of CPU time and 32 MiB of page tables."""
 
 
 class _Contact(Wire, frozen=True):
-    """Where the agent's nonce lies: who can read it there may read all of its memory."""
+    """The address of the agent's nonce; a peer that can read it can read all memory of the process."""
 
     address: Address
     nonce: Annotated[bytes, msgspec.Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
@@ -61,14 +60,14 @@ class ShmTransport(QuietTransport):
     name = NAME
     checksums = False
     setup_s = 0.025
-    """What the first read took beyond later ones between two processes on two busy cores of an AMD EPYC, measured."""
+    """The first read less later ones, measured between two processes on two busy cores of an AMD EPYC."""
 
     def __init__(self, *, threads: int, inline_bytes_max: int) -> None:
-        """Know nothing yet.
+        """Begin without regions.
 
         Args:
             threads: native threads that share one copy.
-            inline_bytes_max: up to so many bytes are copied within `post`.
+            inline_bytes_max: copies up to this size run within `post`.
         """
         self.threads = threads
         self.inline_bytes_max = inline_bytes_max
@@ -118,7 +117,7 @@ class ShmTransport(QuietTransport):
         return channel
 
     async def grant(self, link: Link, keys: Keys, payload: bytes) -> Granted:
-        """Open the arena of one region for who may read it; what may only be written is not mapped, as it could be read."""
+        """Give the descriptor of one region's arena if the read key is shown; a writable mapping alone could be read, too."""
         del payload
         region_ids = {region_id for shown in keys.values() for region_id in shown}
         if len(region_ids) != 1:
@@ -153,13 +152,13 @@ class ShmTransport(QuietTransport):
         self._toucher.shutdown(wait=False, cancel_futures=True)
 
     def local_addresses(self, ranges: Descriptors) -> OffsetArray:
-        """Give (n,) uint64: where ranges of this agent are."""
+        """Give the (n,) uint64 addresses of this agent's ranges."""
         assert self._host is not None
         ids = distinct(ranges.region_ids)
         return addresses_of(ranges, {region_id: self._host.region(region_id).address for region_id in ids})
 
     def touch(self, arena: Arena) -> None:
-        """Look up a peer's pages beside everything else, so that the first transfers need not."""
+        """Map a peer's pages in the background, so that first transfers need not."""
         if arena.size_bytes <= _TOUCHED_BYTES_MAX:
             self._toucher.submit(arena.touch)
 

@@ -1,1 +1,1 @@
-"""Transport `tcp`: sockets, straight from memory and into memory."""
+"""Transport `tcp`: sockets, without a copy between socket and memory."""

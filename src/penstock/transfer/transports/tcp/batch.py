@@ -1,4 +1,4 @@
-"""What one stream moves at a time: ranges of this process's memory, behind a header, with checksums after them if wanted."""
+"""A batch: what one stream moves at a time. A header, ranges of this process's memory, and checksums if requested."""
 
 import ctypes
 import struct
@@ -20,14 +20,14 @@ CHECKSUM_BYTES = _CHECKSUM.itemsize
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Ranges in the order in which their bytes are on the wire.
+    """Ranges in wire order.
 
     Attributes:
-        exchange: the number of the question that they answer.
+        exchange: the number of the exchange they belong to.
         addresses: (n,) uint64.
         lengths: (n,) uint64 bytes.
         num_bytes: their sum.
-        checksum: whether one per range follows.
+        checksum: whether one checksum per range follows.
     """
 
     exchange: int
@@ -44,7 +44,7 @@ class Batch:
         return _HEADER.pack(_MAGIC, self.exchange, self.num_bytes)
 
     def check_header(self, data: bytes) -> None:
-        """Check that what comes is what was asked for.
+        """Check that a header is of this batch.
 
         Raises:
             ProtocolError: it is not.
@@ -57,14 +57,14 @@ class Batch:
             )
 
     def checksums(self) -> bytes:
-        """Sum the ranges, for who receives them."""
+        """Compute the checksums for the receiver."""
         return checksums_of(self.addresses, self.lengths) if self.checksum else b""
 
     def check(self, checksums: bytes) -> None:
-        """Compare what arrived with what the sender summed.
+        """Compare the received ranges with the sender's checksums.
 
         Raises:
-            ChecksumMismatch: it is something else.
+            ChecksumMismatch: a range differs.
         """
         if self.checksum:
             check_sums(self.addresses, self.lengths, checksums)
@@ -76,10 +76,10 @@ def checksums_of(addresses: OffsetArray, lengths: OffsetArray) -> bytes:
 
 
 def check_sums(addresses: OffsetArray, lengths: OffsetArray, checksums: bytes) -> None:
-    """Compare ranges with what their sender summed.
+    """Compare ranges with the sender's checksums.
 
     Raises:
-        ProtocolError: that is not one for each.
+        ProtocolError: their number is wrong.
         ChecksumMismatch: one differs.
     """
     if len(checksums) != CHECKSUM_BYTES * len(lengths):
@@ -104,7 +104,7 @@ def gather(addresses: OffsetArray, lengths: OffsetArray, num_bytes: int) -> byte
 
 
 def scatter(payload: bytes, addresses: OffsetArray, lengths: OffsetArray) -> None:
-    """Copy a payload into ranges of memory, which are as long together."""
+    """Copy a payload into ranges of memory of the same total length."""
     if len(lengths) == 1:
         ctypes.memmove(int(addresses[0]), payload, len(payload))
     else:
@@ -112,13 +112,13 @@ def scatter(payload: bytes, addresses: OffsetArray, lengths: OffsetArray) -> Non
 
 
 def places_in(payload: bytes, lengths: OffsetArray) -> OffsetArray:
-    """Give the (n,) addresses of ranges that lie in a payload one after the other; valid as long as it lives."""
+    """Give the (n,) addresses of ranges stored one after the other in a payload; valid as long as the payload lives."""
     start = np.uint64(np.frombuffer(payload, np.uint8).ctypes.data)
     return np.cumsum(lengths) - lengths + start
 
 
 def cut(pairs: RangePairs, parts: int, ranges_max: int) -> list[RangePairs]:
-    """Cut a transfer into about `parts` of equal bytes, of at most `ranges_max` ranges each; a range may be cut too."""
+    """Cut a transfer into about `parts` parts of equal bytes and at most `ranges_max` ranges each; ranges may be cut."""
     ends = np.cumsum(pairs.lengths)
     wanted = np.arange(1, parts, dtype=np.uint64) * np.uint64(-(-pairs.total_bytes // parts))
     borders = np.union1d(
@@ -132,7 +132,7 @@ def cut(pairs: RangePairs, parts: int, ranges_max: int) -> list[RangePairs]:
 
 
 def _between(pairs: RangePairs, ends: OffsetArray, start: int, end: int) -> RangePairs:
-    """Take the bytes from `start` to `end` of the whole, which is not empty."""
+    """Take the bytes from `start` to `end` of a transfer that is not empty."""
     first = int(np.searchsorted(ends, np.uint64(start), "right"))
     last = int(np.searchsorted(ends, np.uint64(end), "left"))
     lengths = pairs.lengths[first : last + 1].copy()

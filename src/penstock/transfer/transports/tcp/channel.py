@@ -56,11 +56,11 @@ from penstock.transfer.transports.tcp.server import STREAM_NUMBER_BYTES
 from penstock.transfer.transports.tcp.stream import DataStream, StreamBroken, StreamRoom
 
 _SPLIT_BYTES = 2 << 20
-"""What is shorter goes over one stream: a second one has to be told of, too."""
+"""Shorter transfers use one stream, since each further stream costs a message."""
 _SAME_HOST = TransferCost(start_s=150e-6, range_s=1e-7, bytes_per_s=3e9)
 """Between processes on two cores of an AMD EPYC, measured."""
 _NETWORK = TransferCost(start_s=300e-6, range_s=1e-7, bytes_per_s=1.2e9)
-"""A network of 10 Gbit/s; what is measured corrects it."""
+"""A network of 10 Gbit/s; measurements correct it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """A question that waits for its answer."""
+    """A request that waits for its answer."""
 
     number: int
     go: "asyncio.Future[None]"
@@ -83,7 +83,7 @@ class _Exchange:
     stream: DataStream | None = None
 
     def end(self, error: PenstockError) -> None:
-        """The answer is an error; what moves for it ends."""
+        """End it with an error, and the stream that moves bytes for it."""
         for future in (self.go, self.done):
             if not future.done():
                 future.set_exception(error)
@@ -93,7 +93,7 @@ class _Exchange:
 
 
 class TcpChannel:
-    """The way to one peer over the link that this agent opened. The event loop owns it."""
+    """The channel to one peer. The event loop owns it."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class TcpChannel:
         regions: Mapping[int, Region],
         remote: Mapping[int, RegionInfo],
     ) -> None:
-        """Ask nothing yet.
+        """Begin without streams.
 
         Args:
             link: to the peer.
             contact: its bounds.
             room: for streams.
-            streams: that one transfer is shared by, if the peer lets so many through.
-            inline_bytes_max: up to so many bytes go over the link.
+            streams: streams that share one transfer, if the peer allows so many.
+            inline_bytes_max: transfers up to this size go over the link.
             regions: this agent's, by id.
             remote: the peer's, by id.
         """
@@ -170,10 +170,10 @@ class TcpChannel:
             stream.abort()
 
     def received(self, frame: TcpFrame | UnknownFrame) -> None:
-        """Take a message.
+        """Handle a message of the owner.
 
         Raises:
-            ProtocolError: the peer may not say this; the link ends.
+            ProtocolError: the message is not allowed here; the link ends.
         """
         match frame:
             case Done(exchange=number) | Ended(exchange=number) | Go(exchange=number):
@@ -240,7 +240,7 @@ class TcpChannel:
         scatter(done.payload, piece.addresses, piece.lengths)
 
     async def push(self, op: TransferOp, piece: Piece, *, checksum: bool) -> None:
-        """Move a piece over a stream, when it is its turn."""
+        """Move a piece over a stream, once one is free."""
         async with self._turns:
             exchange = self._asked()
             try:
@@ -289,7 +289,7 @@ class TcpChannel:
             raise
 
     async def _done(self, exchange: _Exchange) -> None:
-        """Wait for the answer; cancelled, all the same, as the owner may be at it."""
+        """Wait for the answer, even when cancelled, since the owner may still use memory."""
         try:
             await exchange.done
         except asyncio.CancelledError:
@@ -299,7 +299,7 @@ class TcpChannel:
             raise
 
     async def _last_word(self, exchange: _Exchange) -> None:
-        """Wait until the owner has let go, as long as that may take."""
+        """Wait for the owner's answer, for at most `idle_s`."""
         timer = asyncio.get_running_loop().call_later(
             self._room.idle_s, exchange.end, TransferError(f"agent {self.link.peer} does not answer")
         )
@@ -309,7 +309,7 @@ class TcpChannel:
             timer.cancel()
 
     def _asked(self) -> _Exchange:
-        """Begin an exchange; the caller forgets it."""
+        """Begin an exchange; the caller removes it."""
         if self.link.error is not None:
             raise PeerLost(self.link.error.message)
         loop = asyncio.get_running_loop()
@@ -323,7 +323,7 @@ class TcpChannel:
         return stream
 
     async def _open_stream(self) -> DataStream:
-        """Open one more and wait until the owner knows it by its number."""
+        """Open a stream and wait until the owner knows its number."""
         self._room.check_room()
         number = next(self._stream_numbers)
         connection = await self.link.open_stream("tcp")
@@ -347,7 +347,7 @@ class TcpChannel:
         return stream
 
     def _forget(self, stream: DataStream) -> None:
-        """An idle stream has ended."""
+        """Remove an idle stream that has ended."""
         if stream in self._idle:
             self._idle.remove(stream)
         waiting = self._opening.get(stream.number)

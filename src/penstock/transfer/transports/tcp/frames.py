@@ -1,7 +1,7 @@
-"""What the two sides of transport `tcp` say to each other over a link. The bytes of large transfers go over streams.
+"""Messages of transport `tcp` over a link. The bytes of large transfers go over streams.
 
-The initiator asks, each time with a number of its own (`exchange`), and the owner of the memory answers each question
-once with `Done` or `Ended`, a `Push` after `Go` where it may begin.
+The initiator numbers its requests (`exchange`). The owner of the memory answers each with `Done` or `Ended`; a `Push` that
+may begin gets `Go` first.
 """
 
 from typing import Self
@@ -15,20 +15,20 @@ from penstock.core.net.framing import FrameCodec, UnknownFrame
 from penstock.core.wire import Wire, encode
 
 TCP_VERSION = 1
-"""Raised when an older side could misread a message; neighbours understand each other."""
+"""Raised when an older side could misread a message; neighbouring versions are compatible."""
 INLINE_BYTES_MAX = 256 << 10
 """The most bytes of memory in one message."""
 WINDOW_MAX = 128
-"""The most messages with bytes that wait for an answer: 32 MiB, half of what a link may have in its write buffer."""
+"""The most unanswered messages with bytes: 32 MiB, half of a link's write buffer."""
 RANGES_MAX = 1 << 16
-"""The most ranges in one message, which then has 1 to 1.3 MB."""
+"""The most ranges in one message of 1 to 1.3 MB."""
 REGIONS_MAX = 4096
 """The most regions that the ranges of one message are of."""
 _COLUMN = np.dtype("<u8")
 
 
 class Contact(Wire, frozen=True, array_like=True):
-    """What a peer has to know: the bounds of what it may ask for at once."""
+    """What a peer needs to connect: the bounds of its requests."""
 
     version: int
     streams: int
@@ -37,10 +37,10 @@ class Contact(Wire, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read what a peer's metadata has.
+        """Decode a peer's contact.
 
         Raises:
-            TransferError: it is none, or of a version that this one does not speak.
+            TransferError: it is invalid, or of an unsupported version.
         """
         try:
             contact = msgspec.msgpack.decode(data, type=cls)
@@ -59,8 +59,8 @@ class Contact(Wire, frozen=True, array_like=True):
 class PackedRanges(Wire, frozen=True):
     """Ranges of the owner's regions.
 
-    `regions` are ids, `keys` show that each was given. `of` has the index of each range's region, (n,) little-endian
-    uint32, and is empty where there is one region only; `offsets` and `lengths` are (n,) little-endian uint64.
+    `regions` are ids, `keys` the key of each. `of` is the index of each range's region, (n,) little-endian uint32, empty for
+    one region only; `offsets` and `lengths` are (n,) little-endian uint64.
     """
 
     regions: tuple[int, ...]
@@ -71,7 +71,7 @@ class PackedRanges(Wire, frozen=True):
 
     @classmethod
     def pack(cls, ranges: Descriptors, key_by_region: dict[int, bytes]) -> Self:
-        """Pack at least one range; every region's key is known."""
+        """Pack at least one range; `key_by_region` has every region's key."""
         ids, indices = np.unique(ranges.region_ids, return_inverse=True)
         regions = tuple(ids.tolist())
         return cls(
@@ -83,10 +83,10 @@ class PackedRanges(Wire, frozen=True):
         )
 
     def unpack(self) -> tuple[Descriptors, dict[int, bytes]]:
-        """Give the ranges, and the keys by region. Nothing is known yet of whether they lie in memory.
+        """Give the ranges and the keys by region; neither is authorised yet.
 
         Raises:
-            ProtocolError: the arrays do not fit each other.
+            ProtocolError: the arrays are inconsistent.
         """
         count = len(self.offsets) // _COLUMN.itemsize
         columns_fit = len(self.offsets) == len(self.lengths) == count * _COLUMN.itemsize
@@ -117,7 +117,7 @@ class PackedRanges(Wire, frozen=True):
 
 
 class Put(Wire, frozen=True, tag="put"):
-    """Write these bytes, now. `checksums`: see `checksums_of`."""
+    """Write `payload` to these ranges. `checksums`: see `checksums_of`."""
 
     exchange: int
     ranges: PackedRanges
@@ -126,7 +126,7 @@ class Put(Wire, frozen=True, tag="put"):
 
 
 class Get(Wire, frozen=True, tag="get"):
-    """Answer with the bytes of these ranges, `checksum`: and with checksums."""
+    """Answer with the bytes of these ranges, and with checksums if `checksum`."""
 
     exchange: int
     ranges: PackedRanges
@@ -134,7 +134,7 @@ class Get(Wire, frozen=True, tag="get"):
 
 
 class Push(Wire, frozen=True, tag="push"):
-    """Move these ranges over a stream: WRITE from the initiator, after `Go`; READ from the owner, at once."""
+    """Move these ranges over a stream: for WRITE the initiator sends after `Go`, for READ the owner sends at once."""
 
     exchange: int
     stream: int
@@ -144,26 +144,26 @@ class Push(Wire, frozen=True, tag="push"):
 
 
 class Stop(Wire, frozen=True, tag="stop"):
-    """Let go of what this `Push` was about; `Ended` says when, unless it had ended. `error`: why, where it is the owner's."""
+    """End this `Push`; the owner answers `Ended` unless it has answered already. `error`: what the owner did wrong."""
 
     exchange: int
     error: ErrorInfo | None = None
 
 
 class StreamReady(Wire, frozen=True, tag="ready"):
-    """The owner knows the stream that said it has this number."""
+    """The owner has accepted the stream with this number."""
 
     stream: int
 
 
 class Go(Wire, frozen=True, tag="go"):
-    """The owner waits for the bytes."""
+    """The owner is ready to receive."""
 
     exchange: int
 
 
 class Done(Wire, frozen=True, tag="done"):
-    """All bytes are written, or sent; those of a `Get` are here."""
+    """All bytes are written or sent; `payload` has the bytes of a `Get`."""
 
     exchange: int
     payload: bytes = b""
@@ -171,7 +171,7 @@ class Done(Wire, frozen=True, tag="done"):
 
 
 class Ended(Wire, frozen=True, tag="ended"):
-    """It was refused, or failed; the owner's side uses no memory for it any more."""
+    """The request was refused or failed; the owner uses no memory for it any more."""
 
     exchange: int
     error: ErrorInfo
@@ -190,7 +190,7 @@ def decode_frame(payload: bytes) -> TcpFrame | UnknownFrame:
     """Read a message.
 
     Raises:
-        ProtocolError: it is none, or a known one with impossible content.
+        ProtocolError: it is invalid.
     """
     return TCP_CODEC.decode(payload)
 

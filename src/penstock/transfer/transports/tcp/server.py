@@ -1,4 +1,4 @@
-"""The side of transport `tcp` that owns the memory: checks what a peer asks for, and moves its own bytes."""
+"""The owner's side of transport `tcp`: checks requests and moves its own bytes."""
 
 import asyncio
 import socket
@@ -44,11 +44,11 @@ _log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class TcpServer:
-    """What the TCP sessions of one agent share.
+    """State that all TCP sessions of one agent share.
 
     Attributes:
         host: the agent.
-        regions: its memory that can be reached by tcp, by id.
+        regions: its regions that `tcp` can move, by id.
         config: the bounds.
         room: for streams.
     """
@@ -61,7 +61,7 @@ class TcpServer:
 
 @dataclass(slots=True, eq=False)
 class _Push:
-    """A large transfer of one peer. `end_reason`: why it was ended. `gone`: no memory is used any more."""
+    """A large transfer of one peer. `end_reason`: the error that ended it. `gone`: done when it uses no memory any more."""
 
     batch: Batch
     op: TransferOp
@@ -77,7 +77,7 @@ class _Push:
 
 @dataclass(slots=True, eq=False)
 class TcpSession:
-    """One peer's session, over the link that it opened. The event loop owns it."""
+    """The session of one peer, over the link that the peer opened. The event loop owns it."""
 
     server: TcpServer
     link: Link
@@ -87,10 +87,10 @@ class TcpSession:
     _unmet: set[socket.socket] = field(default_factory=set)  # those of them that nobody listens to yet
 
     def received(self, frame: TcpFrame | UnknownFrame) -> None:
-        """Take a message.
+        """Handle a message of the peer.
 
         Raises:
-            ProtocolError: the peer may not say this; the link ends.
+            ProtocolError: the message is not allowed here; the link ends.
         """
         match frame:
             case Put() | Get():
@@ -109,7 +109,7 @@ class TcpSession:
                 raise ProtocolError(f"agent {self.link.peer}: a {type(frame).__name__} from who asks")
 
     def accept(self, connection: socket.socket) -> None:
-        """Own a stream.
+        """Take ownership of a stream.
 
         Raises:
             TransferRefused: there are too many.
@@ -125,12 +125,12 @@ class TcpSession:
         self.server.host.spawn(self._introduce(connection))
 
     async def deregister(self, region_id: int) -> None:
-        """End what uses a region; it has ended when this returns."""
+        """End transfers that use a region and wait for their end."""
         gone = TransferRefused(f"region {region_id} of agent {self.server.host.name} was deregistered")
         await self._end([push for push in self._pushes.values() if region_id in push.regions], gone)
 
     async def close(self, error: PenstockError) -> None:
-        """End everything; it has ended when this returns."""
+        """End everything and wait for its end."""
         self.lost(error)
         await self._end(list(self._pushes.values()), error)
 
@@ -184,7 +184,7 @@ class TcpSession:
     # -- what it asks for ---------------------------------------------------------------------------------------------
 
     def _answer(self, ask: Put | Get) -> None:
-        """Move what is small at once."""
+        """Answer a small transfer at once."""
         try:
             if isinstance(ask, Put):
                 self._put(ask)
@@ -241,11 +241,11 @@ class TcpSession:
     def _checked(
         self, packed: PackedRanges, op: TransferOp, bytes_max: int
     ) -> tuple[dict[int, Region], OffsetArray, OffsetArray, int]:
-        """Find (regions, addresses, lengths, bytes) of what a peer names, if it may.
+        """Authorise a peer's ranges and give (regions, addresses, lengths, total bytes).
 
         Raises:
-            TransferRefused: it may not.
-            ProtocolError: it is no list of ranges, or too much at once.
+            TransferRefused: the peer may not do this.
+            ProtocolError: the ranges are invalid, or exceed `bytes_max`.
         """
         ranges, keys = packed.unpack()
         self.server.host.authorize(self.link.peer, keys, ranges, op)

@@ -1,7 +1,7 @@
-"""One stream of transport `tcp`: a socket that moves one batch at a time on a thread, and is broken by whatever goes wrong.
+"""One stream of transport `tcp`: a socket that moves one batch at a time on a thread. Any failure breaks the stream.
 
-Whoever ends a batch shuts the socket down, which ends the threads' calls at once on both sides; another stream is
-opened later. So no byte of an ended transfer is ever taken for another one's.
+To end a batch, a side shuts the socket down, which ends the threads' calls on both sides at once; a later transfer opens
+another stream. So no byte of an ended transfer is taken for another transfer's.
 """
 
 import asyncio
@@ -22,26 +22,26 @@ from penstock.transfer.transports.tcp.streams import Streamed, StreamEnd, receiv
 from penstock.transfer.transports.tcp.tls_streams import receive_ranges_tls, send_ranges_tls
 
 _KEEPALIVE_S = 60
-"""An idle stream is probed after so long, so that firewalls do not forget it and a dead one is closed."""
+"""An idle stream is probed after this time, so that firewalls keep it and a dead one is closed."""
 
 
 class StreamBroken(TransferError):  # noqa: N818 - a state
-    """The stream ended under a batch; why is often known elsewhere, as from the peer's last word."""
+    """The stream ended during a batch; the peer's answer often says why."""
 
 
 class StreamStalled(TransferError):  # noqa: N818
-    """No byte of a batch moved for too long."""
+    """No byte of a batch moved for `idle_s`."""
 
 
 class StreamRoom:
-    """The streams of one agent: how many there may be, and their threads."""
+    """The streams of one agent, their bound and their threads."""
 
     def __init__(self, streams_max: int, idle_s: float) -> None:
-        """Have none.
+        """Begin without streams.
 
         Args:
-            streams_max: at most so many are open.
-            idle_s: a batch of which no byte moves for so long is given up.
+            streams_max: the most open streams.
+            idle_s: a batch is aborted after this time without a byte.
         """
         self.idle_s = idle_s
         self.streams: set[DataStream] = set()
@@ -49,7 +49,7 @@ class StreamRoom:
         self._streams_max = streams_max
 
     def check_room(self) -> None:
-        """Refuse one more stream.
+        """Check that one more stream may be opened.
 
         Raises:
             TransferRefused: there are too many.
@@ -60,26 +60,25 @@ class StreamRoom:
             )
 
     def close(self) -> None:
-        """Let the threads go; their streams are closed."""
+        """Shut down the threads; all streams are closed by now."""
         self.executor.shutdown(wait=False)
 
 
 class DataStream:
     """A connected stream socket of one link. The event loop owns it; a thread uses its socket while a batch moves.
 
-    It is idle, and watched so that its end is noticed, or held by one transfer, which moves batches and closes it or
-    releases it.
+    It is idle, and watched for its end; or held by one transfer, which moves batches and then releases or aborts it.
     """
 
     def __init__(
         self, room: StreamRoom, connection: socket.socket, number: int, ended: Callable[["DataStream"], None]
     ) -> None:
-        """Own a connected socket; begin as idle.
+        """Take ownership of a connected socket; begin idle.
 
         Args:
-            room: where it counts.
-            connection: the next byte of either direction is this transport's own.
-            number: names it within its link.
+            room: counts it.
+            connection: the socket; its next byte in either direction is of this transport.
+            number: its number within the link.
             ended: called once if the stream ends while it is idle.
         """
         self.number = number
@@ -97,13 +96,13 @@ class DataStream:
         asyncio.get_running_loop().add_reader(connection, self._arrived)
 
     def hold(self) -> None:
-        """Watch it no more: what it brings is the holder's."""
+        """Stop watching it; the holder reads from it."""
         assert not self.is_held, "one holder at a time"
         self.is_held = True
         asyncio.get_running_loop().remove_reader(self._socket)
 
     def release(self) -> None:
-        """Be idle again, or closed where it is broken."""
+        """Make it idle again; close it if it is broken."""
         assert self.is_held, "held"
         self.is_held = False
         if self.is_broken:
@@ -112,11 +111,11 @@ class DataStream:
             asyncio.get_running_loop().add_reader(self._socket, self._arrived)
 
     async def send(self, batch: Batch) -> None:
-        """Send a batch. Cancelled, it breaks the stream, and lets go of memory before the cancellation goes on.
+        """Send a batch. A cancellation breaks the stream, and is raised once no memory is in use.
 
         Raises:
             StreamBroken: the stream ended before all was sent.
-            StreamStalled: the peer does not take it.
+            StreamStalled: the peer does not read.
         """
         await self._move(self._send, batch)
 
@@ -124,13 +123,13 @@ class DataStream:
         """Receive a batch; see `send`.
 
         Raises:
-            ProtocolError: it brings something else.
+            ProtocolError: the stream brings another batch.
             ChecksumMismatch: bytes arrived changed.
         """
         await self._move(self._receive, batch)
 
     def abort(self) -> None:
-        """End the stream at once, and with it what moves; a held one is closed when it is released. Safe twice."""
+        """Break the stream and its running batch at once; a held stream is closed when it is released. Safe twice."""
         if self.is_broken:
             return
         self.is_broken = True
@@ -148,7 +147,7 @@ class DataStream:
         self._socket.close()
 
     def _arrived(self) -> None:
-        """Something happens to an idle stream, which can only be its end."""
+        """Handle the end of an idle stream; nothing else can arrive."""
         try:
             self._socket.recv(1)
         except (BlockingIOError, ssl.SSLWantReadError):  # TLS talks to itself, too

@@ -1,11 +1,11 @@
-"""Ranges of memory sent into and received from a stream socket, without a copy on the way.
+"""Sends and receives ranges of memory over a stream socket without an extra copy.
 
-Both calls run until all is moved, so they belong on threads; the GIL is free meanwhile. What was measured over
-loopback, two processes on two cores of AMD EPYC:
+Both calls run until all is moved, without the GIL; call them on threads. Measured over loopback, two processes on two cores
+of AMD EPYC:
 
 - The kernel's two copies are the cost: 0.11 to 0.13 CPU seconds per GB to send and 0.14 to 0.16 to receive.
-- SO_SNDBUF and SO_RCVBUF are best left to the kernel, which makes them grow: 1 to 4 MiB did no better, and 256 KiB took
-  half as much CPU again, for they wake the other side that much oftener.
+- SO_SNDBUF and SO_RCVBUF are left to the kernel, which grows them: 1 to 4 MiB did no better, and 256 KiB took 1.5 times the
+CPU time, since it wakes the other side more often.
 - 4 MiB a call did better than 256 KiB; MSG_WAITALL, SO_RCVLOWAT and a blocking socket did not.
 - MSG_ZEROCOPY copies over loopback, so that it only adds its notifications.
 """

@@ -1,4 +1,4 @@
-"""Streams over TLS: what `streams` does natively, in Python, as TLS has its own buffers."""
+"""The functions of `streams` for TLS, in Python."""
 
 import ctypes
 import ssl

@@ -1,9 +1,8 @@
-"""Transport `tcp`: bytes go straight from memory into sockets and from sockets into memory, between hosts or processes.
+"""Transport `tcp`: moves bytes between memory and sockets without an extra copy, between hosts or processes.
 
-The initiator of a transfer asks over the link, and the owner of the other memory checks it before a byte moves. Small
-transfers go over the link themselves, in one message. Large ones are pushed over streams by whoever has the bytes,
-for a write as for a read, as scatter and gather on native threads. A stream carries one piece at a time, and a peer
-has so many streams and no more: that bounds what is under way on either side, and what is beyond waits in order.
+The initiator sends a request over the link, and the owner authorises it before a byte moves. Small transfers go over the
+link, in one message. Large ones go over streams: the side that has the bytes sends them, with scatter and gather on native
+threads. A stream carries one piece at a time and a peer has a bounded number of streams; further pieces wait in order.
 """
 
 import socket
@@ -27,15 +26,15 @@ class TcpTransport(QuietTransport):
     name = "tcp"
     checksums = False
     setup_s = 0.1
-    """Measured as that of `shm`."""
+    """Measured as for `shm`."""
 
     def __init__(self, config: TcpConfig, *, inline_bytes_max: int, idle_s: float) -> None:
-        """Open nothing yet.
+        """Begin without streams.
 
         Args:
-            config: its streams, and bounds of what peers ask for.
-            inline_bytes_max: up to so many bytes go over the link, in one message.
-            idle_s: a stream of which no byte moves for so long is given up.
+            config: number of streams, and bounds of peers' requests.
+            inline_bytes_max: transfers up to this size go over the link, in one message.
+            idle_s: a batch is aborted after this time without a byte.
         """
         self._config = config
         self._inline_bytes_max = min(inline_bytes_max, INLINE_BYTES_MAX)
@@ -117,7 +116,7 @@ class TcpTransport(QuietTransport):
             self._room.close()
 
     async def _close_session(self, link: Link, session: TcpSession, error: PenstockError) -> None:
-        """Forget a peer when nothing moves for it any more."""
+        """Close a session and forget it."""
         await session.close(error)
         self._sessions.pop(link, None)
 
