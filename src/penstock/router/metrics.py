@@ -16,7 +16,7 @@ _LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 3
 
 
 class _Unread:
-    """Stands for a metric that nobody can read."""
+    """Stands for a metric without a registry."""
 
     def labels(self, *_: str) -> Self:
         return self
@@ -34,7 +34,7 @@ class _Unread:
 
 
 class RouterMetrics:
-    """One frontend process's counters. Making two in one registry is an error; without one, nothing is counted."""
+    """One frontend process's metrics. Two in one registry are an error; without a registry, nothing is counted."""
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
         def counter(noun: str, text: str, *labels: str) -> Counter:
@@ -47,7 +47,7 @@ class RouterMetrics:
         ) -> Gauge:
             if registry is None:
                 return cast("Gauge", _Unread())
-            # `together` says what several frontend processes' values come to
+            # `together` aggregates several frontend processes
             return Gauge(
                 f"penstock_router_{noun}", text, labels, registry=registry, multiprocess_mode=together
             )
@@ -57,25 +57,25 @@ class RouterMetrics:
                 return cast("Histogram", _Unread())
             return Histogram(f"penstock_router_{noun}", text, registry=registry, buckets=buckets)
 
-        self.decisions = counter("decisions", "Routing decisions by what they came to", "policy", "reason")
+        self.decisions = counter("decisions", "Routing decisions by reason", "policy", "reason")
         self.policy_failures = counter(
             "policy_failures",
-            "Choices that ended their request, as the policy raised or gave no costs",
+            "Requests that ended because the policy failed",
             "policy",
         )
         self.prefills = counter(
             "prefills",
-            "Prompts computed by prefill workers (remote) and by who answers (local), where there was a choice",
+            "Prompts computed by prefill workers (remote), or by the worker that answers (local), where there was a choice",
             "place",
         )
         self.prefill_predicted_s = counter(
             "prefill_predicted_seconds",
-            "Seconds that those requests were predicted to take where they are answered (local), and elsewhere (prefill, decode and link_setup)",
+            "Predicted seconds of these requests on one worker (local), and on two (prefill, decode, link_setup)",
             "part",
         )
         self.late_steps = counter(
             "late_steps",
-            "Steps of streams that prompts computed beside them were expected to make late, where router.disagg.late_token_share is set",
+            "Decode steps expected to be late for prompts beside them, where router.disagg.late_token_share is set",
         )
         self.prefetches = counter(
             "prefetches",
@@ -84,16 +84,16 @@ class RouterMetrics:
         )
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of routed requests")
         self.expected_hit_tokens = counter(
-            "expected_hit_tokens", "Prompt tokens that the index knew to be cached where they were sent"
+            "expected_hit_tokens", "Prompt tokens cached on the chosen worker, as the index knows"
         )
         self.predicted_hit_tokens = counter(
             "predicted_hit_tokens",
-            "Prompt tokens guessed to be cached by workers that send no KV events, once these have said how many were",
+            "Prompt tokens predicted to be cached by workers without KV events, once these report how many were",
         )
         self.predicted_hits_found_tokens = counter(
-            "predicted_hits_found_tokens", "Those of the guessed that were cached"
+            "predicted_hits_found_tokens", "Predicted tokens that were cached"
         )
-        self.cached_tokens = counter("cached_tokens", "Prompt tokens that workers did find in their caches")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens that workers found in their caches")
         self.output_tokens = counter("output_tokens", "Tokens received from workers")
         self.requests = counter("requests", "Requests ended, by outcome", "outcome")
         self.open_requests = gauge("open_requests", "Requests under way", together="livesum")
@@ -105,7 +105,7 @@ class RouterMetrics:
         )
         self.queue_refusals = counter(
             "queue_refusals",
-            "Requests refused as too many wait: of all (full) or of their tenant (tenant)",
+            "Requests refused by a full queue (full), or for the share of their tenant (tenant)",
             "reason",
         )
         self.migrations = counter(
@@ -113,16 +113,16 @@ class RouterMetrics:
         )
         self.migrating_requests = gauge(
             "migrating_requests",
-            "Requests whose worker was lost that wait for their turn to go on",
+            "Requests of lost workers that wait to go on",
             together="livesum",
         )
         self.refusals = counter("refusals", "Requests refused by a worker")
         self.stale_routes = counter(
             "stale_routes",
-            "Requests sent back to be routed again, as other routers' reached the worker first",
+            "Requests returned to be routed again, as other routers' requests arrived first",
         )
         self.parked = counter(
-            "parked_requests", "Times a request left its worker until its slow reader had read what there was"
+            "parked_requests", "Times a request left its worker until its slow reader had caught up"
         )
         self.quarantined = counter(
             "quarantined_requests", "Requests refused because their content kills workers"
@@ -130,13 +130,13 @@ class RouterMetrics:
         self.workers = gauge("workers", "Workers known, by condition", "condition", together="livemax")
         self.prefill_waiting_requests = gauge(
             "prefill_waiting_requests",
-            "Prompts that wait at a prefill worker for its batch",
+            "Prompts queued at a prefill worker",
             "worker",
             together="livemax",
         )
         self.prefill_oldest_wait_s = gauge(
             "prefill_oldest_wait_seconds",
-            "How long a prefill worker's oldest prompt without a token has been there",
+            "Age of a prefill worker's oldest prompt without a token",
             "worker",
             together="livemax",
         )
@@ -156,12 +156,12 @@ class RouterMetrics:
         self.event_snapshots = counter("event_snapshots", "Snapshots of a worker's blocks taken over")
         self.price_factor_min = gauge(
             "price_factor_min",
-            "Of the worker that is fastest, over what it says: what its prices are multiplied by",
+            "Smallest factor by which a worker's prices are multiplied",
             together="livemin",
         )
         self.price_factor_max = gauge(
             "price_factor_max",
-            "Of the worker that is slowest, over what it says: what its prices are multiplied by",
+            "Largest factor by which a worker's prices are multiplied",
             together="livemax",
         )
         self.first_token_s = histogram(

@@ -1,7 +1,7 @@
 """Link set-up cost: what a request is charged for the first KV transfer between two workers.
 
 The first read over a link takes longer because it sets the link up. Charged in full, the set-up could keep a link from ever
-being used, as one request gains less than it. Charged to nobody, the set-up delays the first short prompt. So the ski
+being used, as one request gains less than it. Charged to no request, the set-up delays the first short prompt. So the ski
 rental rule applies: a request that avoids a link credits the link with the seconds that avoiding it cost, and the credit
 is taken off the next charge. Avoided links never cost more than one set-up altogether.
 
@@ -108,9 +108,9 @@ class LinkSetup(Adjustment):
         known = self._setups.get(source)
         if known is None or known[0] is not numbers:
             setups_s = np.zeros(self._num_slots)
-            for slot, producer, reader in pairs.readers(source, self._num_slots):
+            for slot, prefill, reader in pairs.readers(source, self._num_slots):
                 if reader.role is not Role.PREFILL:
-                    setups_s[slot] = _setup_s(producer, reader)
+                    setups_s[slot] = _setup_s(prefill, reader)
             known = self._setups[source] = numbers, setups_s if setups_s.any() else None
         return known[1]
 

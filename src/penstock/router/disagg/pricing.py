@@ -80,9 +80,8 @@ class DisaggPricing:
         self, context: RoutingContext, prompt: Choice, blocks: int, setup_s: NDArray[np.float64] | None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
         """Give the seconds for a block to each worker, and for the link, beyond what passes during the prefill."""
-        reader = self._fleet.slots.at(
-            int(context.eligible.argmax())
-        )  # blocks of those that transfer KV are alike
+        # All eligible workers have blocks of one size.
+        reader = self._fleet.slots.at(int(context.eligible.argmax()))
         byte_s = self._fleet.link_bandwidths.byte_s(prompt.slot)
         block_s = byte_s * reader.instance.engine.kv_bytes_per_block
         if self._selector.prefill_term is None:

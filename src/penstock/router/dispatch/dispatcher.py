@@ -45,7 +45,7 @@ class Dispatcher:
         hash_key: bytes = DEFAULT_KEY,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """Connect to nobody yet.
+        """Connect to no worker yet.
 
         Args:
             discovery: says which workers there are; its owner closes it.

@@ -171,7 +171,7 @@ class OpenRequest:
     def on_lost(self, error: WorkerLost, *, alone: bool) -> None:
         attempt = self._attempt
         if attempt is not None:
-            attempt.has_begun |= alone  # it was sent there, and nobody else was
+            attempt.has_begun |= alone  # no other request was there
             self._retry_state.on_loss(attempt.route.worker_id, is_suspect=attempt.is_early)
         self._release()
         self._interrupt(error)

@@ -93,12 +93,12 @@ class Adapters:
         """Raise AssertionError where counts disagree with ready workers, or with the adapters that workers list, by slot."""
         counts = {adapter: int((holders & ready).sum()) for adapter, holders in self._holders.items()}
         assert {adapter: count for adapter, count in counts.items() if count} == self._ready_holders, (
-            "adapters: those who have them and are ready are counted"
+            "adapters: ready holders are counted"
         )
         assert len(self._holders) <= self._adapters_max, f"{len(self._holders)} adapters: past the bound"
         for adapter, holders in self._holders.items():
             expected = {slot for slot, adapters in listed.items() if adapter in adapters}
             slots = set(np.flatnonzero(holders).tolist())
-            assert slots, f"adapter {adapter}: nobody has it"
-            # one that came when there were too many is known with those that came since
+            assert slots, f"adapter {adapter}: no holder"
+            # a worker that came past the bound is no holder until it is put again
             assert slots <= expected, f"adapter {adapter}: {slots} are said to have it, {expected} have"

@@ -71,7 +71,7 @@ class WorkerSlots:
 
     def check(self) -> None:
         """Raise AssertionError where parts disagree."""
-        assert self.now() == tuple(self._members), "who is there now"
+        assert self.now() == tuple(self._members), "members now"
         assert sorted(self._free) == [n for n, member in enumerate(self._members) if member is None], "free"
         for slot, member in enumerate(self._members):
             if member is None:

@@ -20,7 +20,7 @@ from penstock.router.workers.price_table import PriceTable
 from penstock.router.workers.traffic import Traffic
 
 _Vote = tuple[ModelCard, bool]
-"""A member's card, and whether it stays. A draining member counts only while nobody stays."""
+"""A member's card, and whether it stays. A draining member counts only while no member stays."""
 
 
 class WorkerPool:

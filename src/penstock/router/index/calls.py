@@ -1,4 +1,4 @@
-"""What the native prefix index and its Python reference share: results, and the calls made of other calls."""
+"""What the native radix tree and its Python reference share: results, and calls built on other calls."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -14,16 +14,16 @@ _TIERS = tuple(Tier)
 
 
 class PrefixMatch:
-    """What each worker holds of one prefix, or of several: then with a dimension in front.
+    """What each worker holds of a prefix; for several prefixes the arrays have one more dimension in front.
 
     `depths` is (num_slots,) int32: the leading blocks that a worker holds in any tier. `tiers` is
-    (num_tiers, num_slots) int32: how many of those lie, at best, in each tier, nearest tier first.
+    (num_tiers, num_slots) int32: how many of these lie in each tier, nearest tier first; a block counts in its nearest tier.
     """
 
     __slots__ = ("_tiers", "depths")
 
     def __init__(self, depths: NDArray[np.int32], tiers: NDArray[np.int32] | None = None) -> None:
-        """Without `tiers` all blocks lie in the first."""
+        """Without `tiers` all blocks lie in the first tier."""
         self.depths = depths
         self._tiers = tiers
 
@@ -74,7 +74,7 @@ class _Tree(Protocol):
 
 
 class RadixCalls:
-    """Calls that either tree answers alike."""
+    """Calls of both trees."""
 
     def match_tokens(
         self: _Tree,
@@ -95,7 +95,7 @@ class RadixCalls:
         return self.match_packed_tokens(as_tokens(token_ids), block_size, first, key)
 
     def snapshot(self: _Tree, worker: int | None = None) -> Iterator[Held]:
-        """Say the whole content, or one worker's, as calls of `store`: parents before children."""
+        """Give the content of all workers or of one, as calls of `store`: parents before children."""
         for slot in range(self.num_slots) if worker is None else (worker,):
             for hashes, parent, copies in self.runs(slot):
                 for tier, count in zip(_TIERS, copies, strict=True):

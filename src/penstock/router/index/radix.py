@@ -1,6 +1,6 @@
 """The prefix index: which workers hold which prefixes, in which tier.
 
-A router keeps one of all its workers; what a worker itself holds is its `Content`.
+The native tree where it is installed, else the Python reference.
 """
 
 from typing import TYPE_CHECKING

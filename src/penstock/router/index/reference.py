@@ -296,7 +296,7 @@ class RadixTreePython(RadixCalls):
             self._unlink(block_hash)
 
     def _unlink(self, block_hash: int) -> None:
-        """Take a block that nobody holds any more out of the tree's shape."""
+        """Remove a block without holders from the tree."""
         del self._used[block_hash]
         parent = self._parents.pop(block_hash, None)
         if parent is None:

@@ -20,12 +20,12 @@ from penstock.transfer.reshard.moves import mismatch
 
 _WITHIN_A_HOST = frozenset({"memory", "shm"})
 _REASONS_MAX = 4096
-"""Pairs of kinds that are remembered; more are asked anew."""
+"""Bound of remembered pairs of kinds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """What decides whether a worker fits another one, beside their hosts; `key` is the same for equal ones."""
+    """What decides whether two workers fit, beside their hosts; equal kinds have equal keys."""
 
     key: bytes
     identity: tuple[int, bytes]
@@ -35,7 +35,7 @@ class _Kind:
     @classmethod
     def of(cls, instance: Instance) -> "_Kind":
         layout = instance.engine.kv_layout
-        if layout is not None:  # how many blocks there are plays no part
+        if layout is not None:  # the number of blocks does not matter
             ranks = tuple(msgspec.structs.replace(rank, num_blocks=1) for rank in layout.ranks)
             layout = msgspec.structs.replace(layout, ranks=ranks)
         names = identity(instance.card)
@@ -113,10 +113,10 @@ class KvTransferPairs:
     """The workers of one model as prefill and decode workers. One event loop owns it."""
 
     def __init__(self) -> None:
-        """Know of nobody."""
+        """Know no worker."""
         self._workers: dict[int, tuple[Instance, _Kind]] = {}  # by slot
         self._kinds: list[_Kind] = []
-        self._numbers: NDArray[np.intp] | None = None  # (num_slots,) into these; None once somebody changed
+        self._numbers: NDArray[np.intp] | None = None  # (num_slots,) into these; None after a change
         self._hosts: NDArray[np.intp] = np.zeros(1, dtype=np.intp)  # (num_slots,), likewise
         self._num_hosts = 0
         self._is_prefill: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)  # likewise
@@ -128,7 +128,7 @@ class KvTransferPairs:
         ] = {}  # why kinds do not fit, on two hosts or one
 
     def put(self, slot: int, instance: Instance) -> None:
-        """Take in a worker, or what discovery says anew about one."""
+        """Add a worker, or what discovery says anew about one."""
         self._workers[slot] = instance, _Kind.of(instance)
         self._numbers = None
 

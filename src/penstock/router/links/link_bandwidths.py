@@ -45,7 +45,7 @@ class LinkBandwidths:
         self._config = config
         self._locations = [Location()] * num_slots
         self._rows: dict[Location, NDArray[np.float64]] = {}
-        self._pairs: dict[int, dict[int, _Pair]] = {}  # by source, by who reads
+        self._pairs: dict[int, dict[int, _Pair]] = {}  # by source, by reader
         self._corrected: dict[int, NDArray[np.float64]] = {}  # rows of sources of which something was learned
 
     def put(self, slot: int, location: Location) -> None:

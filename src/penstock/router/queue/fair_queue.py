@@ -106,7 +106,7 @@ class _Lines:
             "in order of turn"
         )
         assert all(line.queued and line.tenant == tenant for tenant, line in lines.items()), "no empty lines"
-        assert not lines.keys() & self._owing.keys(), "who waits is not remembered beside"
+        assert not lines.keys() & self._owing.keys(), "a tenant waits or is remembered, not both"
         assert len(self._owing) <= self._owing_max, f"{len(self._owing)} tenants remembered, past the bound"
         for line in lines.values():
             turns = [queued.turn for queued in line.queued]
@@ -211,7 +211,7 @@ class FairQueue:
         waiting = [h for lines in self._by_priority.values() for line in lines for h in line.queued]
         assert len(waiting) == self._num_queued, f"{self._num_queued} are counted, {len(waiting)} wait"
         assert math.isclose(self._share_s, sum(queued.share_s for queued in waiting), abs_tol=1e-6), (
-            f"shares of those that wait: {self._share_s}"
+            f"shares of queued requests: {self._share_s}"
         )
         assert self._num_queued <= self._config.requests_max, f"{self._num_queued} wait, past the bound"
         of_tenant: dict[str, int] = {}

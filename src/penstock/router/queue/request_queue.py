@@ -194,7 +194,7 @@ class RequestQueue:
             f"{len(self._tickets)} are queued, and load reports are heard: {listens}"
         )
         assert self._timer is not None or not self._tickets, (
-            f"{len(self._tickets)} are queued and nobody will look"
+            f"{len(self._tickets)} are queued, and no look is planned"
         )
 
     def _enqueue(self, ticket: Ticket, candidates: ScoredCandidates) -> None:

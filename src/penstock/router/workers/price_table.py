@@ -109,7 +109,7 @@ class PriceTable:
         table = self._table[:, self._known]
         assert np.isfinite(table).all(), "prices: finite"
         assert (table >= 0).all(), "prices: never below nothing"
-        assert (self._factors[~self._known] == 1.0).all(), "prices: who says none is not corrected"
+        assert (self._factors[~self._known] == 1.0).all(), "prices: without prices no correction"
         if self._columns is not None:
             corrected = table[:_BATCH].copy()
             corrected[:_CORRECTED] *= _applied(self._factors[self._known])
