@@ -56,7 +56,7 @@ def dropped_token() -> Iterator[None]:
 
 @mutant
 def double_delivery() -> Iterator[None]:
-    """Every 50th frame is handed to its readers twice."""
+    """Every 50th frame is given to its readers twice."""
     original, calls = MemberSink.push, [0]
 
     def push(self, worker_id, deltas):
@@ -107,7 +107,7 @@ def leaked_reservation_of_a_peer() -> Iterator[None]:
 
 
 @mutant
-def reservation_of_a_peer_told_late() -> Iterator[None]:
+def reservation_of_a_peer_reported_late() -> Iterator[None]:
     """What is told of other routers' requests is only ever taken upwards."""
     original = LoadTracker.report
 
@@ -285,7 +285,7 @@ def turn_not_given_back() -> Iterator[None]:
 
 
 @mutant
-def lost_request_not_told_to_go() -> Iterator[None]:
+def lost_request_not_aborted() -> Iterator[None]:
     """Every third request whose worker was lost gets no time to go on."""
     original, calls = Pace.depart, [0]
 
@@ -344,7 +344,5 @@ CROWDED = frozenset({"leaked_reservation"})
 """Those that show best where many requests come within the time of a report."""
 HOLDING = frozenset({"held_request_forgotten", "turn_not_given_back"})
 """Those that show only where routers hold requests."""
-FAILING = frozenset(
-    {"suspect_never_cleared", "lost_request_not_told_to_go", "lost_request_expected_for_ever"}
-)
+FAILING = frozenset({"suspect_never_cleared", "lost_request_not_aborted", "lost_request_expected_for_ever"})
 """Those that show only where many steps fail."""

@@ -330,7 +330,7 @@ def test_they_agree_on_a_host_that_stops_and_slows_down():
     assert exact[0]["r149"][1] > undisturbed[0]["r149"][1] + 0.5
 
 
-def test_a_fault_finds_as_much_told_as_of_an_engine_that_takes_every_step():
+def test_a_fault_finds_the_same_deltas_sent_as_by_the_exact_engine():
     work = list(requests(2, 20, input_tokens=300, output_tokens=400))
     info = RunnerInfo(num_blocks=2048, block_size=16, context_length=8192, vocab_size=1 << 16)
     scheduler = SchedulerConfig(max_batch_tokens=512, max_running_requests=64)

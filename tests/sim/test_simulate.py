@@ -353,7 +353,7 @@ def test_a_whole_deployment_with_lower_tiers_jumps_as_it_steps(monkeypatch, poli
     assert jump[2].sum() > without[2].sum() + 10_000
 
 
-def test_hits_are_told_by_tier_and_add_up(tmp_path, spec, capsys):
+def test_hits_by_tier_add_up(tmp_path, spec, capsys):
     page = tmp_path / "page.html"
     settings = [
         "roles.aggregated.replicas=2",

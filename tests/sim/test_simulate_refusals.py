@@ -186,7 +186,7 @@ def test_a_wrong_workload_names_file_and_field(tmp_path, capsys, spec, message):
 
 
 @pytest.mark.parametrize("flag", ["--speed=2", "--rate=2", "--requests=2", "--hit-ratio=0.5", "--skip-bad"])
-def test_what_is_for_traces_is_not_ignored_with_a_made_up_workload(tmp_path, capsys, flag):
+def test_trace_flags_are_refused_with_a_synthetic_workload(tmp_path, capsys, flag):
     path = tmp_path / "chat.yaml"
     path.write_text("rate_per_s: 5")
     assert f"{flag.partition('=')[0]}: only with a trace; {path}" in refusal(

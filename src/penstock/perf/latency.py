@@ -1,18 +1,9 @@
-"""The interface of latency models: seconds of engine steps and of memory transfers."""
+"""The interface of latency models: seconds of engine steps and of loads from lower tiers."""
 
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Protocol
 
 from penstock.core.types.events import Tier
-
-
-class Link(StrEnum):
-    """Kind of link between two memories."""
-
-    SCALE_UP = "scale_up"  # one NVLink domain
-    SCALE_OUT = "scale_out"  # the network between domains
-    HOST = "host"  # a device and its host's memory
 
 
 class LatencyModel(Protocol):
@@ -41,8 +32,6 @@ class LatencyModel(Protocol):
     def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float:
         """Seconds of one step with prefill chunks and decode, as with chunked prefill."""
         ...
-
-    def transfer_s(self, num_bytes: float, link: Link) -> float: ...
 
     def onboard_s(self, num_bytes: float, tier: Tier) -> float:
         """Seconds to load blocks from a lower tier into the device."""

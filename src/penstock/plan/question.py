@@ -74,7 +74,7 @@ class Question:
 
     def role(self, parallel: Parallel, **fields: Any) -> dict[str, Any]:
         """Make a graph's role with this parallelism; defaults are left out."""
-        spread = {
+        degrees = {
             "tensor_parallel": parallel.tp,
             "pipeline_parallel": parallel.pp,
             "data_parallel": parallel.dp,
@@ -83,7 +83,7 @@ class Question:
         return {
             "engine": "mock",
             "hardware": self.hardware.name,
-            **{name: degree for name, degree in spread.items() if degree > 1},
+            **{name: degree for name, degree in degrees.items() if degree > 1},
             **{name: dtype for name, dtype in self.formats.items() if dtype != "auto"},
             **self.speculation,
             **fields,

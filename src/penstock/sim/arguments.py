@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default 0)")
     parser.add_argument("--requests", type=int, metavar="N", help="only the first N of a trace")
-    parser.add_argument("--speed", type=float, metavar="X", help="play a trace X times as fast")
+    parser.add_argument("--speed", type=float, metavar="X", help="run a trace X times as fast")
     parser.add_argument(
         "--rate", type=float, metavar="R", help="rescale a trace to R requests per second on average"
     )

@@ -59,7 +59,7 @@ def test_flags_become_a_graph() -> None:
     assert graph.router.policy == "least-loaded"
 
 
-def test_the_demo_takes_little_memory_unless_told_otherwise() -> None:
+def test_the_demo_takes_little_memory_by_default() -> None:
     small = RoleSpec(kv_blocks=1024)
     supervision = Supervision(spare_processes=0)
     assert graph_of("--demo") == Graph(

@@ -60,7 +60,7 @@ def test_what_cannot_be_answered_is_refused(asked, said):
     assert "\n" not in error.value.message
 
 
-def test_targets_that_nobody_keeps_are_told_from_the_best_there_is():
+def test_unreachable_targets_are_refused_with_the_best_latency():
     question = ask(devices=4, ttft_s=0.001, itl_s=0.0001)
     assert question.search().aggregated() == question.search().disaggregated() == []
     models = question.search().models
@@ -76,7 +76,7 @@ def test_targets_that_nobody_keeps_are_told_from_the_best_there_is():
     assert "raise it" in ask(itl_s=0.0001).why_not()
 
 
-def test_targets_that_nobody_keeps_together_are_told_so():
+def test_targets_unreachable_together_are_refused():
     models = ask().search().models
     itl_s = min(model.decode_step_s(1, 1050) for model in models) * 1.001
     ttft_s = min(model.prefill_s(1000) for model in models) * 1.001

@@ -89,7 +89,7 @@ def _fail(error: BaseException, tell: Tell) -> int:
 def _die_with(supervisor_pid: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != supervisor_pid:
-        os._exit(EXIT_FAILED)  # the supervisor ended before the kernel was told
+        os._exit(EXIT_FAILED)  # the supervisor ended before prctl
 
 
 def _allow_many_files() -> None:

@@ -18,7 +18,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.files import write_whole
 from penstock.core.types.events import Tier
 from penstock.core.wire import Wire
-from penstock.perf.latency import LatencyModel, Link
+from penstock.perf.latency import LatencyModel
 from penstock.perf.least_squares import fit_non_negative, num_pairs
 from penstock.perf.profile.evaluation import Evaluation
 
@@ -254,15 +254,10 @@ class ProfiledModel:
         apart_s = expected.prefill_batch_s(chunks) + expected.decode_step_s(batch, context_tokens)
         return (prefill + decode) * expected.mixed_step_s(chunks, batch, context_tokens) / apart_s
 
-    def transfer_s(self, num_bytes: float, link: Link) -> float:
-        return self._need_prior("transfer_s").transfer_s(num_bytes, link)
-
     def onboard_s(self, num_bytes: float, tier: Tier) -> float:
-        return self._need_prior("onboard_s").onboard_s(num_bytes, tier)
-
-    def residuals(self, profile: Profile) -> dict[str, float]:
-        """Give predicted / measured - 1 per point of `profile`."""
-        return {p.name: self.point_s(p) / p.seconds - 1 for p in profile.points}
+        if self._prior is None:
+            raise ConfigError("onboard_s: a profile has no tiers; give the model's roofline as its prior")
+        return self._prior.onboard_s(num_bytes, tier)
 
     def point_s(self, point: Point) -> float:
         """Predict the step of a point."""
@@ -275,13 +270,6 @@ class ProfiledModel:
     def _prefill_ratio_at(self, new_tokens: int) -> float:
         tokens, ratios = self._prefill_ratio
         return float(np.exp(np.interp(np.log(new_tokens), tokens, ratios)))
-
-    def _need_prior(self, what: str) -> LatencyModel:
-        if self._prior is None:
-            raise ConfigError(
-                f"{what}: a profile has no links or tiers; give the model's roofline as its prior"
-            )
-        return self._prior
 
     def _ratios(self, points: Sequence[PrefillPoint]) -> tuple[np.ndarray, np.ndarray]:
         """Give (log new tokens, log measured / expected); points of nearly equal length are averaged."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import Tier
-from penstock.perf.latency import Link
 from penstock.perf.model.hardware import Dtype, Hardware
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.model.shape import ModelShape
@@ -173,8 +172,8 @@ class Roofline:
                 f"{self.shape.name}: {weights / 1e9:.1f} GB of {self.weight_dtype} weights a device do not fit in "
                 f"{self.factors.memory_fraction:.0%} of {self.hardware.name}'s {self.hardware.memory_bytes / 1e9:.0f} GB; {self._remedy()}"
             )
-        spread = self.parallel.pp * self.parallel.dp * self._kv_shards()
-        return int((budget - weights) * spread / self.kv_bytes_per_token)
+        shards = self.parallel.pp * self.parallel.dp * self._kv_shards()
+        return int((budget - weights) * shards / self.kv_bytes_per_token)
 
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
         return self.mixed_step_s([(new_tokens, cached_tokens)], 0, 0)
@@ -216,21 +215,12 @@ class Roofline:
         if chunks:
             seconds += self._prefill_attention_s(chunks) / parts
         if batch:
-            spread = batch / copies
-            seconds += self._attention.decode_s(queries / copies, spread, context_tokens / copies)
+            per_copy = batch / copies
+            seconds += self._attention.decode_s(queries / copies, per_copy, context_tokens / copies)
             if drafted := self.verified_tokens - 1:
-                seconds += drafted * self._draft_s(spread, batch / pp, context_tokens / copies)
+                seconds += drafted * self._draft_s(per_copy, batch / pp, context_tokens / copies)
         hop_s = self._collectives.hop_s(rows)
         return seconds + (pp - 1) * hop_s, seconds / pp + hop_s
-
-    def transfer_s(self, num_bytes: float, link: Link) -> float:
-        reached = self.factors.collective_bandwidth
-        rate = {
-            Link.SCALE_UP: self.hardware.scale_up_bytes_per_s * reached,
-            Link.SCALE_OUT: self.hardware.scale_out_bytes_per_s * reached,
-            Link.HOST: self.factors.storage_bytes_per_s[Tier.HOST],
-        }[link]
-        return self.factors.collective_s + num_bytes / rate
 
     def onboard_s(self, num_bytes: float, tier: Tier) -> float:
         if tier is Tier.DEVICE or num_bytes <= 0:

@@ -7,7 +7,7 @@ its share of a real step. Batches then decode at the real speed, without drawing
 from collections.abc import Sequence
 
 from penstock.core.types.events import Tier
-from penstock.perf.latency import LatencyModel, Link
+from penstock.perf.latency import LatencyModel
 from penstock.perf.roofline.roofline import Roofline
 
 
@@ -49,9 +49,6 @@ class SpeculativeModel:
         """Seconds of prompts and one token per sequence."""
         decode_s = self._step.decode_step_s(batch, context_tokens)
         return self._step.mixed_step_s(chunks, batch, context_tokens) - (1 - self._part) * decode_s
-
-    def transfer_s(self, num_bytes: float, link: Link) -> float:
-        return self._step.transfer_s(num_bytes, link)
 
     def onboard_s(self, num_bytes: float, tier: Tier) -> float:
         return self._step.onboard_s(num_bytes, tier)

@@ -21,7 +21,6 @@ class FaultKind(StrEnum):
     LEASE_LOSS = "lease_loss"  # the registry drops the worker, which registers again
 
 
-LASTING = {FaultKind.PAUSE, FaultKind.SLOW, FaultKind.PARTITION, FaultKind.ISOLATE}
 SLOW_FACTOR = 5.0
 
 

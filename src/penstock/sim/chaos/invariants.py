@@ -48,19 +48,19 @@ def check_at_rest(cluster: SimCluster) -> None:
     for worker in cluster.workers.values():
         load = worker.engine.load()
         assert load.running_requests == load.waiting_requests == 0, f"{worker.host}: still runs {load}"
-        assert load.active_blocks == 0, f"{worker.host}: {load.active_blocks} blocks are held by nobody"
+        assert load.active_blocks == 0, f"{worker.host}: {load.active_blocks} blocks are held by no request"
         if worker.worker.kv_transfer is not None:
             worker.worker.kv_transfer.check_idle()
         assert worker.worker.instance is not None, f"{worker.host}: registered"
         if not worker.worker.instance.engine.kv_events:
             assert not truth[worker.name], f"{worker.host}: sends events though it says that it does not"
             continue
-        told = truth[worker.name].keys()
+        announced = truth[worker.name].keys()
         for tier in Tier:
             held = {h for pool in worker.engine.pool.tiers if pool.tier is tier for h in _names(pool)}
-            says = {block_hash for block_hash, of in told if of is tier}
-            assert held == says, (
-                f"{worker.host}: {len(held)} blocks are cached on {tier}, and its events tell of {len(says)}"
+            on_tier = {block_hash for block_hash, of in announced if of is tier}
+            assert held == on_tier, (
+                f"{worker.host}: {len(held)} blocks are cached on {tier}, and its events tell of {len(on_tier)}"
             )
     for dispatcher in cluster.dispatchers:
         _check_dispatcher_at_rest(dispatcher, truth)
@@ -69,7 +69,7 @@ def check_at_rest(cluster: SimCluster) -> None:
 def _check_dispatcher_at_rest(dispatcher: Dispatcher, truth: dict[str, dict[tuple[int, Tier], int]]) -> None:
     shared = dispatcher._shared
     assert not shared.requests, f"still open: {list(shared.requests)}"
-    assert not shared.request_queue.num_queued, f"{shared.request_queue.num_queued} requests are still held"
+    assert not shared.request_queue.num_queued, f"{shared.request_queue.num_queued} requests are still queued"
     shared.retry_guard.check_at_rest()
     views = dispatcher.workers()
     ready = {view.name for view in views if view.condition in {Condition.READY, Condition.PREFILL_ONLY}}
@@ -77,10 +77,10 @@ def _check_dispatcher_at_rest(dispatcher: Dispatcher, truth: dict[str, dict[tupl
     for view in views:
         assert view.open_requests == 0, f"{view.name}: {view.open_requests} requests are open"
         reserved = (view.reserved_requests, view.reserved_prefill_tokens, view.reserved_blocks)
-        assert reserved == (0, 0, 0), f"{view.name}: {reserved} is reserved for nobody"
+        assert reserved == (0, 0, 0), f"{view.name}: {reserved} is reserved without a request"
         load = view.load or {}
         peers = (load.get("peer_requests"), load.get("peer_prefill_tokens"), load.get("peer_prefill_pairs"))
-        assert peers == (0, 0, 0), f"{view.name}: {peers} is told of other routers that have nothing there"
+        assert peers == (0, 0, 0), f"{view.name}: {peers} reported for other routers without requests there"
         slot = shared.fleet.slot_of(WorkerId(view.worker_id))
         assert slot is not None, f"{view.name} has no slot"
         chains = shared.fleet.tree.snapshot(slot)

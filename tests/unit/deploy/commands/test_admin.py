@@ -26,9 +26,7 @@ def test_the_token_of_this_user_goes_to_this_machine_only(
     assert _secret_for("http://example.com", "/admin/explain") == "given"
 
 
-def test_a_missing_token_is_told_with_the_place_that_was_looked_at(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_token_error_names_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path))
     path = tmp_path / "admin_token"
     assert _no_token("http://127.0.0.1:8000") == (

@@ -114,7 +114,7 @@ def test_numbers_of_any_size_are_read(cost, terms, said):
     assert row.split()[:2] == ["w1", said]
 
 
-def test_both_workers_of_a_plan_are_told_with_those_that_might_have_been():
+def test_both_workers_of_a_plan_are_shown_with_the_alternatives():
     others = {"terms": {}, "overlap_blocks": 0, "tier_blocks": dict.fromkeys(Tier, 0)}
     candidates = tuple(
         Candidate(worker=name, cost=cost, **others) for name, cost in (("p0", 1.5), ("p1", 2.0))

@@ -8,7 +8,7 @@ def test_text_is_taken_out_of_the_stream() -> None:
     assert _text_of(b"data: [DONE]\n") == _text_of(b"\n") == ""
 
 
-def test_an_error_is_told_in_its_own_words() -> None:
+def test_an_error_shows_its_own_message() -> None:
     assert _text_of(b'{"error":{"message":"no worker is ready"}}') == "(no answer: no worker is ready)"
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import Tier
-from penstock.perf.latency import Link
 from penstock.perf.model.hardware import HARDWARE, Dtype, find_hardware
 from penstock.perf.model.model_config import shape_of
 from penstock.perf.model.parallel import Parallel
@@ -234,12 +233,9 @@ def test_the_fewest_drafted_tokens_that_can_yield_so_many() -> None:
         Roofline(shape, h100, tokens_per_step=2.5, draft_tokens=1)
 
 
-def test_bytes_take_the_time_of_their_link() -> None:
+def test_blocks_take_the_time_of_their_tier() -> None:
     roofline = Roofline(shape_of(LLAMA_8B, name="8b"), find_hardware("h100"))
     latency_s = roofline.factors.collective_s
-    assert roofline.transfer_s(9e9, Link.SCALE_UP) == pytest.approx(latency_s + 9e9 / (450e9 * 0.75))
-    assert roofline.transfer_s(9e9, Link.SCALE_OUT) == pytest.approx(latency_s + 9e9 / (50e9 * 0.75))
-    assert roofline.transfer_s(9e9, Link.HOST) == roofline.onboard_s(9e9, Tier.HOST)
     assert roofline.onboard_s(9e9, Tier.DISK) == pytest.approx(latency_s + 9e9 / 5e9)
     assert roofline.onboard_s(9e9, Tier.DEVICE) == 0
 

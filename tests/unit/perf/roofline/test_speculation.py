@@ -3,7 +3,6 @@
 import pytest
 
 from penstock.core.types.events import Tier
-from penstock.perf.latency import Link
 from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.published import publish
@@ -41,17 +40,16 @@ def test_prompts_and_answers_together_take_as_long_as_in_steps_of_several_tokens
     assert by_token_s == pytest.approx(in_steps_s)
 
 
-def test_prompts_memory_and_transfers_are_as_without() -> None:
+def test_prompts_memory_and_onboarding_are_as_without() -> None:
     assert TOKEN.prefill_s(3000, 1000) == PLAIN.prefill_s(3000, 1000)
     assert TOKEN.mixed_step_s([(3000, 1000)], 0, 0) == PLAIN.prefill_s(3000, 1000)
     assert TOKEN.prefill_batch_s([(300, 0), (500, 9)]) == PLAIN.prefill_batch_s([(300, 0), (500, 9)])
     assert TOKEN.kv_capacity_tokens == PLAIN.kv_capacity_tokens
     assert TOKEN.kv_bytes_per_token == PLAIN.kv_bytes_per_token
-    assert TOKEN.transfer_s(1e9, Link.SCALE_UP) == PLAIN.transfer_s(1e9, Link.SCALE_UP)
     assert TOKEN.onboard_s(1e9, Tier.HOST) == PLAIN.onboard_s(1e9, Tier.HOST)
 
 
-def test_routers_are_told_the_price_of_a_token() -> None:
+def test_routers_get_the_price_of_a_token() -> None:
     told, plain = publish(TOKEN, context_length=8192), publish(PLAIN, context_length=8192)
     assert told.decode_step_s < plain.decode_step_s / 2
     assert told.prefill_token_s == plain.prefill_token_s

@@ -101,7 +101,7 @@ def test_one_token_leaves_nothing_to_transfer():
     assert search(8, only_first).aggregated()
 
 
-def test_each_crew_has_a_worker():
+def test_each_role_group_has_a_worker():
     assert search(1).disaggregated() == []
     for layout in search(2).disaggregated():
         assert counts(layout) == {Role.PREFILL: 1, Role.DECODE: 1}

@@ -139,7 +139,7 @@ def test_cancelled_timers_are_forgotten_before_their_moment():
     assert run_virtual(main()) < 300
 
 
-def test_an_error_in_a_callback_is_told_and_the_loop_goes_on():
+def test_an_error_in_a_callback_is_reported_and_the_loop_goes_on():
     async def main() -> list[dict]:
         loop = asyncio.get_running_loop()
         told: list[dict] = []

@@ -22,7 +22,7 @@ def rows(*reports):
     return {row.name: row for row in summarize(reports)}
 
 
-def test_hits_are_told_by_tier_where_any_worker_has_several():
+def test_hits_are_shown_by_tier_where_any_worker_has_several():
     by_tier = {"device": 0.3, "host": 0.066, "disk": None, "object": None}
     split = rows(report(), report(kv_hit_ratio_by_tier=by_tier))
     assert [cell.value for cell in split["of it, on host"].cells] == ["-", "6.6"]
@@ -65,7 +65,7 @@ def test_every_value_has_its_unit(name, unit, value):
     assert row.cells[0].difference == ""
 
 
-def test_beside_others_the_best_is_marked_and_differences_are_told():
+def test_beside_others_the_best_is_marked_and_differences_are_shown():
     slow = report(
         ttft_s=SPREAD | {"mean": 1.5},
         output_tokens_per_s=1800.0,

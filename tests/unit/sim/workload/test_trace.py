@@ -157,7 +157,7 @@ def test_a_line_is_one_however_long_it_is(tmp_path):
     assert [error.message.split(": ")[1] for error in bad] == ["line 2", "line 4", "line 5"]
 
 
-def test_bad_lines_can_be_passed_over_and_are_told(tmp_path):
+def test_bad_lines_can_be_skipped_and_are_reported(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text(
         '{"timestamp": 1000, "input_length": 2, "output_length": 1}\n{oops\n'
