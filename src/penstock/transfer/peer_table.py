@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 from penstock.core.errors import PeerLost, TransferError, TransferRefused
 from penstock.seams import Storage, Transport
+from penstock.transfer.link.connections import Connections
 from penstock.transfer.link.links import AgentLink
 from penstock.transfer.link.metadata import AgentMetadata
 from penstock.transfer.regions.quarantine import call_after
@@ -15,19 +15,13 @@ from penstock.transfer.requests.routes import Route
 from penstock.transfer.requests.running import RunningTransfers
 
 
-class Dialler(Protocol):
-    """Opens links."""
-
-    async def dial(self, found: AgentMetadata) -> AgentLink: ...
-
-
 class PeerTable:
     """One agent's peers by name, and the agent itself as the peer without a link. Its event loop owns it."""
 
     def __init__(
         self,
         own: Peer,
-        dialler: Dialler,
+        connections: Connections,
         transports: Mapping[str, Transport],
         running: RunningTransfers,
         connect_timeout_s: float,
@@ -36,7 +30,7 @@ class PeerTable:
 
         Args:
             own: the agent itself.
-            dialler: opens links to others.
+            connections: opens links to others.
             transports: those that work here.
             running: the running transfers; those with a peer end with its link.
             connect_timeout_s: the longest time for a transport to find out whether it reaches a peer.
@@ -45,7 +39,7 @@ class PeerTable:
         self.unavailable: dict[str, str] = {}
         """Why transports cannot work here, by name."""
         self.by_name: dict[str, Peer] = {}
-        self._dialler = dialler
+        self._connections = connections
         self._transports = transports
         self._running = running
         self._timeout_s = connect_timeout_s
@@ -84,7 +78,7 @@ class PeerTable:
             if known is not None:
                 known.learn(found.regions)
                 return known
-            link = await self._dialler.dial(found)
+            link = await self._connections.dial(found)
             link.hold()
             self._held.add(link)
             peer = Peer(found.name, found.token, link)

@@ -8,17 +8,17 @@ import asyncio
 import socket
 import struct
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
-from penstock.core.descriptors import Descriptors, Granted, Region, TransferOp
+from penstock.core.descriptors import Descriptors, Granted, TransferOp
 from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError, TransferError, TransferRefused
 from penstock.core.wire import Wire, encode
-from penstock.seams import Link, Transport
+from penstock.seams import Link, Transport, TransportHost
 from penstock.transfer.link.frames import FRAME_BYTES_MAX
 from penstock.transfer.link.socket_io import receive_exactly, receive_with_descriptor, send_all
 
@@ -49,16 +49,8 @@ class Grant(Wire, frozen=True):
     error: ErrorInfo | None = None
 
 
-class GrantOwner(Protocol):
-    """The part of the agent that grants use; see `penstock.seams.TransportHost`."""
-
-    def region(self, region_id: int) -> Region: ...
-
-    def authorize(
-        self, peer: str, key_by_region: Mapping[int, bytes], ranges: Descriptors, op: TransferOp
-    ) -> None: ...
-
-    def refused(self, error: PenstockError, peer: str) -> None: ...
+class GrantOwner(TransportHost, Protocol):
+    """The part of the agent that grants use."""
 
     def transport(self, name: str) -> Transport | None: ...
 

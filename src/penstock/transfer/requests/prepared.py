@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.core.descriptors import RangePairs, Region, TransferOp
 from penstock.core.errors import (
@@ -18,6 +18,9 @@ from penstock.transfer.regions.regions import distinct
 from penstock.transfer.requests.handle import Telemetry, TransferHandle
 from penstock.transfer.requests.peer import Peer
 from penstock.transfer.requests.routes import Route, choose, next_of
+
+if TYPE_CHECKING:
+    from penstock.transfer.requests.running import RunningTransfers
 
 _FINAL = (TransferRefused, TransferCancelled, ChecksumMismatch)
 """Errors after which no other transport is tried."""
@@ -73,23 +76,11 @@ class TransferRequest:
         return True
 
 
-class RequestRunner(Protocol):
-    """Runs transfer requests."""
-
-    def carry(self, request: TransferRequest, timeout_s: float | None) -> None:
-        """Run a transfer, at once if it is small.
-
-        Raises:
-            Overloaded: too many are under way.
-        """
-        ...
-
-
 class TransferOwner(Protocol):
     """The part of the agent that prepared transfers use."""
 
     @property
-    def running(self) -> RequestRunner: ...
+    def running(self) -> "RunningTransfers": ...
 
     def check_prepared(self, prepared: "PreparedTransfer", op: TransferOp) -> None:
         """Check that peer and regions are still there, and permit `op`.
