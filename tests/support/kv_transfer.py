@@ -110,7 +110,7 @@ def check_nothing_is_held(worker: Worker, engine: BatchedEngine) -> None:
         kv_transfer.check_idle()
 
 
-def meet_late(worker: Worker, seconds: float) -> None:
+def connect_late(worker: Worker, seconds: float) -> None:
     """Delay a worker's connections to other transfer agents by so long."""
     assert worker.kv_transfer is not None, "it moves KV"
     agent = worker.kv_transfer._agent

@@ -13,7 +13,7 @@ from penstock.worker.config import WorkerConfig
 from penstock.worker.engine_driver import EngineDriver
 from penstock.worker.frontends import Frontends
 
-_TELL_AGAIN_S = 1.0
+_RETRY_S = 1.0
 """Delay before an update that the registry could not take is sent again."""
 
 _log = get_logger()
@@ -66,7 +66,7 @@ class WorkerRegistration:
     async def leave(self) -> None:
         """Drain: refuse new requests, wait for running ones and for exported KV, migrate the rest to other workers."""
         try:
-            await self._say_draining()
+            await self._publish_draining()
         except Unavailable as error:
             _log.warning("drain_not_announced", worker=self._name, error=error.message)
         await self._drain(self._wait_until_unused, "stops")
@@ -85,7 +85,7 @@ class WorkerRegistration:
         try:
             await self._driver.prepare(role)
             try:
-                await self._say_draining()
+                await self._publish_draining()
                 refusal = await self._drain(self._frontends.idle.wait, f"becomes {role}")
             except BaseException:
                 self.instance = msgspec.structs.replace(self.instance, state=InstanceState.READY)
@@ -101,7 +101,7 @@ class WorkerRegistration:
                 exchange=self._driver.exchange,
             )
             self.refusal = None
-            await self._say_ready()
+            await self._publish_ready()
             _log.info("role_changed", worker=self._name, role=role, before=before)
         finally:
             self._changing_to = None
@@ -124,7 +124,7 @@ class WorkerRegistration:
     def _name(self) -> str:
         return f"worker {self.instance.name}"
 
-    async def _say_draining(self) -> None:
+    async def _publish_draining(self) -> None:
         """Register as draining, so that routers send no new requests.
 
         Raises:
@@ -135,7 +135,7 @@ class WorkerRegistration:
         self.instance = msgspec.structs.replace(self.instance, state=InstanceState.DRAINING)
         await self._registration.update(self.instance)
 
-    async def _say_ready(self) -> None:
+    async def _publish_ready(self) -> None:
         """Register as ready; retry until the registry can be reached."""
         assert self._registration is not None, "registered"
         while True:
@@ -143,7 +143,7 @@ class WorkerRegistration:
                 await self._registration.update(self.instance)
             except Unavailable as error:
                 _log.warning("return_not_announced", worker=self._name, error=error.message)
-                await asyncio.sleep(_TELL_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)
             else:
                 return
 

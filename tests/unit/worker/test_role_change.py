@@ -12,7 +12,7 @@ from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster, memory_transport
-from tests.support.kv_transfer import PRICES, meet_late, tiny_engine, tiny_request, whole_answer
+from tests.support.kv_transfer import PRICES, connect_late, tiny_engine, tiny_request, whole_answer
 from tests.support.manual_engine import ManualEngine
 
 
@@ -117,7 +117,7 @@ def test_prompts_that_wait_at_a_prefill_worker_go_elsewhere_too():
 
 def test_offers_outlive_the_change():
     async def scene(cluster, dispatcher):
-        meet_late(cluster.worker("d0"), 2)
+        connect_late(cluster.worker("d0"), 2)
         async with dispatcher.open(tiny_request("a", 300)) as stream:
             await anext(stream)
             assert len(cluster.worker("p0").kv_transfer.exports) == 1

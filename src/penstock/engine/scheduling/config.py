@@ -9,7 +9,7 @@ from penstock.core.types.instances import Role
 
 Order = Literal["fcfs", "shortest"]
 AGEING = 0.03
-"""Nearly the best p90 TTFT, while long prompts are not much later than with `fcfs`: docs/decisions/0029."""
+"""Lowers the p90 TTFT from 3.9 s to 0.36 s in docs/decisions/0029, and raises the p99 of long prompts from 7.2 s to 13.8 s."""
 
 
 class SchedulerConfig(Config):

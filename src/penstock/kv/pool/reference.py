@@ -127,7 +127,7 @@ class ReferencePool:
         run_start = 0  # consecutive new blocks are one change; a resident one ends the run
         for index, (block_id, key) in enumerate(zip(ids, keys, strict=True)):
             if key in self._by_hash:
-                self._tell_stored(hashes, run_start, index, parent)
+                self._add_stored(hashes, run_start, index, parent)
                 run_start = index + 1
             else:
                 if self._hash_of[block_id] is not None or self._references[block_id] == 0:
@@ -135,7 +135,7 @@ class ReferencePool:
                 self._by_hash[key] = block_id
                 self._hash_of[block_id] = key
                 self._parent_of[block_id] = int(hashes[index - 1, 0]) if index else parent
-        self._tell_stored(hashes, run_start, len(keys), parent)
+        self._add_stored(hashes, run_start, len(keys), parent)
 
     def reset(self) -> None:
         self._free.extend(self._idle)
@@ -147,7 +147,7 @@ class ReferencePool:
 
     def take_changes(self) -> list[Change]:
         """Return the changes since the last call, in order."""
-        self._tell_removed()
+        self._add_removed()
         changes, self._changes = self._changes, []
         return changes
 
@@ -195,15 +195,15 @@ class ReferencePool:
             gone.append((block_id, key))
         return gone
 
-    def _tell_stored(self, hashes: HashArray, start: int, end: int, parent: int | None) -> None:
+    def _add_stored(self, hashes: HashArray, start: int, end: int, parent: int | None) -> None:
         if start == end:
             return
-        self._tell_removed()
+        self._add_removed()
         packed = hashes[start:end, 0].astype("<u8", copy=False).tobytes()
         before = int(hashes[start - 1, 0]) if start else parent
         self._changes.append((ChangeKind.STORED, packed, before))
 
-    def _tell_removed(self) -> None:
+    def _add_removed(self) -> None:
         if self._removed:
             self._changes.append((ChangeKind.REMOVED, b"".join(self._removed), None))
             self._removed.clear()

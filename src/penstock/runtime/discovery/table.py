@@ -139,12 +139,12 @@ class TableWatch:
             if change is not None:
                 return change
             await self._wakeup.wait()
-            await self._hear()
+            await self._wait_for_changes()
             self._wakeup.clear()
             self._changes = self._cursor.changes()
         raise StopAsyncIteration
 
-    async def _hear(self) -> None:
+    async def _wait_for_changes(self) -> None:
         """Wait until the changes arrive; a hook for simulated networks, nothing to wait for in one process."""
 
     def __del__(self) -> None:

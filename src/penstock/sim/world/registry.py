@@ -74,7 +74,7 @@ class HostWatch(TableWatch):
         super().__init__(discovery, cursor, wakeup)
         self._discovery = discovery
 
-    async def _hear(self) -> None:
+    async def _wait_for_changes(self) -> None:
         if not self._discovery.is_closed:
             await self._discovery.registry.network.reach(REGISTRY, self._discovery.host)
 

@@ -28,16 +28,16 @@ class RecordingSink:
         self.frame_sizes.append(len(deltas))
         for delta in deltas:
             self.deltas.setdefault(delta.request_id, []).append(delta)
-        self._tell(worker_id)
+        self._note(worker_id)
 
     def push_event(self, worker_id: WorkerId, message: EventMessage) -> None:
         self.events.append(message)
         self.on_event(message)
-        self._tell(worker_id)
+        self._note(worker_id)
 
     def push_load(self, worker_id: WorkerId, load: WorkerLoad) -> None:
         self.loads.append(load)
-        self._tell(worker_id)
+        self._note(worker_id)
 
     def lost(self, worker_id: WorkerId, error: WorkerLost) -> None:
         self.losses.append((worker_id, error))
@@ -67,6 +67,6 @@ class RecordingSink:
         assert last is not None
         return last
 
-    def _tell(self, worker_id: WorkerId) -> None:
+    def _note(self, worker_id: WorkerId) -> None:
         assert not self.losses, f"worker {worker_id}: something came after `lost`"
         self._changed.set()

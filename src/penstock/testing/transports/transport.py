@@ -25,7 +25,7 @@ from penstock.transfer import TransferHandle, TransferOp, TransferState
 
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 
-Play = Callable[[TransportHarness], Awaitable[None]]
+Scenario = Callable[[TransportHarness], Awaitable[None]]
 
 
 class TransportSuite:
@@ -40,7 +40,7 @@ class TransportSuite:
         """Make the transport's harness, with `size_bytes` of memory on each side."""
         raise NotImplementedError
 
-    def play(self, scenario: Play, size_bytes: int | None = None) -> None:
+    def run(self, scenario: Scenario, size_bytes: int | None = None) -> None:
         async def main() -> None:
             async with self.harness(size_bytes or self.size_bytes) as harness:
                 await scenario(harness)
@@ -59,7 +59,7 @@ class TransportSuite:
             assert np.array_equal(await harness.read_remote(), moved)
             assert handle.state is TransferState.DONE
 
-        self.play(scenario)
+        self.run(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
     @pytest.mark.parametrize("seed", range(4))
@@ -75,7 +75,7 @@ class TransportSuite:
             assert np.array_equal(harness.read_local(), here)
             assert np.array_equal(await harness.read_remote(), there)
 
-        self.play(scenario)
+        self.run(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
     def test_thousands_of_blocks_in_any_order(self, op: TransferOp) -> None:
@@ -96,7 +96,7 @@ class TransportSuite:
             assert handle.telemetry.ranges == 2048
             assert handle.telemetry.num_bytes == len(here)
 
-        self.play(scenario)
+        self.run(scenario)
 
     def test_nothing_to_move_is_done_at_once(self) -> None:
         async def scenario(harness: TransportHarness) -> None:
@@ -106,7 +106,7 @@ class TransportSuite:
             assert np.array_equal(harness.read_local(), here)
             assert np.array_equal(await harness.read_remote(), there)
 
-        self.play(scenario)
+        self.run(scenario)
 
     def test_a_prepared_list_is_posted_again_and_again_in_both_directions(self) -> None:
         async def scenario(harness: TransportHarness) -> None:
@@ -127,7 +127,7 @@ class TransportSuite:
                 assert (found[70_000 : 70_000 + 8192] == turn + 1).all()
                 assert not found[8192:70_000].any()
 
-        self.play(scenario)
+        self.run(scenario)
 
     def test_many_transfers_at_once(self) -> None:
         async def scenario(harness: TransportHarness) -> None:
@@ -149,7 +149,7 @@ class TransportSuite:
             assert np.array_equal(harness.read_local(), here)
             assert np.array_equal(await harness.read_remote(), there)
 
-        self.play(scenario)
+        self.run(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
     def test_checksums_let_sound_bytes_pass(self, op: TransferOp) -> None:
@@ -160,7 +160,7 @@ class TransportSuite:
             await harness.agent.post(op, *whole, harness.peer, checksum=True).wait()
             assert np.array_equal(harness.read_local(), await harness.read_remote())
 
-        self.play(scenario)
+        self.run(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
     def test_what_is_outside_is_refused_and_nothing_moves(self, op: TransferOp) -> None:
@@ -183,7 +183,7 @@ class TransportSuite:
             assert np.array_equal(harness.read_local(), here)
             assert np.array_equal(await harness.read_remote(), there)
 
-        self.play(scenario)
+        self.run(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
     def test_a_cancelled_transfer_lets_go_of_memory(self, op: TransferOp) -> None:
@@ -204,7 +204,7 @@ class TransportSuite:
             await harness.agent.post(WRITE, *whole, harness.peer).wait()
             assert np.array_equal(harness.read_local(), await harness.read_remote())
 
-        self.play(scenario, self.large_bytes)
+        self.run(scenario, self.large_bytes)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
     def test_a_deadline_ends_a_transfer(self, op: TransferOp) -> None:
@@ -217,7 +217,7 @@ class TransportSuite:
             await harness.agent.post(op, *whole, harness.peer).wait()
             assert np.array_equal(harness.read_local(), await harness.read_remote())
 
-        self.play(scenario, self.large_bytes)
+        self.run(scenario, self.large_bytes)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
     def test_deregistering_ends_what_uses_the_memory(self, op: TransferOp) -> None:
@@ -234,7 +234,7 @@ class TransportSuite:
             with pytest.raises(TransferRefused):
                 await harness.agent.deregister(harness.local)
 
-        self.play(scenario, self.large_bytes)
+        self.run(scenario, self.large_bytes)
 
     def test_telemetry_says_what_was_chosen_and_what_it_took(self) -> None:
         async def scenario(harness: TransportHarness) -> None:
@@ -249,7 +249,7 @@ class TransportSuite:
             assert harness.agent.counters.written_bytes == {handle.telemetry.backend: self.size_bytes}
             assert 0 < harness.agent.estimate(READ, 4096, 1, harness.peer) < 10
 
-        self.play(scenario)
+        self.run(scenario)
 
     def test_closing_ends_what_is_under_way(self) -> None:
         async def scenario(harness: TransportHarness) -> None:
@@ -261,7 +261,7 @@ class TransportSuite:
             with pytest.raises(TransferError):
                 await handle.wait()
 
-        self.play(scenario, self.large_bytes)
+        self.run(scenario, self.large_bytes)
 
 
 def _scattered(random: Random, size: int, count: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

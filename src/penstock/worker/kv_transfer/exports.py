@@ -21,7 +21,7 @@ _NO_PIN = PinId(0)
 
 _log = get_logger()
 
-Tell = Callable[[str, PinGrown | PinHeld], None]
+Notify = Callable[[str, PinGrown | PinHeld], None]
 """Sends a message to the agent of this name."""
 Followers = dict[str, int]
 """Agents subscribed to a transfer -> their read ids."""
@@ -80,7 +80,7 @@ class KvExports:
         prefill_worker: WorkerId,
         config: KvTransferConfig,
         *,
-        tell: Tell,
+        notify: Notify,
     ) -> None:
         """Make an empty set.
 
@@ -89,7 +89,7 @@ class KvExports:
             info: the engine's info.
             prefill_worker: this worker.
             config: how many blocks may be pinned, and for how long.
-            tell: sends messages to followers.
+            notify: sends messages to followers.
         """
         self.expired = 0
         """Exports that no decode worker read in time."""
@@ -103,7 +103,7 @@ class KvExports:
         self._info = info
         self._prefill_worker = prefill_worker
         self._config = config
-        self._tell = tell
+        self._notify = notify
         self._ids = count(1)
         self._held: dict[PinId, _Export] = {}
         self._held_blocks = 0
@@ -131,7 +131,7 @@ class KvExports:
             prompt.followers[agent] = read_id
             export = None if prompt.pin_id is None else self._held.get(prompt.pin_id)
             if export is not None and prompt.pin_id is not None:
-                self._tell(agent, _grown(prompt.pin_id, export, read_id, 0))
+                self._notify(agent, _grown(prompt.pin_id, export, read_id, 0))
             return
         early = self._early.get(transfer_id)
         if early is None:
@@ -153,7 +153,7 @@ class KvExports:
         if prompt.pin_id is None:
             pin_id = self._pin(request, prompt)
             if pin_id is not None:
-                self._tell_grown(pin_id)
+                self._notify_grown(pin_id)
         elif prompt.pin_id in self._held:
             self._extend(prompt.pin_id)
 
@@ -318,7 +318,7 @@ class KvExports:
             self._held_blocks -= export.num_counted - len(export.block_ids)
             export.num_counted = len(export.block_ids)
             self._claim_partial_block(ended, export)
-        self._tell_grown(pin_id)
+        self._notify_grown(pin_id)
 
     def _handle(self, pin_id: PinId, regions: KvRegions, agent: bytes) -> KvHandle:
         export = self._held[pin_id]
@@ -335,10 +335,10 @@ class KvExports:
     def _timer(self, pin_id: PinId) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(self._config.pin_ttl_s, self._expire, pin_id)
 
-    def _tell_grown(self, pin_id: PinId) -> None:
+    def _notify_grown(self, pin_id: PinId) -> None:
         export = self._held[pin_id]
         for agent, read_id in export.prompt.followers.items():
-            self._tell(agent, _grown(pin_id, export, read_id, export.num_told))
+            self._notify(agent, _grown(pin_id, export, read_id, export.num_told))
         export.num_told = len(export.block_ids)
 
     def _withdraw(self, pin_id: PinId) -> None:
@@ -349,18 +349,18 @@ class KvExports:
 
     def _end(self, prompt: _Prompt, pin_id: PinId = _NO_PIN) -> None:
         """Tell a prompt's followers that no more blocks come."""
-        self._tell_end(prompt.followers, pin_id)
+        self._notify_end(prompt.followers, pin_id)
         prompt.followers = {}
         self._forget_transfer(prompt)
 
     def _end_early(self, transfer_id: bytes) -> None:
         early = self._early.pop(transfer_id)
         early.timer.cancel()
-        self._tell_end(early.followers, _NO_PIN)
+        self._notify_end(early.followers, _NO_PIN)
 
-    def _tell_end(self, followers: Followers, pin_id: PinId) -> None:
+    def _notify_end(self, followers: Followers, pin_id: PinId) -> None:
         for agent, read_id in followers.items():
-            self._tell(agent, PinHeld(pin_id=pin_id, was_held=False, read_id=read_id))
+            self._notify(agent, PinHeld(pin_id=pin_id, was_held=False, read_id=read_id))
 
     def _expire(self, pin_id: PinId) -> None:
         self.expired += 1

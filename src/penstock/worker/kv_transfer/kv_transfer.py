@@ -75,7 +75,7 @@ class KvTransfer:
                 "worker.kv_transfer.stream_kv: this engine gives a prompt's blocks only once all of it is computed; leave it"
                 " out, or use an engine that gives them by chunk"
             )
-        self.exports = KvExports(engine, info, worker_id, config, tell=self._tell)
+        self.exports = KvExports(engine, info, worker_id, config, notify=self._notify)
         self._engine = engine
         self._agent = agent
         self._regions = KvRegions(info)
@@ -251,7 +251,7 @@ class KvTransfer:
                 self.exports.unpin(pin_id)
             case PinCheck(pin_id=pin_id, read_id=read_id):
                 is_held = self.exports.holds(pin_id)
-                self._tell(name, PinHeld(pin_id=pin_id, was_held=is_held, read_id=read_id))
+                self._notify(name, PinHeld(pin_id=pin_id, was_held=is_held, read_id=read_id))
             case PinFollow(transfer_id=transfer_id, read_id=read_id):
                 self.exports.follow(transfer_id, name, read_id)
             case PinGrown():
@@ -259,7 +259,7 @@ class KvTransfer:
             case PinHeld():
                 self._reader.answered(name, message)
 
-    def _tell(self, agent: str, message: PinHeld | PinGrown) -> None:
+    def _notify(self, agent: str, message: PinHeld | PinGrown) -> None:
         try:
             self._agent.send_notification(agent, encode(message))
         except PenstockError as error:

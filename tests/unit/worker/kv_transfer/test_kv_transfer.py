@@ -12,7 +12,7 @@ from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.worker.config import KvTransferConfig, WorkerConfig
 from tests.support import kv_transfer_scene
 from tests.support.cluster import MemoryCluster
-from tests.support.kv_transfer import VOCAB, meet_late
+from tests.support.kv_transfer import VOCAB, connect_late
 from tests.support.kv_transfer import tiny_engine as engine
 from tests.support.kv_transfer import tiny_request as request
 from tests.support.kv_transfer import whole_answer as answer
@@ -120,7 +120,7 @@ def test_a_client_that_leaves_frees_everything(after_s):
 def test_blocks_that_nobody_fetches_are_given_back_and_what_expired_is_computed_again():
     async def scene(cluster, dispatcher):
         asked = request("a")
-        meet_late(cluster.worker("d0"), 5)
+        connect_late(cluster.worker("d0"), 5)
         async with dispatcher.open(asked) as stream:
             first = await anext(stream)
             await asyncio.sleep(2)
@@ -140,7 +140,7 @@ def test_blocks_that_nobody_fetches_are_given_back_and_what_expired_is_computed_
 def test_a_prefill_worker_that_drains_stays_until_its_blocks_were_read():
     async def scene(cluster, dispatcher):
         asked = request("a")
-        meet_late(cluster.worker("d0"), 2)
+        connect_late(cluster.worker("d0"), 2)
         async with dispatcher.open(asked) as stream:
             tokens = unpack_tokens((await anext(stream)).token_ids).tolist()
             cluster.worker("p0").stop()

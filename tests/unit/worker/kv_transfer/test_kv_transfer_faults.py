@@ -352,7 +352,7 @@ def test_a_prefill_worker_that_dies_before_it_has_answered_is_not_waited_for():
     async def scene(cluster, dispatcher):
         async with dispatcher.open(tiny_request("a")) as stream:
             await anext(stream)
-            cluster.worker("p0").kv_transfer._tell = lambda *_: None
+            cluster.worker("p0").kv_transfer._notify = lambda *_: None
             second = asyncio.ensure_future(anext(stream))
             await asyncio.sleep(1)
             assert not second.done()

@@ -457,7 +457,7 @@ def test_a_message_that_is_none_ends_no_worker():
 
     async def scene(cluster, dispatcher):
         prefill_worker, decode_worker = kv_transfer(cluster, "p0"), kv_transfer(cluster, "d0")
-        tell = prefill_worker.exports._tell
+        tell = prefill_worker.exports._notify
 
         def say_it_wrongly(agent, message):
             if isinstance(message, PinGrown):
@@ -466,11 +466,11 @@ def test_a_message_that_is_none_ends_no_worker():
                 prefill_worker._agent.send_notification(agent, payload)
             tell(agent, message)
 
-        prefill_worker.exports._tell = say_it_wrongly
+        prefill_worker.exports._notify = say_it_wrongly
         tokens, *_ = await whole_answer(dispatcher, tiny_request("a", LENGTH))
         assert tokens == (await expected(tiny_request("a", LENGTH)))[0]
         assert decode_worker.incoming.early_failures == {"protocol_error": 1}
-        prefill_worker.exports._tell = tell
+        prefill_worker.exports._notify = tell
         with mock.patch.object(decode_worker._reader, "grown", side_effect=KeyError("a bug")):
             await whole_answer(dispatcher, tiny_request("b", LENGTH, seed=1))
         await whole_answer(dispatcher, tiny_request("c", LENGTH, seed=2))
@@ -569,7 +569,7 @@ async def computed_before(cluster, dispatcher, transfer_id):
             pass
     await asyncio.sleep(0.1)
     exports, told = kv_transfer(cluster, "p0").exports, []
-    exports._tell = lambda agent, message: told.append((agent, message))
+    exports._notify = lambda agent, message: told.append((agent, message))
     return msgspec.structs.replace(asked, prefill_only=True, transfer_id=transfer_id), exports, told
 
 
