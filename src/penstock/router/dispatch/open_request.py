@@ -197,7 +197,7 @@ class OpenRequest:
                         self._has_waited |= ticket.released
                         return
                     continue
-                ticket.leave()
+                self._shared.request_queue.leave(ticket)
                 self._check_refusals()
                 if give_up_at_s is None:
                     give_up_at_s = self._loop.time() + self._shared.config.no_worker_wait_s
@@ -237,7 +237,7 @@ class OpenRequest:
         is_late = (
             has_begun or self._retry_state.avoided or self._retry_state.lost or self.siblings.place(self)
         )
-        return not is_late and ticket.stops(candidates)
+        return not is_late and self._shared.request_queue.stops(ticket, candidates)
 
     def _chosen(self, candidates: ScoredCandidates) -> Plan:
         again, self._retry_state.was_stale = self._retry_state.was_stale, False

@@ -6,9 +6,10 @@ a ticket, and wakes the request's reader, which sends the request.
 
 import asyncio
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,29 +57,10 @@ class Ticket:
     `key` names the queue; None until the request has waited.
     """
 
-    request_queue: "RequestQueue"
     waiting: Waiting
     key: QueueKey | None = None
     queued: QueuedRequest | None = None
     released: bool = False
-
-    def stops(self, candidates: ScoredCandidates) -> bool:
-        """Queue the request if it has to wait, and say whether it does; `wake` is called when it may go.
-
-        Raises:
-            Overloaded: too many wait already.
-        """
-        return self.request_queue.stops(self, candidates)
-
-    def leave(self) -> None:
-        """Give the ticket up, queued or released. Safe twice."""
-        self.request_queue.leave(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
 
 
 class RequestQueue:
@@ -108,9 +90,14 @@ class RequestQueue:
         """Predict the seconds until all queued requests have left; of several queues, the longest."""
         return max((queue.drain_s(now_s) for queue in self._queues.values()), default=0.0)
 
-    def ticket(self, waiting: Waiting) -> Ticket:
-        """Give a request a ticket; leave its context once the request is sent or given up."""
-        return Ticket(self, waiting)
+    @contextmanager
+    def ticket(self, waiting: Waiting) -> Iterator[Ticket]:
+        """Give a request a ticket; leave the context once the request is sent or given up."""
+        ticket = Ticket(waiting)
+        try:
+            yield ticket
+        finally:
+            self.leave(ticket)
 
     def stops(self, ticket: Ticket, candidates: ScoredCandidates) -> bool:
         """Queue a request if it has to wait, and say whether it does; it is woken when it may go.

@@ -11,7 +11,7 @@ from penstock.core.errors import Overloaded
 from penstock.core.ids import RequestId
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
-from penstock.router.queue.request_queue import Ticket
+from penstock.router.queue.request_queue import RequestQueue
 from penstock.worker.config import KvTransferConfig, WorkerConfig
 from tests.support import kv_transfer_scene
 from tests.support.kv_transfer import (
@@ -381,7 +381,7 @@ def test_who_has_a_token_is_not_held_at_the_router_once_more():
         async with dispatcher.open(tiny_request("a")) as stream:
             used = dispatcher.explain("a")[0].worker
             cluster.worker(used)._registration.refusal = Overloaded("full", retry_after_s=1.0)
-            with mock.patch.object(Ticket, "stops", return_value=True):
+            with mock.patch.object(RequestQueue, "stops", return_value=True):
                 async with asyncio.timeout(10):
                     tokens = [token async for delta in stream for token in unpack_tokens(delta.token_ids)]
         assert len(tokens) == 20
