@@ -1,4 +1,4 @@
-"""Real deployments for e2e tests: processes, sockets, the openai client; afterwards nothing may be left."""
+"""Real deployments for e2e tests: processes, sockets, the openai client; each test checks that nothing is left."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ MODEL = "penstock-demo"
 
 
 class Site:
-    """A running deployment and ways to reach and hurt it."""
+    """A running deployment, with clients and faults."""
 
     def __init__(
         self, deployment: LocalDeployment | Served, http: aiohttp.ClientSession, said: list[str]
@@ -35,7 +35,7 @@ class Site:
         self.client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     async def workers(self) -> dict[str, dict[str, Any]]:
-        """What one of the frontends knows of the workers, by name."""
+        """Get one frontend's view of the workers, by name."""
         async with self.http.get(f"{self.url}/admin/workers") as response:
             return {worker["name"]: worker for worker in (await response.json())["workers"]}
 
@@ -47,16 +47,16 @@ class Site:
         return (await self.workers())[name]["load"] or {}
 
     async def until(self, holds: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> float:
-        """Wait until something holds; give how many seconds that took."""
+        """Poll until `holds` is true; returns the seconds it took."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         async with asyncio.timeout(timeout_s):
-            while not await holds():  # noqa: ASYNC110 - what is waited for is in other processes
+            while not await holds():  # noqa: ASYNC110 - the state is in other processes
                 await asyncio.sleep(0.01)
         return loop.time() - started
 
     async def stream(self, prompt: str, *, max_tokens: int, **options: Any) -> AsyncIterator[Any]:
-        """Stream a chat's chunks, seeded and to the last of `max_tokens`, so that equal requests give equal texts."""
+        """Stream a chat's chunks, seeded and with exactly `max_tokens` tokens, so that equal requests give equal texts."""
         chunks = await self.client.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": prompt}],
@@ -72,7 +72,7 @@ class Site:
                 yield chunk
 
     async def tell(self, prompt: str, *, max_tokens: int, **options: Any) -> tuple[str, Any]:
-        """Stream a chat to its end; give its text and its usage."""
+        """Stream a chat to its end; returns (text, usage)."""
         text, usage = "", None
         async for chunk in self.stream(prompt, max_tokens=max_tokens, **options):
             text += self.text_of(chunk)
@@ -92,8 +92,10 @@ Scenario = Callable[[Site], Awaitable[None]]
 
 @pytest.fixture
 def runtime_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Keep state and sockets of this test's deployments to itself, and see that nothing of them is left."""
-    before = psutil.Process().children(recursive=True)  # of other tests, such as a server that forks peers
+    """Give the test private state and runtime directories, and check that nothing is left in them."""
+    before = psutil.Process().children(
+        recursive=True
+    )  # children of other tests, such as a server that forks peers
     with tempfile.TemporaryDirectory(prefix="e2e-") as name:
         monkeypatch.setenv("XDG_RUNTIME_DIR", name)
         monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path))
@@ -107,10 +109,9 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
 
 @pytest.fixture
 def deploy(runtime_dir: Path) -> Callable[..., None]:
-    """Give a function that runs a scenario against a deployment, within `timeout_s`.
+    """Give a function that runs a scenario against a deployment within `timeout_s`.
 
-    What it serves is the demo model's tokenizer with mock engines, unless fields of the graph or of its one role
-    say otherwise.
+    By default it serves the demo model's tokenizer with mock engines; `fields` and `role` override the graph and its role.
     """
 
     def run(
@@ -141,9 +142,10 @@ def deploy(runtime_dir: Path) -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def one_worker() -> Iterator[Callable[[Scenario], None]]:
-    """Give a function that asks one worker, with the paged engine, float32 and steps of 64 tokens: what it answers others must answer too.
+    """Give a function that runs a scenario against one worker with the paged engine, float32 and steps of 64 tokens: its answers are the
+    reference for other deployments.
 
-    All tests of this process share it, so that nobody may hurt it.
+    All tests of this process share it: no test may inject faults.
     """
     with tempfile.TemporaryDirectory(prefix="e2e-") as name, pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_RUNTIME_DIR", name)
@@ -151,7 +153,7 @@ def one_worker() -> Iterator[Callable[[Scenario], None]]:
         role = {
             "max_batch_tokens": 64,
             "weight_dtype": "float32",
-        }  # other tests leave prefixes, which round otherwise
+        }  # float32, since cached prefixes of other tests change the rounding
         settings = (f"--set=roles.aggregated.{name}={value}" for name, value in role.items())
         with served("--demo", "--workers", "1", *settings) as deployment:
             environment.undo()
@@ -174,7 +176,7 @@ async def site_of(graph: Graph, log_level: str = "warning") -> AsyncIterator[Sit
 
     def say(name: str, state: str, detail: str) -> None:
         said.append(f"{name} {state} {detail}".strip())
-        print(said[-1])  # shown where the test fails
+        print(said[-1])  # shown if the test fails
 
     async with (
         LocalDeployment(graph, log_level=log_level, say=say) as deployment,

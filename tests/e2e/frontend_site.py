@@ -1,4 +1,4 @@
-"""A running frontend for tests: real sockets, the openai client or requests by hand, and a scripted dispatcher."""
+"""A running frontend for tests: real sockets, the openai client or raw HTTP, and a scripted dispatcher."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ SPEAK = speak([*IDS, STOP_TOKEN], finish=FinishReason.STOP)
 
 
 class Site:
-    """A running frontend and ways to reach it."""
+    """A running frontend with clients."""
 
     def __init__(
         self, dispatcher: ScriptedDispatcher, frontend: Frontend, server: FrontendServer, port: int
@@ -44,11 +44,11 @@ class Site:
         )
 
     async def until(self, true: Callable[[], bool], timeout_s: float = 5.0) -> float:
-        """Wait until something holds; give how long it took."""
+        """Poll until `true` returns true; returns the seconds it took."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         async with asyncio.timeout(timeout_s):
-            while not true():  # noqa: ASYNC110 - what is waited for has no event
+            while not true():  # noqa: ASYNC110 - the state has no event
                 await asyncio.sleep(0.001)
         return loop.time() - start
 
@@ -56,7 +56,7 @@ class Site:
         return await asyncio.open_connection("127.0.0.1", self.port, **options)
 
     async def ask(self, method: str, path: str, body: bytes = b"", *headers: str) -> "Answer":
-        """One request on one connection, by hand."""
+        """Send one raw request on a new connection."""
         reader, writer = await self.connect()
         writer.write(http(method, path, body, "Connection: close", *headers))
         raw = await reader.read()
@@ -88,25 +88,25 @@ def chat(**fields: object) -> bytes:
 
 
 def bomb(size_bytes: int) -> bytes:
-    """Write the beginning of a gzip file that holds as many zeros, quickly; it has no end."""
+    """Make the beginning of a gzip file of `size_bytes` zeros, without its end."""
     packer = zlib.compressobj(wbits=31)
     first = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
     repeated = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
     return first + repeated * (size_bytes // (1 << 20) - 1)
 
 
-LONGEST_TURN_S_MAX = 0.5
-"""What tests of hostile bodies allow: such bodies kept the loop for seconds, and a busy machine keeps it for tenths."""
+LOOP_BLOCKED_S_MAX = 0.5
+"""Longest blocking of the event loop in tests of hostile bodies, which once blocked it for seconds; a busy machine does for tenths."""
 
 
-class Turns:
-    """The longest time between two turns of the event loop; every stream waits for as long."""
+class LoopLag:
+    """Measures the longest blocking of the event loop, which delays every stream."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
 
     async def watch(self) -> None:
-        last_s = time.perf_counter()  # uvloop's time stands still within a turn
+        last_s = time.perf_counter()  # uvloop's time is constant within a turn
         while True:
             await asyncio.sleep(0)
             now_s = time.perf_counter()
@@ -115,18 +115,18 @@ class Turns:
 
 
 @contextlib.asynccontextmanager
-async def no_long_turn() -> AsyncIterator[None]:
-    """See that the event loop goes on all the time until the block ends."""
-    turns = Turns()
-    watching = asyncio.ensure_future(turns.watch())
+async def loop_not_blocked() -> AsyncIterator[None]:
+    """Check that the event loop is never blocked for long within the block."""
+    lag = LoopLag()
+    watching = asyncio.ensure_future(lag.watch())
     try:
         await asyncio.sleep(0)
         yield
         await asyncio.sleep(0)
     finally:
         watching.cancel()
-    print(f"the longest turn of the loop took {turns.longest_s * 1e3:.1f} ms")
-    assert turns.longest_s < LONGEST_TURN_S_MAX
+    print(f"the event loop was blocked for at most {lag.longest_s * 1e3:.1f} ms")
+    assert lag.longest_s < LOOP_BLOCKED_S_MAX
 
 
 @contextlib.asynccontextmanager

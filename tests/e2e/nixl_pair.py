@@ -1,4 +1,4 @@
-"""Two processes that move bytes by NIXL: `nixl_pair.py` starts `nixl_pair.py owner`, and prints what it saw as JSON."""
+"""Two processes with NIXL transfers: `nixl_pair.py` starts `nixl_pair.py owner` and prints its results as JSON."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ SIZE_BYTES = 128 << 20
 BLOCK_BYTES = 64 << 10
 CONFIG = TransferConfig(
     listen=("unix",), heartbeat_timeout_s=30
-)  # so that it is not silence that tells of the end
+)  # so that the end is not detected by a timeout
 
 
 async def own() -> None:

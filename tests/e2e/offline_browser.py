@@ -1,4 +1,4 @@
-"""A real browser without a network, and what it makes of a page with charts."""
+"""Renders a page with charts in a real browser without a network."""
 
 import json
 import os
@@ -19,12 +19,12 @@ FLAGS = [
 
 @dataclass
 class Shown:
-    """What the browser made of a page."""
+    """A rendered page."""
 
     dom: str
     console: list[str]
     asked: list[str]
-    """Requests of the page itself to the network."""
+    """Network requests made by the page."""
 
 
 def show(path):
@@ -66,7 +66,7 @@ def show(path):
 
 
 class Charts(HTMLParser):
-    """Counts each chart's points, and keeps what is read out of it."""
+    """Counts each chart's points, and keeps its read-out."""
 
     def __init__(self, dom):
         super().__init__()

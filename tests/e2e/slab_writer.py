@@ -1,4 +1,4 @@
-"""Writes blocks of a slab for ever, each full of its own number and how often it was written: `slab_writer.py PATH`."""
+"""Writes blocks of a slab for ever, each filled with its number and write count: `slab_writer.py PATH`."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""Cuts connections between two other processes: what they are connected by is shut down under their hands."""
+"""Cuts connections between two other processes by shutting down their sockets from outside."""
 
 import ctypes
 import errno
@@ -12,17 +12,17 @@ from pathlib import Path
 _PIDFD_GETFD = 438  # the same on all architectures
 _UCRED = struct.Struct("3i")
 _GONE = {errno.ENOENT, errno.EBADF, errno.ENOTCONN, errno.EINVAL}
-"""Closed since it was listed, or connected to nothing."""
+"""Errors of a socket that was closed meanwhile or is not connected."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def cut_between(one: int, other: int) -> int:
-    """Shut down all stream sockets that connect two processes; give how many. Their parent may do that, and root."""
+    """Shut down all stream sockets between two processes; returns their number. Needs to be their parent, or root."""
     with ExitStack() as stack:
         theirs = {peer for _, peer in _connections(other, stack)}
         shared = [end for end, _ in _connections(one, stack) if _leads_to(end, other, theirs)]
         for end in shared:
-            with suppress(OSError):  # it has ended by now
+            with suppress(OSError):  # it has ended
                 end.shutdown(socket.SHUT_RDWR)
         return len(shared)
 
@@ -35,7 +35,7 @@ def _leads_to(end: socket.socket, other: int, theirs: set[object]) -> bool:
 
 
 def _connections(pid: int, stack: ExitStack) -> Iterator[tuple[socket.socket, object]]:
-    """Give copies of a process's connected stream sockets, which the stack closes, and what they are connected to."""
+    """Yield (duplicate, peer) of a process's connected stream sockets; `stack` closes the duplicates."""
     process = os.pidfd_open(pid)
     stack.callback(os.close, process)
     for link in Path(f"/proc/{pid}/fd").iterdir():

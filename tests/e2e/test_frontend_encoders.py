@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from frontend_site import HI, Answer, Site, chat, http, no_long_turn, run, serving
+from frontend_site import HI, Answer, Site, chat, http, loop_not_blocked, run, serving
 
 from penstock.core.wire import token_list
 from penstock.frontend.requests.encoders import LARGE_BYTES
@@ -98,7 +98,7 @@ def test_streams_go_on_while_a_hostile_body_is_read_and_its_end_frees_the_encode
     async def test() -> None:
         async with serving(receive={"encoders_max": 1}) as site:
             body = slow_body()
-            async with no_long_turn(), asyncio.timeout(10):
+            async with loop_not_blocked(), asyncio.timeout(10):
                 _, writer = await begin(site, body)
                 await site.until(lambda: site.frontend.admission.inflight == 1 and bool(children()))
                 (pid,) = children()

@@ -5,7 +5,7 @@ import gzip
 import zlib
 
 import pytest
-from frontend_site import Answer, Site, bomb, chat, http, no_long_turn, run, serving
+from frontend_site import Answer, Site, bomb, chat, http, loop_not_blocked, run, serving
 
 PATH = "/v1/chat/completions"
 
@@ -202,7 +202,7 @@ def test_a_bomb_is_not_inflated_past_the_largest_body_and_nobody_waits_for_it() 
                     await asyncio.sleep(0)
 
             watching = asyncio.ensure_future(watch())
-            async with no_long_turn():
+            async with loop_not_blocked():
                 writer.write(http("POST", PATH, body, "Content-Encoding: gzip"))
                 answer = Answer(await reader.readuntil(b"}}"))
             watching.cancel()

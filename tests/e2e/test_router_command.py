@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from frontend_site import Answer, bomb, no_long_turn
+from frontend_site import Answer, bomb, loop_not_blocked
 from frontend_site import http as raw_http
 from prometheus_client import CollectorRegistry
 
@@ -278,7 +278,7 @@ def test_bad_input_gets_a_clear_answer():
 def test_a_bomb_is_refused_and_nobody_waits_for_it():
     async def test(api: Api) -> None:
         body = bomb(2 << 30)
-        async with no_long_turn():
+        async with loop_not_blocked():
             reader, writer = await api.connect()
             writer.write(raw_http("POST", "/route", body, "Content-Encoding: gzip"))
             answer = Answer(await reader.readuntil(b"}}"))

@@ -1,6 +1,6 @@
 """A process with one agent that others use: `python transfer_owner.py CONFIG_JSON SIZE_BYTES`.
 
-It prints its metadata, then answers every notification with the CPU seconds that it has used so far.
+It prints its metadata, then answers every notification with the CPU seconds it has used.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""A process that moves another one's memory to and fro: `python transfer_reader.py CONFIG_JSON METADATA_HEX OP SIZE_BYTES`.
+"""A process that transfers to and from another one's memory: `python transfer_reader.py CONFIG_JSON METADATA_HEX OP SIZE_BYTES`.
 
-It checks one transfer and says `moving`; then it posts the same again and again until that is an error, which it prints
-with the time; then it connects until that works, moves the bytes once more and says `moved again`.
+It checks one transfer and prints `moving`. It repeats the transfer until an error, and prints the error with the time. Then
+it reconnects, transfers once more and prints `moved again`.
 """
 
 import asyncio

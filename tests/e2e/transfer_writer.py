@@ -1,7 +1,7 @@
-"""A process that writes one byte over all of another agent's region, again and again, until the owner is gone.
+"""A process that fills another agent's region with one byte repeatedly until the owner ends.
 
-`python transfer_writer.py CONFIG_JSON METADATA_HEX`. It prints a line when it has begun, and one when it has
-ended, and stays.
+`python transfer_writer.py CONFIG_JSON METADATA_HEX`. It prints a line at its first write and one at the end,
+and keeps running.
 """
 
 import asyncio
