@@ -77,14 +77,14 @@ class LateDevice(EngineBlocks, EnginePartialBlocks):
 
 def test_blocks_of_a_late_device_are_complete_when_they_are_announced(checkpoint):
     late = LateDevice(checkpoint, waits=True)
-    late.test_blocks_are_complete_when_they_can_be_held()
-    late.test_blocks_of_a_prompt_under_way_can_be_held_where_the_engine_says_so()
-    late.test_the_tokens_past_the_full_blocks_move_too()
+    late.test_blocks_are_complete_when_they_can_be_pinned()
+    late.test_blocks_of_an_unfinished_prompt_can_be_pinned_with_kv_by_chunk()
+    late.test_partial_blocks_are_transferred()
 
 
 def test_the_suite_catches_an_engine_that_announces_blocks_early(checkpoint):
     early = LateDevice(checkpoint, waits=False)
     with pytest.raises(AssertionError, match="block 0 changed after it could be held"):
-        early.test_blocks_are_complete_when_they_can_be_held()
+        early.test_blocks_are_complete_when_they_can_be_pinned()
     with pytest.raises(AssertionError):
-        early.test_the_tokens_past_the_full_blocks_move_too()
+        early.test_partial_blocks_are_transferred()

@@ -22,7 +22,7 @@ class EvictionPolicySuite:
     def make(self) -> EvictionPolicy:
         raise NotImplementedError
 
-    def test_it_gives_as_many_different_candidates_as_asked(self) -> None:
+    def test_victims_are_as_many_different_candidates_as_asked(self) -> None:
         random_ = random.Random(0)
         policy = self.make()
         for size in (0, 1, 2, 5, 100):
@@ -33,7 +33,7 @@ class EvictionPolicySuite:
                 assert len(set(victims)) == count
                 assert set(victims) <= candidates.keys()
 
-    def test_a_full_pool_goes_on(self) -> None:
+    def test_a_full_pool_keeps_working(self) -> None:
         """Requests that share prefixes arrive and end in a pool with room for a fifth of their blocks."""
         random_ = random.Random(0)
         pool = BlockPool(_POOL_BLOCKS, _BLOCK_SIZE, eviction=self.make())

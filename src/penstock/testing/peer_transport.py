@@ -60,7 +60,7 @@ class PeerTransportSuite(TransportSuite):
         self.play_two(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
-    def test_what_was_given_for_one_direction_is_not_used_in_the_other(self, op: TransferOp) -> None:
+    def test_a_grant_for_one_direction_does_not_allow_the_other(self, op: TransferOp) -> None:
         async def scenario(harness: TwoAgents) -> None:
             other = WRITE if op is READ else READ
             for register, give in ((Access(op.value), None), (None, Access(op.value))):
@@ -88,7 +88,7 @@ class PeerTransportSuite(TransportSuite):
         self.play_two(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
-    def test_a_region_that_was_not_given_cannot_be_reached(self, op: TransferOp) -> None:
+    def test_a_region_without_a_grant_cannot_be_reached(self, op: TransferOp) -> None:
         async def scenario(harness: TwoAgents) -> None:
             secret, memory = harness.make_memory()
             hidden = harness.owner.register(memory, "hidden")
@@ -113,7 +113,7 @@ class PeerTransportSuite(TransportSuite):
         self.play_two(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
-    def test_what_the_owner_deregisters_is_out_of_reach(self, op: TransferOp) -> None:
+    def test_a_deregistered_region_cannot_be_reached(self, op: TransferOp) -> None:
         async def scenario(harness: TwoAgents) -> None:
             await differ(harness)
             whole = harness.local.ranges(), harness.remote.ranges()
@@ -133,7 +133,7 @@ class PeerTransportSuite(TransportSuite):
         self.play_two(scenario, self.large_bytes)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
-    def test_a_peer_that_closes_is_an_error_soon(self, op: TransferOp) -> None:
+    def test_a_closed_peer_fails_transfers_soon(self, op: TransferOp) -> None:
         async def scenario(harness: TwoAgents) -> None:
             whole = harness.local.ranges(), harness.remote.ranges()
             handle = harness.agent.post(op, *whole, harness.peer)
@@ -150,7 +150,7 @@ class PeerTransportSuite(TransportSuite):
 
         self.play_two(scenario, self.large_bytes)
 
-    def test_disconnected_peers_can_meet_again(self) -> None:
+    def test_disconnected_peers_can_reconnect(self) -> None:
         async def scenario(harness: TwoAgents) -> None:
             here, _ = await fill(harness, seed=11)
             await harness.agent.disconnect(harness.peer)
@@ -163,7 +163,7 @@ class PeerTransportSuite(TransportSuite):
 
         self.play_two(scenario)
 
-    def test_more_regions_are_given_later(self) -> None:
+    def test_more_regions_can_be_granted_later(self) -> None:
         async def scenario(harness: TwoAgents) -> None:
             view, memory = harness.make_memory()
             more = harness.owner.register(memory, "more")

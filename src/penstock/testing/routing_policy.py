@@ -161,7 +161,7 @@ class RoutingPolicySuite:
             assert not np.isnan(costs).any()
             assert not len(costs) or np.isfinite(costs.min())
 
-    def test_the_same_context_gets_the_same_costs_and_is_left_alone(self) -> None:
+    def test_equal_contexts_get_equal_costs_and_stay_unchanged(self) -> None:
         policy = self.make()
         for context in some_contexts():
             before = copy.deepcopy(context)
@@ -179,7 +179,7 @@ class RoutingPolicySuite:
                 assert terms.shape == (len(policy.term_names), len(context.eligible))
                 assert np.allclose(terms.sum(axis=0), policy.costs(context))
 
-    def test_a_lone_eligible_worker_is_chosen(self) -> None:
+    def test_the_only_eligible_worker_is_chosen(self) -> None:
         for context in some_contexts():
             context.eligible[:] = False
             assert choose(self.make().costs(context), context.eligible, 1) is None

@@ -113,7 +113,7 @@ class EngineAnswers(EngineCase):
             if answer.finish_reason is FinishReason.STOP:
                 assert [position for position in stops if position >= 5] == [len(answer.token_ids) - 1]
 
-    def test_an_end_of_sequence_token_ends_an_answer_that_heeds_it(self) -> None:
+    def test_an_end_of_sequence_token_ends_an_answer_unless_ignored(self) -> None:
         if not self.eos_token_ids:
             pytest.skip("the model has no end-of-sequence token")
 
@@ -132,7 +132,7 @@ class EngineAnswers(EngineCase):
             assert answer.finish_reason is FinishReason.LENGTH
             assert len(answer.token_ids) == 150
 
-    def test_a_request_that_moved_goes_on_exactly(self) -> None:
+    def test_a_request_moved_to_another_engine_continues_with_the_same_tokens(self) -> None:
         prompt = self.prompt(20)
         for sampling in (
             SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
@@ -159,7 +159,7 @@ class EngineAnswers(EngineCase):
         assert first == again
         assert len({tuple(token_ids) for token_ids in first}) == 3
 
-    def test_logprobs_come_with_every_token_of_those_who_ask(self) -> None:
+    def test_requests_for_logprobs_get_them_with_every_token(self) -> None:
         def ask(number: int | None) -> Request:
             sampling = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=number)
             return make_request(f"l{number}", self.prompt(12), sampling=sampling)
@@ -194,7 +194,7 @@ class EngineAnswers(EngineCase):
 
         run_async(main())
 
-    def test_extreme_values_are_refused_or_served_and_disturb_nobody(self) -> None:
+    def test_extreme_values_are_refused_or_served_without_effect_on_others(self) -> None:
         """A refusal names the field, and an accepted request is answered; concurrent requests are not affected."""
         setup = replace(SETUP, max_batch_tokens=32)
         innocent = [
@@ -260,7 +260,7 @@ class EngineAnswers(EngineCase):
 
         run_async(main())
 
-    def test_an_id_under_way_cannot_be_taken_again(self) -> None:
+    def test_the_id_of_an_unfinished_request_is_refused(self) -> None:
         async def main() -> None:
             async with self.probe() as probe:
                 probe.submit(make_request("a", self.prompt(5)))

@@ -56,7 +56,7 @@ class EngineBlocks(EngineCase):
 
         run_async(main())
 
-    def test_hashes_of_the_request_and_of_the_engine_are_the_same(self) -> None:
+    def test_hashes_of_the_request_and_of_the_engine_are_equal(self) -> None:
         prompt = self.prompt(30)
         request = make_request("b", prompt, salt=b"s")
         hashes = block_hashes(request.token_ids, SETUP.block_size, b"s", key=DEFAULT_KEY)
@@ -73,7 +73,7 @@ class EngineBlocks(EngineCase):
 
         run_async(main())
 
-    def test_events_tell_what_is_cached(self) -> None:
+    def test_events_match_the_prefix_cache(self) -> None:
         size = SETUP.block_size
         setup = replace(SETUP, kv_blocks=24, context_length=160)
 
@@ -111,7 +111,7 @@ class EngineBlocks(EngineCase):
 
         run_async(main())
 
-    def test_out_of_blocks_nothing_is_lost(self) -> None:
+    def test_requests_preempted_for_lack_of_blocks_finish(self) -> None:
         requests = [make_request(f"r{index}", self.prompt(12, index), max_tokens=60) for index in range(8)]
         tight = replace(SETUP, kv_blocks=20, context_length=160)
 
@@ -128,7 +128,7 @@ class EngineBlocks(EngineCase):
         roomy = self.answer(*requests)
         assert [answer.token_ids for answer in run_async(main())] == [answer.token_ids for answer in roomy]
 
-    def test_the_load_counts_what_is_done(self) -> None:
+    def test_the_load_counts_completed_work(self) -> None:
         async def main() -> None:
             async with self.probe(replace(SETUP, max_batch_tokens=32, max_running_requests=2)) as probe:
                 probe.submit(
@@ -199,7 +199,7 @@ class EngineBlocks(EngineCase):
 
         run_async(main())
 
-    def test_blocks_of_a_prompt_under_way_can_be_held_where_the_engine_says_so(self) -> None:
+    def test_blocks_of_an_unfinished_prompt_can_be_pinned_with_kv_by_chunk(self) -> None:
         size = SETUP.block_size
         prompt = self.prompt(5 * size + 1)
         hashes = block_hashes(np.array(prompt, dtype=np.int32), size)
@@ -234,7 +234,7 @@ class EngineBlocks(EngineCase):
 
         run_async(main())
 
-    def test_blocks_are_complete_when_they_can_be_held(self) -> None:
+    def test_blocks_are_complete_when_they_can_be_pinned(self) -> None:
         """After each chunk of a prompt, after its end, and at each event; also on a device that only queues its writes."""
         size = SETUP.block_size
         prompt = self.prompt(6 * size + 1)
@@ -264,7 +264,7 @@ class EngineBlocks(EngineCase):
 
         run_async(main())
 
-    def test_held_blocks_stay_whatever_else_runs(self) -> None:
+    def test_pinned_blocks_are_not_evicted(self) -> None:
         size = SETUP.block_size
         prompt = self.prompt(4 * size)
         hashes = block_hashes(np.array(prompt, dtype=np.int32), size)

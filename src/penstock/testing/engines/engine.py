@@ -27,7 +27,7 @@ from penstock.testing.loop import run_async
 class EngineSuite(EngineAnswers, EngineBlocks, EnginePartialBlocks):
     """Tests of `Engine`, `KvBlocks`, `KvPartialBlocks` and `RoleAware`; those in this class are about start, close and abort."""
 
-    def test_it_says_what_it_is(self) -> None:
+    def test_engine_info_is_complete(self) -> None:
         async def main() -> None:
             async with self.probe() as probe:
                 info = probe.info
@@ -40,7 +40,7 @@ class EngineSuite(EngineAnswers, EngineBlocks, EnginePartialBlocks):
 
         run_async(main())
 
-    def test_in_every_role_it_answers_alike(self) -> None:
+    def test_answers_are_equal_in_every_role(self) -> None:
         request = make_request("a", self.prompt(40), max_tokens=6)
 
         async def main() -> None:
@@ -72,7 +72,7 @@ class EngineSuite(EngineAnswers, EngineBlocks, EnginePartialBlocks):
 
         run_async(main())
 
-    def test_close_ends_the_steps_that_someone_waits_for(self) -> None:
+    def test_close_ends_a_pending_wait_for_steps(self) -> None:
         async def main() -> None:
             engine = self.make_engine(SETUP)
             await engine.start()

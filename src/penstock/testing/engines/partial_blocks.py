@@ -17,7 +17,7 @@ from penstock.testing.loop import run_async
 class EnginePartialBlocks(EngineCase):
     """Tests of `KvPartialBlocks`."""
 
-    def test_the_tokens_past_the_full_blocks_move_too(self) -> None:
+    def test_partial_blocks_are_transferred(self) -> None:
         size = SETUP.block_size
         for tail in (1, size - 1):
             prompt = self.prompt(3 * size + tail)
@@ -47,7 +47,7 @@ class EnginePartialBlocks(EngineCase):
 
             run_async(main())
 
-    def test_tokens_whose_blocks_are_not_there_are_computed_again(self) -> None:
+    def test_a_partial_block_without_its_full_blocks_is_computed_again(self) -> None:
         size = SETUP.block_size
         prompt = self.prompt(2 * size + 3)
 

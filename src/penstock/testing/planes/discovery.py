@@ -198,7 +198,7 @@ class DiscoverySuite:
 
         self.run(scenario)
 
-    def test_what_is_present_comes_before_the_sync(self) -> None:
+    def test_present_instances_come_before_the_sync(self) -> None:
         async def scenario(harness: DiscoveryHarness) -> None:
             discovery = await harness.client()
             instances = [scripted_instance(f"tcp://127.0.0.1:{i + 1}") for i in range(5)]
@@ -242,7 +242,7 @@ class DiscoverySuite:
 
         self.run(scenario)
 
-    def test_a_slow_watcher_sees_where_things_ended(self) -> None:
+    def test_a_slow_watcher_sees_the_final_state(self) -> None:
         async def scenario(harness: DiscoveryHarness) -> None:
             discovery = await harness.client()
             watcher = Watcher(discovery)
@@ -270,7 +270,7 @@ class DiscoverySuite:
 
         self.run(scenario)
 
-    def test_who_dies_is_removed_when_its_lease_ends(self) -> None:
+    def test_a_dead_worker_is_removed_when_its_lease_ends(self) -> None:
         async def scenario(harness: DiscoveryHarness) -> None:
             instance, other = scripted_instance("tcp://127.0.0.1:1"), scripted_instance("tcp://127.0.0.1:2")
             await harness.start_member(instance)

@@ -84,7 +84,7 @@ class EventPlaneSuite:
         await connection.close()
         return sink.tokens("publish")[0]
 
-    def test_what_is_there_comes_first_and_what_changes_follows(self) -> None:
+    def test_a_snapshot_comes_first_and_changes_follow(self) -> None:
         async def scenario(scene: Scene) -> None:
             follower = Follower(scene.connection, scene.sink)
             await self.publish(scene, 1, 2, 3, -2)
@@ -122,7 +122,7 @@ class EventPlaneSuite:
 
         self.run(scenario, EventConfig(snapshot_chunk_hashes=8))
 
-    def test_who_comes_back_soon_gets_only_the_tail(self) -> None:
+    def test_a_subscriber_that_returns_soon_gets_only_later_batches(self) -> None:
         async def scenario(scene: Scene) -> None:
             await self.publish(scene, *range(10))
             scene.connection.subscribe(7)
@@ -132,7 +132,7 @@ class EventPlaneSuite:
 
         self.run(scenario)
 
-    def test_who_comes_back_late_gets_a_snapshot(self) -> None:
+    def test_a_subscriber_that_returns_late_gets_a_snapshot(self) -> None:
         async def scenario(scene: Scene) -> None:
             await self.publish(scene, *range(10))
             scene.connection.subscribe(3)
@@ -143,7 +143,7 @@ class EventPlaneSuite:
 
         self.run(scenario, EventConfig(replay_batches_max=4))
 
-    def test_asking_again_doubles_nothing(self) -> None:
+    def test_a_second_subscribe_duplicates_nothing(self) -> None:
         async def scenario(scene: Scene) -> None:
             for _ in range(3):
                 scene.connection.subscribe(0)
@@ -172,7 +172,7 @@ class EventPlaneSuite:
 
         self.run(scenario)
 
-    def test_who_doubts_what_it_has_gets_the_whole_though_nothing_is_new(self) -> None:
+    def test_a_subscriber_in_doubt_gets_a_snapshot(self) -> None:
         async def scenario(scene: Scene) -> None:
             follower = Follower(scene.connection, scene.sink)
             follower.subscriber.start()
@@ -200,7 +200,7 @@ class EventPlaneSuite:
 
         self.run(scenario, EventConfig(replay_batches_max=4))
 
-    def test_subscribers_are_alike_and_leave_nothing_behind(self) -> None:
+    def test_subscribers_are_equal_and_leave_nothing_behind(self) -> None:
         async def scenario(scene: Scene) -> None:
             sinks = [RecordingSink() for _ in range(3)]
             followers = [Follower(await scene.connect(sink), sink) for sink in sinks]

@@ -151,7 +151,7 @@ class RequestPlaneSuite:
 
         self.run(scenario)
 
-    def test_what_cannot_be_encoded_is_the_requests_fault(self) -> None:
+    def test_a_request_that_cannot_be_encoded_is_refused(self) -> None:
         async def scenario(scene: Scene) -> None:
             odd: tuple[dict[str, Any], ...] = ({"choice": 1 << 64}, {"model": "\ud800"})
             for fields in odd:
@@ -179,7 +179,7 @@ class RequestPlaneSuite:
 
         self.run(scenario)
 
-    def test_a_worker_hears_of_a_frontend_at_once_and_its_load_arrives(self) -> None:
+    def test_a_new_frontend_gets_a_load_report_at_once(self) -> None:
         async def scenario(scene: Scene) -> None:
             await scene.sink.until(lambda: bool(scene.sink.loads))
             scene.connection.submit(scripted_request("silence", request_id="a"))
@@ -281,7 +281,7 @@ class RequestPlaneSuite:
 
         self.run(scenario)
 
-    def test_nobody_at_the_address(self) -> None:
+    def test_connecting_to_an_unused_address_fails(self) -> None:
         async def scenario(scene: Scene) -> None:
             await scene.harness.kill(scene.instance)
             with pytest.raises(WorkerLost, match=scene.instance.name):
@@ -306,7 +306,7 @@ class RequestPlaneSuite:
 
         self.run(scenario, PlaneConfig(window_tokens=_WINDOW_TOKENS))
 
-    def test_what_a_slow_reader_missed_comes_merged(self) -> None:
+    def test_deltas_for_a_slow_reader_are_merged(self) -> None:
         async def scenario(scene: Scene) -> None:
             total = 4 * _WINDOW_TOKENS
             scene.connection.submit(scripted_request("count", request_id="a", max_tokens=total))
@@ -323,7 +323,7 @@ class RequestPlaneSuite:
 
         self.run(scenario, PlaneConfig(window_tokens=_WINDOW_TOKENS))
 
-    def test_a_reader_that_never_grants_costs_little_and_delays_nobody(self) -> None:
+    def test_a_reader_that_never_grants_costs_little_and_delays_no_other(self) -> None:
         async def scenario(scene: Scene) -> None:
             loop = asyncio.get_running_loop()
             before = await scene.stats()
@@ -382,7 +382,7 @@ class RequestPlaneSuite:
 
         self.run(scenario)
 
-    def test_who_waits_for_an_answer_hears_of_the_connections_end(self) -> None:
+    def test_a_pending_call_fails_when_the_connection_ends(self) -> None:
         async def scenario(scene: Scene) -> None:
             other = await scene.connect(RecordingSink())
             async with asyncio.TaskGroup() as group:

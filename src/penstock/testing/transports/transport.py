@@ -98,7 +98,7 @@ class TransportSuite:
 
         self.run(scenario)
 
-    def test_nothing_to_move_is_done_at_once(self) -> None:
+    def test_an_empty_transfer_is_done_at_once(self) -> None:
         async def scenario(harness: TransportHarness) -> None:
             here, there = await fill(harness, seed=4)
             await _post(harness, WRITE, [], [])
@@ -108,7 +108,7 @@ class TransportSuite:
 
         self.run(scenario)
 
-    def test_a_prepared_list_is_posted_again_and_again_in_both_directions(self) -> None:
+    def test_a_prepared_list_can_be_posted_repeatedly_in_both_directions(self) -> None:
         async def scenario(harness: TransportHarness) -> None:
             here, _ = await fill(harness, seed=5)
             prepared = harness.agent.prepare(
@@ -152,7 +152,7 @@ class TransportSuite:
         self.run(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
-    def test_checksums_let_sound_bytes_pass(self, op: TransferOp) -> None:
+    def test_checksums_accept_intact_bytes(self, op: TransferOp) -> None:
         async def scenario(harness: TransportHarness) -> None:
             await fill(harness, seed=7)
             whole = harness.local.ranges(), harness.remote.ranges()
@@ -163,7 +163,7 @@ class TransportSuite:
         self.run(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
-    def test_what_is_outside_is_refused_and_nothing_moves(self, op: TransferOp) -> None:
+    def test_a_range_outside_of_the_region_is_refused_and_nothing_moves(self, op: TransferOp) -> None:
         async def scenario(harness: TransportHarness) -> None:
             here, there = await fill(harness, seed=8)
             size = len(here)
@@ -186,7 +186,7 @@ class TransportSuite:
         self.run(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
-    def test_a_cancelled_transfer_lets_go_of_memory(self, op: TransferOp) -> None:
+    def test_a_cancelled_transfer_releases_memory(self, op: TransferOp) -> None:
         async def scenario(harness: TransportHarness) -> None:
             await differ(harness)
             whole = harness.local.ranges(), harness.remote.ranges()
@@ -220,7 +220,7 @@ class TransportSuite:
         self.run(scenario, self.large_bytes)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
-    def test_deregistering_ends_what_uses_the_memory(self, op: TransferOp) -> None:
+    def test_deregistering_ends_transfers_of_the_region(self, op: TransferOp) -> None:
         async def scenario(harness: TransportHarness) -> None:
             whole = harness.local.ranges(), harness.remote.ranges()
             prepared = harness.agent.prepare(*whole, harness.peer)
@@ -236,7 +236,7 @@ class TransportSuite:
 
         self.run(scenario, self.large_bytes)
 
-    def test_telemetry_says_what_was_chosen_and_what_it_took(self) -> None:
+    def test_telemetry_has_the_chosen_transport_and_the_seconds(self) -> None:
         async def scenario(harness: TransportHarness) -> None:
             whole = harness.local.ranges(), harness.remote.ranges()
             before_s = harness.agent.estimate(WRITE, 1 << 20, 1, harness.peer)
@@ -251,7 +251,7 @@ class TransportSuite:
 
         self.run(scenario)
 
-    def test_closing_ends_what_is_under_way(self) -> None:
+    def test_closing_ends_transfers_in_progress(self) -> None:
         async def scenario(harness: TransportHarness) -> None:
             handle = harness.agent.post(
                 WRITE, harness.local.ranges(), harness.remote.ranges(), harness.peer, timeout_s=60
