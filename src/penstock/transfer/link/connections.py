@@ -287,7 +287,7 @@ class Connections:
         timeout_s = self._agent.config.connect_timeout_s
         connection = await endpoint.open_link(timeout_s)
         link = SocketLink(self, self._agent.config, self._me.host, initiated=True)
-        link.introduce(found.name, found.host)
+        link.identify(found.name, found.host)
         handshake = ClientHandshake(
             self._me.proof_for(found.token),
             self._me.name,

@@ -118,7 +118,7 @@ class ClientHandshake:
                 case Welcome(error=info), _ if info is not None:
                     raise from_info(info)
                 case _:
-                    raise ProtocolError(f"a {type(message).__name__} instead of an introduction")
+                    raise ProtocolError(f"a {type(message).__name__} instead of a handshake")
         except PenstockError as error:
             self._give_up(link, error)
 
@@ -152,7 +152,7 @@ class ServerHandshake:
 
     def received(self, link: SocketLink, message: LinkFrame) -> None:
         if not isinstance(message, Greeting):
-            raise ProtocolError(f"a {type(message).__name__} instead of an introduction")
+            raise ProtocolError(f"a {type(message).__name__} instead of a handshake")
         try:
             self._proof.check_greeting(self._challenge, message)
         except ProtocolError as error:
@@ -162,7 +162,7 @@ class ServerHandshake:
             link.opened.exception()
             link.channel.close(error.message)
             return
-        link.introduce(message.name, message.host)
+        link.identify(message.name, message.host)
         link_id = self._admit(link)
         link.channel.send(self._proof.welcome(self._challenge, message, link_id))
         link.admitted(self._proof.stream_key(self._challenge, message), link_id)

@@ -152,7 +152,7 @@ class SocketLink:
         self._handshake: ClientHandshake | ServerHandshake | None = None
         self._open_stream: StreamOpener | None = None
 
-    def introduce(self, peer: str, host: bytes) -> None:
+    def identify(self, peer: str, host: bytes) -> None:
         """Set the peer's name and host, as the peer gives them."""
         self.peer = peer
         self.same_host = host == self._host
@@ -240,7 +240,7 @@ class SocketLink:
                 self._handler.link_withdrawn_done(self, region_id)
             case _:
                 raise ProtocolError(
-                    f"a {type(message).__name__} from agent {self.peer}, which is no stranger any more"
+                    f"a {type(message).__name__} from agent {self.peer}, which has authenticated already"
                 )
 
     def unknown_received(self, tag: str) -> None:
@@ -253,7 +253,7 @@ class SocketLink:
             self.opened.set_exception(
                 PeerLost(f"agent {self.peer or 'unknown'} ended the connection: {reason}")
             )
-            self.opened.exception()  # a stranger's end is nobody's
+            self.opened.exception()  # nobody may be waiting
         elif self.opened.exception() is None:
             self.error = self.error or PeerLost(
                 f"agent {self.peer} is gone: {reason}; connect again once it is back"

@@ -97,7 +97,7 @@ class Listener:
         where = _name_of(connection)
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._introduced(connection)
+                await self._authenticate(connection)
         except (OSError, EOFError, TimeoutError) as error:
             connection.close()
             _log.info("transfer_connection_ended", peer=where, error=str(error) or type(error).__name__)
@@ -110,7 +110,7 @@ class Listener:
         finally:
             self._unauthenticated -= 1
 
-    async def _introduced(self, connection: socket.socket) -> None:
+    async def _authenticate(self, connection: socket.socket) -> None:
         kind = await receive_exactly(connection, _KIND_BYTES)
         if kind not in {_LINK, _TLS_LINK, _STREAM, _TLS_STREAM}:
             raise ProtocolError(f"{kind!r} instead of a link or a stream; is that an agent of Penstock?")

@@ -139,7 +139,7 @@ class PreparedTransfer:
         now_s = asyncio.get_running_loop().time()
         route, expected = choose(routes, op, num_bytes, num_ranges, now_s)
         handle = TransferHandle(Telemetry(num_bytes, self.num_ranges, route.name, expected, refusals))
-        self._agent.running.carry(
+        self._agent.running.start(
             TransferRequest(self, op, routes, route, notify, handle, checksum, now_s), timeout_s
         )
         return handle

@@ -66,7 +66,7 @@ class RunningTransfers:
         """Run transfers in tasks of this group from now on."""
         self._tasks = tasks
 
-    def carry(self, request: TransferRequest, timeout_s: float | None) -> None:
+    def start(self, request: TransferRequest, timeout_s: float | None) -> None:
         """Run a transfer; a small one finishes at once.
 
         Raises:

@@ -84,7 +84,7 @@ class TcpSession:
     _streams: dict[int, DataStream] = field(default_factory=dict)
     _pushes: dict[int, _Push] = field(default_factory=dict)
     _unauthenticated: int = 0  # streams that have not said their number yet
-    _unmet: set[socket.socket] = field(default_factory=set)  # those of them that nobody listens to yet
+    _unstarted: set[socket.socket] = field(default_factory=set)  # those of them that nobody listens to yet
 
     def received(self, frame: TcpFrame | UnknownFrame) -> None:
         """Handle a message of the peer.
@@ -121,8 +121,8 @@ class TcpSession:
             )
         self.server.room.check_room()
         self._unauthenticated += 1
-        self._unmet.add(connection)
-        self.server.host.spawn(self._introduce(connection))
+        self._unstarted.add(connection)
+        self.server.host.spawn(self._admit_stream(connection))
 
     async def deregister(self, region_id: int) -> None:
         """End transfers that use a region and wait for their end."""
@@ -141,9 +141,9 @@ class TcpSession:
         for stream in list(self._streams.values()):
             stream.abort()
         self._streams.clear()
-        for connection in self._unmet:
+        for connection in self._unstarted:
             connection.close()
-        self._unmet.clear()
+        self._unstarted.clear()
 
     async def _end(self, pushes: list[_Push], error: PenstockError) -> None:
         for push in pushes:
@@ -151,8 +151,8 @@ class TcpSession:
         if pushes:
             await asyncio.wait([push.gone for push in pushes])
 
-    async def _introduce(self, connection: socket.socket) -> None:
-        self._unmet.discard(connection)
+    async def _admit_stream(self, connection: socket.socket) -> None:
+        self._unstarted.discard(connection)
         try:
             async with asyncio.timeout(self.server.room.idle_s):
                 number = int.from_bytes(await receive_exactly(connection, STREAM_NUMBER_BYTES), "little")
@@ -234,7 +234,7 @@ class TcpSession:
         batch = Batch(ask.exchange, addresses, lengths, num_bytes, ask.checksum)
         push = _Push(batch, ask.op, stream, regions, asyncio.get_running_loop().create_future())
         self._pushes[ask.exchange] = push
-        self.server.host.spawn(self._carry(push))
+        self.server.host.spawn(self._run_push(push))
         if ask.op is TransferOp.WRITE:
             self._say(Go(exchange=ask.exchange))
 
@@ -267,7 +267,7 @@ class TcpSession:
             raise error
         return region
 
-    async def _carry(self, push: _Push) -> None:
+    async def _run_push(self, push: _Push) -> None:
         error: PenstockError | None = None
         try:
             if push.op is TransferOp.WRITE:
