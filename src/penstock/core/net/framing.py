@@ -102,6 +102,11 @@ class FrameReader:
         self.frame_bytes_max = frame_bytes_max
         self._buffer = bytearray()
 
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of incomplete frames that it holds."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> list[bytes]:
         """Add received bytes; return every frame that is complete now, without length bytes.
 
