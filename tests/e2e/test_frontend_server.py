@@ -93,7 +93,7 @@ def test_closing_ends_what_takes_too_long_with_an_error(capfd: pytest.CaptureFix
 
     run(test)
     out, err = capfd.readouterr()
-    assert (out + err).count("requests_given_up") == 1
+    assert (out + err).count("requests_cancelled") == 1
     assert re.search(r"after_s=0\.[1-9] ", out + err), "as long as it waited"
 
 
@@ -112,7 +112,7 @@ def test_who_is_hurried_says_how_long_it_waited_and_not_how_long_it_might_have(
 
     run(test)
     out, err = capfd.readouterr()
-    assert re.search(r"requests_given_up +after_s=0\.\d requests=1", out + err), out + err
+    assert re.search(r"requests_cancelled +after_s=0\.\d requests=1", out + err), out + err
 
 
 def test_a_taken_port_is_one_clear_error() -> None:

@@ -134,7 +134,7 @@ def test_deployments_with_and_without_roles_are_put_side_by_side(tmp_path, capsy
     paths = [str(GRAPHS / name) for name in ("70b-h100-fp8-tp2-x4.yaml", "70b-h100-fp8-p2d2.yaml")]
     assert main(["simulate", str(spec), "--compare", *paths, "--html", str(page)]) == 0
     assert "prefill: waiting, mean" in capsys.readouterr().out
-    assert "disaggregated" in page.read_text()
+    assert "remote prefills" in page.read_text()
 
 
 def test_many_workers_show_by_role(tmp_path):

@@ -28,7 +28,7 @@ class FrontendMetrics(ReceiveMetrics):
         )  # fmt: skip
         self._inflight = Gauge(
             "penstock_frontend_inflight_requests",
-            "Requests under way.",
+            "Requests in flight.",
             registry=registry,
             multiprocess_mode="livesum",
         )

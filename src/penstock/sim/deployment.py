@@ -65,12 +65,12 @@ class Deployment:
 
     @property
     def watts(self) -> float:
-        """Of all devices together."""
+        """Watts of all devices."""
         return sum(role_group.devices * role_group.hardware.watts for role_group in self.role_groups)
 
     @property
     def usd_per_hour(self) -> float:
-        """Of all devices together."""
+        """Price of all devices, in US dollars per hour."""
         return sum(role_group.devices * role_group.hardware.usd_per_hour for role_group in self.role_groups)
 
     @property

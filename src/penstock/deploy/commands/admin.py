@@ -67,7 +67,7 @@ def _secret_for(base: str, path: str) -> str:
 
 
 def _no_token(base: str) -> str:
-    """Word why no admin token was sent to `base`, and how to set one."""
+    """Describe why no admin token was sent to `base`, and how to set one."""
     path = admin_token_path()
     if Address(host=urlsplit(base).hostname or "").is_local:
         return f"no admin token in {path}; run as the server's user, or set {ADMIN_TOKEN_VARIABLE}"

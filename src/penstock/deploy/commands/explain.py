@@ -142,7 +142,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _where(prefill: Prefill, unit: str) -> str:
-    """Word whether the prompt is prefilled remotely, and the costs compared."""
+    """Format whether the prompt is prefilled remotely, with the costs compared."""
     where = "prompt by a prefill worker" if prefill.remote else "prompt where the answer is"
     if prefill.prefill is None or prefill.decode is None or prefill.local is None:
         why = "not compared by cost" if prefill.remote else "too little of it is to be computed"

@@ -33,7 +33,7 @@ async def _serve(graph: Graph, *, log_level: str, first_chat: bool) -> None:
             if first_chat:
                 await _chat_until(stopping.requested, deployment)
             await stopping.requested.wait()
-            say("penstock", "stopping", "finishes what is under way; Ctrl-C again ends it at once")
+            say("penstock", "stopping", "finishes requests in flight; Ctrl-C again ends them at once")
     except asyncio.CancelledError:
         if not stopping.requested.is_set():
             raise

@@ -15,7 +15,7 @@ _TICKS_MIN = 4  # ticks in the shortest timeout, for its precision
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a process must be killed: `reason` for metrics, `why` for the log."""
+    """Reasons to kill a process: `reason` for metrics, `why` for the log."""
 
     reason: str
     why: str

@@ -90,7 +90,7 @@ class FrontendServer:
         began_s = loop.time()
         ended = await self._frontend.admission.drain(self._frontend.config.drain_timeout_s)
         if ended:
-            _log.warning("requests_given_up", requests=ended, after_s=round(loop.time() - began_s, 1))
+            _log.warning("requests_cancelled", requests=ended, after_s=round(loop.time() - began_s, 1))
         await runner.cleanup()
         await self._frontend.close()
         _log.info("frontend_closed", requests_ended=ended)

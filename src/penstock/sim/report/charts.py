@@ -316,7 +316,7 @@ def _ticks(highest: float, *, is_whole: bool = False) -> list[float]:
 
 
 def _short(value: float, largest: float = 0.0) -> str:
-    """Word a tick; those of one axis alike, by its largest."""
+    """Format a tick value; all ticks of an axis are formatted by its largest."""
     for least, size, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if max(value, largest) >= least and value:
             return f"{value / size:.4g}{letter}"

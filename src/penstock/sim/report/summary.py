@@ -68,23 +68,23 @@ _FIGURES = (
     _Figure("simulated at", ("wall", "requests_per_s"), "requests/s"),
     _Figure("peak memory", ("wall", "peak_rss_bytes"), "MB"),
 )
-_OF_HAND_OVER = (
-    _Figure("disaggregated", ("kv_transfer", "remote"), "prompts"),
-    _Figure("computed where answered", ("kv_transfer", "local"), "prompts"),
-    _Figure("KV moved for it", ("kv_transfer", "bytes"), "GB"),
+_KV_TRANSFER_FIGURES = (
+    _Figure("remote prefills", ("kv_transfer", "remote"), "prompts"),
+    _Figure("local prefills", ("kv_transfer", "local"), "prompts"),
+    _Figure("KV transferred", ("kv_transfer", "bytes"), "GB"),
     *(
-        _Figure(f"second token after the first, {part}", ("kv_transfer", "second_token_s", part), "s", -1)
+        _Figure(f"time to second token, {part}", ("kv_transfer", "second_token_s", part), "s", -1)
         for part in ("mean", "p50", "p90", "p99")
     ),
 )
-_OF_ROLES = (
+_ROLE_FIGURES = (
     _Figure("waiting, mean", ("waiting_requests", "mean"), "requests"),
     _Figure("in the batch, mean", ("running_requests", "mean"), "requests"),
     _Figure("KV in use, mean", ("kv_use", "mean"), "%"),
     _Figure("KV hit ratio", ("kv_hit_ratio",), "%"),
     _Figure("preemptions", ("preemptions",), "", -1),
 )
-_OF_TENANTS = (
+_TENANT_FIGURES = (
     _Figure("requests", ("requests",), ""),
     _Figure("failed", ("failed",), "", -1),
     *(_Figure(f"TTFT, {part}", ("ttft_s", part), "s", -1) for part in ("mean", "p50", "p99")),
@@ -132,11 +132,11 @@ def _kv_transfer_figures(reports: Sequence[Report]) -> list[_Figure]:
         return []
     roles = [role for role in Role if any(role in report["roles"] for report in reports)]
     return [
-        *_OF_HAND_OVER,
+        *_KV_TRANSFER_FIGURES,
         *(
             replace(figure, name=f"{role}: {figure.name}", path=("roles", role.value, *figure.path))
             for role in roles
-            for figure in _OF_ROLES
+            for figure in _ROLE_FIGURES
         ),
     ]
 
@@ -146,7 +146,7 @@ def _tenant_figures(reports: Sequence[Report]) -> list[_Figure]:
     return [
         replace(figure, name=f"{name}: {figure.name}", path=("tenants", name, *figure.path))
         for name in names
-        for figure in _OF_TENANTS
+        for figure in _TENANT_FIGURES
     ]
 
 
