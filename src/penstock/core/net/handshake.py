@@ -56,7 +56,7 @@ def check_version(theirs: int, ours: int, what: str) -> None:
         what: begins the error's text, before `theirs`.
 
     Raises:
-        ProtocolError: the versions are too far apart.
+        ProtocolError: the versions are incompatible.
     """
     if abs(theirs - ours) > _NEIGHBOURS:
         raise ProtocolError(
