@@ -123,7 +123,8 @@ def test_cores_of_decode_workers_are_for_them_alone():
 
     def threads_of(pid):
         """Say where each thread may run, the first one first."""
-        threads = sorted(int(task.name) for task in Path(f"/proc/{pid}/task").iterdir())
+        threads = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+        threads.sort(key=lambda thread: (thread != pid, thread))  # numbers start anew at some point
         return [sorted(os.sched_getaffinity(thread)) for thread in threads]
 
     async def main():

@@ -1,4 +1,4 @@
-"""The tour of the README, run as it stands against a deployment."""
+"""The code of the README, of the operations page and of the routing reference, run as it stands against a deployment."""
 
 import asyncio
 import json
@@ -14,10 +14,12 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+ROUTING = (ROOT / "docs" / "routing-reference.md").read_text()
 
 
-def block(language: str, containing: str) -> str:
-    (found,) = [b for b in re.findall(rf"(?ms)^```{language}\n(.*?)^```$", README) if containing in b]
+def block(language: str, containing: str, page: str = README) -> str:
+    (found,) = [b for b in re.findall(rf"(?ms)^```{language}\n(.*?)^```$", page) if containing in b]
     return found
 
 
@@ -54,7 +56,7 @@ def test_curl_as_shown(deploy):
         shell = block("bash", "chat/completions").replace("http://127.0.0.1:8000", site.url)
         answer = json.loads(await output_of("sh", "-ec", shell.replace("curl ", "curl -sS ")))
         assert answer["choices"][0]["message"]["content"]
-        shell = block("bash", "/admin/workers").replace("http://127.0.0.1:8000", site.url)
+        shell = block("bash", "/admin/workers", OPERATIONS).replace("http://127.0.0.1:8000", site.url)
         looks = await output_of("sh", "-ec", shell.replace("curl ", "curl -sS "))
         assert '"name":"worker-1"' in looks
         assert "penstock_router_workers" in looks
@@ -70,6 +72,6 @@ def test_simulate_as_shown(command: str, tmp_path: Path):
 
 
 def test_the_prefix_index_as_shown():
-    code = block("python", "RadixTree")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert f"# {done.stdout.strip()}:" in code
+    code = block("python", "RadixTree", ROUTING)
+    assert "assert" in code
+    subprocess.run([sys.executable, "-c", code], check=True)

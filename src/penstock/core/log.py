@@ -6,12 +6,17 @@ Levels: info for lifecycle, debug per request, warning for what was recovered fr
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable, MutableMapping
 from typing import Any, TextIO
 
 import structlog
 
 from penstock.core.errors import ConfigError
-from penstock.core.log_limit import WarningLimit
+
+WARNINGS_PER_MINUTE = 60
+"""Warnings of one event name that a process prints in a minute."""
+_MINUTE_S = 60.0
 
 
 def configure(level: str = "info", *, process: str, stream: TextIO | None = None) -> None:
@@ -47,6 +52,40 @@ def configure(level: str = "info", *, process: str, stream: TextIO | None = None
         logger_factory=structlog.PrintLoggerFactory(out),
     )
     structlog.contextvars.bind_contextvars(process=process)
+
+
+class WarningLimit:
+    """A structlog processor that drops warnings over a limit, so that a peer that fails in a loop cannot fill the log.
+
+    The next warning of the name that is printed has the number of those dropped as `suppressed`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:  # noqa: TID251 - logs have no loop
+        self._clock = clock
+        self._windows: dict[str, list[float]] = {}  # event -> start in seconds, printed, suppressed
+
+    def __call__(
+        self, _logger: object, method: str, event_dict: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        """Pass an event on.
+
+        Raises:
+            structlog.DropEvent: the event is a warning over the limit.
+        """
+        if method != "warning":
+            return event_dict
+        now_s = self._clock()
+        window = self._windows.setdefault(str(event_dict["event"]), [now_s, 0, 0])
+        if now_s - window[0] >= _MINUTE_S:
+            window[:2] = now_s, 0
+        if window[1] >= WARNINGS_PER_MINUTE:
+            window[2] += 1
+            raise structlog.DropEvent
+        window[1] += 1
+        if window[2]:
+            event_dict["suppressed"] = int(window[2])
+            window[2] = 0
+        return event_dict
 
 
 class _Stderr:

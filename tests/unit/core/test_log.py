@@ -1,7 +1,7 @@
 import pytest
 import structlog
 
-from penstock.core.log_limit import PER_MINUTE, WarningLimit
+from penstock.core.log import WARNINGS_PER_MINUTE, WarningLimit
 
 
 class Clock:
@@ -25,12 +25,14 @@ def printed(limit, event, times, method="warning"):
 def test_warnings_over_the_limit_are_counted_on_the_next_one():
     clock = Clock()
     limit = WarningLimit(clock)
-    assert [line["number"] for line in printed(limit, "peer_refused", 1000)] == list(range(PER_MINUTE))
+    assert [line["number"] for line in printed(limit, "peer_refused", 1000)] == list(
+        range(WARNINGS_PER_MINUTE)
+    )
     clock.now_s += 59.9
     assert printed(limit, "peer_refused", 1) == []
     clock.now_s += 0.1
     first, second = printed(limit, "peer_refused", 2)
-    assert first == {"event": "peer_refused", "number": 0, "suppressed": 1000 - PER_MINUTE + 1}
+    assert first == {"event": "peer_refused", "number": 0, "suppressed": 1000 - WARNINGS_PER_MINUTE + 1}
     assert second == {"event": "peer_refused", "number": 1}
 
 
