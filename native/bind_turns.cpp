@@ -1,7 +1,7 @@
 // The turns of a loop on virtual time, as types of CPython's own making: a handle is made and called some twenty times
 // for each simulated request, and wrapped objects of C++ would take as long to make as what they replace.
 //
-// The oracle is the Python twin in src/penstock/sim/loop/turns.py: equal calls take equal turns.
+// The oracle is the Python reference in src/penstock/sim/loop/event_queue.py: equal calls take equal turns.
 
 #include <nanobind/nanobind.h>
 

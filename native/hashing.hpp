@@ -1,6 +1,6 @@
 // Names of KV blocks: SipHash-2-4 with 128-bit output, chained from block to block.
 //
-// The oracle is the Python twin in src/penstock/core/hashing.py: equal input gives equal output.
+// The oracle is the Python reference in src/penstock/core/hashing.py: equal input gives equal output.
 
 #pragma once
 

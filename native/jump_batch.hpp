@@ -1,6 +1,6 @@
 // The running requests of a simulated engine, kept so that many decode steps at once cost no more than one.
 //
-// The oracle is the Python twin in src/penstock/sim/engine/batch.py.
+// The oracle is the Python reference in src/penstock/sim/engine/batch.py.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // The requests that wait for a simulated engine's batch, in order of turn: as they came, or the shortest first.
 //
-// The oracles are the Python twins in src/penstock/engine/scheduling/queue.py and turns.py: equal calls give equal answers.
+// The oracles are the Python references in src/penstock/engine/scheduling/queue.py and turns.py: equal calls give equal answers.
 
 #pragma once
 

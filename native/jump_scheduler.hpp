@@ -1,6 +1,6 @@
 // The requests of a simulated engine that jumps: many decode steps are one commit.
 //
-// The oracle is the Python twin in src/penstock/sim/engine/scheduler.py: equal calls give equal answers.
+// The oracle is the Python reference in src/penstock/sim/engine/scheduler.py: equal calls give equal answers.
 
 #pragma once
 

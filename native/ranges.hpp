@@ -1,6 +1,6 @@
 // Lists of memory ranges: copied, moved to and from another process, checked and merged.
 //
-// A list is columns of equal length. The oracle is the Python twin in src/penstock/transfer/regions/ranges.py.
+// A list is columns of equal length. The oracle is the Python reference in src/penstock/transfer/regions/ranges.py.
 
 #pragma once
 

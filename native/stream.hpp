@@ -1,6 +1,6 @@
 // Ranges of memory sent into and received from a stream socket, straight from where they are to where they belong.
 //
-// The oracle is the Python twin in src/penstock/transfer/transports/tcp/streams.py.
+// The oracle is the Python reference in src/penstock/transfer/transports/tcp/streams.py.
 
 #pragma once
 

@@ -31,7 +31,7 @@ _MASK = (1 << 64) - 1
 _TOKEN_BYTES = 4
 _WORD_BYTES = 8
 _SIDE_BY_SIDE_BLOCKS = 24
-"""With at least so many blocks numpy absorbs tokens faster than a loop over blocks (measured at block size 16)."""
+"""From this many blocks on numpy absorbs tokens faster than a loop over blocks (measured at block size 16)."""
 
 
 def block_hashes(

@@ -83,9 +83,9 @@ class QueueConfig(Config):
     requests_max: int = pydantic.Field(default=2048, ge=2)
     """Requests queued at once for one model or LoRA adapter, counted separately for prefill workers; past it 503. One tenant alone gets half, past it 429."""
     work_weight: float = pydantic.Field(default=10.0, ge=0)
-    """A second of predicted work counts as so many seconds of later arrival; 0: first come, first served."""
+    """A second of predicted work counts as this many seconds of later arrival; 0: first come, first served."""
     overtaken_s_max: float = pydantic.Field(default=60.0, ge=0)
-    """A request goes before requests of its tenant that arrived so much later, whatever its work."""
+    """A request goes before requests of its tenant that arrived this many seconds later, whatever its work."""
     looked_at_max: int = pydantic.Field(default=8, ge=1)
     """First requests in turn that are priced anew where a worker has room; the one with the earliest turn is sent."""
     priority_factor: float = pydantic.Field(default=4.0, ge=1)

@@ -102,17 +102,17 @@ class Router:
         context = self._context(request, pool, eligible, self.fleet.tree.match(hashes), now_s)
         tie = tie_of(hashes, request.token_ids, context.block_size)
 
-        prefillers = None if follows else self._prefillers(request, pool, exclude, context)
+        prefill_mask = None if follows else self._prefill_mask(request, pool, exclude, context)
         wait_terms = self._selector.wait_terms
-        if prefillers is None:
+        if prefill_mask is None:
             return ScoredCandidates(
                 request, context, self._selector.choose(context, tie), tie, exclude, wait_terms
             )
-        prompt = self._selector.choose(prompt_alone(context, prefillers, self._prompt_turn), tie)
+        prompt = self._selector.choose(prompt_alone(context, prefill_mask, self._prompt_turn), tie)
         inputs = self.disagg.inputs(
             pool,
             context,
-            prefillers=prefillers,
+            prefill_mask=prefill_mask,
             prompt_turn=self._prompt_turn,
             prompt=prompt,
             blocks=len(hashes),
@@ -134,7 +134,7 @@ class Router:
             ready = self._without_busy(ready)
         return ready if np.count_nonzero(ready) else None  # 0.2 us, where any() takes 2
 
-    def _prefillers(
+    def _prefill_mask(
         self, request: Request, pool: WorkerPool, exclude: Collection[WorkerId], context: RoutingContext
     ) -> NDArray[np.bool_] | None:
         """Mask the prefill workers that may get a prompt; None where none may.

@@ -33,7 +33,7 @@ class CopyConfig(Config):
     """How memory is copied."""
 
     inline_bytes_max: int = Field(default=64 << 10, ge=0)
-    """Up to so many bytes are copied at once, within `post`, and go over TCP in one message; more than that by threads."""
+    """Up to this many bytes are copied at once, within `post`, and go over TCP in one message; more than that by threads."""
     threads: int = Field(default=2, ge=1)
     """Native threads that share one large copy, but at most half of the cores."""
 

@@ -1,4 +1,4 @@
-"""What the command says without starting anything; tests/e2e/test_cli_errors.py runs the real one."""
+"""What the command says without starting anything; tests/e2e runs the real one."""
 
 from pathlib import Path
 

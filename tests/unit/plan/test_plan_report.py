@@ -45,7 +45,7 @@ def test_rows_are_ranked_and_say_who_found_them(answer):
 
 
 class Contrary:
-    """Processes whose simulator finds the less, the more was predicted, and that whole requests on two devices are too slow."""
+    """Processes whose simulator finds the less, the more was predicted, and that aggregated workers on two devices are too slow."""
 
     def submit(self, _function, _question, layout, _effort, known=None):
         """Finds no more for a layout that is known to keep stricter targets."""

@@ -82,7 +82,7 @@ class Override(Protocol):
 class DisaggInputs:
     """The inputs of a disaggregation decision, beside the request's routing context.
 
-    prefillers:  (num_slots,) bool, workers that may compute the prompt
+    prefill_mask:  (num_slots,) bool, workers that may compute the prompt
     prompt_turn: round-robin position among the prefill workers
     blocks:      KV blocks of the prompt that move to the decode worker
     block_s:     (num_slots,) seconds to move one block from the cheapest prefill worker, beyond the prefill itself
@@ -91,7 +91,7 @@ class DisaggInputs:
     override:    what may change the decision; None for nothing
     """
 
-    prefillers: NDArray[np.bool_]
+    prefill_mask: NDArray[np.bool_]
     prompt_turn: int
     blocks: int
     block_s: NDArray[np.float64]
@@ -158,9 +158,9 @@ class DisaggDecision:
         return more + (-difference if prefill is None else difference)
 
 
-def prompt_alone(context: RoutingContext, prefillers: NDArray[np.bool_], turn: int) -> RoutingContext:
+def prompt_alone(context: RoutingContext, prefill_mask: NDArray[np.bool_], turn: int) -> RoutingContext:
     """Give the context of a request's prompt alone, to price the prompt on prefill workers."""
-    return context.changed(eligible=prefillers, mean_output_tokens=1.0, prompt_only=True, turn=turn)
+    return context.changed(eligible=prefill_mask, mean_output_tokens=1.0, prompt_only=True, turn=turn)
 
 
 def as_transferred(context: RoutingContext, move: Move) -> RoutingContext:
@@ -197,7 +197,7 @@ def decide(
         prompt: the cheapest of these; None to find out.
     """
     whole = selector.choose(context, tie)
-    prompt_context = prompt_alone(context, inputs.prefillers, inputs.prompt_turn)
+    prompt_context = prompt_alone(context, inputs.prefill_mask, inputs.prompt_turn)
     prompt = prompt or selector.choose(prompt_context, tie)
     cached = int(context.overlap_blocks[whole.slot]) - recomputed_blocks(context, whole.slot)
     uncached_tokens, config = context.request_tokens - cached * context.block_size, inputs.config

@@ -35,7 +35,7 @@ class DisaggPricing:
         pool: WorkerPool,
         context: RoutingContext,
         *,
-        prefillers: NDArray[np.bool_],
+        prefill_mask: NDArray[np.bool_],
         prompt_turn: int,
         prompt: Choice,
         blocks: int,
@@ -45,7 +45,7 @@ class DisaggPricing:
         Args:
             pool: of its model.
             context: of the request.
-            prefillers: (num_slots,) bool, workers that may compute its prompt.
+            prefill_mask: (num_slots,) bool, workers that may compute its prompt.
             prompt_turn: round-robin position among them.
             prompt: the cheapest of them.
             blocks: full KV blocks of the prompt.
@@ -56,7 +56,7 @@ class DisaggPricing:
             context, prompt, blocks, next((s for s in setups if s is not None), None)
         )
         return DisaggInputs(
-            prefillers=prefillers,
+            prefill_mask=prefill_mask,
             prompt_turn=prompt_turn,
             blocks=blocks,
             block_s=block_s,

@@ -24,9 +24,9 @@ class Strides:
     """One rank's memory. `region_steps` and `byte_steps` are by dimension; 0 where there is nothing to step to.
 
     Attributes:
-        num_blocks: in its pool.
-        num_regions: it has.
-        region_bytes: that each of them needs.
+        num_blocks: blocks in the rank's pool.
+        num_regions: memory regions of the rank.
+        region_bytes: size that each region needs.
         region_steps: regions from one layer to the next, and from keys to values.
         byte_steps: bytes from one to the next within a region.
         offset: of the first byte in a region.

@@ -12,9 +12,9 @@ class LruInPython(Lru):
     """Whatever is not `Lru` itself runs in Python."""
 
 
-@pytest.fixture(params=[None, LruInPython()], ids=["native", "twin"])
+@pytest.fixture(params=[None, LruInPython()], ids=["native", "reference"])
 def make_pool(request):
-    """Pools as they are made by default, and their twin; without the native module both are the twin."""
+    """Pools as they are made by default, and their reference; without the native module both are the reference."""
 
     def make(num_blocks, block_size):
         return BlockPool(num_blocks, block_size, eviction=request.param)

@@ -28,7 +28,7 @@ def context(**columns):
 
 def inputs(link_s, left_s=None, **config):
     return DisaggInputs(
-        prefillers=~DECODE_WORKERS,
+        prefill_mask=~DECODE_WORKERS,
         prompt_turn=0,
         blocks=BLOCKS,
         block_s=np.full(3, 1e-4),

@@ -129,7 +129,7 @@ def test_what_was_weighed_and_cannot_be_read_is_named(lines):
         ("config", {"link_bytes_per_s": "x"}),
         ("config", None),
         ("blocks_", 1),
-        ("prefillers", ["?"]),
+        ("prefill_mask", ["?"]),
     ):
         data = json.loads(line)
         data["inputs"][name] = value

@@ -19,10 +19,10 @@ from penstock.engine.paged.step.batch import RowLimits
 _HEAD_DIM_STEP = 16
 _NATIVE_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16}
 _NATIVE_ROW_TOKENS = 8
-"""Chunks of up to so many tokens are faster as decode rows. After 2,300 cached tokens (12 layers, 2 kv heads of 32), on one
+"""Chunks of up to this many tokens are faster as decode rows. After 2,300 cached tokens (12 layers, 2 kv heads of 32), on one
 EPYC core: 1.7 ms instead of 5 for one token, 3 instead of 6 for four, 6 instead of 7 for eight; no gain beyond."""
 _NATIVE_ROW_PRODUCTS = 1 << 21
-"""Chunks of up to so many query-key products in a layer are faster as decode rows, which take fewer calls. With 20 layers of
+"""Chunks of up to this many query-key products in a layer are faster as decode rows, which take fewer calls. With 20 layers of
 2 query heads of 32, on the same core, they save 1 ms for 16 tokens after 0 or 600 cached, 2 ms for 64 after 0, 1 ms for 128
 after 256, and nothing for 24 after 1,200 or 128 after 600."""
 _GROUP_GROWTH = 1.25
