@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections import Counter
 from contextlib import AsyncExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from unittest import mock
 
@@ -500,6 +501,27 @@ def partial_block_that_is_claimed_and_released():
 def tail_of_another_block():
     """The last tokens of a prompt are read from where those before them lie."""
     with reading_otherwise(lambda known: {"tail": known.block_ids[-1:]} if len(known.tail) else {}):
+        yield
+
+
+@mutant
+def tail_that_is_not_read():
+    """The last tokens of a prompt are taken to be there, and were not fetched."""
+    incoming, reader = IncomingTransfers._read, Reader.read
+    has_tail = ContextVar("has_tail", default=False)
+
+    async def piece(self, one, held, origin):
+        has_tail.set(bool(len(one.growth.tail)) and self._partial_blocks is not None)
+        await incoming(self, one, held, origin)
+
+    async def without_the_tail(self, origin, pin_id, targets, sources):
+        end = -1 if has_tail.get() and len(targets) > 1 else None
+        await reader(self, origin, pin_id, targets[:end], sources[:end])
+
+    with (
+        mock.patch.object(IncomingTransfers, "_read", piece),
+        mock.patch.object(Reader, "read", without_the_tail),
+    ):
         yield
 
 
