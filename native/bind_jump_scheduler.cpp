@@ -51,14 +51,44 @@ class StreamNames : public Names {
     Count block_size_;
 };
 
+// Asks a Python object with the methods of `penstock._native.Tiers`.
+class PythonTiers : public JumpTiers {
+  public:
+    explicit PythonTiers(nb::object tiers) : tiers_(std::move(tiers)) {}
+
+    void make_room(Count count) override { tiers_.attr("make_room")(count); }
+
+    Found find(std::span<const Hash> hashes, const std::vector<BlockId>& hits, Count known) override {
+        const auto found = tiers_.attr("find")(nb::bytes(hashes.data(), hashes.size_bytes()), hits, known);
+        auto [on_device, num_blocks] = nb::cast<std::pair<std::vector<BlockId>, Count>>(found);
+        return {std::move(on_device), num_blocks};
+    }
+
+    std::vector<BlockId> fetch(Count number, std::optional<Count> prompt_tokens) override {
+        return nb::cast<std::vector<BlockId>>(tiers_.attr("fetch")(number, prompt_tokens));
+    }
+
+    void cancel(Count number) override { tiers_.attr("cancel")(number); }
+
+    std::vector<Count> take_arrived() override {
+        return nb::cast<std::vector<Count>>(tiers_.attr("take_arrived")());
+    }
+
+  private:
+    nb::object tiers_;
+};
+
 // A scheduler and the size of its blocks, which streams are asked with.
 class BoundScheduler {
   public:
-    BoundScheduler(Pool& pool, Count block_size, Count max_batch_tokens, Count prompt_budget, Count max_running)
+    BoundScheduler(Pool& pool, Count block_size, Count max_batch_tokens, Count prompt_budget, Count max_running,
+                   nb::object tiers)
         : block_size_(positive(block_size, "block_size")),
+          tiers_(tiers.is_none() ? nullptr : std::make_unique<PythonTiers>(std::move(tiers))),
           scheduler_(pool, block_size,
                      {positive(max_batch_tokens, "max_batch_tokens"), positive(prompt_budget, "prompt_budget"),
-                      positive(max_running, "max_running")}) {}
+                      positive(max_running, "max_running")},
+                     tiers_.get()) {}
 
     Count num_waiting() const { return scheduler_.num_waiting(); }
     bool wants_plan() const { return scheduler_.wants_plan(); }
@@ -138,6 +168,7 @@ class BoundScheduler {
     }
 
     Count block_size_;
+    std::unique_ptr<PythonTiers> tiers_;
     JumpScheduler scheduler_;
 };
 
@@ -147,8 +178,8 @@ void bind_jump_scheduler(nb::module_& module);
 
 void bind_jump_scheduler(nb::module_& module) {
     nb::class_<BoundScheduler>(module, "JumpScheduler")
-        .def(nb::init<Pool&, Count, Count, Count, Count>(), "pool"_a, "block_size"_a, "max_batch_tokens"_a,
-             "prompt_budget"_a, "max_running"_a, nb::keep_alive<1, 2>())
+        .def(nb::init<Pool&, Count, Count, Count, Count, nb::object>(), "pool"_a, "block_size"_a, "max_batch_tokens"_a,
+             "prompt_budget"_a, "max_running"_a, "tiers"_a = nb::none(), nb::keep_alive<1, 2>())
         .def_prop_ro("num_waiting", &BoundScheduler::num_waiting)
         .def_prop_ro("wants_plan", &BoundScheduler::wants_plan)
         .def_prop_ro("blocks_reserved", &BoundScheduler::blocks_reserved)

@@ -4,10 +4,27 @@
 
 namespace penstock {
 
+namespace {
+
+void insert_by_arrival(std::vector<JumpSequence*>& list, JumpSequence& sequence) {
+    list.insert(std::ranges::upper_bound(list, sequence.number, {}, &JumpSequence::number), &sequence);
+}
+
+}  // namespace
+
 void JumpBatch::admit(JumpSequence& sequence) {
-    for (auto* list : {&running_, &prefilling_}) {
-        list->insert(std::ranges::upper_bound(*list, sequence.number, {}, &JumpSequence::number), &sequence);
-    }
+    insert_by_arrival(running_, sequence);
+    insert_by_arrival(prefilling_, sequence);
+}
+
+void JumpBatch::admit_to_onboard(JumpSequence& sequence) {
+    insert_by_arrival(running_, sequence);
+    onboarding_.push_back(&sequence);
+}
+
+void JumpBatch::end_onboarding(JumpSequence& sequence) {
+    std::erase(onboarding_, &sequence);
+    insert_by_arrival(prefilling_, sequence);
 }
 
 void JumpBatch::join(JumpSequence& sequence) {
@@ -30,6 +47,7 @@ void JumpBatch::leave(JumpSequence& sequence) {
     std::erase(running_, &sequence);
     if (!sequence.joined) {
         std::erase(prefilling_, &sequence);
+        std::erase(onboarding_, &sequence);
         return;
     }
     phases_.erase(phase_of(sequence));
@@ -111,7 +129,9 @@ void JumpBatch::check() const {
     for (JumpSequence* sequence : running_) {
         require(!sequence->place, "running: who runs does not wait");
         if (!sequence->joined) {
-            prefilling.push_back(sequence);
+            if (std::ranges::find(onboarding_, sequence) == onboarding_.end()) {
+                prefilling.push_back(sequence);
+            }
             continue;
         }
         context += sequence->known - *sequence->joined;
@@ -125,7 +145,8 @@ void JumpBatch::check() const {
         return std::pair(one.begins_at, one.number) < std::pair(other.begins_at, other.number);
     };
     require(std::ranges::is_sorted(phases_, in_order), "phases: sorted");
-    require(phases_.size() + prefilling.size() == running_.size(), "running: each decodes or is prefilled");
+    require(phases_.size() + prefilling.size() + onboarding_.size() == running_.size(),
+            "running: each decodes, is prefilled or onboarded");
     require(std::ranges::equal(prefilling, prefilling_), "prefilling: those that run and do not decode");
     require(std::ranges::is_sorted(running_, {}, &JumpSequence::number), "running: oldest first");
     require(ends == ends_, "ends: of all that decode and were not aborted");

@@ -1,6 +1,6 @@
 // The running requests of a simulated engine, kept so that many decode steps at once cost no more than one.
 //
-// The oracle is the Python reference in src/penstock/sim/engine/batch.py.
+// The oracle is the exact engine, which runs every step: src/penstock/sim/engine/exact.py.
 
 #pragma once
 
@@ -25,6 +25,9 @@ class JumpBatch {
     // Those of them whose prompt is not computed yet, oldest arrival first.
     const std::vector<JumpSequence*>& prefilling() const { return prefilling_; }
 
+    // Those of them that wait for blocks of lower tiers.
+    const std::vector<JumpSequence*>& onboarding() const { return onboarding_; }
+
     Count num_running() const { return size_of(running_); }
     Count num_decoding() const { return size_of(phases_); }
     Count tick() const { return tick_; }
@@ -41,6 +44,12 @@ class JumpBatch {
 
     // Take a sequence in, to have its prompt computed.
     void admit(JumpSequence& sequence);
+
+    // Take a sequence in that waits for blocks of lower tiers.
+    void admit_to_onboard(JumpSequence& sequence);
+
+    // Have a sequence's prompt computed from now on: its blocks of lower tiers are there.
+    void end_onboarding(JumpSequence& sequence);
 
     // Have a sequence decode from now on: its prompt has given the first token.
     void join(JumpSequence& sequence);
@@ -77,6 +86,7 @@ class JumpBatch {
     Count size_;
     std::vector<JumpSequence*> running_;
     std::vector<JumpSequence*> prefilling_;
+    std::vector<JumpSequence*> onboarding_;
     std::vector<Phase> phases_; // of those that decode, sorted
     std::set<End> ends_; // (tick, number, itself), of those that decode and were not aborted
     Count tick_ = 0;

@@ -12,8 +12,8 @@ std::size_t at(Count index) { return static_cast<std::size_t>(index); }
 
 }  // namespace
 
-JumpScheduler::JumpScheduler(Pool& pool, Count block_size, JumpLimits limits)
-    : pool_(pool), size_(block_size), limits_(limits), batch_(block_size) {}
+JumpScheduler::JumpScheduler(Pool& pool, Count block_size, JumpLimits limits, JumpTiers* tiers)
+    : pool_(pool), size_(block_size), limits_(limits), tiers_(tiers), batch_(block_size) {}
 
 void JumpScheduler::reorder(std::optional<double> ageing) {
     waiting_.reorder(ageing);
@@ -55,6 +55,7 @@ void JumpScheduler::abort(Count number) {
 
 std::optional<Jump> JumpScheduler::plan() {
     drop_aborted();
+    take_arrived();
     prompts_.clear();
     std::vector<Share> admitted;
     Count budget = limits_.max_batch_tokens - batch_.num_decoding();
@@ -100,8 +101,10 @@ bool JumpScheduler::may_admit() const {
 
 Count JumpScheduler::blocks_reserved(Count steps) const {
     Count reserved = batch_.num_running() + batch_.blocks_due(batch_.tick() + 2 - steps, steps);
-    for (const JumpSequence* sequence : batch_.prefilling()) {
-        reserved += std::max<Count>(sequence->known / size_ + 1 - size_of(sequence->blocks), 0);
+    for (const auto* list : {&batch_.prefilling(), &batch_.onboarding()}) {
+        for (const JumpSequence* sequence : *list) {
+            reserved += std::max<Count>(sequence->known / size_ + 1 - size_of(sequence->blocks), 0);
+        }
     }
     return reserved;
 }
@@ -185,6 +188,9 @@ void JumpScheduler::extend(const std::vector<Share>& lacking) {
     if (total == 0) {
         return;
     }
+    if (tiers_ != nullptr) {
+        tiers_->make_room(total);
+    }
     const auto taken = pool_.allocate(at(total));
     require(taken.has_value(), "blocks: fewer are there than were counted");
     auto next = taken->begin();
@@ -208,48 +214,82 @@ Count JumpScheduler::admit(Count budget, std::vector<Share>& admitted, std::opti
             break;
         }
         const Count blocks = sequence.known / size_ + 1;
-        auto hits = match(sequence);
-        const Count num_hits = size_of(hits);
-        const auto room = static_cast<Count>(pool_.num_available() - pool_.count_idle(hits));
-        if (blocks - num_hits + reserved > room) {
+        Cached cached = match(sequence);
+        const auto& [hits, beneath] = cached;
+        const bool is_fetched = beneath.num_blocks > 0;
+        const Count held = size_of(hits) + size_of(beneath.on_device);
+        const auto idle = pool_.count_idle(hits) + pool_.count_idle(beneath.on_device);
+        if (blocks - held + reserved > static_cast<Count>(pool_.num_available() - idle)) {
             head_blocked_ = true;
             break;
         }
-        take_in(sequence, std::move(hits));
-        const Count amount = std::min({budget, limits_.prompt_budget, sequence.lacking()});
-        extend({{&sequence, blocks_of(sequence.computed + amount) - num_hits}});
-        batch_.admit(sequence);
-        budget -= amount;
-        admitted.push_back({&sequence, amount});
+        take_in(sequence, std::move(cached));
+        if (!is_fetched) {
+            const Count amount = std::min({budget, limits_.prompt_budget, sequence.lacking()});
+            extend({{&sequence, blocks_of(sequence.computed + amount) - size_of(sequence.blocks)}});
+            batch_.admit(sequence);
+            budget -= amount;
+            admitted.push_back({&sequence, amount});
+        }
         reserved += 1 + blocks - size_of(sequence.blocks);
     }
     return budget;
 }
 
 // Count the tokens that a waiting sequence would have to compute now.
-Count JumpScheduler::lacking(JumpSequence& sequence) const { return sequence.known - size_of(match(sequence)) * size_; }
-
-// Find what is cached of a waiting sequence. The last token is computed, whatever is cached.
-std::vector<BlockId> JumpScheduler::match(JumpSequence& sequence) const {
-    const Count full = (sequence.known - 1) / size_;
-    sequence.name(full);
-    return pool_.match(std::span(sequence.hashes).first(at(full)));
+Count JumpScheduler::lacking(JumpSequence& sequence) const {
+    const Cached cached = match(sequence);
+    return sequence.known - (size_of(cached.hits) + cached.beneath.num_blocks) * size_;
 }
 
-// Give a waiting sequence the blocks that are cached of it, and count them.
-void JumpScheduler::take_in(JumpSequence& sequence, std::vector<BlockId> hits) {
+// Find what is cached of a waiting sequence. The last token is computed, whatever is cached.
+JumpScheduler::Cached JumpScheduler::match(JumpSequence& sequence) const {
+    const Count full = (sequence.known - 1) / size_;
+    sequence.name(full);
+    const auto hashes = std::span(sequence.hashes).first(at(full));
+    Cached cached{pool_.match(hashes), {}};
+    if (tiers_ != nullptr && size_of(cached.hits) < full) {
+        cached.beneath = tiers_->find(hashes, cached.hits, sequence.known);
+    }
+    return cached;
+}
+
+// Give a waiting sequence the blocks that are cached of it, and count them. A fetch starts of those in lower tiers; until
+// it ends the sequence only holds blocks.
+void JumpScheduler::take_in(JumpSequence& sequence, Cached cached) {
     waiting_.remove(sequence);
-    pool_.acquire(hits);
-    sequence.blocks = std::move(hits);
+    pool_.acquire(cached.hits);
+    sequence.blocks = std::move(cached.hits);
     sequence.published = size_of(sequence.blocks);
     sequence.parent.reset();
     if (sequence.published > 0) {
         sequence.parent = sequence.hashes[at(sequence.published - 1)].low;
     }
     sequence.computed = sequence.published * size_;
-    prefix_hit_tokens_ += sequence.computed;
+    const Count cached_tokens = sequence.computed + cached.beneath.num_blocks * size_;
+    prefix_hit_tokens_ += cached_tokens;
+    std::optional<Count> uncounted;
     if (!sequence.cached_tokens) {
-        sequence.cached_tokens = std::min(sequence.computed, sequence.num_prompt);
+        sequence.cached_tokens = std::min(cached_tokens, sequence.num_prompt);
+        uncounted = sequence.num_prompt - sequence.computed;
+    }
+    if (cached.beneath.num_blocks > 0) {
+        const auto targets = tiers_->fetch(sequence.number, uncounted);
+        sequence.blocks.insert(sequence.blocks.end(), targets.begin(), targets.end());
+        batch_.admit_to_onboard(sequence);
+    }
+}
+
+// Publish blocks that were fetched from lower tiers, and have the rest of their prompts computed.
+void JumpScheduler::take_arrived() {
+    if (tiers_ == nullptr) {
+        return;
+    }
+    for (const Count number : tiers_->take_arrived()) {
+        JumpSequence& sequence = *sequences_.at(number);
+        sequence.computed = size_of(sequence.blocks) * size_;
+        publish(sequence, sequence.computed);
+        batch_.end_onboarding(sequence);
     }
 }
 
@@ -364,6 +404,9 @@ void JumpScheduler::publish(JumpSequence& sequence, Count computed) {
 // Take a sequence out of the batch, and give its blocks back.
 void JumpScheduler::leave(JumpSequence& sequence) {
     batch_.leave(sequence);
+    if (tiers_ != nullptr) {
+        tiers_->cancel(sequence.number);
+    }
     publish(sequence, sequence.computed);
     pool_.release(sequence.blocks);
     sequence.blocks.clear();
@@ -394,6 +437,10 @@ JumpLoad JumpScheduler::load(Count steps) const {
     Count context = batch_.context_tokens(batch_.tick() + steps);
     for (const JumpSequence* sequence : batch_.prefilling()) {
         queued += sequence->lacking();
+        context += sequence->computed;
+    }
+    for (const JumpSequence* sequence : batch_.onboarding()) {
+        queued += sequence->known - size_of(sequence->blocks) * size_;
         context += sequence->computed;
     }
     return {

@@ -1,6 +1,6 @@
 // The requests of a simulated engine that jumps: many decode steps are one commit.
 //
-// The oracle is the Python reference in src/penstock/sim/engine/scheduler.py: equal calls give equal answers.
+// The oracle is the exact engine, which runs every step: src/penstock/sim/engine/exact.py.
 
 #pragma once
 
@@ -14,6 +14,7 @@
 
 #include "jump_batch.hpp"
 #include "jump_queue.hpp"
+#include "jump_tiers.hpp"
 #include "pool.hpp"
 
 namespace penstock {
@@ -77,10 +78,10 @@ struct JumpLimits {
     Count max_running;
 };
 
-// Owns the requests; the pool is its caller's. A plan is committed before the next is made.
+// Owns the requests; the pool is its caller's, and so are the tiers beneath it, nullptr without any. A plan is committed before the next is made.
 class JumpScheduler {
   public:
-    JumpScheduler(Pool& pool, Count block_size, JumpLimits limits);
+    JumpScheduler(Pool& pool, Count block_size, JumpLimits limits, JumpTiers* tiers);
     JumpScheduler(const JumpScheduler&) = delete;
     JumpScheduler& operator=(const JumpScheduler&) = delete;
 
@@ -134,10 +135,17 @@ class JumpScheduler {
     void grow();
     void extend(const std::vector<Share>& lacking);
     Count share_by_turn(Count budget, std::vector<Share>& admitted);
+    // What is cached of a waiting sequence: blocks on the device, and those worth a fetch.
+    struct Cached {
+        std::vector<BlockId> hits;
+        JumpTiers::Found beneath;
+    };
+
     Count lacking(JumpSequence& sequence) const;
-    std::vector<BlockId> match(JumpSequence& sequence) const;
+    Cached match(JumpSequence& sequence) const;
     Count admit(Count budget, std::vector<Share>& admitted, std::optional<double> before = {});
-    void take_in(JumpSequence& sequence, std::vector<BlockId> hits);
+    void take_in(JumpSequence& sequence, Cached cached);
+    void take_arrived();
     Count longest_jump() const;
     void preempt(JumpSequence& sequence);
     void take_prompt(JumpSequence& sequence, Count amount);
@@ -149,6 +157,7 @@ class JumpScheduler {
     Pool& pool_;
     Count size_;
     JumpLimits limits_;
+    JumpTiers* tiers_;
     JumpBatch batch_;
     std::unordered_map<Count, std::unique_ptr<JumpSequence>> sequences_;
     JumpQueue waiting_;

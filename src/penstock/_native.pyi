@@ -1,6 +1,6 @@
 from collections.abc import Callable, Sequence
 from contextvars import Context
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,9 +97,22 @@ def coalesce(
     remote_regions: NDArray[np.uint64] = ...,
 ) -> tuple[NDArray[np.uint64], ...]: ...
 
+class Tiers(Protocol):
+    def make_room(self, count: int) -> None: ...
+    def find(self, hashes: bytes, hits: list[BlockId], known_tokens: int) -> tuple[list[BlockId], int]: ...
+    def fetch(self, number: int, prompt_tokens: int | None) -> list[BlockId]: ...
+    def cancel(self, number: int) -> None: ...
+    def take_arrived(self) -> list[int]: ...
+
 class JumpScheduler:
     def __init__(
-        self, pool: Pool, block_size: int, max_batch_tokens: int, prompt_budget: int, max_running: int
+        self,
+        pool: Pool,
+        block_size: int,
+        max_batch_tokens: int,
+        prompt_budget: int,
+        max_running: int,
+        tiers: Tiers | None = None,
     ) -> None: ...
     @property
     def num_waiting(self) -> int: ...

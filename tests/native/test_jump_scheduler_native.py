@@ -1,22 +1,23 @@
-"""The native scheduler of simulated engines beside its Python reference, event by event."""
+"""The jump engine's scheduler under random requests, aborts, pins and fetches: each request gets all its tokens, once.
+
+`tests/sim/test_jump_engine.py` compares it with the exact engine.
+"""
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.core.errors import PenstockError
+from penstock.core.errors import Overloaded, RequestError
 from penstock.core.ids import RequestId
 from penstock.core.native import native
 from penstock.core.types.events import Tier
 from penstock.core.types.instances import Role
-from penstock.core.types.requests import Request, SamplingParams
-from penstock.core.wire import PackedHashes, PackedTokens
+from penstock.core.types.requests import FinishReason, Request, SamplingParams
+from penstock.core.wire import PackedHashes, PackedTokens, unpack_tokens
+from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.tiers.tiers import TieredPool
-from penstock.sim.engine.native_scheduler import NativeScheduler, make_scheduler
 from penstock.sim.engine.scheduler import JumpScheduler
 from penstock.sim.workload.prompt import Prompt
 
@@ -26,8 +27,42 @@ SHARED = np.array([7, 8, 9], dtype=np.uint64)
 """Units of two tokens, so that a block and a half is the same in all prompts that begin with it."""
 
 
-class SchedulerPair(RuleBasedStateMachine):
-    """Requests come, are aborted and run, in jumps that are cut anywhere; both say the same of all of it."""
+class Copier:
+    """Fetches end when the test says so."""
+
+    def __init__(self, worth_max):
+        self.worth_max = worth_max
+        self.fetches = {}
+
+    def write_back(self, source, target):
+        assert len(source.block_ids) == len(target.block_ids)
+
+    def worth(self, runs, cached_tokens, known_tokens):
+        found = cached_tokens + BLOCK_SIZE * sum(len(run.block_ids) for run in runs)
+        assert found < known_tokens, "the last token is computed"
+        return min(len(runs), self.worth_max)
+
+    def fetch(self, fetch, done):
+        event("fetched")
+        self.fetches[fetch] = done
+
+    def cancel(self, fetch):
+        event("cancelled")
+        self.fetches.pop(fetch, None)
+
+
+class Expected:
+    """Output positions that a request has yet to get."""
+
+    def __init__(self, begin, end, prompt):
+        self.begin = begin
+        self.end = end
+        self.prompt = prompt
+        self.is_fresh = True
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, are aborted and run, in jumps that are cut anywhere."""
 
     @initialize(
         num_blocks=st.integers(3, 9),
@@ -35,9 +70,11 @@ class SchedulerPair(RuleBasedStateMachine):
         prompts_at_once=st.integers(1, 2),
         order=st.sampled_from(["fcfs", "shortest", "shortest", None]),
         ageing=st.sampled_from([0.1, 0.7]),
+        lower=st.sampled_from([(), (4,), (16,), (6, 20)]),
+        worth_max=st.integers(1, 3),
     )
-    def begin(self, num_blocks, max_batch_tokens, prompts_at_once, order, ageing):
-        config = SchedulerConfig(
+    def begin(self, num_blocks, max_batch_tokens, prompts_at_once, order, ageing, lower, worth_max):
+        self.config = SchedulerConfig(
             max_batch_tokens=max_batch_tokens,
             max_prompt_tokens=max(max_batch_tokens // prompts_at_once, 1),
             max_running_requests=min(max_batch_tokens, 3),
@@ -46,31 +83,27 @@ class SchedulerPair(RuleBasedStateMachine):
             ageing=ageing,
         )
         self.streams = {}
+        self.expected = {}
         self.numbers = 0
-        pools = [BlockPool(num_blocks, BLOCK_SIZE) for _ in range(2)]
-        context_length = num_blocks * BLOCK_SIZE
-        self.native = NativeScheduler(pools[0], context_length, config, self.stream_of)
-        self.reference = JumpScheduler(pools[1], context_length, config, self.stream_of)
-        self.plans = None
+        info = RunnerInfo(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            context_length=num_blocks * BLOCK_SIZE,
+            vocab_size=9,
+            lower_blocks=tuple(zip((Tier.HOST, Tier.DISK), lower, strict=False)),
+        )
+        self.copier = Copier(worth_max)
+        self.context_length = info.context_length
+        pool, onboarding = info.make_pool(self.copier, lambda: None)
+        self.pool = pool
+        self.scheduler = JumpScheduler(
+            pool, self.context_length, self.config, lambda r: self.streams[r.request_id], onboarding
+        )
+        self.plan = None
         self.pinned = []
-        self.left = 0
-        """Steps of the plan that are not done yet."""
-
-    def stream_of(self, request):
-        return self.streams[request.request_id]
-
-    def both(self, method, *arguments):
-        answers = []
-        for scheduler in (self.native, self.reference):
-            try:
-                answers.append(getattr(scheduler, method)(*arguments))
-            except PenstockError as error:
-                answers.append(error.message)
-        assert answers[0] == answers[1]
-        return answers[0]
 
     @rule(
-        prompt=st.integers(1, 12),
+        prompt=st.integers(1, 12) | st.integers(8, 24),
         emitted=st.sampled_from([0, 0, 2]),
         more=st.integers(1, 20),
         own=st.integers(0, 2),
@@ -88,89 +121,135 @@ class SchedulerPair(RuleBasedStateMachine):
             sampling=SamplingParams(max_tokens=emitted + more),
             block_hashes=PackedHashes(stream.block_hashes(BLOCK_SIZE, 0, known // BLOCK_SIZE).tobytes()),
         )
-        self.both("submit", request)
+        waiting = self.scheduler.load().waiting_requests
+        try:
+            self.scheduler.submit(request)
+        except RequestError:
+            assert known >= self.context_length
+        except Overloaded:
+            assert waiting == self.config.max_waiting_requests
+        else:
+            end = min(emitted + more, self.context_length - prompt)
+            self.expected[request_id] = Expected(emitted, end, prompt)
 
-    @precondition(lambda self: not self.reference.load().running_requests)
+    @precondition(lambda self: not self.scheduler.load().running_requests)
     @rule(role=st.sampled_from([Role.AGGREGATED, Role.PREFILL, Role.DECODE]))
     def assume(self, role):
         """Have what waits ordered as workers of a role do, which have let go of what ran."""
-        self.both("assume", role)
-        self.plan()
+        self.scheduler.assume(role)
+        self.make_plan()
 
     @rule(data=st.data())
     def abort(self, data):
-        self.both("abort", RequestId(f"r{data.draw(st.integers(0, self.numbers))}"))
+        request_id = RequestId(f"r{data.draw(st.integers(0, self.numbers))}")
+        self.scheduler.abort(request_id)
+        self.expected.pop(request_id, None)
 
     @rule(shares=st.lists(st.sampled_from([0.0, 0.3, 1.0, 1.0, 1.0]), min_size=1, max_size=6))
     def run(self, shares):
         """Commit and plan in turns; of each plan a share of its steps is done."""
         for share in shares:
-            if self.plans is not None:
-                self.both("commit", 1 + round(share * (self.left - 1)))
-            self.plan()
+            if self.plan is not None:
+                self.commit(1 + round(share * (self.plan.steps - 1)))
+            self.make_plan()
 
-    def plan(self):
-        plans = (self.native.plan(), self.reference.plan())
-        assert plans[0] == plans[1]
-        self.plans, self.left = (plans, plans[0].steps) if plans[0] is not None else (None, 0)
+    @precondition(lambda self: self.copier.fetches)
+    @rule(data=st.data())
+    def arrive(self, data):
+        done = self.copier.fetches.pop(data.draw(st.sampled_from(list(self.copier.fetches))))
+        done()
+        assert self.scheduler.wants_plan
 
-    @precondition(lambda self: self.left > 1)
+    def commit(self, steps):
+        step = self.scheduler.commit(steps)
+        self.plan = None
+        if step is not None:
+            self.hear(step)
+            assert self.expected.keys() >= set(step.prefilling)
+
+    def make_plan(self):
+        plan = self.plan = self.scheduler.plan()
+        if plan is not None:
+            chunks = plan.chunks or []
+            assert plan.steps >= 1
+            assert plan.batch + sum(new for new, _ in chunks) <= self.config.max_batch_tokens
+            assert all(1 <= new <= self.config.prompt_budget for new, _ in chunks)
+
+    def hear(self, step):
+        for delta in step.deltas:
+            expected = self.expected[delta.request_id]
+            positions = unpack_tokens(delta.token_ids).tolist()
+            end = expected.begin + len(positions)
+            assert positions == list(range(expected.begin, end))
+            assert (delta.cached_tokens is not None) == expected.is_fresh
+            assert (delta.cached_tokens or 0) <= expected.prompt
+            assert (delta.finish_reason is FinishReason.LENGTH) == (end == expected.end)
+            expected.begin, expected.is_fresh = end, False
+            if end == expected.end:
+                del self.expected[delta.request_id]
+
+    @precondition(lambda self: self.plan is not None and self.plan.steps > 1)
     @rule(data=st.data())
     def tell_so_far(self, data):
-        steps = data.draw(st.integers(1, self.left - 1))
-        native, reference = self.plans
-        assert self.native.so_far(native, steps) == self.reference.so_far(reference, steps)
-        assert native == reference
-        self.left = native.steps
+        left = self.plan.steps
+        steps = data.draw(st.integers(1, left - 1))
+        load = self.scheduler.load(steps)
+        self.hear(self.scheduler.so_far(self.plan, steps))
+        assert self.plan.steps == left - steps
+        now = self.scheduler.load()
+        assert (now.active_blocks, now.context_tokens, now.steps) == (
+            load.active_blocks,
+            load.context_tokens,
+            load.steps,
+        )
 
-    @precondition(lambda self: self.left > 0)
+    @precondition(lambda self: self.plan is not None)
     @rule(own=st.integers(0, 2), count=st.integers(1, 4), data=st.data())
     def hold(self, own, count, data):
         """Have blocks held for transfers, as an engine does: between two steps."""
-        if self.left > 1:
+        if self.plan.steps > 1:
             self.tell_so_far(data)
-        self.pinned += self.both_pins(
-            "pin", Prompt(own, SHARED, unit_tokens=2).block_hashes(BLOCK_SIZE, 0, count)
-        )
-        self.pinned += self.both("reserve", count) or []
-        self.both("commit", 1)
-        self.plan()
+        names = Prompt(own, SHARED, unit_tokens=2).block_hashes(BLOCK_SIZE, 0, count)
+        self.pinned += self.scheduler.pins.pin(names)
+        self.pinned += self.scheduler.reserve(count) or []
+        self.commit(1)
+        self.make_plan()
 
     @precondition(lambda self: self.pinned)
     @rule()
     def let_go(self):
-        self.both_pins("unpin", self.pinned)
+        self.scheduler.pins.unpin(self.pinned)
         self.pinned = []
-
-    def both_pins(self, method, *arguments):
-        answers = [getattr(s.pins, method)(*arguments) for s in (self.native, self.reference)]
-        assert answers[0] == answers[1]
-        return answers[0]
-
-    @precondition(lambda self: self.left > 1)
-    @rule(data=st.data())
-    def load_within(self, data):
-        self.both("load", data.draw(st.integers(0, self.left - 1)))
 
     @invariant()
     def agree(self):
-        if hasattr(self, "native"):
-            assert self.native.wants_plan == self.reference.wants_plan
-            self.both("load")
-            self.both("check")
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+            load = self.scheduler.load()
+            assert load.running_requests + load.waiting_requests >= len(self.expected)
+            assert load.running_requests <= self.config.max_running_requests
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        if self.plan is not None:
+            self.commit(1)
+        self.scheduler.pins.unpin(self.pinned)
+        for _ in range(2000):
+            while self.copier.fetches:
+                self.copier.fetches.popitem()[1]()
+            self.make_plan()
+            if self.plan is not None:
+                self.commit(self.plan.steps)
+            elif not self.copier.fetches:
+                break
+        assert not self.expected, "all requests end once nothing is held"
+        self.scheduler.check()
+        assert not self.pool.num_active
 
 
-TestSchedulerPair = SchedulerPair.TestCase
-TestSchedulerPair.settings = settings(stateful_step_count=30)
-
-
-@pytest.mark.parametrize("order", ["fcfs", "shortest", None])
-def test_choice_is_native_whatever_the_order_where_no_tiers_are_beneath_the_device(order):
-    config = SchedulerConfig(max_batch_tokens=8, max_running_requests=2, order=order)
-    pool = BlockPool(4, BLOCK_SIZE)
-    assert type(make_scheduler(pool, 16, config, {}.__getitem__, None)) is NativeScheduler
-    tiered = TieredPool(pool, [BlockPool(8, BLOCK_SIZE, tier=Tier.HOST)], copier=None)
-    assert type(make_scheduler(tiered, 16, config, {}.__getitem__, None)) is JumpScheduler
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(stateful_step_count=30)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.core.ids import RequestId
+from penstock.core.native import native
 from penstock.core.types.events import Tier
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import PackedTokens, num_tokens, pack_hashes
@@ -26,6 +27,7 @@ from penstock.sim.engine.timing import Pace
 from penstock.sim.loop.loop import run_virtual
 from penstock.sim.workload.workload import WorkloadConfig, make_sessions
 
+pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 SHAPE = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
     "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,

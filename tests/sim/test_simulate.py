@@ -353,6 +353,13 @@ def test_a_whole_deployment_with_lower_tiers_jumps_as_it_steps(monkeypatch, poli
     assert jump[2].sum() > without[2].sum() + 10_000
 
 
+def test_without_native_code_every_step_is_simulated_and_said_once(tmp_path, spec, monkeypatch, capsys):
+    monkeypatch.setattr("penstock.sim.deployment.native", None)
+    report = simulated(tmp_path, spec, "--graph", SMALL)
+    assert report["inputs"]["exact"] is True
+    assert capsys.readouterr().err.count("no native code") == 1
+
+
 def test_hits_by_tier_add_up(tmp_path, spec, capsys):
     page = tmp_path / "page.html"
     settings = [

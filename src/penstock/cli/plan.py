@@ -21,5 +21,7 @@ def add(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from penstock.plan.command import run_command  # noqa: PLC0415
+    from penstock.sim.deployment import warn_of_exact  # noqa: PLC0415
 
+    warn_of_exact()
     return run_command(options)

@@ -24,6 +24,8 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from penstock.core import log  # noqa: PLC0415
     from penstock.sim.command import run_command  # noqa: PLC0415
+    from penstock.sim.deployment import warn_of_exact  # noqa: PLC0415
 
     log.configure("error", process="simulate")
+    warn_of_exact()
     return run_command(options)

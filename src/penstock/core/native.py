@@ -1,7 +1,8 @@
 """The native module, or None where the package was installed with PENSTOCK_NATIVE=OFF.
 
-Every native function has a Python reference that gives equal results, so `native is None` only costs time. A native module
-that exists but cannot be loaded is an error: a silent fallback would only be slow.
+Every native function has a Python reference that gives equal results, so `native is None` only costs time. The simulator's
+scheduler has the exact engine instead, which runs every step. A native module that exists but cannot be loaded is an error: a
+silent fallback would only be slow.
 """
 
 from types import ModuleType

@@ -1,5 +1,6 @@
 """Makes a simulated deployment from a graph: role groups and the cluster spec."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
@@ -9,6 +10,7 @@ from typing import TypeVar
 from penstock.core.config import Config
 from penstock.core.errors import ConfigError
 from penstock.core.ids import RequestId
+from penstock.core.native import native
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import Request
@@ -203,6 +205,15 @@ def simulated_shape(graph: Graph, beside: Path) -> ModelShape:
     return find_shape(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model, beside=beside)
 
 
+def warn_of_exact() -> None:
+    """Say on stderr that simulations run every step, if there is no native code; commands call it once."""
+    if native is None:
+        sys.stderr.write(
+            "penstock: no native code: simulations run every engine step and take several times as long;"
+            " install g++ and Python's headers, then reinstall without PENSTOCK_NATIVE=OFF\n"
+        )
+
+
 def plan_deployment(
     graph: Graph, *, beside: Path, engine_profile: Path | None = None, exact: bool = False
 ) -> Deployment:
@@ -212,7 +223,7 @@ def plan_deployment(
         graph: roles in any mix.
         beside: second base of the model's relative path.
         engine_profile: profile that all simulated engines use, while the router keeps the graph's estimates.
-        exact: engines run every step.
+        exact: engines run every step, as they always do without native code.
 
     Raises:
         ConfigError: the graph cannot be simulated, or does not fit its hardware.
@@ -232,7 +243,7 @@ def plan_deployment(
     for role_group in role_groups:
         _check_batch(role_group)
     _check_alike(role_groups)
-    return Deployment(graph, shape, role_groups, exact)
+    return Deployment(graph, shape, role_groups, exact or native is None)
 
 
 def _check_batch(role_group: RoleGroup) -> None:

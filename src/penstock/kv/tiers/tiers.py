@@ -89,8 +89,12 @@ class TieredPool:
 
     def allocate(self, count: int) -> list[BlockId] | None:
         """Allocate `count` device blocks and keep evicted ones in lower tiers; None if fewer are available."""
-        self._keep(0, self._device.make_room(count))
+        self.make_room(count)
         return self._device.allocate(count)
+
+    def make_room(self, count: int) -> None:
+        """Evict device blocks until `count` are free, if so many are available, and keep them in lower tiers."""
+        self._keep(0, self._device.make_room(count))
 
     def beneath(self, block_hashes: HashArray) -> list[TierBlocks]:
         """Find cached blocks that continue a prefix after the leading blocks on the device.

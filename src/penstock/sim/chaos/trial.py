@@ -13,6 +13,7 @@ import numpy as np
 from penstock.core.errors import PenstockError
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
+from penstock.core.native import native
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.events import Tier
 from penstock.core.types.instances import Role
@@ -66,7 +67,7 @@ _CONVERGED_S = 40.0
 class Trial:
     """Size and deployment of one chaos trial.
 
-    `exact`: engines run every step; otherwise they jump between events. `kv_events`: workers send KV events. `hold_s`:
+    `exact`: engines run every step; otherwise they jump between events, which takes native code. `kv_events`: workers send KV events. `hold_s`:
     `threshold_s` of the routers' queues. `host_blocks`: engines are slow and have a slow host tier, and several
     prompts share prefixes. `failed_steps`: number of steps of exact engines that fail, each on a random worker.
     `prefill_workers`: number of prefill workers for all but the shortest prompts; `workers` then decode.
@@ -145,7 +146,7 @@ def small_spec(trial: Trial | None = None) -> ClusterSpec:
 
     def make_engine(pace: Pace) -> SimEngine:
         pace.factor = _SLOWNESS
-        if trial.exact:
+        if trial.exact or native is None:
             return ExactEngine(model, info, scheduler, pace)
         return JumpEngine(model, info, scheduler, _PositionStream, pace=pace)
 

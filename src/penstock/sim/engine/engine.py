@@ -19,9 +19,8 @@ from penstock.core.wire import HashArray
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.perf.latency import LatencyModel
-from penstock.sim.engine.jump_plan import JumpPlan
-from penstock.sim.engine.native_scheduler import make_scheduler
 from penstock.sim.engine.prices import DecodePrices
+from penstock.sim.engine.scheduler import JumpPlan, JumpScheduler
 from penstock.sim.engine.tier_copier import TimedTierCopier
 from penstock.sim.engine.timing import Pace, no_memory
 from penstock.sim.workload.prompt import StreamOf
@@ -82,7 +81,7 @@ class JumpEngine:
         self._memory = no_memory(info)
         self.pool, onboarding = info.make_pool(self._copier, self._interrupt)
         """The block pool, for reports and checks."""
-        self._scheduler = make_scheduler(self.pool, context_length, config, stream_of, onboarding)
+        self._scheduler = JumpScheduler(self.pool, context_length, config, stream_of, onboarding)
         self._loop = asyncio.get_running_loop()
         self._jump: _Jump | None = None
         self._is_late = False  # the running jump's time is over, but the host is stopped
