@@ -127,7 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         except RequestError:
             assert known >= self.context_length
         except Overloaded:
-            assert waiting == self.config.max_waiting_requests
+            assert waiting >= self.config.max_waiting_requests  # preempted ones wait too
         else:
             end = min(emitted + more, self.context_length - prompt)
             self.expected[request_id] = Expected(emitted, end, prompt)

@@ -209,7 +209,7 @@ def warn_of_exact() -> None:
     """Say on stderr that simulations run every step, if there is no native code; commands call it once."""
     if native is None:
         sys.stderr.write(
-            "penstock: no native code: simulations run every engine step and take several times as long;"
+            "penstock: no native code: simulations run every engine step and take up to twenty times as long;"
             " install g++ and Python's headers, then reinstall without PENSTOCK_NATIVE=OFF\n"
         )
 
