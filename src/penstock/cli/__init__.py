@@ -3,6 +3,7 @@
 Each subcommand imports its modules when it runs, so that `penstock --help` is fast.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -26,12 +27,16 @@ def run(make_parser: Callable[[], Parser], arguments: Sequence[str] | None) -> i
     try:
         options = make_parser().parse_args(arguments)
         code: int = options.run(options)
+        sys.stdout.flush()
     except ConfigError as error:
         return _complain(error, EXIT_WRONG_INPUT)
     except PenstockError as error:
         return _complain(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `| head`; rich ends with the same code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
     return code
 
 

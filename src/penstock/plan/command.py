@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,7 +32,16 @@ def run_command(options: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: a flag is invalid, or no layout fits or meets the targets.
+        KeyboardInterrupt: after a line on stderr.
     """
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("penstock plan: interrupted; nothing was written", file=sys.stderr)  # noqa: T201 - command output
+        raise
+
+
+def _run(options: argparse.Namespace) -> int:
     question = Question(
         model=_name(options.model),
         hardware=find_hardware(options.hardware),

@@ -1,11 +1,17 @@
 """What the command says without starting anything; tests/e2e runs the real one."""
 
+import multiprocessing
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 from penstock import __version__, cli
 from penstock.graph import Graph, Roles, RoleSpec, Supervision
+from penstock.plan import command as plan_command
+from penstock.plan.processes import Processes
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -151,6 +157,45 @@ def test_an_unknown_log_format_is_refused(
 ) -> None:
     monkeypatch.setenv("PENSTOCK_LOG_FORMAT", "xml")
     assert complaint(capsys, "serve", "--demo") == "PENSTOCK_LOG_FORMAT: must be json or text, got 'xml'"
+
+
+def test_a_reader_of_the_output_may_leave(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text("model: demo\nroles: {aggregated: {}}\n")
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert cli.main(["graph", "check", str(path)]) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupted_plan_says_so_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_command, "Question", interrupt)
+    arguments = "llama-3.1-8b --hardware h100 --gpus 1 --isl 100 --osl 10 --slo-ttft 1 --slo-itl 1"
+    assert cli.main(["plan", *arguments.split()]) == 130
+    assert capsys.readouterr().err == "penstock plan: interrupted; nothing was written\n"
+
+
+def test_all_processes_of_a_plan_ignore_interrupts() -> None:
+    with Processes(2) as processes:
+        assert len(multiprocessing.active_children()) == 2, "started while interrupts are ignored"
+        assert processes.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_IGN
+
+
+def test_sigterm_ends_a_plan_in_order() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, Processes(1):
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_graph_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
