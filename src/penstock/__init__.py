@@ -1,3 +1,3 @@
-"""Penstock: serve large language models on many machines as if they were one."""
+"""Penstock: serve large language models on many workers behind one endpoint."""
 
 __version__ = "0.1.0"

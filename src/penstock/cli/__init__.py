@@ -51,7 +51,7 @@ def make_parser() -> Parser:
     from penstock.bench import add_parsers  # noqa: PLC0415 - see above
 
     parser = Parser(
-        prog="penstock", description="Serve large language models on many machines as if they were one."
+        prog="penstock", description="Serve large language models on many workers behind one endpoint."
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

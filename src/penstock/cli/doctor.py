@@ -11,7 +11,7 @@ def add(commands: Any) -> None:
         "doctor",
         help="test which memory transports work on this host, and how fast",
         description="Test every transport between every pair of memory kinds, within a process and between two. Prints the reason"
-        " for each that does not work, and the host settings to change. Takes about 10 s.",
+        " for each that does not work, and the host settings to change. Takes 5 to 10 s.",
         epilog="Exit code: 0, or 1 if a transfer failed that should work. See docs/transfer.md.",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all findings to this file too")
