@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     judge = parser.add_argument_group("judgement")
     judge.add_argument("--slo-ttft", type=_positive, metavar="S", help="goodput: TTFT target in seconds")
-    judge.add_argument("--slo-itl", type=_positive, metavar="S", help="goodput: ITL target in seconds")
+    judge.add_argument("--slo-itl", type=_positive, metavar="S", help="goodput: TPOT target in seconds")
     judge.add_argument(
         "--timeout",
         type=_positive,
