@@ -242,6 +242,7 @@ def test_a_run_that_completes_nothing_fails(tmp_path, capsys):
     path, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     path.write_text('{"timestamp": 0, "input_length": 140000, "output_length": 5}\n')
     assert main(["simulate", str(path), "--graph", str(SMALL), "--json", str(out)]) == 1
+    assert "1 of 1 prompts do not fit the context of 131,072 tokens and will fail" in capsys.readouterr().err
     report = json.loads(out.read_text())
     assert (report["requests"], report["completed"], report["failed"]) == (1, 0, 1)
     assert report["ttft_s"]["mean"] is None

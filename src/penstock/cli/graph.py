@@ -7,6 +7,8 @@ from typing import Any
 from penstock.cli.flags import add_set
 from penstock.core.errors import ConfigError
 
+EXIT_NO_COMMAND = 2
+
 
 def add(commands: Any) -> None:
     """Register the subcommand."""
@@ -16,9 +18,9 @@ def add(commands: Any) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     check = actions.add_parser(
         "check",
-        help="say whether a graph is valid",
-        description="Say whether a graph is valid, every mistake in one line, and which commands of this version"
-        " do not take it.",
+        help="say which commands take a graph",
+        description="Say every mistake of a graph in one line, or which of penstock serve and penstock simulate take it.",
+        epilog="Exit code: 2 if the graph has a mistake, or if neither command takes it.",
     )
     check.add_argument("file", metavar="FILE", help="YAML, or Python that sets `graph`")
     add_set(check, "set a field, as for serve")
@@ -30,13 +32,18 @@ def _run(options: argparse.Namespace) -> int:
     from penstock.deploy.supervisor.local import runnable_roles  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
     from penstock.graph.partners import say_empty  # noqa: PLC0415
-    from penstock.sim.deployment import simulated_roles, simulated_shape  # noqa: PLC0415
+    from penstock.sim.deployment import (  # noqa: PLC0415
+        hardware_hint,
+        plan_deployment,
+        simulated_roles,
+        simulated_shape,
+    )
 
     graph = load(options.file, Overrides(options.set))
     roles = ", ".join(
         f"{spec.replicas} {role} ({spec.engine})" for role, spec in graph.roles.present().items()
     )
-    print(f"{options.file}: valid: {graph.model}, {roles}, frontend on port {graph.frontend.port}")  # noqa: T201
+    print(f"{options.file}: {graph.model}, {roles}, frontend on port {graph.frontend.port}")  # noqa: T201
     for line in say_empty(graph.roles):
         print(f"{options.file}: {line}")  # noqa: T201
 
@@ -45,12 +52,21 @@ def _run(options: argparse.Namespace) -> int:
         check_model(graph)
 
     def check_simulate() -> None:
+        beside = Path(options.file).parent
         simulated_roles(graph)
-        simulated_shape(graph, Path(options.file).parent)
+        simulated_shape(graph, beside)
+        try:
+            plan_deployment(graph, beside=beside)
+        except ConfigError as error:
+            raise ConfigError(error.message + hardware_hint(graph)) from error
 
+    is_taken = False
     for command, check in (("serve", check_serve), ("simulate", check_simulate)):
         try:
             check()
         except ConfigError as error:
-            print(f"{options.file}: but not for penstock {command}: {error.message}")  # noqa: T201
-    return 0
+            verdict = f"refuses it: {error.message}"
+        else:
+            verdict, is_taken = "takes it", True
+        print(f"{options.file}: penstock {command} {verdict}")  # noqa: T201
+    return 0 if is_taken else EXIT_NO_COMMAND

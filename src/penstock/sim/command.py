@@ -27,7 +27,7 @@ from penstock.core.errors import ConfigError
 from penstock.graph import Graph, Overrides, load
 from penstock.graph.document import parse_yaml
 from penstock.graph.overrides import SET
-from penstock.sim.deployment import Deployment, plan_deployment
+from penstock.sim.deployment import Deployment, hardware_hint, plan_deployment
 from penstock.sim.report.charts import say_s
 from penstock.sim.report.figures import Run
 from penstock.sim.report.inputs import Inputs, mismatches
@@ -102,9 +102,15 @@ def _run(options: argparse.Namespace) -> int:
         {"--json": options.json, "--html": options.html},
         [options.workload, *paths, *filter(None, profiles)],
     )
+    num_prompts = sum(len(session.turns) for session in sessions)
     for name, deployment in deployments.items():
         for text in mismatches(deployment):
             _warn(f"{name}: {text}")
+        if num_too_long := deployment.count_too_long(sessions):
+            _warn(
+                f"{name}: {num_too_long:,} of {num_prompts:,} prompts do not fit the context of {deployment.shape.context_length:,} tokens and"
+                " will fail; shorten the workload's prompts or take a model with a longer context"
+            )
     inputs = Inputs(
         Path(options.workload),
         options.seed,
@@ -216,12 +222,8 @@ def _blamed(path: str, graph: Graph, options: argparse.Namespace) -> Iterator[No
     try:
         yield
     except ConfigError as error:
-        left_out = any("hardware" not in spec.model_fields_set for spec in graph.roles.present().values())
-        raise ConfigError(
-            (f"{path}: " if options.compare else "")
-            + error.message
-            + ("; hardware was left out, which means cpu" if left_out else "")
-        ) from error
+        whose = f"{path}: " if options.compare else ""
+        raise ConfigError(whose + error.message + hardware_hint(graph)) from error
 
 
 def _load_sessions(options: argparse.Namespace, *, block_size: int) -> list[Session]:

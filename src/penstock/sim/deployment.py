@@ -135,6 +135,11 @@ class Deployment:
                 " are listed; list more, or lower the workload's adapters"
             )
 
+    def count_too_long(self, sessions: Iterable[Session]) -> int:
+        """Count the prompts that no worker takes, as they leave no token of the context for an answer."""
+        prompts = (turn.input_tokens for session in sessions for turn in session.turns)
+        return sum(tokens >= self.shape.context_length for tokens in prompts)
+
     def cluster_spec(self, streams: Mapping[RequestId, Stream]) -> ClusterSpec:
         """Make the cluster spec.
 
@@ -203,6 +208,12 @@ def simulated_shape(graph: Graph, beside: Path) -> ModelShape:
         ConfigError: the model is neither a known name nor a directory.
     """
     return find_shape(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model, beside=beside)
+
+
+def hardware_hint(graph: Graph) -> str:
+    """Give the end of an error about a graph whose hardware was left out; empty if it was not."""
+    is_left_out = any("hardware" not in spec.model_fields_set for spec in graph.roles.present().values())
+    return "; hardware was left out, which means cpu" if is_left_out else ""
 
 
 def warn_of_exact() -> None:

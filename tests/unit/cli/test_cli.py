@@ -203,33 +203,61 @@ def test_graph_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     path.write_text("model: demo\nroles: {prefill: {replicas: 2}, decode: {}}\n")
     assert cli.main(["graph", "check", str(path)]) == 0
     assert capsys.readouterr().out == (
-        f"{path}: valid: demo, 2 prefill (paged), 1 decode (paged), frontend on port 8000\n"
+        f"{path}: demo, 2 prefill (paged), 1 decode (paged), frontend on port 8000\n"
+        f"{path}: penstock serve takes it\n"
+        f"{path}: penstock simulate takes it\n"
     )
     assert complaint(capsys, "graph", "check", str(path), "--set", "roles.decode.replicas=-1") == (
         "--set: roles.decode.replicas: must be >= 0, got -1"
     )
 
 
-def test_graph_check_says_for_which_commands_the_model_is(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("graph", "serve", "simulate", "code"),
+    [
+        (
+            "model: llama-3.1-8b\nroles: {aggregated: {hardware: h100}}\n",
+            "refuses it: model: 'llama-3.1-8b' is a shape for penstock simulate and penstock plan, without weights",
+            "takes it",
+            0,
+        ),
+        (
+            "model: llama-3.1-8b\nroles: {aggregated: {}}\n",
+            "refuses it: model: 'llama-3.1-8b' is a shape",
+            "raise tensor_parallel or pipeline_parallel; hardware was left out, which means cpu",
+            2,
+        ),
+        (
+            "model: ./absent\nroles: {aggregated: {}}\n",
+            "refuses it: model: no such directory: ./absent",
+            "refuses it: model ./absent: its shape is not known",
+            2,
+        ),
+        (
+            "model: Qwen/Qwen3-0.6B\nroles: {aggregated: {}}\n",
+            "takes it",
+            "refuses it: model Qwen/Qwen3-0.6B: its shape is not known",
+            0,
+        ),
+        (
+            "model: demo\nroles: {aggregated: {replicas: 100000000}}\n",
+            "refuses it: roles.aggregated.replicas: 100,000,000 workers",
+            "refuses it: roles.aggregated.replicas: 100,000,000 workers",
+            2,
+        ),
+    ],
+)
+def test_graph_check_says_which_commands_take_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, graph: str, serve: str, simulate: str, code: int
 ) -> None:
     path = tmp_path / "graph.yaml"
-    path.write_text("model: llama-3.1-8b\nroles: {aggregated: {}}\n")
-    assert cli.main(["graph", "check", str(path)]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        (
-            f"{path}: but not for penstock serve: model: 'llama-3.1-8b' is a shape for penstock simulate and penstock plan,"
-            " without weights; name a checkpoint's directory or a hub name"
-        )
-    ]
-    path.write_text("model: ./absent\nroles: {aggregated: {}}\n")
-    assert cli.main(["graph", "check", str(path)]) == 0
-    serve, simulate = capsys.readouterr().out.splitlines()[1:]
-    assert "but not for penstock serve: model: no such directory: ./absent" in serve
-    assert "but not for penstock simulate: model ./absent: its shape is not known" in simulate
-    path.write_text("model: Qwen/Qwen3-0.6B\nroles: {aggregated: {}}\n")
-    assert cli.main(["graph", "check", str(path)]) == 0
-    assert [line for line in capsys.readouterr().out.splitlines() if "penstock serve" in line] == []
+    path.write_text(graph)
+    assert cli.main(["graph", "check", str(path)]) == code
+    _, of_serve, of_simulate = capsys.readouterr().out.splitlines()
+    assert of_serve.startswith(f"{path}: penstock serve ")
+    assert serve in of_serve
+    assert of_simulate.startswith(f"{path}: penstock simulate ")
+    assert simulate in of_simulate
 
 
 def test_graph_check_says_what_a_role_without_workers_means(
@@ -238,24 +266,20 @@ def test_graph_check_says_what_a_role_without_workers_means(
     path = tmp_path / "graph.yaml"
     path.write_text("model: demo\nroles: {prefill: {replicas: 0}, decode: {}}\n")
     assert cli.main(["graph", "check", str(path)]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        (
-            f"{path}: roles.prefill.replicas is 0: prompts are computed where they are answered, until a prefill worker"
-            " comes (penstock role WORKER prefill)"
-        )
-    ]
+    assert capsys.readouterr().out.splitlines()[1] == (
+        f"{path}: roles.prefill.replicas is 0: prompts are computed where they are answered, until a prefill worker"
+        " comes (penstock role WORKER prefill)"
+    )
     path.write_text("model: demo\nroles: {prefill: {}, decode: {replicas: 0}, aggregated: {}}\n")
     assert cli.main(["graph", "check", str(path)]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        (
-            f"{path}: roles.decode.replicas is 0: only aggregated workers decode remote prefills, until a decode worker comes"
-            " (penstock role WORKER decode)"
-        )
-    ]
+    assert capsys.readouterr().out.splitlines()[1] == (
+        f"{path}: roles.decode.replicas is 0: only aggregated workers decode remote prefills, until a decode worker comes"
+        " (penstock role WORKER decode)"
+    )
     path.write_text("model: demo\nroles: {prefill: {}, decode: {replicas: 0}}\n")
-    assert cli.main(["graph", "check", str(path)]) == 0
+    assert cli.main(["graph", "check", str(path)]) == 2
     assert capsys.readouterr().out.splitlines()[1:] == [
-        f"{path}: but not for penstock {command}: roles.decode.replicas: must be >= 1 to serve anything, got 0"
+        f"{path}: penstock {command} refuses it: roles.decode.replicas: must be >= 1 to serve anything, got 0"
         for command in ("serve", "simulate")
     ]
 
