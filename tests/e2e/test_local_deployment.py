@@ -182,7 +182,7 @@ def test_a_process_whose_supervisor_dies_before_it_has_said_what_to_do_ends_with
         with ours:
             ours.sendall(said)
         ended = subprocess.run(
-            [sys.executable, "-P", "-m", "penstock.deploy.processes.process", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "penstock.deploy.processes.process", str(theirs.fileno()), "test"],
             pass_fds=(theirs.fileno(),),
             capture_output=True,
             timeout=60,

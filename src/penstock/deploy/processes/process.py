@@ -1,6 +1,6 @@
-"""Entry point of a child process: `python -m penstock.deploy.processes.process FD [MODULE...]`, FD being its socket to the supervisor.
+"""Entry point of a child process: `python -m penstock.deploy.processes.process FD NAME [MODULE...]`.
 
-It imports the modules, waits for one `Assignment`, then sends reports. A child never outlives its supervisor: the kernel
+FD is its socket to the supervisor; NAME is for `ps` alone. It imports the modules, waits for one `Assignment`, then sends reports. A child never outlives its supervisor: the kernel
 kills it (PR_SET_PDEATHSIG), and the closed socket ends it if the kernel does not.
 """
 
@@ -26,6 +26,7 @@ from penstock.deploy.processes.control import Control
 EXIT_FAILED = 1
 EXIT_WRONG_CONFIG = 2
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 
 _log = log.get_logger()
 
@@ -34,11 +35,12 @@ def main() -> int:
     """Run one child process and return its exit code."""
     gc.disable()  # until everything is loaded: collections take a quarter of the time to import torch and transformers
     control = Control(int(sys.argv[1]))
-    _import(sys.argv[2:])
+    _import(sys.argv[3:])
     assignment = control.assignment()
     if assignment is None:
         return EXIT_FAILED
     _die_with(assignment.common.supervisor_pid)
+    _set_name(assignment.name)
     _allow_many_files()
     if assignment.cores:
         os.sched_setaffinity(0, assignment.cores)
@@ -90,6 +92,11 @@ def _die_with(supervisor_pid: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != supervisor_pid:
         os._exit(EXIT_FAILED)  # the supervisor ended before prctl
+
+
+def _set_name(name: str) -> None:
+    """Set the name that `top` and `ps -o comm` show, also of a process that was a spare; Linux keeps 15 bytes."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 def _allow_many_files() -> None:

@@ -46,20 +46,20 @@ class Child:
     @classmethod
     async def start(cls, assignment: Assignment, guard: GroupGuard) -> "Child":
         """Start a process and send its assignment; `guard` kills its group if this process dies first."""
-        child = await cls.spawn(guard, _environment(assignment))
+        child = await cls.spawn(guard, _environment(assignment), assignment.name)
         child.assign(assignment)
         return child
 
     @classmethod
     async def spare(cls, guard: GroupGuard, imports: Sequence[str]) -> "Child":
         """Start a spare process, which imports modules and waits for a worker's assignment."""
-        return await cls.spawn(guard, _ONE_THREAD | os.environ, imports)
+        return await cls.spawn(guard, _ONE_THREAD | os.environ, "spare", imports)
 
     @classmethod
     async def spawn(
-        cls, guard: GroupGuard, environment: Mapping[str, str], imports: Sequence[str] = ()
+        cls, guard: GroupGuard, environment: Mapping[str, str], name: str, imports: Sequence[str] = ()
     ) -> "Child":
-        """Start a process that waits for its assignment."""
+        """Start a process that waits for its assignment; `name` is for its command line."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -69,12 +69,7 @@ class Child:
                 raise
             try:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-P",  # no imports from the working directory
-                    "-m",
-                    "penstock.deploy.processes.process",
-                    str(theirs.fileno()),
-                    *imports,
+                    *command_line(theirs.fileno(), name, imports),
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,  # its own process group; the supervisor handles Ctrl-C
@@ -148,6 +143,18 @@ class Child:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def command_line(fd: int, name: str, imports: Sequence[str]) -> list[str]:
+    """Give the command line of a child process.
+
+    Args:
+        fd: its socket to the supervisor.
+        name: what `ps` shows: a worker's or frontend's name, or `spare`.
+        imports: modules that it imports at once.
+    """
+    isolated = "-P"  # no imports from the working directory
+    return [sys.executable, isolated, "-m", "penstock.deploy.processes.process", str(fd), name, *imports]
 
 
 def _reap_group(group: int) -> None:
