@@ -54,7 +54,9 @@ def _run(options: argparse.Namespace) -> int:
                 "--policy: is for --replay FILE, which decides again; what runs has decided already"
             )
         if options.request_id is not None and options.last is not None:
-            raise ConfigError(f"{options.request_id} and --last: explain one request, or the latest ones")
+            raise ConfigError(
+                f"{options.request_id} and --last: give one of them: one request, or the latest"
+            )
         if options.request_id == "":
             raise ConfigError("REQUEST_ID: must be an answer's id, such as chatcmpl-0123, got ''")
         if options.last is not None and not 1 <= options.last <= LATEST_MAX:

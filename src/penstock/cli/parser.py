@@ -19,10 +19,12 @@ class Parser(argparse.ArgumentParser):
         options, unknown = super().parse_known_args(args, namespace)
         if not unknown:
             return options, unknown
-        from penstock.core.config import nearest  # noqa: PLC0415
+        from penstock.core.config import closest  # noqa: PLC0415
 
         word = unknown[0].partition("=")[0]
         if not word.startswith("-"):
             self.error(f"unexpected argument {word!r}")
-        hint = nearest(word, [flag for flag in self._option_string_actions if flag.startswith("--")])
+        flags = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+        close = closest(word.lstrip("-"), flags)
+        hint = f"; did you mean '--{close}'?" if close else f"; see {self.prog} --help"
         raise ConfigError(f"{self.prog}: unknown flag {word}{hint}")

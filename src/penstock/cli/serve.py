@@ -100,6 +100,7 @@ def graph_of(options: argparse.Namespace) -> Any:
         if (value := getattr(options, place)) is not None:
             for meant in _places(place, roles):
                 overrides.assign(meant, value, flag=flag)
+    _check_workers(roles, options, overrides.assigned())
     engine = getattr(options, FLAGS["--engine"][0])
     if engine is not None and engine not in engine_names():
         raise ConfigError(f"--engine: unknown {engine!r}{nearest(engine, list(engine_names()))}")
@@ -132,6 +133,15 @@ def _check_partners(roles: list[str], assigned: dict[str, Any]) -> None:
         raise ConfigError("--prefill: no decode worker would take its KV; add --decode D")
     if "decode" in described and "prefill" not in described:
         raise ConfigError("--decode: no prefill worker would compute its prompts; add --prefill P")
+
+
+def _check_workers(roles: list[str], options: argparse.Namespace, assigned: dict[str, Any]) -> None:
+    """Refuse `--workers` below 1 where no other role is described, as in a graph file or by `--set`."""
+    text = getattr(options, FLAGS["--workers"][0]) or ""
+    others = [path for path in assigned if path.startswith(("roles.prefill", "roles.decode"))]
+    is_below = text.removeprefix("-").isdecimal() and int(text) < 1
+    if is_below and roles == ["aggregated"] and not others and not options.graph:
+        raise ConfigError(f"--workers: must be >= 1 to serve anything, got {text}")
 
 
 def _with_speedup_used(graph: Any, options: argparse.Namespace) -> Any:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import Any, ClassVar, Self
 
 import pydantic
@@ -109,11 +110,20 @@ def _wording(item: ErrorDetails) -> str:
     return f"{message}, got {'a mapping' if isinstance(value, (dict, pydantic.BaseModel)) else repr(value)}"
 
 
+def closest(word: str, known: list[str]) -> str | None:
+    """Give the known name most like an unknown one, of equals that with the longest common prefix; None if none is close."""
+
+    def likeness(name: str) -> tuple[float, int]:
+        prefix = takewhile(lambda pair: pair[0] == pair[1], zip(name, word, strict=False))
+        return difflib.SequenceMatcher(None, name, word).ratio(), len(list(prefix))
+
+    return max(difflib.get_close_matches(word, known), key=likeness, default=None)
+
+
 def nearest(word: str, known: list[str]) -> str:
     """Give the hint that ends an error about an unknown name: the closest known name, or all of them."""
-    close = difflib.get_close_matches(word, known, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    if close := closest(word, known):
+        return f"; did you mean {close!r}?"
     return f"; known: {', '.join(sorted(known))}" if known else ""
 
 

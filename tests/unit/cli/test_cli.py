@@ -40,6 +40,10 @@ def test_unknown_flags_and_arguments_name_what_was_meant(capsys: pytest.CaptureF
         "penstock serve: unknown flag --wrokers; did you mean '--workers'?"
     )
     assert complaint(capsys, "serve", "--port=1", "--hots=1").endswith("--hots; did you mean '--host'?")
+    assert (
+        complaint(capsys, "serve", "--bogus")
+        == "penstock serve: unknown flag --bogus; see penstock serve --help"
+    )
     assert complaint(capsys, "serve", "a", "b") == "unexpected argument 'b'; see penstock serve --help"
     assert "invalid choice: 'srve' (choose from 'serve'" in complaint(capsys, "srve")
     assert "expected one argument" in complaint(capsys, "serve", "--workers")
@@ -135,7 +139,8 @@ def test_mistakes_in_flags_name_the_flag(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--demo", "--workers", "0"), "roles.aggregated.replicas: must be >= 1 to serve anything, got 0"),
+        (("--demo", "--workers", "0"), "--workers: must be >= 1 to serve anything, got 0"),
+        (("--demo", "--workers", "-1"), "--workers: must be >= 1 to serve anything, got -1"),
         (("--demo", "--set", "roles.aggregated.tensor_parallel=2"), "tensor_parallel: must be 1 in this version, got 2"),
         (("--demo", "--set", "roles.aggregated.data_parallel=4"), "data_parallel: must be 1 in this version, got 4"),
         (("--demo", "--prefill", "1", "--decode", "0"), "roles.decode.replicas: must be >= 1 to serve anything, got 0"),

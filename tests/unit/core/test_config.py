@@ -3,7 +3,7 @@ from typing import Literal
 import pydantic
 import pytest
 
-from penstock.core.config import Config, known_keys, wrong
+from penstock.core.config import Config, known_keys, nearest, wrong
 from penstock.core.errors import ConfigError
 
 
@@ -76,3 +76,7 @@ def test_known_keys_follow_collections_and_optional_models() -> None:
     assert known_keys(Mill, ()) == ["wheels", "main", "name"]
     assert known_keys(Mill, ("wheels", 3)) == known_keys(Mill, ("main",)) == ["diameter_m", "material"]
     assert known_keys(Mill, ("name",)) == []
+
+
+def test_of_equally_near_names_the_longest_common_prefix_wins() -> None:
+    assert nearest("max_completion_tokens", ["min_tokens", "max_tokens"]) == "; did you mean 'max_tokens'?"

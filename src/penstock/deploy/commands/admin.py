@@ -46,8 +46,8 @@ def ask(base: str, path: str, *, body: bytes | None = None, timeout_s: float = _
             return content
     except urllib.error.HTTPError as error:
         message, param = _error_of(error)
-        if error.code == _UNAUTHORIZED and path.startswith("/admin/") and not secret:
-            message = _no_token(base)
+        if error.code == _UNAUTHORIZED and path.startswith("/admin/"):
+            message = _wrong_token() if secret else _no_token(base)
         raise RequestError(message, http_status=error.code, param=param) from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
@@ -72,6 +72,17 @@ def _no_token(base: str) -> str:
     if Address(host=urlsplit(base).hostname or "").is_local:
         return f"no admin token in {path}; run as the server's user, or set {ADMIN_TOKEN_VARIABLE}"
     return f"the admin token in {path} is sent to this machine only; set {ADMIN_TOKEN_VARIABLE} to that of the server"
+
+
+def _wrong_token() -> str:
+    """Describe where the refused admin token came from."""
+    path = admin_token_path()
+    if os.environ.get(ADMIN_TOKEN_VARIABLE, "").strip():
+        return (
+            f"the server refuses the admin token in {ADMIN_TOKEN_VARIABLE}; set it to that of the server, or unset it to send"
+            f" that in {path}"
+        )
+    return f"the server refuses the admin token in {path}; set {ADMIN_TOKEN_VARIABLE} to that of the server"
 
 
 def _error_of(error: urllib.error.HTTPError) -> tuple[str, str | None]:

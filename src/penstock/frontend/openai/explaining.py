@@ -44,8 +44,8 @@ def explain_one(source: DecisionSource, request: web.Request) -> ProcessExplanat
     decisions = source.explain(request_id)
     if not decisions:
         raise RequestError(
-            f"id: no decision about {request_id!r} is known here; give an answer's id, soon: the latest are kept"
-            " (router.explain)",
+            f"id: no decision about {request_id!r} is known here: it is too old, or another frontend process decided it;"
+            " give an answer's id, soon, or raise router.explain.decisions_max",
             http_status=404,
             param="id",
         )

@@ -206,7 +206,8 @@ class Connector:
             return
         self._metrics.connections_lost.inc()
         log = _log.warning if member.condition is Condition.READY or member.requests else _log.info
-        log("worker_lost", worker=member.instance.name, requests=len(member.requests), error=error.message)
+        reason = error.message.removesuffix("; try another worker")  # advice to clients; routers do it
+        log("worker_lost", worker=member.instance.name, requests=len(member.requests), error=reason)
         member.problem = error
         self._detach(member, error)
         member.closing.set()

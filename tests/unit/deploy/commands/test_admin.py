@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.commands.admin import _no_token, _secret_for
+from penstock.deploy.commands.admin import _no_token, _secret_for, _wrong_token
 from penstock.deploy.state import load_admin_token
 
 
@@ -35,3 +35,11 @@ def test_a_missing_token_error_names_the_path(monkeypatch: pytest.MonkeyPatch, t
     assert _no_token("http://192.0.2.7:8000") == (
         f"the admin token in {path} is sent to this machine only; set PENSTOCK_ADMIN_TOKEN to that of the server"
     )
+
+
+def test_a_wrong_token_error_names_its_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path))
+    monkeypatch.delenv("PENSTOCK_ADMIN_TOKEN", raising=False)
+    assert f"the admin token in {tmp_path / 'admin_token'}; set PENSTOCK_ADMIN_TOKEN" in _wrong_token()
+    monkeypatch.setenv("PENSTOCK_ADMIN_TOKEN", "given")
+    assert "the admin token in PENSTOCK_ADMIN_TOKEN; set it to that of the server" in _wrong_token()

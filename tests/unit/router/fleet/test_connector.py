@@ -61,6 +61,7 @@ def test_a_lost_worker_is_warned_of_once():
             await asyncio.sleep(3.0)
         events = [(log["event"], log["log_level"]) for log in logs if log.get("worker") == "w1"]
         assert events[:2] == [("worker_lost", "warning"), ("worker_unreachable", "debug")]
+        assert "try another worker" not in logs[0]["error"]
         assert not [event for event in events[1:] if event[1] == "warning"]
 
     play(scene)
