@@ -8,6 +8,8 @@ import msgspec
 from penstock.core.config import nearest
 from penstock.core.errors import RequestError
 
+_JSON_NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+
 
 def body_error(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> RequestError:
     """Explain why `body` could not be decoded as a `kind`.
@@ -18,7 +20,7 @@ def body_error(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> Req
         kind: the expected struct.
     """
     if isinstance(error, msgspec.ValidationError):
-        return _content_error(str(error), kind)
+        return _content_error(str(error), body, kind)
     if not body:
         return RequestError("the body is empty; expected a JSON object")
     if isinstance(error, RecursionError):
@@ -28,7 +30,7 @@ def body_error(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> Req
     return RequestError(f"the body is not valid JSON: {error}")
 
 
-def _content_error(problem: str, kind: type[msgspec.Struct]) -> RequestError:
+def _content_error(problem: str, body: bytes, kind: type[msgspec.Struct]) -> RequestError:
     problem, _, path = problem.replace("`", "").partition(" - at $")
     path = path.removeprefix(".")
     if unknown := re.fullmatch("Object contains unknown field (.*)", problem):
@@ -40,8 +42,23 @@ def _content_error(problem: str, kind: type[msgspec.Struct]) -> RequestError:
         return RequestError(f"{param}: required, but missing", param=param)
     if word := re.fullmatch("Invalid enum value (.*)", problem):
         return RequestError(f"{path}: must be one of {_words(kind, path)}, got {word[1]}", param=path)
+    if re.fullmatch(r"Expected int( \| null)?, got float", problem):
+        problem = f"must be a whole number{_given(body, path)}"
+    elif problem.startswith("Expected "):
+        problem = re.sub(r"\b(str|int|float|bool)\b", lambda name: _JSON_NAMES[name[0]], problem)
     problem = problem[:1].lower() + problem[1:].replace(" | ", " or ")
     return RequestError(f"{path or 'the body'}: {problem}", param=path or None)
+
+
+def _given(body: bytes, path: str) -> str:
+    """Say which value stands at `path`; empty if it cannot be found."""
+    value = msgspec.json.decode(body)
+    try:
+        for part in re.findall(r"[^.\[\]]+", path):
+            value = value[int(part) if isinstance(value, list) else part]
+    except (LookupError, ValueError):  # a key with a dot
+        return ""
+    return f", got {value}"
 
 
 def _words(kind: type[msgspec.Struct], name: str) -> str:
