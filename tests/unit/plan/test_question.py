@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.graph import build
-from penstock.perf.model.hardware import find_hardware
+from penstock.perf.model.hardware import Dtype, find_hardware
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.search.demand import Demand
 from penstock.plan.graph_text import graph_data, graph_of, graph_text
@@ -131,3 +131,10 @@ def test_the_text_of_a_graph_is_that_graph(tmp_path):
     from penstock.graph import load
 
     assert load(path) == build(graph_data(question, layout))
+
+
+def test_a_format_that_the_hardware_lacks_names_the_flag_and_the_formats():
+    with pytest.raises(
+        ConfigError, match=r"h100 computes .*bf16.* neither fp32 .* \(--weight-dtype of penstock plan\)"
+    ):
+        find_hardware("h100").peak_flops_per_s(Dtype.FP32)

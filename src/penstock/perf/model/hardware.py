@@ -65,7 +65,8 @@ class Hardware(Config):
             if candidate in self.flops_per_s:
                 return self.flops_per_s[candidate]
         raise ConfigError(
-            f"hardware {self.name}: flops_per_s: has no {dtype} nor a wider format; known: {', '.join(self.flops_per_s)}"
+            f"hardware {self.name} computes {', '.join(self.flops_per_s)}, but neither {dtype} nor a wider format; set"
+            " weight_dtype (--weight-dtype of penstock plan) to one of them"
         )
 
 
