@@ -103,12 +103,12 @@ class BoundScheduler {
     }
 
     void submit(Count number, std::pair<Count, Count> tokens, Count end_tokens, nb::handle hashes, nb::object stream,
-                bool hand_over) {
+                bool kv_transfer) {
         const auto [num_prompt, known] = tokens;
         if (num_prompt < 1 || known < num_prompt) {
             throw nb::value_error("tokens: there must be some in the prompt, and none of it unknown");
         }
-        scheduler_.submit({number, known, num_prompt, end_tokens, hand_over, copy_hashes(hashes),
+        scheduler_.submit({number, known, num_prompt, end_tokens, kv_transfer, copy_hashes(hashes),
                            std::make_unique<StreamNames>(std::move(stream), block_size_)});
     }
 
@@ -186,7 +186,7 @@ void bind_jump_scheduler(nb::module_& module) {
         .def("look_again", &BoundScheduler::look_again)
         .def("reorder", &BoundScheduler::reorder, "ageing"_a.none())
         .def("submit", &BoundScheduler::submit, "number"_a, "tokens"_a, "end_tokens"_a, "hashes"_a, "stream"_a,
-             "hand_over"_a = false)
+             "kv_transfer"_a = false)
         .def("abort", &BoundScheduler::abort, "number"_a)
         .def("plan", &BoundScheduler::plan)
         .def("commit", &BoundScheduler::commit, "steps"_a)

@@ -6,12 +6,6 @@
 #include <string>
 
 namespace penstock {
-namespace {
-
-std::size_t at(Count index) { return static_cast<std::size_t>(index); }
-
-}  // namespace
-
 JumpScheduler::JumpScheduler(Pool& pool, Count block_size, JumpLimits limits, JumpTiers* tiers)
     : pool_(pool), size_(block_size), limits_(limits), tiers_(tiers), batch_(block_size) {}
 
@@ -25,7 +19,7 @@ void JumpScheduler::reorder(std::optional<double> ageing) {
 void JumpScheduler::submit(Arrival arrival) {
     auto sequence = std::make_unique<JumpSequence>(
         JumpSequence{arrival.number, arrival.known, arrival.num_prompt, arrival.end_tokens,
-                     arrival.known - arrival.num_prompt, arrival.hand_over, std::move(arrival.hashes),
+                     arrival.known - arrival.num_prompt, arrival.kv_transfer, std::move(arrival.hashes),
                      std::move(arrival.names)});
     sequence->since_tokens = clock_tokens_;
     waiting_.push(*sequence);
@@ -95,63 +89,6 @@ std::optional<Jump> JumpScheduler::plan() {
     return jump;
 }
 
-bool JumpScheduler::may_admit() const {
-    return !waiting_.empty() && !head_blocked_ && batch_.num_running() < limits_.max_running;
-}
-
-Count JumpScheduler::blocks_reserved(Count steps) const {
-    Count reserved = batch_.num_running() + batch_.blocks_due(batch_.tick() + 2 - steps, steps);
-    for (const auto* list : {&batch_.prefilling(), &batch_.onboarding()}) {
-        for (const JumpSequence* sequence : *list) {
-            reserved += std::max<Count>(sequence->known / size_ + 1 - size_of(sequence->blocks), 0);
-        }
-    }
-    return reserved;
-}
-
-// Give each prompt its tokens of this step, oldest first; those that lack only one always get it.
-Count JumpScheduler::share_budget(Count budget) {
-    budget -= std::ranges::count(batch_.prefilling(), 1, &JumpSequence::lacking);
-    for (JumpSequence* sequence : batch_.prefilling()) {
-        const Count lacking = sequence->lacking();
-        if (lacking == 1) {
-            prompts_.push_back({sequence, 1});
-        } else if (budget > 0) {
-            const Count amount = std::min({budget, limits_.prompt_budget, lacking});
-            budget -= amount;
-            prompts_.push_back({sequence, amount});
-        }
-    }
-    return budget;
-}
-
-// Share as `share_budget` does, with prompts that wait and those under way in one order; some may be admitted.
-Count JumpScheduler::share_by_turn(Count budget, std::vector<Share>& admitted) {
-    struct Turn {
-        double rank;
-        std::size_t index; // among those that are prefilled now
-    };
-    std::vector<Turn> turns;
-    for (JumpSequence* sequence : batch_.prefilling()) {
-        const bool is_single = sequence->lacking() == 1;
-        if (is_single) {
-            --budget;
-        } else {
-            turns.push_back({waiting_.rank_of(*sequence, sequence->lacking()), prompts_.size()});
-        }
-        prompts_.push_back({sequence, is_single ? 1 : 0});
-    }
-    std::ranges::stable_sort(turns, {}, &Turn::rank);
-    for (const auto& [rank, index] : turns) {
-        budget = admit(budget, admitted, rank);
-        Share& share = prompts_[index];
-        share.amount = std::min({budget, limits_.prompt_budget, share.sequence->lacking()});
-        budget -= share.amount;
-    }
-    std::erase_if(prompts_, [](const Share& share) { return share.amount == 0; });
-    return budget;
-}
-
 // Give every running sequence the blocks of its next step; the newest are preempted where none are left.
 void JumpScheduler::grow() {
     std::vector<Share> lacking;
@@ -200,99 +137,6 @@ void JumpScheduler::extend(const std::vector<Share>& lacking) {
     }
 }
 
-// Take waiting sequences in, in turn, while there is room; gives what is left of the budget. With `before`, those of a
-// rank below it alone, and what runs has not got its blocks of this step yet.
-Count JumpScheduler::admit(Count budget, std::vector<Share>& admitted, std::optional<double> before) {
-    if (budget <= 0 || !may_admit()) {
-        return budget;
-    }
-    waiting_.rank_new([this](JumpSequence& sequence) { return lacking(sequence); });
-    Count reserved = blocks_reserved(before ? 2 : 1);
-    while (!waiting_.empty() && budget > 0 && batch_.num_running() < limits_.max_running) {
-        JumpSequence& sequence = waiting_.first();
-        if (before && sequence.rank && *sequence.rank >= *before) {
-            break;
-        }
-        const Count blocks = sequence.known / size_ + 1;
-        Cached cached = match(sequence);
-        const auto& [hits, beneath] = cached;
-        const bool is_fetched = beneath.num_blocks > 0;
-        const Count held = size_of(hits) + size_of(beneath.on_device);
-        const auto idle = pool_.count_idle(hits) + pool_.count_idle(beneath.on_device);
-        if (blocks - held + reserved > static_cast<Count>(pool_.num_available() - idle)) {
-            head_blocked_ = true;
-            break;
-        }
-        take_in(sequence, std::move(cached));
-        if (!is_fetched) {
-            const Count amount = std::min({budget, limits_.prompt_budget, sequence.lacking()});
-            extend({{&sequence, blocks_of(sequence.computed + amount) - size_of(sequence.blocks)}});
-            batch_.admit(sequence);
-            budget -= amount;
-            admitted.push_back({&sequence, amount});
-        }
-        reserved += 1 + blocks - size_of(sequence.blocks);
-    }
-    return budget;
-}
-
-// Count the tokens that a waiting sequence would have to compute now.
-Count JumpScheduler::lacking(JumpSequence& sequence) const {
-    const Cached cached = match(sequence);
-    return sequence.known - (size_of(cached.hits) + cached.beneath.num_blocks) * size_;
-}
-
-// Find what is cached of a waiting sequence. The last token is computed, whatever is cached.
-JumpScheduler::Cached JumpScheduler::match(JumpSequence& sequence) const {
-    const Count full = (sequence.known - 1) / size_;
-    sequence.name(full);
-    const auto hashes = std::span(sequence.hashes).first(at(full));
-    Cached cached{pool_.match(hashes), {}};
-    if (tiers_ != nullptr && size_of(cached.hits) < full) {
-        cached.beneath = tiers_->find(hashes, cached.hits, sequence.known);
-    }
-    return cached;
-}
-
-// Give a waiting sequence the blocks that are cached of it, and count them. A fetch starts of those in lower tiers; until
-// it ends the sequence only holds blocks.
-void JumpScheduler::take_in(JumpSequence& sequence, Cached cached) {
-    waiting_.remove(sequence);
-    pool_.acquire(cached.hits);
-    sequence.blocks = std::move(cached.hits);
-    sequence.published = size_of(sequence.blocks);
-    sequence.parent.reset();
-    if (sequence.published > 0) {
-        sequence.parent = sequence.hashes[at(sequence.published - 1)].low;
-    }
-    sequence.computed = sequence.published * size_;
-    const Count cached_tokens = sequence.computed + cached.beneath.num_blocks * size_;
-    prefix_hit_tokens_ += cached_tokens;
-    std::optional<Count> uncounted;
-    if (!sequence.cached_tokens) {
-        sequence.cached_tokens = std::min(cached_tokens, sequence.num_prompt);
-        uncounted = sequence.num_prompt - sequence.computed;
-    }
-    if (cached.beneath.num_blocks > 0) {
-        const auto targets = tiers_->fetch(sequence.number, uncounted);
-        sequence.blocks.insert(sequence.blocks.end(), targets.begin(), targets.end());
-        batch_.admit_to_onboard(sequence);
-    }
-}
-
-// Publish blocks that were fetched from lower tiers, and have the rest of their prompts computed.
-void JumpScheduler::take_arrived() {
-    if (tiers_ == nullptr) {
-        return;
-    }
-    for (const Count number : tiers_->take_arrived()) {
-        JumpSequence& sequence = *sequences_.at(number);
-        sequence.computed = size_of(sequence.blocks) * size_;
-        publish(sequence, sequence.computed);
-        batch_.end_onboarding(sequence);
-    }
-}
-
 // Count the steps until a request ends, or blocks run out; those of the first step are there already.
 Count JumpScheduler::longest_jump() const {
     const auto available = static_cast<Count>(pool_.num_available());
@@ -331,7 +175,7 @@ Committed JumpScheduler::commit(Count steps) {
     for (const auto& [sequence, amount] : prompts_) {
         take_prompt(*sequence, amount);
         clock_tokens_ += amount;
-        if (sequence->hand_over && !sequence->joined && !sequence->is_aborted) {
+        if (sequence->kv_transfer && !sequence->joined && !sequence->is_aborted) {
             committed.prefilling.push_back(sequence->number);
         }
     }

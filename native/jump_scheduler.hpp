@@ -25,7 +25,7 @@ struct Arrival {
     Count known; // tokens, those that it was answered elsewhere included
     Count num_prompt;
     Count end_tokens;
-    bool hand_over; // others want to hear how far its prompt is
+    bool kv_transfer; // its KV goes to another worker, which is told how far its prompt is
     std::vector<Hash> hashes;
     std::unique_ptr<const Names> names;
 };
@@ -51,8 +51,8 @@ struct Told {
     std::optional<Count> cached_tokens;
 };
 
-// What came of a plan: output tokens, the requests to be handed over whose prompts went on and are not done, and
-// whether anybody has to hear of it.
+// What came of a plan: output tokens, the requests with a KV transfer whose prompts went on and are not finished, and
+// whether there is anything to report.
 struct Committed {
     std::vector<Told> told;
     std::vector<Count> prefilling;
@@ -78,7 +78,8 @@ struct JumpLimits {
     Count max_running;
 };
 
-// Owns the requests; the pool is its caller's, and so are the tiers beneath it, nullptr without any. A plan is committed before the next is made.
+// Owns the requests. The caller owns the pool and the tiers beneath it; `tiers` is nullptr without any. Each plan is
+// committed before the next is made.
 class JumpScheduler {
   public:
     JumpScheduler(Pool& pool, Count block_size, JumpLimits limits, JumpTiers* tiers);
@@ -97,14 +98,14 @@ class JumpScheduler {
     // Forget a request; a running one's blocks are free with the next commit or plan.
     void abort(Count number);
 
-    // Whether the next plan may differ from going on: somebody may be taken in, or has gone.
+    // Whether the next plan may differ from going on: a request may be admitted, or has left.
     bool wants_plan() const { return !aborted_.empty() || may_admit(); }
 
     // Note that blocks were given back, or have come: the first that waits may fit now.
     void look_again() { head_blocked_ = false; }
 
-    // Count the blocks that those who run will need soon: for the rest of their prefill and one more each. `steps` is 2
-    // where those who decode have not got the blocks of the coming step yet.
+    // Count the blocks that running requests will need soon: for the rest of their prefill and one more each. `steps` is
+    // 2 while decoding requests lack the blocks of the coming step.
     Count blocks_reserved(Count steps = 1) const;
 
     // Choose what comes next; nothing while there is nothing to do.

@@ -30,7 +30,7 @@ struct JumpSequence {
     Count num_prompt;
     Count end_tokens;
     Count told; // output tokens that went out
-    bool hand_over; // others want to hear how far its prompt is
+    bool kv_transfer; // its KV goes to another worker, which is told how far its prompt is
     std::vector<Hash> hashes; // of its leading blocks, as far as they were needed
     std::unique_ptr<const Names> names;
     Count computed = 0; // tokens whose KV is there, while its prompt is computed
@@ -69,6 +69,8 @@ inline void require(bool condition, const char* otherwise) {
         throw Broken(otherwise);
     }
 }
+
+inline std::size_t at(Count index) { return static_cast<std::size_t>(index); }
 
 template <class T>
 Count size_of(const std::vector<T>& items) {

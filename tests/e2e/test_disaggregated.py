@@ -82,7 +82,7 @@ def test_greedy_seeded_and_several_choices_are_those_of_one_worker(deploy):
     async def alone(site):
         whole.extend(await answers(site))
 
-    async def apart(site):
+    async def disaggregated(site):
         assert await answers(site) == whole
         remote = await metric(site, 'penstock_router_prefills_total{place="remote"}')
         assert remote == 4, "of two choices the second goes on where the first one's prompt is"
@@ -101,7 +101,7 @@ def test_greedy_seeded_and_several_choices_are_those_of_one_worker(deploy):
         await site.until(nothing_is_held, timeout_s=5)
 
     deploy(alone, role={"engine": "paged"}, timeout_s=120)
-    deploy(apart, roles=roles(engine="paged"), router=ALWAYS, timeout_s=120)
+    deploy(disaggregated, roles=roles(engine="paged"), router=ALWAYS, timeout_s=120)
 
 
 KILLS = (("decode", 1), ("prefill", 1), ("decode", 4), ("prefill", 4), ("decode", 10))

@@ -20,7 +20,7 @@ def test_answers_are_those_of_one_worker_and_nixl_moved_all_blocks(deploy, one_w
     async def alone(site):
         whole.extend(await ask(site))
 
-    async def apart(site):
+    async def disaggregated(site):
         assert await ask(site) == whole
         workers = await site.workers()
         (read,) = workers["decode-1"]["load"]["kv_reads"]
@@ -32,7 +32,7 @@ def test_answers_are_those_of_one_worker_and_nixl_moved_all_blocks(deploy, one_w
 
     one_worker(alone)
     deploy(
-        apart,
+        disaggregated,
         roles={"prefill": ROLE, "decode": ROLE},
         router={"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}},
         worker={"kv_transfer": {"stream_kv": stream_kv, "transfer": {"transports": ["nixl"]}}},

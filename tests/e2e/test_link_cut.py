@@ -27,7 +27,7 @@ def test_answers_are_those_of_one_worker_and_uncut_links_are_used_again(deploy, 
     prompts = [f"{number} {PROMPT}" for number in range(1 + PROMPTS_MAX + 1)]
     answers = {}
 
-    async def apart(site):
+    async def disaggregated(site):
         pids = site.deployment.pids()
         cuts = 0
 
@@ -82,7 +82,7 @@ def test_answers_are_those_of_one_worker_and_uncut_links_are_used_again(deploy, 
             assert (await site.tell(prompt, max_tokens=TOKENS))[0] == answer
 
     deploy(
-        apart,
+        disaggregated,
         roles={"prefill": PAGED, "decode": PAGED},
         router={"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}},
         worker={"kv_transfer": {"stream_kv": True, "transfer": {"transports": [transport]}}},

@@ -30,7 +30,7 @@ def test_answers_are_those_of_one_worker(deploy, one_worker):
     async def alone(site):
         whole.extend([(await site.tell(prompt, max_tokens=TOKENS))[0] for prompt in prompts])
 
-    async def apart(site):
+    async def disaggregated(site):
         assert [(await site.tell(prompt, max_tokens=TOKENS))[0] for prompt in prompts] == whole
         assert await prefetches(site) == len(prompts)
         assert (await site.load("decode-1"))["prefilled_tokens"] <= 32, "what no full block holds"
@@ -43,7 +43,13 @@ def test_answers_are_those_of_one_worker(deploy, one_worker):
 
     paged = CHUNKED | {"engine": "paged", "weight_dtype": "float32"}
     one_worker(alone)
-    deploy(apart, roles={"prefill": paged, "decode": paged}, router=ALWAYS, worker=STREAMED, timeout_s=150)
+    deploy(
+        disaggregated,
+        roles={"prefill": paged, "decode": paged},
+        router=ALWAYS,
+        worker=STREAMED,
+        timeout_s=150,
+    )
 
 
 def test_a_worker_killed_while_a_prompt_is_computed_is_not_noticed(deploy, one_worker):
@@ -54,7 +60,7 @@ def test_a_worker_killed_while_a_prompt_is_computed_is_not_noticed(deploy, one_w
     async def alone(site):
         whole.extend([(await site.tell(prompt, max_tokens=TOKENS))[0] for prompt in prompts])
 
-    async def apart(site):
+    async def disaggregated(site):
         async def all_back():
             return await site.ready_workers() == 4
 
@@ -93,7 +99,9 @@ def test_a_worker_killed_while_a_prompt_is_computed_is_not_noticed(deploy, one_w
     paged = CHUNKED | {"engine": "paged", "weight_dtype": "float32"}
     two = paged | {"replicas": 2}
     one_worker(alone)
-    deploy(apart, roles={"prefill": two, "decode": two}, router=ALWAYS, worker=STREAMED, timeout_s=400)
+    deploy(
+        disaggregated, roles={"prefill": two, "decode": two}, router=ALWAYS, worker=STREAMED, timeout_s=400
+    )
 
 
 def test_what_is_held_for_a_frontend_that_was_killed_is_free_long_before_its_time_is_up(deploy):

@@ -26,9 +26,12 @@ def question():
 @pytest.fixture(scope="module")
 def answer(question):
     search = question.search()
-    apart, whole = search.disaggregated()[0], search.aggregated()[0]
+    disaggregated, aggregated = search.disaggregated()[0], search.aggregated()[0]
     seen = Seen(rate_per_s=40.0, ttft_s=0.8, itl_s=0.008, kv_share=0.25)
-    proposals = (Proposal(apart, seen, is_simulated=True), predicted(replace(whole, rate_per_s=20.0)))
+    proposals = (
+        Proposal(disaggregated, seen, is_simulated=True),
+        predicted(replace(aggregated, rate_per_s=20.0)),
+    )
     return Answer(question, proposals, (Point(50.0, 30.0, 20.0), Point(100.0, 8.0, 16.0)))
 
 
