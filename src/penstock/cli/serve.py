@@ -64,6 +64,13 @@ def add(commands: Any) -> None:
         parser.add_argument(flag, dest=place, metavar=metavar, help=text)
     add_set(parser, "set any field of the graph, as roles.aggregated.kv_blocks=512")
     parser.add_argument(
+        "--engine-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of the engine by its own name, as enforce_eager=true; may be repeated",
+    )
+    parser.add_argument(
         "--first-chat", action="store_true", help="send one chat when ready, and show what to try next"
     )
     add_log_level(parser)
@@ -100,6 +107,10 @@ def graph_of(options: argparse.Namespace) -> Any:
         if (value := getattr(options, place)) is not None:
             for meant in _places(place, roles):
                 overrides.assign(meant, value, flag=flag)
+    for argument in options.engine_arg:
+        name, value = _engine_arg(argument)
+        for meant in _places(f"roles.aggregated.engine_args.{name}", roles):
+            overrides.assign(meant, value, flag="--engine-arg")
     _check_workers(roles, options, overrides.assigned())
     engine = getattr(options, FLAGS["--engine"][0])
     if engine is not None and engine not in engine_names():
@@ -133,6 +144,18 @@ def _check_partners(roles: list[str], assigned: dict[str, Any]) -> None:
         raise ConfigError("--prefill: no decode worker would take its KV; add --decode D")
     if "decode" in described and "prefill" not in described:
         raise ConfigError("--decode: no prefill worker would compute its prompts; add --prefill P")
+
+
+def _engine_arg(argument: str) -> tuple[str, Any]:
+    """Read `NAME=VALUE`; the value is YAML."""
+    from penstock.graph.document import parse_yaml  # noqa: PLC0415
+
+    name, equals, value = argument.partition("=")
+    if not equals or not name.isidentifier():
+        raise ConfigError(
+            f"--engine-arg {argument}: must be NAME=VALUE, as in --engine-arg enforce_eager=true"
+        )
+    return name, parse_yaml(value, source=f"--engine-arg {name}", is_file=False)
 
 
 def _check_workers(roles: list[str], options: argparse.Namespace, assigned: dict[str, Any]) -> None:

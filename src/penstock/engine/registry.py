@@ -3,15 +3,16 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import Any
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types.instances import Role
-from penstock.engine.batched import BatchedEngine
 from penstock.engine.mock.engine import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.seams import Engine
 
 SIMULATED_ONLY = ("vllm", "sglang", "trtllm")
 """Engines that a graph may name for simulation; this version does not run them."""
@@ -22,13 +23,17 @@ _MOCK_BLOCKS = 4096
 class EngineSpec:
     """A deployment's settings for an engine of any kind.
 
-    The mock engine takes `context_length`, `vocab_size` and `eos_token_ids` from here. The paged engine reads them from its
+    The mock engine takes `context_length`, `vocab_size` and `eos_token_ids` from here. Other engines read them from their
     checkpoint; only a smaller `context_length` overrides that.
     """
 
     model: str
     """A directory with a checkpoint, or a name on the hub."""
     block_size: int
+    role: Role = Role.AGGREGATED
+    """The worker's role at start."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """The graph's `engine_args`: arguments of the engine by its own names."""
     context_length: int | None = None
     vocab_size: int = 32_000
     eos_token_ids: tuple[int, ...] = ()
@@ -41,40 +46,73 @@ class EngineSpec:
     schedulers: Mapping[Role, SchedulerConfig] = field(default_factory=dict)
     """The same for roles that the worker may change to; `scheduler` for a role that is missing here."""
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     device: str = "cpu"
+    """`cpu`, `cpu:CORE`, or `cuda:INDEX` of the first of the worker's devices, which have successive indices."""
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    expert_parallel: int = 1
+    adapters: tuple[str, ...] = ()
+    """Names of the worker's LoRA adapters."""
     hash_key: bytes = DEFAULT_KEY
     mock: MockConfig = field(default_factory=MockConfig)
 
 
-def create_engine(name: str, spec: EngineSpec) -> BatchedEngine:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """What is known of an engine before it is made.
+
+    Attributes:
+        make: makes an engine, or raises ConfigError.
+        modules: what making it imports, for spare processes that import them ahead of time.
+        dtypes: number formats that it computes in; None: any, or the engine refuses others itself.
+        takes_args: whether `EngineSpec.args` reach it.
+        is_parallel: whether one worker may use several devices.
+        has_adapters: whether it serves LoRA adapters.
+        has_weights: whether it computes the model, on a device or core of its own.
+    """
+
+    make: Callable[[EngineSpec], Engine]
+    modules: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] | None = None
+    takes_args: bool = True
+    is_parallel: bool = True
+    has_adapters: bool = False
+    has_weights: bool = True
+
+
+def create_engine(name: str, spec: EngineSpec) -> Engine:
     """Make an engine; `start` loads its model.
 
     Raises:
         ConfigError: there is no engine of this name, its packages are missing, or the spec contradicts it.
     """
-    factory = _FACTORIES.get(name)
-    if factory is None:
-        raise ConfigError(f"engine: there is no {name!r}{nearest(name, list(_FACTORIES))}")
-    engine = factory(spec)
-    engine.by_role = spec.schedulers
-    return engine
+    kind = engine_kind(name)
+    if spec.args and not kind.takes_args:
+        given = ", ".join(sorted(spec.args))
+        raise ConfigError(f"engine_args: engine {name!r} takes none, got {given}; leave them out")
+    return kind.make(spec)
 
 
-def engine_modules(name: str) -> tuple[str, ...]:
-    """List the modules that making an engine imports, for spare processes that import them ahead of time."""
-    return _MODULES.get(name, ())
+def engine_kind(name: str) -> EngineKind:
+    """Give what is known of an engine.
+
+    Raises:
+        ConfigError: there is no engine of this name that runs.
+    """
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise ConfigError(f"engine: there is no {name!r}{nearest(name, list(_KINDS))}")
+    return kind
 
 
 def engine_names() -> tuple[str, ...]:
-    return tuple(_FACTORIES)
+    """List the engines that run."""
+    return tuple(_KINDS)
 
 
-def engine_dtypes(name: str) -> tuple[str, ...] | None:
-    """List the dtypes that an engine of this name computes in; None: any."""
-    return _DTYPES.get(name)
-
-
-def _mock(spec: EngineSpec) -> BatchedEngine:
+def _mock(spec: EngineSpec) -> Engine:
     if spec.context_length is None:
         raise ConfigError("context_length: the mock engine has no checkpoint to read it from; give it")
     shape = RunnerInfo(
@@ -85,10 +123,12 @@ def _mock(spec: EngineSpec) -> BatchedEngine:
         eos_token_ids=spec.eos_token_ids,
         kv_bytes_per_block=spec.mock.kv_bytes_per_block,
     )
-    return mock_engine(shape, spec.mock, spec.scheduler, hash_key=spec.hash_key)
+    engine = mock_engine(shape, spec.mock, spec.scheduler, hash_key=spec.hash_key)
+    engine.by_role = spec.schedulers
+    return engine
 
 
-def _paged(spec: EngineSpec) -> BatchedEngine:
+def _paged(spec: EngineSpec) -> Engine:
     missing = [package for package in ("torch", "transformers") if find_spec(package) is None]
     if missing:
         raise ConfigError(
@@ -107,9 +147,18 @@ def _paged(spec: EngineSpec) -> BatchedEngine:
         "context_length": spec.context_length,
     }
     config = PagedConfig.parse(settings, source="engine paged")
-    return paged_engine(config, spec.scheduler, hash_key=spec.hash_key)
+    engine = paged_engine(config, spec.scheduler, hash_key=spec.hash_key)
+    engine.by_role = spec.schedulers
+    return engine
 
 
-_MODULES = {"paged": ("penstock.engine.paged.engine",)}
-_DTYPES = {"paged": ("auto", "float32", "bfloat16", "float16")}
-_FACTORIES: dict[str, Callable[[EngineSpec], BatchedEngine]] = {"mock": _mock, "paged": _paged}
+_KINDS = {
+    "mock": EngineKind(make=_mock, takes_args=False, has_adapters=True, has_weights=False),
+    "paged": EngineKind(
+        make=_paged,
+        modules=("penstock.engine.paged.engine",),
+        dtypes=("auto", "float32", "bfloat16", "float16"),
+        takes_args=False,
+        is_parallel=False,
+    ),
+}

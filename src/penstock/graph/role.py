@@ -12,7 +12,7 @@ from penstock.core.types.events import Tier
 from penstock.core.types.instances import Role
 from penstock.core.types.location import Location
 from penstock.engine.mock.engine import MockConfig
-from penstock.engine.registry import SIMULATED_ONLY, engine_dtypes, engine_names
+from penstock.engine.registry import SIMULATED_ONLY, engine_kind, engine_names
 from penstock.engine.scheduling.config import AGEING, Order
 from penstock.perf.model.hardware import find_hardware
 
@@ -22,6 +22,8 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 _TIER_MAX = 10_000.0
+_UNFOLDED = {"name": "engine", "args": "engine_args"}
+"""Fields of a role by their names in the mapping `engine`."""
 
 
 class KvTiers(Config):
@@ -52,7 +54,9 @@ class RoleSpec(Config):
     replicas: int = pydantic.Field(default=1, ge=0)
     """Workers to start; 0 declares a role that workers may change to, or join from elsewhere."""
     engine: str = "paged"
-    """`paged` runs the model in PyTorch; `mock` generates synthetic text at a modelled speed; `vllm`, `sglang` and `trtllm` are only simulated in this version."""
+    """`paged` runs the model in PyTorch; `mock` generates synthetic text at a modelled speed; `vllm`, `sglang` and `trtllm` are only simulated in this version. A mapping `{name, args, ...}` sets `engine`, `engine_args` and other fields of the role, such as `tensor_parallel`."""
+    engine_args: dict[str, Any] = pydantic.Field(default_factory=dict)
+    """Arguments of the engine by its own names, as vLLM's `gpu_memory_utilization`; the engine refuses those that it does not know."""
     hardware: str = "cpu"
     """Device type of a worker, by its name in `penstock.perf.model.hardware`."""
     usd_per_hour: float | None = pydantic.Field(default=None, gt=0, le=1000)
@@ -119,10 +123,28 @@ class RoleSpec(Config):
         first = index * self.adapters_per_worker
         return tuple(names[(first + number) % len(names)] for number in range(self.adapters_per_worker))
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _unfold_engine(cls, data: Any) -> Any:
+        engine = data.get("engine") if isinstance(data, dict) else None
+        if not isinstance(engine, dict):
+            return data
+        if not isinstance(engine.get("name"), str):
+            raise wrong(
+                f"engine: must be a name, or a mapping with name, as {{name: vllm, args: {{}}}}, got {engine!r}"
+            )
+        fields = {_UNFOLDED.get(key, key): value for key, value in engine.items()}
+        twice = sorted((fields.keys() & data.keys()) - {"engine"})
+        if twice:
+            raise wrong(f"{twice[0]}: is set in engine and beside it; leave one of the two out")
+        return {**data, **fields}
+
     @pydantic.model_validator(mode="after")
     def _check_adapters(self) -> Self:
-        if self.adapters and self.engine != "mock":
-            raise wrong(f"adapters: engine {self.engine!r} runs none yet; engine 'mock' takes any")
+        if self.adapters and self.engine in engine_names() and not engine_kind(self.engine).has_adapters:
+            raise wrong(
+                f"adapters: engine {self.engine!r} runs none; run one that does: {_listed_with_adapters()}"
+            )
         for name in self.adapters:
             if not _ADAPTER.fullmatch(name):
                 raise wrong(
@@ -204,7 +226,7 @@ class RoleSpec(Config):
     @classmethod
     def _check_dtype(cls, dtype: Dtype, info: pydantic.ValidationInfo) -> Dtype:
         engine = info.data.get("engine", "")
-        known = engine_dtypes(engine)
+        known = engine_kind(engine).dtypes if engine in engine_names() else None
         if known is not None and dtype not in known:
             *names, last = map(repr, known)
             raise wrong(
@@ -212,6 +234,10 @@ class RoleSpec(Config):
                 " engine 'mock' takes any, to be simulated"
             )
         return dtype
+
+
+def _listed_with_adapters() -> str:
+    return ", ".join(name for name in engine_names() if engine_kind(name).has_adapters)
 
 
 class Roles(Config):

@@ -111,6 +111,20 @@ class KvBlocks(Protocol):
 
 
 @runtime_checkable
+class NativeKvTransfer(Protocol):
+    """An engine that transfers KV to engines of its own kind by itself, as vLLM does with its NixlConnector.
+
+    Its worker may be prefill or decode without `KvBlocks`. Of a `prefill_only` request the last delta has a `KvHandle` with a
+    `payload`. It may come as soon as a decode worker can start, before the prompt is computed, and without a token: then the
+    decode worker samples the first one. `submit` of a request with such a handle loads the KV, or else recomputes it.
+    """
+
+    def kv_transfer_kind(self) -> str:
+        """Name what transfers the KV, with the version of its payload, such as `vllm-nixl-1`; only equal kinds are paired."""
+        ...
+
+
+@runtime_checkable
 class RoleAware(Protocol):
     """An engine whose batch limits or queue order depend on the role of its worker."""
 

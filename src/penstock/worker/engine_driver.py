@@ -12,12 +12,14 @@ from penstock.core.types.kv_exchange import KvExchange
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request
 from penstock.core.wire import num_tokens
-from penstock.seams import Announcing, Engine, KvBlocks, RoleAware
+from penstock.seams import Announcing, Engine, KvBlocks, NativeKvTransfer, RoleAware
 from penstock.worker.kv_transfer.kv_transfer import KvTransfer
 
 _log = get_logger()
 
 Fail = Callable[[RequestId, PenstockError], None]
+_ANY_HOST = b"any"
+"""Of workers whose engines transfer KV themselves: they reach each other wherever they are."""
 
 
 class EngineDriver:
@@ -36,6 +38,8 @@ class EngineDriver:
         """Context length served; a prompt that fills it is not disaggregated."""
         self._engine = engine
         self._on_failure = on_failure
+        self._handed_over: dict[RequestId, Hashable] = {}
+        """Prefills whose KV the engine itself transfers, and their owners, until these abort them."""
 
     async def prepare(self, role: Role) -> None:
         """Start what a role needs, without changing to it yet.
@@ -46,9 +50,11 @@ class EngineDriver:
         """
         if role is Role.AGGREGATED:
             return
+        if isinstance(self._engine, NativeKvTransfer):
+            return
         if not isinstance(self._engine, KvBlocks):
             raise RequestError(
-                f"role {role}: the engine of this worker does not give its KV blocks; choose a worker with another engine",
+                f"role {role}: the engine of this worker transfers no KV; choose a worker with another engine",
                 http_status=409,
             )
         if self.kv_transfer is None:
@@ -72,6 +78,8 @@ class EngineDriver:
     @property
     def exchange(self) -> KvExchange | None:
         """KV transfer capabilities to register; None without KV transfer."""
+        if isinstance(self._engine, NativeKvTransfer):
+            return KvExchange(transports=(self._engine.kv_transfer_kind(),), listens=(), host=_ANY_HOST)
         return None if self.kv_transfer is None else self.kv_transfer.exchange
 
     def announce(self, listener: Callable[[Sequence[RequestId]], None], info: EngineInfo) -> EngineInfo:
@@ -117,11 +125,16 @@ class EngineDriver:
 
     def forget(self, request_id: RequestId, owner: Hashable) -> None:
         """Release what KV transfers hold for a request that its owner dropped, prefilled here or prefetched."""
+        if self._handed_over.get(request_id) is owner:
+            del self._handed_over[request_id]
+            self._engine.abort(request_id)
         if self.kv_transfer is not None:
             self.kv_transfer.forget(request_id, owner)
 
     def drop_owner(self, owner: Hashable) -> None:
         """Release what KV transfers hold for all requests of an owner that has disconnected."""
+        for request_id in [name for name, its in self._handed_over.items() if its is owner]:
+            self.forget(request_id, owner)
         if self.kv_transfer is not None:
             self.kv_transfer.drop_owner(owner)
 
@@ -134,6 +147,9 @@ class EngineDriver:
         """Turn the last delta of a prefill-only request into `PREFILLED` with a `KvHandle`; return other deltas unchanged."""
         if not request.prefill_only or delta.finish_reason is None:
             return delta
+        if delta.kv is not None:  # the engine transfers it
+            self._handed_over[request.request_id] = owner
+            return msgspec.structs.replace(delta, finish_reason=FinishReason.PREFILLED)
         kv_transfer = self.kv_transfer
         if delta.finish_reason is not FinishReason.LENGTH or not self._continues(request):
             if kv_transfer is not None:

@@ -31,7 +31,16 @@ from penstock.core.types.location import Location
 from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request
 from penstock.core.types.steps import Step
 from penstock.runtime.events.publisher import EventPublisher
-from penstock.seams import Answer, Discovery, Engine, EventSink, FrontendSink, KvBlocks, RequestPlane
+from penstock.seams import (
+    Answer,
+    Discovery,
+    Engine,
+    EventSink,
+    FrontendSink,
+    KvBlocks,
+    NativeKvTransfer,
+    RequestPlane,
+)
 from penstock.transfer import TransferAgent
 from penstock.worker.config import WorkerConfig
 from penstock.worker.engine_driver import EngineDriver
@@ -88,7 +97,7 @@ class Worker:
             agent: moves KV to and from other workers, not entered; None without KV transfer.
 
         Raises:
-            ConfigError: the role needs KV transfer, but the engine does not expose its KV blocks.
+            ConfigError: the role needs KV transfer, but the engine neither exposes its KV blocks nor transfers them itself.
         """
         self.config = config or WorkerConfig()
         self.publisher = EventPublisher(self.config.events)
@@ -110,9 +119,9 @@ class Worker:
         self._role_change: asyncio.Task[None] | None = None
         self._driver = EngineDriver(engine, self._fail)
         self._reports = LoadReports(self.config, self._driver.load, self._push_load)
-        if identity.role is not Role.AGGREGATED and not isinstance(engine, KvBlocks):
+        if identity.role is not Role.AGGREGATED and not isinstance(engine, KvBlocks | NativeKvTransfer):
             raise ConfigError(
-                f"role {identity.role}: the engine of {identity.name} does not give its KV blocks; use the role aggregated,"
+                f"role {identity.role}: the engine of {identity.name} transfers no KV; use the role aggregated,"
                 " or another engine"
             )
         self._agent = agent

@@ -6,6 +6,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.core.types.location import Location
 from penstock.demo import MODEL_DIR
+from penstock.engine.registry import EngineSpec, create_engine
 from penstock.graph import Graph, Overrides, Roles, RoleSpec, build, load
 from penstock.graph.engine_prices import engine_prices, make_roofline
 from penstock.perf.model.model_config import load_shape
@@ -400,8 +401,38 @@ def test_adapters_are_spread_over_the_replicas() -> None:
     for fields, text in (
         ({"adapters": ["a", "a"]}, "adapters: 'a' is named twice"),
         ({"adapters": ["-a"]}, "adapters: must be up to 128 letters"),
-        ({"engine": "paged"}, "adapters: engine 'paged' runs none yet"),
+        ({"engine": "paged"}, "adapters: engine 'paged' runs none; run one that does: mock"),
         ({"replicas": 2, "adapters_per_worker": 1}, "2 workers with 1 adapters each cannot have all 3"),
     ):
         with pytest.raises(ConfigError, match=text):
             role(**fields)
+
+
+def test_an_engine_may_be_a_mapping_with_its_arguments(tmp_path: Path) -> None:
+    role = RoleSpec.parse(
+        {"engine": {"name": "vllm", "args": {"enforce_eager": True}, "tensor_parallel": 2}}, source="role"
+    )
+    assert (role.engine, role.engine_args, role.tensor_parallel) == ("vllm", {"enforce_eager": True}, 2)
+    path = write(tmp_path, "model: demo\nroles: {aggregated: {engine: vllm}}\n")
+    overrides = Overrides(["roles.aggregated.engine_args.max_num_seqs=4"])
+    assert load(path, overrides).roles.aggregated.engine_args == {"max_num_seqs": 4}
+    for data, text in (
+        ({"engine": {"args": {}}}, "engine: must be a name, or a mapping with name"),
+        (
+            {"engine": {"name": "vllm", "tensor_parallel": 2}, "tensor_parallel": 4},
+            "tensor_parallel: is set in engine and",
+        ),
+        ({"engine": {"name": "vllm", "tensor": 2}}, "tensor"),
+        ({"engine": {"name": "vlm"}}, "there is no engine 'vlm'"),
+        ({"engine": 3}, "engine"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            RoleSpec.parse(data, source="role")
+
+
+def test_engines_without_arguments_refuse_them() -> None:
+    spec = EngineSpec(model="m", block_size=16, context_length=64, args={"max_num_seqs": 4})
+    with pytest.raises(
+        ConfigError, match="engine_args: engine 'mock' takes none, got max_num_seqs; leave them out"
+    ):
+        create_engine("mock", spec)

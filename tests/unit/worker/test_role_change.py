@@ -187,7 +187,7 @@ def test_an_engine_that_cannot_give_its_kv():
             for name in ("a0", "a1"):
                 await cluster.start(name, ManualEngine(), transport=memory_transport())
             await dispatcher.looked()
-            with pytest.raises(RequestError, match="does not give its KV blocks") as refusal:
+            with pytest.raises(RequestError, match="transfers no KV") as refusal:
                 await dispatcher.change_role("a0", Role.PREFILL)
             assert refusal.value.http_status == 409
 

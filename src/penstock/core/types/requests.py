@@ -46,21 +46,29 @@ class SamplingParams(Wire, frozen=True):
 class KvHandle(Wire, frozen=True):
     """The right to read the KV blocks of a finished prefill once, within `ttl_s` seconds.
 
-    The `Request` that carries the handle has the blocks' hashes and the first token.
+    The `Request` that carries the handle has the blocks' hashes, and the first token unless the engine leaves it to decode.
 
     Attributes:
         prefill_worker: pinned the blocks.
         num_tokens: tokens whose KV the blocks hold.
         block_ids: packed little-endian uint32, in the prefill worker's pool; the last block may be partial.
         source: how to read them.
+        payload: the engine's own description of its KV, where the engine transfers KV by itself (`seams.NativeKvTransfer`); only
+            an engine of the same `kv_transfer_kind` reads it. Empty where Penstock transfers the blocks.
     """
 
     prefill_worker: WorkerId = msgspec.field(name="producer")
     pin_id: PinId
     ttl_s: float
     num_tokens: int
-    block_ids: bytes
+    block_ids: bytes = b""
     source: KvSource = KvSource()
+    payload: bytes = b""
+
+    @classmethod
+    def native(cls, payload: bytes, num_tokens: int, ttl_s: float) -> "KvHandle":
+        """Describe KV that the engine itself transfers."""
+        return cls(WorkerId(0), PinId(0), ttl_s, num_tokens, payload=payload)
 
 
 class Request(Wire, frozen=True):

@@ -20,6 +20,7 @@ def engine_spec(
     *,
     device_index: int = 0,
     core: int | None = None,
+    adapters: tuple[str, ...] = (),
     hash_key: bytes = DEFAULT_KEY,
 ) -> EngineSpec:
     """Make the engine spec of a role's workers.
@@ -28,8 +29,9 @@ def engine_spec(
         graph: the deployment.
         role: one of its roles.
         checkpoint: the graph's model.
-        device_index: index of the worker's GPU; unused on CPUs.
+        device_index: index of the worker's first GPU; unused on CPUs.
         core: CPU core of an engine on a CPU; None for any.
+        adapters: the worker's LoRA adapters.
         hash_key: the deployment's key of block hashes.
 
     Raises:
@@ -43,20 +45,27 @@ def engine_spec(
         )
     present = graph.roles.present()
     schedulers = {name: _scheduler(_sized(name, each, checkpoint)) for name, each in present.items()}
+    own = next((name for name, each in present.items() if each is role), Role.AGGREGATED)
     return EngineSpec(
         model=str(checkpoint.path),
         block_size=graph.block_size,
+        role=own,
+        args=role.engine_args,
         context_length=checkpoint.served_context(graph.context_length),
         vocab_size=checkpoint.text_config.get("vocab_size", _VOCABULARY),
         eos_token_ids=checkpoint.eos_token_ids,
         kv_blocks=role.kv_blocks,
         sharing_engines=_sharing(graph, role),
-        scheduler=next(
-            (schedulers[name] for name, each in present.items() if each is role), _scheduler(role)
-        ),
+        scheduler=schedulers.get(own) or _scheduler(role),
         schedulers=schedulers,
         dtype=role.weight_dtype,
+        kv_dtype=role.kv_dtype,
         device=_device(role, device_index, core),
+        tensor_parallel=role.tensor_parallel,
+        pipeline_parallel=role.pipeline_parallel,
+        data_parallel=role.data_parallel,
+        expert_parallel=role.expert_parallel,
+        adapters=adapters,
         hash_key=hash_key,
         mock=role.mock,
     )

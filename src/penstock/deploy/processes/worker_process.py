@@ -50,6 +50,7 @@ async def run_worker(
         Checkpoint.open(job.model_dir),
         device_index=job.device,
         core=job.core,
+        adapters=job.adapters,
         hash_key=common.hash_key,
     )
     engine = create_engine(role.engine, spec)

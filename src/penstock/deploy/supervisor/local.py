@@ -28,7 +28,7 @@ from penstock.deploy.supervisor.port import Port
 from penstock.deploy.supervisor.process_cores import ProcessCores, usable_cores
 from penstock.deploy.supervisor.spares import SpareProcesses
 from penstock.deploy.supervisor.watchdog import tick_s
-from penstock.engine.registry import SIMULATED_ONLY, engine_modules
+from penstock.engine.registry import SIMULATED_ONLY, engine_kind
 from penstock.frontend.limits.access import load_api_keys
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import check_counts, say_empty
@@ -287,7 +287,7 @@ class LocalDeployment:
 def _imports(roles: dict[Role, RoleSpec]) -> tuple[str, ...]:
     """List the modules that workers of these roles import."""
     engines = sorted({role.engine for role in roles.values()})
-    return (_WORKER_MODULE, *(module for engine in engines for module in engine_modules(engine)))
+    return (_WORKER_MODULE, *(module for engine in engines for module in engine_kind(engine).modules))
 
 
 def say_open(port: Port, api_keys: Sequence[str]) -> Iterator[str]:
@@ -316,8 +316,8 @@ def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:
                 f"roles.{name}.engine: {role.engine!r} is only simulated in this version (penstock simulate); run"
                 " 'paged', or 'mock' for synthetic text"
             )
-        if role.engine == "mock":
-            continue  # the mock engine: one process per worker, whatever its devices
+        if engine_kind(role.engine).is_parallel:
+            continue
         for field in ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel"):
             degree = getattr(role, field)
             if degree != 1:

@@ -10,9 +10,8 @@ from collections.abc import Collection, Mapping
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
+from penstock.engine.registry import engine_kind
 from penstock.graph import RoleSpec
-
-_COMPUTING = "paged"
 
 
 class ProcessCores:
@@ -35,7 +34,7 @@ class ProcessCores:
         workers = [
             (name, index)
             for name, role in roles.items()
-            if role.engine == _COMPUTING and role.hardware == "cpu"
+            if role.hardware == "cpu" and engine_kind(role.engine).has_weights
             for index in range(role.replicas)
         ]
         if len(workers) > len(usable):

@@ -196,9 +196,7 @@ def test_workers_of_another_revision_or_block_size_are_not_used_and_say_why(card
 def test_an_engine_that_gives_no_kv_is_refused_in_a_role_that_moves_it(role):
     async def main():
         async with MemoryCluster() as cluster:
-            with pytest.raises(
-                ConfigError, match=f"role {role}: the engine of w does not give its KV blocks"
-            ):
+            with pytest.raises(ConfigError, match=f"role {role}: the engine of w transfers no KV"):
                 await cluster.start("w", ManualEngine(), role=role)
 
     run_virtual(main())
