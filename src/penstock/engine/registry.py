@@ -1,62 +1,19 @@
 """Engines by the name that a graph or a flag gives."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
-from penstock.core.hashing import DEFAULT_KEY
-from penstock.core.types.instances import Role
-from penstock.engine.mock.engine import MockConfig, mock_engine
+from penstock.engine.mock.engine import mock_engine
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.spec import EngineSpec
 from penstock.seams import Engine
 
 SIMULATED_ONLY = ("vllm", "sglang", "trtllm")
 """Engines that a graph may name for simulation; this version does not run them."""
 _MOCK_BLOCKS = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """A deployment's settings for an engine of any kind.
-
-    The mock engine takes `context_length`, `vocab_size` and `eos_token_ids` from here. Other engines read them from their
-    checkpoint; only a smaller `context_length` overrides that.
-    """
-
-    model: str
-    """A directory with a checkpoint, or a name on the hub."""
-    block_size: int
-    role: Role = Role.AGGREGATED
-    """The worker's role at start."""
-    args: Mapping[str, Any] = field(default_factory=dict)
-    """The graph's `engine_args`: arguments of the engine by its own names."""
-    context_length: int | None = None
-    vocab_size: int = 32_000
-    eos_token_ids: tuple[int, ...] = ()
-    kv_blocks: int | None = None
-    """None: the engine chooses."""
-    sharing_engines: int = 1
-    """Engines that take memory from this machine at the same time, this one included."""
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """Bounds of batch and queue."""
-    schedulers: Mapping[Role, SchedulerConfig] = field(default_factory=dict)
-    """The same for roles that the worker may change to; `scheduler` for a role that is missing here."""
-    dtype: str = "auto"
-    kv_dtype: str = "auto"
-    device: str = "cpu"
-    """`cpu`, `cpu:CORE`, or `cuda:INDEX` of the first of the worker's devices, which have successive indices."""
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    data_parallel: int = 1
-    expert_parallel: int = 1
-    adapters: tuple[str, ...] = ()
-    """Names of the worker's LoRA adapters."""
-    hash_key: bytes = DEFAULT_KEY
-    mock: MockConfig = field(default_factory=MockConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

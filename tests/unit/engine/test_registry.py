@@ -7,8 +7,9 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.engine import registry
-from penstock.engine.registry import EngineSpec, create_engine, engine_names
+from penstock.engine.registry import create_engine, engine_names
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.spec import EngineSpec
 from penstock.testing.loop import run_async
 
 SPEC = EngineSpec(model="/nowhere", block_size=16, context_length=1000)

@@ -6,7 +6,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.core.types.location import Location
 from penstock.demo import MODEL_DIR
-from penstock.engine.registry import EngineSpec, create_engine
+from penstock.engine.registry import create_engine
+from penstock.engine.spec import EngineSpec
 from penstock.graph import Graph, Overrides, Roles, RoleSpec, build, load
 from penstock.graph.engine_prices import engine_prices, make_roofline
 from penstock.perf.model.model_config import load_shape

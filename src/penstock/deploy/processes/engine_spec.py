@@ -4,8 +4,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types.instances import Role
 from penstock.engine.paged.model.checkpoint import Checkpoint
-from penstock.engine.registry import EngineSpec
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.spec import EngineSpec
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.engine_prices import engine_prices
 from penstock.graph.step_size import with_step_size
