@@ -4,6 +4,7 @@ from penstock.testing.peer_transport import PeerTransportSuite
 from penstock.testing.transports.harness import TwoAgents
 from penstock.transfer import TransferConfig
 from penstock.transfer.transports.memory import MemoryTransport
+from tests.support.endless_copies import EndlessCopies
 
 
 def _memory() -> list[MemoryTransport]:
@@ -13,10 +14,10 @@ def _memory() -> list[MemoryTransport]:
 class TestMemoryTransport(PeerTransportSuite):
     @staticmethod
     def harness(size_bytes: int) -> TwoAgents:
-        return TwoAgents(_memory, size_bytes=size_bytes, config=TransferConfig(listen=("memory",)))
+        return EndlessCopies(_memory, size_bytes=size_bytes, config=TransferConfig(listen=("memory",)))
 
 
 class TestMemoryTransportWithSocketLinks(PeerTransportSuite):
     @staticmethod
     def harness(size_bytes: int) -> TwoAgents:
-        return TwoAgents(_memory, size_bytes=size_bytes)
+        return EndlessCopies(_memory, size_bytes=size_bytes)

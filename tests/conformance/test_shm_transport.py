@@ -6,13 +6,14 @@ from penstock.testing.peer_transport import PeerTransportSuite
 from penstock.testing.transports.harness import Bytes, TwoAgents
 from penstock.transfer import Arena
 from penstock.transfer.transports.shm.transport import ShmTransport
+from tests.support.endless_copies import EndlessCopies
 
 
 def _shm() -> list[ShmTransport]:
     return [ShmTransport(threads=2, inline_bytes_max=64 << 10)]
 
 
-class _Arenas(TwoAgents):
+class _Arenas(EndlessCopies):
     def make_memory(self) -> tuple[Bytes, object]:
         arena = Arena.create(self.size_bytes)
         return arena.array, arena

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,10 @@ from penstock.transfer import (
 
 SIZE_BYTES = 64 << 20
 UNTOUCHED = 1
+HEARTBEAT_TIMEOUT_S = 1.0
+"""A busy machine may keep a process waiting for half a second."""
+LONG_HEARTBEAT_TIMEOUT_S = 20.0
+FREE_WITHIN_S = 60.0
 UCX_OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 """For one of two processes, so that NIXL sends between both: the kernel would copy from and to a stopped one."""
 WRITERS = pytest.mark.parametrize(
@@ -50,7 +55,7 @@ class Scene:
 
     async def until_free(self) -> None:
         """Deregister until that works; how long the peer needs to hear of it is the machine's business."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(FREE_WITHIN_S):
             while True:
                 try:
                     return await self.owner.deregister(self.given)
@@ -66,10 +71,15 @@ class Scene:
 
 @asynccontextmanager
 async def written(
-    transport: str, listen: str = "unix", environment: Mapping[str, str] | None = None
+    transport: str,
+    listen: str = "unix",
+    environment: Mapping[str, str] | None = None,
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
 ) -> AsyncIterator[Scene]:
     """An agent here whose region is written by one in a process of its own, with more in its environment."""
-    config = TransferConfig(listen=(listen,), heartbeat_timeout_s=0.5, transports=(transport,))
+    config = TransferConfig(
+        listen=(listen,), heartbeat_timeout_s=heartbeat_timeout_s, transports=(transport,)
+    )
     with Arena.create(SIZE_BYTES) as arena:
         async with TransferAgent("owner", config) as owner:
             given = owner.register(arena, "kv")
@@ -83,7 +93,7 @@ async def written(
             )
             try:
                 assert child.stdout is not None
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     assert await child.stdout.readline() == b"writing\n"
                 yield Scene(owner, arena, given, child)
             finally:
@@ -92,7 +102,7 @@ async def written(
                 await child.wait()
 
 
-def play(scenario, *arguments: str, **more: Mapping[str, str]) -> None:
+def play(scenario, *arguments: str, **more: Any) -> None:
     async def main() -> None:
         async with written(*arguments, **more) as scene:
             await scenario(scene)
@@ -140,7 +150,7 @@ def test_memory_is_free_when_the_stopped_writer_is_killed(
 def test_a_writer_that_was_lost_before_may_still_write() -> None:
     async def scenario(scene: Scene) -> None:
         scene.stop_in_the_middle()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(FREE_WITHIN_S):
             while scene.owner._connections._links:  # noqa: ASYNC110 - until its heartbeats are missed
                 await asyncio.sleep(0.02)
         with pytest.raises(MemoryInUse):
@@ -173,17 +183,17 @@ def test_an_agent_that_closes_says_what_is_not_free() -> None:
     play(scenario, "shm")
 
 
-def test_a_writer_that_answers_costs_no_time() -> None:
+def test_a_writer_that_answers_is_not_waited_for() -> None:
     async def scenario(scene: Scene) -> None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         await scene.owner.deregister(scene.given)
-        assert loop.time() - began_s < 0.4
+        assert loop.time() - began_s < LONG_HEARTBEAT_TIMEOUT_S / 2, "it waited for the timeout"
         await scene.expect_untouched()
         await scene.owner.close()
         assert np.all(scene.arena.array == UNTOUCHED)
 
-    play(scenario, "shm")
+    play(scenario, "shm", heartbeat_timeout_s=LONG_HEARTBEAT_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
@@ -191,7 +201,7 @@ def test_a_writer_that_answers_costs_no_time() -> None:
 def test_own_memory_is_in_quarantine_while_nixl_may_move_it_for_a_stopped_owner(
     op: TransferOp, end: signal.Signals
 ) -> None:
-    config = TransferConfig(listen=("unix",), heartbeat_timeout_s=0.5, transports=("nixl",))
+    config = TransferConfig(listen=("unix",), heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S, transports=("nixl",))
 
     async def main() -> None:
         child = await asyncio.create_subprocess_exec(
@@ -218,7 +228,7 @@ def test_own_memory_is_in_quarantine_while_nixl_may_move_it_for_a_stopped_owner(
                         await agent.deregister(here)
                     assert agent.quarantined == (here,)
                     os.kill(child.pid, end)
-                    async with asyncio.timeout(20):
+                    async with asyncio.timeout(FREE_WITHIN_S):
                         while agent.quarantined:  # noqa: ASYNC110 - UCX ends what it had posted
                             await asyncio.sleep(0.02)
                     await agent.deregister(here)

@@ -1,11 +1,10 @@
 """A process with one agent that others use: `python transfer_owner.py CONFIG_JSON SIZE_BYTES`.
 
-It prints its metadata, then answers every notification with the CPU seconds it has used.
+It prints its metadata and stays until it is killed.
 """
 
 import asyncio
 import sys
-import time
 
 from penstock.transfer import Arena, TransferAgent, TransferConfig
 
@@ -15,8 +14,7 @@ async def main(config: str, size_bytes: str) -> None:
         async with TransferAgent("owner", TransferConfig.model_validate_json(config)) as agent:
             agent.register(arena, "shared")
             print(agent.metadata().hex(), flush=True)
-            async for peer, _ in agent.notifications():
-                agent.send_notification(peer, repr(time.process_time()).encode())
+            await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

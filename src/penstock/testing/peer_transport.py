@@ -118,11 +118,12 @@ class PeerTransportSuite(TransportSuite):
             await differ(harness)
             whole = harness.local.ranges(), harness.remote.ranges()
             prepared = harness.agent.prepare(*whole, harness.peer)
-            handle = prepared.post(op)
-            await asyncio.sleep(0)
-            await harness.owner.deregister(harness.owned)
-            with pytest.raises(TransferRefused, match=r"deregistered|not registered"):
-                await handle.wait()
+            with harness.endless_transfers():
+                handle = prepared.post(op)
+                await asyncio.sleep(0)
+                await harness.owner.deregister(harness.owned)
+                with pytest.raises(TransferRefused, match=r"deregistered|not registered"):
+                    await handle.wait()
             here, there = harness.read_local(), await harness.read_remote()
             with pytest.raises(TransferRefused):
                 prepared.post(op)
@@ -136,12 +137,13 @@ class PeerTransportSuite(TransportSuite):
     def test_a_closed_peer_fails_transfers_soon(self, op: TransferOp) -> None:
         async def scenario(harness: TwoAgents) -> None:
             whole = harness.local.ranges(), harness.remote.ranges()
-            handle = harness.agent.post(op, *whole, harness.peer)
-            await asyncio.sleep(0)
-            began_s = perf_counter()
-            await harness.owner.close()
-            with pytest.raises((PeerLost, TransferRefused)):
-                await handle.wait()
+            with harness.endless_transfers():
+                handle = harness.agent.post(op, *whole, harness.peer)
+                await asyncio.sleep(0)
+                began_s = perf_counter()
+                await harness.owner.close()
+                with pytest.raises((PeerLost, TransferRefused)):
+                    await handle.wait()
             assert perf_counter() - began_s < _LOST_WITHIN_S + 1.0, (
                 "the bound itself is tested with processes"
             )

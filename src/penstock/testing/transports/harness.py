@@ -1,7 +1,7 @@
 """Harness of the transport suite: local memory, and memory of another agent or storage of the same agent."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -113,6 +113,13 @@ class TwoAgents:
         """Make one side's memory; return a view of it, and the object to register."""
         memory = np.zeros(self.size_bytes, np.uint8)
         return memory, memory
+
+    def endless_transfers(self) -> AbstractContextManager[object]:
+        """Keep transfers posted within this context under way until something ends them.
+
+        The default does nothing: then `large_bytes` must take longer than the message that ends the transfer.
+        """
+        return nullcontext()
 
     def read_local(self) -> Bytes:
         return self._here.copy()
