@@ -25,7 +25,7 @@ def test_answers_are_those_of_one_worker_and_nixl_moved_all_blocks(deploy, one_w
         workers = await site.workers()
         (read,) = workers["decode-1"]["load"]["kv_reads"]
         assert read["transport"] == "nixl"
-        assert read["producer"] == workers["prefill-1"]["worker_id"]
+        assert read["prefill_worker"] == workers["prefill-1"]["worker_id"]
         computed = workers["decode-1"]["load"]["prefilled_tokens"]
         assert read["num_bytes"] > 0
         assert computed <= 16 * len(prompts), "nothing but what no full block holds is computed again"

@@ -192,8 +192,8 @@ def test_workers_show_where_they_are() -> None:
                 ("worker-0-1", "", "eu-1", "eu"), ("worker-1-2", "", "us-1", "us"), ("worker-2-3", "", "asia-1", "asia")
             ]  # fmt: skip
             assert (
-                cluster.network.way("worker-0-1", "frontend-1") == DEPLOYMENT.graph.router.topology.same_rack
+                cluster.network.path("worker-0-1", "frontend-1") == DEPLOYMENT.graph.router.topology.same_rack
             )
-            assert cluster.network.way("worker-1-2", "worker-0-1").latency_s == 0.04
+            assert cluster.network.path("worker-1-2", "worker-0-1").latency_s == 0.04
 
     run(main, 3)

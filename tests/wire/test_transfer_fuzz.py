@@ -114,7 +114,7 @@ REGION = {
     "read_key": st.sampled_from([b"", b"k" * 8, b"k" * 65, None]),
     "write_key": st.sampled_from([b"", b"k" * 8]),
     "name": st.text(max_size=4),
-    "ways": st.dictionaries(
+    "transport_info": st.dictionaries(
         st.sampled_from(["memory", "shm", "tcp", "nixl"]),
         st.one_of(
             st.binary(max_size=20),
@@ -134,7 +134,7 @@ RIGHT = {
     "size_bytes": 64,
     "read_key": b"k" * 8,
     "write_key": b"w" * 8,
-    "ways": {"memory": b"", "tcp": b"", "shm": msgspec.msgpack.encode({"address": 4096})},
+    "transport_info": {"memory": b"", "tcp": b"", "shm": msgspec.msgpack.encode({"address": 4096})},
 }
 
 

@@ -51,7 +51,7 @@ PLAIN = {
                 read_key=b"k" * 8,
                 write_key=b"w" * 8,
                 name="kv",
-                ways={"shm": b"w"},
+                transport_info={"shm": b"w"},
             ),
         ),
         certificate=b"f" * 32,
@@ -94,7 +94,7 @@ def extended(value: object) -> object:
     """Add a field that nobody knows to every map of fields, at every depth."""
     if isinstance(value, dict):
         known = {
-            key: item if key in {"contacts", "keys", "ways"} else extended(item)
+            key: item if key in {"contacts", "keys", "transport_info"} else extended(item)
             for key, item in value.items()
         }
         return known | {"from_the_future": [1, {"a": None}]}

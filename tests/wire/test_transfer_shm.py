@@ -30,7 +30,7 @@ from penstock.transfer import (
 )
 from penstock.transfer.regions import copies
 from penstock.transfer.transports.shm import transport as shm
-from penstock.transfer.transports.shm.channel import MappedArena, ShmWay
+from penstock.transfer.transports.shm.channel import MappedArena, ShmRegion
 from penstock.transfer.transports.shm.other_process import is_ending, why_untraceable
 from penstock.transfer.transports.shm.transport import ShmTransport
 
@@ -210,11 +210,11 @@ class TestMappings:
 
 
 class TestLyingOwners:
-    @pytest.mark.parametrize("way", [{"offset": SIZE}, {"offset": -8}, {"offset": 2**62}, {"offset": 1}])
-    def test_a_region_that_is_not_within_its_arena(self, way):
+    @pytest.mark.parametrize("place", [{"offset": SIZE}, {"offset": -8}, {"offset": 2**62}, {"offset": 1}])
+    def test_a_region_that_is_not_within_its_arena(self, place):
         async def scenario(two: Arenas) -> None:
-            lie = encode(ShmWay(address=0, **way))
-            info = msgspec.structs.replace(two.remote.info, ways={"shm": lie})
+            lie = encode(ShmRegion(address=0, **place))
+            info = msgspec.structs.replace(two.remote.info, transport_info={"shm": lie})
             two.peer.infos[two.remote.region_id] = info
             before = mappings()
             for op in (READ, WRITE):
@@ -239,7 +239,7 @@ class TestLyingOwners:
     @pytest.mark.parametrize("lie", [b"", b"\xc1", b"\x80", encode(MappedArena(size_bytes=1))])
     def test_a_way_that_is_none(self, lie):
         async def scenario(two: Arenas) -> None:
-            info = msgspec.structs.replace(two.remote.info, ways={"shm": lie})
+            info = msgspec.structs.replace(two.remote.info, transport_info={"shm": lie})
             two.peer.infos[two.remote.region_id] = info
             with pytest.raises(TransferRefused, match="did not register"):
                 await two.move()

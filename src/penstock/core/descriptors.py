@@ -61,7 +61,7 @@ class RegionInfo(Wire, frozen=True):
     Attributes:
         read_key: proves the right to read; empty without that right.
         write_key: proves the right to write; empty without that right.
-        ways: transport name -> what that transport needs to reach the region.
+        transport_info: transport name -> what that transport needs to reach the region.
     """
 
     region_id: Annotated[int, msgspec.Meta(ge=0)]
@@ -70,7 +70,7 @@ class RegionInfo(Wire, frozen=True):
     read_key: _Key = b""
     write_key: _Key = b""
     name: str = ""
-    ways: dict[str, bytes] = msgspec.field(default_factory=dict)
+    transport_info: dict[str, bytes] = msgspec.field(default_factory=dict)
 
     def key(self, op: TransferOp) -> bytes:
         """Return the key that proves the right to `op`; empty without that right."""

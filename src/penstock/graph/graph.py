@@ -17,7 +17,7 @@ from penstock.core.types.location import Location
 from penstock.graph.document import parse_yaml
 from penstock.graph.frontend import FrontendSpec
 from penstock.graph.overrides import Overrides
-from penstock.graph.partners import check_partners, check_ways
+from penstock.graph.partners import check_partners, check_transfer
 from penstock.graph.role import Roles, RoleSpec
 from penstock.graph.slo import Slo
 from penstock.graph.supervision import Supervision
@@ -74,9 +74,9 @@ class Graph(Config):
         return roles
 
     @pydantic.model_validator(mode="after")
-    def _check_ways(self) -> Self:
+    def _check_transfer(self) -> Self:
         if self.roles.prefill is not None:
-            check_ways(self.worker.kv_transfer.transfer)
+            check_transfer(self.worker.kv_transfer.transfer)
         return self
 
     @pydantic.model_validator(mode="after")

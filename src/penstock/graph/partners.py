@@ -81,7 +81,7 @@ def say_empty(roles: Roles) -> list[str]:
     return said
 
 
-def check_ways(transfer: TransferConfig) -> None:
+def check_transfer(transfer: TransferConfig) -> None:
     """Check that transports and listen addresses let workers read each other's memory.
 
     Raises:

@@ -12,7 +12,7 @@ from penstock.core.config import Config, wrong
 from penstock.core.types.location import Location
 
 
-class Way(Config):
+class NetworkPath(Config):
     """Latency and bandwidth of a network path."""
 
     latency_s: float = pydantic.Field(ge=0, le=60)
@@ -21,7 +21,7 @@ class Way(Config):
     """Bandwidth of one connection, in bytes per second."""
 
 
-class RegionPair(Way):
+class RegionPair(NetworkPath):
     """The network path between two regions, in both directions."""
 
     one: str = pydantic.Field(min_length=1)
@@ -43,15 +43,15 @@ class Topology(Config):
     millisecond there and back, within a region; 1 Gbit/s and 80 ms there and back across an ocean. Measure yours.
     """
 
-    same_host: Way = Way(latency_s=2e-5, bandwidth_bytes_per_s=5e9)
+    same_host: NetworkPath = NetworkPath(latency_s=2e-5, bandwidth_bytes_per_s=5e9)
     """Between processes of one host."""
-    same_rack: Way = Way(latency_s=5e-5, bandwidth_bytes_per_s=3.1e9)
+    same_rack: NetworkPath = NetworkPath(latency_s=5e-5, bandwidth_bytes_per_s=3.1e9)
     """Between hosts of one rack, or of unknown racks."""
-    same_zone: Way = Way(latency_s=2e-4, bandwidth_bytes_per_s=1.25e9)
+    same_zone: NetworkPath = NetworkPath(latency_s=2e-4, bandwidth_bytes_per_s=1.25e9)
     """Between racks of one zone."""
-    same_region: Way = Way(latency_s=5e-4, bandwidth_bytes_per_s=1.25e9)
+    same_region: NetworkPath = NetworkPath(latency_s=5e-4, bandwidth_bytes_per_s=1.25e9)
     """Between zones of one region."""
-    between_regions: Way = Way(latency_s=0.04, bandwidth_bytes_per_s=1.25e8)
+    between_regions: NetworkPath = NetworkPath(latency_s=0.04, bandwidth_bytes_per_s=1.25e8)
     """Between regions without an entry in `pairs`."""
     pairs: tuple[RegionPair, ...] = ()
     """Paths between listed regions."""
@@ -67,7 +67,7 @@ class Topology(Config):
             seen.add(ends)
         return pairs
 
-    def way(self, one: Location, other: Location) -> Way:
+    def path(self, one: Location, other: Location) -> NetworkPath:
         """Give the network path between two locations."""
         if _differ(one.region, other.region):
             ends = {one.region, other.region}

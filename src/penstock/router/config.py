@@ -5,7 +5,7 @@ import pydantic
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
 from penstock.core.types.location import Location
-from penstock.perf.topology import Topology, Way
+from penstock.perf.topology import NetworkPath, Topology
 from penstock.router.policy.policies import check_policy_name, make_policy
 from penstock.router.policy.session_affinity import SESSION_IDLE_S, SESSIONS_MAX
 from penstock.seams import RoutingPolicy
@@ -146,12 +146,12 @@ class RouterConfig(Config):
             raise wrong(error.message.removeprefix("policy ")) from error
         return policy
 
-    def kv_way(self, one: Location, other: Location) -> Way:
+    def kv_path(self, one: Location, other: Location) -> NetworkPath:
         """Give latency and bandwidth of KV between two workers."""
-        way, link_bytes_per_s = self.topology.way(one, other), self.disagg.link_bytes_per_s
+        path, link_bytes_per_s = self.topology.path(one, other), self.disagg.link_bytes_per_s
         if link_bytes_per_s is None:
-            return way
-        return Way(latency_s=way.latency_s, bandwidth_bytes_per_s=link_bytes_per_s)
+            return path
+        return NetworkPath(latency_s=path.latency_s, bandwidth_bytes_per_s=link_bytes_per_s)
 
     def new_policy(self) -> RoutingPolicy:
         """Make the policy with its settings."""

@@ -99,7 +99,7 @@ class Deployment:
         prefill = [role_group for role_group in self.role_groups if role_group.role is Role.PREFILL]
         if not prefill:
             return ""
-        bandwidth = self.router.kv_way(
+        bandwidth = self.router.kv_path(
             prefill[0].spec.location_of(0), self.decoding[0].spec.location_of(0)
         ).bandwidth_bytes_per_s
         return f"KV moves at {bandwidth / 1e9:.3g} GB/s"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.location import Location
-from penstock.perf.topology import RegionPair, Topology, Way
+from penstock.perf.topology import NetworkPath, RegionPair, Topology
 
 names = st.sampled_from(["", "a", "b"])
 locations = st.builds(Location, host=names, rack=names, zone=names, region=names)
@@ -33,28 +33,30 @@ def at(host: str = "h", rack: str = "r", zone: str = "z", region: str = "eu") ->
 )
 def test_the_widest_level_at_which_they_differ(other: Location, level: str) -> None:
     topology = Topology()
-    assert topology.way(at(), other) is getattr(topology, level)
+    assert topology.path(at(), other) is getattr(topology, level)
 
 
 @given(locations, locations)
 def test_it_is_as_far_back(one: Location, other: Location) -> None:
-    assert TOPOLOGY.way(one, other) == TOPOLOGY.way(other, one)
-    assert TOPOLOGY.way(one, one) is TOPOLOGY.same_host
+    assert TOPOLOGY.path(one, other) == TOPOLOGY.path(other, one)
+    assert TOPOLOGY.path(one, one) is TOPOLOGY.same_host
 
 
 def test_a_named_pair_of_regions_holds_both_ways() -> None:
     a, b, c = (Location(region=name) for name in "abc")
-    assert TOPOLOGY.way(a, b).latency_s == TOPOLOGY.way(b, a).latency_s == 0.03
-    assert TOPOLOGY.way(a, c) is TOPOLOGY.between_regions
+    assert TOPOLOGY.path(a, b).latency_s == TOPOLOGY.path(b, a).latency_s == 0.03
+    assert TOPOLOGY.path(a, c) is TOPOLOGY.between_regions
 
 
 def test_farther_is_slower_by_default() -> None:
     topology = Topology()
-    ways: list[Way] = [
+    paths: list[NetworkPath] = [
         topology.same_host, topology.same_rack, topology.same_zone, topology.same_region, topology.between_regions,
     ]  # fmt: skip
-    assert [way.latency_s for way in ways] == sorted(way.latency_s for way in ways)
-    assert [-way.bandwidth_bytes_per_s for way in ways] == sorted(-way.bandwidth_bytes_per_s for way in ways)
+    assert [path.latency_s for path in paths] == sorted(path.latency_s for path in paths)
+    assert [-path.bandwidth_bytes_per_s for path in paths] == sorted(
+        -path.bandwidth_bytes_per_s for path in paths
+    )
 
 
 @pytest.mark.parametrize(

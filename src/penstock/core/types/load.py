@@ -1,7 +1,5 @@
 """A worker's load report."""
 
-import msgspec
-
 from penstock.core.ids import WorkerId
 from penstock.core.wire import Wire
 
@@ -9,7 +7,7 @@ from penstock.core.wire import Wire
 class KvRead(Wire, frozen=True):
     """Totals of a decode worker's KV reads from one prefill worker since its start; `transport` is that of the latest read."""
 
-    prefill_worker: WorkerId = msgspec.field(name="producer")
+    prefill_worker: WorkerId
     transport: str
     num_bytes: int
     seconds: float

@@ -2,8 +2,6 @@
 
 from enum import StrEnum
 
-import msgspec
-
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import PinId, RequestId, WorkerId
 from penstock.core.types.kv_exchange import KvSource
@@ -57,7 +55,7 @@ class KvHandle(Wire, frozen=True):
             an engine of the same `kv_transfer_kind` reads it. Empty where Penstock transfers the blocks.
     """
 
-    prefill_worker: WorkerId = msgspec.field(name="producer")
+    prefill_worker: WorkerId
     pin_id: PinId
     ttl_s: float
     num_tokens: int

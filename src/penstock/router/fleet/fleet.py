@@ -307,8 +307,8 @@ class Fleet:
         self._indexer.expect(member.slot, engine.total_blocks + engine.lower_tier_blocks)
         location = Location.of(member.instance)
         self.link_bandwidths.put(member.slot, location)
-        way = self._config.topology.way(self._config.location, location)
-        for changed in pool.put(member, way):
+        path = self._config.topology.path(self._config.location, location)
+        for changed in pool.put(member, path):
             self._note(changed)
         self._tell_soon()
 

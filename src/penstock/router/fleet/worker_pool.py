@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import InstanceState, Role
-from penstock.perf.topology import Way
+from penstock.perf.topology import NetworkPath
 from penstock.router.fleet.adapters import Adapters
 from penstock.router.links.kv_transfer_pairs import KvTransferPairs
 from penstock.router.workers.member import Member, identity
@@ -48,12 +48,12 @@ class WorkerPool:
     def __len__(self) -> int:
         return len(self._votes)
 
-    def put(self, member: Member, way: Way | None = None) -> Sequence[Member]:
+    def put(self, member: Member, path: NetworkPath | None = None) -> Sequence[Member]:
         """Take in a worker, or what discovery says anew about one.
 
         Args:
             member: the worker.
-            way: what lies between it and this router; None is nothing.
+            path: the network path from this router; None costs nothing.
 
         Returns:
             Members whose `matching` may have changed.
@@ -64,7 +64,7 @@ class WorkerPool:
             self._roles[slot] = instance.role
         self.adapters.put(slot, instance, is_ready=bool(self.ready[slot]))
         self.pairs.put(slot, instance)
-        self.prices.put(slot, instance, member.price_correction.factor, way)
+        self.prices.put(slot, instance, member.price_correction.factor, path)
         if member in self._votes:
             self._count(self._votes[member], -1)
         self._votes[member] = instance.card, member.listed and instance.state is InstanceState.READY

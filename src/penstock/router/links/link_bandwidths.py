@@ -124,7 +124,7 @@ class LinkBandwidths:
         here = self._locations[source]
         row = self._rows.get(here)
         if row is None:
-            ways = [self._config.kv_way(here, there) for there in self._locations]
-            row = self._rows[here] = 1.0 / np.array([way.bandwidth_bytes_per_s for way in ways])
+            paths = [self._config.kv_path(here, there) for there in self._locations]
+            row = self._rows[here] = 1.0 / np.array([path.bandwidth_bytes_per_s for path in paths])
             row.flags.writeable = False
         return row

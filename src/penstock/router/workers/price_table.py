@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 from penstock.core.types.events import Tier
 from penstock.core.types.instances import Instance, Prices
-from penstock.perf.topology import Way
+from penstock.perf.topology import NetworkPath
 from penstock.seams import PriceColumns
 
 _SCALARS = (
@@ -58,8 +58,10 @@ class PriceTable:
         factors = self._factors[self._known]
         return (float(factors.min()), float(factors.max())) if len(factors) else (1.0, 1.0)
 
-    def put(self, slot: int, instance: Instance, factor: float = 1.0, way: Way | None = None) -> None:
-        """Take a worker's prices, its correction, and the way between it and this router; None for no way."""
+    def put(
+        self, slot: int, instance: Instance, factor: float = 1.0, path: NetworkPath | None = None
+    ) -> None:
+        """Take a worker's prices, its correction, and the network path from this router; None costs nothing."""
         prices = instance.prices
         self._factors[slot] = factor
         self._columns = None
@@ -67,8 +69,8 @@ class PriceTable:
         if prices is not None:
             self._table[:, slot] = _row(prices)
         self._table[_BATCH, slot] = max(instance.engine.max_batch_tokens, 1)
-        self._table[_ROUND_TRIP, slot] = 0.0 if way is None else 2 * way.latency_s
-        self._table[_BYTE, slot] = 0.0 if way is None else 1 / way.bandwidth_bytes_per_s
+        self._table[_ROUND_TRIP, slot] = 0.0 if path is None else 2 * path.latency_s
+        self._table[_BYTE, slot] = 0.0 if path is None else 1 / path.bandwidth_bytes_per_s
         self._table[_AT_ONCE, slot] = instance.engine.prompts_at_once
         self._table[_PLACES, slot] = instance.engine.max_running_requests or _PLACES_UNKNOWN
 

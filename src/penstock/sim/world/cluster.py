@@ -16,7 +16,7 @@ from penstock.core.types.location import Location
 from penstock.core.types.steps import Step
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.tiers.tiers import TieredPool
-from penstock.perf.topology import Way
+from penstock.perf.topology import NetworkPath
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.runtime.config import PlaneConfig
@@ -97,7 +97,7 @@ class SimCluster:
         self.network = SimNetwork(random.Random(rng.getrandbits(64)), spec.network, spec.router.topology)
         self.plane = SimPlane(self.network, spec.plane)
         self.registry = SimRegistry(self.network)
-        self.sim_transports = SimTransports(self.network, self._kv_way)
+        self.sim_transports = SimTransports(self.network, self._kv_path)
         self.dispatchers: list[Dispatcher] = []
         self.errors: dict[str, PenstockError] = {}
         """Errors of workers that ended by one, by host."""
@@ -182,9 +182,9 @@ class SimCluster:
         )
         return TransferAgent(host, config, transports=[self.sim_transports.at(host)])
 
-    def _kv_way(self, one: str, other: str) -> Way:
+    def _kv_path(self, one: str, other: str) -> NetworkPath:
         """Give the network path between two workers, as routers assume it."""
-        return self.spec.router.kv_way(self._places[one], self._places[other])
+        return self.spec.router.kv_path(self._places[one], self._places[other])
 
     def _locate(self, host: str, location: Location) -> Location:
         """Set a host's location; a host without one stays unlocated."""

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from penstock.core.config import Config
 from penstock.core.types.location import Location
-from penstock.perf.topology import Topology, Way
+from penstock.perf.topology import NetworkPath, Topology
 
 REGISTRY = "registry"
 """Host of the discovery registry."""
@@ -59,7 +59,7 @@ class SimNetwork:
         topology: Topology | None = None,
     ) -> None:
         self.config = config or NetworkConfig()
-        self._way = Way(
+        self._path = NetworkPath(
             latency_s=self.config.latency_s, bandwidth_bytes_per_s=self.config.bandwidth_bytes_per_s
         )
         self.rng = rng
@@ -76,10 +76,10 @@ class SimNetwork:
         """Set a host's location; between two located hosts the topology holds instead of `config`."""
         self._locations[host] = location
 
-    def way(self, one: str, other: str) -> Way:
+    def path(self, one: str, other: str) -> NetworkPath:
         """Give the network path between two hosts."""
         here, there = self._locations.get(one), self._locations.get(other)
-        return self._way if here is None or there is None else self._topology.way(here, there)
+        return self._path if here is None or there is None else self._topology.path(here, there)
 
     def is_open(self, one: str, other: str) -> bool:
         """Tell whether two hosts can reach each other now."""
@@ -97,7 +97,7 @@ class SimNetwork:
 
     def latency_s(self, one: str, other: str) -> float:
         """Draw the latency of one message between two hosts."""
-        return self.way(one, other).latency_s + self.jitter_s()
+        return self.path(one, other).latency_s + self.jitter_s()
 
     def jitter_s(self) -> float:
         """Draw the jitter of one message."""
@@ -160,8 +160,8 @@ class Pipe:
         self.is_deaf = False
         """True once the far end is closed: arriving messages are lost."""
         self._network = network
-        way = network.way(*ends)
-        self._latency_s, self._bandwidth_bytes_per_s = way.latency_s, way.bandwidth_bytes_per_s
+        path = network.path(*ends)
+        self._latency_s, self._bandwidth_bytes_per_s = path.latency_s, path.bandwidth_bytes_per_s
         self._loop = asyncio.get_running_loop()
         self._bursts: deque[_Burst] = deque()
         self._newest: _Burst | None = None  # burst that may still grow

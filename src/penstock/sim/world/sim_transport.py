@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from penstock.core.descriptors import Access, RangePairs, Region, RegionInfo, TransferCost, TransferOp
-from penstock.perf.topology import Way
+from penstock.perf.topology import NetworkPath
 from penstock.seams import Link, TransportHost
 from penstock.sim.world.network import SimNetwork
 from penstock.transfer.transports.quiet import QuietTransport
@@ -21,20 +21,20 @@ class SimTransports:
     """The transports of all hosts. One event loop owns it.
 
     A host's port sends one transfer after the other, in the order in which they were asked for, each at the full speed of
-    its way, and receives likewise (docs/decisions/0011).
+    its path, and receives likewise (docs/decisions/0011).
     """
 
-    def __init__(self, network: SimNetwork, way: Callable[[str, str], Way]) -> None:
+    def __init__(self, network: SimNetwork, path: Callable[[str, str], NetworkPath]) -> None:
         """Create it without transfers.
 
         Args:
             network: gives reachability.
-            way: gives the network path of KV between two hosts.
+            path: gives the network path of KV between two hosts.
         """
         self.received_bytes: Counter[str] = Counter()
         """Bytes received, by host."""
         self._network = network
-        self._way = way
+        self._path = path
         self._sends_until_s: dict[str, float] = {}
         self._receives_until_s: dict[str, float] = {}
 
@@ -46,17 +46,17 @@ class SimTransports:
         """Give a host's transport."""
         return SimTransport(self, host)
 
-    def way(self, one: str, other: str) -> Way:
+    def path(self, one: str, other: str) -> NetworkPath:
         """Give the network path of KV between two hosts."""
-        return self._way(one, other)
+        return self._path(one, other)
 
-    async def move(self, source: str, target: str, way: Way, num_bytes: int) -> None:
+    async def move(self, source: str, target: str, path: NetworkPath, num_bytes: int) -> None:
         """Wait for the time of a transfer; a cancelled one keeps its ports busy."""
         now_s = self._loop.time()
         start_s = max(now_s, self._sends_until_s.get(source, 0.0), self._receives_until_s.get(target, 0.0))
-        end_s = start_s + num_bytes / way.bandwidth_bytes_per_s
+        end_s = start_s + num_bytes / path.bandwidth_bytes_per_s
         self._sends_until_s[source] = self._receives_until_s[target] = end_s
-        await asyncio.sleep(end_s + _CROSSINGS * way.latency_s - now_s)
+        await asyncio.sleep(end_s + _CROSSINGS * path.latency_s - now_s)
         await self._network.opened(source, target)
         self.received_bytes[target] += num_bytes
 
@@ -97,7 +97,7 @@ class SimChannel:
     def __init__(self, sim_transports: SimTransports, here: str, there: str) -> None:
         self._sim_transports = sim_transports
         self._here, self._there = here, there
-        self._way = sim_transports.way(here, there)
+        self._path = sim_transports.path(here, there)
 
     def refusal(self, op: TransferOp, local: Sequence[Region], remote: Sequence[RegionInfo]) -> str | None:
         del op, local, remote
@@ -105,15 +105,15 @@ class SimChannel:
 
     def cost(self, op: TransferOp) -> TransferCost:
         del op
-        way = self._way
+        path = self._path
         return TransferCost(
-            start_s=_CROSSINGS * way.latency_s, range_s=0.0, bytes_per_s=way.bandwidth_bytes_per_s
+            start_s=_CROSSINGS * path.latency_s, range_s=0.0, bytes_per_s=path.bandwidth_bytes_per_s
         )
 
     def prepare(self, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> "SimMove":
         del checksum
         ends = (self._there, self._here) if op is TransferOp.READ else (self._here, self._there)
-        return SimMove(self._sim_transports, ends, self._way, pairs.total_bytes)
+        return SimMove(self._sim_transports, ends, self._path, pairs.total_bytes)
 
     def forget(self, region_id: int) -> None: ...
 
@@ -124,15 +124,15 @@ class SimMove:
     """One transfer from one host to another."""
 
     def __init__(
-        self, sim_transports: SimTransports, ends: tuple[str, str], way: Way, num_bytes: int
+        self, sim_transports: SimTransports, ends: tuple[str, str], path: NetworkPath, num_bytes: int
     ) -> None:
         self._sim_transports = sim_transports
         self._ends = ends
-        self._way = way
+        self._path = path
         self._num_bytes = num_bytes
 
     def run_now(self) -> bool:
         return False
 
     async def run(self) -> None:
-        await self._sim_transports.move(*self._ends, self._way, self._num_bytes)
+        await self._sim_transports.move(*self._ends, self._path, self._num_bytes)

@@ -39,7 +39,7 @@ class Registration:
         access: the most that peers may do with it.
         read_key: what a peer shows to read it.
         write_key: what a peer shows to write it.
-        ways: what each transport tells peers of it, by transport.
+        transport_info: what each transport tells peers of it, by transport.
     """
 
     region_id: int
@@ -48,7 +48,7 @@ class Registration:
     access: Access
     read_key: bytes = field(repr=False)
     write_key: bytes = field(repr=False)
-    ways: Mapping[str, bytes] = field(repr=False)
+    transport_info: Mapping[str, bytes] = field(repr=False)
 
     @property
     def info(self) -> RegionInfo:
@@ -77,7 +77,7 @@ class Registration:
             read_key=self.read_key if given.allows(TransferOp.READ) else b"",
             write_key=self.write_key if given.allows(TransferOp.WRITE) else b"",
             name=self.name,
-            ways=dict(self.ways),
+            transport_info=dict(self.transport_info),
         )
 
     def key(self, op: TransferOp) -> bytes:
@@ -178,17 +178,17 @@ class RegionTable:
                 " register a writable buffer, or access=Access.READ"
             )
         region_id = next(self._ids)
-        ways: dict[str, bytes] = {}
+        transport_info: dict[str, bytes] = {}
         why: list[str] = []
         for by, transport in transports.items():
             try:
-                way = transport.register(region_id, region, access)
+                info = transport.register(region_id, region, access)
             except TransferError as error:
                 why.append(f"{by}: {error.message}")
                 continue
-            if way is not None:
-                ways[by] = way
-        is_reached = bool(ways) or (bool(storage) and region.kind in MAIN_MEMORY)
+            if info is not None:
+                transport_info[by] = info
+        is_reached = bool(transport_info) or (bool(storage) and region.kind in MAIN_MEMORY)
         for by, kept in storage.items():
             if kept.kind is region.kind:
                 try:
@@ -203,7 +203,9 @@ class RegionTable:
                 f" ({reasons or ', '.join((*transports, *storage))})"
             )
         read_key, write_key = secrets.token_bytes(_KEY_BYTES), secrets.token_bytes(_KEY_BYTES)
-        registration = Registration(region_id, region, name or region.name, access, read_key, write_key, ways)
+        registration = Registration(
+            region_id, region, name or region.name, access, read_key, write_key, transport_info
+        )
         self._registrations[region_id] = registration
         return registration
 

@@ -55,10 +55,10 @@ class KvRegions:
             raise ConfigError(f"worker.kv_transfer.transfer: {error.message}") from error
         for rank, regions in enumerate(registered):
             self._check_sizes(rank, [one.region.size_bytes for one in regions])
-        ways = [one.ways for regions in registered for one in regions]
+        infos = [one.transport_info for regions in registered for one in regions]
         self.ids = tuple(tuple(one.region_id for one in regions) for regions in registered)
         names = agent.transport_names
-        self.transports = tuple(name for name in names if all(name in way for way in ways))
+        self.transports = tuple(name for name in names if all(name in info for info in infos))
         if not self.transports:
             raise ConfigError(
                 f"worker.kv_transfer.transfer.transports: those that work here ({', '.join(names) or 'none'}) do not reach all of"

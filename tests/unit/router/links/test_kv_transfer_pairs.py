@@ -14,7 +14,7 @@ def mask(*slots, of=4):
 
 
 @pytest.mark.parametrize(
-    ("producer", "taker", "why"),
+    ("prefill", "decode", "why"),
     [
         (worker("p"), worker("d"), None),
         (worker("p", blocks=5), worker("d", blocks=50), None),
@@ -33,8 +33,8 @@ def mask(*slots, of=4):
         (worker("p", layout=msgspec.structs.replace(LAYOUT, num_kv_heads=4)), worker("d"), "num_kv_heads"),
     ],
 )
-def test_a_pair_fits_or_says_why_not(producer, taker, why):
-    found = pairs(producer, taker)
+def test_a_pair_fits_or_says_why_not(prefill, decode, why):
+    found = pairs(prefill, decode)
     everybody = mask(0, 1, of=2)
     assert found.kinds(2).decode_workers(0)[1] == (why is None)
     assert (found.prefill_workers(everybody, mask(1, of=2)) & mask(0, of=2)).any() == (why is None)

@@ -6,17 +6,17 @@ import pytest
 from penstock.core.ids import WorkerId
 from penstock.core.types.load import KvRead
 from penstock.core.types.location import Location
-from penstock.perf.topology import Topology, Way
+from penstock.perf.topology import NetworkPath, Topology
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.links.link_bandwidths import FORGOTTEN_S, LinkBandwidths
 
 TOPOLOGY = Topology(
-    same_host=Way(latency_s=0, bandwidth_bytes_per_s=400e9),
-    same_rack=Way(latency_s=0, bandwidth_bytes_per_s=50e9),
+    same_host=NetworkPath(latency_s=0, bandwidth_bytes_per_s=400e9),
+    same_rack=NetworkPath(latency_s=0, bandwidth_bytes_per_s=50e9),
 )
 
 
-def ways(link_bytes_per_s=None):
+def bandwidths_of(link_bytes_per_s=None):
     config = RouterConfig(topology=TOPOLOGY, disagg=DisaggConfig(link_bytes_per_s=link_bytes_per_s))
     table = LinkBandwidths(config, 2)
     table.put(0, Location(host="a"))
@@ -31,24 +31,24 @@ def bandwidths(table, source):
 
 
 def test_workers_of_a_host_are_closer_than_others():
-    table = ways()
+    table = bandwidths_of()
     assert bandwidths(table, 0) == pytest.approx([400e9, 50e9])
     assert bandwidths(table, 1) == pytest.approx([50e9, 400e9])
 
 
 def test_what_is_said_of_links_holds_for_all():
-    assert bandwidths(ways(7e9), 0) == pytest.approx([7e9, 7e9])
+    assert bandwidths(bandwidths_of(7e9), 0) == pytest.approx([7e9, 7e9])
 
 
 def test_who_moves_is_elsewhere():
-    table = ways()
+    table = bandwidths_of()
     assert bandwidths(table, 0) == pytest.approx([400e9, 50e9])
     table.put(1, Location(host="a"))
     assert bandwidths(table, 0) == pytest.approx([400e9, 400e9])
 
 
 def test_there_are_as_many_as_slots():
-    table = ways()
+    table = bandwidths_of()
     table.byte_s(0)
     table.grow(4)
     table.put(3, Location(host="b"))
@@ -56,7 +56,7 @@ def test_there_are_as_many_as_slots():
 
 
 def test_rows_stay_as_they_are():
-    table = ways()
+    table = bandwidths_of()
     with pytest.raises(ValueError, match="read-only"):
         table.byte_s(0)[:] = 0
     assert np.array_equal(table.byte_s(0), table.byte_s(0))
@@ -84,7 +84,7 @@ class Reader:
 
 
 def test_what_reading_takes_corrects_the_price_of_this_pair_alone():
-    table = ways()
+    table = bandwidths_of()
     reader = Reader(table)
     before = table.byte_s(0)
     reader.read(10e9, times=20)
@@ -98,7 +98,7 @@ def test_what_reading_takes_corrects_the_price_of_this_pair_alone():
 
 
 def test_the_first_read_which_connects_and_a_hiccup_count_for_nothing():
-    table = ways()
+    table = bandwidths_of()
     reader = Reader(table)
     reader.read(1e6)
     reader.read(50e9, times=5)
@@ -108,7 +108,7 @@ def test_the_first_read_which_connects_and_a_hiccup_count_for_nothing():
 
 
 def test_what_is_too_short_for_a_clock_adds_up():
-    table = ways()
+    table = bandwidths_of()
     reader = Reader(table)
     reader.read(10e9, times=9, seconds=0.003)
     assert bandwidths(table, 0) == pytest.approx([400e9, 50e9]), "two observations"
@@ -117,13 +117,13 @@ def test_what_is_too_short_for_a_clock_adds_up():
 
 
 def test_a_price_is_never_far_from_what_the_topology_says():
-    table = ways()
+    table = bandwidths_of()
     Reader(table).read(1e3, times=20, seconds=10.0)
     assert bandwidths(table, 0) == pytest.approx([400e9, 50e9 / 8])
 
 
 def test_what_was_learned_is_forgotten_when_nothing_moves():
-    table = ways()
+    table = bandwidths_of()
     reader = Reader(table)
     reader.read(10e9, times=20)
     table.forget_unused(reader.now_s + FORGOTTEN_S - 1)
@@ -136,7 +136,7 @@ def test_what_was_learned_is_forgotten_when_nothing_moves():
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_who_takes_the_place_of_one_that_is_gone_begins_anew(gone):
-    table = ways()
+    table = bandwidths_of()
     Reader(table).read(10e9, times=20)
     table.forget(gone)
     assert bandwidths(table, 0) == pytest.approx([400e9, 50e9])
@@ -145,13 +145,13 @@ def test_who_takes_the_place_of_one_that_is_gone_begins_anew(gone):
 
 
 def test_a_speed_that_is_said_of_all_links_is_not_corrected():
-    table = ways(7e9)
+    table = bandwidths_of(7e9)
     Reader(table).read(1e9, times=20)
     assert bandwidths(table, 0) == pytest.approx([7e9, 7e9])
 
 
 def test_what_was_learned_holds_while_others_come_and_move():
-    table = ways()
+    table = bandwidths_of()
     Reader(table).read(10e9, times=20)
     table.grow(3)
     table.put(2, Location(host="a"))

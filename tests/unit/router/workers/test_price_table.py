@@ -5,7 +5,7 @@ import pytest
 from penstock.core.ids import WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
-from penstock.perf.topology import Way
+from penstock.perf.topology import NetworkPath
 from penstock.router.workers.price_table import UNKNOWN, PriceTable
 
 
@@ -144,7 +144,7 @@ def test_a_small_error_is_left_to_the_queue_and_a_large_one_counts_past_that(fac
 def test_the_way_to_a_worker_is_its_own_though_its_prices_are_others():
     table = PriceTable(3)
     table.put(0, instance(1e-5))
-    table.put(1, instance(None), way=Way(latency_s=0.04, bandwidth_bytes_per_s=1e8))
+    table.put(1, instance(None), path=NetworkPath(latency_s=0.04, bandwidth_bytes_per_s=1e8))
     columns = table.columns()
     assert columns.round_trip_s.tolist() == [0.0, 0.08, 0.0]
     assert columns.byte_s.tolist() == [0.0, 1e-8, 0.0]

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import Role
-from penstock.perf.topology import Topology, Way
+from penstock.perf.topology import NetworkPath, Topology
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop.loop import run_virtual
 from penstock.worker.kv_transfer.reads import KvReads
@@ -22,7 +22,7 @@ LENGTH = 50
 @pytest.mark.parametrize(("bytes_per_s", "ends_remote"), [(BYTES_PER_S, True), (BYTES_PER_S / 20, False)])
 def test_a_link_that_is_slower_than_was_said_keeps_prompts_where_they_are_answered(bytes_per_s, ends_remote):
     router = RouterConfig(
-        topology=Topology(same_host=Way(latency_s=0, bandwidth_bytes_per_s=BYTES_PER_S)),
+        topology=Topology(same_host=NetworkPath(latency_s=0, bandwidth_bytes_per_s=BYTES_PER_S)),
         disagg=DisaggConfig(remote_tokens_min=1, kv_transfer_s=0),
     )
 

@@ -91,7 +91,7 @@ class NixlChannel:
         if kind is not None:
             return f"{kind.value} is no memory that this transport registers with NIXL"
         for info in remote:
-            if NAME not in info.ways:
+            if NAME not in info.transport_info:
                 return f"agent {self.link.peer} did not register region {info.region_id} with NIXL"
         for side in ({KINDS[region.kind] for region in local}, {KINDS[info.kind] for info in remote}):
             if len(side) > 1:

@@ -43,7 +43,7 @@ Address = Annotated[int, msgspec.Meta(ge=0)]
 """In a peer's process; 64 bits."""
 
 
-class ShmWay(Wire, frozen=True):
+class ShmRegion(Wire, frozen=True):
     """Where a region is: its address in its process, and its offset in its arena; None in private memory."""
 
     address: Address
@@ -111,10 +111,10 @@ class ShmChannel:
         if kind is not None:
             return f"{kind.value} is no memory of a process"
         for info in remote:
-            way = self._way(info)
-            if self._untraceable is None or (way.offset is not None and info.read_key):
+            region = self._shm_region(info)
+            if self._untraceable is None or (region.offset is not None and info.read_key):
                 continue
-            what = "private" if way.offset is None else "given without leave to map it for reading"
+            what = "private" if region.offset is None else "given without leave to map it for reading"
             return (
                 f"region {info.region_id} is {what}, and {self._untraceable}; give an Arena, to be read too"
             )
@@ -210,9 +210,9 @@ class ShmChannel:
             raise TransferRefused(f"a region of agent {self.link.peer} was deregistered there")
         return found
 
-    def _way(self, info: RegionInfo) -> ShmWay:
+    def _shm_region(self, info: RegionInfo) -> ShmRegion:
         try:
-            return msgspec.msgpack.decode(info.ways.get(NAME, b""), type=ShmWay)
+            return msgspec.msgpack.decode(info.transport_info.get(NAME, b""), type=ShmRegion)
         except UNREADABLE as error:
             raise TransferRefused(
                 f"agent {self.link.peer} did not register region {info.region_id} for transport shm"
@@ -222,19 +222,19 @@ class ShmChannel:
         info = self._regions.get(region_id)
         if info is None:
             raise TransferRefused(f"region {region_id} of agent {self.link.peer} is gone")
-        way = self._way(info)
+        region = self._shm_region(info)
         keys = {op: {region_id: info.key(op)} for op in TransferOp if info.key(op)}
         granted = await self.link.request(NAME, keys)
         if granted.descriptor is None:
-            return _Reachable(next(self._numbers), way.address, info, None)
-        if way.offset is None or self._regions.get(region_id) is None:
+            return _Reachable(next(self._numbers), region.address, info, None)
+        if region.offset is None or self._regions.get(region_id) is None:
             granted.close()
-            return _Reachable(next(self._numbers), way.address, info, None)
+            return _Reachable(next(self._numbers), region.address, info, None)
         arena = self._map(granted.descriptor, granted.payload, region_id)
-        if not 0 <= way.offset <= arena.size_bytes - info.size_bytes:
+        if not 0 <= region.offset <= arena.size_bytes - info.size_bytes:
             self.forget(region_id)
             raise TransferRefused(f"region {region_id} of agent {self.link.peer} ends outside of its arena")
-        return _Reachable(next(self._numbers), arena.address + way.offset, info, arena.array)
+        return _Reachable(next(self._numbers), arena.address + region.offset, info, arena.array)
 
     def _map(self, fd: int, payload: bytes, region_id: int) -> Arena:
         """Map an arena unless it is mapped already. Takes ownership of `fd`."""

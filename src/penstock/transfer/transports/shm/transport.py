@@ -38,7 +38,7 @@ from penstock.transfer.transports.shm.channel import (
     Address,
     MappedArena,
     ShmChannel,
-    ShmWay,
+    ShmRegion,
 )
 from penstock.transfer.transports.shm.other_process import why_untraceable
 
@@ -89,9 +89,9 @@ class ShmTransport(QuietTransport):
             return None
         arena = Arena.around(region.address, region.size_bytes)
         if arena is None or not arena.share(peers_write=access.allows(TransferOp.WRITE)):
-            return encode(ShmWay(address=region.address))
+            return encode(ShmRegion(address=region.address))
         self._arenas[region_id] = arena
-        return encode(ShmWay(address=region.address, offset=region.address - arena.address))
+        return encode(ShmRegion(address=region.address, offset=region.address - arena.address))
 
     async def deregister(self, region_id: int) -> None:
         self._arenas.pop(region_id, None)
