@@ -8,9 +8,10 @@ import pytest
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.runner import ThreadedRunner
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.testing.engines.blocks import EngineBlocks
+from penstock.testing.engines.batched import BatchedEngineSuite
+from penstock.testing.engines.caching import CachingEngineSuite
 from penstock.testing.engines.engine import EngineSuite
-from penstock.testing.engines.partial_blocks import EnginePartialBlocks
+from penstock.testing.engines.movable import MovableKvSuite
 from penstock.testing.engines.probe import EngineSetup
 from tests.support.late_runner import LateFence, LateRunner
 
@@ -45,7 +46,7 @@ def configs(checkpoint: Path, setup: EngineSetup) -> tuple[PagedConfig, Schedule
     return config, scheduling
 
 
-class TestPagedEngine(EngineSuite):
+class TestPagedEngine(EngineSuite, CachingEngineSuite, MovableKvSuite, BatchedEngineSuite):
     vocab_size: ClassVar[int] = 512
     eos_token_ids: ClassVar[tuple[int, ...]] = (EOS_TOKEN_ID,)
 
@@ -57,7 +58,7 @@ class TestPagedEngine(EngineSuite):
         return paged_engine(*configs(self.checkpoint, setup))
 
 
-class LateDevice(EngineBlocks, EnginePartialBlocks):
+class LateDevice(MovableKvSuite):
     """The paged engine on a device that only queues its writes."""
 
     vocab_size: ClassVar[int] = 512

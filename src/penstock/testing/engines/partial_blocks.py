@@ -1,4 +1,4 @@
-"""Engine suite, partial blocks: the tokens after a prompt's full blocks, which have no hash, in KV transfers."""
+"""Engine suite of movable KV, partial blocks: the tokens after a prompt's full blocks, which have no hash, in KV transfers."""
 
 from dataclasses import replace
 
@@ -9,22 +9,21 @@ from penstock.core.hashing import block_hashes
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.requests import Request
 from penstock.core.wire import HashArray
-from penstock.testing.engines.case import SETUP, EngineCase
-from penstock.testing.engines.probe import EngineProbe, block_bytes, make_request, move_blocks
-from penstock.testing.loop import run_async
+from penstock.testing.engines.moving import MovingCase, MovingEngine, block_bytes, move_blocks
+from penstock.testing.engines.probe import EngineProbe, make_request
 
 
-class EnginePartialBlocks(EngineCase):
+class EnginePartialBlocks(MovingCase):
     """Tests of `KvPartialBlocks`."""
 
     def test_partial_blocks_are_transferred(self) -> None:
-        size = SETUP.block_size
+        size = self.setup.block_size
         for tail in (1, size - 1):
             prompt = self.prompt(3 * size + tail)
             hashes = block_hashes(np.array(prompt, dtype=np.int32), size)
 
             async def main(prompt: list[int] = prompt, hashes: HashArray = hashes, tail: int = tail) -> None:
-                async with self.probe() as source, self.probe() as target, self.probe() as alone:
+                async with self.moving() as source, self.moving() as target, self.moving() as alone:
                     (expected,) = await alone.run(make_request("a", prompt, max_tokens=9))
                     first, kept = await self._first_token(source, prompt)
                     assert kept is not None
@@ -45,14 +44,14 @@ class EnginePartialBlocks(EngineCase):
                     for probe in (source, target):
                         assert probe.engine.load().active_blocks == 0
 
-            run_async(main())
+            self.run(main())
 
     def test_a_partial_block_without_its_full_blocks_is_computed_again(self) -> None:
-        size = SETUP.block_size
+        size = self.setup.block_size
         prompt = self.prompt(2 * size + 3)
 
         async def main() -> None:
-            async with self.probe() as source, self.probe() as target:
+            async with self.moving() as source, self.moving() as target:
                 (expected,) = await source.run(make_request("a", prompt))
                 lent = target.engine.reserve(3) or ()
                 for number, block_id in enumerate(lent):
@@ -69,13 +68,13 @@ class EnginePartialBlocks(EngineCase):
                 assert target.engine.load().prefilled_tokens == len(prompt)
                 assert target.engine.load().active_blocks == 0
 
-        run_async(main())
+        self.run(main())
 
     def test_unclaimed_partial_blocks_are_freed(self) -> None:
-        size = SETUP.block_size
+        size = self.setup.block_size
 
         async def main() -> None:
-            async with self.probe(replace(SETUP, kv_blocks=12)) as probe:
+            async with self.moving(replace(self.setup, kv_blocks=12)) as probe:
                 _, full = await self._first_token(probe, self.prompt(2 * size))
                 assert full is None
                 _, kept = await self._first_token(probe, self.prompt(2 * size + 1, 3))
@@ -91,9 +90,11 @@ class EnginePartialBlocks(EngineCase):
                 assert probe.engine.claim_partial_block(RequestId("late")) is None
                 assert probe.engine.load().active_blocks == 0
 
-        run_async(main())
+        self.run(main())
 
-    async def _first_token(self, probe: EngineProbe, prompt: list[int]) -> tuple[list[int], BlockId | None]:
+    async def _first_token(
+        self, probe: EngineProbe[MovingEngine], prompt: list[int]
+    ) -> tuple[list[int], BlockId | None]:
         """Compute a prompt like a prefill worker; return its first token and its pinned partial block."""
         request = _transferred(f"prompt{len(probe.answers)}", prompt)
         probe.submit(request)

@@ -1,15 +1,12 @@
 """Drives an engine step by step, for the engine suite and for your own tests."""
 
-import ctypes
+import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Generic, Self, TypeVar
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import RequestId
@@ -17,16 +14,16 @@ from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStor
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.requests import FinishReason, Request, SamplingParams, TokenLogprob
 from penstock.core.types.steps import Step
-from penstock.core.wire import HashArray, pack_tokens, unpack_hashes, unpack_tokens
-from penstock.seams import Engine, KvBlocks, KvPartialBlocks
-from penstock.transfer.regions.buffers import region_of
+from penstock.core.wire import pack_tokens, unpack_hashes, unpack_tokens
+from penstock.seams import Engine
 
+E = TypeVar("E", bound=Engine)
 _STEPS_MAX = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """Limits of an engine under test."""
+    """Limits of an engine under test, by the names that a graph has for them."""
 
     block_size: int = 8
     kv_blocks: int = 128
@@ -45,23 +42,34 @@ class Answer:
     cached_tokens: int | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: ErrorInfo | None = None
+    deltas: int = 0
+    """How many brought tokens."""
 
 
-class MovingEngine(Engine, KvPartialBlocks, Protocol):
-    """An engine whose blocks can be pinned, read and written."""
-
-
-class EngineProbe:
+class EngineProbe(Generic[E]):
     """Starts an engine, takes its steps one at a time, and checks every delta against the rules of the seam."""
 
-    def __init__(self, engine: MovingEngine) -> None:
+    def __init__(self, engine: E, *, events_delay_s: float = 0.0) -> None:
+        """Make a probe of an engine that is not started.
+
+        Args:
+            engine: the probe starts and closes it.
+            events_delay_s: longest time by which its KV events follow the answers.
+        """
         self.engine = engine
         self.answers: dict[str, Answer] = {}
         self.events: list[KvEvent] = []
+        self._events_delay_s = events_delay_s
         self._open: set[str] = set()
+        self._resident_before: Counter[int] = Counter()
+        self._next: asyncio.Task[Step | None] | None = None
 
     async def __aenter__(self) -> Self:
-        self.info: EngineInfo = await self.engine.start()
+        try:
+            self.info: EngineInfo = await self.engine.start()
+        except BaseException:
+            await self.engine.close()
+            raise
         self._steps: AsyncIterator[Step] = aiter(self.engine.steps())
         return self
 
@@ -69,6 +77,8 @@ class EngineProbe:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.engine.close()
+        if self._next is not None:
+            await asyncio.gather(self._next, return_exceptions=True)
 
     @property
     def is_busy(self) -> bool:
@@ -88,7 +98,9 @@ class EngineProbe:
 
     async def step(self) -> Step:
         """Take one step. Call it only while there is work, else the engine waits for ever."""
-        step = await anext(self._steps)
+        waiting, self._next = self._next, None
+        step = await (anext(self._steps, None) if waiting is None else waiting)
+        assert step is not None, "the engine ended, though nobody closed it"
         for delta in step.deltas:
             assert delta.request_id in self._open, (
                 f"a delta of {delta.request_id}, which ended or was aborted"
@@ -96,10 +108,11 @@ class EngineProbe:
             answer = self.answers[delta.request_id]
             is_first = not answer.token_ids and bool(delta.token_ids)
             assert is_first == (delta.cached_tokens is not None), (
-                "cached_tokens come with the first tokens, once"
+                "cached_tokens come with the first tokens, once; 0 for an engine that does not know"
             )
             if is_first:
                 answer.cached_tokens = delta.cached_tokens
+            answer.deltas += bool(delta.token_ids)
             answer.token_ids += unpack_tokens(delta.token_ids).tolist()
             answer.logprobs += delta.logprobs
             answer.finish_reason, answer.error = delta.finish_reason, delta.error
@@ -127,9 +140,28 @@ class EngineProbe:
         await self.finish()
         return [self.answers[request.request_id] for request in requests]
 
+    async def settle(self) -> None:
+        """Take the KV events that follow the answers: steps until none has had an event for `events_delay_s`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._events_delay_s
+        while (left := deadline - loop.time()) > 0:
+            if self._next is None:
+                self._next = loop.create_task(self._take())
+            await asyncio.wait({self._next}, timeout=left)
+            if self._next.done() and (await self.step()).events:
+                deadline = loop.time() + self._events_delay_s
+
+    async def renew(self) -> None:
+        """Forget all requests, so that another test can use the started engine; open ones are aborted."""
+        for request_id in sorted(self._open):
+            self.abort(request_id)
+        await self.settle()
+        self._resident_before = self.resident()
+        self.answers, self.events = {}, []
+
     def resident(self) -> Counter[int]:
         """Replay all events: low64 -> resident copies. Some engines store equal blocks more than once."""
-        resident: Counter[int] = Counter()
+        resident = Counter(self._resident_before)
         for event in self.events:
             match event:
                 case BlockStored():
@@ -141,6 +173,9 @@ class EngineProbe:
                 case AllBlocksCleared():
                     resident.clear()
         return resident
+
+    async def _take(self) -> Step | None:
+        return await anext(self._steps, None)
 
 
 def make_request(
@@ -187,7 +222,7 @@ def make_workload(rng: random.Random, *, requests: int, vocab_size: int, tokens_
     return arrivals
 
 
-async def kv_event_trace(engine: MovingEngine, workload: Iterable[Arrival]) -> list[tuple[object, ...]]:
+async def kv_event_trace(engine: Engine, workload: Iterable[Arrival]) -> list[tuple[object, ...]]:
     """Run a workload, in order of arrival, and tell its KV events, hashes named 0, 1, 2, ... by first appearance.
 
     Names instead of hashes, as the answers of two engines differ: engines that schedule and cache alike have equal
@@ -221,29 +256,3 @@ async def kv_event_trace(engine: MovingEngine, workload: Iterable[Arrival]) -> l
             case AllBlocksCleared():
                 trace.append(("cleared",))
     return trace
-
-
-def block_bytes(engine: KvBlocks, info: EngineInfo) -> NDArray[np.uint8]:
-    """View an engine's KV memory as (blocks, kv_bytes_per_block); no columns for an engine without KV memory."""
-    memory = engine.kv_memory()
-    if not memory:
-        return np.zeros((info.total_blocks, 0), np.uint8)
-    ((all_blocks,),) = memory
-    region = region_of(all_blocks)
-    view = (ctypes.c_uint8 * region.size_bytes).from_address(region.address)
-    return np.ctypeslib.as_array(view).reshape(-1, info.kv_bytes_per_block)
-
-
-def move_blocks(source: "EngineProbe", target: "EngineProbe", hashes: HashArray) -> int:
-    """Copy leading blocks that the source has and the target lacks; return how many the target has now."""
-    held = target.engine.pin(hashes)
-    pinned = source.engine.pin(hashes)
-    missing = pinned[len(held) :]
-    reserved = target.engine.reserve(len(missing)) or []
-    copied = missing[: len(reserved)]
-    block_bytes(target.engine, target.info)[reserved] = block_bytes(source.engine, source.info)[copied]
-    parent = int(hashes[len(held) - 1, 0]) if held else None
-    target.engine.publish(reserved, hashes[len(held) : len(held) + len(reserved)], parent)
-    target.engine.unpin([*held, *reserved])
-    source.engine.unpin(pinned)
-    return len(held) + len(reserved)
