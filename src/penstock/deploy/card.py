@@ -9,6 +9,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.demo import MODEL_DIR, MODEL_NAME
 from penstock.engine.paged.model.checkpoint import Checkpoint, refuse_absent
+from penstock.engine.registry import engine_kind, engine_names
 from penstock.frontend.text.models import ServedModel
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec
 from penstock.perf.model.catalogue import known_shapes
@@ -30,7 +31,8 @@ def open_checkpoint(graph: Graph) -> Checkpoint:
     Raises:
         ConfigError: the model does not exist, or has no tokenizer.
     """
-    checkpoint = Checkpoint.open(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model)
+    model = str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model
+    checkpoint = Checkpoint.open(model, weights=any(map(_reads_weights, graph.roles.present().values())))
     if not (checkpoint.path / "tokenizer.json").is_file():
         raise ConfigError(
             f"{checkpoint.path}: no tokenizer.json; save the model's tokenizer there in the fast format"
@@ -75,7 +77,7 @@ def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard
     context_length = checkpoint.served_context(graph.context_length)
     files = tuple(_card_files(checkpoint.path))
     digest = hashlib.sha256(repr((files, role.weight_dtype, role.expert_dtype, role.kv_dtype)).encode())
-    if role.engine != "mock":  # the mock engine needs no weights
+    if _reads_weights(role):
         digest.update(checkpoint.revision())
         if checkpoint.has_long_factors(context_length):
             digest.update(b"long factors")
@@ -91,6 +93,11 @@ def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard
     )
     _check_serves(card, checkpoint.path)
     return card
+
+
+def _reads_weights(role: RoleSpec) -> bool:
+    """Say whether a role's workers read the checkpoint's weights: mock engines and running servers do not."""
+    return role.engine not in engine_names() or engine_kind(role.engine).has_weights
 
 
 def _check_serves(card: ModelCard, directory: Path) -> None:

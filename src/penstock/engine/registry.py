@@ -1,8 +1,9 @@
 """Engines by the name that a graph or a flag gives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
@@ -28,6 +29,7 @@ class EngineKind:
         is_parallel: whether one worker may use several devices.
         has_adapters: whether it serves LoRA adapters.
         has_weights: whether it computes the model, on a device or core of its own.
+        count_workers: how many workers the engine's arguments are for, None where they do not say; None: any number.
     """
 
     make: Callable[[EngineSpec], Engine]
@@ -37,6 +39,7 @@ class EngineKind:
     is_parallel: bool = True
     has_adapters: bool = False
     has_weights: bool = True
+    count_workers: Callable[[Mapping[str, Any]], int | None] | None = None
 
 
 def create_engine(name: str, spec: EngineSpec) -> Engine:
@@ -109,6 +112,20 @@ def _paged(spec: EngineSpec) -> Engine:
     return engine
 
 
+def _openai(spec: EngineSpec) -> Engine:
+    from penstock.engine.openai.make import make_engine  # noqa: PLC0415 - aiohttp takes 0.1 s to import
+
+    return make_engine(spec)
+
+
+def _count_urls(args: Mapping[str, Any]) -> int | None:
+    """Count the servers of engine `openai`: one worker for each."""
+    urls = args.get("url")
+    if isinstance(urls, str):
+        return 1
+    return len(urls) if isinstance(urls, list | tuple) else None
+
+
 _KINDS = {
     "mock": EngineKind(make=_mock, takes_args=False, has_adapters=True, has_weights=False),
     "paged": EngineKind(
@@ -117,5 +134,12 @@ _KINDS = {
         dtypes=("auto", "float32", "bfloat16", "float16"),
         takes_args=False,
         is_parallel=False,
+    ),
+    "openai": EngineKind(
+        make=_openai,
+        modules=("penstock.engine.openai.make",),
+        has_adapters=True,
+        has_weights=False,
+        count_workers=_count_urls,
     ),
 }

@@ -21,6 +21,10 @@ class EngineSpec:
     model: str
     """A directory with a checkpoint, or a name on the hub."""
     block_size: int
+    model_names: tuple[str, ...] = ()
+    """What the model is called: by the graph, and by clients."""
+    index: int = 0
+    """The worker's number among those of its role."""
     role: Role = Role.AGGREGATED
     """The worker's role at start."""
     args: Mapping[str, Any] = field(default_factory=dict)

@@ -54,7 +54,7 @@ class RoleSpec(Config):
     replicas: int = pydantic.Field(default=1, ge=0)
     """Workers to start; 0 declares a role that workers may change to, or join from elsewhere."""
     engine: str = "paged"
-    """`paged` runs the model in PyTorch; `mock` generates synthetic text at a modelled speed; `vllm`, `sglang` and `trtllm` are only simulated in this version. A mapping `{name, args, ...}` sets `engine`, `engine_args` and other fields of the role, such as `tensor_parallel`."""
+    """`paged` runs the model in PyTorch; `mock` generates synthetic text at a modelled speed; `openai` is a running server (docs/engines.md); `vllm`, `sglang` and `trtllm` are only simulated in this version. A mapping `{name, args, ...}` sets `engine`, `engine_args` and other fields of the role, such as `tensor_parallel`."""
     engine_args: dict[str, Any] = pydantic.Field(default_factory=dict)
     """Arguments of the engine by its own names, as vLLM's `gpu_memory_utilization`; the engine refuses those that it does not know."""
     hardware: str = "cpu"
@@ -128,16 +128,25 @@ class RoleSpec(Config):
     def _unfold_engine(cls, data: Any) -> Any:
         engine = data.get("engine") if isinstance(data, dict) else None
         if not isinstance(engine, dict):
-            return data
+            return _with_replicas(data) if isinstance(data, dict) else data
         if not isinstance(engine.get("name"), str):
             raise wrong(
                 f"engine: must be a name, or a mapping with name, as {{name: vllm, args: {{}}}}, got {engine!r}"
             )
-        fields = {_UNFOLDED.get(key, key): value for key, value in engine.items()}
+        fields: dict[str, Any] = {_UNFOLDED.get(str(key), str(key)): value for key, value in engine.items()}
         twice = sorted((fields.keys() & data.keys()) - {"engine"})
         if twice:
             raise wrong(f"{twice[0]}: is set in engine and beside it; leave one of the two out")
-        return {**data, **fields}
+        return _with_replicas({**data, **fields})
+
+    @pydantic.model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        count = _workers_of(self.engine, self.engine_args)
+        if count is not None and self.replicas not in {0, count}:
+            raise wrong(
+                f"replicas: engine {self.engine!r} has one worker for each url, {count}, got {self.replicas}; leave replicas out"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _check_adapters(self) -> Self:
@@ -234,6 +243,20 @@ class RoleSpec(Config):
                 " engine 'mock' takes any, to be simulated"
             )
         return dtype
+
+
+def _workers_of(engine: Any, args: Any) -> int | None:
+    """Give the number of workers that the engine's arguments are for; None where they do not say."""
+    if engine not in engine_names() or not isinstance(args, dict):
+        return None
+    count = engine_kind(engine).count_workers
+    return None if count is None else count(args)
+
+
+def _with_replicas(data: dict[str, Any]) -> dict[str, Any]:
+    """Fill in `replicas` where the engine's arguments say how many workers they are for."""
+    count = _workers_of(data.get("engine"), data.get("engine_args"))
+    return data if count is None or "replicas" in data else {**data, "replicas": count}
 
 
 def _listed_with_adapters() -> str:

@@ -107,7 +107,7 @@ def test_mistakes_in_flags_name_the_flag(capsys: pytest.CaptureFixture[str]) -> 
         "MODEL and --set model set the same field; give one of them"
     )
     assert complaint(capsys, "serve", "--engine", "mock", "--engine", "foo") == (
-        "--engine: unknown 'foo'; known: mock, paged"
+        "--engine: unknown 'foo'; known: mock, openai, paged"
     )
     assert complaint(capsys, "serve", "--demo", "--mock-speedup", "inf") == (
         "--mock-speedup: roles.aggregated.mock.speedup: must be a finite number, got 'inf'"

@@ -3,6 +3,7 @@
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types.instances import Role
+from penstock.deploy.card import served_name
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.spec import EngineSpec
@@ -18,6 +19,7 @@ def engine_spec(
     role: RoleSpec,
     checkpoint: Checkpoint,
     *,
+    index: int = 0,
     device_index: int = 0,
     core: int | None = None,
     adapters: tuple[str, ...] = (),
@@ -29,6 +31,7 @@ def engine_spec(
         graph: the deployment.
         role: one of its roles.
         checkpoint: the graph's model.
+        index: the worker's number among those of its role.
         device_index: index of the worker's first GPU; unused on CPUs.
         core: CPU core of an engine on a CPU; None for any.
         adapters: the worker's LoRA adapters.
@@ -49,6 +52,8 @@ def engine_spec(
     return EngineSpec(
         model=str(checkpoint.path),
         block_size=graph.block_size,
+        model_names=(graph.model, served_name(graph)),
+        index=index,
         role=own,
         args=role.engine_args,
         context_length=checkpoint.served_context(graph.context_length),

@@ -48,6 +48,7 @@ async def run_worker(
         graph,
         role,
         Checkpoint.open(job.model_dir),
+        index=job.index,
         device_index=job.device,
         core=job.core,
         adapters=job.adapters,

@@ -12,7 +12,8 @@ from penstock.core.errors import ConfigError
 
 REVISION_BYTES = 16
 _GENERATION = "generation_config.json"
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
+_WEIGHTS = "*.safetensors"
+_FILES = ["*.json", _WEIGHTS, "*.jinja", "*.model", "tokenizer*"]
 _SAMPLE_BYTES = 64 << 10
 _SAMPLES_MAX = 512
 """Evenly spread samples of a weight file above 32 MiB: reading them takes 0.1 s, reading the whole file a minute."""
@@ -34,15 +35,19 @@ class Checkpoint:
     generation: dict[str, Any] = field(repr=False)
 
     @classmethod
-    def open(cls, model: str) -> Self:
+    def open(cls, model: str, *, weights: bool = True) -> Self:
         """Open a directory, or download any other name from the Hugging Face hub (or find it in the hub's cache).
+
+        Args:
+            model: directory or hub name.
+            weights: whether to download the weights too.
 
         Raises:
             ConfigError: there is no such directory or repository, or it has no config.json.
         """
         path = Path(model).expanduser()
         if not path.is_dir():
-            path = _download(model)
+            path = _download(model, weights=weights)
         config = _read_json(path / "config.json")
         if config is None:
             raise ConfigError(f"{path}: no config.json; expected a directory with a Hugging Face checkpoint")
@@ -187,7 +192,7 @@ def refuse_absent(model: str) -> None:
         )
 
 
-def _download(model: str) -> Path:
+def _download(model: str, *, weights: bool) -> Path:
     refuse_absent(model)
     try:
         import huggingface_hub  # noqa: PLC0415 - needed for hub names only, and slow to import
@@ -195,8 +200,9 @@ def _download(model: str) -> Path:
         raise ConfigError(
             f"model: {model!r} is no directory, and loading it from the hub needs the extra: pip install 'penstock[engine]'"
         ) from error
+    files = _FILES if weights else [pattern for pattern in _FILES if pattern != _WEIGHTS]
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=_FILES))
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=files))
     except (OSError, ValueError) as error:
         reason = _reason(error)
         raise ConfigError(

@@ -1,0 +1,1 @@
+"""What servers speak: one file for each shape of request and streamed answer."""

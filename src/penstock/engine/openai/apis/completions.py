@@ -1,0 +1,187 @@
+"""`POST /v1/completions`: vLLM (and NIM), TensorRT-LLM, and any other server, which takes and gives text.
+
+vLLM and TensorRT-LLM take a prompt's ids and, asked to, give the answer's; all others get OpenAI's own fields only.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import RequestError
+from penstock.core.types.requests import Request, TokenLogprob
+from penstock.engine.openai.apis.api import (
+    Piece,
+    changed,
+    client_salt,
+    decode,
+    finish_of,
+    garbage,
+    is_end,
+    min_tokens_left,
+    seed_of,
+    sse_data,
+    stream_error,
+    tokens_left,
+    top_of,
+)
+
+_ID = "token_id:"
+
+
+class Completions:
+    """OpenAI's completions, in one of three manners: `vllm`, `trtllm` or `text`."""
+
+    path = "/v1/completions"
+
+    def __init__(self, model: str, manner: str) -> None:
+        """Speak to a server that calls the model `model`."""
+        self.model = model
+        self.manner = manner
+        self.takes_ids = self.gives_ids = manner != "text"
+
+    def body(self, request: Request, prompt: Sequence[int] | str) -> dict[str, Any]:
+        """Make the JSON of a streamed request."""
+        return {
+            **self.whole_body(request, prompt),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    def whole_body(self, request: Request, prompt: Sequence[int] | str) -> dict[str, Any]:
+        """Make the JSON of a request whose answer comes at once."""
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": request.adapter or self.model,
+            "prompt": prompt,
+            "max_tokens": tokens_left(request),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            **changed(sampling, presence_penalty="presence_penalty", frequency_penalty="frequency_penalty"),
+        }
+        if (seed := seed_of(request)) is not None:
+            body["seed"] = seed
+        if not self.gives_ids:
+            if sampling.logprobs is not None:
+                raise RequestError(
+                    "logprobs: this model's server gives none by token id; leave them out", param="logprobs"
+                )
+            body |= changed(sampling, top_k="top_k", min_p="min_p", ignore_eos="ignore_eos")
+            return body
+        body["min_tokens"] = min_tokens_left(request)
+        body["stop_token_ids"] = list(sampling.stop_token_ids)
+        body |= changed(
+            sampling,
+            top_k="top_k",
+            min_p="min_p",
+            repetition_penalty="repetition_penalty",
+            ignore_eos="ignore_eos",
+        )
+        if sampling.logprobs is not None:
+            body["logprobs"] = sampling.logprobs
+        if self.manner == "vllm":
+            body["return_token_ids"] = True
+            if sampling.logprobs is not None:
+                body["return_tokens_as_token_ids"] = True
+            if (salt := client_salt(request)) is not None:
+                body["cache_salt"] = salt
+        else:
+            body["detokenize"] = False
+        return body
+
+    def answer(self, request: Request) -> "CompletionsAnswer":
+        return CompletionsAnswer(request, gives_ids=self.gives_ids)
+
+
+class CompletionsAnswer:
+    """Reads a stream of completions."""
+
+    def __init__(self, request: Request, *, gives_ids: bool) -> None:
+        self._gives_ids = gives_ids
+        self._logprobs = request.sampling.logprobs
+
+    def read(self, line: bytes) -> Piece | None:
+        data = sse_data(line)
+        if data is None:
+            return Piece(is_last=True) if is_end(line) else None
+        chunk = decode(_chunks, data)
+        if chunk.error is not None:
+            raise stream_error(chunk.error.text, chunk.error.code)
+        cached = chunk.usage.cached_tokens if chunk.usage is not None else None
+        if not chunk.choices:
+            return None if cached is None else Piece(cached_tokens=cached)
+        choice = chunk.choices[0]
+        if self._gives_ids and choice.token_ids is None and choice.text:
+            raise garbage(data, "text without token_ids")
+        token_ids = tuple(choice.token_ids or ())
+        return Piece(
+            token_ids=token_ids,
+            text="" if self._gives_ids else choice.text,
+            finish_reason=finish_of(choice.finish_reason),
+            cached_tokens=cached,
+            logprobs=self._read_logprobs(choice.logprobs, token_ids),
+        )
+
+    def _read_logprobs(self, found: "_Logprobs | None", token_ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
+        if found is None or self._logprobs is None:
+            return ()
+        count, result = self._logprobs, []
+        for index, token_id in enumerate(token_ids[: len(found.token_logprobs)]):
+            top = (
+                found.top_logprobs[index] if found.top_logprobs and index < len(found.top_logprobs) else None
+            )
+            pairs = [
+                (int(name.removeprefix(_ID)), value) for name, value in (top or {}).items() if _is_id(name)
+            ]
+            logprob = found.token_logprobs[index]
+            result.append(
+                TokenLogprob(token_id, -9999.0 if logprob is None else logprob, top_of(pairs, count))
+            )
+        return tuple(result)
+
+
+def _is_id(name: str) -> bool:
+    return name.startswith(_ID) and name.removeprefix(_ID).isdecimal()
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _PromptDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    type: str | None = None
+    code: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.message or self.type or str(self.code)
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+_chunks = msgspec.json.Decoder(_Chunk)

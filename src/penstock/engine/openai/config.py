@@ -1,0 +1,101 @@
+"""Settings of one server: where it is, what it speaks, and every bound on what it may do."""
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+
+from penstock.core.config import Config, wrong
+from penstock.core.errors import ConfigError
+
+_URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
+ApiName = Literal["auto", "vllm", "trtllm", "sglang", "llamacpp", "ollama", "text"]
+
+
+class LimitsConfig(Config):
+    """Bounds on one request to the server."""
+
+    connect_timeout_s: float = pydantic.Field(default=5.0, gt=0)
+    """Longest seconds until a connection is made."""
+    silence_s: float = pydantic.Field(default=120.0, gt=0)
+    """Longest seconds without a byte of an answer, the wait for its first token included; then the request goes to another worker."""
+    line_bytes_max: int = pydantic.Field(default=1 << 20, ge=1024)
+    """Longest line of a streamed answer; a longer one ends the request."""
+    answer_bytes_max: int = pydantic.Field(default=16 << 20, ge=4096)
+    """Longest answer that is not streamed: model lists, metrics, errors, and prefills for another worker."""
+
+
+class HealthConfig(Config):
+    """When a server gets no requests, and when it gets them again."""
+
+    interval_s: float = pydantic.Field(default=2.0, gt=0)
+    """Seconds between two health checks, each of which asks for `/health` and `/v1/models`."""
+    timeout_s: float = pydantic.Field(default=5.0, gt=0)
+    """Longest seconds of a health check, and of the trial request that lets a server back in."""
+    failures_max: int = pydantic.Field(default=3, ge=1)
+    """Failed checks in a row, or failed requests in a row, after which the server gets no more. A refused connection or another model is enough at once."""
+    retry_s_max: float = pydantic.Field(default=10.0, gt=0)
+    """Longest seconds between two trials of a server that failed; they begin at `interval_s` and double."""
+
+
+class ServerConfig(Config):
+    """The `args` of engine `openai`."""
+
+    url: tuple[str, ...] = pydantic.Field(min_length=1)
+    """Where the servers answer, such as http://10.0.0.1:8000; one worker for each."""
+    model: str | None = pydantic.Field(default=None, min_length=1)
+    """The model's name at the servers; None: the one in `/v1/models` that has the name or path of the graph's model."""
+    api: ApiName = "auto"
+    """What the servers speak; `auto` asks them."""
+    api_key_file: str | None = pydantic.Field(default=None, min_length=1)
+    """File whose first line is sent to the servers as a bearer token."""
+    limits: LimitsConfig = LimitsConfig()
+    """Bounds on one request."""
+    health: HealthConfig = HealthConfig()
+    """When a server gets no requests."""
+    load_interval_s: float = pydantic.Field(default=0.5, gt=0)
+    """Seconds between two readings of `/metrics`, which tell of requests of other clients."""
+    bootstrap_port: int = pydantic.Field(default=8998, ge=1, le=65535)
+    """Port at which a prefill server of SGLang is found by decode servers (`--disaggregation-bootstrap-port`)."""
+    bootstrap_host: str | None = pydantic.Field(default=None, min_length=1)
+    """Host for the same; None: that of the URL."""
+
+    @pydantic.field_validator("url", mode="before")
+    @classmethod
+    def _read_urls(cls, urls: Any) -> Any:
+        return (urls,) if isinstance(urls, str) else urls
+
+    @pydantic.field_validator("url")
+    @classmethod
+    def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        checked = tuple(base_url(url) for url in urls)
+        for url in checked:
+            if checked.count(url) > 1:
+                raise wrong(f"{url} is named twice; each server needs one worker")
+        return checked
+
+    def api_key(self) -> str | None:
+        """Read the key.
+
+        Raises:
+            ConfigError: the file cannot be read, or its first line is empty.
+        """
+        if self.api_key_file is None:
+            return None
+        try:
+            lines = Path(self.api_key_file).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"engine openai: api_key_file: {self.api_key_file}: {error}") from error
+        if not lines or not lines[0].strip():
+            raise ConfigError(
+                f"engine openai: api_key_file: {self.api_key_file}: the first line is empty; expected a key"
+            )
+        return lines[0].strip()
+
+
+def base_url(url: str) -> str:
+    """Normalize a server's URL: no slash at its end, and no `/v1`."""
+    if not _URL.fullmatch(url):
+        raise wrong(f"must be like http://host:8000, got {url!r}")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")

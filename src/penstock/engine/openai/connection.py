@@ -1,0 +1,236 @@
+"""HTTP to one server: whole answers and streamed lines, each bounded in size and silence, and errors in Penstock's words."""
+
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from penstock.core.errors import (
+    ConfigError,
+    EngineError,
+    Overloaded,
+    PenstockError,
+    RequestError,
+    StepFailed,
+    Unavailable,
+)
+from penstock.engine.openai.config import LimitsConfig
+
+_ERROR_CHARACTERS_MAX = 500
+_RETRY_S = 1.0
+_RETRY_S_MAX = 60.0
+_REFUSED = {400, 413, 422}
+_KEY_WRONG = {401, 403}
+_BUSY = {429, 503}
+
+
+class Connection:
+    """Opens one TCP connection for each request, so that closing it aborts the request. One event loop owns it."""
+
+    def __init__(self, url: str, limits: LimitsConfig, api_key: str | None = None) -> None:
+        """Make one; nothing is connected before the first request.
+
+        Args:
+            url: without a slash at its end.
+            limits: bounds of one request.
+            api_key: sent as a bearer token.
+        """
+        self.url = url
+        self._limits = limits
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """Close everything. Safe twice."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def get(self, path: str, *, timeout_s: float) -> bytes:
+        """Get a whole answer.
+
+        Raises:
+            Unavailable: the server cannot be reached, is silent, or its status is 5xx.
+            NotThere: it has no such path (404, 405).
+            EngineError: any other status.
+        """
+        return await self._whole("GET", path, None, timeout_s)
+
+    async def post(
+        self, path: str, body: Any, *, timeout_s: float, on_sent: Callable[[], None] | None = None
+    ) -> bytes:
+        """Post JSON and get a whole answer; `on_sent` is called when the request is on its way. Errors are those of `get` and `RequestError`."""
+        return await self._whole("POST", path, body, timeout_s, on_sent)
+
+    @asynccontextmanager
+    async def stream(
+        self, path: str, body: Any, on_sent: Callable[[], None]
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Post JSON and yield the lines of the answer; leaving the context closes the connection.
+
+        Raises:
+            RequestError: the server refuses this request, in its own words.
+            Overloaded: it is full (429, 503).
+            StepFailed: it cannot be reached, fails (5xx), ends in a line, is silent, or sends a line that is too long.
+        """
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self._limits.connect_timeout_s, sock_read=self._limits.silence_s
+        )
+        try:
+            async with self._request("POST", path, body, timeout, on_sent) as response:
+                if response.status != 200:
+                    raise self._refusal(path, response.status, response.headers, await self._read(response))
+                yield self._lines(response)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise StepFailed(f"{self.url}{path}: {self._explain(error)}") from error
+
+    # -- details
+
+    async def _whole(
+        self, method: str, path: str, body: Any, timeout_s: float, on_sent: Callable[[], None] | None = None
+    ) -> bytes:
+        timeout = aiohttp.ClientTimeout(
+            total=timeout_s, sock_connect=min(self._limits.connect_timeout_s, timeout_s)
+        )
+        try:
+            async with self._request(method, path, body, timeout, on_sent) as response:
+                content = await self._read(response)
+                if response.status == 200:
+                    return content
+                if response.status in {404, 405} and method == "GET":
+                    raise NotThere(f"{self.url}{path}: {response.status}")
+                raise self._refusal(path, response.status, response.headers, content)
+        except (aiohttp.ClientConnectorError, ConnectionRefusedError) as error:
+            raise Unreachable(f"{self.url}: {self._explain(error)}") from error
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise Unavailable(f"{self.url}{path}: {self._explain(error, timeout_s)}") from error
+
+    @asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        limit: aiohttp.ClientTimeout,
+        on_sent: Callable[[], None] | None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._session is None:
+            self._session = self._make_session()
+        headers = {"Content-Type": "application/json"}
+        async with self._session.request(
+            method,
+            self.url + path,
+            data=None if body is None else msgspec.json.encode(body),
+            headers=headers if body is not None else None,
+            timeout=limit,
+            allow_redirects=False,
+            trace_request_ctx=on_sent,
+        ) as response:
+            yield response
+
+    def _make_session(self) -> aiohttp.ClientSession:
+        tracing = aiohttp.TraceConfig()
+
+        async def sent(_session: Any, context: Any, _params: Any) -> None:
+            if context.trace_request_ctx is not None:
+                context.trace_request_ctx()
+
+        tracing.on_request_headers_sent.append(sent)
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            headers=self._headers,
+            trace_configs=[tracing],
+            auto_decompress=False,
+            skip_auto_headers=("Accept-Encoding",),
+            trust_env=False,
+        )
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        content = bytearray()
+        async for piece in response.content.iter_any():
+            content += piece
+            if len(content) > self._limits.answer_bytes_max:
+                raise Unavailable(
+                    f"{response.url}: the answer has more than {self._limits.answer_bytes_max} bytes"
+                    " (limits.answer_bytes_max)"
+                )
+        return bytes(content)
+
+    async def _lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """Yield lines that are not empty, without their ends.
+
+        Raises:
+            StepFailed: a line is too long, or the answer ends within one.
+        """
+        rest = b""
+        async for piece in response.content.iter_any():
+            *lines, rest = (rest + piece).split(b"\n") if rest else piece.split(b"\n")
+            for line in lines:
+                if stripped := line.strip():
+                    yield stripped
+            if len(rest) > self._limits.line_bytes_max:
+                raise StepFailed(
+                    f"{self.url}: sent a line of more than {self._limits.line_bytes_max} bytes (limits.line_bytes_max)"
+                )
+        if rest.strip():
+            yield rest.strip()
+
+    def _refusal(self, path: str, status: int, headers: Any, content: bytes) -> PenstockError:
+        """Turn a status into an error."""
+        text = f"{self.url}{path}: {status}: {error_text(content)}"
+        if status in _BUSY:
+            return Overloaded(text, retry_after_s=_retry_after_s(headers.get("Retry-After")))
+        if status in _REFUSED:
+            return RequestError(text, http_status=413 if status == 413 else 400)
+        if status in _KEY_WRONG:
+            return ConfigError(f"{text}; give the server's key in a file (api_key_file)")
+        if status >= 500:
+            return StepFailed(text)
+        return EngineError(text)
+
+    def _explain(self, error: Exception, timeout_s: float | None = None) -> str:
+        if isinstance(error, aiohttp.ConnectionTimeoutError):
+            return f"no connection within {self._limits.connect_timeout_s:g} s"
+        if isinstance(error, TimeoutError):
+            return f"no answer within {timeout_s or self._limits.silence_s:g} s"
+        if isinstance(error, aiohttp.ClientConnectorError):
+            number = error.os_error.errno
+            return f"no connection: {os.strerror(number) if number else error.os_error}".lower()
+        if isinstance(error, aiohttp.ServerDisconnectedError):
+            return "the connection was closed before an answer came"
+        if isinstance(error, aiohttp.ClientPayloadError):
+            return "the connection was closed within an answer"
+        return f"{type(error).__name__}: {error}"
+
+
+class NotThere(Unavailable):
+    """The server has no such path."""
+
+
+class Unreachable(Unavailable):
+    """No connection could be made: nothing listens there."""
+
+
+def error_text(content: bytes) -> str:
+    """Give the text of an error body: of OpenAI's, FastAPI's, llama.cpp's and Ollama's shapes, else the body itself."""
+    try:
+        found = msgspec.json.decode(content)
+    except msgspec.DecodeError:
+        found = None
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and found.get(key):
+            found = found[key]
+    text = found if isinstance(found, str) else content.decode("utf-8", "replace")
+    text = " ".join(text.split()) or "no text"
+    return text if len(text) <= _ERROR_CHARACTERS_MAX else text[:_ERROR_CHARACTERS_MAX] + "..."
+
+
+def _retry_after_s(value: str | None) -> float:
+    try:
+        seconds = float(value or _RETRY_S)
+    except ValueError:  # a date
+        return _RETRY_S
+    return min(max(seconds, 0.0), _RETRY_S_MAX) if seconds == seconds else _RETRY_S  # noqa: PLR0124 - NaN

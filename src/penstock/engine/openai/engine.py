@@ -1,0 +1,357 @@
+"""The engine `openai`: one running server as a Penstock engine. Each request is one streamed HTTP request."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.core.errors import Overloaded, PenstockError, RequestError, StepFailed, Unavailable
+from penstock.core.ids import RequestId
+from penstock.core.log import get_logger
+from penstock.core.types.instances import EngineInfo
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Delta, FinishReason, Request
+from penstock.core.types.steps import Step
+from penstock.core.wire import num_tokens
+from penstock.engine.openai.config import ServerConfig
+from penstock.engine.openai.health.watch import HealthWatch
+from penstock.engine.openai.metrics import ServerLoad
+from penstock.engine.openai.pairs import fields_of
+from penstock.engine.openai.server import Server
+from penstock.engine.openai.streams import Stream
+from penstock.engine.scheduling.sampling import checked_sampling
+
+_log = get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What the deployment says of the worker, beside the server's own settings."""
+
+    block_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...] = ()
+    kv_blocks: int | None = None
+    max_running_requests: int
+    max_waiting_requests: int
+    max_batch_tokens: int
+
+
+class ServerEngine:
+    """Implements `Engine`, `Announcing` and `HealthReporting` over a server. One event loop owns it.
+
+    The server batches and caches; `Step`s are what has come since the last one. A server that fails gets no requests
+    until it serves again.
+    """
+
+    def __init__(self, server: Server, config: ServerConfig, serving: Serving) -> None:
+        """Make an engine; `start` asks the server."""
+        self._server = server
+        self._config = config
+        self._serving = serving
+        self._watch = HealthWatch(
+            server,
+            config,
+            on_change=self._on_health,
+            on_load=self._on_load,
+        )
+        self._info: EngineInfo | None = None
+        self._streams: dict[RequestId, Stream] = {}
+        self._deltas: list[Delta] = []
+        self._waiting: list[Stream] = []  # submitted before `steps` runs
+        self._group: asyncio.TaskGroup | None = None
+        self._wake = asyncio.Event()
+        self._closed = False
+        self._outside = ServerLoad()
+        self._has_news = False
+        self._totals = WorkerLoad()
+        self._on_begun: Callable[[Sequence[RequestId]], None] | None = None
+        self._on_problem: Callable[[str | None], None] = lambda _problem: None
+
+    async def start(self) -> EngineInfo:
+        """Ask the server for its model, and for one token.
+
+        Raises:
+            Unavailable: it does not answer, or not as such a server does.
+            ConfigError: it serves another model, or asks for another key.
+        """
+        if self._info is not None:
+            return self._info
+        described = await self._server.check()
+        await self._server.try_out(described)
+        self._check_role()
+        load = await self._server.load()
+        serving, tokens = self._serving, None if load is None else load.kv_tokens
+        self._outside = load or ServerLoad()
+        self._info = EngineInfo(
+            block_size=serving.block_size,
+            total_blocks=serving.kv_blocks or (tokens or 0) // serving.block_size,
+            context_length=min(serving.context_length, described.context_length or serving.context_length),
+            max_batch_tokens=serving.max_batch_tokens,
+            max_running_requests=serving.max_running_requests,
+            kv_events=False,
+            announces=True,
+        )
+        return self._info
+
+    def submit(self, request: Request) -> None:
+        """Send a request to the server.
+
+        Raises:
+            RequestError: the server has no field for something it asks for, or it does not fit the context.
+            Overloaded: `max_running_requests` are under way.
+            Unavailable: the engine is closed, or its server gets no requests for now.
+        """
+        assert self._info is not None, "used before start"
+        if self._closed:
+            raise Unavailable("the engine is closed; try another worker")
+        if self._watch.breaker.problem is not None:
+            raise StepFailed(self._watch.breaker.problem)
+        stream = self._checked(request, self._info)
+        self._streams[request.request_id] = stream
+        if self._group is None:
+            self._waiting.append(stream)
+        else:
+            self._begin(stream)
+
+    def abort(self, request_id: RequestId) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
+            if stream.task is not None:
+                stream.task.cancel()
+            self._news()
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """Yield what has come from the server, until `close`."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            watching = group.create_task(self._watch.run())
+            for stream in self._waiting:
+                self._begin(stream)
+            self._waiting.clear()
+            try:
+                while not self._closed:
+                    if self._deltas or self._has_news:
+                        yield self._take_step()
+                    else:
+                        self._wake.clear()
+                        await self._wake.wait()
+            finally:
+                self._group = None
+                watching.cancel()
+                for stream in tuple(self._streams.values()):
+                    if stream.task is not None:
+                        stream.task.cancel()
+
+    def announce(self, listener: Callable[[Sequence[RequestId]], None]) -> None:
+        self._on_begun = listener
+
+    def report_health(self, listener: Callable[[str | None], None]) -> None:
+        self._on_problem = listener
+
+    def load(self) -> WorkerLoad:
+        """Report our requests and, as far as the server tells, those of its other clients."""
+        size = self._serving.block_size
+        streams = [stream for stream in self._streams.values() if not stream.is_background]
+        begun = [stream for stream in streams if stream.num_tokens]
+        others, queued = self._others(len(streams))
+        context = sum(num_tokens(each.request.token_ids) + each.num_tokens for each in begun)
+        total = self._info.total_blocks if self._info is not None else 0
+        used = sum(-(-(num_tokens(s.request.token_ids) + s.num_tokens) // size) for s in streams)
+        if self._outside.kv_usage is not None and others + queued:
+            used = max(used, round(self._outside.kv_usage * total))
+        return msgspec.structs.replace(
+            self._totals,
+            running_requests=len(begun) + others,
+            waiting_requests=len(streams) - len(begun) + queued,
+            active_blocks=used,
+            total_blocks=total,
+            queued_prefill_tokens=sum(num_tokens(s.request.token_ids) for s in streams if not s.num_tokens),
+            context_tokens=context,
+        )
+
+    async def close(self) -> None:
+        """Abort everything at the server. Safe twice."""
+        self._closed = True
+        self._wake.set()
+        for stream in self._streams.values():
+            if stream.task is not None:
+                stream.task.cancel()
+        self._streams.clear()
+        await self._server.close()
+
+    # -- one request
+
+    def _checked(self, request: Request, info: EngineInfo) -> Stream:
+        """Check a request as every engine does."""
+        prompt, sampling = num_tokens(request.token_ids), request.sampling
+        if request.request_id in self._streams:
+            raise RequestError(
+                f"request_id: {request.request_id} is under way already; give each request its own",
+                param="request_id",
+            )
+        if not prompt:
+            raise RequestError("token_ids: must not be empty", param="token_ids")
+        if not 0 <= request.num_emitted < prompt:
+            raise RequestError(
+                f"num_emitted: must be >= 0 and < {prompt}, the number of token_ids, got {request.num_emitted}",
+                param="num_emitted",
+            )
+        if sampling.max_tokens <= request.num_emitted:
+            raise RequestError(
+                f"max_tokens: must be > {request.num_emitted}, the tokens that the request came with, got {sampling.max_tokens}",
+                param="max_tokens",
+            )
+        if prompt >= info.context_length:
+            raise RequestError(
+                f"token_ids: {prompt} tokens do not fit into the context of {info.context_length} with one more",
+                param="token_ids",
+            )
+        most = info.max_running_requests + self._serving.max_waiting_requests
+        if len(self._streams) >= most:
+            raise Overloaded(
+                f"{most} requests are under way at {self._server.url} (max_running_requests + max_waiting_requests)",
+                retry_after_s=1.0,
+            )
+        sampling = checked_sampling(
+            sampling, vocab_size=self._server.vocab_size, context_length=info.context_length
+        )
+        room = request.num_emitted + info.context_length - prompt
+        sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        request = msgspec.structs.replace(request, sampling=sampling)
+        extra = fields_of(request.kv.payload) if request.kv is not None and request.kv.payload else {}
+        self._server.api.body(request, "")  # refuses what the server has no field for
+        return Stream(request, self._serving.eos_token_ids, extra)
+
+    def _begin(self, stream: Stream) -> None:
+        assert self._group is not None, "running"
+        stream.task = self._group.create_task(self._run(stream))
+
+    async def _run(self, stream: Stream) -> None:
+        """Run a request to its end; never raises but CancelledError."""
+        request_id = stream.request.request_id
+        try:
+            await self._compute(stream)
+        except PenstockError as error:
+            self._fail(stream, error)
+        except Exception as error:  # noqa: BLE001 - a bug must not end other requests
+            _log.exception("request_failed", request_id=request_id, url=self._server.url)
+            self._fail(stream, StepFailed(f"{self._server.url}: {error!r}"))
+        else:
+            self._watch.request_succeeded()
+        stream.is_done = True
+        if stream.is_taken:
+            self._forget(stream)
+
+    async def _compute(self, stream: Stream) -> None:
+        """Pass the pieces of an answer on; its end waits for what follows it in the stream, the cached tokens."""
+        async with self._server.answer(stream.request, stream.extra, self._begun(stream)) as pieces:
+            async for piece in pieces:
+                delta = stream.feed(piece)
+                if delta is not None:
+                    self._push(stream, delta)
+                if stream.is_over:
+                    break
+        self._push(stream, stream.end())  # raises if the answer was cut off
+
+    def _begun(self, stream: Stream) -> Callable[[], None]:
+        """Make the callback that tells routers that the server has the request now."""
+
+        def begun() -> None:
+            if self._on_begun is not None and stream.request.request_id in self._streams:
+                self._on_begun((stream.request.request_id,))
+
+        return begun
+
+    def _forget(self, stream: Stream) -> None:
+        if self._streams.get(stream.request.request_id) is stream:
+            del self._streams[stream.request.request_id]
+
+    def _push(self, stream: Stream, delta: Delta) -> None:
+        if self._streams.get(stream.request.request_id) is not stream or stream.is_background:
+            return
+        tokens = num_tokens(delta.token_ids)
+        totals = self._totals
+        self._totals = msgspec.structs.replace(
+            totals,
+            generated_tokens=totals.generated_tokens + tokens,
+            prefix_hit_tokens=totals.prefix_hit_tokens + (delta.cached_tokens or 0),
+            prefilled_tokens=totals.prefilled_tokens
+            + (num_tokens(stream.request.token_ids) if tokens and tokens == stream.num_tokens else 0),
+        )
+        self._deltas.append(delta)
+        if delta.finish_reason is not None:
+            stream.is_background = True
+        self._news()
+
+    def _fail(self, stream: Stream, error: PenstockError) -> None:
+        """End a request with an error; one of the server's own counts against the server."""
+        if not isinstance(error, (RequestError, Overloaded, StepFailed)):
+            error = StepFailed(error.message)  # another worker may serve it
+        if not isinstance(error, (RequestError, Overloaded)):
+            self._totals = msgspec.structs.replace(self._totals, failed_steps=self._totals.failed_steps + 1)
+            self._watch.request_failed(error.message)
+        self._push(
+            stream,
+            Delta(
+                request_id=stream.request.request_id, finish_reason=FinishReason.ERROR, error=error.to_info()
+            ),
+        )
+
+    # -- steps, load and health
+
+    def _take_step(self) -> Step:
+        deltas, self._deltas = tuple(self._deltas), []
+        self._has_news = False
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                stream = self._streams.get(delta.request_id)
+                if stream is not None:
+                    stream.is_taken = True
+                    if stream.is_done or not stream.keeps:
+                        self._forget(stream)
+        self._totals = msgspec.structs.replace(self._totals, steps=self._totals.steps + 1)
+        return Step(deltas=deltas, load=self.load())
+
+    def _news(self) -> None:
+        self._has_news = True
+        self._wake.set()
+
+    def _others(self, ours: int) -> tuple[int, int]:
+        """Give the running and waiting requests of the server's other clients."""
+        running, waiting = self._outside.running or 0, self._outside.waiting or 0
+        others = max(running + waiting - ours, 0)
+        queued = min(others, waiting)
+        return others - queued, queued
+
+    def _on_load(self, load: ServerLoad) -> None:
+        before = self.load()
+        self._outside = load
+        if self.load() != before:
+            self._news()
+
+    def _on_health(self, problem: str | None, is_silent: bool) -> None:  # noqa: FBT001
+        """Tell the worker, and fail the requests of a silent server: they go on elsewhere."""
+        self._on_problem(problem)
+        if problem is not None and is_silent:
+            for stream in tuple(self._streams.values()):
+                if not stream.is_background:
+                    self._push(
+                        stream,
+                        Delta(
+                            request_id=stream.request.request_id,
+                            finish_reason=FinishReason.ERROR,
+                            error=StepFailed(problem).to_info(),
+                        ),
+                    )
+                if stream.task is not None:
+                    stream.task.cancel()
+
+    def _check_role(self) -> None:
+        """Check that the server's language has what the role needs; any does for whole requests.
+
+        Raises:
+            ConfigError: it has not.
+        """

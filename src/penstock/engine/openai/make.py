@@ -1,0 +1,49 @@
+"""Makes the engine of one worker from the deployment's settings."""
+
+from penstock.core.errors import ConfigError
+from penstock.core.types.instances import Role
+from penstock.engine.openai.config import ServerConfig
+from penstock.engine.openai.engine import ServerEngine, Serving
+from penstock.engine.openai.paired import PairedServerEngine
+from penstock.engine.openai.server import Server
+from penstock.engine.openai.text import TextCodec
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.spec import EngineSpec
+
+_RUNNING_REQUESTS = 256
+_BATCH_TOKENS = 8192
+"""vLLM's defaults for a server on most GPUs; routers price prompts and fill workers by them."""
+
+
+def make_engine(spec: EngineSpec) -> ServerEngine:
+    """Make the engine of the worker `spec.index`, which has the server at this place of `url`.
+
+    Raises:
+        ConfigError: an argument is wrong, or there are fewer servers than workers.
+    """
+    config = ServerConfig.parse(dict(spec.args), source="engine openai")
+    if spec.index >= len(config.url):
+        raise ConfigError(
+            f"engine openai: worker {spec.index + 1} has no server, as url names {len(config.url)}; name one for each worker"
+        )
+    if spec.context_length is None:
+        raise ConfigError("context_length: must be given for engine openai")
+    codec = TextCodec.open(spec.model)
+    server = Server(config.url[spec.index], config, (*spec.model_names, spec.model), codec)
+    serving = Serving(
+        block_size=spec.block_size,
+        context_length=spec.context_length,
+        eos_token_ids=spec.eos_token_ids,
+        kv_blocks=spec.kv_blocks,
+        max_running_requests=_chosen(spec.scheduler, "max_running_requests", _RUNNING_REQUESTS),
+        max_waiting_requests=spec.scheduler.max_waiting_requests,
+        max_batch_tokens=_chosen(spec.scheduler, "max_batch_tokens", _BATCH_TOKENS),
+    )
+    kind = ServerEngine if spec.role is Role.AGGREGATED else PairedServerEngine
+    return kind(server, config, serving)
+
+
+def _chosen(scheduler: SchedulerConfig, name: str, usual: int) -> int:
+    """Give a bound that the graph sets, else what servers usually have, which is more than Penstock's own engines do."""
+    chosen: int = getattr(scheduler, name)
+    return usual if chosen == SchedulerConfig.model_fields[name].default else chosen

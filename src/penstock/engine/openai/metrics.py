@@ -1,0 +1,70 @@
+"""Reads a server's load from its Prometheus metrics."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? +([^ ]+)(?: +-?\d+)?")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
+_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
+_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+_BLOCKS = "vllm:cache_config_info"
+_TOKENS = "sglang:max_total_num_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """A server's load, whoever sent the requests; None for what it does not tell.
+
+    kv_usage:  share of the KV cache in use, 0 to 1
+    kv_tokens: tokens that the KV cache holds
+    """
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    kv_tokens: int | None = None
+
+
+def read_load(text: str) -> ServerLoad:
+    """Read what is known of vLLM's, SGLang's and llama.cpp's metrics; engines of one server (data parallel) are added."""
+    running = waiting = kv_tokens = None
+    usages: list[float] = []
+    for name, labels, value in _samples(text):
+        if name in _RUNNING:
+            running = (running or 0) + round(value)
+        elif name in _WAITING:
+            waiting = (waiting or 0) + round(value)
+        elif name in _USAGE:
+            usages.append(value)
+        elif name == _BLOCKS:
+            size = _block_tokens(labels)
+            kv_tokens = (kv_tokens or 0) + size if size else kv_tokens
+        elif name == _TOKENS:
+            kv_tokens = (kv_tokens or 0) + round(value)
+    usage = min(max(sum(usages) / len(usages), 0.0), 1.0) if usages else None
+    return ServerLoad(running, waiting, usage, kv_tokens)
+
+
+def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield (name, labels, value) of the metrics above; other lines and values that are no count are skipped."""
+    wanted = (*_RUNNING, *_WAITING, *_USAGE, _BLOCKS, _TOKENS)
+    for line in text.splitlines():
+        if not line.startswith(wanted):
+            continue
+        sample = _SAMPLE.fullmatch(line.strip())
+        if sample is None:
+            continue
+        try:
+            value = float(sample[3])
+        except ValueError:
+            continue
+        if 0 <= value < 1e15:  # neither NaN nor infinite
+            yield sample[1], dict(_LABEL.findall(sample[2] or "")), value
+
+
+def _block_tokens(labels: dict[str, str]) -> int:
+    """Read vLLM's KV cache in tokens from the labels of `cache_config_info`; 0 where they do not say it."""
+    blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+    return int(blocks) * int(size) if blocks.isdecimal() and size.isdecimal() else 0

@@ -1,0 +1,323 @@
+"""One server: what it speaks, whether it serves the right model, and how its answers become pieces."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import ConfigError, Overloaded, PenstockError, StepFailed, Unavailable
+from penstock.core.ids import RequestId
+from penstock.core.types.requests import Request, SamplingParams
+from penstock.core.wire import pack_tokens, unpack_tokens
+from penstock.engine.openai.apis.api import Api, Piece
+from penstock.engine.openai.apis.completions import Completions
+from penstock.engine.openai.apis.llamacpp import LlamaCpp
+from penstock.engine.openai.apis.ollama import Ollama
+from penstock.engine.openai.apis.sglang import SglangGenerate
+from penstock.engine.openai.config import ServerConfig
+from penstock.engine.openai.connection import Connection, NotThere
+from penstock.engine.openai.metrics import ServerLoad, read_load
+from penstock.engine.openai.text import TextCodec
+
+_SAMPLE = "Hello, world! 12345 naïve 你好 🎉\n\tdef f(x): return x"
+_OWNERS = {
+    "vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "trtllm", "llamacpp": "llamacpp", "library": "ollama",
+}  # fmt: skip
+"""Languages by `owned_by` in `/v1/models`."""
+
+
+class WrongModelError(ConfigError):
+    """The server serves, but not this model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a server says of its model: its name there, and its context length, if it tells."""
+
+    name: str
+    context_length: int | None
+    owner: str
+
+
+class Server:
+    """A server that runs the model. One event loop owns it."""
+
+    def __init__(self, url: str, config: ServerConfig, names: Sequence[str], codec: TextCodec) -> None:
+        """Describe one; nothing is asked before `check`.
+
+        Args:
+            url: where it answers.
+            config: bounds, and what it speaks if that is known.
+            names: what the model may be called there, paths included.
+            codec: the model's tokenizer.
+
+        Raises:
+            ConfigError: the key file cannot be read.
+        """
+        self.url = url
+        self.connection = Connection(url, config.limits, config.api_key())
+        self._config = config
+        self._names = tuple(names)
+        self._codec = codec
+        self._api: Api | None = None
+
+    @property
+    def api(self) -> Api:
+        """What it speaks, once it was tried."""
+        assert self._api is not None, "tried at start"
+        return self._api
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the vocabulary, with room for a model's padding."""
+        return self._codec.vocab_size + _PADDING
+
+    async def close(self) -> None:
+        await self.connection.close()
+
+    async def check(self) -> Described:
+        """Ask whether it is healthy and serves the model.
+
+        Raises:
+            Unavailable: it is not healthy, or cannot be reached.
+            WrongModelError: it serves others.
+            ConfigError: it asks for another key.
+        """
+        timeout_s = self._config.health.timeout_s
+        try:
+            await self.connection.get("/health", timeout_s=timeout_s)
+        except NotThere:  # Ollama has none
+            pass
+        except Overloaded as error:  # loading, or its engine is dead
+            raise Unavailable(error.message) from error
+        return await self._find_model(timeout_s)
+
+    async def try_out(self, described: Described) -> None:
+        """Find out what it speaks where that is not known, compare tokenizers, and ask for one token.
+
+        Raises:
+            Unavailable: it does not answer as such a server does.
+            WrongModelError: its tokenizer gives other ids.
+        """
+        await self._compare_tokenizers(described)
+        problem: PenstockError | None = None
+        for api in self._candidates(described):
+            try:
+                async with asyncio.timeout(self._config.health.timeout_s):
+                    await self._ask_for_one(api)
+            except TimeoutError as error:
+                raise Unavailable(
+                    f"{self.url}: a trial request of one token got no answer within"
+                    f" {self._config.health.timeout_s:g} s (health.timeout_s)"
+                ) from error
+            except Overloaded:  # it serves, and is full
+                self._api = api
+                return
+            except PenstockError as error:
+                problem = problem or error
+            else:
+                self._api = api
+                return
+        assert problem is not None, "there is a candidate"
+        raise Unavailable(f"{self.url}: a trial request of one token failed: {problem.message}") from problem
+
+    async def load(self) -> ServerLoad | None:
+        """Read its metrics; None where it has none.
+
+        Raises:
+            Unavailable: it does not answer.
+        """
+        try:
+            content = await self.connection.get("/metrics", timeout_s=self._config.health.timeout_s)
+        except NotThere:
+            return None
+        return read_load(content.decode("utf-8", "replace"))
+
+    @asynccontextmanager
+    async def answer(
+        self, request: Request, extra: dict[str, Any], on_sent: Callable[[], None]
+    ) -> AsyncIterator[AsyncIterator[Piece]]:
+        """Send a request and yield the pieces of its answer; leaving the context aborts it.
+
+        Args:
+            request: tokens to go on from.
+            extra: fields to add to the body.
+            on_sent: called when the request is on its way.
+        """
+        async with self._opened(self.api, request, extra, on_sent) as pieces:
+            yield pieces
+
+    def prompt(self, api: Api, request: Request) -> list[int] | str:
+        """Give a request's tokens as the server takes them."""
+        token_ids = unpack_tokens(request.token_ids).tolist()
+        return token_ids if api.takes_ids else self._codec.prompt_text(token_ids)
+
+    # -- details
+
+    @asynccontextmanager
+    async def _opened(
+        self, api: Api, request: Request, extra: dict[str, Any], on_sent: Callable[[], None]
+    ) -> AsyncIterator[AsyncIterator[Piece]]:
+        body = api.body(request, self.prompt(api, request)) | extra
+        async with (
+            self.connection.stream(api.path, body, on_sent) as lines,
+            aclosing(self._pieces(api, request, lines)) as pieces,
+        ):
+            yield pieces
+
+    async def _pieces(self, api: Api, request: Request, lines: AsyncIterator[bytes]) -> AsyncGenerator[Piece]:
+        answer, vocab_size = api.answer(request), self.vocab_size
+        async for line in lines:
+            piece = answer.read(line)
+            if piece is None:
+                continue
+            if piece.text:
+                piece = Piece(
+                    self._codec.spell(piece.text),
+                    "",
+                    piece.finish_reason,
+                    piece.cached_tokens,
+                    (),
+                    piece.is_last,
+                )
+            if piece.token_ids and not 0 <= min(piece.token_ids) <= max(piece.token_ids) < vocab_size:
+                raise StepFailed(
+                    f"{self.url}: sent token ids from {min(piece.token_ids)} to {max(piece.token_ids)}, but this model's"
+                    f" end at {self._codec.vocab_size - 1}"
+                )
+            yield piece
+
+    async def _find_model(self, timeout_s: float) -> Described:
+        content = await self.connection.get("/v1/models", timeout_s=timeout_s)
+        try:
+            models = _models.decode(content).data
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Unavailable(f"{self.url}/v1/models: no list of models as OpenAI's ({error})") from error
+        wanted = (self._config.model,) if self._config.model is not None else self._names
+        short = {_short(name) for name in wanted}
+        for exactly in (True, False):
+            for model in models:
+                said = {model.id, model.root or model.id}
+                if (
+                    not said.isdisjoint(wanted)
+                    if exactly
+                    else not {_short(name) for name in said}.isdisjoint(short)
+                ):
+                    context_length = model.max_model_len
+                    if model.owned_by == "llamacpp":
+                        context_length = await self._slot_context(timeout_s)
+                    return Described(model.id, context_length, model.owned_by or "")
+        served = ", ".join(repr(model.id) for model in models[:8]) or "no model"
+        raise WrongModelError(
+            f"{self.url}: serves {served}, expected {' or '.join(map(repr, dict.fromkeys(wanted)))}; if it is the same"
+            " model, give its name there: --engine-arg model=NAME"
+        )
+
+    async def _slot_context(self, timeout_s: float) -> int | None:
+        """Give the context length of a request to llama.cpp, which divides its context between its slots."""
+        try:
+            content = await self.connection.get("/props", timeout_s=timeout_s)
+            return _props.decode(content).default_generation_settings.n_ctx
+        except (NotThere, msgspec.DecodeError):
+            return None
+
+    async def _compare_tokenizers(self, described: Described) -> None:
+        """Compare the ids of a sample where the server tokenizes.
+
+        Raises:
+            WrongModelError: they differ.
+        """
+        expected = self._codec.tokenize(_SAMPLE)
+        for body in (
+            {"model": described.name, "prompt": _SAMPLE, "add_special_tokens": False},
+            {"content": _SAMPLE, "add_special": False},
+        ):
+            try:
+                content = await self.connection.post(
+                    "/tokenize", body, timeout_s=self._config.health.timeout_s
+                )
+                token_ids = _tokenized.decode(content).tokens
+            except (PenstockError, msgspec.DecodeError, UnicodeDecodeError):
+                continue  # it has no such path, or another shape: the ids of its answers are checked at least
+            if token_ids and token_ids != expected:
+                raise WrongModelError(
+                    f"{self.url}: its tokenizer gives other ids than the model's here ({token_ids[:8]} ..., expected"
+                    f" {expected[:8]} ...); give the MODEL that it serves"
+                )
+            if token_ids:
+                return
+
+    def _candidates(self, described: Described) -> list[Api]:
+        """List what the server may speak, the likeliest first."""
+        name = described.name
+        makers: dict[str, Callable[[], Api]] = {
+            "vllm": lambda: Completions(name, "vllm"),
+            "trtllm": lambda: Completions(name, "trtllm"),
+            "sglang": SglangGenerate,
+            "llamacpp": LlamaCpp,
+            "ollama": lambda: Ollama(name),
+            "text": lambda: Completions(name, "text"),
+        }
+        known = _OWNERS.get(described.owner) if self._config.api == "auto" else self._config.api
+        return [makers[known]() for known in ((known,) if known else ("vllm", "text"))]
+
+    async def _ask_for_one(self, api: Api) -> None:
+        """Ask for one token after the sample.
+
+        Raises:
+            PenstockError: it does not come.
+        """
+        token_ids = self._codec.tokenize(_SAMPLE)
+        request = Request(
+            request_id=RequestId("trial"),
+            model="",
+            token_ids=pack_tokens(token_ids),
+            sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        )
+        async with self._opened(api, request, {}, lambda: None) as pieces:
+            found = False
+            async for piece in pieces:
+                found |= bool(piece.token_ids or piece.text)
+                if piece.finish_reason is not None:
+                    return
+        raise StepFailed("the answer ended without a finish reason" if found else "the answer was empty")
+
+
+_PADDING = 4096
+"""Vocabularies of models are padded beyond their tokenizer's."""
+
+
+def _short(name: str) -> str:
+    """Give the last part of a path or hub name, in lower case and without a default tag (`:latest`)."""
+    return name.rstrip("/").rpartition("/")[2].removesuffix(":latest").removesuffix(".gguf").lower()
+
+
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+    owned_by: str | None = None
+    max_model_len: int | None = None
+
+
+class _Settings(msgspec.Struct):
+    n_ctx: int | None = None
+
+
+class _Props(msgspec.Struct):
+    default_generation_settings: _Settings
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int] = []
+
+
+_props = msgspec.json.Decoder(_Props)
+_models = msgspec.json.Decoder(_Models)
+_tokenized = msgspec.json.Decoder(_Tokenized)

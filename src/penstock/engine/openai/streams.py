@@ -1,0 +1,94 @@
+"""One request under way at a server: its answer's pieces become deltas."""
+
+import asyncio
+from typing import Any
+
+from penstock.core.errors import StepFailed
+from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
+from penstock.core.wire import pack_tokens
+from penstock.engine.openai.apis.api import Piece
+
+
+class Stream:
+    """A request's state. One task feeds it."""
+
+    __slots__ = (
+        "_cached", "_finish", "_held", "_held_logprobs", "_stops", "extra", "is_background", "is_done", "is_over", "is_taken", "keeps",
+        "num_tokens", "request", "task",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, eos_token_ids: tuple[int, ...], extra: dict[str, Any]) -> None:
+        """Take a request.
+
+        Args:
+            request: as it goes to the server.
+            eos_token_ids: of the model; one is added where a server ends an answer without saying by which token.
+            extra: fields to add to the server's request.
+        """
+        self.request = request
+        self.extra = extra
+        self.task: asyncio.Task[None] | None = None
+        self.num_tokens = 0
+        """Tokens of the answer so far."""
+        self.is_over = False
+        """Whether nothing more of the answer is of use."""
+        self.keeps = False
+        """Whether the server goes on with it after its end for the worker."""
+        self.is_background = False
+        """Whether its last delta was made."""
+        self.is_taken = False
+        """Whether that delta was yielded."""
+        self.is_done = False
+        """Whether its task has ended."""
+        self._stops = (*eos_token_ids, *request.sampling.stop_token_ids)
+        self._finish: FinishReason | None = None
+        self._cached: int | None = None
+        self._held: tuple[int, ...] = ()  # a stop token, which may be the last one
+        self._held_logprobs: tuple[TokenLogprob, ...] = ()
+
+    def feed(self, piece: Piece) -> Delta | None:
+        """Take a piece of the answer; a delta where it has tokens. `end` gives the last one."""
+        if piece.cached_tokens is not None:
+            self._cached = piece.cached_tokens
+        if self._finish is not None:  # tokens after the end are none
+            self.is_over = piece.is_last or self._cached is not None
+            return None
+        left = self.request.sampling.max_tokens - self.request.num_emitted - self.num_tokens
+        new = piece.token_ids[:left]
+        self.num_tokens += len(new)
+        self._finish = piece.finish_reason
+        if len(new) < len(piece.token_ids):  # the server does not keep to max_tokens
+            self._finish = FinishReason.LENGTH
+            self.is_over = True
+        self.is_over |= piece.is_last or (self._finish is not None and self._cached is not None)
+        token_ids = self._held + new
+        logprobs = self._held_logprobs + piece.logprobs[: len(new)]
+        whole = len(token_ids) - (bool(token_ids) and token_ids[-1] in self._stops)
+        self._held, self._held_logprobs = token_ids[whole:], logprobs[whole:]
+        if not whole:
+            return None
+        return Delta(
+            request_id=self.request.request_id,
+            token_ids=pack_tokens(token_ids[:whole]),
+            logprobs=logprobs[:whole],
+        )
+
+    def end(self) -> Delta:
+        """Make the last delta, with the stop token where there is one.
+
+        Raises:
+            StepFailed: the answer ended without a finish reason.
+        """
+        if self._finish is None:
+            raise StepFailed("the server closed the connection within an answer")
+        held = self._held
+        if self._finish is FinishReason.STOP and not held:
+            held = (self._stops[0] if self._stops else 0,)
+            self.num_tokens += 1
+        return Delta(
+            request_id=self.request.request_id,
+            token_ids=pack_tokens(held),
+            finish_reason=self._finish,
+            cached_tokens=self._cached,
+            logprobs=self._held_logprobs,
+        )

@@ -1,0 +1,589 @@
+"""Engine `openai` against servers of every language, and against hostile ones, over real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from msgspec import structs
+from tokenizers import Tokenizer
+
+from penstock.core.errors import ConfigError, Overloaded, PenstockError, RequestError, StepFailed, Unavailable
+from penstock.core.ids import RequestId
+from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams
+from penstock.core.wire import pack_tokens, token_list
+from penstock.demo import MODEL_DIR, MODEL_NAME
+from penstock.engine.openai.config import ServerConfig
+from penstock.engine.openai.engine import ServerEngine, Serving
+from penstock.engine.openai.paired import PairedServerEngine
+from penstock.engine.openai.server import Server
+from penstock.engine.openai.text import TextCodec
+from penstock.frontend.text.detokenize import Detokenizer
+from tests.support.fake_server import FakeServer, after, cut, says
+from tests.support.tokenizer import tiny_tokenizer_json
+
+TOKENIZER = Tokenizer.from_buffer(tiny_tokenizer_json())
+SERVING = Serving(
+    block_size=16, context_length=2048, eos_token_ids=(0,), max_running_requests=64, max_waiting_requests=64,
+    max_batch_tokens=512,
+)  # fmt: skip
+PROMPT = TOKENIZER.encode("the quick brown fox jumps over the lazy dog").ids
+IDS_APIS = ("vllm", "trtllm", "sglang", "llamacpp")
+TEXT_APIS = ("ollama", "text")
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await main
+
+    asyncio.run(bounded())
+
+
+class Driven:
+    """An engine whose steps are read by a task."""
+
+    def __init__(self, engine: ServerEngine) -> None:
+        self.engine = engine
+        self.deltas: dict[str, list[Delta]] = {}
+        self.begun: list[str] = []
+        self.problems: list[str | None] = []
+        self._news = asyncio.Event()
+        engine.announce(self.begun.extend)
+        engine.report_health(self.problems.append)
+
+    async def read(self) -> None:
+        async for step in self.engine.steps():
+            for delta in step.deltas:
+                self.deltas.setdefault(delta.request_id, []).append(delta)
+            self._news.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not holds():  # noqa: ASYNC110 - the state is another task's
+                await asyncio.sleep(0.005)
+
+    async def ends(self, name: str) -> Delta:
+        await self.until(
+            lambda: bool(self.deltas.get(name)) and self.deltas[name][-1].finish_reason is not None
+        )
+        return self.deltas[name][-1]
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for delta in self.deltas[name] for token in token_list(delta.token_ids)]
+
+    async def ask(self, name: str = "a", prompt: list[int] | None = None, **sampling: Any) -> Delta:
+        self.engine.submit(make_request(name, prompt, **sampling))
+        return await self.ends(name)
+
+
+def make_request(
+    name: str, prompt: list[int] | None = None, *, num_emitted: int = 0, **sampling: Any
+) -> Request:
+    fields = {"max_tokens": 12, "temperature": 0.0} | sampling
+    return Request(
+        request_id=RequestId(name),
+        model=MODEL_NAME,
+        token_ids=pack_tokens(prompt or PROMPT),
+        sampling=SamplingParams(**fields),
+        num_emitted=num_emitted,
+    )
+
+
+def config_of(url: str, **fields: Any) -> ServerConfig:
+    quick = {
+        "limits": {"connect_timeout_s": 1, "silence_s": 1.0, "line_bytes_max": 4096},
+        "health": {"interval_s": 0.05, "timeout_s": 0.5, "retry_s_max": 0.2},
+        "load_interval_s": 0.05,
+    }
+    return ServerConfig.parse({"url": url} | quick | fields, source="test")
+
+
+@asynccontextmanager
+async def driven(
+    fake: FakeServer, serving: Serving = SERVING, *, paired: bool = False, **fields: Any
+) -> AsyncIterator[Driven]:
+    config = config_of(fake.url, **fields)
+    server = Server(fake.url, config, (MODEL_NAME,), TextCodec(TOKENIZER))
+    engine = (PairedServerEngine if paired else ServerEngine)(server, config, serving)
+    try:
+        await engine.start()
+        case = Driven(engine)
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(case.read())
+            try:
+                yield case
+            finally:
+                await engine.close()
+                await reading
+    finally:
+        await engine.close()
+
+
+def fake_of(api: str = "vllm", **fields: Any) -> FakeServer:
+    return FakeServer(TOKENIZER, api, **fields)
+
+
+# -- answers
+
+
+@pytest.mark.parametrize("api", IDS_APIS)
+def test_token_ids_go_in_and_come_out(api: str) -> None:
+    async def main() -> None:
+        async with fake_of(api) as fake, driven(fake) as case:
+            end = await case.ask(max_tokens=12, ignore_eos=True)
+            assert case.tokens("a") == fake.continuation(PROMPT, 12)
+            assert end.finish_reason is FinishReason.LENGTH
+            assert case.begun == ["a"]
+            assert end.cached_tokens == {"vllm": 7, "trtllm": 7, "sglang": 5, "llamacpp": 3}[api]
+            assert fake.open == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("api", TEXT_APIS)
+def test_text_becomes_tokens_that_are_the_same_text(api: str) -> None:
+    async def main() -> None:
+        async with fake_of(api) as fake, driven(fake) as case:
+            end = await case.ask(max_tokens=30)
+            decoder = Detokenizer(TOKENIZER, tiny_tokenizer_json()).stream()
+            text = decoder.feed(case.tokens("a")) + decoder.finish()
+            assert text == TOKENIZER.decode(fake.continuation(PROMPT, 30))
+            assert end.finish_reason is FinishReason.LENGTH
+            assert isinstance(fake.bodies[-1]["prompt"], str)
+
+    run(main())
+
+
+@pytest.mark.parametrize("api", [*IDS_APIS, *TEXT_APIS])
+def test_an_end_of_sequence_token_is_the_last_of_its_delta(api: str) -> None:
+    async def main() -> None:
+        async with fake_of(api, eos_share=5) as fake, driven(fake) as case:
+            end = await case.ask(max_tokens=400)
+            assert end.finish_reason is FinishReason.STOP
+            assert token_list(end.token_ids) == [0]
+            assert 0 not in case.tokens("a")[:-1]
+
+    run(main())
+
+
+def test_a_stop_token_of_the_request_ends_it() -> None:
+    async def main() -> None:
+        async with fake_of() as fake, driven(fake) as case:
+            stop = fake.continuation(PROMPT, 6)[5]
+            end = await case.ask(stop_token_ids=(stop,), ignore_eos=True)
+            assert (end.finish_reason, token_list(end.token_ids)) == (FinishReason.STOP, [stop])
+
+    run(main())
+
+
+@pytest.mark.parametrize("api", IDS_APIS)
+def test_logprobs_come_with_every_token(api: str) -> None:
+    async def main() -> None:
+        async with fake_of(api) as fake, driven(fake) as case:
+            await case.ask(max_tokens=5, logprobs=1, ignore_eos=True)
+            logprobs = [each for delta in case.deltas["a"] for each in delta.logprobs]
+            assert [each.token_id for each in logprobs] == case.tokens("a")
+            assert {each.logprob for each in logprobs} == {-0.5}
+            assert all(each.top == ((each.token_id, -0.5),) for each in logprobs)
+
+    run(main())
+
+
+@pytest.mark.parametrize("api", IDS_APIS)
+def test_a_request_that_comes_with_tokens_goes_on_from_them(api: str) -> None:
+    async def main() -> None:
+        async with fake_of(api) as fake, driven(fake) as case:
+            whole = fake.continuation(PROMPT, 12)
+            case.engine.submit(
+                make_request("b", PROMPT + whole[:5], num_emitted=5, max_tokens=12, ignore_eos=True)
+            )
+            await case.ends("b")
+            assert case.tokens("b") == whole[5:]
+
+    run(main())
+
+
+def test_a_server_that_ignores_max_tokens_is_cut_short() -> None:
+    async def more(_server: FakeServer, response: web.StreamResponse, count: int) -> None:
+        if count == 11:
+            ids = ",".join("9" for _ in range(50))
+            await response.write(b'data: {"choices":[{"text":"","token_ids":[%s]}]}\n\n' % ids.encode())
+
+    async def main() -> None:
+        async with fake_of() as fake, driven(fake) as case:
+            fake.fault = more
+            end = await case.ask(max_tokens=12, ignore_eos=True)
+            assert len(case.tokens("a")) == 12
+            assert end.finish_reason is FinishReason.LENGTH
+
+    run(main())
+
+
+def test_an_abort_closes_the_connection_and_no_delta_follows() -> None:
+    async def main() -> None:
+        async with fake_of(token_s=0.01) as fake, driven(fake) as case:
+            case.engine.submit(make_request("a", max_tokens=2000, ignore_eos=True))
+            await case.until(lambda: "a" in case.deltas)
+            case.engine.abort(RequestId("a"))
+            count = len(case.deltas["a"])
+            await case.until(lambda: fake.aborted == 1 and fake.open == 0)
+            assert len(case.deltas["a"]) == count
+            assert case.engine.load().running_requests == 0
+
+    run(main())
+
+
+def test_the_clients_cache_salt_reaches_vllm() -> None:
+    async def main() -> None:
+        async with fake_of() as fake, driven(fake) as case:
+            for name, salt in (("a", b"card"), ("b", b"card|cache_salt=tenant")):
+                request = make_request(name)
+                case.engine.submit(
+                    Request(
+                        request_id=request.request_id,
+                        model="m",
+                        token_ids=request.token_ids,
+                        sampling=request.sampling,
+                        salt=salt,
+                    )
+                )
+                await case.ends(name)
+            assert [body.get("cache_salt") for body in fake.bodies[-2:]] == [None, "tenant"]
+
+    run(main())
+
+
+# -- at start
+
+
+def start_error(fake: FakeServer, **fields: Any) -> PenstockError:
+    found: list[PenstockError] = []
+
+    async def main() -> None:
+        async with fake:
+            try:
+                async with driven(fake, **fields):
+                    pass
+            except PenstockError as error:
+                found.append(error)
+
+    run(main())
+    return found[0]
+
+
+def test_a_server_of_another_model_is_refused() -> None:
+    error = start_error(fake_of(model="other/model-7b"))
+    assert isinstance(error, ConfigError)
+    assert "serves 'other/model-7b', expected 'penstock-demo'" in error.message
+    assert "--engine-arg model=NAME" in error.message
+
+
+def test_a_name_given_for_the_server_is_used() -> None:
+    async def main() -> None:
+        async with fake_of(model="other") as fake, driven(fake, model="other") as case:
+            await case.ask()
+            assert fake.bodies[-1]["model"] == "other"
+
+    run(main())
+
+
+def test_another_tokenizer_is_refused() -> None:
+    other = FakeServer(Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")))
+    error = start_error(other)
+    assert isinstance(error, ConfigError)
+    assert "its tokenizer gives other ids" in error.message
+
+
+def test_a_server_that_is_not_there_is_unavailable() -> None:
+    async def main() -> None:
+        fake = fake_of()
+        await fake.start()
+        await fake.stop()
+        with pytest.raises(Unavailable, match="no connection: connection refused"):
+            async with driven(fake):
+                pass
+
+    run(main())
+
+
+def test_a_server_that_is_not_healthy_is_unavailable() -> None:
+    fake = fake_of()
+    fake.health_status = 503
+    error = start_error(fake)
+    assert isinstance(error, Unavailable)
+    assert "/health: 503: not well" in error.message
+
+
+def test_a_server_without_the_path_is_unavailable() -> None:
+    error = start_error(fake_of("trtllm"), api="vllm")
+    assert isinstance(error, Unavailable)
+    assert "a trial request of one token failed" in error.message
+
+
+def test_a_server_asks_for_a_key(tmp_path: Path) -> None:
+    fake = fake_of()
+    fake.key = "secret"
+    error = start_error(fake)
+    assert isinstance(error, ConfigError)
+    assert "api_key_file" in error.message
+    (tmp_path / "key").write_text("secret\n")
+
+    async def main() -> None:
+        async with fake, driven(fake, api_key_file=str(tmp_path / "key")) as case:
+            assert (await case.ask()).finish_reason is FinishReason.LENGTH
+
+    run(main())
+
+
+def test_a_shorter_context_of_the_server_counts() -> None:
+    async def main() -> None:
+        async with fake_of(context_length=64) as fake, driven(fake) as case:
+            assert (await case.engine.start()).context_length == 64
+            with pytest.raises(RequestError, match="context of 64"):
+                case.engine.submit(make_request("long", PROMPT * 20))
+
+    run(main())
+
+
+# -- hostile servers
+
+HOSTILE = {
+    "garbage": says(b"data: \xff\xfe{{{ not json\n\n"),
+    "no event": says(b"<html>502 Bad Gateway</html>\n"),
+    "another shape": says(b'data: {"choices": [{"text": 5}]}\n\n'),
+    "text without ids": says(b'data: {"choices": [{"text": "hello"}]}\n\n'),
+    "ids of no token": says(b'data: {"choices": [{"text": "", "token_ids": [99999999]}]}\n\n'),
+    "negative ids": says(b'data: {"choices": [{"text": "", "token_ids": [-4]}]}\n\n'),
+    "a huge line": says(b"data: " + b"x" * 20_000),
+    "half a line": says(b'data: {"choices": [{"te', then_cut=True),
+    "an error": says(b'data: {"error": {"message": "CUDA error", "code": 500}}\n\n'),
+    "a cut": cut,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_broken_answer_fails_so_that_the_request_goes_elsewhere(name: str) -> None:
+    async def main() -> None:
+        async with fake_of() as fake, driven(fake) as case:
+            fake.fault = after(4, HOSTILE[name])
+            end = await case.ask(ignore_eos=True)
+            assert end.error is not None
+            assert end.error.code == "step_failed", end.error
+            assert case.tokens("a") == fake.continuation(PROMPT, 4), "what came before counts"
+            fake.fault = None
+            end = await case.ask("b")
+            assert end.finish_reason is FinishReason.LENGTH
+
+    run(main())
+
+
+def test_a_stalled_answer_ends_in_time() -> None:
+    async def stall(server: FakeServer, response: web.StreamResponse, count: int) -> None:
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        async with fake_of() as fake, driven(fake) as case:
+            fake.fault = after(3, stall)
+            end = await case.ask()
+            assert end.error is not None
+            assert end.error.code == "step_failed"
+            assert "no answer within 1 s" in end.error.message
+            await case.until(lambda: fake.open == 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "kind", "retry_after_s"),
+    [
+        (400, {}, "invalid_request_error", None),
+        (422, {}, "invalid_request_error", None),
+        (429, {"Retry-After": "7"}, "overloaded", 7.0),
+        (503, {"Retry-After": "soon"}, "overloaded", 1.0),
+        (500, {}, "step_failed", None),
+        (404, {}, "step_failed", None),
+        (307, {"Location": "http://example.com"}, "step_failed", None),
+    ],
+)
+def test_statuses_become_errors(
+    status: int, headers: dict[str, str], kind: str, retry_after_s: float | None
+) -> None:
+    async def main() -> None:
+        async with fake_of() as fake, driven(fake) as case:
+            text = '{"error": {"message": "the server says why"}}'
+            fake.refuse = lambda: web.Response(status=status, headers=headers, text=text)
+            error = (await case.ask()).error
+            assert error is not None
+            assert (error.code, error.retry_after_s) == (kind, retry_after_s)
+            assert "the server says why" in error.message
+
+    run(main())
+
+
+# -- health
+
+
+def test_failed_requests_in_a_row_open_the_breaker_until_a_trial_succeeds() -> None:
+    async def main() -> None:
+        async with fake_of() as fake, driven(fake) as case:
+            fake.fault = says(b"garbage\n")
+            for name in "abc":
+                await case.ask(name)
+            await case.until(lambda: bool(case.problems))
+            assert "no part of an answer" in str(case.problems[0])
+            with pytest.raises(StepFailed, match="no part of an answer"):
+                case.engine.submit(make_request("d"))
+            await asyncio.sleep(0.3)
+            assert case.problems[-1] is not None, "its health is fine, but its trials are not"
+            fake.fault = None
+            await case.until(lambda: case.problems[-1] is None)
+            assert (await case.ask("e")).finish_reason is FinishReason.LENGTH
+
+    run(main())
+
+
+def test_a_dead_server_fails_its_requests_and_comes_back() -> None:
+    async def main() -> None:
+        async with fake_of(token_s=0.01) as fake, driven(fake) as case:
+            for number in range(4):
+                case.engine.submit(make_request(f"r{number}", max_tokens=2000, ignore_eos=True))
+            await case.until(lambda: len(case.deltas) == 4)
+            await fake.stop()
+            for number in range(4):
+                end = await case.ends(f"r{number}")
+                assert end.error is not None
+                assert end.error.code == "step_failed"
+            await case.until(lambda: bool(case.problems) and case.problems[-1] is not None)
+            await fake.start()
+            await case.until(lambda: case.problems[-1] is None)
+            assert (await case.ask()).finish_reason is FinishReason.LENGTH
+
+    run(main())
+
+
+def test_the_requests_of_a_silent_server_go_elsewhere_before_their_own_limit() -> None:
+    async def main() -> None:
+        limits = {"silence_s": 60.0}
+        async with (
+            fake_of(token_s=0.01) as fake,
+            driven(
+                fake, limits=limits, health={"interval_s": 0.05, "timeout_s": 0.1, "failures_max": 2}
+            ) as case,
+        ):
+            case.engine.submit(make_request("a", max_tokens=2000, ignore_eos=True))
+            await case.until(lambda: "a" in case.deltas)
+            fake.silent = True
+            end = await case.ends("a")
+            assert end.error is not None
+            assert end.error.code == "step_failed"
+            assert "no answer within 0.1 s" in end.error.message
+            fake.silent = False
+            await case.until(lambda: case.problems[-1] is None)
+
+    run(main())
+
+
+def test_a_server_that_changes_its_model_gets_nothing() -> None:
+    async def main() -> None:
+        async with fake_of() as fake, driven(fake) as case:
+            fake.model = "other"
+            await case.until(lambda: bool(case.problems))
+            assert "serves 'other', expected 'penstock-demo'" in str(case.problems[0])
+            fake.model = MODEL_NAME
+            await case.until(lambda: case.problems[-1] is None)
+
+    run(main())
+
+
+# -- load
+
+
+def test_metrics_tell_of_the_requests_of_others() -> None:
+    async def main() -> None:
+        fake = fake_of(token_s=0.01)
+        fake.metrics = (
+            'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
+            'vllm:num_requests_running{model="m"} 0.0\nvllm:num_requests_waiting 0.0\nvllm:kv_cache_usage_perc 0.0\n'
+        )
+        async with fake, driven(fake) as case:
+            assert (await case.engine.start()).total_blocks == 200
+            assert case.engine.load().running_requests == 0
+            fake.metrics = (
+                "vllm:num_requests_running 5.0\nvllm:num_requests_waiting 2.0\nvllm:kv_cache_usage_perc 0.5\n"
+            )
+            await case.until(lambda: case.engine.load().running_requests == 5)
+            load = case.engine.load()
+            assert (load.waiting_requests, load.active_blocks) == (2, 100)
+
+    run(main())
+
+
+def test_more_requests_than_allowed_are_refused() -> None:
+    async def main() -> None:
+        serving = replace(SERVING, max_running_requests=2, max_waiting_requests=1)
+        async with fake_of(token_s=0.01) as fake, driven(fake, serving) as case:
+            for name in "abc":
+                case.engine.submit(make_request(name, max_tokens=1000))
+            with pytest.raises(Overloaded, match="3 requests"):
+                case.engine.submit(make_request("d"))
+
+    run(main())
+
+
+# -- prefill and decode servers
+
+
+def test_vllm_pairs_pass_kv_transfer_params_on() -> None:
+    async def main() -> None:
+        async with (
+            fake_of() as first,
+            fake_of() as second,
+            driven(first, paired=True) as prefill,
+            driven(second, paired=True) as decode,
+        ):
+            assert prefill.engine.kv_transfer_kind() == decode.engine.kv_transfer_kind() == "http-vllm-1"
+            request = make_request("p", max_tokens=1)
+            prefill.engine.submit(structs.replace(request, prefill_only=True))
+            end = await prefill.ends("p")
+            assert end.kv is not None
+            assert not end.token_ids, "the decode server samples the first token"
+            decode.engine.submit(structs.replace(make_request("d"), kv=end.kv))
+            await decode.ends("d")
+            assert decode.tokens("d") == second.continuation(PROMPT, 12)
+            (params,) = second.pulled
+            assert (params["do_remote_prefill"], params["remote_engine_id"]) == (True, first.url)
+
+    run(main())
+
+
+def test_sglang_pairs_meet_in_a_room_and_run_together() -> None:
+    async def main() -> None:
+        async with (
+            fake_of("sglang") as first,
+            fake_of("sglang") as second,
+            driven(first, paired=True, bootstrap_port=9001) as prefill,
+            driven(second, paired=True) as decode,
+        ):
+            prefill.engine.submit(structs.replace(make_request("p", max_tokens=1), prefill_only=True))
+            end = await prefill.ends("p")
+            assert end.kv is not None
+            assert first.open == 0, "the prefill waits for the decode server, and its handle does not"
+            decode.engine.submit(structs.replace(make_request("d"), kv=end.kv))
+            await decode.ends("d")
+            assert decode.tokens("d") == second.continuation(PROMPT, 12)
+            (room,) = second.pulled
+            assert (room["host"], room["port"]) == ("127.0.0.1", 9001)
+            await prefill.until(lambda: not prefill.engine._streams)
+
+    run(main())
+
+
+def test_a_pair_needs_vllm_or_sglang() -> None:
+    error = start_error(fake_of("llamacpp"), paired=True)
+    assert isinstance(error, ConfigError)
+    assert "must be vLLM or SGLang" in error.message

@@ -1,0 +1,406 @@
+"""A server like vLLM, SGLang, TensorRT-LLM, llama.cpp, Ollama or a plain OpenAI one, with made-up text and faults on demand.
+
+The next token depends on the tokens before it (and on the seed) only, so an answer that goes on elsewhere is the same.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Self
+
+from aiohttp import web
+from tokenizers import Tokenizer
+
+Fault = Callable[["FakeServer", web.StreamResponse, int], Awaitable[None]]
+OWNERS = {
+    "vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm", "llamacpp": "llamacpp", "ollama": "library", "text": "somebody",
+}  # fmt: skip
+_FORBIDDEN = {"return_token_ids", "cache_salt", "return_tokens_as_token_ids"}
+
+
+class FakeServer:
+    """One server in this process's event loop. `start` gives its URL; `stop` cuts all its connections."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        api: str = "vllm",
+        *,
+        model: str = "penstock-demo",
+        eos_token_id: int = 0,
+        token_s: float = 0.0,
+        context_length: int | None = 4096,
+        eos_share: int = 0,
+    ) -> None:
+        """Make a server.
+
+        Args:
+            tokenizer: of the model.
+            api: what it speaks.
+            model: its name for the model.
+            eos_token_id: ends answers.
+            token_s: seconds between two tokens.
+            context_length: what `/v1/models` says.
+            eos_share: one token in so many is the end, unless it is to be ignored; 0: none.
+        """
+        self.tokenizer, self.api, self.model = tokenizer, api, model
+        self.token_s, self.context_length, self.eos_share = token_s, context_length, eos_share
+        self.eos_token_id = eos_token_id
+        self.bodies: list[dict[str, Any]] = []
+        """Bodies of all requests for answers, trials too."""
+        self.paths: list[str] = []
+        self.fault: Fault | None = None
+        """Called before each token with (server, response, tokens so far)."""
+        self.refuse: Callable[[], web.Response] | None = None
+        """Makes the answer to every request, in place of tokens."""
+        self.health_status = 200
+        self.silent = False
+        """Whether it accepts connections and answers nothing, as a stopped process does."""
+        self.metrics = ""
+        self.key: str | None = None
+        self.open = self.aborted = 0
+        self.rooms: dict[int, asyncio.Event] = {}
+        self.pulled: list[dict[str, Any]] = []
+        """`kv_transfer_params` or rooms of the decode requests."""
+        self.url = ""
+        self._special = {n for n, t in tokenizer.get_added_tokens_decoder().items() if t.special}
+        self._words = [
+            n
+            for n in range(tokenizer.get_vocab_size())
+            if n not in self._special and tokenizer.decode([n]).isascii()
+        ]
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+
+    async def start(self) -> str:
+        app = web.Application(client_max_size=1 << 26)
+        app.add_routes([
+            web.get("/health", self._health),
+            web.get("/v1/models", self._models),
+            web.get("/metrics", self._metrics),
+            web.get("/props", self._props),
+            web.post("/tokenize", self._tokenize),
+            web.post("/v1/completions", self._completions),
+            web.post("/generate", self._generate),
+            web.post("/completion", self._completion),
+            web.post("/api/generate", self._ollama),
+        ])  # fmt: skip
+        self._runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
+        await site.start()
+        self._port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        self.url = f"http://127.0.0.1:{self._port}"
+        return self.url
+
+    async def stop(self) -> None:
+        """Cut all connections, as the end of a process does; `start` listens at the same port again."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            assert runner.server is not None
+            for connection in list(runner.server.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await runner.cleanup()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def next_token(self, token_ids: list[int], seed: object = None, *, ignore_eos: bool = True) -> int:
+        digest = hashlib.blake2b(json.dumps([token_ids, seed]).encode(), digest_size=8).digest()
+        number = int.from_bytes(digest, "little")
+        if self.eos_share and not ignore_eos and number % self.eos_share == 0:
+            return self.eos_token_id
+        return self._words[(number >> 16) % len(self._words)]
+
+    def continuation(self, token_ids: list[int], count: int) -> list[int]:
+        """What an answer to this prompt is, greedily."""
+        known = list(token_ids)
+        for _ in range(count):
+            known.append(self.next_token(known))
+        return known[len(token_ids) :]
+
+    # -- what is no answer
+
+    async def _gate(self, request: web.Request) -> None:
+        while self.silent:  # noqa: ASYNC110 - tests set it
+            await asyncio.sleep(0.01)
+        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+            raise web.HTTPUnauthorized(text=json.dumps({"error": "Unauthorized"}))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        await self._gate(request)
+        if self.api == "ollama":
+            raise web.HTTPNotFound
+        return web.Response(status=self.health_status, text="" if self.health_status == 200 else "not well")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        await self._gate(request)
+        card = {
+            "id": self.model,
+            "object": "model",
+            "owned_by": OWNERS[self.api],
+            "root": f"/models/{self.model}",
+        }
+        if self.context_length is not None and self.api in {"vllm", "sglang"}:
+            card["max_model_len"] = self.context_length  # type: ignore[assignment]
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        await self._gate(request)
+        if not self.metrics:
+            raise web.HTTPNotFound
+        return web.Response(text=self.metrics)
+
+    async def _props(self, _request: web.Request) -> web.Response:
+        return web.json_response({"default_generation_settings": {"n_ctx": self.context_length}})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        if self.api not in {"vllm", "sglang", "llamacpp"}:
+            raise web.HTTPNotFound
+        body = await request.json()
+        text = body.get("content" if self.api == "llamacpp" else "prompt")
+        if text is None:
+            return web.json_response({"detail": "no text"}, status=422)
+        return web.json_response({"tokens": self.tokenizer.encode(text, add_special_tokens=False).ids})
+
+    # -- answers
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt, ids = body["prompt"], isinstance(body["prompt"], list)
+        if self.api == "trtllm" and _FORBIDDEN & body.keys():
+            return web.json_response({"message": f"Extra inputs: {_FORBIDDEN & body.keys()}"}, status=422)
+        if self.api == "text" and ids:
+            return web.json_response({"error": {"message": "prompt: must be a string"}}, status=400)
+        gives_ids = (self.api == "vllm" and body.get("return_token_ids")) or (
+            self.api == "trtllm" and not body.get("detokenize", True)
+        )
+        params = body.get("kv_transfer_params")
+        if params and params.get("do_remote_decode"):
+            return await self._prefill(request, body, params)
+        if params:
+            self.pulled.append(params)
+        token_ids = prompt if ids else self.tokenizer.encode(prompt).ids
+        limit, logprobs = body["max_tokens"], body.get("logprobs")
+
+        def chunk(new: list[int], reason: str | None) -> dict[str, Any]:
+            shown = [n for n in new if n not in self._special]
+            choice: dict[str, Any] = {
+                "index": 0, "text": "" if gives_ids and self.api == "trtllm" else self.tokenizer.decode(shown),
+                "finish_reason": reason,
+            }  # fmt: skip
+            if gives_ids:
+                choice["token_ids"] = new
+            if logprobs is not None:
+                choice["logprobs"] = {
+                    "tokens": [f"token_id:{n}" for n in new],
+                    "token_logprobs": [-0.5 for _ in new],
+                    "top_logprobs": [
+                        {f"token_id:{n}": -0.5}
+                        | {f"token_id:{rank}": -1.0 - rank for rank in range(1, logprobs)}
+                        for n in new
+                    ],
+                }
+            return {"id": "c", "object": "text_completion", "model": self.model, "choices": [choice]}
+
+        def usage(count: int) -> dict[str, Any]:
+            return {
+                "choices": [],
+                "usage": {
+                    "prompt_tokens": len(token_ids), "completion_tokens": count,
+                    "total_tokens": count + len(token_ids), "prompt_tokens_details": {"cached_tokens": 7},
+                },
+            }  # fmt: skip
+
+        return await self._stream(
+            request, body, token_ids, limit, chunk, usage,
+            ignore_eos=body.get("ignore_eos", False), stops=body.get("stop_token_ids", []), seed=body.get("seed"),
+            sampled=body.get("temperature", 1.0) > 0, least=body.get("min_tokens", 0),
+        )  # fmt: skip
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        room, params = body.get("bootstrap_room"), body["sampling_params"]
+        if room is not None and self.fault is None:
+            peer = self.rooms.setdefault(room, asyncio.Event())
+            if params["max_new_tokens"] == 1:
+                await peer.wait()  # until the decode server has come
+            else:
+                self.pulled.append(
+                    {"room": room, "host": body["bootstrap_host"], "port": body["bootstrap_port"]}
+                )
+                peer.set()
+        all_ids: list[int] = []
+
+        def chunk(new: list[int], reason: str | None) -> dict[str, Any]:
+            all_ids.extend(new)
+            meta = {
+                "completion_tokens": len(all_ids), "prompt_tokens": len(body["input_ids"]), "cached_tokens": 5,
+                "finish_reason": reason and {"type": reason},
+            }  # fmt: skip
+            if body.get("return_logprob"):
+                meta["output_token_logprobs"] = [[-0.5, n, None] for n in all_ids]  # type: ignore[assignment]
+                meta["output_top_logprobs"] = [  # type: ignore[assignment]
+                    [
+                        [-0.5, n, None],
+                        *([-1.0 - rank, rank, None] for rank in range(1, body["top_logprobs_num"])),
+                    ]
+                    for n in all_ids
+                ]
+            return {"text": "", "output_ids": list(all_ids), "meta_info": meta}
+
+        return await self._stream(
+            request, body, body["input_ids"], params["max_new_tokens"], chunk, None,
+            ignore_eos=params.get("ignore_eos", False), stops=params.get("stop_token_ids", []),
+            seed=params.get("sampling_seed"), sampled=params["temperature"] > 0, least=params["min_new_tokens"],
+        )  # fmt: skip
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+
+        def chunk(new: list[int], reason: str | None) -> list[dict[str, Any]]:
+            parts: list[dict[str, Any]] = [
+                {"index": 0, "content": "", "tokens": [n], "stop": False, "id_slot": 0, "tokens_predicted": 1}
+                | ({"completion_probabilities": [{"id": n, "logprob": -0.5, "top_logprobs": [{"id": n, "logprob": -0.5}]}]}
+                   if body.get("n_probs") else {})
+                for n in new
+            ]  # fmt: skip
+            if reason is not None:
+                kind = "limit" if reason == "length" else "eos"
+                parts.append(
+                    {"content": "", "tokens": [], "stop": True, "stop_type": kind, "timings": {"cache_n": 3}}
+                )
+            return parts
+
+        return await self._stream(
+            request, body, body["prompt"], body["n_predict"], chunk, None, done=False,
+            ignore_eos=body["ignore_eos"], seed=body.get("seed"), sampled=body["temperature"] > 0,
+        )  # fmt: skip
+
+    async def _ollama(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        assert body["raw"]
+        token_ids = self.tokenizer.encode(body["prompt"]).ids
+
+        def chunk(new: list[int], reason: str | None) -> list[dict[str, Any]]:
+            text = self.tokenizer.decode([n for n in new if n not in self._special])
+            parts: list[dict[str, Any]] = [{"model": self.model, "response": text, "done": False}]
+            if reason is not None:
+                parts.append({"model": self.model, "response": "", "done": True, "done_reason": reason})
+            return parts
+
+        return await self._stream(
+            request, body, token_ids, body["options"]["num_predict"], chunk, None, prefix=b"", end=b"\n", done=False,
+        )  # fmt: skip
+
+    async def _prefill(
+        self, request: web.Request, body: dict[str, Any], params: dict[str, Any]
+    ) -> web.StreamResponse:
+        self.bodies.append(body)
+        self.paths.append(request.path)
+        assert not body.get("stream")
+        assert body["max_tokens"] == 1
+        assert params["remote_engine_id"] is None
+        given = {
+            "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.url,
+            "remote_block_ids": [[1, 2, 3]], "remote_host": "127.0.0.1", "remote_port": 5600, "tp_size": 1,
+        }  # fmt: skip
+        choice = {"index": 0, "text": "x", "token_ids": [5], "finish_reason": "length"}
+        return web.json_response({"id": "p", "choices": [choice], "kv_transfer_params": given})
+
+    async def _stream(
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        token_ids: list[int],
+        limit: int,
+        chunk: Callable[[list[int], str | None], Any],
+        usage: Callable[[int], Any] | None,
+        *,
+        ignore_eos: bool = False,
+        stops: list[int] | None = None,
+        seed: object = None,
+        sampled: bool = False,
+        least: int = 0,
+        prefix: bytes = b"data: ",
+        end: bytes = b"\n\n",
+        done: bool = True,
+    ) -> web.StreamResponse:
+        await self._gate(request)
+        self.bodies.append(body)
+        self.paths.append(request.path)
+        if self.refuse is not None:
+            return self.refuse()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        self.open += 1
+        known = list(token_ids)
+        try:
+            for count in range(limit):
+                while self.silent:  # noqa: ASYNC110 - tests set it
+                    await asyncio.sleep(0.01)
+                if self.fault is not None:
+                    await self.fault(self, response, count)
+                new = self.next_token(
+                    known, seed if sampled else None, ignore_eos=ignore_eos or count < least
+                )
+                known.append(new)
+                has_stopped = (new == self.eos_token_id and not ignore_eos) or (
+                    new in (stops or ()) and count >= least
+                )
+                reason = "stop" if has_stopped else "length" if count + 1 == limit else None
+                made = chunk([new], reason)
+                for part in made if isinstance(made, list) else [made]:
+                    await response.write(prefix + json.dumps(part).encode() + end)
+                if reason is not None:
+                    break
+                await asyncio.sleep(self.token_s)
+            if usage is not None:
+                await response.write(prefix + json.dumps(usage(len(known) - len(token_ids))).encode() + end)
+            if done:
+                await response.write(b"data: [DONE]\n\n")
+            with suppress(ConnectionError):
+                await response.write_eof()
+        except (ConnectionError, asyncio.CancelledError):
+            self.aborted += 1
+            raise
+        finally:
+            self.open -= 1
+        return response
+
+
+async def cut(_server: FakeServer, response: web.StreamResponse, _count: int) -> None:
+    """Close the connection at once."""
+    transport = response._req.transport  # type: ignore[union-attr]
+    if transport is not None:
+        transport.abort()
+    raise ConnectionResetError
+
+
+def after(count: int, fault: Fault) -> Fault:
+    """Do this before the token of this number, from 0."""
+
+    async def later(server: FakeServer, response: web.StreamResponse, at: int) -> None:
+        if at == count:
+            await fault(server, response, at)
+
+    return later
+
+
+def says(content: bytes, *, then_cut: bool = False) -> Fault:
+    """Write these bytes into the stream."""
+
+    async def say(server: FakeServer, response: web.StreamResponse, at: int) -> None:
+        await response.write(content)
+        if then_cut:
+            await asyncio.sleep(0.05)
+            await cut(server, response, at)
+
+    return say
