@@ -10,7 +10,6 @@ import pytest
 
 from penstock.cli import main
 from penstock.core.errors import ConfigError
-from penstock.deploy.supervisor.local import runnable_roles
 from penstock.graph import build, load
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.outcome import simulate_graph
@@ -124,8 +123,6 @@ def test_a_mixture_of_experts_with_windows_is_simulated_as_shipped():
     assert report["roles"]["decode"]["kv_tokens"] > 2_000_000, (
         "KV of 16 bits in 36 layers beside 16 GB of weights a GPU"
     )
-    with pytest.raises(ConfigError, match=r"roles.prefill.engine: 'vllm' is only simulated in this version"):
-        runnable_roles(load(shipped))
 
 
 def test_deployments_with_and_without_roles_are_put_side_by_side(tmp_path, capsys):

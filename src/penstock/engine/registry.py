@@ -12,7 +12,7 @@ from penstock.engine.runner import RunnerInfo
 from penstock.engine.spec import EngineSpec
 from penstock.seams import Engine
 
-SIMULATED_ONLY = ("vllm", "sglang", "trtllm")
+SIMULATED_ONLY = ("sglang", "trtllm")
 """Engines that a graph may name for simulation; this version does not run them."""
 _MOCK_BLOCKS = 4096
 
@@ -126,6 +126,14 @@ def _count_urls(args: Mapping[str, Any]) -> int | None:
     return len(urls) if isinstance(urls, list | tuple) else None
 
 
+def _vllm(spec: EngineSpec) -> Engine:
+    from penstock.engine.vllm.arguments import check_version  # noqa: PLC0415
+    from penstock.engine.vllm.engine import VllmEngine  # noqa: PLC0415
+
+    check_version()
+    return VllmEngine(spec)
+
+
 _KINDS = {
     "mock": EngineKind(make=_mock, takes_args=False, has_adapters=True, has_weights=False),
     "paged": EngineKind(
@@ -142,4 +150,5 @@ _KINDS = {
         has_weights=False,
         count_workers=_count_urls,
     ),
+    "vllm": EngineKind(make=_vllm),
 }

@@ -36,6 +36,10 @@ class EngineSpec:
     """None: the engine chooses."""
     sharing_engines: int = 1
     """Engines that take memory from this machine at the same time, this one included."""
+    max_batch_tokens: int | None = None
+    """Tokens of one step on each data-parallel rank, for an engine with a scheduler of its own; None: it chooses."""
+    max_running_requests: int | None = None
+    """Requests in the batch of each data-parallel rank, likewise."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Bounds of batch and queue."""
     schedulers: Mapping[Role, SchedulerConfig] = field(default_factory=dict)

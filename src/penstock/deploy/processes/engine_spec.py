@@ -61,6 +61,8 @@ def engine_spec(
         eos_token_ids=checkpoint.eos_token_ids,
         kv_blocks=role.kv_blocks,
         sharing_engines=_sharing(graph, role),
+        max_batch_tokens=_sized(own, role, checkpoint).max_batch_tokens,
+        max_running_requests=role.max_running_requests,
         scheduler=schedulers.get(own) or _scheduler(role),
         schedulers=schedulers,
         dtype=role.weight_dtype,

