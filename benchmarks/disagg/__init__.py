@@ -20,7 +20,7 @@ from benchmarks.disagg.sides import (
 )
 from benchmarks.disagg.stage import Stage
 from benchmarks.disagg.table import Row, print_table
-from benchmarks.disagg.workload import ARRIVALS, Workload
+from benchmarks.disagg.workload import ARRIVALS, StreamsAndPrompts
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 
@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> Report:
     )
 
 
-def _only_kv_transfer(options: argparse.Namespace, workload: Workload) -> Report:
+def _only_kv_transfer(options: argparse.Namespace, workload: StreamsAndPrompts) -> Report:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
         stage = Stage(Path(directory), make_model(Path(directory), options.seed), workload)
         flags = disaggregated_flags(0.0)
@@ -174,7 +174,7 @@ def _only_kv_transfer(options: argparse.Namespace, workload: Workload) -> Report
     )
 
 
-def _workload(options: argparse.Namespace) -> Workload:
+def _workload(options: argparse.Namespace) -> StreamsAndPrompts:
     missing = [package for package in ("torch", "transformers") if importlib.util.find_spec(package) is None]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} not installed; run `pip install penstock[engine]`")
@@ -195,7 +195,7 @@ def _workload(options: argparse.Namespace) -> Workload:
         raise ConfigError(
             f"--prompt-tokens: must be from {PROMPT_TOKENS_MIN} to {PROMPT_TOKENS_MAX}, the smaller one first, got {shortest} {longest}"
         )
-    return Workload(
+    return StreamsAndPrompts(
         streams=options.streams or (_QUICK_STREAMS if options.quick else _STREAMS),
         seconds=options.seconds or (_QUICK_SECONDS if options.quick else _SECONDS),
         prompt_tokens_min=shortest,
@@ -216,7 +216,9 @@ def _turns(options: argparse.Namespace) -> int:
     return int(options.turns or (_QUICK_TURNS if options.quick else _TURNS))
 
 
-def _config(options: argparse.Namespace, workload: Workload, chunks: tuple[int, ...]) -> dict[str, object]:
+def _config(
+    options: argparse.Namespace, workload: StreamsAndPrompts, chunks: tuple[int, ...]
+) -> dict[str, object]:
     return {
         "model": SIZES | {"architecture": "llama", "dtype": "float32"},
         "streams": workload.streams,

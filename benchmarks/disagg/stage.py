@@ -11,7 +11,7 @@ from benchmarks.disagg.measured import Measured, measure, measure_quiet
 from benchmarks.disagg.model import SIZES
 from benchmarks.disagg.sides import deployed
 from benchmarks.disagg.traffic import Traffic, Users
-from benchmarks.disagg.workload import Arrival, Workload
+from benchmarks.disagg.workload import Arrival, StreamsAndPrompts
 from benchmarks.processes.served import Served
 from penstock.core.types.instances import Role
 from penstock.deploy.commands.role import change_role
@@ -26,7 +26,7 @@ class Stage:
 
     directory: Path
     model_dir: Path
-    workload: Workload
+    workload: StreamsAndPrompts
     rate_per_s: float = 0.0
     quiet_ttft_s: list[float] = field(default_factory=list)
     quiet_kv_transfer_s: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Stage:
         return measured
 
     def _run(
-        self, workload: Workload, flags: Sequence[str], steps: Path, arrivals: Sequence[Arrival]
+        self, workload: StreamsAndPrompts, flags: Sequence[str], steps: Path, arrivals: Sequence[Arrival]
     ) -> Measured:
         with deployed(self.model_dir, flags, steps) as deployment:
             traffic: Traffic = uvloop.run(self._ask(deployment, workload, arrivals))
@@ -97,7 +97,9 @@ class Stage:
         self.problems += users.traffic.problems
         return users.traffic
 
-    async def _ask(self, deployment: Served, workload: Workload, arrivals: Sequence[Arrival]) -> Traffic:
+    async def _ask(
+        self, deployment: Served, workload: StreamsAndPrompts, arrivals: Sequence[Arrival]
+    ) -> Traffic:
         users = Users(deployment, workload, SIZES["vocab_size"])
         try:
             await users.run(arrivals)

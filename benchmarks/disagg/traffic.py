@@ -12,7 +12,7 @@ from time import perf_counter
 
 import msgspec
 
-from benchmarks.disagg.workload import Arrival, Workload
+from benchmarks.disagg.workload import Arrival, StreamsAndPrompts
 from benchmarks.processes.served import Served
 from penstock.bench.client import Address, Client
 from penstock.bench.exchange import Exchange
@@ -47,7 +47,7 @@ class Traffic:
 class Users:
     """All users of one deployment. The event loop owns it."""
 
-    def __init__(self, deployment: Served, workload: Workload, vocab_size: int) -> None:
+    def __init__(self, deployment: Served, workload: StreamsAndPrompts, vocab_size: int) -> None:
         self.traffic = Traffic()
         self._client = Client(Address.parse(deployment.url, "completions"), timeout_s=_TIMEOUT_S)
         self._model = deployment.model

@@ -17,8 +17,8 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """A stream sends its next request when an answer ends; long prompts do not wait for answers.
+class StreamsAndPrompts:
+    """Streams that send their next request when an answer ends, and long prompts that do not wait for answers.
 
     Streams' prompts are too short to be disaggregated, and hardly lengthen a step. Streams' answers are so short that a step's
     time is that of the model's layers, not of attention.

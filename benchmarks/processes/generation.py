@@ -42,7 +42,7 @@ async def measure(model_dir: Path, options: argparse.Namespace) -> tuple[Samples
     """
     torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    workload = _Workload(options, model.config.vocab_size)
+    workload = _RandomPrompts(options, model.config.vocab_size)
     requests = {
         concurrency: concurrency if options.quick else count for concurrency, count in _REQUESTS.items()
     }
@@ -66,7 +66,7 @@ async def measure(model_dir: Path, options: argparse.Namespace) -> tuple[Samples
     return samples, {"matrix_products_tokens_per_s_c32": _products_tokens_per_s(model, 32)}
 
 
-class _Workload:
+class _RandomPrompts:
     """Prompts of random tokens; each is asked with a salt of its own, so that no prefix is found in the cache."""
 
     def __init__(self, options: argparse.Namespace, vocab_size: int) -> None:
@@ -123,7 +123,9 @@ async def _steps(engine: BatchedEngine) -> AsyncIterator[AsyncIterator[Step]]:
         await cast("AsyncGenerator[Step]", steps).aclose()
 
 
-async def _tokens_per_s(engine: BatchedEngine, workload: _Workload, concurrency: int, count: int) -> float:
+async def _tokens_per_s(
+    engine: BatchedEngine, workload: _RandomPrompts, concurrency: int, count: int
+) -> float:
     requests = [workload.request() for _ in range(count)]
     for request in requests[:concurrency]:
         engine.submit(request)
@@ -145,7 +147,7 @@ async def _tokens_per_s(engine: BatchedEngine, workload: _Workload, concurrency:
     return received / (time.perf_counter() - begin)
 
 
-async def _decode_step_ms(engine: BatchedEngine, workload: _Workload) -> float:
+async def _decode_step_ms(engine: BatchedEngine, workload: _RandomPrompts) -> float:
     """Give the median time of steps that only decode."""
     for _ in range(_DECODE_ROWS):
         engine.submit(workload.request())
@@ -162,7 +164,7 @@ async def _decode_step_ms(engine: BatchedEngine, workload: _Workload) -> float:
     return statistics.median(steps_ms or [0.0])
 
 
-def _generate_tokens_per_s(model: Any, workload: _Workload, count: int) -> float:
+def _generate_tokens_per_s(model: Any, workload: _RandomPrompts, count: int) -> float:
     """Time transformers' own loop: one prompt after another."""
     prompts = [torch.tensor([workload.prompt()]) for _ in range(count)]
     begin = time.perf_counter()

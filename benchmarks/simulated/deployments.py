@@ -132,13 +132,13 @@ class _Bench:
 
     def scale(self, system: System, scales: tuple[int, ...]) -> None:
         """Give the goodput of aggregated workers by number of devices; half of each prompt is one of 64 shared prefixes."""
-        (role_group,) = self.best[system.name, "aggregated"].role_groups
+        (role_layout,) = self.best[system.name, "aggregated"].role_layouts
         slo = _SLOS["interactive"]
         for devices in scales:
-            if devices < role_group.parallel.devices:
+            if devices < role_layout.parallel.devices:
                 continue
-            workers = replace(role_group, workers=devices // role_group.parallel.devices)
-            layout = replace(self.best[system.name, "aggregated"], role_groups=(workers,))
+            workers = replace(role_layout, workers=devices // role_layout.parallel.devices)
+            layout = replace(self.best[system.name, "aggregated"], role_layouts=(workers,))
             deployment = plan_deployment(
                 graph_of(system.ask(self._demand(slo), devices=devices), layout), beside=Path()
             )

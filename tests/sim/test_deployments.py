@@ -79,7 +79,7 @@ def test_shipped_graphs_keep_the_interactive_targets(file: str, name: str, devic
     spread = Parallel(
         tp=role.tensor_parallel, pp=role.pipeline_parallel, dp=role.data_parallel, ep=role.expert_parallel
     )
-    assert spread in {layout.role_groups[0].parallel for layout in question.search().aggregated()}
+    assert spread in {layout.role_layouts[0].parallel for layout in question.search().aggregated()}
 
 
 def test_every_column_runs_on_the_engines_that_its_router_expects() -> None:
@@ -89,9 +89,9 @@ def test_every_column_runs_on_the_engines_that_its_router_expects() -> None:
         layout = question.search().disaggregated()[0]
         deployment = plan_deployment(graph_of(question, layout), beside=Path())
         role_groups = {role_group.role: role_group for role_group in deployment.role_groups}
-        for role_group in layout.role_groups:
-            planned = role_groups[role_group.role]
-            expected = question.price(role_group.parallel)
+        for role_layout in layout.role_layouts:
+            planned = role_groups[role_layout.role]
+            expected = question.price(role_layout.parallel)
             assert planned.latency.decode_step_s(64, 64_000) == expected.decode_step_s(64, 64_000)
 
 

@@ -80,7 +80,7 @@ def find_answer(
     kinds = search.aggregated(), search.disaggregated()
     if not any(kinds) and not kept:
         raise ConfigError(question.why_not())
-    known = {proposal.layout.role_groups: proposal for proposal in kept}
+    known = {proposal.layout.role_layouts: proposal for proposal in kept}
     tried = [layout for kind in kinds for layout in promising(question, kind, effort)]
     targets = user_targets(question) if with_curve else []
     trials = [
@@ -89,7 +89,7 @@ def find_answer(
     trials += [
         processes.submit(try_layout, question, layout, effort)
         for layout in tried
-        if layout.role_groups not in known
+        if layout.role_layouts not in known
     ]
     points = [processes.submit(point_at, question, target) for target in targets]
     work = [*trials, *points]
@@ -123,8 +123,8 @@ def promising(question: Question, layouts: Sequence[Layout], effort: Effort) -> 
     families: set[bool] = set()
     ordered = []
     for number, layout in enumerate(layouts):
-        key = (*(role_group.parallel for role_group in layout.role_groups), layout.local > 0)
-        has_ranks = any(role_group.parallel.dp > 1 for role_group in layout.role_groups)
+        key = (*(role_layout.parallel for role_layout in layout.role_layouts), layout.local > 0)
+        has_ranks = any(role_layout.parallel.dp > 1 for role_layout in layout.role_layouts)
         ordered.append((alike[key] if has_ranks in families else -1, number))
         families.add(has_ranks)
         alike[key] += 1

@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from penstock.graph import Graph, build
-from penstock.perf.search.search import Layout, RoleGroup
+from penstock.perf.search.search import Layout, RoleLayout
 from penstock.plan.question import BLOCK_SIZE, Question
 
 _RUNNING_MAX = 1024
@@ -20,7 +20,7 @@ def graph_data(question: Question, layout: Layout) -> dict[str, Any]:
     """Build the graph of a layout as plain data."""
     router: dict[str, Any] = {"policy": "kv"}
     if layout.is_disaggregated:
-        prefill, decode = layout.role_groups
+        prefill, decode = layout.role_layouts
         rate = question.link_bytes_per_s(prefill.parallel, decode.parallel)
         router["disagg"] = {"link_bytes_per_s": rate}
     return {
@@ -28,7 +28,9 @@ def graph_data(question: Question, layout: Layout) -> dict[str, Any]:
         "model": question.model,
         "block_size": BLOCK_SIZE,
         "router": router,
-        "roles": {role_group.role.value: _role(question, role_group) for role_group in layout.role_groups},
+        "roles": {
+            role_layout.role.value: _role(question, role_layout) for role_layout in layout.role_layouts
+        },
         "slo": question.slo.model_dump(),
     }
 
@@ -39,13 +41,13 @@ def graph_text(question: Question, layout: Layout, note: str) -> str:
     return said + yaml.safe_dump(graph_data(question, layout), sort_keys=False)
 
 
-def _role(question: Question, role_group: RoleGroup) -> dict[str, Any]:
-    model, demand = question.price(role_group.parallel), question.demand
-    room = model.kv_capacity_tokens // (demand.input_tokens + demand.output_tokens) // role_group.parallel.dp
-    in_step = role_group.max_batch_tokens // model.verified_tokens
+def _role(question: Question, role_layout: RoleLayout) -> dict[str, Any]:
+    model, demand = question.price(role_layout.parallel), question.demand
+    room = model.kv_capacity_tokens // (demand.input_tokens + demand.output_tokens) // role_layout.parallel.dp
+    in_step = role_layout.max_batch_tokens // model.verified_tokens
     return question.role(
-        role_group.parallel,
-        replicas=role_group.workers,
-        max_batch_tokens=role_group.max_batch_tokens,
+        role_layout.parallel,
+        replicas=role_layout.workers,
+        max_batch_tokens=role_layout.max_batch_tokens,
         max_running_requests=max(min(room, in_step, _RUNNING_MAX), 1),
     )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from penstock.perf.search.search import Layout, RoleGroup
+from penstock.perf.search.search import Layout, RoleLayout
 from penstock.plan.answer import Answer
 from penstock.plan.graph_text import graph_data
 from penstock.plan.question import parallel_name
@@ -38,7 +38,7 @@ def gain(answer: Answer) -> str:
 
 def name_layout(layout: Layout) -> str:
     """Format a layout as short text."""
-    return " + ".join(map(_name_role_group, layout.role_groups))
+    return " + ".join(map(_name_role_layout, layout.role_layouts))
 
 
 def rows(answer: Answer) -> list[tuple[str, ...]]:
@@ -109,5 +109,5 @@ def _row(answer: Answer, number: int, proposal: Proposal) -> tuple[str, ...]:
     )
 
 
-def _name_role_group(role_group: RoleGroup) -> str:
-    return f"{role_group.workers} {role_group.role} ({parallel_name(role_group.parallel)}, {role_group.max_batch_tokens:,} tokens a step)"
+def _name_role_layout(role_layout: RoleLayout) -> str:
+    return f"{role_layout.workers} {role_layout.role} ({parallel_name(role_layout.parallel)}, {role_layout.max_batch_tokens:,} tokens a step)"

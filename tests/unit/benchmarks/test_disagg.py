@@ -11,7 +11,7 @@ from benchmarks.disagg.choice import Point, best_chunk
 from benchmarks.disagg.measured import Measured, measure, measure_quiet, token_times
 from benchmarks.disagg.plot import draw
 from benchmarks.disagg.traffic import Asked, Traffic
-from benchmarks.disagg.workload import Workload
+from benchmarks.disagg.workload import StreamsAndPrompts
 from penstock.core.ids import RequestId
 from penstock.worker.step_log import LoggedStep
 
@@ -44,13 +44,13 @@ class TestBestChunk:
 
 
 def workload(**changes):
-    return Workload(
+    return StreamsAndPrompts(
         **{"streams": 1, "seconds": 100.0, "seed": 0, "prompt_tokens_min": 2100, "prompt_tokens_max": 2600}
         | changes
     )
 
 
-class TestWorkload:
+class TestStreamsAndPrompts:
     def test_is_the_same_for_every_side_and_another_one_for_another_seed(self):
         load = workload(streams=2, seed=3)
         assert load.long_prompts(0.9) == load.long_prompts(0.9)

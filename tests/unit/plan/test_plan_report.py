@@ -54,7 +54,7 @@ class Contrary:
         """Finds no more for a layout that is known to keep stricter targets."""
         done = Future()
         seen = Seen(1000 / layout.rate_per_s, ttft_s=0.5, itl_s=0.005, kv_share=0.5)
-        is_good = layout.is_disaggregated or layout.role_groups[0].parallel.tp != 2
+        is_good = layout.is_disaggregated or layout.role_layouts[0].parallel.tp != 2
         if known is not None:
             done.set_result(Proposal(layout, known, is_simulated=True))
         else:
@@ -78,7 +78,7 @@ def test_what_keeps_stricter_targets_is_not_lost_at_laxer_ones(question):
     laxer = replace(question, devices=2, demand=replace(question.demand, itl_s=0.02))
     found = find_answer(laxer, Contrary(), kept=[best])
     assert found.best == best
-    assert [proposal.layout.role_groups for proposal in found.proposals].count(best.layout.role_groups) == 1
+    assert [proposal.layout.role_layouts for proposal in found.proposals].count(best.layout.role_layouts) == 1
 
 
 def test_a_curve_never_gives_less_at_a_laxer_target():
@@ -131,16 +131,16 @@ def test_the_best_of_each_spread_are_simulated(question):
     chosen = promising(question, layouts, USUAL)
     assert chosen[0] == layouts[0]
     assert len(chosen) == 3
-    assert len({layout.role_groups[0].parallel for layout in chosen}) == 3
+    assert len({layout.role_layouts[0].parallel for layout in chosen}) == 3
     one = [
-        layout for layout in layouts if layout.role_groups[0].parallel == layouts[0].role_groups[0].parallel
+        layout for layout in layouts if layout.role_layouts[0].parallel == layouts[0].role_layouts[0].parallel
     ]
     assert promising(question, one, USUAL) == one[:3]
     apart = promising(question, question.search().disaggregated(), USUAL)
     assert (
         len(
             {
-                (*(role_group.parallel for role_group in layout.role_groups), layout.local > 0)
+                (*(role_layout.parallel for role_layout in layout.role_layouts), layout.local > 0)
                 for layout in apart
             }
         )
@@ -160,8 +160,8 @@ def test_the_best_without_data_parallel_ranks_is_simulated_where_all_better_ones
     layouts = wide.search().aggregated()
     first, second = promising(wide, layouts, replace(USUAL, layouts=2, requests_max=10**9))
     assert first == layouts[0]
-    assert first.role_groups[0].parallel.dp > 1
-    assert second == next(layout for layout in layouts if layout.role_groups[0].parallel.dp == 1)
+    assert first.role_layouts[0].parallel.dp > 1
+    assert second == next(layout for layout in layouts if layout.role_layouts[0].parallel.dp == 1)
 
 
 def test_what_would_take_too_long_is_not_simulated(question):

@@ -105,11 +105,11 @@ def test_a_graph_says_what_was_found():
     prefill, decode = graph.roles.prefill, graph.roles.decode
     assert prefill is not None
     assert decode is not None
-    for role_group, role in zip(layout.role_groups, (prefill, decode), strict=True):
-        assert (role.replicas, role.tensor_parallel) == (role_group.workers, role_group.parallel.tp)
-        assert role.max_batch_tokens == role_group.max_batch_tokens
+    for role_layout, role in zip(layout.role_layouts, (prefill, decode), strict=True):
+        assert (role.replicas, role.tensor_parallel) == (role_layout.workers, role_layout.parallel.tp)
+        assert role.max_batch_tokens == role_layout.max_batch_tokens
         assert role.max_running_requests is not None
-        assert role.max_running_requests <= role_group.max_batch_tokens
+        assert role.max_running_requests <= role_layout.max_batch_tokens
         assert role.weight_dtype == "fp8"
     assert graph.slo == question.slo
     # One pair of devices within a node of 8: 450 GB/s, of which 0.75 are reached.

@@ -44,8 +44,8 @@ _EQUAL = 0.995
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoleGroup:
-    """The workers of one role."""
+class RoleLayout:
+    """The workers of one role in a layout."""
 
     role: Role
     parallel: Parallel
@@ -61,7 +61,7 @@ class RoleGroup:
 class Layout:
     """A use of the devices, with the largest rate predicted to meet the targets."""
 
-    role_groups: tuple[RoleGroup, ...]
+    role_layouts: tuple[RoleLayout, ...]
     rate_per_s: float
     prediction: Prediction
     local: float = 0.0
@@ -69,12 +69,12 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        return sum(role_group.devices for role_group in self.role_groups)
+        return sum(role_layout.devices for role_layout in self.role_layouts)
 
     @property
     def is_disaggregated(self) -> bool:
         """Whether prefill and decode workers are separate."""
-        return len(self.role_groups) > 1
+        return len(self.role_layouts) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class LayoutSearch:
         for model in self.models:
             workers = self.devices // model.parallel.devices
             for found in self._each_size(model, workers, aggregated_share(self.demand), self.demand):
-                role_group = RoleGroup(
+                role_layout = RoleLayout(
                     role=Role.AGGREGATED,
                     parallel=model.parallel,
                     workers=workers,
@@ -126,7 +126,7 @@ class LayoutSearch:
                 )
                 layouts.append(
                     Layout(
-                        role_groups=(role_group,), rate_per_s=found.rate_per_s, prediction=found.prediction
+                        role_layouts=(role_layout,), rate_per_s=found.rate_per_s, prediction=found.prediction
                     )
                 )
         return ranked(layouts)
@@ -144,12 +144,12 @@ class LayoutSearch:
             for decode in self.models
             for layout in self._pairs(prefill, decode)
         )
-        more: dict[tuple[RoleGroup, ...], Layout] = {}
+        more: dict[tuple[RoleLayout, ...], Layout] = {}
         for layout in found[:_SHARED_LAYOUTS]:
-            prefill, decode = layout.role_groups
+            prefill, decode = layout.role_layouts
             for count in (prefill.workers - 1, prefill.workers):
                 for shared in self._with_local(prefill.parallel, decode.parallel, count):
-                    more[shared.role_groups] = shared
+                    more[shared.role_layouts] = shared
         return ranked([*found, *more.values()])
 
     def kv_transfer_s(self, prefill: Parallel, decode: Parallel) -> float:
@@ -245,8 +245,8 @@ class LayoutSearch:
         generated = second.predict(share, rate_per_s, percentile)
         if computed is None or generated is None:
             return None
-        role_groups = tuple(
-            RoleGroup(
+        role_layouts = tuple(
+            RoleLayout(
                 role=role, parallel=p.model.parallel, workers=p.workers, max_batch_tokens=p.max_batch_tokens
             )
             for role, p in ((Role.PREFILL, first), (Role.DECODE, second))
@@ -257,7 +257,7 @@ class LayoutSearch:
             kv_share=max(computed.kv_share, generated.kv_share),
             batch=generated.batch,
         )
-        return Layout(role_groups=role_groups, rate_per_s=rate_per_s, prediction=prediction, local=local)
+        return Layout(role_layouts=role_layouts, rate_per_s=rate_per_s, prediction=prediction, local=local)
 
     def _model(self, parallel: Parallel) -> Roofline:
         return next(model for model in self.models if model.parallel == parallel)
@@ -321,7 +321,7 @@ def ranked(layouts: Iterable[Layout]) -> list[Layout]:
         return (
             -layout.rate_per_s,
             layout.devices,
-            [-role_group.max_batch_tokens for role_group in layout.role_groups],
+            [-role_layout.max_batch_tokens for role_layout in layout.role_layouts],
         )
 
     return sorted(layouts, key=key)

@@ -52,7 +52,7 @@ def search(devices, demand=DEMAND, choices=SINGLE, link_bytes_per_s=1e12):
 
 
 def counts(layout):
-    return {role_group.role: role_group.workers for role_group in layout.role_groups}
+    return {role_layout.role: role_layout.workers for role_layout in layout.role_layouts}
 
 
 def test_prompts_get_the_devices_that_they_need():
@@ -101,7 +101,7 @@ def test_one_token_leaves_nothing_to_transfer():
     assert search(8, only_first).aggregated()
 
 
-def test_each_role_group_has_a_worker():
+def test_each_role_has_a_worker():
     assert search(1).disaggregated() == []
     for layout in search(2).disaggregated():
         assert counts(layout) == {Role.PREFILL: 1, Role.DECODE: 1}
@@ -109,11 +109,11 @@ def test_each_role_group_has_a_worker():
 
 def test_sharing_a_device_pair_is_chosen_where_it_keeps_what_one_cannot():
     choices = (Parallel(), Parallel(tp=2))
-    assert search(4, replace(DEMAND, itl_s=0.018), choices).aggregated()[0].role_groups[0].parallel.tp == 2
+    assert search(4, replace(DEMAND, itl_s=0.018), choices).aggregated()[0].role_layouts[0].parallel.tp == 2
     assert {
-        role_group.parallel.tp
+        role_layout.parallel.tp
         for lay in search(4, DEMAND, choices).aggregated()
-        for role_group in lay.role_groups
+        for role_layout in lay.role_layouts
     } == {
         1,
         2,
@@ -134,8 +134,8 @@ def test_weights_that_do_not_fit_are_not_tried():
     for layout in found.aggregated() + found.disaggregated():
         assert layout.devices <= 4
     best = found.aggregated()[0]
-    role_group = best.role_groups[0]
-    seen = Pool(found.price(role_group.parallel), role_group.workers, role_group.max_batch_tokens).predict(
+    role_layout = best.role_layouts[0]
+    seen = Pool(found.price(role_layout.parallel), role_layout.workers, role_layout.max_batch_tokens).predict(
         aggregated_share(found.demand), best.rate_per_s, 90.0
     )
     assert seen is not None
