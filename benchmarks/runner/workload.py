@@ -28,7 +28,7 @@ TURNS = (0.3, 0.3, 0.2, 0.1, 0.1)
 """Shares of sessions with one turn, two and so on; 2.4 on average."""
 NEW_TOKENS, OUTPUT_TOKENS = 1_210, 800
 """Means of each turn; with the above, 4,000 prompt tokens on average, of which 68 % could be reused."""
-SPREAD = 0.7
+LENGTH_SIGMA = 0.7
 """Standard deviation of the lengths' logarithm."""
 THINK_S = 20.0
 """Mean time between an answer and the next turn, exponential."""
@@ -101,7 +101,7 @@ def _turns(prefix_tokens: int, count: int, rng: random.Random) -> Iterator[Turn]
 
 def _length(mean: int, rng: random.Random) -> int:
     """Draw a log-normal length of this mean."""
-    return max(1, round(mean * math.exp(rng.gauss(-SPREAD * SPREAD / 2, SPREAD))))
+    return max(1, round(mean * math.exp(rng.gauss(-LENGTH_SIGMA * LENGTH_SIGMA / 2, LENGTH_SIGMA))))
 
 
 def reusable_share(sessions: Sequence[Session], block_size: int) -> float:

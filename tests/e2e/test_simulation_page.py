@@ -16,7 +16,7 @@ requests: 200
 rate_per_s: 20
 input_tokens: 900
 output_tokens: 80
-spread: 0.6
+length_sigma: 0.6
 turns: 2
 think_s: 3
 shared_prefix_tokens: 512

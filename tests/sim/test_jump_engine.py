@@ -68,7 +68,7 @@ PROFILED = ProfiledModel(
 def requests(seed, count, **fields):
     """Give (at_s, request, stream) of a made-up workload; some are aborted later."""
     rng = random.Random(seed)
-    config = WorkloadConfig(**{"requests": count, "rate_per_s": 20.0, "spread": 0.8} | fields)
+    config = WorkloadConfig(**{"requests": count, "rate_per_s": 20.0, "length_sigma": 0.8} | fields)
     for number, session in enumerate(make_sessions(config, rng)):
         turn = session.turns[0]
         tokens = np.random.default_rng(number).integers(0, 60_000, min(turn.input_tokens, 3000), dtype="<i4")

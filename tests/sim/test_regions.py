@@ -69,7 +69,7 @@ def chats(requests: int, rate_per_s: float, input_tokens: int = 2000) -> list[Se
         rate_per_s=rate_per_s,
         input_tokens=input_tokens,
         output_tokens=200,
-        spread=0.5,
+        length_sigma=0.5,
         turns=4,
         think_s=10,
     )

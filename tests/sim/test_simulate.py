@@ -34,7 +34,7 @@ rate_per_s: 20
 burstiness: 4
 input_tokens: 700
 output_tokens: 60
-spread: 0.7
+length_sigma: 0.7
 turns: 3
 think_s: 2
 shared_prefix_tokens: 512
@@ -301,7 +301,7 @@ def _played(policy, monkeypatch, *, exact, seed, kv_blocks=700, tiers=()):
         "roles.aggregated.max_running_requests=64", "roles.aggregated.max_batch_tokens=2048", *tiers,
     ]  # fmt: skip
     workload = WorkloadConfig(
-        requests=120, rate_per_s=12, input_tokens=900, output_tokens=100, spread=0.6, turns=4, think_s=2,
+        requests=120, rate_per_s=12, input_tokens=900, output_tokens=100, length_sigma=0.6, turns=4, think_s=2,
         shared_prefix_tokens=1024, prefix_groups=6,
     )  # fmt: skip
     deployment = plan_deployment(load(SMALL, Overrides(settings)), beside=GRAPHS, exact=exact)
@@ -415,14 +415,14 @@ def test_adapters_are_asked_for_where_they_are(monkeypatch):
         assert recording.failed == 0
         return sum(recording.cached_tokens)
 
-    apart = cached_tokens(adapters=3)
+    by_adapter = cached_tokens(adapters=3)
     assert went.pop("a") <= {1, 4}, "4 workers with one of 3 adapters each"
     assert went == {"b": {2}, "c": {3}}
-    prefixes = 120 - apart / 1024
+    prefixes = 120 - by_adapter / 1024
     assert 3 <= prefixes < 12, (
         "each worker computes the prefix once for its adapter, or for a few requests at once"
     )
-    assert cached_tokens() > apart
+    assert cached_tokens() > by_adapter
     with pytest.raises(
         ConfigError, match=r"roles.aggregated.adapters: the workload asks for 4 of them, and 3 are"
     ):

@@ -41,7 +41,7 @@ def graph(changes=(), **roles):
 
 
 def chat(count=80, rate=12.0, seed=1, **fields):
-    config = {"input_tokens": 1500, "output_tokens": 60, "spread": 0.6, "turns": 2, "think_s": 2.0}
+    config = {"input_tokens": 1500, "output_tokens": 60, "length_sigma": 0.6, "turns": 2, "think_s": 2.0}
     return list(
         make_sessions(WorkloadConfig(requests=count, rate_per_s=rate, **config | fields), random.Random(seed))
     )
@@ -150,7 +150,7 @@ def test_a_slow_link_adds_the_last_chunk_to_the_second_token():
     for link_bytes_per_s in (1e11, 6e9):
         described = graph(prefill=1, decode=1).model_dump(mode="json", exclude_unset=True)
         described["router"] |= {"policy": "least-loaded", "disagg": {"link_bytes_per_s": link_bytes_per_s}}
-        workload = chat(10, rate=0.5, turns=1, spread=0, input_tokens=2048, output_tokens=10)
+        workload = chat(10, rate=0.5, turns=1, length_sigma=0, input_tokens=2048, output_tokens=10)
         report = simulate_graph(build(described), workload)
         assert report["kv_transfer"]["bytes"] == 10 * 2048 * TOKEN_BYTES
         seconds.append(report["kv_transfer"]["second_token_s"]["mean"])

@@ -145,7 +145,7 @@ def test_requests_wait_less_than_where_nobody_measures(monkeypatch: pytest.Monke
         rate_per_s=26.0,
         input_tokens=3000,
         output_tokens=400,
-        spread=0.7,
+        length_sigma=0.7,
         turns=2,
         think_s=10.0,
     )

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,8 @@ class Session:
 class WorkloadConfig(Config):
     """A synthetic workload. Lengths and gaps are means of random draws."""
 
+    not_here: ClassVar[dict[str, str]] = {"spread": "the spread of lengths is length_sigma"}
+
     requests: int = Field(default=1000, ge=1, le=1_000_000)
     """Requests of all sessions, rounded up to whole sessions."""
     rate_per_s: float = Field(gt=0, le=_RATE_MAX)
@@ -64,8 +66,8 @@ class WorkloadConfig(Config):
     """New prompt tokens of each turn, without the shared prefix."""
     output_tokens: int = Field(default=256, ge=1, le=1_000_000)
     """Tokens of each answer."""
-    spread: float = Field(default=0.0, ge=0, le=3)
-    """Standard deviation of the logarithm of lengths; 0 makes them equal."""
+    length_sigma: float = Field(default=0.0, ge=0, le=3)
+    """Standard deviation of the logarithm of input and output lengths, which are log-normal; 0 makes them equal."""
     turns: int = Field(default=1, ge=1, le=1000)
     """Requests per conversation."""
     think_s: float = Field(default=10.0, ge=0, le=_DAY_S)
@@ -242,14 +244,14 @@ def _make_turns(config: WorkloadConfig, rng: random.Random) -> Iterator[Turn]:
     so_far = config.shared_prefix_tokens
     for number in range(config.turns):
         think_s = rng.expovariate(1.0 / config.think_s) if number and config.think_s else 0.0
-        so_far += _length(config.input_tokens, config.spread, rng)
-        output_tokens = _length(config.output_tokens, config.spread, rng)
+        so_far += _length(config.input_tokens, config.length_sigma, rng)
+        output_tokens = _length(config.output_tokens, config.length_sigma, rng)
         yield Turn(so_far, output_tokens, think_s)
         so_far += output_tokens
 
 
-def _length(mean: int, spread: float, rng: random.Random) -> int:
+def _length(mean: int, sigma: float, rng: random.Random) -> int:
     """Draw a log-normal length with this mean."""
-    if not spread:
+    if not sigma:
         return mean
-    return max(1, round(mean * math.exp(rng.gauss(-spread * spread / 2, spread))))
+    return max(1, round(mean * math.exp(rng.gauss(-sigma * sigma / 2, sigma))))

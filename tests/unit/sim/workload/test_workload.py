@@ -74,7 +74,7 @@ def test_poisson_and_bursty_gaps_have_the_rate_and_the_variance_asked_for():
 
 
 def test_a_conversation_grows_and_every_turn_continues_the_one_before():
-    sessions = make(requests=30, turns=3, spread=0.5, shared_prefix_tokens=100, prefix_groups=2)
+    sessions = make(requests=30, turns=3, length_sigma=0.5, shared_prefix_tokens=100, prefix_groups=2)
     assert len(sessions) == 10
     for session in sessions:
         for before, turn in pairwise(session.turns):
@@ -86,7 +86,7 @@ def test_a_conversation_grows_and_every_turn_continues_the_one_before():
 
 
 def test_lengths_have_the_mean_asked_for():
-    sessions = make(requests=8_000, spread=1.0, input_tokens=500)
+    sessions = make(requests=8_000, length_sigma=1.0, input_tokens=500)
     assert np.mean([s.turns[0].input_tokens for s in sessions]) == pytest.approx(500, rel=0.05)
 
 
@@ -100,7 +100,7 @@ def test_tenants_have_the_shares_asked_for_and_change_nothing_else():
 
 def test_the_seed_decides():
     def shapes(seed):
-        return [(s.at_s, s.turns, s.prompt.own) for s in make(seed, spread=0.3)]
+        return [(s.at_s, s.turns, s.prompt.own) for s in make(seed, length_sigma=0.3)]
 
     assert shapes(1) == shapes(1) != shapes(2)
 
