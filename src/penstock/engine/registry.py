@@ -12,7 +12,7 @@ from penstock.engine.runner import RunnerInfo
 from penstock.engine.spec import EngineSpec
 from penstock.seams import Engine
 
-SIMULATED_ONLY = ("sglang", "trtllm")
+SIMULATED_ONLY = ("trtllm",)
 """Engines that a graph may name for simulation; this version does not run them."""
 _MOCK_BLOCKS = 4096
 
@@ -134,6 +134,12 @@ def _vllm(spec: EngineSpec) -> Engine:
     return VllmEngine(spec)
 
 
+def _sglang(spec: EngineSpec) -> Engine:
+    from penstock.engine.sglang.engine import SglangEngine  # noqa: PLC0415 - only where it is used
+
+    return SglangEngine(spec)
+
+
 _KINDS = {
     "mock": EngineKind(make=_mock, takes_args=False, has_adapters=True, has_weights=False),
     "paged": EngineKind(
@@ -151,4 +157,5 @@ _KINDS = {
         count_workers=_count_urls,
     ),
     "vllm": EngineKind(make=_vllm),
+    "sglang": EngineKind(make=_sglang, has_adapters=True),
 }

@@ -1,0 +1,215 @@
+"""SGLang behind `seams.Engine`: starts it, gives it calls, and reads its KV events and load."""
+
+import asyncio
+import contextlib
+import inspect
+import signal
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import ConfigError, RequestError, StepFailed, Unavailable
+from penstock.core.log import get_logger
+from penstock.core.types.events import KvEvent
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import FinishReason, KvHandle
+from penstock.core.wire import Wire, encode
+from penstock.engine.sglang.arguments import PACKAGE, Arguments, make_arguments
+from penstock.engine.sglang.outputs import generate_arguments, read_chunk
+from penstock.engine.spec import EngineSpec
+from penstock.engine.streams.backend import Call, Output, Serving, batch_limits
+from penstock.engine.streams.engine import StreamedEngine
+from penstock.engine.streams.package import check_gpu, first_line, supported
+
+_log = get_logger()
+
+KV_TRANSFER_KIND = "sglang-bootstrap-1"
+_RUNNING_DEFAULT = 256
+_CHUNK_DEFAULT = 8192
+"""Assumed for each rank where neither the graph nor SGLang says: requests at once, prompt tokens in a step."""
+
+
+class Bootstrap(Wire, frozen=True):
+    """Where a decode worker asks for a prompt's KV: the payload of `KvHandle`, version 1."""
+
+    host: str
+    port: int
+    room: int
+
+
+class SglangEngine(StreamedEngine):
+    """Implements `Engine` and `NativeKvTransfer` with SGLang."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Make an engine; `start` imports SGLang and loads the model."""
+        super().__init__(
+            SglangBackend(spec),
+            max_waiting_requests=spec.scheduler.max_waiting_requests,
+            hash_key=spec.hash_key,
+        )
+
+    def kv_transfer_kind(self) -> str:
+        return KV_TRANSFER_KIND
+
+
+class SglangBackend:
+    """Implements `Backend` with `sglang.Engine`."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._engine: Any = None
+        self._arguments: Arguments | None = None
+        self._parameters: frozenset[str] = frozenset()
+        """Keyword arguments that the installed `async_generate` has."""
+        self._rids: dict[int, str] = {}
+        self._died = asyncio.Event()
+
+    async def start(self) -> Serving:
+        """Start SGLang's processes and load the model; the event loop goes on meanwhile.
+
+        Raises:
+            ConfigError: SGLang is missing, does not fit, or cannot start.
+        """
+        spec = self._spec
+        sglang = PACKAGE.load()
+        gpu = 0 if "device" in spec.args else check_gpu("sglang", spec.device)
+        self._arguments = arguments = make_arguments(spec, sglang, gpu)
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # outside the main thread
+            loop.add_signal_handler(
+                signal.SIGQUIT, self._died.set
+            )  # what SGLang's processes send when they fail
+        try:
+            self._engine = await asyncio.to_thread(sglang.Engine, **arguments.server)
+        except Exception as error:
+            raise ConfigError(
+                f"engine sglang: cannot start {spec.model}: {first_line(error)}; SGLang's own lines above say more, and"
+                " engine_args sets its arguments"
+            ) from error
+        self._parameters = frozenset(inspect.signature(self._engine.async_generate).parameters)
+        with _keeping_signals(loop):
+            self._engine.tokenizer_manager.auto_create_handle_loop()
+        return await self._serving()
+
+    async def generate(self, call: Call) -> AsyncGenerator[Output, None]:
+        request = call.request
+        kwargs = generate_arguments(call, self._rid(call))
+        if is_prefill := request.prefill_only and self._spec.role is Role.PREFILL:
+            kwargs |= self._prefill()
+            yield Output(
+                finish_reason=FinishReason.LENGTH,
+                kv_payload=encode(
+                    Bootstrap(**{name: kwargs[f"bootstrap_{name}"] for name in ("host", "port", "room")})
+                ),
+            )
+        elif self._spec.role is Role.DECODE:
+            kwargs |= _decode(request.kv)
+        try:
+            stream = await self._engine.async_generate(**supported(kwargs, self._parameters))
+            async for chunk in stream:
+                output = read_chunk(chunk, call, self._spec.eos_token_ids)
+                if is_prefill:  # the decode worker samples the first token
+                    output = Output(cached_tokens=output.cached_tokens)
+                yield output
+        except ValueError as error:
+            raise RequestError(f"sglang refuses the request: {first_line(error)}") from error
+        finally:
+            self._rids.pop(call.number, None)
+
+    def cancel(self, call: Call) -> None:
+        rid = self._rids.get(call.number)
+        if rid is not None and self._engine is not None and not self._died.is_set():
+            self._engine.tokenizer_manager.abort_request(rid=rid)
+
+    async def events(self) -> AsyncIterator[Sequence[KvEvent]]:
+        """Yield nothing: `Serving.kv_events` is false."""
+        nothing: tuple[Sequence[KvEvent], ...] = ()
+        for events in nothing:
+            yield events
+
+    async def active_blocks(self) -> int | None:
+        loads = await self._loads()
+        used: int = sum(load.num_used_tokens for load in loads)
+        return used // self._spec.block_size if loads else None
+
+    async def died(self) -> str:
+        await self._died.wait()
+        return "sglang: one of its processes failed; its own lines above say why"
+
+    async def close(self) -> None:
+        engine, self._engine = self._engine, None
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
+        if engine is not None:
+            await asyncio.to_thread(engine.shutdown)
+
+    async def _serving(self) -> Serving:
+        """Read the sizes that SGLang settled on."""
+        spec, engine, ranks = self._spec, self._engine, self._spec.data_parallel
+        ready = getattr(engine, "_scheduler_init_result", None)
+        info = ready.scheduler_infos[0] if ready is not None else engine.scheduler_info
+        tokens, requests = batch_limits(spec)
+        loads = await self._loads()
+        running = sum(getattr(load, "max_running_requests", 0) for load in loads)
+        return Serving(
+            block_size=spec.block_size,
+            num_blocks=info["max_total_num_tokens"] // spec.block_size * ranks,
+            context_length=min(spec.context_length or 1 << 62, engine.tokenizer_manager.context_len),
+            vocab_size=spec.vocab_size,
+            max_running_requests=(requests or 0) * ranks or running or _RUNNING_DEFAULT * ranks,
+            max_batch_tokens=(tokens or _CHUNK_DEFAULT) * ranks,
+            ranks=ranks,
+        )
+
+    async def _loads(self) -> Sequence[Any]:
+        """Read the latest load of each rank; nothing where SGLang is too old to say."""
+        read = getattr(self._engine.tokenizer_manager, "get_loads", None)
+        return () if read is None else await read()
+
+    def _rid(self, call: Call) -> str:
+        """Make an id of fixed length: SGLang aborts every request whose id begins with the given one."""
+        rid = self._rids[call.number] = uuid.uuid4().hex
+        return rid
+
+    def _prefill(self) -> dict[str, Any]:
+        """Choose the room of a prompt. Of several ranks, number `room % dp_size` computes it, and decode workers know."""
+        assert self._arguments is not None
+        assert self._arguments.bootstrap is not None
+        host, port = self._arguments.bootstrap
+        room = uuid.uuid4().int & ((1 << 63) - 1)
+        return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
+
+
+def _decode(kv: KvHandle | None) -> dict[str, Any]:
+    """Read where a decode worker finds its prompt's KV.
+
+    Raises:
+        Unavailable: the request brings none; SGLang's decode workers compute no prompts.
+        StepFailed: the payload is of another version.
+    """
+    if kv is None or not kv.payload:
+        raise Unavailable(
+            "sglang: a decode worker computes no prompts; set router.remote_prefill_tokens to 0"
+        )
+    try:
+        found = msgspec.msgpack.decode(kv.payload, type=Bootstrap)
+    except msgspec.MsgspecError as error:
+        raise StepFailed(f"sglang: the KV handle is not of kind {KV_TRANSFER_KIND}: {error}") from error
+    return {"bootstrap_host": found.host, "bootstrap_port": found.port, "bootstrap_room": found.room}
+
+
+@contextlib.contextmanager
+def _keeping_signals(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Let SGLang install no signal handlers inside: its own for SIGTERM ends the process before it is drained."""
+
+    def refuse(number: int, *_handler: object) -> None:
+        _log.debug("signal_handler_refused", signal=number, of="sglang")
+
+    own = loop.add_signal_handler
+    setattr(loop, "add_signal_handler", refuse)  # noqa: B010 - a method of this one loop
+    try:
+        yield
+    finally:
+        setattr(loop, "add_signal_handler", own)  # noqa: B010

@@ -1,0 +1,1 @@
+"""Stand-ins for engines' packages: they keep the documented contract of the API, over the mock engine."""

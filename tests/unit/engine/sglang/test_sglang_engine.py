@@ -1,0 +1,249 @@
+"""The SGLang adapter over a fake of the package: start, refusals, disaggregation, aborts."""
+
+import asyncio
+import json
+import signal
+from contextlib import asynccontextmanager
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.core.errors import ConfigError, EngineError
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import FinishReason, KvHandle, SamplingParams
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.sglang.arguments import make_arguments
+from penstock.engine.sglang.engine import SglangEngine
+from penstock.engine.spec import EngineSpec
+from penstock.seams import KvBlocks, NativeKvTransfer
+from penstock.testing.engines.probe import EngineProbe, make_request
+from penstock.testing.loop import run_async
+from tests.fakes import sglang as fake
+from tests.fakes.scheduler import installed
+
+
+@pytest.fixture
+def sglang():
+    fake.CALLS.clear()
+    fake.ROOMS.clear()
+    with installed("sglang", fake, "0.5.23") as module:
+        yield module
+
+
+def spec(**changes) -> EngineSpec:
+    fields = {
+        "model": "tiny",
+        "block_size": 8,
+        "context_length": 256,
+        "vocab_size": 256,
+        "args": {"device": "cpu"},
+    }
+    return EngineSpec(**fields | changes)
+
+
+def start(of: EngineSpec) -> None:
+    async def main() -> None:
+        engine = SglangEngine(of)
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+    run_async(main())
+
+
+def test_without_the_package_one_line_says_what_to_install() -> None:
+    with pytest.raises(ConfigError, match=r"sglang is not installed; run `pip install 'sglang>=") as refused:
+        start(spec())
+    assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize("version", ["0.4.9", "0.5.11.post2", "0.6.0rc1", ""])
+def test_another_version_is_refused(version) -> None:
+    with (
+        installed("sglang", fake, version),
+        pytest.raises(ConfigError, match=r"supports >=0\.5\.12,<0\.6; run"),
+    ):
+        start(spec())
+
+
+def test_without_a_gpu_in_the_graph_it_is_refused(sglang) -> None:
+    with pytest.raises(ConfigError, match=r"hardware cpu.*roles\.aggregated\.hardware=h100"):
+        start(spec(args={}))
+
+
+def test_an_unknown_argument_names_the_nearest(sglang) -> None:
+    with pytest.raises(
+        ConfigError, match=r"engine_args\.mem_fraction: .* did you mean 'mem_fraction_static'\?"
+    ):
+        start(spec(args={"device": "cpu", "mem_fraction": 0.8}))
+    with pytest.raises(ConfigError, match=r"engine_args\.tp_size: Penstock sets it.*set tensor_parallel"):
+        start(spec(args={"device": "cpu", "tp_size": 2}))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("Rank 0 scheduler died during initialization (exit code: -9).\nmore"), ValueError()],
+)
+def test_a_failed_start_is_one_line(sglang, monkeypatch, error) -> None:
+    def fail(self, **_):
+        raise error
+
+    monkeypatch.setattr(fake.Engine, "__init__", fail)
+    with pytest.raises(ConfigError, match="cannot start tiny: ") as refused:
+        start(spec())
+    assert "\n" not in refused.value.message
+    assert (str(error).partition("\n")[0] or "ValueError") in refused.value.message
+
+
+def test_the_graph_reaches_the_server_arguments(sglang) -> None:
+    graph = spec(
+        data_parallel=8,
+        expert_parallel=8,
+        kv_dtype="fp8",
+        dtype="fp8",
+        kv_blocks=800,
+        scheduler=SchedulerConfig.of_ranks(8, max_batch_tokens=2048, max_running_requests=None),
+        args={"mem_fraction_static": 0.8},
+    )
+    server = make_arguments(graph, sglang, 4).server
+    assert (server["tp_size"], server["attn_dp_size"], server["ep_size"], server["base_gpu_id"]) == (
+        8,
+        8,
+        8,
+        4,
+    )
+    assert server["chunked_prefill_size"] == 8 * 2048, "SGLang divides it by the ranks"
+    assert (server["dtype"], server["kv_cache_dtype"]) == ("auto", "fp8_e4m3")
+    assert (server["page_size"], server["max_total_tokens"]) == (8, 800)
+    assert server["mem_fraction_static"] == 0.8
+    assert "max_running_requests" not in server, "SGLang chooses what the graph leaves open"
+    assert server["disaggregation_mode"] == "null"
+    copies = make_arguments(spec(tensor_parallel=4, data_parallel=2), sglang, 0).server
+    assert (copies["tp_size"], copies["dp_size"]) == (4, 2)
+
+
+def test_a_process_of_sglang_that_fails_ends_the_engine(sglang) -> None:
+    async def main() -> None:
+        async with EngineProbe(SglangEngine(spec())) as probe:
+            probe.submit(make_request("a", range(20)))
+            signal.raise_signal(signal.SIGQUIT)
+            with pytest.raises(EngineError, match="one of its processes failed"):
+                await probe.finish()
+
+    run_async(main())
+
+
+def test_the_workers_handler_of_sigterm_stays(sglang) -> None:
+    async def main() -> bool:
+        stopped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, stopped.set)
+        async with EngineProbe(SglangEngine(spec())) as probe:
+            await probe.run(make_request("a", range(20)))
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.wait_for(stopped.wait(), 5)
+        loop.remove_signal_handler(signal.SIGTERM)
+        return stopped.is_set()
+
+    assert run_async(main())
+
+
+def test_an_abort_of_one_id_leaves_others_that_begin_alike(sglang) -> None:
+    async def main() -> None:
+        async with EngineProbe(SglangEngine(spec())) as probe:
+            probe.submit(*(make_request(name, range(20), max_tokens=50) for name in ("a", "ab", "abc")))
+            await probe.step()
+            probe.abort("a")
+            await probe.finish()
+            assert len(probe.answers["ab"].token_ids) == len(probe.answers["abc"].token_ids) == 50
+
+    run_async(main())
+
+
+def test_a_value_that_sglang_refuses_is_the_requests_fault(sglang) -> None:
+    async def main() -> None:
+        async with EngineProbe(SglangEngine(spec())) as probe:
+            sampling = SamplingParams(max_tokens=3, frequency_penalty=5.0)
+            (answer,) = await probe.run(make_request("a", range(20), sampling=sampling))
+            assert answer.error is not None
+            assert (answer.error.code, answer.error.http_status) == ("invalid_request_error", 400)
+            assert "frequency_penalty must be in [-2, 2]" in answer.error.message
+
+    run_async(main())
+
+
+@asynccontextmanager
+async def disaggregated():
+    prefill, decode = SglangEngine(spec(role=Role.PREFILL)), SglangEngine(spec(role=Role.DECODE))
+    async with EngineProbe(prefill) as source, EngineProbe(decode) as target:
+        yield source, target
+
+
+async def hand_over(source: EngineProbe, request) -> KvHandle:
+    source.submit(replace(request, prefill_only=True))
+    while True:
+        for delta in (await source.step()).deltas:
+            assert delta.token_ids == b""
+            assert delta.finish_reason is FinishReason.LENGTH
+            assert delta.kv is not None
+            return delta.kv
+
+
+def test_kv_goes_from_a_prefill_to_a_decode_engine(sglang) -> None:
+    async def main() -> None:
+        async with disaggregated() as (source, target), EngineProbe(SglangEngine(spec())) as alone:
+            assert isinstance(source.engine, NativeKvTransfer)
+            assert not isinstance(source.engine, KvBlocks)
+            assert (
+                source.engine.kv_transfer_kind() == target.engine.kv_transfer_kind() == "sglang-bootstrap-1"
+            )
+            request = make_request("a", range(100, 140), max_tokens=12)
+            (expected,) = await alone.run(request)
+            kv = await hand_over(source, request)
+            assert source.engine.load().queued_prefill_tokens == 40, "the prompt is still computed"
+            (answer,) = await target.run(replace(request, kv=kv))
+            assert answer.token_ids == expected.token_ids
+            prefill, decode = fake.CALLS[-2:]
+            for name in ("host", "port", "room"):
+                assert prefill[f"bootstrap_{name}"] == decode[f"bootstrap_{name}"] is not None
+            while source.engine.load().queued_prefill_tokens:
+                await source.step()
+            load = source.engine.load()
+            assert (load.running_requests, load.prefilled_tokens) == (0, 40)
+
+    run_async(main())
+
+
+def test_a_prompt_whose_kv_does_not_come_may_be_tried_again(sglang) -> None:
+    async def main() -> None:
+        async with disaggregated() as (source, target):
+            request = make_request("a", range(100, 140), max_tokens=12)
+            kv = await hand_over(source, request)
+            other = json.dumps("not this kind").encode()
+            for handle in (
+                replace(kv, payload=kv.payload.replace(b"room", b"rOOm")),
+                replace(kv, payload=other),
+                None,
+            ):
+                (answer,) = await target.run(replace(request, kv=handle))
+                assert answer.error is not None
+                assert answer.error.code in {"step_failed", "unavailable"}, answer.error
+
+    run_async(main())
+
+
+def test_a_room_that_nobody_fills_fails_the_request_alone(sglang) -> None:
+    async def main() -> None:
+        async with disaggregated() as (source, target):
+            request = make_request("a", range(100, 140), max_tokens=12)
+            kv = await hand_over(source, request)
+            fake.ROOMS.clear()  # as if the prefill worker had been lost
+            (answer,) = await target.run(replace(request, kv=kv))
+            assert answer.error is not None
+            assert answer.error.code == "step_failed"
+            kv = await hand_over(source, request)
+            (answer,) = await target.run(replace(request, kv=kv))
+            assert len(answer.token_ids) == 12
+
+    run_async(main())
