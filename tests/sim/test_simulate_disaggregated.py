@@ -74,7 +74,9 @@ def test_a_report_says_what_each_role_did_and_what_was_transferred(tmp_path, cap
     out, page = tmp_path / "out.json", tmp_path / "out.html"
     shipped = GRAPHS / "70b-h100-fp8-p2d2.yaml"
     spec = tmp_path / "long.yaml"
-    spec.write_text("requests: 40\nrate_per_s: 6\ninput_tokens: 3000\noutput_tokens: 150\nspread: 0.3\n")
+    spec.write_text(
+        "requests: 40\nrate_per_s: 6\ninput_tokens: 3000\noutput_tokens: 150\nlength_sigma: 0.3\n"
+    )
     files = ["--json", str(out), "--html", str(page)]
     flags = ["--graph", str(shipped), "--policy", "least-loaded"]  # which sends every prompt away
     assert main(["simulate", str(spec), *flags, *files]) == 0
