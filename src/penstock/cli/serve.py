@@ -27,7 +27,7 @@ FLAGS = {
     "--engine": (
         "roles.aggregated.engine",
         "NAME",
-        "paged: PyTorch (default); mock: synthetic text, no model",
+        "paged: PyTorch (default); openai: running servers, see --url; mock: synthetic text, no model",
     ),
     "--mock-speedup": ("roles.aggregated.mock.speedup", "X", "run the mock engine's clock X times as fast"),
     "--host": ("frontend.host", "HOST", "address to listen on (default 127.0.0.1)"),
@@ -41,6 +41,18 @@ FLAGS = {
     "--policy": ("router.policy", "NAME", "routing policy, such as kv or least-loaded (default kv)"),
 }
 """Flag: (path in the graph, placeholder, help). Each is short for `--set PATH=VALUE`."""
+
+
+URL_FLAGS = {
+    "--url": (
+        "aggregated",
+        "a running server, such as http://host:8000, as a worker; may be repeated (--engine openai)",
+    ),
+    "--prefill-url": ("prefill", "a running vLLM or SGLang as a prefill worker; may be repeated"),
+    "--decode-url": ("decode", "a running vLLM or SGLang as a decode worker; may be repeated"),
+}
+"""Flag: (role, help). Each sets the role's `engine_args.url`, and its engine to `openai` unless `--engine` says another."""
+_URL_ENGINE = "openai"
 
 
 def add(commands: Any) -> None:
@@ -70,6 +82,8 @@ def add(commands: Any) -> None:
         metavar="NAME=VALUE",
         help="an argument of the engine by its own name, as enforce_eager=true; may be repeated",
     )
+    for flag, (role, text) in URL_FLAGS.items():
+        parser.add_argument(flag, dest=f"{role}_urls", action="append", default=[], metavar="URL", help=text)
     parser.add_argument(
         "--first-chat", action="store_true", help="send one chat when ready, and show what to try next"
     )
@@ -107,10 +121,7 @@ def graph_of(options: argparse.Namespace) -> Any:
         if (value := getattr(options, place)) is not None:
             for meant in _places(place, roles):
                 overrides.assign(meant, value, flag=flag)
-    for argument in options.engine_arg:
-        name, value = _engine_arg(argument)
-        for meant in _places(f"roles.aggregated.engine_args.{name}", roles):
-            overrides.assign(meant, value, flag="--engine-arg")
+    _assign_engine(options, overrides, roles)
     _check_workers(roles, options, overrides.assigned())
     engine = getattr(options, FLAGS["--engine"][0])
     if engine is not None and engine not in engine_names():
@@ -130,6 +141,19 @@ def graph_of(options: argparse.Namespace) -> Any:
         data["roles"] = {role: _demo_role(roles, engine) for role in roles}
         data["supervision"] = {"spare_processes": _DEMO_SPARES}
     return _with_speedup_used(build(data, overrides, source="serve"), options)
+
+
+def _assign_engine(options: argparse.Namespace, overrides: Any, roles: list[str]) -> None:
+    """Assign the engine's own arguments, and the running servers that are workers."""
+    for flag, (role, _) in URL_FLAGS.items():
+        if urls := getattr(options, f"{role}_urls"):
+            overrides.assign(f"roles.{role}.engine_args.url", urls, flag=flag)
+            if getattr(options, FLAGS["--engine"][0]) is None:
+                overrides.assign(f"roles.{role}.engine", _URL_ENGINE, flag=flag)
+    for argument in options.engine_arg:
+        name, value = _engine_arg(argument)
+        for meant in _places(f"roles.aggregated.engine_args.{name}", roles):
+            overrides.assign(meant, value, flag="--engine-arg")
 
 
 def _check_partners(roles: list[str], assigned: dict[str, Any]) -> None:
@@ -186,10 +210,14 @@ def _demo_role(roles: list[str], engine: str | None) -> dict[str, Any]:
 
 def _roles_of(options: argparse.Namespace) -> list[str]:
     """List the roles that flags declare."""
-    asked = [role for role in ("prefill", "decode") if getattr(options, f"roles.{role}.replicas") is not None]
-    if not asked or getattr(options, "roles.aggregated.replicas") is not None:
+    asked = [role for role in ("prefill", "decode") if _asks_for(options, role)]
+    if not asked or _asks_for(options, "aggregated"):
         return ["aggregated", *asked]
     return asked
+
+
+def _asks_for(options: argparse.Namespace, role: str) -> bool:
+    return getattr(options, f"roles.{role}.replicas") is not None or bool(getattr(options, f"{role}_urls"))
 
 
 def _places(place: str, roles: list[str]) -> list[str]:

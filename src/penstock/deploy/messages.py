@@ -80,10 +80,20 @@ class Ready(Wire, frozen=True, tag="ready"):
 
 
 class Failed(Wire, frozen=True, tag="failed"):
-    """The process ends with an error; `config`: a restart would fail the same way."""
+    """The process ends with an error.
+
+    `config`: a restart would fail the same way. `outside`: what it needs is not of this deployment, such as a running server.
+    """
 
     message: str
     config: bool = False
+    outside: bool = False
+
+
+class Health(Wire, frozen=True, tag="health"):
+    """A worker's engine cannot serve for now; `problem` says why. Empty: it can again."""
+
+    problem: str = ""
 
 
 class Beat(Wire, frozen=True, tag="beat"):
@@ -101,5 +111,5 @@ class ProcessFailed(Wire, frozen=True, tag="process_failed"):
     count: int
 
 
-Report = Ready | Failed | Beat
+Report = Ready | Failed | Health | Beat
 Tell = Callable[[Report], None]

@@ -8,7 +8,15 @@ implementation, the reference for all others.
 from penstock.core.routing_context import PriceColumns, RoutingContext
 from penstock.seams.discovery import Discovery, Registration
 from penstock.seams.dispatch import RequestDispatcher, RequestStream
-from penstock.seams.engine import Announcing, Engine, KvBlocks, KvPartialBlocks, NativeKvTransfer, RoleAware
+from penstock.seams.engine import (
+    Announcing,
+    Engine,
+    HealthReporting,
+    KvBlocks,
+    KvPartialBlocks,
+    NativeKvTransfer,
+    RoleAware,
+)
 from penstock.seams.request_plane import (
     Answer,
     Connection,
@@ -32,6 +40,7 @@ __all__ = [
     "EventSink",
     "ExplainedPolicy",
     "FrontendSink",
+    "HealthReporting",
     "HistoryPolicy",
     "KvBlocks",
     "KvPartialBlocks",

@@ -125,6 +125,18 @@ class NativeKvTransfer(Protocol):
 
 
 @runtime_checkable
+class HealthReporting(Protocol):
+    """An engine that cannot serve at times, and then can again: a server elsewhere computes for it."""
+
+    def report_health(self, listener: Callable[[str | None], None]) -> None:
+        """Call `listener` with the reason when no request can be served, and with None when they can again.
+
+        The worker stays registered and gets no requests meanwhile. The engine ends the requests that it has, with an error.
+        """
+        ...
+
+
+@runtime_checkable
 class RoleAware(Protocol):
     """An engine whose batch limits or queue order depend on the role of its worker."""
 

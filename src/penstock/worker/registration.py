@@ -101,10 +101,15 @@ class WorkerRegistration:
                 exchange=self._driver.exchange,
             )
             self.refusal = None
-            await self._publish_ready()
+            await self._publish()
             _log.info("role_changed", worker=self._name, role=role, before=before)
         finally:
             self._changing_to = None
+
+    async def note_problem(self, problem: str) -> None:
+        """Publish why the engine cannot serve for now, empty where it can; retry until the registry can be reached."""
+        self.instance = msgspec.structs.replace(self.instance, problem=problem)
+        await self._publish()
 
     def check_change(self, role: Role) -> None:
         """Check that the role may be changed now.
@@ -135,8 +140,8 @@ class WorkerRegistration:
         self.instance = msgspec.structs.replace(self.instance, state=InstanceState.DRAINING)
         await self._registration.update(self.instance)
 
-    async def _publish_ready(self) -> None:
-        """Register as ready; retry until the registry can be reached."""
+    async def _publish(self) -> None:
+        """Publish the entry as it is; retry until the registry can be reached."""
         assert self._registration is not None, "registered"
         while True:
             try:

@@ -37,6 +37,7 @@ from penstock.seams import (
     Engine,
     EventSink,
     FrontendSink,
+    HealthReporting,
     KvBlocks,
     NativeKvTransfer,
     RequestPlane,
@@ -103,6 +104,8 @@ class Worker:
         self.publisher = EventPublisher(self.config.events)
         self.ready = asyncio.Event()
         """Set once the worker is registered."""
+        self.on_health: Callable[[str | None], None] = lambda _problem: None
+        """Called with the reason when the engine cannot serve for now, and with None when it can again."""
         self._engine = engine
         self._discovery = discovery
         self._plane = plane
@@ -124,6 +127,8 @@ class Worker:
                 f"role {identity.role}: the engine of {identity.name} transfers no KV; use the role aggregated,"
                 " or another engine"
             )
+        if isinstance(engine, HealthReporting):
+            engine.report_health(self._note_health)
         self._agent = agent
         self._step_log: StepLog | None = None
 
@@ -314,6 +319,11 @@ class Worker:
             raise EngineError(
                 f"{self._name}: {registration.refusal.message}"
             ) from registration.refusal.__cause__
+
+    def _note_health(self, problem: str | None) -> None:
+        if self._group is not None and self._registration is not None and not self._stopping.is_set():
+            self._group.create_task(self._registration.note_problem(problem or ""))
+            self.on_health(problem)
 
     async def _change_role(self, registration: WorkerRegistration, role: Role, answer: Answer) -> None:
         try:

@@ -251,8 +251,9 @@ class TestComparison:
         assert runs
 
 
-def test_a_policy_that_is_kv_without_sessions_is_no_baseline_unless_asked_for():
-    options = argparse.Namespace(policies=None, ablations=False)
+def test_a_policy_that_is_kv_without_sessions_is_no_baseline_unless_asked_for(monkeypatch):
+    options = argparse.Namespace(baselines=ROOT / "benchmarks", policies=None, ablations=False)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     played = command._policies(options)
     assert "session" not in played
     assert {"kv", "round-robin", "product", "weighted-scores"} <= set(played)
@@ -260,18 +261,13 @@ def test_a_policy_that_is_kv_without_sessions_is_no_baseline_unless_asked_for():
     assert set(command._policies(options)) == {"kv", "session"}
 
 
-def test_ablations_are_played_only_when_asked_for():
-    options = argparse.Namespace(policies=None, ablations=False)
+def test_ablations_are_played_only_when_asked_for(monkeypatch):
+    options = argparse.Namespace(baselines=ROOT / "benchmarks", policies=None, ablations=False)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     assert not any("without" in name for name in command._policies(options))
     options.ablations = True
     played = command._policies(options)
-    assert {
-        "kv",
-        "product",
-        "kv-without-request-queue",
-        "kv-without-queue",
-        "product-with-request-queue",
-    } <= set(played)
+    assert {"kv", "product", "kv-without-hold", "kv-without-queue", "product-with-hold"} <= set(played)
     options.policies = "kv"
     with pytest.raises(ConfigError, match="--ablations: names its own policies"):
         command._policies(options)

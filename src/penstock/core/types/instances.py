@@ -76,6 +76,7 @@ class Instance(Wire, frozen=True):
         prices: None without a profile or latency model of the engine.
         adapters: LoRA adapters that it serves, loaded already or on first use.
         exchange: None for a worker without KV transfer.
+        problem: why its engine cannot serve for now; empty while it can.
     """
 
     worker_id: WorkerId
@@ -93,6 +94,7 @@ class Instance(Wire, frozen=True):
     zone: str = ""
     region: str = ""
     exchange: KvExchange | None = None
+    problem: str = ""
 
 
 class InstancePut(Wire, frozen=True, tag="put"):

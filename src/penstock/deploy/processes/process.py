@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import uvloop
 
 from penstock.core import log
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError, PenstockError, Unavailable
 from penstock.deploy.causes import cause_of
 from penstock.deploy.messages import Assignment, Failed, FrontendJob, Ready, Report, Tell, WorkerJob
 from penstock.deploy.processes.control import Control
@@ -81,7 +81,8 @@ def _freeze_garbage_collector() -> None:
 def _fail(error: BaseException, tell: Tell) -> int:
     if isinstance(error, PenstockError):
         wrong_config = isinstance(error, ConfigError)
-        tell(Failed(message=error.message, config=wrong_config))
+        outside = isinstance(error, Unavailable)
+        tell(Failed(message=error.message, config=wrong_config, outside=outside))
         return EXIT_WRONG_CONFIG if wrong_config else EXIT_FAILED
     _log.error("process_failed", exc_info=error)
     tell(Failed(message=f"{type(error).__name__}: {error}"))

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Prices
-from penstock.deploy.messages import Assignment, Beat, Ready, Tell, WorkerJob
+from penstock.deploy.messages import Assignment, Beat, Health, Ready, Tell, WorkerJob
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.deploy.processes.location import location_here
@@ -102,6 +102,7 @@ async def _tell_ready(worker: Worker, engine: Engine, role: RoleSpec, tell: Tell
     await worker.ready.wait()
     assert worker.instance is not None, "ready"
     control.pulse = partial(_pulse, engine)
+    worker.on_health = lambda problem: tell(Health(problem=problem or ""))
     instance = worker.instance
     tell(Ready(detail=f"{role.engine}  {instance.card.name}  {instance.engine.total_blocks} blocks"))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.deploy.messages import Assignment, Beat, Failed, ProcessFailed, Ready, Report
+from penstock.deploy.messages import Assignment, Beat, Failed, Health, ProcessFailed, Ready, Report
 from penstock.deploy.supervisor.backoff import Backoff
 from penstock.deploy.supervisor.child import describe_status
 from penstock.deploy.supervisor.watchdog import Watchdog
@@ -37,11 +37,15 @@ _CONFIG = "config"
 
 @dataclass(slots=True, frozen=True)
 class _Ending:
-    """How a process ended: `why` is printed, `reason` goes to metrics, `served_s` is None if it never got ready."""
+    """How a process ended: `why` is printed, `reason` goes to metrics, `served_s` is None if it never got ready.
+
+    `is_outside`: it waits for what is not of this deployment.
+    """
 
     why: str
     reason: str
     served_s: float | None
+    is_outside: bool = False
 
     @property
     def is_config(self) -> bool:
@@ -115,7 +119,8 @@ class Member:
             if ending.is_config and self.may_refuse():
                 raise ConfigError(ending.why)
             delay_s = backoff.delay_s(ending.served_s)
-            if backoff.failed_starts >= self._settings.failed_starts_max and self.may_give_up():
+            has_failed_often = backoff.failed_starts >= self._settings.failed_starts_max
+            if has_failed_often and not ending.is_outside and self.may_give_up():
                 raise Unavailable(
                     f"{self.name}: failed to start {backoff.failed_starts} times in a row, at last: {ending.why};"
                     " --log-level debug shows more"
@@ -173,10 +178,10 @@ class Member:
             child.kill()
             await child.wait()
             self._child = None
-        if last_report.failed is not None:
-            return _Ending(
-                last_report.failed.message, _CONFIG if last_report.failed.config else "failed", served_s
-            )
+        failed = last_report.failed
+        if failed is not None:
+            reason = _CONFIG if failed.config else "failed"
+            return _Ending(failed.message, reason, served_s, is_outside=failed.outside)
         if watchdog.verdict is not None:
             return _Ending(watchdog.verdict.why, watchdog.verdict.reason, served_s)
         return _Ending(describe_status(status), "killed" if status < 0 else "exited", served_s)
@@ -195,6 +200,8 @@ class Member:
                     self.ready.set()
                     self._say(self.name, "ready", f"{detail}  {self._ready_at - started_at:.1f} s")
                     self.on_ready()
+                case Health(problem=problem):
+                    self._say(self.name, "unhealthy" if problem else "ready", problem or "serves again")
                 case Failed():
                     last_report.failed = report
 

@@ -40,6 +40,7 @@ class Condition(StrEnum):
     WITHDRAWN = "withdrawn"  # no longer in discovery; finishes what it has
     MISMATCHED = "mismatched"  # its card has other block hashes than the canonical model card
     PREFILL_ONLY = "prefill_only"  # a ready prefill worker
+    UNHEALTHY = "unhealthy"  # its engine cannot serve for now
 
 
 CONDITIONS: tuple[Condition | None, ...] = (None, *Condition)
@@ -104,6 +105,8 @@ class Member:
             return Condition.WITHDRAWN
         if self.instance.state is InstanceState.DRAINING:
             return Condition.DRAINING
+        if self.instance.problem:
+            return Condition.UNHEALTHY
         if not self.matching:
             return Condition.MISMATCHED
         return Condition.PREFILL_ONLY if self.instance.role is Role.PREFILL else Condition.READY
@@ -127,7 +130,7 @@ class Member:
             role=instance.role,
             state=instance.state,
             condition=self.condition,
-            problem=mismatch if self.problem is None else self.problem.message,
+            problem=(mismatch or instance.problem or None) if self.problem is None else self.problem.message,
             kv_transfer_problem=kv_transfer_problem,
             address=instance.address,
             host=instance.host,

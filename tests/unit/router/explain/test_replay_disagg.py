@@ -25,7 +25,7 @@ POLICIES = [
     "round-robin",
     "random",
     "session",
-    "benchmarks.baselines.product:Product",
+    "baselines.product:Product",
 ]
 
 

@@ -1,0 +1,228 @@
+"""Running servers as workers: whole deployments whose workers are fake servers of this test, sound and hostile."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from penstock.demo import MODEL_DIR
+from tests.support.fake_server import FakeServer, after, cut, says
+
+TOKENIZER = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+EOS = 0
+CHECKS = {"health": {"interval_s": 0.1, "timeout_s": 1.0, "retry_s_max": 0.3}, "limits": {"silence_s": 3.0}}
+
+
+def fakes(*apis: str, **fields: Any) -> list[FakeServer]:
+    return [FakeServer(TOKENIZER, api, **fields) for api in apis]
+
+
+def serve(deploy, scenario, servers: list[FakeServer], *, before=None, **fields) -> None:
+    """Run a scenario against a deployment with these servers as workers.
+
+    The servers live in the test's own loop, which starts them first: their ports have to be known to the graph.
+    """
+    import threading
+
+    started, stop = threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def host() -> None:
+        for server in servers:
+            await server.start()
+        started.set()
+        await stop.wait()
+        for server in servers:
+            await server.stop()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(host(),))
+    thread.start()
+    try:
+        assert started.wait(10)
+
+        async def call(function) -> None:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function, loop))
+
+        role = {
+            "replicas": len(servers),
+            "engine": "openai",
+            "engine_args": {"url": [s.url for s in servers], **CHECKS},
+        }
+        deploy(lambda site: scenario(site, call), role=role, **fields)
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        loop.close()
+
+
+def expected(server: FakeServer, prompt: list[int], count: int) -> str:
+    return TOKENIZER.decode(server.continuation(prompt, count))
+
+
+async def complete(site, prompt: list[int], count: int, **options) -> Any:
+    return await site.client.completions.create(
+        model="penstock-demo",
+        prompt=prompt,
+        max_tokens=count,
+        temperature=0.0,
+        extra_body={"ignore_eos": True},
+        **options,
+    )
+
+
+PROMPT = TOKENIZER.encode("Tell me about penstocks, please.").ids
+
+
+@pytest.mark.parametrize("api", ["vllm", "trtllm", "sglang", "llamacpp"])
+def test_a_completion_is_what_the_server_answers(deploy, api):
+    (server,) = servers = fakes(api)
+
+    async def scenario(site, call):
+        answer = await complete(site, PROMPT, 24)
+        assert answer.choices[0].text == expected(server, PROMPT, 24)
+        assert answer.choices[0].finish_reason == "length"
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 24)
+        assert answer.usage.prompt_tokens_details.cached_tokens > 0
+        text, usage = await site.tell("hello", max_tokens=16)
+        assert text
+        assert usage.completion_tokens == 16
+
+    serve(deploy, scenario, servers)
+
+
+@pytest.mark.parametrize("api", ["text", "ollama"])
+def test_the_text_of_a_text_server_is_unchanged(deploy, api):
+    (server,) = servers = fakes(api)
+
+    async def scenario(site, call):
+        asked = {"model": "penstock-demo", "prompt": "Tell me", "max_tokens": 40, "temperature": 0.0}
+        async with site.http.post(f"{site.url}/v1/completions", json=asked) as response:
+            answer = await response.json()
+        assert response.status == 200, answer
+        known = TOKENIZER.encode("Tell me").ids
+        assert answer["choices"][0]["text"] == expected(server, known, 40)
+
+    serve(deploy, scenario, servers)
+
+
+def test_a_server_that_dies_within_an_answer_is_left_and_the_text_goes_on(deploy):
+    servers = fakes("vllm", "sglang", token_s=0.01)
+
+    async def scenario(site, call):
+        stream = await complete(site, PROMPT, 120, stream=True)
+        text, count = "", 0
+        async for chunk in stream:
+            text += chunk.choices[0].text if chunk.choices else ""
+            count += 1
+            if count == 20:
+                busy = next(server for server in servers if server.open)
+                await call(busy.stop())
+        assert text == expected(servers[0], PROMPT, 120)
+        assert sum(bool(server.open) for server in servers) == 0
+
+        async def out() -> bool:
+            return sum(w["condition"] == "unhealthy" for w in (await site.workers()).values()) == 1
+
+        await site.until(out)
+        (problem,) = [w["problem"] for w in (await site.workers()).values() if w["condition"] == "unhealthy"]
+        assert problem == f"{busy.url}: no connection: connection refused"
+        assert any("unhealthy" in line and problem in line for line in site.said)
+        for _ in range(4):
+            await complete(site, PROMPT, 4)
+        await call(busy.start())
+
+        async def back() -> bool:
+            return await site.ready_workers() == 2
+
+        await site.until(back)
+        assert any(line.endswith("ready serves again") for line in site.said)
+
+    serve(deploy, scenario, servers)
+
+
+HOSTILE = {
+    "garbage": says(b"data: {{{\n\n"),
+    "half a line": says(b'data: {"choices": [{"te', then_cut=True),
+    "a huge line": says(b"data: " + b"x" * (3 << 20)),
+    "a cut": cut,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_answers_go_on_elsewhere_when_a_server_turns_hostile(deploy, name):
+    hostile, sound = servers = fakes("vllm", "vllm")
+
+    async def scenario(site, call):
+        hostile.fault = after(5, HOSTILE[name])
+        answers = await asyncio.gather(*(complete(site, [*PROMPT, 300 + number], 40) for number in range(12)))
+        for number, answer in enumerate(answers):
+            assert answer.choices[0].text == expected(sound, [*PROMPT, 300 + number], 40)
+        assert any(len(body["prompt"]) == len(PROMPT) + 1 + 5 for body in sound.bodies), (
+            "one went on from 5 tokens"
+        )
+        hostile.fault = None
+
+        async def back() -> bool:
+            return await site.ready_workers() == 2
+
+        await site.until(back)
+
+    serve(deploy, scenario, servers)
+
+
+def test_a_server_that_speaks_another_model_gets_nothing(deploy):
+    changed, other = servers = fakes("vllm", "vllm")
+
+    async def scenario(site, call):
+        changed.model = "llama"
+
+        async def out() -> bool:
+            return await site.ready_workers() == 1
+
+        await site.until(out)
+        view = (await site.workers())["worker-1"]
+        assert view["condition"] == "unhealthy"
+        assert "serves 'llama', expected" in view["problem"]
+        await complete(site, PROMPT, 8)
+        assert other.bodies[-1]["prompt"] == PROMPT
+
+    serve(deploy, scenario, servers)
+
+
+def test_load_of_other_clients_is_seen(deploy):
+    busy, _ = servers = fakes("vllm", "vllm")
+    busy.metrics = "vllm:num_requests_running 50\nvllm:num_requests_waiting 9\n"
+
+    async def scenario(site, call):
+        async def seen() -> bool:
+            return (await site.load("worker-1")).get("running_requests") == 50
+
+        await site.until(seen)
+        before = len(busy.bodies)
+        await asyncio.gather(*(complete(site, PROMPT, 4) for _ in range(6)))
+        assert len(busy.bodies) == before
+
+    serve(deploy, scenario, servers, router={"policy": "least-loaded"})
+
+
+def test_errors_of_a_server_reach_the_client(deploy):
+    from aiohttp import web
+
+    (server,) = servers = fakes("vllm")
+
+    async def scenario(site, call):
+        server.refuse = lambda: web.json_response(
+            {"error": {"message": "guided decoding is off"}}, status=400
+        )
+        asked = {"model": "penstock-demo", "prompt": PROMPT, "max_tokens": 4}
+        async with site.http.post(f"{site.url}/v1/completions", json=asked) as response:
+            assert response.status == 400
+            assert "guided decoding is off" in json.dumps(await response.json())
+        server.refuse = lambda: web.Response(status=429, headers={"Retry-After": "3"}, text="busy")
+        async with site.http.post(f"{site.url}/v1/completions", json=asked) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"]
+
+    serve(deploy, scenario, servers)
