@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock import __version__, cli
+from penstock.engine.registry import engine_names
 from penstock.graph import Graph, Roles, RoleSpec, Supervision
 from penstock.plan import command as plan_command
 from penstock.plan.processes import Processes
@@ -107,7 +108,7 @@ def test_mistakes_in_flags_name_the_flag(capsys: pytest.CaptureFixture[str]) -> 
         "MODEL and --set model set the same field; give one of them"
     )
     assert complaint(capsys, "serve", "--engine", "mock", "--engine", "foo") == (
-        "--engine: unknown 'foo'; known: mock, openai, paged"
+        f"--engine: unknown 'foo'; known: {', '.join(sorted(engine_names()))}"
     )
     assert complaint(capsys, "serve", "--demo", "--mock-speedup", "inf") == (
         "--mock-speedup: roles.aggregated.mock.speedup: must be a finite number, got 'inf'"
