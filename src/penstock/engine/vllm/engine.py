@@ -5,7 +5,7 @@ The core and its device processes are children of the worker. vLLM is imported w
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from itertools import count
 from typing import Any
 
@@ -15,12 +15,13 @@ from penstock.core.errors import ConfigError, EngineError, Overloaded, RequestEr
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import WorkerLoad
-from penstock.core.types.requests import Request
+from penstock.core.types.requests import Delta, Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import token_list
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.arguments import check_platform, engine_arguments, environment
 from penstock.engine.vllm.child_output import ChildOutput
+from penstock.engine.vllm.connector_counts import ConnectorCounts
 from penstock.engine.vllm.load import LoadCounts
 from penstock.engine.vllm.requests import Running, delta_of, sampling_arguments
 
@@ -44,6 +45,7 @@ class VllmEngine:
         self._serial = count()
         self._sending: set[asyncio.Task[None]] = set()
         self._counts = LoadCounts()
+        self._connectors = ConnectorCounts()
         self._closed = False
 
     async def start(self) -> EngineInfo:
@@ -116,7 +118,24 @@ class VllmEngine:
         self._closed = True
         core, self._core = self._core, None
         if core is not None:
+            self._connectors.log()
             await asyncio.to_thread(core.shutdown, timeout=_CLOSE_S)
+
+    # -- where NixlVllmEngine differs
+
+    def _environment(self, present: Mapping[str, str]) -> dict[str, str]:
+        """Give the variables to set for vLLM's processes."""
+        return environment(self._spec, present)
+
+    def _sampling_arguments(self, request: Request) -> dict[str, Any]:
+        """Give the arguments of vLLM's SamplingParams."""
+        return sampling_arguments(request)
+
+    def _delta(self, running: Running, output: Any) -> Delta:
+        """Make a delta of vLLM's EngineCoreOutput, before it is counted."""
+        return delta_of(running, output)
+
+    # -- starting
 
     def _launch(self) -> None:
         """Start vLLM; blocks until it is ready.
@@ -124,7 +143,7 @@ class VllmEngine:
         Raises:
             ConfigError: as for `start`.
         """
-        os.environ.update(environment(self._spec, os.environ))
+        os.environ.update(self._environment(os.environ))
         with self._output.taken():
             try:
                 self._launch_core()
@@ -159,13 +178,15 @@ class VllmEngine:
         reason = self._output.reason() or f"its process ended without an error text ({text})"
         return f"{self._spec.model}: {reason}; --log-level debug shows all that vLLM printed"
 
+    # -- requests
+
     def _core_request(self, vllm_id: str, request: Request) -> Any:
         """Make vLLM's EngineCoreRequest."""
         from vllm import SamplingParams  # noqa: PLC0415
         from vllm.exceptions import VLLMClientError  # noqa: PLC0415
         from vllm.inputs.engine import tokens_input  # noqa: PLC0415
 
-        arguments = sampling_arguments(request)
+        arguments = self._sampling_arguments(request)
         prompt = tokens_input(token_list(request.token_ids), cache_salt=request.salt.hex() or None)
         try:
             return self._inputs.process_inputs(
@@ -181,13 +202,16 @@ class VllmEngine:
             running = self._running.get(output.request_id)
             if running is None:
                 continue  # aborted meanwhile
-            deltas.append(delta_of(running, output))
+            deltas.append(self._delta(running, output))
             self._counts.count(running, output)
             if output.finish_reason is not None:
                 del self._running[output.request_id]
                 if self._ids.get(running.request.request_id) == output.request_id:
                     del self._ids[running.request.request_id]
-        self._counts.stepped(outputs.scheduler_stats)
+        stats = outputs.scheduler_stats
+        self._counts.stepped(stats)
+        if stats is not None:
+            self._connectors.count(stats.kv_connector_stats, asyncio.get_running_loop().time())
         return Step(deltas=tuple(deltas), load=self.load())
 
     def _send(self, sending: Coroutine[Any, Any, None]) -> None:
