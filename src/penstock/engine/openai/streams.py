@@ -51,7 +51,7 @@ class Stream:
         if piece.cached_tokens is not None:
             self._cached = piece.cached_tokens
         if self._finish is not None:  # tokens after the end are none
-            self.is_over = piece.is_last or self._cached is not None
+            self.is_over |= piece.is_last or self._cached is not None
             return None
         left = self.request.sampling.max_tokens - self.request.num_emitted - self.num_tokens
         new = piece.token_ids[:left]

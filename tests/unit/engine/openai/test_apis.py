@@ -1,0 +1,131 @@
+"""Requests and answers of each language, as its documentation shows them."""
+
+import pytest
+
+from penstock.core.errors import RequestError, StepFailed
+from penstock.core.ids import RequestId
+from penstock.core.types.requests import FinishReason, Request, SamplingParams
+from penstock.core.wire import pack_tokens
+from penstock.engine.openai.apis.api import Piece
+from penstock.engine.openai.apis.completions import Completions
+from penstock.engine.openai.apis.llamacpp import LlamaCpp
+from penstock.engine.openai.apis.ollama import Ollama
+from penstock.engine.openai.apis.sglang import SglangGenerate
+from penstock.engine.openai.connection import error_text
+
+
+def request_of(*, num_emitted: int = 0, salt: bytes = b"", choice: int = 0, **sampling) -> Request:
+    return Request(
+        request_id=RequestId("r"), model="m", token_ids=pack_tokens([1, 2, 3]), num_emitted=num_emitted, salt=salt,
+        choice=choice, sampling=SamplingParams(**{"max_tokens": 10} | sampling),
+    )  # fmt: skip
+
+
+def test_vllm_is_asked_for_token_ids():
+    body = Completions("m", "vllm").body(request_of(num_emitted=2, min_tokens=5, logprobs=3), [1, 2, 3])
+    assert body["prompt"] == [1, 2, 3]
+    assert body["return_token_ids"]
+    assert (body["max_tokens"], body["min_tokens"], body["logprobs"]) == (8, 3, 3)
+    assert body["stream_options"] == {"include_usage": True}
+
+
+def test_a_plain_server_gets_no_fields_but_openais_own():
+    body = Completions("m", "text").body(request_of(presence_penalty=0.5), "hello")
+    assert body.keys() == {
+        "model", "prompt", "max_tokens", "temperature", "top_p", "presence_penalty", "stream", "stream_options",
+    }  # fmt: skip
+    with pytest.raises(RequestError, match="logprobs"):
+        Completions("m", "text").body(request_of(logprobs=1), "hello")
+
+
+def test_choices_and_continuations_have_seeds_of_their_own():
+    seeds = {
+        Completions("m", "vllm").body(request_of(seed=5, choice=choice, num_emitted=emitted), [])["seed"]
+        for choice in range(3)
+        for emitted in range(3)
+    }
+    assert len(seeds) == 9
+    assert "seed" not in Completions("m", "vllm").body(request_of(), [])
+    assert 0 <= Ollama("m").body(request_of(seed=(1 << 63) - 1, choice=9), "x")["options"]["seed"] < 1 << 31
+
+
+def test_trtllm_gets_no_field_that_it_refuses():
+    body = Completions("m", "trtllm").body(request_of(salt=b"c|cache_salt=x"), [1])
+    assert body["detokenize"] is False
+    assert not {"return_token_ids", "cache_salt"} & body.keys()
+
+
+def test_sglang_names_things_its_way():
+    body = SglangGenerate().body(request_of(top_k=5, salt=b"c|cache_salt=x", ignore_eos=True), [1, 2])
+    assert (body["input_ids"], body["extra_key"]) == ([1, 2], "x")
+    assert body["sampling_params"]["max_new_tokens"] == 10
+    assert body["sampling_params"]["top_k"] == 5
+    assert body["sampling_params"]["ignore_eos"]
+
+
+@pytest.mark.parametrize(
+    ("api", "sampling"),
+    [
+        (LlamaCpp(), {"min_tokens": 3}), (LlamaCpp(), {"stop_token_ids": (4,)}), (Ollama("m"), {"logprobs": 0}),
+        (Ollama("m"), {"ignore_eos": True}), (Ollama("m"), {"stop_token_ids": (4,)}),
+    ],
+)  # fmt: skip
+def test_what_a_server_has_no_field_for_is_refused(api, sampling):
+    with pytest.raises(RequestError, match=next(iter(sampling))):
+        api.body(request_of(**sampling), "")
+
+
+def test_sglangs_ids_may_be_all_so_far_or_the_new_ones():
+    for lines in (([4], [4, 5], [4, 5, 6]), ([4], [5], [6])):
+        answer, seen = SglangGenerate().answer(request_of()), []
+        for count, ids in enumerate(lines, start=1):
+            line = b'data: {"output_ids": %s, "meta_info": {"completion_tokens": %d}}' % (
+                str(ids).encode(),
+                count,
+            )
+            seen += answer.read(line).token_ids
+        assert seen == [4, 5, 6]
+
+
+def test_llamacpps_end():
+    answer = LlamaCpp().answer(request_of())
+    assert answer.read(b'data: {"content":"x","tokens":[4],"stop":false}') == Piece((4,))
+    end = b'data: {"content":"","tokens":[],"stop":true,"stop_type":"limit","timings":{"cache_n":9}}'
+    assert answer.read(end) == Piece((), "", FinishReason.LENGTH, 9, is_last=True)
+
+
+def test_ollamas_end():
+    answer = Ollama("m").answer(request_of())
+    assert answer.read(b'{"response":"hi","done":false}') == Piece(text="hi")
+    assert answer.read(b'{"response":"","done":true,"done_reason":"stop"}').finish_reason is FinishReason.STOP
+    with pytest.raises(StepFailed, match="no part of an answer"):
+        answer.read(b'{"models": []}')
+
+
+def test_errors_within_a_stream():
+    answer = Completions("m", "vllm").answer(request_of())
+    with pytest.raises(RequestError, match="too long"):
+        answer.read(b'data: {"error": {"message": "too long", "code": 400}}')
+    with pytest.raises(StepFailed, match="CUDA"):
+        answer.read(b'data: {"error": {"message": "CUDA error", "type": "InternalServerError", "code": 500}}')
+    with pytest.raises(StepFailed, match="abort"):
+        answer.read(b'data: {"choices": [{"text": "", "token_ids": [], "finish_reason": "abort"}]}')
+
+
+def test_comments_and_the_end_mark_add_nothing():
+    answer = Completions("m", "vllm").answer(request_of())
+    assert answer.read(b": keep-alive") is None
+    assert answer.read(b"event: message") is None
+    assert answer.read(b"data: [DONE]") == Piece(is_last=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b'{"error": {"message": "a"}}', "a"), (b'{"error": "b"}', "b"), (b'{"message": "c"}', "c"),
+        (b'{"detail": "d"}', "d"), (b"plain\n text", "plain text"), (b"", "no text"), (b"\xff", "\ufffd"),
+        (b"x" * 9999, "x" * 500 + "..."), (b'{"detail": [1]}', '{"detail": [1]}'),
+    ],
+)  # fmt: skip
+def test_the_text_of_errors(content, text):
+    assert error_text(content) == text

@@ -1,0 +1,87 @@
+"""Pieces of an answer become deltas: stop tokens last, no more than was asked for."""
+
+import pytest
+
+from penstock.core.errors import StepFailed
+from penstock.core.ids import RequestId
+from penstock.core.types.requests import FinishReason, Request, SamplingParams, TokenLogprob
+from penstock.core.wire import pack_tokens, token_list
+from penstock.engine.openai.apis.api import Piece
+from penstock.engine.openai.streams import Stream
+
+EOS = 7
+
+
+def stream_of(*, max_tokens: int = 10, num_emitted: int = 0, stops: tuple[int, ...] = ()) -> Stream:
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops)
+    request = Request(
+        request_id=RequestId("r"),
+        model="m",
+        token_ids=pack_tokens([1, 2, 3]),
+        sampling=sampling,
+        num_emitted=num_emitted,
+    )
+    return Stream(request, (EOS,), {})
+
+
+def fed(stream: Stream, *pieces: Piece) -> list[int]:
+    return [
+        token for piece in pieces if (delta := stream.feed(piece)) for token in token_list(delta.token_ids)
+    ]
+
+
+def test_a_stop_token_comes_with_the_end_alone():
+    stream = stream_of()
+    assert fed(stream, Piece((4, 5)), Piece((6, EOS), finish_reason=FinishReason.STOP)) == [4, 5, 6]
+    end = stream.end()
+    assert (token_list(end.token_ids), end.finish_reason) == ([EOS], FinishReason.STOP)
+
+
+def test_a_stop_token_before_the_end_is_a_token():
+    stream = stream_of()
+    assert fed(stream, Piece((4, EOS)), Piece((5,), finish_reason=FinishReason.LENGTH)) == [4, EOS, 5]
+    assert not stream.end().token_ids
+
+
+def test_an_end_without_its_token_gets_one():
+    stream = stream_of()
+    assert fed(stream, Piece((4,)), Piece(finish_reason=FinishReason.STOP)) == [4]
+    assert token_list(stream.end().token_ids) == [EOS]
+
+
+def test_a_stop_token_that_came_before_the_end_is_not_added_again():
+    stream = stream_of(stops=(9,))
+    assert fed(stream, Piece((4, 9)), Piece(finish_reason=FinishReason.STOP)) == [4]
+    assert token_list(stream.end().token_ids) == [9]
+
+
+def test_logprobs_stay_with_their_tokens():
+    stream = stream_of()
+    marks = tuple(TokenLogprob(token_id=token, logprob=-1.0) for token in (4, EOS))
+    delta = stream.feed(Piece((4, EOS), finish_reason=FinishReason.STOP, logprobs=marks))
+    assert delta is not None
+    assert delta.logprobs == marks[:1]
+    assert stream.end().logprobs == marks[1:]
+
+
+def test_tokens_past_the_limit_are_cut_off():
+    stream = stream_of(max_tokens=5, num_emitted=2)
+    assert fed(stream, Piece((10, 11)), Piece((12, 13, 14)), Piece((15,))) == [10, 11, 12]
+    assert stream.is_over
+    assert stream.end().finish_reason is FinishReason.LENGTH
+
+
+def test_cached_tokens_come_with_the_end():
+    stream = stream_of()
+    fed(stream, Piece((4,), finish_reason=FinishReason.LENGTH))
+    assert not stream.is_over, "the count of cached tokens may follow"
+    stream.feed(Piece(cached_tokens=3))
+    assert stream.is_over
+    assert stream.end().cached_tokens == 3
+
+
+def test_an_answer_that_breaks_off_is_no_end():
+    stream = stream_of()
+    fed(stream, Piece((4,)))
+    with pytest.raises(StepFailed, match="closed the connection within an answer"):
+        stream.end()
