@@ -27,7 +27,7 @@ FLAGS = {
     "--engine": (
         "roles.aggregated.engine",
         "NAME",
-        "paged: PyTorch (default); openai: running servers, see --url; mock: synthetic text, no model",
+        "paged: PyTorch (default); openai: running servers, see --url; mock: synthetic text; package.module:make: your own",
     ),
     "--mock-speedup": ("roles.aggregated.mock.speedup", "X", "run the mock engine's clock X times as fast"),
     "--host": ("frontend.host", "HOST", "address to listen on (default 127.0.0.1)"),
@@ -109,8 +109,6 @@ def graph_of(options: argparse.Namespace) -> Any:
     Raises:
         ConfigError: the arguments contradict each other, or name no model.
     """
-    from penstock.core.config import nearest  # noqa: PLC0415
-    from penstock.engine.registry import engine_names  # noqa: PLC0415
     from penstock.graph import DEMO_MODEL, Overrides, build, load  # noqa: PLC0415
 
     if options.demo and options.model:
@@ -124,8 +122,8 @@ def graph_of(options: argparse.Namespace) -> Any:
     _assign_engine(options, overrides, roles)
     _check_workers(roles, options, overrides.assigned())
     engine = getattr(options, FLAGS["--engine"][0])
-    if engine is not None and engine not in engine_names():
-        raise ConfigError(f"--engine: unknown {engine!r}{nearest(engine, list(engine_names()))}")
+    if engine is not None:
+        _check_engine(engine)
     model = DEMO_MODEL if options.demo else options.model
     if model:
         overrides.assign("model", model, flag="--demo" if options.demo else "MODEL")
@@ -154,6 +152,16 @@ def _assign_engine(options: argparse.Namespace, overrides: Any, roles: list[str]
         name, value = _engine_arg(argument)
         for meant in _places(f"roles.aggregated.engine_args.{name}", roles):
             overrides.assign(meant, value, flag="--engine-arg")
+
+
+def _check_engine(name: str) -> None:
+    """Check the name before the graph does, which would name a field instead of the flag; raises ConfigError."""
+    from penstock.engine.registry import check_engine_name  # noqa: PLC0415
+
+    try:
+        check_engine_name(name)
+    except ConfigError as error:
+        raise ConfigError(f"--engine: {error.message}") from error
 
 
 def _check_partners(roles: list[str], assigned: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""Engines by the name that a graph or a flag gives."""
+"""Engines by the name that a graph or a flag gives, users' own included."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,6 +11,7 @@ from penstock.core.errors import ConfigError
 from penstock.engine.mock.engine import mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.spec import EngineSpec
+from penstock.engine.user_engine import check_user_engine_name, make_user_engine
 from penstock.seams import Engine
 
 SIMULATED_ONLY = ("trtllm",)
@@ -56,19 +58,38 @@ def create_engine(name: str, spec: EngineSpec) -> Engine:
 
 
 def engine_kind(name: str) -> EngineKind:
-    """Give what is known of an engine.
+    """Give what is known of an engine; of a user's, that it refuses what it cannot do itself.
 
     Raises:
         ConfigError: there is no engine of this name that runs.
     """
+    if ":" in name:
+        return EngineKind(make=partial(make_user_engine, name), has_adapters=True)
     kind = _KINDS.get(name)
     if kind is None:
         raise ConfigError(f"engine: there is no {name!r}{nearest(name, list(_KINDS))}")
     return kind
 
 
+def check_engine_name(name: str, *, simulated: bool = False) -> None:
+    """Check that a name may be an engine's, without importing its code.
+
+    Args:
+        name: one of `engine_names`, or `package.module:make` for a user's engine.
+        simulated: whether engines that are only simulated count.
+
+    Raises:
+        ConfigError: no engine has this name.
+    """
+    known = [*_KINDS, *(SIMULATED_ONLY if simulated else ())]
+    if ":" in name:
+        check_user_engine_name(name)
+    elif name not in known:
+        raise ConfigError(f"there is no engine {name!r}{nearest(name, known)}")
+
+
 def engine_names() -> tuple[str, ...]:
-    """List the engines that run."""
+    """List the engines that run; users' own besides."""
     return tuple(_KINDS)
 
 

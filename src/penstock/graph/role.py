@@ -12,7 +12,7 @@ from penstock.core.types.events import Tier
 from penstock.core.types.instances import Role
 from penstock.core.types.location import Location
 from penstock.engine.mock.engine import MockConfig
-from penstock.engine.registry import SIMULATED_ONLY, engine_kind, engine_names
+from penstock.engine.registry import check_engine_name, engine_kind, engine_names
 from penstock.engine.scheduling.config import AGEING, Order
 from penstock.perf.model.hardware import find_hardware
 
@@ -54,7 +54,7 @@ class RoleSpec(Config):
     replicas: int = pydantic.Field(default=1, ge=0)
     """Workers to start; 0 declares a role that workers may change to, or join from elsewhere."""
     engine: str = "paged"
-    """`paged` runs the model in PyTorch; `mock` generates synthetic text at a modelled speed; `vllm` runs it in vLLM; `openai` is a running server (docs/engines.md); `sglang` runs it in SGLang, on GPUs; `trtllm` is only simulated in this version. A mapping `{name, args, ...}` sets `engine`, `engine_args` and other fields of the role, such as `tensor_parallel`."""
+    """`paged` runs the model in PyTorch; `mock` generates synthetic text at a modelled speed; `vllm` runs it in vLLM; `openai` is a running server (docs/engines.md); `sglang` runs it in SGLang, on GPUs; `trtllm` is only simulated in this version; `package.module:make` is an engine of your own. A mapping `{name, args, ...}` sets `engine`, `engine_args` and other fields of the role, such as `tensor_parallel`."""
     engine_args: dict[str, Any] = pydantic.Field(default_factory=dict)
     """Arguments of the engine by its own names, as vLLM's `gpu_memory_utilization`; the engine refuses those that it does not know."""
     hardware: str = "cpu"
@@ -173,9 +173,10 @@ class RoleSpec(Config):
     @pydantic.field_validator("engine")
     @classmethod
     def _check_engine(cls, engine: str) -> str:
-        known = [*engine_names(), *SIMULATED_ONLY]
-        if engine not in known:
-            raise wrong(f"there is no engine {engine!r}{nearest(engine, known)}")
+        try:
+            check_engine_name(engine, simulated=True)
+        except ConfigError as error:
+            raise wrong(error.message) from error
         return engine
 
     @pydantic.field_validator("hardware")

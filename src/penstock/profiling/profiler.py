@@ -20,6 +20,7 @@ from penstock.deploy.card import open_checkpoint, served_name
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.deploy.supervisor.local import runnable_roles
 from penstock.engine.registry import create_engine, engine_names
+from penstock.engine.user_engine import check_user_engine_name
 from penstock.graph import DEMO_MODEL, Overrides, build
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.profile.profile import Profile
@@ -113,7 +114,9 @@ async def _open_endpoint(wanted: ProfileRequest, config: SweepConfig, *, run: st
 
 def _open_engine(wanted: ProfileRequest, seed: int) -> EngineTarget:
     names = list(engine_names())
-    if wanted.target not in names:
+    if ":" in wanted.target:
+        check_user_engine_name(wanted.target)
+    elif wanted.target not in names:
         raise ConfigError(
             f"{TARGET}: {wanted.target!r} is neither a URL such as http://127.0.0.1:8000 nor an engine"
             f"{nearest(wanted.target, names)}"

@@ -108,7 +108,7 @@ def test_mistakes_in_flags_name_the_flag(capsys: pytest.CaptureFixture[str]) -> 
         "MODEL and --set model set the same field; give one of them"
     )
     assert complaint(capsys, "serve", "--engine", "mock", "--engine", "foo") == (
-        f"--engine: unknown 'foo'; known: {', '.join(sorted(engine_names()))}"
+        f"--engine: there is no engine 'foo'; known: {', '.join(sorted(engine_names()))}"
     )
     assert complaint(capsys, "serve", "--demo", "--mock-speedup", "inf") == (
         "--mock-speedup: roles.aggregated.mock.speedup: must be a finite number, got 'inf'"
