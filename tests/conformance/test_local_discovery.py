@@ -23,7 +23,7 @@ class TestLocalDiscovery(DiscoverySuite):
     harness = LocalDiscoveryHarness
 
 
-def play(scenario, config=None):
+def run_scenario(scenario, config=None):
     async def main():
         async with LocalDiscoveryHarness(config) as harness:
             await scenario(harness)
@@ -43,7 +43,7 @@ def test_a_killed_process_is_dropped_long_before_its_lease_ends():
             await watcher.until(lambda: not watcher.present)
         assert "its process is gone" in watcher.removed[-1].reason
 
-    play(scenario, DiscoveryConfig(lease_ttl_s=60, linger_s=0.1))
+    run_scenario(scenario, DiscoveryConfig(lease_ttl_s=60, linger_s=0.1))
 
 
 def test_a_process_that_ends_properly_is_dropped_at_once():
@@ -58,7 +58,7 @@ def test_a_process_that_ends_properly_is_dropped_at_once():
             await watcher.until(lambda: not watcher.present)
         assert watcher.removed[-1].reason == "its process closed"
 
-    play(scenario, DiscoveryConfig(lease_ttl_s=60, linger_s=60))
+    run_scenario(scenario, DiscoveryConfig(lease_ttl_s=60, linger_s=60))
 
 
 def test_a_process_that_hangs_loses_its_lease_and_comes_back():
@@ -75,7 +75,7 @@ def test_a_process_that_hangs_loses_its_lease_and_comes_back():
             os.kill(pid, signal.SIGCONT)
         await watcher.until(lambda: watcher.present == {instance.worker_id: instance})
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_broken_connection_is_made_again_and_nobody_notices():
@@ -91,7 +91,7 @@ def test_a_broken_connection_is_made_again_and_nobody_notices():
         await watcher.quiet(1.0)
         assert watcher.present == {instance.worker_id: instance}
 
-    play(scenario, DiscoveryConfig(lease_ttl_s=2, linger_s=0.8))
+    run_scenario(scenario, DiscoveryConfig(lease_ttl_s=2, linger_s=0.8))
 
 
 def test_what_is_known_outlives_the_hub():
@@ -114,7 +114,7 @@ def test_what_is_known_outlives_the_hub():
         assert watcher.removed[-1].reason == "it did not register again with the restarted hub"
         assert [removed.worker_id for removed in watcher.removed] == [withdrawn.worker_id]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_restarted_hub_drops_nobody_who_is_slow_to_come_back():
@@ -135,7 +135,7 @@ def test_a_restarted_hub_drops_nobody_who_is_slow_to_come_back():
         await watcher.quiet(1.5)
         assert len(harness.hub.table) == 1
 
-    play(scenario, DiscoveryConfig(lease_ttl_s=1.0, linger_s=0.1))
+    run_scenario(scenario, DiscoveryConfig(lease_ttl_s=1.0, linger_s=0.1))
 
 
 def test_a_watch_that_begins_while_the_hub_is_away_waits():
@@ -147,7 +147,7 @@ def test_a_watch_that_begins_while_the_hub_is_away_waits():
         await harness.start_hub()
         await watcher.synced()
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_registering_without_a_hub_says_so():
@@ -161,7 +161,7 @@ def test_registering_without_a_hub_says_so():
         await watcher.synced()
         assert watcher.present == {}, "what failed is not done later"
 
-    play(scenario, DiscoveryConfig(connect_timeout_s=0.2))
+    run_scenario(scenario, DiscoveryConfig(connect_timeout_s=0.2))
 
 
 def test_another_secret_is_refused():
@@ -175,7 +175,7 @@ def test_another_secret_is_refused():
         assert "guess" not in str(refused.value)
         assert len(harness.hub.table) == 0
 
-    play(scenario, DiscoveryConfig(connect_timeout_s=0.3))
+    run_scenario(scenario, DiscoveryConfig(connect_timeout_s=0.3))
 
 
 def test_a_client_that_never_says_hello_is_hung_up_on():
@@ -188,7 +188,7 @@ def test_a_client_that_never_says_hello_is_hung_up_on():
         await writer.wait_closed()
         assert not harness.hub.clients
 
-    play(scenario, DiscoveryConfig(connect_timeout_s=0.05))
+    run_scenario(scenario, DiscoveryConfig(connect_timeout_s=0.05))
 
 
 def test_registrations_are_bounded():
@@ -200,7 +200,7 @@ def test_registrations_are_bounded():
         await first.close()
         await client.register(scripted_instance("tcp://127.0.0.1:3"))
 
-    play(scenario, DiscoveryConfig(instances_max=1))
+    run_scenario(scenario, DiscoveryConfig(instances_max=1))
 
 
 def test_the_supervisor_watches_its_own_hub():
@@ -212,7 +212,7 @@ def test_the_supervisor_watches_its_own_hub():
         await client.register(instance)
         await watcher.until(lambda: watcher.present == {instance.worker_id: instance})
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_second_hub_at_the_same_place_is_refused():
         ) as client:
             await client.register(scripted_instance("tcp://127.0.0.1:1"))
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_loopback_tcp_with_a_token_works_too():

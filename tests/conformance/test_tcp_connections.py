@@ -171,7 +171,7 @@ def test_a_recorded_hello_opens_no_second_connection():
 
 @pytest.mark.parametrize("replies", ["wrong proof", "old wire", "nothing", "closes"])
 def test_a_server_that_is_no_worker_of_ours(replies):
-    async def play(reader, writer):
+    async def serve(reader, writer):
         version = WIRE_VERSION + 9 if replies == "old wire" else WIRE_VERSION
         if replies != "nothing":
             writer.write(CODEC.encode(Challenge(version=version, nonce=b"n" * 16)))
@@ -183,10 +183,10 @@ def test_a_server_that_is_no_worker_of_ours(replies):
         writer.close()
         with suppress(ConnectionError):
             await writer.wait_closed()
-        played.set()
+        served.set()
 
     async def main():
-        server = await asyncio.start_server(play, "127.0.0.1", 0)
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         instance = scripted_instance(f"tcp://127.0.0.1:{port}")
         kind = ProtocolError if replies in {"wrong proof", "old wire"} else WorkerLost
@@ -195,11 +195,11 @@ def test_a_server_that_is_no_worker_of_ours(replies):
                 instance, RecordingSink()
             )
         assert error.value.message
-        await played.wait()
+        await served.wait()
         server.close()
         await server.wait_closed()
 
-    played = asyncio.Event()
+    served = asyncio.Event()
     run_async(main())
 
 

@@ -39,10 +39,10 @@ def main() -> dict[str, object]:
 
 async def read(metadata: bytes, owner_pid: int) -> dict[str, object]:
     async with TransferAgent("reader", CONFIG, transports=[NixlTransport()]) as agent:
-        return await play(agent, metadata, owner_pid)
+        return await run_scenario(agent, metadata, owner_pid)
 
 
-async def play(agent: TransferAgent, metadata: bytes, owner_pid: int) -> dict[str, object]:
+async def run_scenario(agent: TransferAgent, metadata: bytes, owner_pid: int) -> dict[str, object]:
     random = np.random.default_rng(0)
     sent = random.integers(0, 256, SIZE_BYTES, np.uint8)
     local = agent.register(sent)

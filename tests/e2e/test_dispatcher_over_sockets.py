@@ -52,7 +52,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.002)
 
 
-def play(scene: Scene, num_workers: int = 1) -> None:
+def run_scenario(scene: Scene, num_workers: int = 1) -> None:
     async def main() -> None:
         async with deployment(num_workers) as parts:
             await scene(*parts)
@@ -89,7 +89,7 @@ def test_a_reader_that_stalls_is_sent_its_window_and_later_everything():
             received = [token async for delta in stream for token in unpack_tokens(delta.token_ids).tolist()]
             assert received == list(range(6000))
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_cancel_reaches_the_engine_while_another_stream_goes_on():
@@ -104,7 +104,7 @@ def test_a_cancel_reaches_the_engine_while_another_stream_goes_on():
             engine.emit("other", 7, finish=FinishReason.STOP)
             assert [delta.finish_reason async for delta in other] == [FinishReason.STOP]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_stream_moves_when_its_connection_breaks():
@@ -128,7 +128,7 @@ def test_a_stream_moves_when_its_connection_breaks():
         await until(lambda: all(worker.condition == "ready" for worker in dispatcher.workers()))
         dispatcher.check()
 
-    play(scene, num_workers=2)
+    run_scenario(scene, num_workers=2)
 
 
 def test_a_worker_that_drains_finishes_its_streams():
@@ -143,4 +143,4 @@ def test_a_worker_that_drains_finishes_its_streams():
             received = [token async for delta in stream for token in unpack_tokens(delta.token_ids).tolist()]
             assert received == list(range(300))
 
-    play(scene)
+    run_scenario(scene)

@@ -62,7 +62,7 @@ async def speak(request: web.Request) -> web.StreamResponse:
 Ask = Callable[..., Awaitable[tuple[int, Any]]]
 
 
-def play(scene: Callable[[Ask, web.AppRunner, RoutingServer], Awaitable[None]]) -> None:
+def run_scenario(scene: Callable[[Ask, web.AppRunner, RoutingServer], Awaitable[None]]) -> None:
     """Run a gateway between a router and one server."""
 
     async def main() -> None:
@@ -111,7 +111,7 @@ def test_a_server_that_is_gone_is_a_502_and_a_router_a_503(caplog):
         status, answer = await ask(CHAT)
         assert (status, "the router http://" in answer["error"]["message"]) == (503, True)
 
-    play(scene)
+    run_scenario(scene)
     assert "Traceback" not in caplog.text
 
 
@@ -125,7 +125,7 @@ def test_who_is_told_to_come_back_later_is_told_when():
         status, answer = await ask(CHAT)
         assert (status, answer["retry_after"]) == (503, "1"), "by the router"
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_an_answer_that_breaks_off_does_not_look_whole(caplog):
@@ -134,7 +134,7 @@ def test_an_answer_that_breaks_off_does_not_look_whole(caplog):
             await ask(CHAT | {"stream": True})
         assert (await ask(CHAT))[0] == 200
 
-    play(scene)
+    run_scenario(scene)
     assert "Traceback" not in caplog.text
 
 

@@ -102,7 +102,7 @@ async def written(
                 await child.wait()
 
 
-def play(scenario, *arguments: str, **more: Any) -> None:
+def run_scenario(scenario, *arguments: str, **more: Any) -> None:
     async def main() -> None:
         async with written(*arguments, **more) as scene:
             await scenario(scene)
@@ -128,7 +128,7 @@ def test_memory_is_in_quarantine_while_a_stopped_writer_could_go_on(
             await scene.owner.deregister(scene.given)
         await scene.expect_untouched()
 
-    play(scenario, transport, environment=environment)
+    run_scenario(scenario, transport, environment=environment)
 
 
 @WRITERS
@@ -144,7 +144,7 @@ def test_memory_is_free_when_the_stopped_writer_is_killed(
         assert not scene.owner.quarantined
         await scene.expect_untouched()
 
-    play(scenario, transport, environment=environment)
+    run_scenario(scenario, transport, environment=environment)
 
 
 def test_a_writer_that_was_lost_before_may_still_write() -> None:
@@ -159,7 +159,7 @@ def test_a_writer_that_was_lost_before_may_still_write() -> None:
         await scene.until_free()
         await scene.expect_untouched()
 
-    play(scenario, "shm")
+    run_scenario(scenario, "shm")
 
 
 @pytest.mark.parametrize("listen", ["unix", "tcp://127.0.0.1:0"])
@@ -170,7 +170,7 @@ def test_what_only_the_owner_itself_receives_is_free_at_once(listen: str) -> Non
         scene.go_on()
         await scene.expect_untouched()
 
-    play(scenario, "tcp", listen)
+    run_scenario(scenario, "tcp", listen)
 
 
 def test_an_agent_that_closes_says_what_is_not_free() -> None:
@@ -180,7 +180,7 @@ def test_an_agent_that_closes_says_what_is_not_free() -> None:
             await scene.owner.close()
         scene.child.kill()
 
-    play(scenario, "shm")
+    run_scenario(scenario, "shm")
 
 
 def test_a_writer_that_answers_is_not_waited_for() -> None:
@@ -193,7 +193,7 @@ def test_a_writer_that_answers_is_not_waited_for() -> None:
         await scene.owner.close()
         assert np.all(scene.arena.array == UNTOUCHED)
 
-    play(scenario, "shm", heartbeat_timeout_s=LONG_HEARTBEAT_TIMEOUT_S)
+    run_scenario(scenario, "shm", heartbeat_timeout_s=LONG_HEARTBEAT_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])

@@ -61,7 +61,7 @@ class Api:
 
 
 def run(test: Callable[[Api], Awaitable[None]], access: Access | None = None, **fields: Any) -> None:
-    async def play() -> None:
+    async def run_scenario() -> None:
         config = RoutingHttpConfig(**{"port": 0, "body_bytes_max": 100_000} | fields)
         registry = CollectorRegistry()
         async with (
@@ -77,7 +77,7 @@ def run(test: Callable[[Api], Awaitable[None]], access: Access | None = None, **
             finally:
                 await server.close()
 
-    asyncio.run(play())
+    asyncio.run(run_scenario())
 
 
 def test_the_api_from_put_to_feedback():
@@ -466,7 +466,7 @@ async def process(ready: str, *arguments: str) -> AsyncIterator[str]:
 
 @pytest.mark.slow
 def test_the_example_gateway_between_two_plain_servers(runtime_dir):
-    async def play() -> None:
+    async def run_scenario() -> None:
         mock = (
             "-m",
             "penstock",
@@ -535,4 +535,4 @@ def test_the_example_gateway_between_two_plain_servers(runtime_dir):
             assert float(figures["predicted_hit_tokens_total"]) > 0
             assert float(figures["predicted_hits_found_tokens_total"]) > 0
 
-    asyncio.run(asyncio.wait_for(play(), 120))
+    asyncio.run(asyncio.wait_for(run_scenario(), 120))

@@ -28,7 +28,9 @@ def wide(*, exact: bool = False, **settings: int) -> Deployment:
     return plan_deployment(build(graph), beside=Path(), exact=exact)
 
 
-def played_s(deployment: Deployment, *lengths: int, output_tokens: int = 2) -> tuple[np.ndarray, np.ndarray]:
+def measured_s(
+    deployment: Deployment, *lengths: int, output_tokens: int = 2
+) -> tuple[np.ndarray, np.ndarray]:
     """Give the times to the first token and to the last, sorted, of prompts that come at once."""
     rows = [TraceRow(0.0, length, output_tokens, ()) for length in lengths]
     recording = simulate(deployment, trace_sessions(rows, seed=0), seed=0)
@@ -40,30 +42,32 @@ def played_s(deployment: Deployment, *lengths: int, output_tokens: int = 2) -> t
 def test_prompts_that_come_at_once_are_computed_at_once_on_a_rank_each() -> None:
     deployment = wide()
     step_s = deployment.role_groups[0].latency.prefill_batch_s([(8192, 0)] * 8)
-    eight, sixteen = (played_s(deployment, *[8192] * count)[0] for count in (8, 16))
+    eight, sixteen = (measured_s(deployment, *[8192] * count)[0] for count in (8, 16))
     assert eight.max() < 2.1 * step_s, "the first may have a step of its own"
     assert eight.max() + 0.8 * step_s < sixteen.max() < 3.1 * step_s
 
 
 def test_a_long_prompt_is_cut_to_its_ranks_budget_and_does_not_hold_up_the_others() -> None:
     lengths = (100_000, *[500] * 20)
-    *others, longest = played_s(wide(max_batch_tokens=1024), *lengths)[0]
+    *others, longest = measured_s(wide(max_batch_tokens=1024), *lengths)[0]
     assert longest > 5
     assert max(others) < 0.1 * longest
-    at_once = played_s(wide(max_batch_tokens=100_000), *lengths)[0]
+    at_once = measured_s(wide(max_batch_tokens=100_000), *lengths)[0]
     assert max(at_once[:-1]) > 2 * max(others)
 
 
 def test_as_many_run_as_the_ranks_have_room_for() -> None:
     deployment = wide(max_running_requests=1)
-    eight, nine = (played_s(deployment, *[64] * count, output_tokens=100)[0] for count in (8, 9))
+    eight, nine = (measured_s(deployment, *[64] * count, output_tokens=100)[0] for count in (8, 9))
     assert nine.max() > 10 * eight.max(), "the ninth waits for another to end"
 
 
 def test_it_jumps_as_it_steps() -> None:
     lengths = (30_000, 9_000, *[700] * 30, 12_000)
     jump, exact = (
-        played_s(wide(exact=exact, max_batch_tokens=512, max_running_requests=3), *lengths, output_tokens=50)
+        measured_s(
+            wide(exact=exact, max_batch_tokens=512, max_running_requests=3), *lengths, output_tokens=50
+        )
         for exact in (False, True)
     )
     assert jump[0] == pytest.approx(exact[0], rel=1e-3)

@@ -101,7 +101,7 @@ def test_a_report_says_what_it_is_of(tmp_path, capsys):
     inputs = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, *flags)["inputs"]
     said = inputs.pop("engine_profile")
     assert inputs == {
-        "version": __version__, "workload": "azure_trace.csv", "played": {"requests": 3}, "seed": 7, "exact": False,
+        "version": __version__, "workload": "azure_trace.csv", "workload_flags": {"requests": 3}, "seed": 7, "exact": False,
         "graph": SMALL.name, "set": {"router.policy": "random"}, "policy": "random",
         "slo": {"ttft_s": 2.0, "itl_s": 0.05, "percentile": inputs["slo"]["percentile"]},
         "hardware": "h100", "devices": 8, "usd_per_hour": 3.0, "watts": 1275.0, "tokens_per_step": 1.0,
@@ -167,7 +167,7 @@ def test_goodput_depends_on_the_targets(tmp_path, spec):
         assert half["goodput_rps"] == pytest.approx(30 / half["duration_s"])
 
 
-def test_a_trace_can_be_cut_and_played_faster(tmp_path):
+def test_a_trace_can_be_cut_and_run_faster(tmp_path):
     slow = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, "--requests", "5")
     fast = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, "--requests", "5", "--speed", "10")
     assert slow["requests"] == fast["requests"] == 5
@@ -294,7 +294,7 @@ def test_deployments_are_put_side_by_side(tmp_path, spec, capsys):
     assert "70b-h100-tp4-x4" in capsys.readouterr().out
 
 
-def _played(policy, monkeypatch, *, exact, seed, kv_blocks=700, tiers=()):
+def _run(policy, monkeypatch, *, exact, seed, kv_blocks=700, tiers=()):
     """Give each request's (time to the first token, to the last, cached tokens), the workers it went to, and tokens by tier."""
     settings = [
         f"router.policy={policy}", "roles.aggregated.replicas=8", f"roles.aggregated.kv_blocks={kv_blocks}",
@@ -325,7 +325,7 @@ def _played(policy, monkeypatch, *, exact, seed, kv_blocks=700, tiers=()):
 @pytest.mark.parametrize(("policy", "seed"), [("kv", 1), ("kv", 5), ("least-loaded", 3)])
 def test_a_whole_deployment_jumps_as_it_steps(monkeypatch, policy, seed):
     """Whatever the policy looks at is told at the same moments: each request goes to the same worker, and takes as long."""
-    exact, jump = (_played(policy, monkeypatch, exact=exact, seed=seed) for exact in (True, False))
+    exact, jump = (_run(policy, monkeypatch, exact=exact, seed=seed) for exact in (True, False))
     assert len(exact[0]) == 120
     assert len({worker for chosen in exact[3].values() for worker in chosen}) >= 6
     assert jump[3] == exact[3]
@@ -340,8 +340,7 @@ def test_a_whole_deployment_jumps_as_it_steps(monkeypatch, policy, seed):
 def test_a_whole_deployment_with_lower_tiers_jumps_as_it_steps(monkeypatch, policy):
     tiers = ["roles.aggregated.kv_tiers.host=1.5", "roles.aggregated.kv_tiers.disk=4"]
     exact, jump = (
-        _played(policy, monkeypatch, exact=exact, seed=1, kv_blocks=160, tiers=tiers)
-        for exact in (True, False)
+        _run(policy, monkeypatch, exact=exact, seed=1, kv_blocks=160, tiers=tiers) for exact in (True, False)
     )
     assert jump[3] == exact[3]
     assert jump[0] == pytest.approx(exact[0], rel=1e-3)
@@ -349,7 +348,7 @@ def test_a_whole_deployment_with_lower_tiers_jumps_as_it_steps(monkeypatch, poli
     assert jump[4] == exact[4]
     assert jump[4][0] > 10_000
     assert sum(jump[4]) < jump[2].sum() == exact[2].sum()
-    without = _played(policy, monkeypatch, exact=False, seed=1, kv_blocks=160)
+    without = _run(policy, monkeypatch, exact=False, seed=1, kv_blocks=160)
     assert jump[2].sum() > without[2].sum() + 10_000
 
 

@@ -61,8 +61,8 @@ class Crowd:
 Scene = Callable[[SimCluster, Dispatcher], Awaitable[None]]
 
 
-def play(scene: Scene, clients: int) -> None:
-    """Have clients keep four workers busy while a scene is played."""
+def run_scenario(scene: Scene, clients: int) -> None:
+    """Have clients keep four workers busy while a scenario runs."""
 
     async def main(rng: random.Random) -> None:
         streams: dict[RequestId, Prompt] = {}
@@ -119,7 +119,7 @@ def test_a_worker_that_turns_twice_as_slow_is_tracked_within_20_observations_and
         assert all(factor == pytest.approx(2.0, rel=0.15) for _, factor in seen[20:]), "no swinging"
         assert [after[f"worker-{n}"] for n in (1, 2, 3)] == pytest.approx([1.0] * 3, abs=0.1), "as they say"
 
-    play(scene, clients=200)
+    run_scenario(scene, clients=200)
 
 
 def test_a_worker_that_got_nothing_for_being_slow_is_tried_again() -> None:
@@ -135,7 +135,7 @@ def test_a_worker_that_got_nothing_for_being_slow_is_tried_again() -> None:
         assert worker.engine.load().generated_tokens > tokens + 1000
         assert factors(dispatcher)["worker-0"] == pytest.approx(1.0, abs=0.1)
 
-    play(scene, clients=32)
+    run_scenario(scene, clients=32)
 
 
 def test_requests_wait_less_than_where_nobody_measures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 Scene = Callable[[MemoryCluster, Dispatcher], Awaitable[None]]
 
 
-def play(
+def run_scenario(
     scene: Scene,
     names: Sequence[str] = ("p0", "d0"),
     *,
@@ -72,7 +72,7 @@ def play(
                 await asyncio.sleep(_IDLE_S)
                 for name in cluster.names:
                     left = cluster.engine(name)
-                    assert isinstance(left, BatchedEngine), "play elsewhere with other engines"
+                    assert isinstance(left, BatchedEngine), "run other engines elsewhere"
                     check_nothing_is_held(cluster.worker(name), left)
                 assert dispatcher._shared.request_queue.num_queued == 0
                 dispatcher.check()

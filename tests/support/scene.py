@@ -27,7 +27,7 @@ Engines = dict[str, ManualEngine]
 Scene = Callable[[MemoryCluster, Dispatcher, Engines], Awaitable[None]]
 
 
-def play(scene: Scene, num_workers: int = 3, config: RouterConfig | None = None) -> None:
+def run_scenario(scene: Scene, num_workers: int = 3, config: RouterConfig | None = None) -> None:
     """Run a scene once all workers are registered, and check the dispatcher's state afterwards."""
 
     async def main() -> None:

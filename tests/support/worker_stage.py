@@ -110,7 +110,7 @@ class Stage:
             self.error = error
 
 
-def play(scene: Callable[[Stage], Awaitable[None]], config: WorkerConfig | None = None) -> None:
+def run_scenario(scene: Callable[[Stage], Awaitable[None]], config: WorkerConfig | None = None) -> None:
     async def main() -> None:
         stage = Stage(config)
         async with asyncio.TaskGroup() as group:

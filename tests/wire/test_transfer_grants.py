@@ -77,7 +77,7 @@ async def two_agents(listen: str):
         yield owner, giving, given, peer.link
 
 
-def play(scenario, listen: str = "unix") -> None:
+def run_scenario(scenario, listen: str = "unix") -> None:
     async def main() -> None:
         async with two_agents(listen) as parts:
             await scenario(*parts)
@@ -97,7 +97,7 @@ def test_who_shows_a_key_gets_the_transports_answer_and_is_known_to_have_it(list
         await owner.deregister(given)
         assert not owner.grants.to(theirs)
 
-    play(scenario, listen)
+    run_scenario(scenario, listen)
 
 
 @pytest.mark.parametrize("listen", ["memory", "unix"])
@@ -119,7 +119,7 @@ def test_a_wrong_key_a_wrong_direction_and_a_transport_that_is_none_are_refused(
         assert not owner.grants.to(owner._connections.link_to("reader"))
         assert sum(owner.counters.refused.values()) == 5
 
-    play(scenario, listen)
+    run_scenario(scenario, listen)
 
 
 def test_a_descriptor_comes_with_its_answer_and_the_owner_keeps_none():
@@ -137,7 +137,7 @@ def test_a_descriptor_comes_with_its_answer_and_the_owner_keeps_none():
         await asyncio.sleep(0.01)
         assert descriptors() == before
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_over_tcp_no_descriptor_can_be_sent():
@@ -151,7 +151,7 @@ def test_over_tcp_no_descriptor_can_be_sent():
         await asyncio.sleep(0.01)
         assert descriptors() == before
 
-    play(scenario, "tcp://127.0.0.1:0")
+    run_scenario(scenario, "tcp://127.0.0.1:0")
 
 
 def test_a_region_that_goes_while_a_request_is_answered_is_not_exposed():
@@ -171,7 +171,7 @@ def test_a_region_that_goes_while_a_request_is_answered_is_not_exposed():
             os.fstat(read)
         os.close(write)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_more_requests_than_may_be_are_refused_at_once(monkeypatch):
@@ -189,7 +189,7 @@ def test_more_requests_than_may_be_are_refused_at_once(monkeypatch):
 
     monkeypatch.setattr(grants, "_REQUESTS_MAX", 2)
     monkeypatch.setattr("penstock.transfer.link.links._LINK_ENDS_S", 0.01)
-    play(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_request_that_is_none_is_refused_and_the_link_lives_on(data):
         assert owner.counters.refused == {"protocol_error": 1}
         assert (await link.request("giving", {READ: {given.region_id: given.read_key}})).payload == b"answer"
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_descriptors_that_a_peer_sends_along_are_closed():
@@ -221,7 +221,7 @@ def test_descriptors_that_a_peer_sends_along_are_closed():
             assert connection.recv(1000)
         assert descriptors() == before
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_who_sends_no_request_is_given_up():
@@ -231,7 +231,7 @@ def test_who_sends_no_request_is_given_up():
             await asyncio.sleep(1.2)
             assert connection.recv(1) == b""
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize(

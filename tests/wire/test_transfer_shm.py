@@ -56,7 +56,7 @@ class Arenas(TwoAgents):
         await self.agent.post(op, self.local.ranges(), self.remote.ranges(), self.peer).wait()
 
 
-def play(scenario, *arguments) -> None:
+def run_scenario(scenario, *arguments) -> None:
     async def main() -> None:
         async with Arenas(*arguments) as two:
             await scenario(two)
@@ -98,7 +98,7 @@ class TestMappings:
                 await asyncio.sleep(0.01)
                 assert (mappings(), descriptors()) == before, "all let go"
 
-        play(scenario)
+        run_scenario(scenario)
 
     def test_a_prepared_list_does_not_keep_a_mapping(self):
         async def scenario(two: Arenas) -> None:
@@ -110,7 +110,7 @@ class TestMappings:
             with pytest.raises(PeerLost):
                 await prepared.post(READ).wait()
 
-        play(scenario)
+        run_scenario(scenario)
 
     def test_nothing_is_left_of_agents_that_have_closed(self):
         async def main() -> None:
@@ -140,7 +140,7 @@ class TestMappings:
                     two.agent.post(WRITE, *ranges, peer)
                 assert mappings("r--s") == 1
 
-        play(scenario)
+        run_scenario(scenario)
 
     def test_what_was_given_to_read_cannot_be_mapped_for_writing_by_any_means(self):
         async def scenario(two: Arenas) -> None:
@@ -159,7 +159,7 @@ class TestMappings:
                 arena.array[0] = 9
                 assert theirs.array[0] == 9, "its owner goes on writing"
 
-        play(scenario)
+        run_scenario(scenario)
 
     def test_what_was_given_to_write_is_not_mapped_since_it_could_be_read(self):
         async def scenario(two: Arenas) -> None:
@@ -171,7 +171,7 @@ class TestMappings:
                 assert (arena.array == 4).all()
                 assert not peer.routes["shm"].channel._arenas
 
-        play(scenario)
+        run_scenario(scenario)
 
     def test_more_access_that_is_given_later_is_used(self):
         async def scenario(two: Arenas) -> None:
@@ -186,7 +186,7 @@ class TestMappings:
                 assert (arena.array == 4).all()
                 await two.agent.post(READ, *ranges, peer).wait()
 
-        play(scenario)
+        run_scenario(scenario)
 
     def test_arenas_and_private_memory_in_one_list(self):
         async def scenario(two: Arenas) -> None:
@@ -206,7 +206,7 @@ class TestMappings:
             expected = np.concatenate([private[:100], private[200:300], np.full(100, 3), private[900:907]])
             assert np.array_equal(two.read_local()[:307], expected)
 
-        play(scenario)
+        run_scenario(scenario)
 
 
 class TestLyingOwners:
@@ -222,7 +222,7 @@ class TestLyingOwners:
                     await two.move(op)
             assert mappings() == before
 
-        play(scenario)
+        run_scenario(scenario)
 
     def test_a_region_that_becomes_longer(self):
         async def scenario(two: Arenas) -> None:
@@ -234,7 +234,7 @@ class TestLyingOwners:
                 with pytest.raises(TransferRefused, match="outside of its arena"):
                     await two.agent.post(op, two.local.ranges(0, 8), behind, two.peer).wait()
 
-        play(scenario)
+        run_scenario(scenario)
 
     @pytest.mark.parametrize("lie", [b"", b"\xc1", b"\x80", encode(MappedArena(size_bytes=1))])
     def test_a_way_that_is_none(self, lie):
@@ -244,7 +244,7 @@ class TestLyingOwners:
             with pytest.raises(TransferRefused, match="did not register"):
                 await two.move()
 
-        play(scenario)
+        run_scenario(scenario)
 
     def test_an_arena_that_could_shrink(self, monkeypatch):
         async def scenario(two: Arenas) -> None:
@@ -257,7 +257,7 @@ class TestLyingOwners:
             assert mappings() == before
             os.close(fd)
 
-        play(scenario)
+        run_scenario(scenario)
 
     @pytest.mark.parametrize("payload", [b"", b"\xc1", encode(MappedArena(size_bytes=2 * SIZE))])
     def test_an_arena_that_is_described_wrongly(self, payload):
@@ -274,7 +274,7 @@ class TestLyingOwners:
                 await two.move()
             assert mappings() == before
 
-        play(scenario)
+        run_scenario(scenario)
 
     def test_a_request_that_the_owner_does_not_answer_is_not_waited_for_long(self, monkeypatch):
         async def scenario(two: Arenas) -> None:
@@ -286,7 +286,7 @@ class TestLyingOwners:
                 await two.move()
 
         monkeypatch.setattr("penstock.transfer.link.links._LINK_ENDS_S", 0.01)
-        play(scenario)
+        run_scenario(scenario)
 
     def test_messages_that_are_none_end_the_link(self):
         async def scenario(two: Arenas) -> None:
@@ -295,7 +295,7 @@ class TestLyingOwners:
             with pytest.raises(PeerLost, match="transport shm"):
                 await two.move()
 
-        play(scenario)
+        run_scenario(scenario)
 
 
 def test_a_cancelled_request_leaves_no_descriptor():
@@ -309,7 +309,7 @@ def test_a_cancelled_request_leaves_no_descriptor():
         await two.move(WRITE)
         assert descriptors() == before + FDS_OF_AN_ARENA, "and not the cancelled answer's"
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 class TestPrivateMemory:
@@ -345,7 +345,7 @@ class TestPrivateMemory:
                     READ, two.local.ranges(0, 8), peer.region("gone").ranges(0, 8), peer
                 ).wait()
 
-        play(scenario)
+        run_scenario(scenario)
 
     def test_the_nonce_tells_who_a_process_is(self):
         nonce = np.frombuffer(b"0123456789abcdef", np.uint8)
@@ -367,7 +367,7 @@ class TestEnds:
                     await two.move(op)
 
         monkeypatch.setattr("penstock.transfer.transports.shm.channel._WATCH_S", 0.001)
-        play(scenario)
+        run_scenario(scenario)
 
     def test_a_copy_under_way_is_ended(self, monkeypatch):
         async def scenario(two: Arenas) -> None:
@@ -391,7 +391,7 @@ class TestEnds:
                 await handle.wait()
 
         monkeypatch.setattr("penstock.transfer.transports.shm.channel._WATCH_S", 0.001)
-        play(scenario)
+        run_scenario(scenario)
 
     def test_nobody_is_watched_when_nothing_is_copied(self, monkeypatch):
         async def scenario(two: Arenas) -> None:
@@ -401,7 +401,7 @@ class TestEnds:
             await asyncio.sleep(0.02)
 
         monkeypatch.setattr("penstock.transfer.transports.shm.channel._WATCH_S", 0.001)
-        play(scenario)
+        run_scenario(scenario)
 
     def test_processes_that_are_there_and_that_are_not(self):
         assert not is_ending(os.getpid())

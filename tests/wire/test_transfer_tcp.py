@@ -172,10 +172,10 @@ async def rogue_asks():
             assert np.array_equal(target, scene.memory[: 2 * MIB])
 
 
-def _asking(play):
+def _asking(scenario):
     async def main():
         async with rogue_asks() as scene:
-            await play(scene)
+            await scenario(scene)
 
     run_async(main())
 
@@ -201,7 +201,7 @@ _FORBIDDEN = {
 @pytest.mark.parametrize("ask", _ASKS)
 @pytest.mark.parametrize("wrong", _FORBIDDEN)
 def test_what_may_not_be_reached_is_refused(ask, wrong):
-    async def play(scene):
+    async def scenario(scene):
         await scene.rogue.ready_stream()
         scene.rogue.say(_ASKS[ask](_FORBIDDEN[wrong](scene)))
         ended = await scene.rogue.hear(Ended)
@@ -210,24 +210,24 @@ def test_what_may_not_be_reached_is_refused(ask, wrong):
         assert scene.honest.counters.refused == {"transfer_refused": 1}
         assert scene.untouched()
 
-    _asking(play)
+    _asking(scenario)
 
 
 @pytest.mark.parametrize("ask", ["put", "write"])
 def test_what_is_read_only_is_not_written(ask):
-    async def play(scene):
+    async def scenario(scene):
         await scene.rogue.ready_stream()
         shown = scene.honest.register(bytes(KIB), "shown")
         ranges = PackedRanges.pack(shown.ranges(), {shown.region_id: shown.write_key})
         scene.rogue.say(_ASKS[ask](ranges))
         assert "read-only" in (await scene.rogue.hear(Ended)).error.message
 
-    _asking(play)
+    _asking(scenario)
 
 
 @pytest.mark.parametrize("ask", _ASKS)
 def test_a_region_that_is_gone_is_refused(ask):
-    async def play(scene):
+    async def scenario(scene):
         await scene.rogue.ready_stream()
         ranges = scene.packed()
         await scene.honest.deregister(scene.region)
@@ -236,7 +236,7 @@ def test_a_region_that_is_gone_is_refused(ask):
         assert scene.untouched()
         scene.register()
 
-    _asking(play)
+    _asking(scenario)
 
 
 _NONSENSE = {
@@ -279,7 +279,7 @@ _NONSENSE = {
 
 @pytest.mark.parametrize("what", _NONSENSE)
 def test_nonsense_ends_the_link_with_an_error_on_both_sides(what):
-    async def play(scene):
+    async def scenario(scene):
         await scene.rogue.ready_stream()
         scene.rogue.say(_NONSENSE[what](scene))
         await scene.lost()
@@ -287,30 +287,30 @@ def test_nonsense_ends_the_link_with_an_error_on_both_sides(what):
         assert isinstance(scene.honest.refusals[0], ProtocolError)
         assert scene.untouched()
 
-    _asking(play)
+    _asking(scenario)
 
 
 def test_a_stream_in_use_is_not_for_another_exchange():
-    async def play(scene):
+    async def scenario(scene):
         await scene.rogue.ready_stream()
         for exchange in (1, 2):
             scene.rogue.say(Push(exchange=exchange, stream=1, op=WRITE, ranges=scene.packed()))
         await scene.lost()
         assert "which is in use" in scene.honest.refusals[0].message
 
-    _asking(play)
+    _asking(scenario)
 
 
 def test_a_stream_that_is_unknown_cannot_be_used():
-    async def play(scene):
+    async def scenario(scene):
         scene.rogue.say(Push(exchange=1, stream=9, op=WRITE, ranges=scene.packed()))
         assert "stream 9 has ended" in (await scene.rogue.hear(Ended)).error.message
 
-    _asking(play)
+    _asking(scenario)
 
 
 def test_streams_are_counted():
-    async def play(scene):
+    async def scenario(scene):
         for number in (1, 2):
             await scene.rogue.ready_stream(number)
         third = await scene.rogue.open_stream(3)
@@ -318,16 +318,16 @@ def test_streams_are_counted():
             assert await asyncio.get_running_loop().sock_recv(third, 1) == b""
         assert len(scene.transport._room.streams) == 2
 
-    _asking(play)
+    _asking(scenario)
 
 
 def test_a_number_is_given_once():
-    async def play(scene):
+    async def scenario(scene):
         await scene.rogue.ready_stream(1)
         again = await scene.rogue.open_stream(1)
         assert await asyncio.get_running_loop().sock_recv(again, 1) == b""
 
-    _asking(play)
+    _asking(scenario)
 
 
 def _header(exchange, num_bytes, magic=b"PTA data"):
@@ -345,7 +345,7 @@ def _header(exchange, num_bytes, magic=b"PTA data"):
     ],
 )
 def test_a_stream_that_brings_something_else_is_refused_before_memory_is_touched(sent, code):
-    async def play(scene):
+    async def scenario(scene):
         stream = await scene.rogue.ready_stream()
         scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed()))
         await scene.rogue.hear(Go)
@@ -356,11 +356,11 @@ def test_a_stream_that_brings_something_else_is_refused_before_memory_is_touched
         assert scene.untouched()
         assert not scene.transport._room.streams
 
-    _asking(play)
+    _asking(scenario)
 
 
 def test_too_few_bytes_are_an_error_soon():
-    async def play(scene):
+    async def scenario(scene):
         stream = await scene.rogue.ready_stream()
         scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed()))
         await scene.rogue.hear(Go)
@@ -370,11 +370,11 @@ def test_too_few_bytes_are_an_error_soon():
         assert scene.honest.counters.refused == {"transfer_error": 1}
         assert (scene.memory[KIB:] == 7).all()
 
-    _asking(play)
+    _asking(scenario)
 
 
 def test_a_stream_that_ends_early_is_an_error_at_once():
-    async def play(scene):
+    async def scenario(scene):
         stream = await scene.rogue.ready_stream()
         scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed()))
         await scene.rogue.hear(Go)
@@ -383,11 +383,11 @@ def test_a_stream_that_ends_early_is_an_error_at_once():
         ended = await scene.rogue.hear(Ended, within_s=IDLE_S / 2)
         assert "ended after 100 bytes" in ended.error.message
 
-    _asking(play)
+    _asking(scenario)
 
 
 def test_more_bytes_than_announced_reach_no_memory():
-    async def play(scene):
+    async def scenario(scene):
         stream = await scene.rogue.ready_stream()
         scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed(0, KIB)))
         await scene.rogue.hear(Go)
@@ -399,11 +399,11 @@ def test_more_bytes_than_announced_reach_no_memory():
         assert not scene.memory[:KIB].any()
         assert (scene.memory[KIB:] == 7).all()
 
-    _asking(play)
+    _asking(scenario)
 
 
 def test_who_reads_nothing_is_given_up():
-    async def play(scene):
+    async def scenario(scene):
         scene.transport._config = scene.transport._server.config  # the bound is what makes it a megabyte
         stream = await scene.rogue.ready_stream()
         stream.setsockopt(1, 8, 4096)  # SO_RCVBUF
@@ -414,11 +414,11 @@ def test_who_reads_nothing_is_given_up():
                 break
         assert "none for 0.15 s" in frame.error.message
 
-    _asking(play)
+    _asking(scenario)
 
 
 def test_a_wrong_checksum_is_an_error_on_both_sides():
-    async def play(scene):
+    async def scenario(scene):
         scene.rogue.say(Put(exchange=1, ranges=scene.packed(), payload=bytes(KIB), checksums=b"\1\2\3\4"))
         assert (await scene.rogue.hear(Ended)).error.code == "checksum_mismatch"
         stream = await scene.rogue.ready_stream()
@@ -429,11 +429,11 @@ def test_a_wrong_checksum_is_an_error_on_both_sides():
         assert scene.honest.counters.refused == {"checksum_mismatch": 2}
         assert (scene.memory[KIB:] == 7).all()
 
-    _asking(play)
+    _asking(scenario)
 
 
 def test_stopping_lets_go_and_what_stops_late_is_no_error():
-    async def play(scene):
+    async def scenario(scene):
         await scene.rogue.ready_stream()
         scene.rogue.say(Push(exchange=1, stream=1, op=WRITE, ranges=scene.packed()))
         await scene.rogue.hear(Go)
@@ -444,13 +444,13 @@ def test_stopping_lets_go_and_what_stops_late_is_no_error():
         await scene.rogue.hear(Done)
         assert scene.honest.counters.refused == {}
 
-    _asking(play)
+    _asking(scenario)
 
 
 # -- and now the owner lies ------------------------------------------------------------------------------------------
 
 
-def _answering(play, contact=None):
+def _answering(scenario, contact=None):
     async def main():
         rogue = Rogue(contact)
         async with (
@@ -461,7 +461,7 @@ def _answering(play, contact=None):
             theirs = owner.register(np.zeros(4 * MIB, np.uint8), "theirs")
             scene.peer = await honest.connect(owner.metadata([theirs]))
             scene.theirs = theirs
-            await play(scene)
+            await scenario(scene)
 
     run_async(main())
 
@@ -473,7 +473,7 @@ def _post(scene, op, num_bytes, **options):
 
 @pytest.mark.parametrize("size", [0, KIB - 1, KIB + 1])
 def test_an_answer_of_another_size_is_an_error(size):
-    async def play(scene):
+    async def scenario(scene):
         handle = _post(scene, READ, KIB)
         await scene.rogue.hear(Get)
         scene.rogue.say(Done(exchange=1, payload=bytes(size)))
@@ -481,7 +481,7 @@ def test_an_answer_of_another_size_is_an_error(size):
             await handle.wait()
         assert scene.untouched()
 
-    _answering(play)
+    _answering(scenario)
 
 
 async def _greeted(scene):
@@ -502,7 +502,7 @@ async def _greeted(scene):
     ],
 )
 def test_a_read_that_brings_something_else_is_an_error(sent, error):
-    async def play(scene):
+    async def scenario(scene):
         handle = _post(scene, READ, MIB)
         stream = await _greeted(scene)
         await scene.rogue.hear(Push)
@@ -512,11 +512,11 @@ def test_a_read_that_brings_something_else_is_an_error(sent, error):
             await handle.wait()
         assert scene.untouched()
 
-    _answering(play)
+    _answering(scenario)
 
 
 def test_a_read_whose_checksum_differs_is_an_error_on_both_sides():
-    async def play(scene):
+    async def scenario(scene):
         handle = _post(scene, READ, KIB, checksum=True)
         await scene.rogue.hear(Get)
         scene.rogue.say(Done(exchange=1, payload=bytes(KIB), checksums=b"\1\2\3\4"))
@@ -525,12 +525,12 @@ def test_a_read_whose_checksum_differs_is_an_error_on_both_sides():
         assert (await scene.rogue.hear(Stop)).error.code == "checksum_mismatch"
         assert scene.untouched()
 
-    _answering(play)
+    _answering(scenario)
 
 
 @pytest.mark.parametrize(("op", "size"), [(READ, KIB), (WRITE, KIB), (READ, MIB), (WRITE, MIB)])
 def test_silence_ends_at_the_deadline(op, size):
-    async def play(scene):
+    async def scenario(scene):
         handle = _post(scene, op, size, timeout_s=0.05)
         if size == MIB:
             await _greeted(scene)
@@ -538,12 +538,12 @@ def test_silence_ends_at_the_deadline(op, size):
             async with asyncio.timeout(6 * IDLE_S):
                 await handle.wait()
 
-    _answering(play)
+    _answering(scenario)
 
 
 @pytest.mark.parametrize("op", [READ, WRITE])
 def test_a_cancelled_transfer_ends_when_the_owner_has_let_go(op):
-    async def play(scene):
+    async def scenario(scene):
         handle = _post(scene, op, MIB)
         await _greeted(scene)
         asked = await scene.rogue.hear(Push)
@@ -554,42 +554,42 @@ def test_a_cancelled_transfer_ends_when_the_owner_has_let_go(op):
         with pytest.raises(TransferCancelled):
             await handle.wait()
 
-    _answering(play)
+    _answering(scenario)
 
 
 def test_a_read_that_brings_nothing_is_an_error_soon():
-    async def play(scene):
+    async def scenario(scene):
         handle = _post(scene, READ, MIB)
         await _greeted(scene)
         with pytest.raises(TransferError, match=r"none for 0\.15 s"):
             async with asyncio.timeout(6 * IDLE_S):
                 await handle.wait()
 
-    _answering(play)
+    _answering(scenario)
 
 
 def test_a_stream_that_nobody_greets_is_an_error():
-    async def play(scene):
+    async def scenario(scene):
         handle = _post(scene, WRITE, MIB)
         with pytest.raises(TransferError, match="stream 1 is not answered"):
             await handle.wait()
 
-    _answering(play)
+    _answering(scenario)
 
 
 def test_a_stream_that_is_closed_instead_of_greeted_is_an_error():
-    async def play(scene):
+    async def scenario(scene):
         handle = _post(scene, WRITE, MIB)
         (await scene.rogue.streams.get()).close()
         with pytest.raises(TransferError, match="takes no more streams"):
             await handle.wait()
 
-    _answering(play)
+    _answering(scenario)
 
 
 @pytest.mark.parametrize("size", [KIB, MIB])
 def test_the_owners_word_is_what_is_raised(size):
-    async def play(scene):
+    async def scenario(scene):
         handle = _post(scene, WRITE, size)
         if size == MIB:
             await _greeted(scene)
@@ -598,7 +598,7 @@ def test_the_owners_word_is_what_is_raised(size):
         with pytest.raises(TransferRefused, match="because"):
             await handle.wait()
 
-    _answering(play)
+    _answering(scenario)
 
 
 @pytest.mark.parametrize(
@@ -611,16 +611,16 @@ def test_the_owners_word_is_what_is_raised(size):
     ],
 )
 def test_a_contact_that_makes_no_sense_is_why_it_is_not_reached(contact, why):
-    async def play(scene):
+    async def scenario(scene):
         assert why in scene.peer.unreachable["tcp"]
         with pytest.raises(TransferRefused, match=why):
             _post(scene, WRITE, KIB)
 
-    _answering(play, contact)
+    _answering(scenario, contact)
 
 
 def test_questions_to_who_asks_end_the_link():
-    async def play(scene):
+    async def scenario(scene):
         scene.rogue.link = next(iter(scene.honest._connections._links.values()))
         handle = _post(scene, WRITE, KIB)
         await scene.rogue.hear(Put)
@@ -629,4 +629,4 @@ def test_questions_to_who_asks_end_the_link():
             await handle.wait()
         assert scene.honest.counters.refused == {"protocol_error": 1}
 
-    _answering(play)
+    _answering(scenario)

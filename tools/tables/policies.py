@@ -46,7 +46,7 @@ _LENGTH_CELL = "S/70b-fp8/80"
 
 @cache
 def mean(file: str, cell: str, policy: str, metric: str) -> float | None:
-    """Give the mean over the seeds; None where it was not played."""
+    """Give the mean over the seeds; None where it did not run."""
     samples = report(file)["samples"]
     for name in _NAMED.get(policy, (policy,)):
         values = samples.get(f"{cell} {name} {metric}")

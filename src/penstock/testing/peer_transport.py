@@ -34,7 +34,7 @@ class PeerTransportSuite(TransportSuite):
         """Make the transport's harness, with `size_bytes` of memory on each side."""
         raise NotImplementedError
 
-    def play_two(
+    def run_two(
         self, scenario: Callable[[TwoAgents], Awaitable[None]], size_bytes: int | None = None
     ) -> None:
         async def main() -> None:
@@ -57,7 +57,7 @@ class PeerTransportSuite(TransportSuite):
             harness.owner.send_notification("reader", b"answer")
             assert await anext(answers) == ("owner", b"answer")
 
-        self.play_two(scenario)
+        self.run_two(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
     def test_a_grant_for_one_direction_does_not_allow_the_other(self, op: TransferOp) -> None:
@@ -85,7 +85,7 @@ class PeerTransportSuite(TransportSuite):
                 assert np.array_equal(harness.read_local(), here)
                 assert sum(harness.owner.counters.refused.values()) == refused + 1
 
-        self.play_two(scenario)
+        self.run_two(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
     def test_a_region_without_a_grant_cannot_be_reached(self, op: TransferOp) -> None:
@@ -110,7 +110,7 @@ class PeerTransportSuite(TransportSuite):
             assert harness.owner.counters.refused.get("transfer_refused", 0) >= 1
             assert harness.owner.refusals
 
-        self.play_two(scenario)
+        self.run_two(scenario)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
     def test_a_deregistered_region_cannot_be_reached(self, op: TransferOp) -> None:
@@ -131,7 +131,7 @@ class PeerTransportSuite(TransportSuite):
             assert np.array_equal(harness.read_local(), here), "bytes arrived after the end"
             assert np.array_equal(await harness.read_remote(), there), "bytes arrived after the end"
 
-        self.play_two(scenario, self.large_bytes)
+        self.run_two(scenario, self.large_bytes)
 
     @pytest.mark.parametrize("op", [READ, WRITE])
     def test_a_closed_peer_fails_transfers_soon(self, op: TransferOp) -> None:
@@ -150,7 +150,7 @@ class PeerTransportSuite(TransportSuite):
             with pytest.raises(PeerLost):
                 harness.agent.post(op, *whole, harness.peer)
 
-        self.play_two(scenario, self.large_bytes)
+        self.run_two(scenario, self.large_bytes)
 
     def test_disconnected_peers_can_reconnect(self) -> None:
         async def scenario(harness: TwoAgents) -> None:
@@ -163,7 +163,7 @@ class PeerTransportSuite(TransportSuite):
             await harness.agent.post(WRITE, harness.local.ranges(), remote.ranges(), again).wait()
             assert np.array_equal(await harness.read_remote(), here)
 
-        self.play_two(scenario)
+        self.run_two(scenario)
 
     def test_more_regions_can_be_granted_later(self) -> None:
         async def scenario(harness: TwoAgents) -> None:
@@ -176,4 +176,4 @@ class PeerTransportSuite(TransportSuite):
             await harness.agent.post(WRITE, harness.local.ranges(), peer.region("more").ranges(), peer).wait()
             assert np.array_equal(view, here)
 
-        self.play_two(scenario)
+        self.run_two(scenario)

@@ -254,9 +254,9 @@ class TestComparison:
 def test_a_policy_that_is_kv_without_sessions_is_no_baseline_unless_asked_for(monkeypatch):
     options = argparse.Namespace(baselines=ROOT / "benchmarks", policies=None, ablations=False)
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    played = command._policies(options)
-    assert "session" not in played
-    assert {"kv", "round-robin", "product", "weighted-scores"} <= set(played)
+    found = command._policies(options)
+    assert "session" not in found
+    assert {"kv", "round-robin", "product", "weighted-scores"} <= set(found)
     options.policies = "kv,session"
     assert set(command._policies(options)) == {"kv", "session"}
 
@@ -266,8 +266,8 @@ def test_ablations_are_played_only_when_asked_for(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     assert not any("without" in name for name in command._policies(options))
     options.ablations = True
-    played = command._policies(options)
-    assert {"kv", "product", "kv-without-hold", "kv-without-queue", "product-with-hold"} <= set(played)
+    found = command._policies(options)
+    assert {"kv", "product", "kv-without-hold", "kv-without-queue", "product-with-hold"} <= set(found)
     options.policies = "kv"
     with pytest.raises(ConfigError, match="--ablations: names its own policies"):
         command._policies(options)

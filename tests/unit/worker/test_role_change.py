@@ -16,8 +16,8 @@ from tests.support.kv_transfer import PRICES, connect_late, tiny_engine, tiny_re
 from tests.support.manual_engine import ManualEngine
 
 
-def play(scene, names=("p0", "d0"), *, engine=tiny_engine, **options):
-    kv_transfer_scene.play(scene, names, engine=lambda _name: engine(), **options)
+def run_scenario(scene, names=("p0", "d0"), *, engine=tiny_engine, **options):
+    kv_transfer_scene.run_scenario(scene, names, engine=lambda _name: engine(), **options)
 
 
 def prefilled(cluster, name):
@@ -40,7 +40,7 @@ def test_a_prefill_worker_decodes_and_prefills_again():
         assert prefilled(cluster, "d0") - d0 == 1, "prompts come from the prefill worker again"
         assert (await whole_answer(dispatcher, tiny_request("d")))[0] == alone[0]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_an_idle_worker_is_back_soon_and_keeps_what_it_has_cached():
@@ -50,7 +50,7 @@ def test_an_idle_worker_is_back_soon_and_keeps_what_it_has_cached():
         assert changed.took_s < 0.2, "the notice, and a few turns of the loop"
         assert cluster.engine("p0").load().cached_blocks == 12
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_workers_of_a_deployment_without_roles_begin_to_transfer_kv():
@@ -65,7 +65,7 @@ def test_workers_of_a_deployment_without_roles_begin_to_transfer_kv():
         await dispatcher.change_role("a0", Role.AGGREGATED)
         assert (await whole_answer(dispatcher, tiny_request("c")))[0] == expected[0]
 
-    play(scene, ("a0", "a1"))
+    run_scenario(scene, ("a0", "a1"))
 
 
 def test_what_is_under_way_is_finished_first():
@@ -83,7 +83,7 @@ def test_what_is_under_way_is_finished_first():
         assert stream.migrations == 0
         assert (await change).role is Role.PREFILL
 
-    play(scene, ("p0", "d0", "d1"))
+    run_scenario(scene, ("p0", "d0", "d1"))
 
 
 def test_what_takes_too_long_goes_on_elsewhere():
@@ -98,7 +98,7 @@ def test_what_takes_too_long_goes_on_elsewhere():
         for answer in answers:
             assert (await answer)[:2] == expected[:2]
 
-    play(scene, ("p0", "d0", "d1"), config=WorkerConfig(drain_timeout_s=0.2))
+    run_scenario(scene, ("p0", "d0", "d1"), config=WorkerConfig(drain_timeout_s=0.2))
 
 
 def test_prompts_that_wait_at_a_prefill_worker_go_elsewhere_too():
@@ -112,7 +112,7 @@ def test_prompts_that_wait_at_a_prefill_worker_go_elsewhere_too():
         await dispatcher.change_role("p0", Role.DECODE)
         assert [(await answer)[0] for answer in answers] == expected
 
-    play(scene, config=WorkerConfig(drain_timeout_s=0.0, drain_notice_s=0.0))
+    run_scenario(scene, config=WorkerConfig(drain_timeout_s=0.0, drain_notice_s=0.0))
 
 
 def test_offers_outlive_the_change():
@@ -127,7 +127,7 @@ def test_offers_outlive_the_change():
                 pass
         assert cluster.worker("d0").kv_transfer.incoming.fetched_blocks == 75
 
-    play(scene)
+    run_scenario(scene)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_refusals(names, worker, role, status, why):
         assert refusal.value.http_status == status
         assert all(cluster.worker(name).instance.state is InstanceState.READY for name in names)
 
-    play(scene, names)
+    run_scenario(scene, names)
 
 
 def test_a_prefill_worker_whose_kv_would_end_answers_sooner():
@@ -160,7 +160,7 @@ def test_a_prefill_worker_whose_kv_would_end_answers_sooner():
             await dispatcher.change_role("p1", Role.DECODE)
         assert (await dispatcher.change_role("p2", Role.DECODE)).role is Role.DECODE
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_one_change_at_a_time():
@@ -178,7 +178,7 @@ def test_one_change_at_a_time():
         await dispatcher.change_role("d2", Role.PREFILL)
         assert cluster.worker("d2").instance.role is Role.PREFILL
 
-    play(scene, ("p0", "d0", "d1", "d2"))
+    run_scenario(scene, ("p0", "d0", "d1", "d2"))
 
 
 def test_an_engine_that_cannot_give_its_kv():
@@ -200,7 +200,7 @@ def test_a_worker_without_a_way_to_move_kv():
             await dispatcher.change_role("a0", Role.DECODE)
         assert cluster.worker("a0").kv_transfer is None
 
-    play(scene, ("a0", "a1"), transport=lambda: None)
+    run_scenario(scene, ("a0", "a1"), transport=lambda: None)
 
 
 def test_a_worker_that_stops_meanwhile():
@@ -213,7 +213,7 @@ def test_a_worker_that_stops_meanwhile():
         with pytest.raises((RequestError, Unavailable)):
             await dispatcher.change_role("d0", Role.AGGREGATED)
 
-    play(scene, ("p0", "d0", "d1"))
+    run_scenario(scene, ("p0", "d0", "d1"))
 
 
 def test_a_worker_that_is_killed_meanwhile():
@@ -224,7 +224,7 @@ def test_a_worker_that_is_killed_meanwhile():
         with pytest.raises(WorkerLost):
             await change
 
-    play(scene, ("p0", "d0", "d1"))
+    run_scenario(scene, ("p0", "d0", "d1"))
 
 
 def test_an_engine_that_dies_meanwhile():
@@ -237,7 +237,7 @@ def test_an_engine_that_dies_meanwhile():
         await asyncio.sleep(1)
         assert isinstance(cluster.errors["d0"], EngineError)
 
-    play(scene, ("p0", "d0", "d1"))
+    run_scenario(scene, ("p0", "d0", "d1"))
 
 
 def test_who_asked_may_go_and_the_change_goes_on():
@@ -249,7 +249,7 @@ def test_who_asked_may_go_and_the_change_goes_on():
         assert cluster.worker("p0").instance.role is Role.DECODE
         assert cluster.worker("p0").instance.state is InstanceState.READY
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_routers_hear_of_what_the_worker_takes_on_in_its_new_role():
@@ -266,7 +266,7 @@ def test_routers_hear_of_what_the_worker_takes_on_in_its_new_role():
         await dispatcher.change_role("d0", Role.DECODE)
         assert cluster.worker("d0").instance.engine == before
 
-    play(scene, ("p0", "d0", "d1"), engine=engine)
+    run_scenario(scene, ("p0", "d0", "d1"), engine=engine)
 
 
 def test_a_worker_that_goes_on_with_its_own_prompt_is_not_told_to_give_it_up():
@@ -281,7 +281,7 @@ def test_a_worker_that_goes_on_with_its_own_prompt_is_not_told_to_give_it_up():
         assert len(tokens) == 20
         assert dispatcher.explain("a")[-1].worker == "p0"
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_of_two_that_answer_and_are_asked_at_once_one_goes_on_answering():
@@ -293,4 +293,4 @@ def test_of_two_that_answer_and_are_asked_at_once_one_goes_on_answering():
         roles = {cluster.worker(name).instance.role for name in ("d0", "d1")}
         assert roles == {Role.PREFILL, Role.DECODE}
 
-    play(scene, ("p0", "d0", "d1"))
+    run_scenario(scene, ("p0", "d0", "d1"))

@@ -12,7 +12,7 @@ from penstock.core.types.events import BlockStored, EventBatch, EventSnapshot
 from penstock.core.types.requests import Delta, FinishReason
 from penstock.core.wire import pack_hashes, pack_tokens
 from penstock.worker import files
-from tests.support.worker_stage import Stage, make_request, play, settle
+from tests.support.worker_stage import Stage, make_request, run_scenario, settle
 
 
 def test_one_frame_carries_all_deltas_of_a_step_for_one_frontend():
@@ -30,7 +30,7 @@ def test_one_frame_carries_all_deltas_of_a_step_for_one_frontend():
         assert first.frames == [(deltas["a"], deltas["b"])]
         assert second.frames == [(deltas["c"],)]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_an_abort_reaches_the_engine_and_later_deltas_are_dropped():
@@ -44,7 +44,7 @@ def test_an_abort_reaches_the_engine_and_later_deltas_are_dropped():
         await settle()
         assert not sink.frames
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_only_its_own_frontend_aborts_a_request():
@@ -62,7 +62,7 @@ def test_only_its_own_frontend_aborts_a_request():
         stage.worker.abort(RequestId("a"), owner)
         assert stage.engine.aborted == ["a"]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_requests_of_a_frontend_that_is_gone_are_aborted():
@@ -79,7 +79,7 @@ def test_requests_of_a_frontend_that_is_gone_are_aborted():
         await asyncio.sleep(1)
         assert len(first.loads) == loads
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_refusal_is_a_delta():
@@ -98,7 +98,7 @@ def test_a_refusal_is_a_delta():
         ]
         assert not stage.engine.requests
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_second_request_of_the_same_id_is_refused():
@@ -112,7 +112,7 @@ def test_a_second_request_of_the_same_id_is_refused():
         assert first.error("a") == "invalid_request_error"
         assert not stage.engine.requests
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_deadline_ends_the_request():
@@ -127,7 +127,7 @@ def test_a_deadline_ends_the_request():
         assert sink.error("a") == "deadline_exceeded"
         assert stage.engine.aborted == ["a"]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_odd_deadlines_are_refused_or_never_come():
@@ -142,7 +142,7 @@ def test_odd_deadlines_are_refused_or_never_come():
         assert sink.error("late") == "deadline_exceeded"
         assert list(stage.engine.requests) == ["inf", "long"]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_events_are_numbered_and_replayed():
@@ -162,7 +162,7 @@ def test_events_are_numbered_and_replayed():
         await settle()
         assert len(sink.events) == 1
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_files_are_read_by_hash():
@@ -170,7 +170,7 @@ def test_files_are_read_by_hash():
         assert await stage.worker.read_file("abc") == b"content"
         assert await stage.worker.read_file("other") is None
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_files_are_read_and_hashed_beside_the_loop(tmp_path, monkeypatch):

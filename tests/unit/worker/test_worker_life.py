@@ -9,7 +9,7 @@ from penstock.core.types.instances import EngineInfo, InstancePut, InstanceState
 from penstock.core.types.requests import FinishReason
 from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
-from tests.support.worker_stage import Stage, make_request, play, settle
+from tests.support.worker_stage import Stage, make_request, run_scenario, settle
 
 
 def test_draining_is_announced_then_refuses_then_ends():
@@ -32,7 +32,7 @@ def test_draining_is_announced_then_refuses_then_ends():
         assert not len(stage.discovery._table)
         assert stage.error is None
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_what_outlasts_the_drain_goes_elsewhere():
@@ -45,7 +45,7 @@ def test_what_outlasts_the_drain_goes_elsewhere():
         assert stage.engine.aborted == ["a"]
         assert stage.engine.closed
 
-    play(scene, WorkerConfig(drain_timeout_s=5.0))
+    run_scenario(scene, WorkerConfig(drain_timeout_s=5.0))
 
 
 @pytest.mark.parametrize("problem", [RuntimeError("CUDA is gone"), None])
@@ -68,7 +68,7 @@ def test_a_dead_engine_ends_the_worker_with_an_error(problem, draining):
         assert stage.error.__cause__ is problem
         assert not len(stage.discovery._table)
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_card_that_does_not_fit_the_engine_is_a_config_error():

@@ -9,7 +9,7 @@ from penstock.core.types.events import BlockStored, EventMessage
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason
 from penstock.core.wire import pack_hashes
-from tests.support.worker_stage import Sink, Stage, make_request, play, settle
+from tests.support.worker_stage import Sink, Stage, make_request, run_scenario, settle
 
 
 def test_loads_say_which_requests_they_include():
@@ -26,7 +26,7 @@ def test_loads_say_which_requests_they_include():
         await settle()
         assert first.loads[-1].accepted_requests == 2  # a refused request is not waiting either
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_what_comes_and_goes_is_told_soon_and_busy_and_idle_at_once():
@@ -48,7 +48,7 @@ def test_what_comes_and_goes_is_told_soon_and_busy_and_idle_at_once():
         await asyncio.sleep(10)
         assert len(sink.loads) == told  # idle workers are silent
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_busy_worker_where_nothing_changes_reports_now_and_then():
@@ -62,7 +62,7 @@ def test_a_busy_worker_where_nothing_changes_reports_now_and_then():
         await asyncio.sleep(2.5)  # a long step
         assert len(sink.loads) == told + 5
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_blocks_that_an_abort_frees_with_the_step_are_told_at_once():
@@ -78,7 +78,7 @@ def test_blocks_that_an_abort_frees_with_the_step_are_told_at_once():
         await settle()
         assert sink.loads[-1].active_blocks == 0
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_what_an_answer_left_behind_is_told_before_its_end():
@@ -107,7 +107,7 @@ def test_what_an_answer_left_behind_is_told_before_its_end():
         await settle()
         assert sink.order == ["idle", "load", "event", "idle", "deltas"]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_burst_of_submissions_is_reported_within_the_interval():
@@ -120,7 +120,7 @@ def test_a_burst_of_submissions_is_reported_within_the_interval():
         assert sink.loads[-1].accepted_requests == 5
         assert len(sink.loads) == 3
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_what_one_frontend_sends_the_others_hear_with_the_next_turn():
@@ -140,7 +140,7 @@ def test_what_one_frontend_sends_the_others_hear_with_the_next_turn():
         load = second.loads[-1]
         assert (load.peers, load.peer_requests, load.peer_prefill_tokens, load.peer_arrivals) == (0, 0, 0, 3)
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_request_sent_without_knowing_of_others_comes_back_behind_the_load_it_lacked():
@@ -159,4 +159,4 @@ def test_a_request_sent_without_knowing_of_others_comes_back_behind_the_load_it_
         stage.worker.submit(make_request("c"), second)
         assert list(stage.engine.requests) == ["a", "b", "c"]
 
-    play(scene)
+    run_scenario(scene)

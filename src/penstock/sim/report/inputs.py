@@ -16,14 +16,14 @@ class Inputs:
 
     workload:  workload file
     changes:   graph fields set by flags, by dotted path
-    played:    flags that change the workload, as given
+    workload_flags: flags that change the workload, as given
     profile:   profile of all engines; None for the roles' profiles or the roofline
     """
 
     workload: Path
     seed: int
     changes: Mapping[str, Any] = field(default_factory=dict)
-    played: Mapping[str, Any] = field(default_factory=dict)
+    workload_flags: Mapping[str, Any] = field(default_factory=dict)
     profile: Path | None = None
 
     @property
@@ -41,7 +41,7 @@ class Inputs:
         return {
             "version": __version__,
             "workload": self.workload.name,
-            "played": dict(self.played),
+            "workload_flags": dict(self.workload_flags),
             "seed": self.seed,
             "exact": deployment.exact,
             "graph": Path(graph_file).name,

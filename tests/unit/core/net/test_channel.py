@@ -76,7 +76,7 @@ class Stage:
         self.channel.data_received(b"".join(CODEC.encode(message) for message in messages))
 
 
-def play(scenario):
+def run_scenario(scenario):
     async def main():
         stage = Stage()
         await scenario(stage)
@@ -94,7 +94,7 @@ def test_messages_go_in_and_out():
         assert stage.transport.written == [Subscribe()]
         assert stage.handler.messages == [Abort(request_id="a"), Abort(request_id="b")]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_ping_is_answered_and_a_silent_peer_is_pinged_and_then_given_up():
@@ -113,7 +113,7 @@ def test_a_ping_is_answered_and_a_silent_peer_is_pinged_and_then_given_up():
         assert "silent for 4" in stage.handler.closed[0]
         assert stage.handler.messages == []
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_silence_is_noticed_when_its_time_is_up_and_not_at_the_next_beat():
@@ -125,7 +125,7 @@ def test_silence_is_noticed_when_its_time_is_up_and_not_at_the_next_beat():
         await asyncio.sleep(0.02)
         assert stage.transport.ends == ["abort"]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_peer_that_speaks_is_not_pinged():
@@ -135,7 +135,7 @@ def test_a_peer_that_speaks_is_not_pinged():
             stage.receive(Abort(request_id="a"))
         assert stage.transport.written == []
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_time_in_which_this_process_stood_still_is_not_the_peers():
@@ -149,7 +149,7 @@ def test_time_in_which_this_process_stood_still_is_not_the_peers():
         await asyncio.sleep(10)
         assert stage.transport.ends == ["abort"], f"at {loop.time()}: from then on its silence counts"
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_full_buffer_is_said_and_bounded():
@@ -170,7 +170,7 @@ def test_a_full_buffer_is_said_and_bounded():
         assert stage.transport.ends == ["abort"]
         assert stage.transport.written == [Subscribe()]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_closing_says_goodbye_once():
@@ -188,7 +188,7 @@ def test_closing_says_goodbye_once():
         assert stage.channel.closed.is_set()
         stage.channel.abort("too late")
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_who_reads_no_goodbye_is_given_up():
@@ -203,7 +203,7 @@ def test_who_reads_no_goodbye_is_given_up():
         await asyncio.sleep(1)
         assert stage.transport.ends == ["close", "abort"]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_goodbye_is_the_reason():
@@ -213,7 +213,7 @@ def test_a_goodbye_is_the_reason():
         stage.channel.connection_lost(None)
         assert stage.handler.closed == ["it said goodbye: draining"]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_handler_that_fails_ends_the_connection(error, log, reason):
         stage.channel.connection_lost(None)
         assert stage.handler.closed == [reason]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_unknown_frames_are_counted_and_logged_once():
@@ -246,4 +246,4 @@ def test_unknown_frames_are_counted_and_logged_once():
         assert stage.handler.unknown == ["new"] * 3
         assert len(logs) == 1
 
-    play(scenario)
+    run_scenario(scenario)

@@ -1,4 +1,4 @@
-"""Pools against sums worked out by hand, and the queue against one that is played."""
+"""Pools against sums worked out by hand, and the queue against a simulated one."""
 
 import heapq
 import math
@@ -36,7 +36,7 @@ class Linear:
         return self.mixed_step_s((), batch, context_tokens)
 
 
-def played_wait_s(service_s, servers, rate_per_s, share):
+def simulated_wait_s(service_s, servers, rate_per_s, share):
     """Give the quantile of the waits of many arrivals at random, first come, first served."""
     rng = random.Random(1)
     now, free_s, waits = 0.0, [0.0] * servers, []
@@ -50,10 +50,10 @@ def played_wait_s(service_s, servers, rate_per_s, share):
 
 @pytest.mark.parametrize("servers", [1, 4, 16])
 @pytest.mark.parametrize("busy", [0.3, 0.7, 0.9])
-def test_a_wait_is_about_what_a_queue_that_is_played_has(servers, busy):
+def test_a_wait_is_about_what_a_simulated_queue_has(servers, busy):
     found = wait_s(1.0, servers, busy, 0.9)
-    played = played_wait_s(1.0, servers, busy * servers, 0.9)
-    assert found == pytest.approx(played, rel=0.2, abs=0.1)
+    simulated = simulated_wait_s(1.0, servers, busy * servers, 0.9)
+    assert found == pytest.approx(simulated, rel=0.2, abs=0.1)
 
 
 def test_more_work_than_time_has_no_end():

@@ -26,7 +26,7 @@ PROMPT = tuple(range(100, 121))
 Scene = Callable[[MemoryCluster, Dispatcher, dict[str, ManualEngine]], Awaitable[None]]
 
 
-def play(scene: Scene, workers: dict[str, tuple[str, ...]], **config: object) -> None:
+def run_scenario(scene: Scene, workers: dict[str, tuple[str, ...]], **config: object) -> None:
     async def main() -> None:
         settings = RouterConfig.parse(config, source="test")
         async with MemoryCluster() as cluster, cluster.dispatcher(settings) as dispatcher:
@@ -81,7 +81,7 @@ def test_requests_go_to_a_holder_of_their_adapter_only():
         (view,) = [view for view in dispatcher.workers() if view.name == "w2"]
         assert view.adapters == ("b",)
 
-    play(scene, {"w1": ("a",), "w2": ("b",), "w3": ("b",)})
+    run_scenario(scene, {"w1": ("a",), "w2": ("b",), "w3": ("b",)})
 
 
 def test_prefixes_of_adapters_and_of_the_model_never_mix():
@@ -93,7 +93,7 @@ def test_prefixes_of_adapters_and_of_the_model_never_mix():
             cached[request.request_id] = dispatcher.explain(request.request_id)[0].chosen.overlap_blocks
         assert list(cached.values()) == [0, 0, 0, 5, 5, 5]
 
-    play(scene, {"w1": ("a", "b")})
+    run_scenario(scene, {"w1": ("a", "b")})
 
 
 def test_the_names_of_blocks_differ_by_adapter_whatever_is_in_the_names():
@@ -115,7 +115,7 @@ def test_models_list_adapters_while_somebody_has_them():
         await asyncio.sleep(0.01)
         assert list(dispatcher.models()) == ["tiny", "a"]
 
-    play(scene, {"w1": ("a", "tiny"), "w2": ("b",)})
+    run_scenario(scene, {"w1": ("a", "tiny"), "w2": ("b",)})
 
 
 def test_a_request_waits_for_its_adapter_and_no_other_worker_will_do():
@@ -132,7 +132,7 @@ def test_a_request_waits_for_its_adapter_and_no_other_worker_will_do():
         with pytest.raises(Unavailable, match=r"model c: no worker was ready within 5 s; models .*: b, tiny"):
             await dispatcher.open(make_request("s", "c")).__aenter__()
 
-    play(scene, {"w1": ()}, no_worker_wait_s=5.0)
+    run_scenario(scene, {"w1": ()}, no_worker_wait_s=5.0)
 
 
 def test_a_worker_refuses_what_it_does_not_have():
@@ -145,7 +145,7 @@ def test_a_worker_refuses_what_it_does_not_have():
             engines["w2"].emit("r", 1, cached_tokens=0)
             await reading
 
-    play(scene, {"w1": ("a",), "w2": ("a",)})
+    run_scenario(scene, {"w1": ("a",), "w2": ("a",)})
 
 
 def test_the_router_alone_takes_an_adapter_for_a_model():
@@ -176,4 +176,4 @@ def test_who_waits_for_one_adapter_holds_nobody_up_who_asks_for_another():
         assert dispatcher.explain("r")[0].worker == "w1"
         await waiting.result().__aexit__(None, None, None)
 
-    play(scene, {"w1": ("a",), "w2": ("b",)}, queue={"threshold_s": 1.0})
+    run_scenario(scene, {"w1": ("a",), "w2": ("b",)}, queue={"threshold_s": 1.0})

@@ -82,7 +82,7 @@ class Setting:
         assert not self.dispatcher._shared.requests
 
 
-def play(
+def run_scenario(
     scene: Callable[[Setting], Awaitable[None]], num_workers: int = 2, config: RouterConfig | None = None
 ) -> None:
     async def main() -> None:
@@ -135,7 +135,7 @@ def test_tokens_stream_to_the_end():
         assert stream.prompt_tokens == 6
         assert stream.output_tokens == 3
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_slow_reader_gets_one_larger_delta():
@@ -149,7 +149,7 @@ def test_a_slow_reader_gets_one_larger_delta():
             assert ids(await anext(stream)) == [0, 1, 2, 3, 4]
             assert await finish(setting, stream) == [99]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_hashes_are_computed_where_they_are_missing_and_checked_where_not():
@@ -171,7 +171,7 @@ def test_hashes_are_computed_where_they_are_missing_and_checked_where_not():
                 pass
         assert caught.value.param == "block_hashes"
 
-    play(scene)
+    run_scenario(scene)
 
 
 @pytest.mark.parametrize("after_tokens", [0, 3])
@@ -190,7 +190,7 @@ def test_leaving_cancels_at_once(after_tokens):
         assert now() == left_s
         setting.check_nothing_left()
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_cancelling_the_reader_cancels_the_request():
@@ -209,7 +209,7 @@ def test_cancelling_the_reader_cancels_the_request():
         await settle()
         setting.check_nothing_left()
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_the_deadline_ends_a_stream_and_its_engine_work():
@@ -230,7 +230,7 @@ def test_the_deadline_ends_a_stream_and_its_engine_work():
             with pytest.raises(DeadlineExceeded):
                 await anext(stream)
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_the_deadline_also_ends_waiting_for_a_worker():
@@ -242,7 +242,7 @@ def test_the_deadline_also_ends_waiting_for_a_worker():
                 pass
         assert loop.time() - opened_s == pytest.approx(3.0)
 
-    play(scene, num_workers=0)
+    run_scenario(scene, num_workers=0)
 
 
 def test_the_deadline_does_not_spoil_an_answer_that_is_complete():
@@ -253,7 +253,7 @@ def test_the_deadline_does_not_spoil_an_answer_that_is_complete():
             await asyncio.sleep(5.0)
             assert [ids(delta) async for delta in stream] == [[1]]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_stream_goes_on_where_its_worker_was_lost():
@@ -284,7 +284,7 @@ def test_a_stream_goes_on_where_its_worker_was_lost():
         assert stream.migrations == 1
         assert (stream.prompt_tokens, stream.cached_tokens, stream.output_tokens) == (6, 4, 5)
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_request_that_loses_worker_after_worker_is_quarantined():
@@ -310,7 +310,7 @@ def test_a_request_that_loses_worker_after_worker_is_quarantined():
         async with setting.dispatcher.open(make_request("later")) as later:
             assert await finish(setting, later, "later") == [99]
 
-    play(scene, num_workers=4)
+    run_scenario(scene, num_workers=4)
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
@@ -342,7 +342,7 @@ def test_who_gets_on_may_lose_as_many_workers_as_it_takes_and_is_not_blamed(name
             async with setting.dispatcher.open(make_request(name, prompt)) as again:
                 assert await finish(setting, again, name) == [99]
 
-    play(scene, num_workers=1)
+    run_scenario(scene, num_workers=1)
 
 
 def test_who_only_stood_beside_the_culprit_is_not_quarantined_with_it():
@@ -379,7 +379,7 @@ def test_who_only_stood_beside_the_culprit_is_not_quarantined_with_it():
             async with setting.dispatcher.open(make_request(name, prompts[name])) as again:
                 assert await finish(setting, again, name) == [99]
 
-    play(scene, num_workers=1)
+    run_scenario(scene, num_workers=1)
 
 
 def test_a_suspect_that_waits_for_its_turn_still_has_its_deadline():
@@ -404,7 +404,7 @@ def test_a_suspect_that_waits_for_its_turn_still_has_its_deadline():
             await settle()
             assert not setting.engines["w3"].requests
 
-    play(scene, num_workers=1)
+    run_scenario(scene, num_workers=1)
 
 
 def test_who_loses_worker_after_worker_is_blamed_even_after_a_token_of_each():
@@ -420,7 +420,7 @@ def test_who_loses_worker_after_worker_is_blamed_even_after_a_token_of_each():
             with pytest.raises(Unavailable, match="refused for 60 s"):
                 await reading
 
-    play(scene, num_workers=3)
+    run_scenario(scene, num_workers=3)
 
 
 def test_who_gets_nowhere_for_too_long_ends_where_workers_stop():
@@ -436,7 +436,7 @@ def test_who_gets_nowhere_for_too_long_ends_where_workers_stop():
             with pytest.raises(Unavailable, match="failed again and again for 12 s"):
                 await reading
 
-    play(scene, config=RouterConfig(migrations=MigrationConfig(stalled_s_max=10.0)))
+    run_scenario(scene, config=RouterConfig(migrations=MigrationConfig(stalled_s_max=10.0)))
 
 
 def test_lost_after_the_last_token_is_the_end():
@@ -453,7 +453,7 @@ def test_lost_after_the_last_token_is_the_end():
         assert ids(delta) == [1, 2]
         assert delta.finish_reason is FinishReason.LENGTH
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_refused_request_is_tried_elsewhere():
@@ -468,7 +468,7 @@ def test_a_refused_request_is_tried_elsewhere():
                 setting.engines["w2"].emit(request_id, 1, finish=FinishReason.STOP)
                 assert ids(await reading) == [1]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_refused_by_all_is_an_error_with_its_delay():
@@ -482,7 +482,7 @@ def test_refused_by_all_is_an_error_with_its_delay():
                 await anext(stream)
         assert caught.value.retry_after_s == 3.0
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_refusals_are_bounded():
@@ -498,7 +498,7 @@ def test_refusals_are_bounded():
         accepted = [setting.cluster.worker(name)._frontends for name in setting.engines]
         assert sum(f.sent for frontends in accepted for f in frontends.all) == 4
 
-    play(scene, num_workers=6)
+    run_scenario(scene, num_workers=6)
 
 
 @pytest.mark.parametrize(
@@ -514,7 +514,7 @@ def test_other_refusals_are_the_answer(error):
                 await anext(stream)
         assert caught.value.param == getattr(error, "param", None)
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_no_worker_is_waited_for():
@@ -529,7 +529,7 @@ def test_no_worker_is_waited_for():
         engine.emit("r", 7, finish=FinishReason.STOP)
         assert await reading == [7]
 
-    play(scene, num_workers=0)
+    run_scenario(scene, num_workers=0)
 
 
 def test_no_worker_at_all_is_an_error_that_names_the_model():
@@ -541,7 +541,7 @@ def test_no_worker_at_all_is_an_error_that_names_the_model():
                 pass
         assert loop.time() - before_s == pytest.approx(60.0)
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_open_requests_are_bounded_and_ids_are_unique():
@@ -558,7 +558,7 @@ def test_open_requests_are_bounded_and_ids_are_unique():
                 await finish(setting, b, "b")
             await finish(setting, a, "a")
 
-    play(scene, config=RouterConfig(open_requests_max=2))
+    run_scenario(scene, config=RouterConfig(open_requests_max=2))
 
 
 def test_a_host_with_2048_streams_is_lost_and_each_of_them_goes_on():
@@ -593,7 +593,7 @@ def test_a_host_with_2048_streams_is_lost_and_each_of_them_goes_on():
             second.step(deltas=[of(request_id, 9, FinishReason.STOP) for request_id in second.requests])
             assert [await reading for reading in readings] == [[[1, 2], [9]]] * streams
 
-    play(scene, num_workers=1)
+    run_scenario(scene, num_workers=1)
 
 
 def test_closing_the_dispatcher_ends_streams_clearly():
@@ -647,7 +647,7 @@ def test_credit_is_given_for_what_the_reader_took_from_this_worker():
             assert granted == [2, 1]
             await finish(setting, stream)
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_metrics_count_outcomes():
@@ -670,7 +670,7 @@ def test_metrics_count_outcomes():
         assert metrics.output_tokens._value.get() == 1
         assert metrics.open_requests._value.get() == 0
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_model_replaced_by_one_with_other_blocks_ends_what_would_move():
@@ -688,7 +688,7 @@ def test_a_model_replaced_by_one_with_other_blocks_ends_what_would_move():
             with pytest.raises(Unavailable, match="was replaced by one with other blocks"):
                 await anext(stream)
 
-    play(scene, num_workers=1)
+    run_scenario(scene, num_workers=1)
 
 
 async def spread_of_a_burst(config: RouterConfig) -> tuple[list[int], list[Dispatcher]]:
@@ -757,4 +757,4 @@ def test_a_router_hears_of_its_peers_requests_and_of_how_many_come():
             for dispatcher in (other, setting.dispatcher):
                 assert not any(view.load["peer_requests"] for view in dispatcher.workers())
 
-    play(scene)
+    run_scenario(scene)

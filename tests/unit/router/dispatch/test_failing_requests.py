@@ -74,7 +74,7 @@ class Setting:
         await self.cluster.start(name, engine)
 
 
-def play(
+def run_scenario(
     scene: Callable[[Setting, Dispatcher], Awaitable[None]],
     num_workers: int,
     *,
@@ -134,7 +134,7 @@ def test_a_request_that_fails_wherever_it_goes_ends_soon_and_takes_nobody_with_i
         for number, tokens in expected.items():  # nobody else is blamed
             assert (await whole_answer(dispatcher, innocent(number)))[0] == tokens
 
-    play(scene, num_workers, is_deadly=is_deadly, from_tokens=from_tokens)
+    run_scenario(scene, num_workers, is_deadly=is_deadly, from_tokens=from_tokens)
 
 
 def test_a_step_that_fails_once_is_nobodys_error() -> None:
@@ -162,4 +162,4 @@ def test_a_step_that_fails_once_is_nobodys_error() -> None:
         assert tokens == expected
         assert stream.migrations == 1
 
-    play(scene, 1, is_deadly=False)
+    run_scenario(scene, 1, is_deadly=False)

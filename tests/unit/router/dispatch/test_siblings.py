@@ -14,7 +14,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.dispatch.siblings import Siblings
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
-from tests.support.scene import make_request, play, settle
+from tests.support.scene import make_request, run_scenario, settle
 
 BLOCK = 4
 PROMPT = tuple(range(10, 111))  # 25 blocks and a token
@@ -131,7 +131,7 @@ def test_the_next_one_computes_the_prompt_where_the_first_is_cancelled_or_fails(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_who_waits_for_another_keeps_its_deadline():
@@ -147,7 +147,7 @@ def test_who_waits_for_another_keeps_its_deadline():
         tasks[0].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    play(scene)
+    run_scenario(scene)
 
 
 class Waiting:

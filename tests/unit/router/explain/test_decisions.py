@@ -20,7 +20,7 @@ from penstock.router.explain.replay import Replay
 from penstock.router.workers.price_table import UNKNOWN
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
-from tests.support.scene import HASHES, PROMPT, Engines, make_request, play, view
+from tests.support.scene import HASHES, PROMPT, Engines, make_request, run_scenario, view
 
 
 async def decide(dispatcher: Dispatcher, request_id: str, *prompt: tuple[int, ...]) -> Explanation:
@@ -48,7 +48,7 @@ def test_overlap_is_told_by_tier_and_terms_in_milliseconds():
         assert decision.chosen.cost == pytest.approx(sum(decision.chosen.terms.values()))
         assert (decision.unit, decision.request_tokens, decision.block_size) == ("ms", 21, 4)
 
-    play(scene)
+    run_scenario(scene)
 
 
 @pytest.mark.parametrize(("tier", "left"), [(Tier.HOST, 1), (Tier.DISK, 13)])
@@ -63,7 +63,7 @@ def test_what_takes_longer_to_fetch_than_to_compute_is_reserved_as_to_be_compute
         async with dispatcher.open(make_request()):
             assert view(dispatcher, "w2").reserved_prefill_tokens == left  # of 21, 8 of them on the device
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_each_worker_is_priced_by_its_own_prices_and_its_own_memory():
@@ -94,7 +94,7 @@ def test_each_worker_is_priced_by_its_own_prices_and_its_own_memory():
             assert of["itl"] == pytest.approx(5 * step_ms[name]), name
             assert (of["kv_wait"] > 0) == (name == "small"), f"{name}: six blocks of its prompt"
 
-    play(scene, 0)
+    run_scenario(scene, 0)
 
 
 def test_who_is_left_out_is_told_as_it_was_then():
@@ -112,7 +112,7 @@ def test_who_is_left_out_is_told_as_it_was_then():
         assert dispatcher.explain("a")[0].left_out == decision.left_out, "w2 is gone, w4 in its slot, w1 idle"
         assert dispatcher.explain("a")[0].age_s >= 20
 
-    play(scene, config=RouterConfig(busy_queued_tokens=50))
+    run_scenario(scene, config=RouterConfig(busy_queued_tokens=50))
 
 
 def test_a_request_that_moves_has_one_decision_for_each_worker():
@@ -132,7 +132,7 @@ def test_a_request_that_moves_has_one_decision_for_each_worker():
         assert [decision.worker for decision in dispatcher.explain("a-0")] == [one.worker, two.worker]
         assert dispatcher.explain("a-1") == dispatcher.explain("b") == ()
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_of_many_workers_the_cheapest_are_named_and_whoever_holds_most():
@@ -146,7 +146,7 @@ def test_of_many_workers_the_cheapest_are_named_and_whoever_holds_most():
         assert (decision.num_candidates, decision.next_worker) == (9, "w2")
         assert decision.reason is RouteReason.SHORTER_PREFIX
 
-    play(scene, 9, RouterConfig(explain=ExplainConfig(candidates_max=3)))
+    run_scenario(scene, 9, RouterConfig(explain=ExplainConfig(candidates_max=3)))
 
 
 def test_a_worker_that_got_its_session_s_request_is_told_so():
@@ -164,7 +164,7 @@ def test_a_worker_that_got_its_session_s_request_is_told_so():
         await asyncio.sleep(0.001)
         assert await reason("alone", "a") is RouteReason.ONLY_WORKER
 
-    play(scene, 3, RouterConfig(policy="session"))
+    run_scenario(scene, 3, RouterConfig(policy="session"))
 
 
 def test_time_spent_is_taken_from_the_target_for_the_first_token():
@@ -183,7 +183,7 @@ def test_time_spent_is_taken_from_the_target_for_the_first_token():
         assert await targets(60.0, answered=False) == pytest.approx(0.1)
         assert await targets(0.25, answered=True) is None
 
-    play(scene)
+    run_scenario(scene)
 
 
 @pytest.mark.parametrize("bound", [{"decisions_max": 3}, {"bytes_max": 4500}])
@@ -196,7 +196,7 @@ def test_old_decisions_go(bound):
         assert dispatcher.explain("r-5") == ()
         assert len(dispatcher.explain("r")) == 3
 
-    play(scene, 2, RouterConfig(explain=ExplainConfig(**bound)))
+    run_scenario(scene, 2, RouterConfig(explain=ExplainConfig(**bound)))
 
 
 def test_decisions_are_found_by_request_and_by_answer_without_looking_at_others():
@@ -217,7 +217,7 @@ def test_decisions_are_found_by_request_and_by_answer_without_looking_at_others(
         assert found("chat-b") == ["chat-b-0"]
         decisions._kept = kept
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_none_are_kept_where_none_are_wanted():
@@ -226,7 +226,7 @@ def test_none_are_kept_where_none_are_wanted():
             dispatcher.check()
         assert dispatcher.latest_decisions(99) == ()
 
-    play(scene, 2, RouterConfig(explain=ExplainConfig(decisions_max=0)))
+    run_scenario(scene, 2, RouterConfig(explain=ExplainConfig(decisions_max=0)))
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_log_says_all_that_its_decisions_went_by(policy, lines):
-    play(traffic, config=RouterConfig(policy=policy))
+    run_scenario(traffic, config=RouterConfig(policy=policy))
     replayed = list(Replay().run(lines()))
     assert len(replayed) == 60
     assert [one.request_id for one in replayed if one.differs] == []
@@ -270,14 +270,14 @@ def test_a_log_says_all_that_its_decisions_went_by(policy, lines):
 
 @pytest.mark.parametrize("bound", [{"sessions_max": 1}, {"session_idle_s": 0.015}])
 def test_sessions_are_forgotten_again_as_they_were(bound, lines):
-    play(traffic, config=RouterConfig(policy="session", **bound))
+    run_scenario(traffic, config=RouterConfig(policy="session", **bound))
     assert [one.request_id for one in Replay().run(lines()) if one.differs] == []
     as_usual = (json.loads(line) | dict.fromkeys(bound, 1 << 16) for line in lines())
     assert any(one.differs for one in Replay().run(map(json.dumps, as_usual))), "or nothing was forgotten"
 
 
 def test_another_policy_says_what_it_would_have_done(lines):
-    play(traffic, config=RouterConfig(policy="round-robin"))
+    run_scenario(traffic, config=RouterConfig(policy="round-robin"))
     replayed = list(Replay("kv").run(lines()))
     differing = [one for one in replayed if one.differs]
     assert 0 < len(differing) < 60
@@ -289,12 +289,12 @@ def test_another_policy_says_what_it_would_have_done(lines):
 
 @pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.5, 15, 45), (1.0, 60, 60)])
 def test_a_share_of_the_decisions_is_logged(share, least, most, lines):
-    play(traffic, config=RouterConfig(explain=ExplainConfig(logged_share=share)))
+    run_scenario(traffic, config=RouterConfig(explain=ExplainConfig(logged_share=share)))
     assert least <= len(lines()) <= most
 
 
 def test_lines_that_are_no_decisions_are_counted_and_broken_ones_named(lines):
-    play(traffic)
+    run_scenario(traffic)
     whole = lines()[0]
     replay = Replay()
     assert len(list(replay.run(["", "10:00 worker_lost", '{"event": "worker_lost"}', whole, "[]"]))) == 1

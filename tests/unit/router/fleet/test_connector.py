@@ -12,7 +12,7 @@ from penstock.router.workers.member import Condition
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
-from tests.support.scene import HASHES, play, settle, stored, view
+from tests.support.scene import HASHES, run_scenario, settle, stored, view
 
 
 def test_a_broken_connection_is_made_again_and_content_asked_for_anew():
@@ -30,7 +30,7 @@ def test_a_broken_connection_is_made_again_and_content_asked_for_anew():
         assert (back.condition, back.connections, back.problem) == (Condition.READY, 2, None)
         assert back.indexed_blocks == 5
 
-    play(scene, num_workers=1)
+    run_scenario(scene, num_workers=1)
 
 
 def test_a_worker_of_another_language_is_shown_with_its_problem():
@@ -64,7 +64,7 @@ def test_a_lost_worker_is_warned_of_once():
         assert "try another worker" not in logs[0]["error"]
         assert not [event for event in events[1:] if event[1] == "warning"]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_an_unreachable_worker_is_tried_with_growing_pauses():

@@ -26,7 +26,7 @@ from penstock.worker.config import WorkerConfig
 from tests.support.cluster import MemoryCluster, small_card
 from tests.support.kv_transfer import tiny_engine
 from tests.support.manual_engine import ManualEngine
-from tests.support.scene import HASHES, PROMPT, make_request, play, settle, stored, view
+from tests.support.scene import HASHES, PROMPT, make_request, run_scenario, settle, stored, view
 
 
 async def route(dispatcher: Dispatcher, request: Request) -> str:
@@ -70,7 +70,7 @@ def test_a_prefix_attracts_requests_to_its_holder():
         assert view(dispatcher, "w3").indexed_blocks == 1
         assert view(dispatcher, "w3").event_sequence == 2
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_prompts_shorter_than_a_block_are_spread_by_what_they_say():
@@ -85,7 +85,7 @@ def test_prompts_shorter_than_a_block_are_spread_by_what_they_say():
         decision = dispatcher.latest_decisions(1)[-1]
         assert (decision.request_blocks, decision.reason) == (1, RouteReason.NO_PREFIX)
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_workers_with_and_without_events_in_one_fleet():
@@ -145,7 +145,7 @@ def test_a_session_follows_its_worker_and_not_its_slot():
         assert second != home
         assert await route(dispatcher, turn(5)) == second
 
-    play(scene, config=RouterConfig(policy="session"))
+    run_scenario(scene, config=RouterConfig(policy="session"))
 
 
 def test_busy_workers_get_requests_only_while_all_are():
@@ -175,7 +175,7 @@ def test_busy_workers_get_requests_only_while_all_are():
             assert await route(dispatcher, make_request("e", small)) in engines
             assert dispatcher.latest_decisions(1)[-1].num_candidates == 3
 
-    play(scene, config=RouterConfig(busy_kv_share=0.5, busy_queued_tokens=30))
+    run_scenario(scene, config=RouterConfig(busy_kv_share=0.5, busy_queued_tokens=30))
 
 
 def test_a_frontend_that_comes_late_knows_the_prefixes_too():
@@ -186,7 +186,7 @@ def test_a_frontend_that_comes_late_knows_the_prefixes_too():
             await asyncio.sleep(0.01)
             assert await route(late, make_request()) == "w2"
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_two_requests_at_once_do_not_both_see_an_idle_worker():
@@ -200,7 +200,7 @@ def test_two_requests_at_once_do_not_both_see_an_idle_worker():
             assert view(dispatcher, first).reserved_requests == 0
             assert view(dispatcher, first).load["running_requests"] == 1
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_other_frontends_hear_of_the_load_they_did_not_cause():
@@ -214,7 +214,7 @@ def test_other_frontends_hear_of_the_load_they_did_not_cause():
                 async with other.open(make_request("b", PROMPT[::-1])):
                     assert other.latest_decisions(1)[-1].worker != busy
 
-    play(scene, num_workers=2)
+    run_scenario(scene, num_workers=2)
 
 
 def test_each_models_requests_go_to_its_own_workers_whoever_has_the_prefix_or_time():
@@ -235,7 +235,7 @@ def test_each_models_requests_go_to_its_own_workers_whoever_has_the_prefix_or_ti
         (decision,) = dispatcher.explain("t")
         assert [left.worker for left in decision.left_out] == ["w1"], "the other model's is no candidate"
 
-    play(scene, num_workers=2)
+    run_scenario(scene, num_workers=2)
 
 
 def test_guesses_are_each_routers_own_and_load_is_not():
@@ -284,7 +284,7 @@ def test_a_lost_worker_is_out_at_once_though_discovery_still_lists_it():
         assert [worker.name for worker in dispatcher.workers()] == ["w1", "w3"]
         assert not dispatcher.expects(model)
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_stream_survives_the_loss_of_the_only_connection():
@@ -303,7 +303,7 @@ def test_a_stream_survives_the_loss_of_the_only_connection():
             engine.emit("r", 2, finish=FinishReason.STOP)
             assert (await reading).finish_reason is FinishReason.STOP
 
-    play(scene, num_workers=1)
+    run_scenario(scene, num_workers=1)
 
 
 class Stepping(ManualEngine):
@@ -382,7 +382,7 @@ def test_a_draining_worker_finishes_and_gets_nothing_new():
         assert [worker.name for worker in dispatcher.workers()] == ["w2"]
         assert engines["w1"].closed
 
-    play(scene, num_workers=2)
+    run_scenario(scene, num_workers=2)
 
 
 def test_a_model_or_adapter_whose_only_worker_drains_is_not_unknown():
@@ -402,7 +402,7 @@ def test_a_model_or_adapter_whose_only_worker_drains_is_not_unknown():
         await asyncio.sleep(5.0)
         assert not dispatcher.expects("tiny"), "it is gone"
 
-    play(scene, num_workers=0)
+    run_scenario(scene, num_workers=0)
 
 
 def test_a_withdrawn_worker_may_finish_what_it_has():
@@ -418,7 +418,7 @@ def test_a_withdrawn_worker_may_finish_what_it_has():
         await settle()
         assert not dispatcher.workers()
 
-    play(scene, num_workers=1)
+    run_scenario(scene, num_workers=1)
 
 
 def test_workers_that_name_blocks_otherwise_wait_until_the_others_are_gone():
@@ -437,7 +437,7 @@ def test_workers_that_name_blocks_otherwise_wait_until_the_others_are_gone():
         assert dispatcher.models()["tiny"].block_size == 8
         assert dispatcher.models()["tiny"].context_length == 99
 
-    play(scene, num_workers=1)
+    run_scenario(scene, num_workers=1)
 
 
 @pytest.mark.parametrize(
@@ -498,7 +498,7 @@ def test_prefill_workers_get_no_whole_requests():
             async with dispatcher.open(make_request()):
                 pass
 
-    play(scene, num_workers=1)
+    run_scenario(scene, num_workers=1)
 
 
 def test_too_many_workers_are_left_out_until_there_is_room():
@@ -511,7 +511,7 @@ def test_too_many_workers_are_left_out_until_there_is_room():
         await settle()
         assert await route(dispatcher, make_request()) == "w3"
 
-    play(scene, num_workers=3, config=RouterConfig(workers_max=2))
+    run_scenario(scene, num_workers=3, config=RouterConfig(workers_max=2))
 
 
 def test_files_come_from_any_worker_that_has_them():
@@ -548,7 +548,7 @@ def test_the_view_is_json_for_people():
         assert shown[0]["load"]["waiting_requests"] == 0  # zeros are shown
         assert shown[0]["open_requests"] == 1
 
-    play(scene, num_workers=1)
+    run_scenario(scene, num_workers=1)
 
 
 def test_listeners_are_told_once_a_turn_however_much_has_changed():
@@ -566,7 +566,7 @@ def test_listeners_are_told_once_a_turn_however_much_has_changed():
         assert told[-1] == 0
         assert dispatcher.models()
 
-    play(scene, num_workers=4)
+    run_scenario(scene, num_workers=4)
 
 
 def test_slots_are_used_again_and_columns_grow_by_doubling():
@@ -583,7 +583,7 @@ def test_slots_are_used_again_and_columns_grow_by_doubling():
         assert [worker.name for worker in dispatcher.workers()] == ["w1", "w6", "w3", "w7", "w5", "w8"]
         assert fleet.pools["tiny"].ready.tolist() == [True] * 6 + [False] * 2
 
-    play(scene, num_workers=5)
+    run_scenario(scene, num_workers=5)
 
 
 def test_columns_are_for_reading():
@@ -593,7 +593,7 @@ def test_columns_are_for_reading():
             with pytest.raises(ValueError, match="read-only"):
                 column[0] = 1
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_who_is_ruled_out_gets_nothing_and_is_told_so():
@@ -604,7 +604,7 @@ def test_who_is_ruled_out_gets_nothing_and_is_told_so():
         assert (decision.num_candidates, decision.next_worker, decision.unit) == (3, None, "none")
         assert [(c.cost, c.terms) for c in decision.candidates] == [(7.0, {}), (None, {}), (None, {})]
 
-    play(scene)
+    run_scenario(scene)
 
 
 class First:

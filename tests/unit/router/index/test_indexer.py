@@ -15,7 +15,7 @@ from penstock.router.index.indexer import Indexer
 from penstock.router.metrics import RouterMetrics
 from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
-from tests.support.scene import HASHES, Engines, play, stored, view
+from tests.support.scene import HASHES, Engines, run_scenario, stored, view
 
 SIZE = 4
 CUT = PackedHashes(pack_hashes(HASHES)[:-3])
@@ -107,7 +107,7 @@ def test_after_foreign_events_a_worker_is_asked_for_its_content_and_the_index_is
             ("kv_events_left_out", "w1", 2)
         ]
 
-    play(scene, num_workers=1)
+    run_scenario(scene, num_workers=1)
 
 
 def test_there_is_room_for_what_workers_say_they_have_and_a_warning_past_it():

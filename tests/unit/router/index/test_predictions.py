@@ -15,7 +15,7 @@ PATH = np.arange(1, 9, dtype=np.uint64)
 Scene = Callable[[RadixTree, Predictions], Awaitable[None]]
 
 
-def play(scene: Scene, blocks_max: int = 3200) -> None:
+def run_scenario(scene: Scene, blocks_max: int = 3200) -> None:
     async def main() -> None:
         tree = RadixTree(10_000, 2)
         predictions = Predictions(tree, ttl_s=TTL_S, blocks_max=blocks_max)
@@ -44,7 +44,7 @@ def test_what_was_sent_is_held_until_its_time_is_over():
         assert depths(tree) == [0, 0]
         assert tree.stats().pairs == 0
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_sending_again_makes_it_last_and_the_rest_of_it_goes():
@@ -55,7 +55,7 @@ def test_sending_again_makes_it_last_and_the_rest_of_it_goes():
         await asyncio.sleep(TTL_S * 0.75)
         assert depths(tree) == [3, 0]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_sending_twice_in_one_interval_notes_only_what_is_new():
@@ -68,7 +68,7 @@ def test_sending_twice_in_one_interval_notes_only_what_is_new():
         await asyncio.sleep(1.125 * TTL_S)
         assert tree.stats().pairs == 0
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_past_the_bound_the_oldest_is_forgotten_first():
@@ -82,7 +82,7 @@ def test_past_the_bound_the_oldest_is_forgotten_first():
         assert tree.match(latest).depths.tolist() == [0, 10]
         assert tree.stats().pairs <= 320
 
-    play(scene, blocks_max=320)
+    run_scenario(scene, blocks_max=320)
 
 
 def test_of_a_prompt_larger_than_the_bound_allows_the_first_part_is_held():
@@ -90,7 +90,7 @@ def test_of_a_prompt_larger_than_the_bound_allows_the_first_part_is_held():
         predictions.sent(0, PATH)
         assert depths(tree) == [3, 0]
 
-    play(scene, blocks_max=3 * 32)
+    run_scenario(scene, blocks_max=3 * 32)
 
 
 def test_a_worker_that_is_gone_leaves_nothing_to_take_back():
@@ -104,4 +104,4 @@ def test_a_worker_that_is_gone_leaves_nothing_to_take_back():
         assert depths(tree) == [8, 0]
         assert tree.stats().unknown_removals == 0
 
-    play(scene)
+    run_scenario(scene)

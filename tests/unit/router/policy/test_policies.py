@@ -11,7 +11,7 @@ from penstock.core.hashing import block_hashes
 from penstock.router.config import RouterConfig
 from penstock.router.policy.policies import POLICIES, choose, make_policy, tie_of
 from penstock.testing.routing_policy import make_context
-from tests.support.scene import make_request, play
+from tests.support.scene import make_request, run_scenario
 
 
 def chosen(policy: str, request_hash: int = 1, **columns: object) -> int | None:
@@ -115,5 +115,5 @@ def test_cold_requests_one_after_the_other_do_not_pile_up_on_one_worker():
                 stream.fail(PenstockError("enough"))
 
     sent = Counter()
-    play(scene, num_workers=3, config=RouterConfig(policy="least-loaded"))
+    run_scenario(scene, num_workers=3, config=RouterConfig(policy="least-loaded"))
     assert min(sent[f"w{number}"] for number in (1, 2, 3)) >= 3

@@ -18,7 +18,7 @@ from penstock.sim.loop.loop import run_virtual
 from penstock.testing.routing_policy import RoutingPolicySuite, some_contexts
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
-from tests.support.scene import make_request, play
+from tests.support.scene import make_request, run_scenario
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 EXAMPLE = "routing_policy:QuietestHolder"
@@ -212,7 +212,7 @@ def test_a_policy_that_fails_ends_the_request_with_its_name_and_nothing_else(pol
         failures = dispatcher._shared.metrics.policy_failures.labels("broken")
         assert failures._value.get() == 2
 
-    play(scene, config=RouterConfig(policy="broken"))
+    run_scenario(scene, config=RouterConfig(policy="broken"))
 
 
 def test_a_policy_that_rules_workers_out_holds_requests_for_the_others(monkeypatch):
@@ -238,7 +238,7 @@ def test_a_policy_that_rules_workers_out_holds_requests_for_the_others(monkeypat
         await (await one).__aexit__(None, None, None)
         assert [name for name, engine in engines.items() if engine.submitted] == ["w1"]
 
-    play(scene, 3, RouterConfig(policy="ruling"))
+    run_scenario(scene, 3, RouterConfig(policy="ruling"))
 
 
 def test_a_policy_that_fails_while_requests_are_held_ends_them_and_holds_up_nobody(monkeypatch):
@@ -262,4 +262,4 @@ def test_a_policy_that_fails_while_requests_are_held_ends_them_and_holds_up_nobo
             await one
         await (await two).__aexit__(None, None, None)
 
-    play(scene, 1, RouterConfig(policy="broken"))
+    run_scenario(scene, 1, RouterConfig(policy="broken"))

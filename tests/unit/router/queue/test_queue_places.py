@@ -53,7 +53,7 @@ class Crowd:
             self.dispatcher.check()
 
 
-def play(scene: Callable[[Crowd, asyncio.TaskGroup], Awaitable[None]], **queue: object) -> None:
+def run_scenario(scene: Callable[[Crowd, asyncio.TaskGroup], Awaitable[None]], **queue: object) -> None:
     async def main() -> None:
         config = RouterConfig(queue=QueueConfig(**queue))
         async with MemoryCluster() as cluster, cluster.dispatcher(config) as dispatcher:
@@ -89,7 +89,7 @@ def test_what_has_no_place_waits_at_the_router_and_no_place_is_empty_meanwhile()
         took_s = asyncio.get_running_loop().time() - begun_s
         assert took_s < 1.1 * 40 / (WORKERS * PLACES) * ANSWER_S
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_an_urgent_request_gets_the_next_place_and_a_flood_takes_no_other_tenants() -> None:
@@ -105,7 +105,7 @@ def test_an_urgent_request_gets_the_next_place_and_a_flood_takes_no_other_tenant
         assert max(crowd.first_s[f"other-{number}"] for number in range(4)) < 3 * ANSWER_S
         assert max(crowd.first_s.values()) > 5 * ANSWER_S
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_refusal_says_how_long_those_that_wait_will_take() -> None:
@@ -125,4 +125,4 @@ def test_a_refusal_says_how_long_those_that_wait_will_take() -> None:
         left_s = (crowd.num_queued - 1) / (WORKERS * PLACES) * ANSWER_S
         assert crowd.dispatcher.retry_after_s() == pytest.approx(left_s, rel=0.5)
 
-    play(scene, requests_max=30)
+    run_scenario(scene, requests_max=30)

@@ -91,7 +91,7 @@ def make_request(name: str, *, tokens: int = 3, deadline_s: float | None = None,
     )
 
 
-def play(
+def run_scenario(
     scene: Callable[[Setting, asyncio.TaskGroup], Awaitable[None]],
     *,
     num_workers: int = 1,
@@ -134,7 +134,7 @@ def test_a_request_waits_until_a_worker_has_room():
             assert setting.num_queued == left
         assert setting.sent == ["a", "b", "c"]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_worker_that_says_that_nobody_waits_there_gets_more():
@@ -146,7 +146,7 @@ def test_a_worker_that_says_that_nobody_waits_there_gets_more():
         for name in "abc":
             setting.finish(name)
 
-    play(scene, make_engine=ManualEngine)
+    run_scenario(scene, make_engine=ManualEngine)
 
 
 def test_a_queue_is_shared_by_the_prompts_that_are_computed_beside_each_other():
@@ -165,7 +165,7 @@ def test_a_queue_is_shared_by_the_prompts_that_are_computed_beside_each_other():
             setting.finish(min(setting.running()))
             await asyncio.sleep(0.1)
 
-    play(scene, make_engine=make_engine, threshold_s=0.75)
+    run_scenario(scene, make_engine=make_engine, threshold_s=0.75)
 
 
 def test_every_worker_gets_no_more_than_it_has_room_for():
@@ -180,7 +180,7 @@ def test_every_worker_gets_no_more_than_it_has_room_for():
             await asyncio.sleep(0.1)
             assert all(len(engine.requests) <= 1 for engine in setting.engines.values())
 
-    play(scene, num_workers=3)
+    run_scenario(scene, num_workers=3)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_newcomer_does_not_pass_those_that_wait():
             setting.finish(name)
             await asyncio.sleep(0.1)
 
-    play(scene, work_weight=0)
+    run_scenario(scene, work_weight=0)
 
 
 def test_a_newcomer_does_not_pass_those_that_wait_for_the_next_look():
@@ -240,7 +240,7 @@ def test_a_newcomer_does_not_pass_those_that_wait_for_the_next_look():
             setting.finish(name)
             await asyncio.sleep(0.1)
 
-    play(scene, work_weight=0)
+    run_scenario(scene, work_weight=0)
 
 
 def test_a_worker_that_gets_free_takes_who_costs_least_there():
@@ -258,7 +258,7 @@ def test_a_worker_that_gets_free_takes_who_costs_least_there():
         for name in ("first's", "second's"):
             setting.finish(name)
 
-    play(scene, num_workers=2, policy=Homes, work_weight=1.0)
+    run_scenario(scene, num_workers=2, policy=Homes, work_weight=1.0)
 
 
 def test_who_has_begun_and_lost_its_worker_waits_for_no_room():
@@ -274,7 +274,7 @@ def test_who_has_begun_and_lost_its_worker_waits_for_no_room():
         for name in "ab":
             setting.finish(name)
 
-    play(scene, num_workers=2)
+    run_scenario(scene, num_workers=2)
 
 
 def test_the_cheapest_goes_first_until_the_other_has_waited_for_long():
@@ -298,7 +298,7 @@ def test_the_cheapest_goes_first_until_the_other_has_waited_for_long():
             setting.finish(name)
             await asyncio.sleep(0.1)
 
-    play(scene, work_weight=1.0)
+    run_scenario(scene, work_weight=1.0)
 
 
 def test_a_held_request_ends_by_its_deadline():
@@ -311,7 +311,7 @@ def test_a_held_request_ends_by_its_deadline():
         assert asyncio.get_running_loop().time() - began_s == pytest.approx(2.0)
         setting.finish("a")
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_reader_that_leaves_is_gone_at_once_and_the_next_one_goes():
@@ -327,7 +327,7 @@ def test_a_reader_that_leaves_is_gone_at_once_and_the_next_one_goes():
         assert setting.sent == ["a", "c"]
         setting.finish("c")
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_past_the_bound_requests_are_refused_with_a_time_to_come_back():
@@ -348,7 +348,7 @@ def test_past_the_bound_requests_are_refused_with_a_time_to_come_back():
             setting.finish(min(setting.running()))
             await asyncio.sleep(0.1)
 
-    play(scene, requests_max=4)
+    run_scenario(scene, requests_max=4)
 
 
 def test_without_any_worker_they_wait_for_one_as_others_do():
@@ -360,7 +360,7 @@ def test_without_any_worker_they_wait_for_one_as_others_do():
         outcomes = await asyncio.gather(*readers, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [Unavailable, Unavailable]
 
-    play(scene, no_worker_wait_s=1.0)
+    run_scenario(scene, no_worker_wait_s=1.0)
 
 
 def test_a_draining_worker_gets_none_of_those_held():
@@ -381,7 +381,7 @@ def test_a_draining_worker_gets_none_of_those_held():
         assert not setting.engines[leaving].requests
         setting.finish("c")
 
-    play(scene, num_workers=2)
+    run_scenario(scene, num_workers=2)
 
 
 def test_who_is_told_and_leaves_makes_way_for_the_next():
@@ -400,7 +400,7 @@ def test_who_is_told_and_leaves_makes_way_for_the_next():
         assert setting.sent == ["a", "c"]
         setting.finish("c")
 
-    play(scene, work_weight=0)
+    run_scenario(scene, work_weight=0)
 
 
 def test_a_shutdown_ends_those_held():
@@ -437,4 +437,4 @@ def test_a_policy_that_predicts_no_seconds_holds_nobody():
         for name in "abc":
             setting.finish(name)
 
-    play(scene)
+    run_scenario(scene)

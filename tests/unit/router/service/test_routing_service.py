@@ -23,7 +23,7 @@ LONG = "You are a helpful assistant. " * 20
 Scene = Callable[[RoutingService], Awaitable[None]]
 
 
-def play(scene: Scene, **config: object) -> None:
+def run_scenario(scene: Scene, **config: object) -> None:
     async def main() -> None:
         settings = RoutingServiceConfig.parse({"block_size": 4, **config}, source="test")
         async with RoutingService(rng=random.Random(1), config=settings) as service:
@@ -62,7 +62,7 @@ def test_a_prefix_goes_where_it_went(prompt):
             assert cached_blocks(service, choice) == len(prompt) // (4 if prompt is TOKENS else 16)
             service.feedback(choice.id, Stage.FINISHED)
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_tokens_and_text_of_the_same_bytes_share_nothing():
@@ -71,7 +71,7 @@ def test_tokens_and_text_of_the_same_bytes_share_nothing():
         same = np.frombuffer(b"abcd" * 8, dtype="<i4")
         assert cached_blocks(service, service.route(Query(model="m", prompt=same))) == 0
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_longer_text_finds_its_beginning_whatever_its_length_and_letters():
@@ -80,7 +80,7 @@ def test_a_longer_text_finds_its_beginning_whatever_its_length_and_letters():
         service.feedback(request_id, Stage.FINISHED)
         assert cached_blocks(service, service.route(Query(model="m", prompt="é" * 200))) == 4
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_the_nearer_of_two_idle_servers_is_named():
@@ -92,7 +92,7 @@ def test_the_nearer_of_two_idle_servers_is_named():
             service.feedback(request_id, Stage.FINISHED)
             assert worker == near
 
-    play(scene, router={"location": {"region": "eu"}})
+    run_scenario(scene, router={"location": {"region": "eu"}})
 
 
 def test_what_is_open_counts_as_load_until_its_first_token_and_its_end():
@@ -120,7 +120,7 @@ def test_what_is_open_counts_as_load_until_its_first_token_and_its_end():
             service.feedback(one, Stage.FINISHED)
         assert caught.value.http_status == 404
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_silence_ends_a_request_and_word_of_it_puts_that_off():
@@ -138,7 +138,7 @@ def test_silence_ends_a_request_and_word_of_it_puts_that_off():
         await asyncio.sleep(11)
         assert sum(view.open_requests for view in service.workers()) == 0
 
-    play(scene, silence_s=10.0)
+    run_scenario(scene, silence_s=10.0)
 
 
 def test_a_guess_has_its_time():
@@ -148,7 +148,7 @@ def test_a_guess_has_its_time():
         await asyncio.sleep(11)
         assert cached_blocks(service, service.route(Query(model="m", prompt=TOKENS))) == 0
 
-    play(scene, router={"predicted_s": 10.0})
+    run_scenario(scene, router={"predicted_s": 10.0})
 
 
 def test_servers_drain_move_and_go():
@@ -171,7 +171,7 @@ def test_servers_drain_move_and_go():
         with pytest.raises(RequestError, match="'a' is not known; known: none"):
             await service.remove("a")
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_two_changes_of_one_server_at_once_leave_one_server():
@@ -180,7 +180,7 @@ def test_two_changes_of_one_server_at_once_leave_one_server():
         await asyncio.gather(*(service.put("c", server) for server in moved))
         assert sorted(view.name for view in service.workers()) == ["a", "b", "c"]
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_refusals():
@@ -214,7 +214,7 @@ def test_refusals():
         with pytest.raises(Overloaded, match="3 requests are open"):
             ask(service)
 
-    play(scene, router=RouterConfig(open_requests_max=3, workers_max=2).model_dump())
+    run_scenario(scene, router=RouterConfig(open_requests_max=3, workers_max=2).model_dump())
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_server_that_cannot_be_is_refused_and_the_others_go_on(fields, said):
         assert [view.name for view in service.workers()] == ["a", "b"]
         assert ask(service)[0] in {"a", "b"}
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_counts_of_an_answer_that_cannot_be_are_refused():
@@ -271,7 +271,7 @@ def test_counts_of_an_answer_that_cannot_be_are_refused():
             service.feedback(request_id, "over")
         service.feedback(request_id, Stage.FINISHED, output_tokens=5)
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_stage_may_be_said_by_its_name_and_tokens_as_a_list():
@@ -281,7 +281,7 @@ def test_a_stage_may_be_said_by_its_name_and_tokens_as_a_list():
             service.feedback(request_id, stage)
         assert cached_blocks(service, service.route(Query(model="m", prompt=TOKENS))) == 25
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_outside_of_its_context_it_says_so():
@@ -310,7 +310,7 @@ def test_a_cache_told_anew_counts_at_once():
             assert (explanation.chosen.terms["kv_wait"] > 0) == (blocks == 10), "its prompt has 100"
             service.feedback(choice.id, Stage.FINISHED)
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_prices_and_lengths_of_answers_reach_the_policy():
@@ -325,7 +325,7 @@ def test_prices_and_lengths_of_answers_reach_the_policy():
         traffic = service._fleet.pools["m"].traffic
         assert traffic.mean_output_tokens > 800
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_the_highest_prices_of_the_longest_prompt_are_still_numbers():
@@ -337,7 +337,7 @@ def test_the_highest_prices_of_the_longest_prompt_are_still_numbers():
         for _ in range(3):
             ask(service, np.arange(1 << 19, dtype=np.int32))
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_sessions_stay():
@@ -346,4 +346,4 @@ def test_sessions_stay():
         for number in range(4):
             assert ask(service, TOKENS[number:].copy(), session="s")[0] == home
 
-    play(scene, router={"policy": "session"})
+    run_scenario(scene, router={"policy": "session"})

@@ -55,7 +55,7 @@ class Recorder(EventSubscriber):
         self.applied(worker_id, part.events)
 
 
-def play(scenario):
+def run_scenario(scenario):
     async def main():
         return await scenario()
 
@@ -78,7 +78,7 @@ def test_it_asks_for_a_snapshot_first_and_follows_in_order():
         assert len(subscriber.asked) == 1
         assert subscriber.resyncs == 0
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_what_came_already_is_ignored():
@@ -94,7 +94,7 @@ def test_what_came_already_is_ignored():
         await asyncio.sleep(100)
         assert len(subscriber.asked) == 1
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_gap_is_asked_for_once_after_a_jitter():
@@ -118,7 +118,7 @@ def test_a_gap_is_asked_for_once_after_a_jitter():
         assert subscriber.synced
         assert subscriber.blocks == [4, 5, 6, 7, 8, 9]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_single_missing_batch_is_a_gap():
@@ -130,7 +130,7 @@ def test_a_single_missing_batch_is_a_gap():
         await asyncio.sleep(0.1)
         assert [after for _, after in subscriber.asked] == [None, 3]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_in_doubt_it_asks_for_the_whole_and_goes_on_meanwhile():
@@ -149,7 +149,7 @@ def test_in_doubt_it_asks_for_the_whole_and_goes_on_meanwhile():
         subscriber.push(snapshot(4, 8))
         assert (subscriber.blocks, subscriber.faults) == ([9], ["repeated"])
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_whoever_is_doubted_again_and_again_is_asked_ever_more_rarely_and_a_gap_does_not_wait_for_that():
@@ -173,7 +173,7 @@ def test_whoever_is_doubted_again_and_again_is_asked_ever_more_rarely_and_a_gap_
         assert len(subscriber.asked) == len(times) + 1
         assert subscriber.asked[-1][1] is None, "the whole has what is missing"
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_jitter_differs_between_routers_and_repeats_with_the_seed():
@@ -185,7 +185,7 @@ def test_jitter_differs_between_routers_and_repeats_with_the_seed():
         await asyncio.sleep(1)
         return subscriber.asked[1][0]
 
-    times = [play(lambda seed=seed: scenario(seed)) for seed in (1, 2, 3, 1)]
+    times = [run_scenario(lambda seed=seed: scenario(seed)) for seed in (1, 2, 3, 1)]
     assert len(set(times)) == 3
     assert times[0] == times[3]
 
@@ -204,7 +204,7 @@ def test_without_an_answer_it_asks_ever_more_rarely():
         await asyncio.sleep(60)
         assert len(subscriber.asked) == asked
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_snapshot_counts_only_when_whole():
@@ -221,7 +221,7 @@ def test_a_snapshot_counts_only_when_whole():
         assert subscriber.blocks == [1, 2, 3]
         assert subscriber.synced
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_snapshot_with_a_missing_chunk_is_asked_for_again():
@@ -240,7 +240,7 @@ def test_a_snapshot_with_a_missing_chunk_is_asked_for_again():
         subscriber.push(snapshot(5, 8, chunk=1))
         assert subscriber.blocks == [7, 8]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_while_a_long_snapshot_arrives_it_does_not_ask_again():
@@ -253,7 +253,7 @@ def test_while_a_long_snapshot_arrives_it_does_not_ask_again():
         assert len(subscriber.asked) == 1
         assert subscriber.synced
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_snapshot_without_end_is_refused():
@@ -265,7 +265,7 @@ def test_a_snapshot_without_end_is_refused():
             assert len(subscriber.blocks) <= 5
         assert not subscriber.synced
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_batches_during_a_snapshot_are_not_lost():
@@ -282,7 +282,7 @@ def test_batches_during_a_snapshot_are_not_lost():
         assert subscriber.blocks == [1, 2, 7]
         assert subscriber.synced
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_once_closed_it_neither_asks_nor_applies():
@@ -297,4 +297,4 @@ def test_once_closed_it_neither_asks_nor_applies():
         assert subscriber.asked == [(0, None)]
         assert subscriber.blocks == []
 
-    play(scenario)
+    run_scenario(scenario)

@@ -46,7 +46,7 @@ class SickDisk:
             self.healed.wait(20)
 
 
-def play(scenario, tmp_path: Path) -> None:
+def run_scenario(scenario, tmp_path: Path) -> None:
     disk = SickDisk()
 
     async def main() -> None:
@@ -82,7 +82,7 @@ def test_a_disk_that_hangs_keeps_no_deadline_waiting_and_nobody_else(op: Transfe
         await agent.post(op, local.ranges(), well.ranges()).wait()
         disk.healed.set()
 
-    play(scenario, tmp_path)
+    run_scenario(scenario, tmp_path)
 
 
 def test_a_disk_that_hangs_while_a_slab_is_opened_stops_neither_the_loop_nor_other_files(
@@ -103,7 +103,7 @@ def test_a_disk_that_hangs_while_a_slab_is_opened_stops_neither_the_loop_nor_oth
         await agent.post(WRITE, local.ranges(), new.ranges()).wait()
         await agent.post(READ, local.ranges(), new.ranges()).wait()
 
-    play(scenario, tmp_path)
+    run_scenario(scenario, tmp_path)
 
 
 def test_a_slab_that_hangs_as_it_is_opened_is_in_quarantine(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_slab_that_hangs_as_it_is_opened_is_in_quarantine(tmp_path: Path) -> N
                 await asyncio.sleep(0.01)
         await agent.deregister(new)
 
-    play(scenario, tmp_path)
+    run_scenario(scenario, tmp_path)
 
 
 def test_memory_that_a_hung_disk_may_still_write_is_in_quarantine(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_memory_that_a_hung_disk_may_still_write_is_in_quarantine(tmp_path: Path
                     await asyncio.sleep(0.01)
             await agent.deregister(registration)
 
-    play(scenario, tmp_path)
+    run_scenario(scenario, tmp_path)
 
 
 def test_closing_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_closing_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pyte
         turning.cancel()
         assert turns > 5, "the loop went on"
 
-    play(scenario, tmp_path)
+    run_scenario(scenario, tmp_path)
 
 
 def test_space_is_reserved_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from penstock.sim.loop.loop import run_virtual
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
 from tests.support.kv_transfer_scene import beside_streams
-from tests.support.kv_transfer_scene import play as play_scene
+from tests.support.kv_transfer_scene import run_scenario as run_in_scene
 
 PROMPTS, PROMPT_TOKENS = 16, 60  # one chunk, and so one step
 STREAMS = {"streams": 5, "prompt_tokens": 3}
@@ -28,8 +28,8 @@ def engine(_name=""):
     return tiny_engine(kv_blocks=4000)
 
 
-def play(scene, names=("p0", "d0"), **options):
-    play_scene(scene, names, engine=engine, **options)
+def run_scenario(scene, names=("p0", "d0"), **options):
+    run_in_scene(scene, names, engine=engine, **options)
 
 
 def router(steps, **config):
@@ -63,8 +63,8 @@ def test_as_many_prompts_are_computed_beside_streams_as_may_make_them_late(steps
         assert registry.get_sample_value("penstock_router_late_steps_total") == local
         assert workers[0] == "p0", "the first one need not wait"
 
-    play(whole, ("a0",), router=RouterConfig(policy="kv"))
-    play(scene, router=router(steps), registry=registry)
+    run_scenario(whole, ("a0",), router=RouterConfig(policy="kv"))
+    run_scenario(scene, router=router(steps), registry=registry)
 
 
 @pytest.mark.parametrize(("pause_s", "again"), [(0.0, 0), (WINDOW_S / 2, 1), (2 * WINDOW_S, 2)])
@@ -75,7 +75,7 @@ def test_what_was_made_late_is_made_up_for(pause_s, again):
         later, _ = await beside_streams(dispatcher, lambda: burst(dispatcher, 50), **STREAMS)
         assert (first.count("d0"), later.count("d0")) == (2, again)
 
-    play(scene, router=router(2.3))
+    run_scenario(scene, router=router(2.3))
 
 
 def test_where_nobody_streams_nobody_is_made_late():
@@ -87,7 +87,7 @@ def test_where_nobody_streams_nobody_is_made_late():
         late_steps = registry.get_sample_value("penstock_router_late_steps_total")
         assert late_steps == 1, "the second has the first beside it, and a full account is enough for that"
 
-    play(scene, router=router(1e-6), registry=registry)
+    run_scenario(scene, router=router(1e-6), registry=registry)
 
 
 def test_a_prompt_that_is_sent_again_elsewhere_costs_both_workers():
@@ -116,7 +116,7 @@ def test_a_prompt_that_is_sent_again_elsewhere_costs_both_workers():
     def asked(number):
         return tiny_request(f"asked{number}", PROMPT_TOKENS, 3, seed=number)
 
-    play(scene, router=router(9))
+    run_scenario(scene, router=router(9))
 
 
 def test_frontends_share_what_may_be_late():

@@ -25,8 +25,8 @@ async def expected(asked):
         return await answer(dispatcher, asked)
 
 
-def play(scene, names=("p0", "d0"), *, kv_bytes=64, kv_blocks=200, **options):
-    kv_transfer_scene.play(scene, names, engine=lambda _name: engine(kv_blocks, kv_bytes), **options)
+def run_scenario(scene, names=("p0", "d0"), *, kv_bytes=64, kv_blocks=200, **options):
+    kv_transfer_scene.run_scenario(scene, names, engine=lambda _name: engine(kv_blocks, kv_bytes), **options)
 
 
 @pytest.mark.parametrize("kv_bytes", [64, 0])
@@ -45,7 +45,7 @@ def test_an_answer_is_the_same_as_from_one_worker(length, kv_bytes):
         assert cluster.worker("d0").kv_transfer.incoming.fetched_blocks == length // 4
         assert cluster.worker("d0").kv_transfer.incoming.failures == {}
 
-    play(scene, kv_bytes=kv_bytes)
+    run_scenario(scene, kv_bytes=kv_bytes)
 
 
 def test_what_the_decode_worker_has_is_not_fetched():
@@ -55,7 +55,7 @@ def test_what_the_decode_worker_has_is_not_fetched():
         assert cluster.worker("d0").kv_transfer.incoming.fetched_blocks == 15
         assert cluster.engine("p0").load().prefix_hit_tokens == 40
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_an_answer_of_one_token_is_not_transferred():
@@ -64,7 +64,7 @@ def test_an_answer_of_one_token_is_not_transferred():
         assert await answer(dispatcher, asked) == await expected(asked)
         assert cluster.engine("d0").load().steps == 0
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_many_at_once_with_preemption():
@@ -76,7 +76,7 @@ def test_many_at_once_with_preemption():
         for one, found in zip(asked, answers, strict=True):
             assert found.result()[:2] == (await expected(one))[:2]
 
-    play(scene, ("p0", "p1", "d0", "d1"), kv_blocks=80)
+    run_scenario(scene, ("p0", "p1", "d0", "d1"), kv_blocks=80)
 
 
 def test_without_a_prefill_worker_decode_workers_serve_alone_and_it_is_used_once_it_is_back():
@@ -89,7 +89,7 @@ def test_without_a_prefill_worker_decode_workers_serve_alone_and_it_is_used_once
         await answer(dispatcher, request("b", seed=5))
         assert cluster.engine("p1").load().prefilled_tokens == 50
 
-    play(scene)
+    run_scenario(scene)
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.065, 0.08, 0.12, 0.2])
@@ -104,7 +104,7 @@ def test_whoever_dies_the_stream_goes_on(victim, after_s):
             cluster.kill(victim)
         assert found.result()[:2] == (await expected(asked))[:2]
 
-    play(scene, ("p0", "p1", "d0", "d1"))
+    run_scenario(scene, ("p0", "p1", "d0", "d1"))
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.03, 0.062, 0.07, 0.1])
@@ -114,7 +114,7 @@ def test_a_client_that_leaves_frees_everything(after_s):
             async with asyncio.timeout(after_s):
                 await answer(dispatcher, request("a", max_tokens=300))
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_blocks_that_nobody_fetches_are_given_back_and_what_expired_is_computed_again():
@@ -134,7 +134,7 @@ def test_blocks_that_nobody_fetches_are_given_back_and_what_expired_is_computed_
         assert cluster.engine("d0").load().prefilled_tokens == 51
         assert cluster.worker("d0").kv_transfer.incoming.failures == {"deadline_exceeded": 1}
 
-    play(scene, config=WorkerConfig(kv_transfer=KvTransferConfig(pin_ttl_s=1)))
+    run_scenario(scene, config=WorkerConfig(kv_transfer=KvTransferConfig(pin_ttl_s=1)))
 
 
 def test_a_prefill_worker_that_drains_stays_until_its_blocks_were_read():
@@ -153,7 +153,7 @@ def test_a_prefill_worker_that_drains_stays_until_its_blocks_were_read():
         await asyncio.sleep(1)
         assert "p0" not in cluster.names
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_no_more_blocks_are_held_than_allowed():
@@ -164,7 +164,7 @@ def test_no_more_blocks_are_held_than_allowed():
         assert cluster.worker("p0")._driver.load().kv_refused == 1
         assert cluster.engine("d0").load().prefilled_tokens == 51
 
-    play(scene, config=WorkerConfig(kv_transfer=KvTransferConfig(pinned_share_max=0.01)))
+    run_scenario(scene, config=WorkerConfig(kv_transfer=KvTransferConfig(pinned_share_max=0.01)))
 
 
 @pytest.mark.parametrize(("length", "is_remote"), [(300, True), (5, False)])
@@ -188,7 +188,7 @@ def test_seconds_decide_where_a_prompt_is_computed(length, is_remote):
 
         await kv_transfer_scene.beside_streams(dispatcher, ask, streams=12)
 
-    play(scene, router=router)
+    run_scenario(scene, router=router)
 
 
 @pytest.mark.parametrize(("local_tokens_max", "is_remote"), [(None, False), (50, False), (49, True)])
@@ -205,7 +205,7 @@ def test_prompts_too_long_for_decode_workers_are_computed_apart_whatever_that_ta
         assert first.prefill.remote is is_remote
         assert first.prefill.local < first.prefill.prefill + first.prefill.decode
 
-    play(scene, router=router)
+    run_scenario(scene, router=router)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_where_tokens_have_to_come_at_a_pace_a_prompt_that_holds_streams_up_is_c
 
         await kv_transfer_scene.beside_streams(dispatcher, ask, streams=3)
 
-    play(scene, router=router)
+    run_scenario(scene, router=router)
 
 
 def test_an_error_of_the_request_ends_it():
@@ -234,4 +234,4 @@ def test_an_error_of_the_request_ends_it():
         with pytest.raises(RequestError, match="token id 505"):
             await answer(dispatcher, wrong)
 
-    play(scene)
+    run_scenario(scene)

@@ -25,8 +25,10 @@ from tests.support.kv_transfer import (
 BLOCKS = 12  # of a prompt of 50 tokens
 
 
-def play(scene, names=("p0", "d0"), *, policy="least-loaded", read_s=0.0, kv_blocks=None, config=None):
-    kv_transfer_scene.play(
+def run_scenario(
+    scene, names=("p0", "d0"), *, policy="least-loaded", read_s=0.0, kv_blocks=None, config=None
+):
+    kv_transfer_scene.run_scenario(
         scene,
         names,
         router=RouterConfig(policy=policy, disagg=DisaggConfig(remote_tokens_min=1)),
@@ -58,7 +60,7 @@ def test_a_worker_that_does_both_fetches_too():
         assert fetched(cluster, "a0") == BLOCKS
         assert cluster.engine("a0").load().prefilled_tokens == 1
 
-    play(scene, ("p0", "a0"))
+    run_scenario(scene, ("p0", "a0"))
 
 
 def test_who_is_refused_by_one_decode_worker_goes_to_another():
@@ -70,7 +72,7 @@ def test_who_is_refused_by_one_decode_worker_goes_to_another():
         assert cluster.worker("d1").kv_transfer.incoming.failures == {}
         assert cluster.engine("p0").load().prefilled_tokens <= 4 * 55, "no prompt was computed twice"
 
-    play(scene, ("p0", "d0", "d1"))
+    run_scenario(scene, ("p0", "d0", "d1"))
 
 
 def test_turns_are_taken_among_prefill_workers_and_among_decode_workers():
@@ -82,7 +84,7 @@ def test_turns_are_taken_among_prefill_workers_and_among_decode_workers():
         for name in ("d0", "d1"):
             assert fetched(cluster, name) == 2 * BLOCKS
 
-    play(scene, ("p0", "p1", "d0", "d1"), policy="round-robin")
+    run_scenario(scene, ("p0", "p1", "d0", "d1"), policy="round-robin")
 
 
 def test_a_session_stays_with_its_prefill_worker_and_with_its_decode_worker():
@@ -96,7 +98,7 @@ def test_a_session_stays_with_its_prefill_worker_and_with_its_decode_worker():
             used.add((decision.prefill.worker, decision.worker))
         assert len(used) == 1, used
 
-    play(scene, ("p0", "p1", "p2", "d0", "d1", "d2"), policy="session")
+    run_scenario(scene, ("p0", "p1", "p2", "d0", "d1", "d2"), policy="session")
 
 
 @pytest.mark.parametrize("length", [3, 50])
@@ -108,7 +110,7 @@ def test_a_request_is_counted_once(length):
         assert metrics.prompt_tokens._value.get() == length
         assert metrics.prefills.labels("remote")._value.get() == 1
 
-    play(scene)
+    run_scenario(scene)
 
 
 @pytest.mark.parametrize("read_s", [0.0, 2.0])
@@ -124,7 +126,7 @@ def test_who_leaves_while_his_prompt_is_transferred_leaves_nothing_held(read_s):
         assert exports(cluster) == 0
         assert cluster.engine("d0").load().active_blocks == 0
 
-    play(scene, read_s=read_s)
+    run_scenario(scene, read_s=read_s)
 
 
 def test_room_that_a_fetch_gives_back_is_another_ones():
@@ -137,7 +139,7 @@ def test_room_that_a_fetch_gives_back_is_another_ones():
         assert asyncio.get_running_loop().time() - begin_s < 5
         assert fetched(cluster, "d0") == 25
 
-    play(scene, kv_blocks={"d0": 40}, read_s=1.0)
+    run_scenario(scene, kv_blocks={"d0": 40}, read_s=1.0)
 
 
 def test_those_that_wait_for_room_do_not_hold_each_others():
@@ -153,7 +155,7 @@ def test_those_that_wait_for_room_do_not_hold_each_others():
         assert asyncio.get_running_loop().time() - begin_s < 5
         assert cluster.worker("d0").kv_transfer.incoming.failures == {}
 
-    play(scene, kv_blocks={"d0": 42})
+    run_scenario(scene, kv_blocks={"d0": 42})
 
 
 def test_what_is_cached_does_not_wait_for_room():
@@ -170,7 +172,7 @@ def test_what_is_cached_does_not_wait_for_room():
             assert not running.done()
             assert not waiting.done()
 
-    play(scene, kv_blocks={"d0": 40})
+    run_scenario(scene, kv_blocks={"d0": 40})
 
 
 def test_a_handle_that_is_none_harms_nobody_else():
@@ -191,7 +193,7 @@ def test_a_handle_that_is_none_harms_nobody_else():
         assert cluster.worker("d0")._driver.load().kv_failures == 1
         assert "d0" in cluster.names
 
-    play(scene)
+    run_scenario(scene)
 
 
 async def handle_of(cluster, dispatcher, request):
@@ -227,7 +229,7 @@ def test_two_that_read_the_same_are_told_apart():
         assert fetched(cluster, "d0") == BLOCKS
         assert kv_transfer.incoming.failures == {"pin_expired": 1}
 
-    play(scene, read_s=lambda: next(delays_s))
+    run_scenario(scene, read_s=lambda: next(delays_s))
 
 
 def test_an_id_that_is_given_up_and_used_again_at_once_is_the_new_ones():
@@ -246,7 +248,7 @@ def test_an_id_that_is_given_up_and_used_again_at_once_is_the_new_ones():
         await asyncio.sleep(2)
         assert submitted == []
 
-    play(scene, read_s=1.0)
+    run_scenario(scene, read_s=1.0)
 
 
 def test_no_more_wait_for_their_kv_than_may():
@@ -261,7 +263,7 @@ def test_no_more_wait_for_their_kv_than_may():
         assert sum(fetched(cluster, name) for name in ("d0", "d1")) == 2 * BLOCKS
 
     with pytest.raises(BaseExceptionGroup) as caught:
-        play(
+        run_scenario(
             scene,
             ("p0", "d0", "d1"),
             read_s=1.0,
@@ -279,7 +281,7 @@ def test_a_last_token_of_a_context_is_no_kv_transfer():
             assert (len(found), reason.value) == (tokens, "length")
         assert cluster.engine("d0").load().generated_tokens == 1
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_decode_worker_that_dies_before_it_has_read_leaves_that_to_another():
@@ -300,7 +302,7 @@ def test_a_decode_worker_that_dies_before_it_has_read_leaves_that_to_another():
         assert fetched(cluster, left) == BLOCKS
         assert cluster.engine("p0").load().prefilled_tokens <= 55, "it is planned anew, and p0 has it cached"
 
-    play(scene, ("p0", "d0", "d1"), read_s=1.0)
+    run_scenario(scene, ("p0", "d0", "d1"), read_s=1.0)
 
 
 def test_a_prompt_goes_to_no_prefill_worker_that_is_too_small_for_it():
@@ -311,7 +313,7 @@ def test_a_prompt_goes_to_no_prefill_worker_that_is_too_small_for_it():
             assert (dispatcher.explain(f"r{length}")[0].prefill is not None) is is_remote
         assert cluster.engine("p0").load().prefilled_tokens == 94
 
-    play(scene, kv_blocks={"p0": 24})
+    run_scenario(scene, kv_blocks={"p0": 24})
 
 
 def test_of_a_prompt_shorter_than_a_block_nothing_is_held():
@@ -325,7 +327,7 @@ def test_of_a_prompt_shorter_than_a_block_nothing_is_held():
         sent = cluster.worker("d0").kv_transfer._agent.counters.notifications_sent
         assert sent == 0, "nor is anybody told of it"
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_who_waits_for_room_longer_than_its_handle_lasts_is_computed_where_it_is():
@@ -345,7 +347,7 @@ def test_who_waits_for_room_longer_than_its_handle_lasts_is_computed_where_it_is
         await running
 
     config = WorkerConfig(kv_transfer=KvTransferConfig(pin_ttl_s=0.5, stream_kv=False))
-    play(scene, kv_blocks={"d0": 42}, config=config)
+    run_scenario(scene, kv_blocks={"d0": 42}, config=config)
 
 
 def test_a_prefill_worker_that_dies_before_it_has_answered_is_not_waited_for():
@@ -361,7 +363,7 @@ def test_a_prefill_worker_that_dies_before_it_has_answered_is_not_waited_for():
                 await second
             assert cluster.worker("d0").kv_transfer.incoming.failures == {"peer_lost": 1}
 
-    play(scene)
+    run_scenario(scene)
 
 
 @pytest.mark.parametrize(("share", "again"), [(0.06, 3), (0.065, 1)])
@@ -371,7 +373,7 @@ def test_a_last_block_past_the_bound_is_not_held(share, again):
         assert fetched(cluster, "d0") == BLOCKS
         assert cluster.engine("d0").load().prefilled_tokens == again
 
-    play(scene, config=WorkerConfig(kv_transfer=KvTransferConfig(pinned_share_max=share)))
+    run_scenario(scene, config=WorkerConfig(kv_transfer=KvTransferConfig(pinned_share_max=share)))
 
 
 def test_who_has_a_token_is_not_held_at_the_router_once_more():
@@ -386,4 +388,4 @@ def test_who_has_a_token_is_not_held_at_the_router_once_more():
                     tokens = [token async for delta in stream for token in unpack_tokens(delta.token_ids)]
         assert len(tokens) == 20
 
-    play(scene, ("p0", "d0", "d1"))
+    run_scenario(scene, ("p0", "d0", "d1"))

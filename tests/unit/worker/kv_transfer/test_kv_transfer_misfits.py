@@ -34,7 +34,7 @@ def other(**fields):
     return msgspec.structs.replace(MODEL, **fields)
 
 
-def play(scene, router=ALWAYS):
+def run_scenario(scene, router=ALWAYS):
     async def main():
         async with MemoryCluster() as cluster, cluster.dispatcher(router) as dispatcher:
             await scene(cluster, dispatcher)
@@ -75,7 +75,7 @@ def test_a_prefill_worker_that_fits_nobody_gets_nothing_until_somebody_fits_it(e
         assert cluster.engine("p").load().prefilled_tokens == 50
         assert cluster.engine("d1").load().prefilled_tokens == 1, "who fits goes on"
 
-    play(scene)
+    run_scenario(scene)
 
 
 @pytest.mark.parametrize("policy", ["least-loaded", "round-robin", "random", "session", "kv"])
@@ -100,7 +100,7 @@ def test_of_several_that_answer_only_those_that_fit_are_handed_prompts(policy):
         assert reason is FinishReason.LENGTH, "it answers all the same"
         assert cluster.engine("other").load().prefilled_tokens == 50
 
-    play(scene, RouterConfig(policy=policy, disagg=disagg))
+    run_scenario(scene, RouterConfig(policy=policy, disagg=disagg))
 
 
 def test_tensor_parallelism_may_differ():
@@ -110,7 +110,7 @@ def test_tensor_parallelism_may_differ():
         await dispatcher.looked()
         assert problems(dispatcher) == {"p": None, "d": None}
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_without_a_transport_in_common_nothing_is_transferred():
@@ -126,7 +126,7 @@ def test_without_a_transport_in_common_nothing_is_transferred():
             "d": "none of 1 workers can hand it prompts; p: no transport in common: shm there, tcp here",
         }
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_an_engine_that_gives_no_kv_gets_no_kv_transfer():
@@ -138,7 +138,7 @@ def test_an_engine_that_gives_no_kv_gets_no_kv_transfer():
         candidates = dispatcher._shared.router.score(tiny_request("a"))
         assert not candidates.is_disaggregated
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_role_without_a_partner_says_so():
@@ -156,7 +156,7 @@ def test_a_role_without_a_partner_says_so():
         await asyncio.sleep(1)
         assert problems(dispatcher)["p"] is None
 
-    play(scene)
+    run_scenario(scene)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_workers_of_another_revision_or_block_size_are_not_used_and_say_why(card
         assert views["p"].problem == f"{text}; it is used once these are gone"
         assert views["d"].problem is None
 
-    play(scene)
+    run_scenario(scene)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])

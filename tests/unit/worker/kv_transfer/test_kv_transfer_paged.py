@@ -92,7 +92,7 @@ async def tell(dispatcher, asked):
     return told
 
 
-def play(checkpoint, scene, *, dtype="float32", **workers):
+def run_scenario(checkpoint, scene, *, dtype="float32", **workers):
     """Run a scene with workers of these names, `p...` and `d...`, or one alone `a`; each with so many blocks."""
 
     async def start(cluster, name, kv_blocks=PLENTY):
@@ -133,7 +133,7 @@ def alone(checkpoint):
         assert [len(told.logprobs) for told in answers[:3]] == [TOKENS, TOKENS, 0]
         return answers
 
-    return play(checkpoint, scene, a=PLENTY)
+    return run_scenario(checkpoint, scene, a=PLENTY)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(PLENTY, 40), (30, PLENTY), (30, 34)])
@@ -147,7 +147,7 @@ def test_preempted_requests_answer_as_one_worker_with_plenty_of_room_does(checkp
         assert cluster.worker("d").kv_transfer.incoming.fetched_blocks > 0
         return [task.result() for task in asked], cluster.engine("d").load()
 
-    answers, load = play(checkpoint, scene, p=prefill, d=decode)
+    answers, load = run_scenario(checkpoint, scene, p=prefill, d=decode)
     for told, expected in zip(answers, alone, strict=True):
         told.check_same(expected)
     assert (load.preemptions > 0) is (decode < PLENTY)
@@ -180,8 +180,8 @@ def test_a_prefix_that_only_one_side_has_is_used_there(checkpoint, side):
             assert other.incoming.failures == {}
         return found
 
-    apart = play(checkpoint, scene, p0=PLENTY, d0=PLENTY)
-    for told, expected in zip(apart, play(checkpoint, whole, a=PLENTY), strict=True):
+    apart = run_scenario(checkpoint, scene, p0=PLENTY, d0=PLENTY)
+    for told, expected in zip(apart, run_scenario(checkpoint, whole, a=PLENTY), strict=True):
         told.check_same(expected)
 
 
@@ -210,8 +210,8 @@ def test_in_16_bits_kv_is_equal_to_the_byte_and_logprobs_are_close(checkpoint, d
                 assert torch.equal(here, there)
         return answers
 
-    apart = play(checkpoint, together, dtype=dtype, p=PLENTY, d=PLENTY)
-    for told, expected in zip(apart, play(checkpoint, together, dtype=dtype, a=PLENTY), strict=True):
+    apart = run_scenario(checkpoint, together, dtype=dtype, p=PLENTY, d=PLENTY)
+    for told, expected in zip(apart, run_scenario(checkpoint, together, dtype=dtype, a=PLENTY), strict=True):
         compared = 0
         for (token, logprob), (other, likewise) in zip(told.logprobs, expected.logprobs, strict=True):
             if token != other:

@@ -11,7 +11,7 @@ from penstock.router.disagg.link_setup import LinkCredit, LinkSetup
 from penstock.router.dispatch.progress import Progress
 from penstock.transfer.transports.memory import MemoryTransport
 from tests.support.kv_transfer import PRICES, tiny_engine, tiny_request, whole_answer
-from tests.support.kv_transfer_scene import beside_streams, play
+from tests.support.kv_transfer_scene import beside_streams, run_scenario
 
 SETUP_S = 2.0
 PREDICTED = RouterConfig(policy="kv", disagg=DisaggConfig(remote_tokens_min=4))
@@ -36,8 +36,8 @@ class DistantTransport(MemoryTransport):
         return await super().connect(link, contact, regions)
 
 
-def play_distant(scene, names=("p0", "d0"), *, router=PREDICTED, registry=None):
-    play(
+def run_distant(scene, names=("p0", "d0"), *, router=PREDICTED, registry=None):
+    run_scenario(
         scene,
         names,
         router=router,
@@ -107,7 +107,7 @@ def test_a_link_is_used_once_as_much_was_credited_as_it_costs_and_stays_open():
     async def scene(_cluster, dispatcher):
         await beside_streams(dispatcher, lambda: asks(dispatcher), streams=8)
 
-    play_distant(scene, registry=registry)
+    run_distant(scene, registry=registry)
 
 
 def test_a_charge_that_is_never_paid_off_would_keep_the_link_from_use(monkeypatch):
@@ -118,7 +118,7 @@ def test_a_charge_that_is_never_paid_off_would_keep_the_link_from_use(monkeypatc
         assert not any(explained[0].prefill.remote for explained in decided)
         assert sum(credit_s(explained) for explained in decided) > 2 * SETUP_S, "what the test above excludes"
 
-    play_distant(scene)
+    run_distant(scene)
 
 
 def test_who_comes_while_the_link_is_set_up_waits_for_no_more_than_is_left():
@@ -142,7 +142,7 @@ def test_who_comes_while_the_link_is_set_up_waits_for_no_more_than_is_left():
     async def scene(_cluster, dispatcher):
         await beside_streams(dispatcher, lambda: asks(dispatcher), streams=14)
 
-    play_distant(scene)
+    run_distant(scene)
 
 
 def test_a_prompt_of_many_chunks_sets_its_link_up_while_it_is_computed():
@@ -151,7 +151,7 @@ def test_a_prompt_of_many_chunks_sets_its_link_up_while_it_is_computed():
         left_ms = 1e3 * SETUP_S - explained[0].prefill.prefill
         assert explained[0].prefill.link_setup == pytest.approx(left_ms, rel=0.1)
 
-    play_distant(scene)
+    run_distant(scene)
 
 
 def test_only_what_is_sent_takes_something_off():
@@ -174,7 +174,7 @@ def test_only_what_is_sent_takes_something_off():
     async def scene(_cluster, dispatcher):
         await beside_streams(dispatcher, lambda: asks(dispatcher), streams=14)
 
-    play_distant(scene)
+    run_distant(scene)
 
 
 @pytest.mark.parametrize(("slot", "name"), [(1, "d0"), (2, "d1")])
@@ -187,7 +187,7 @@ def test_of_decode_workers_that_are_alike_the_one_with_a_link_goes_on(slot, name
             assert explained[0].prefill.link_setup == 0.0
             assert (took_s > SETUP_S) is (number == 0), "the link of this test is only said to be there"
 
-    play_distant(scene, ("p0", "d0", "d1"), router=FORCED)
+    run_distant(scene, ("p0", "d0", "d1"), router=FORCED)
 
 
 async def charge_ms(dispatcher, number):
@@ -203,7 +203,7 @@ def test_another_frontend_hears_that_a_link_is_there():
             await asyncio.sleep(1)  # until the decode worker has told of its load
             assert await charge_ms(other, 1) == 0.0
 
-    play_distant(scene, router=FORCED)
+    run_distant(scene, router=FORCED)
 
 
 @pytest.mark.parametrize("victim", ["p0", "d0"])
@@ -219,4 +219,4 @@ def test_a_worker_that_was_lost_and_is_back_has_no_link(victim):
         assert await charge_ms(dispatcher, 2) == pytest.approx(1e3 * (SETUP_S - PREFILL_S))
         assert await charge_ms(dispatcher, 3) == 0.0
 
-    play_distant(scene, router=FORCED)
+    run_distant(scene, router=FORCED)

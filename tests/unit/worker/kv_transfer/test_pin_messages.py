@@ -35,7 +35,7 @@ def test_who_follows_what_is_no_transfer_id_is_not_remembered():
         await asyncio.sleep(0.1)
         assert list(prefill_worker.exports._early) == [bytes(16)]
 
-    kv_transfer_scene.play(scene)
+    kv_transfer_scene.run_scenario(scene)
 
 
 def test_hashes_that_are_none_end_nobody_elses_connection():
@@ -63,4 +63,4 @@ def test_hashes_that_are_none_end_nobody_elses_connection():
         assert sink.error("b") == "invalid_request_error"
         worker.disconnected(sink)
 
-    kv_transfer_scene.play(scene)
+    kv_transfer_scene.run_scenario(scene)

@@ -21,7 +21,7 @@ WEAK = msgspec.structs.replace(PRICES, prefill_token_s=0.1)
 """What decode workers say whose prompts had better be computed elsewhere."""
 
 
-def play(scene, names=("p0", "d0"), *, queue=None, policy="kv", decode=PRICES, **options):
+def run_scenario(scene, names=("p0", "d0"), *, queue=None, policy="kv", decode=PRICES, **options):
     """Run a scene with `kv`, which sends prompts to prefill workers while that costs less, or as told."""
     registry = CollectorRegistry()
     router = RouterConfig(
@@ -33,7 +33,7 @@ def play(scene, names=("p0", "d0"), *, queue=None, policy="kv", decode=PRICES, *
     async def measured(cluster, dispatcher):
         await scene(cluster, dispatcher, registry)
 
-    kv_transfer_scene.play(
+    kv_transfer_scene.run_scenario(
         measured, names, router=router, registry=registry, prices={Role.DECODE: decode}, **options
     )
 
@@ -82,7 +82,7 @@ def test_what_waits_is_shown_by_worker():
         await asyncio.sleep(0.1)
         assert value("penstock_router_prefill_waiting_requests", labels) is None
 
-    play(scene, policy="least-loaded")
+    run_scenario(scene, policy="least-loaded")
 
 
 def test_a_long_prompt_does_not_block_the_pool():
@@ -95,7 +95,7 @@ def test_a_long_prompt_does_not_block_the_pool():
         assert not long.done()
         assert await long < 0.7
 
-    play(scene, policy="least-loaded")
+    run_scenario(scene, policy="least-loaded")
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1, 0.3, 0.7])
@@ -114,7 +114,7 @@ def test_a_prompt_that_waits_is_gone_when_its_client_is(after_s):
         assert (load.waiting_requests, load.running_requests) == (0, 0)
         assert load.prefilled_tokens <= 390 + 1000 * after_s + 130, "nothing is computed for nobody"
 
-    play(scene, policy="least-loaded")
+    run_scenario(scene, policy="least-loaded")
 
 
 def test_requests_are_held_for_prefill_workers_too():
@@ -127,7 +127,7 @@ def test_requests_are_held_for_prefill_workers_too():
             assert again[0] == alone[number]
         assert registry.get_sample_value("penstock_router_prefills_total", {"place": "remote"}) >= 5
 
-    play(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
+    run_scenario(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
 
 
 @pytest.mark.parametrize(("policy", "is_counted"), [("kv", True), ("least-loaded", False)])
@@ -148,7 +148,7 @@ def test_the_seconds_that_were_compared_are_counted(policy, is_counted):
             else:
                 assert counted is None, "numbers of a policy without times"
 
-    play(scene, policy=policy)
+    run_scenario(scene, policy=policy)
 
 
 def test_who_needs_no_prefill_worker_does_not_wait_behind_those_who_do():
@@ -164,7 +164,7 @@ def test_who_needs_no_prefill_worker_does_not_wait_behind_those_who_do():
         assert num_queued(dispatcher) >= held - 2
         await asyncio.gather(*answers)
 
-    play(scene, queue=QueueConfig(threshold_s=0.3, work_weight=0), decode=WEAK)
+    run_scenario(scene, queue=QueueConfig(threshold_s=0.3, work_weight=0), decode=WEAK)
 
 
 def test_who_is_held_for_a_prefill_worker_and_leaves_leaves_nothing():
@@ -177,7 +177,7 @@ def test_who_is_held_for_a_prefill_worker_and_leaves_leaves_nothing():
         assert num_queued(dispatcher) == 0
         assert sum(cluster.engine(name).load().prefilled_tokens for name in cluster.names) < 1000
 
-    play(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
+    run_scenario(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
 
 
 def test_past_the_bound_prompts_for_prefill_workers_are_refused():
@@ -190,7 +190,7 @@ def test_past_the_bound_prompts_for_prefill_workers_are_refused():
         assert all(error.retry_after_s >= 1 for error in refused)
         assert len(refused) < 16
 
-    play(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3, requests_max=8))
+    run_scenario(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3, requests_max=8))
 
 
 def test_prompts_held_for_prefill_workers_go_on_when_these_are_gone():
@@ -201,7 +201,7 @@ def test_prompts_held_for_prefill_workers_go_on_when_these_are_gone():
         cluster.kill("p1")
         assert all(len(answer[0]) == 20 for answer in await asyncio.gather(*answers))
 
-    play(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
+    run_scenario(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
 
 
 def test_prompts_are_not_computed_ahead_of_workers_whose_places_are_all_taken():
@@ -222,4 +222,4 @@ def test_prompts_are_not_computed_ahead_of_workers_whose_places_are_all_taken():
     def engine(name):
         return tiny_engine(kv_blocks=4000, places=4 if name == "d0" else 64)
 
-    play(scene, queue=QueueConfig(), decode=WEAK, engine=engine)
+    run_scenario(scene, queue=QueueConfig(), decode=WEAK, engine=engine)

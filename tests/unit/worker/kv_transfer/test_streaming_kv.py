@@ -37,9 +37,11 @@ EARLY_BLOCKS = LENGTH // CHUNK * CHUNK // 4
 """Those of all chunks but the last."""
 
 
-def play(scene, names=("p0", "d0"), *, stream=True, byte_s=0.0, kv_blocks=None, router=ALWAYS, **limits):
+def run_scenario(
+    scene, names=("p0", "d0"), *, stream=True, byte_s=0.0, kv_blocks=None, router=ALWAYS, **limits
+):
     limits = {"pinned_share_max": 1.0} | limits
-    kv_transfer_scene.play(
+    kv_transfer_scene.run_scenario(
         scene,
         names,
         router=router,
@@ -94,7 +96,7 @@ def test_the_second_token_waits_for_the_last_chunk_and_not_for_the_whole_prompt(
         async def scene(_cluster, dispatcher):
             found_s[names, stream] = await second_token_s(dispatcher, tiny_request("a", LENGTH))
 
-        play(scene, names, stream=stream, byte_s=byte_s)
+        run_scenario(scene, names, stream=stream, byte_s=byte_s)
 
     measure(("a0",), None)
     measure(("p0", "d0"), True)
@@ -120,7 +122,7 @@ def test_the_answer_is_that_of_one_worker_and_no_block_is_read_twice():
         assert outcomes(dispatcher) == {"used": 1, "dropped": 0}
         assert cluster.engine("d0").load().prefilled_tokens <= 5
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_the_router_prices_what_is_left_to_move():
@@ -133,7 +135,7 @@ def test_the_router_prices_what_is_left_to_move():
             await whole_answer(dispatcher, tiny_request("a", LENGTH))
             decode_s[stream] = dispatcher.explain("a")[0].prefill.decode
 
-        play(scene, stream=stream, router=router)
+        run_scenario(scene, stream=stream, router=router)
 
     measure(True)
     measure(False)
@@ -148,7 +150,7 @@ def test_without_it_all_moves_at_the_end():
         assert kv_transfer(cluster).incoming.early_blocks == 0
         assert outcomes(dispatcher) == {"used": 1, "dropped": 0}
 
-    play(scene, stream=False)
+    run_scenario(scene, stream=False)
 
 
 @pytest.mark.parametrize(("length", "tokens"), [(CHUNK, 20), (LENGTH, 1)])
@@ -158,7 +160,7 @@ def test_what_has_no_overlap_does_not_begin_early(length, tokens):
         assert kv_transfer(cluster).incoming.early_blocks == 0
         assert outcomes(dispatcher) == {"used": tokens > 1, "dropped": 0}
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_what_the_decode_worker_has_is_not_read():
@@ -167,7 +169,7 @@ def test_what_the_decode_worker_has_is_not_read():
         await whole_answer(dispatcher, tiny_request("b", LENGTH))
         assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_client_that_leaves_while_its_prompt_is_computed_leaves_nothing_held():
@@ -180,7 +182,7 @@ def test_a_client_that_leaves_while_its_prompt_is_computed_leaves_nothing_held()
         assert held(cluster, "d0") == held(cluster, "p0") == 0
         assert outcomes(dispatcher) == {"used": 0, "dropped": 1}
 
-    play(scene)
+    run_scenario(scene)
 
 
 @pytest.mark.parametrize("moment", [3, 12.25, 12.8])
@@ -201,7 +203,7 @@ def test_a_frontend_that_is_gone_leaves_nothing_held(moment):
         await asyncio.sleep(0.1)
         assert held(cluster, "p0") == held(cluster, "d0") == 0, "long before pin_ttl_s"
 
-    play(scene, byte_s=1e-4)
+    run_scenario(scene, byte_s=1e-4)
 
 
 def test_a_prefill_worker_that_dies_leaves_what_was_confirmed():
@@ -219,7 +221,7 @@ def test_a_prefill_worker_that_dies_leaves_what_was_confirmed():
         assert 0 < arrived.incoming.fetched_blocks < BLOCKS
         assert cluster.engine("d0").load().prefix_hit_tokens == 4 * arrived.incoming.fetched_blocks
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_decode_worker_that_dies_while_it_reads_is_not_missed():
@@ -241,7 +243,7 @@ def test_a_decode_worker_that_dies_while_it_reads_is_not_missed():
         )
         assert outcomes(dispatcher) == {"used": 1, "dropped": 1}
 
-    play(scene, ("p0", "d0", "d1"))
+    run_scenario(scene, ("p0", "d0", "d1"))
 
 
 def test_what_another_one_computed_again_is_held_no_longer_where_it_was():
@@ -265,7 +267,7 @@ def test_what_another_one_computed_again_is_held_no_longer_where_it_was():
         )
         assert cluster.engine("d0").load().prefilled_tokens > LENGTH
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_who_drains_meanwhile_is_not_sent_the_request():
@@ -280,7 +282,7 @@ def test_who_drains_meanwhile_is_not_sent_the_request():
         assert kv_transfer(cluster, left).incoming.fetched_blocks == BLOCKS
         assert begun not in cluster.names
 
-    play(scene, ("p0", "d0", "d1"))
+    run_scenario(scene, ("p0", "d0", "d1"))
 
 
 def test_who_refuses_the_request_itself_loses_it_to_another():
@@ -301,7 +303,7 @@ def test_who_refuses_the_request_itself_loses_it_to_another():
             "it was planned anew, and P has it cached"
         )
 
-    play(scene, ("p0", "d0", "d1"))
+    run_scenario(scene, ("p0", "d0", "d1"))
 
 
 def test_no_more_are_begun_than_may_wait_for_their_kv():
@@ -321,7 +323,7 @@ def test_no_more_are_begun_than_may_wait_for_their_kv():
             async for _ in stream:
                 pass
 
-    play(scene, fetches_max=1)
+    run_scenario(scene, fetches_max=1)
 
 
 def test_past_its_share_of_the_blocks_a_prompt_is_transferred_whole():
@@ -338,7 +340,7 @@ def test_past_its_share_of_the_blocks_a_prompt_is_transferred_whole():
         assert most == 1
         assert len(used) == 2
 
-    play(scene, ("p0", "p1", "d0"), pinned_share_max=0.45)
+    run_scenario(scene, ("p0", "p1", "d0"), pinned_share_max=0.45)
 
 
 def test_a_decode_worker_without_room_tries_again_and_holds_nothing():
@@ -354,7 +356,7 @@ def test_a_decode_worker_without_room_tries_again_and_holds_nothing():
         assert kv_transfer(cluster).incoming.fetched_blocks == 20 + BLOCKS
         assert kv_transfer(cluster).incoming.early_blocks > 20 + 20
 
-    play(scene, kv_blocks={"d0": 60})
+    run_scenario(scene, kv_blocks={"d0": 60})
 
 
 @pytest.mark.parametrize("side", ["p0", "d0"])
@@ -371,7 +373,7 @@ def test_a_preemption_ends_what_was_only_expected(side):
         assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
         assert kv_transfer(cluster).incoming.failures == {}
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_prompts_that_preempt_each_other_do_not_wait_for_their_own_pins():
@@ -383,7 +385,7 @@ def test_prompts_that_preempt_each_other_do_not_wait_for_their_own_pins():
         assert asyncio.get_running_loop().time() - begin_s < 10
         assert cluster.engine("p0").load().generated_tokens == 4
 
-    play(scene, kv_blocks={"p0": 70})
+    run_scenario(scene, kv_blocks={"p0": 70})
 
 
 def test_an_offer_that_ends_before_its_prompt_does_is_made_anew_at_its_end():
@@ -393,7 +395,7 @@ def test_an_offer_that_ends_before_its_prompt_does_is_made_anew_at_its_end():
         assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
         assert sum(kv_transfer(cluster).incoming.early_failures.values()) == 1
 
-    play(scene, pin_ttl_s=STEP_S * 0.9)
+    run_scenario(scene, pin_ttl_s=STEP_S * 0.9)
 
 
 def test_a_decode_worker_that_does_not_do_it_is_not_asked_to():
@@ -410,7 +412,7 @@ def test_a_decode_worker_that_does_not_do_it_is_not_asked_to():
         assert worker.kv_transfer.incoming.fetched_blocks == BLOCKS
         assert worker.kv_transfer.incoming.early_blocks == 0
 
-    play(scene, ("p0",))
+    run_scenario(scene, ("p0",))
 
 
 def test_an_engine_that_gives_blocks_only_at_the_end_is_refused():
@@ -477,7 +479,7 @@ def test_a_message_that_is_none_ends_no_worker():
         assert cluster.names == ["p0", "d0"]
         assert decode_worker.incoming.early_blocks == EARLY_BLOCKS
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_request_that_brings_another_handle_ends_what_was_begun():
@@ -498,7 +500,7 @@ def test_a_request_that_brings_another_handle_ends_what_was_begun():
             await asyncio.sleep(0.01)
             assert held(cluster, "d0") == 0
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_an_answer_that_ends_with_its_first_token_leaves_nothing_held():
@@ -513,7 +515,7 @@ def test_an_answer_that_ends_with_its_first_token_leaves_nothing_held():
         await asyncio.sleep(0.01)
         assert held(cluster, "p0") == held(cluster, "d0") == 0, "long before pin_ttl_s"
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_room_is_given_up_where_the_kv_could_not_be_kept_after_all():
@@ -526,7 +528,7 @@ def test_room_is_given_up_where_the_kv_could_not_be_kept_after_all():
         await asyncio.sleep(0.01)
         assert held(cluster, "p0") == held(cluster, "d0") == 0, "long before pin_ttl_s"
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_a_client_that_does_not_read_on_has_room_kept_for_no_longer_than_blocks_are_held():
@@ -542,7 +544,7 @@ def test_a_client_that_does_not_read_on_has_room_kept_for_no_longer_than_blocks_
                 tokens += unpack_tokens(delta.token_ids).tolist()
         assert tokens == (await expected(asked))[0]
 
-    play(scene, pin_ttl_s=1)
+    run_scenario(scene, pin_ttl_s=1)
 
 
 def test_who_takes_nothing_new_reads_nothing_early():
@@ -558,7 +560,7 @@ def test_who_takes_nothing_new_reads_nothing_early():
         assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
         assert kv_transfer(cluster).incoming.early_blocks == 0
 
-    play(scene)
+    run_scenario(scene)
 
 
 async def computed_before(cluster, dispatcher, transfer_id):
@@ -591,7 +593,7 @@ def test_who_follows_before_the_prompt_has_arrived_hears_of_it_and_nobody_else_d
         assert (agent, ended.read_id, ended.was_held) == ("d0", 7, False)
         exports.check()
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_who_follows_a_prompt_that_is_computed_already_hears_of_all_of_it():
@@ -608,7 +610,7 @@ def test_who_follows_a_prompt_that_is_computed_already_hears_of_all_of_it():
         assert len(exports) == 0
         exports.check()
 
-    play(scene)
+    run_scenario(scene)
 
 
 def test_who_follows_what_never_comes_is_told_so_in_the_end():
@@ -620,7 +622,7 @@ def test_who_follows_what_never_comes_is_told_so_in_the_end():
         await asyncio.sleep(1.1)
         assert [message.read_id for _, message in told] == [1, 2]
 
-    play(scene, fetches_max=1, pin_ttl_s=1)
+    run_scenario(scene, fetches_max=1, pin_ttl_s=1)
 
 
 def test_a_decode_worker_holds_nothing_while_the_prompt_waits_for_its_prefill_worker():
@@ -636,4 +638,4 @@ def test_a_decode_worker_holds_nothing_while_the_prompt_waits_for_its_prefill_wo
         assert len(waiting.result()[0]) == 20
         assert kv_transfer(cluster).incoming.fetched_blocks == BLOCKS
 
-    play(scene)
+    run_scenario(scene)

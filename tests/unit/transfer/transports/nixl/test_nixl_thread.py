@@ -120,7 +120,9 @@ class FakeNixl:
     def releasedDlistH(self, handle: int) -> None: ...  # noqa: N802
 
 
-def play(scenario: Callable[[FakeNixl, NixlThread, Handles], Awaitable[None]], parts: int = 4) -> FakeNixl:
+def run_scenario(
+    scenario: Callable[[FakeNixl, NixlThread, Handles], Awaitable[None]], parts: int = 4
+) -> FakeNixl:
     fake = FakeNixl()
 
     async def main() -> None:
@@ -152,7 +154,7 @@ def test_all_parts_are_posted_in_order_and_freed_in_the_end() -> None:
         for _ in range(2):
             await thread.fly(handles).ended
 
-    fake = play(scenario)
+    fake = run_scenario(scenario)
     assert fake.posted == [1, 2, 3, 4] * 2
     assert fake.released == [1, 2, 3, 4]
 
@@ -169,7 +171,7 @@ def test_two_parts_are_under_way_at_most() -> None:
         fake.under_way.clear()
         await flight.ended
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_what_is_stopped_ends_with_what_was_posted() -> None:
@@ -184,7 +186,7 @@ def test_what_is_stopped_ends_with_what_was_posted() -> None:
         await flight.ended
         assert fake.posted == [1, 2]
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_what_is_abandoned_is_freed_when_it_has_ended() -> None:
@@ -201,7 +203,7 @@ def test_what_is_abandoned_is_freed_when_it_has_ended() -> None:
         await flight.ended
         assert (sorted(fake.released), cleaned) == ([1, 2, 3, 4], [True])
 
-    fake = play(scenario)
+    fake = run_scenario(scenario)
     assert sorted(fake.released) == [1, 2, 3, 4], "each once: NIXL crashes otherwise"
 
 
@@ -280,7 +282,7 @@ def test_errors_are_the_librarys_own(error: Exception, expected: type[Exception]
         assert type(seen.value) is expected
         assert len(fake.posted) == 2
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_failed_list_is_made_anew() -> None:
@@ -296,7 +298,7 @@ def test_a_failed_list_is_made_anew() -> None:
         await thread.call(lambda: thread.make_ready(other, plan))
         await thread.fly(other).ended
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def test_a_closed_thread_refuses() -> None:
@@ -312,7 +314,7 @@ def test_a_closed_thread_refuses() -> None:
         with pytest.raises(TransferError, match="closed"):
             thread.fly(handles)
 
-    play(scenario)
+    run_scenario(scenario)
 
 
 def agents(fakes: list[FakeNixl], heartbeat_timeout_s: float = 2.0) -> TwoAgents:
