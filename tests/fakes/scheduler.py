@@ -129,6 +129,7 @@ def installed(name: str, contents: ModuleType, version: str):
     module = ModuleType(name)
     module.__dict__.update({key: value for key, value in vars(contents).items() if not key.startswith("__")})
     module.__version__ = version
+    module.__path__ = []
     module.__spec__ = ModuleSpec(name, None)
     before = sys.modules.get(name)
     sys.modules[name] = module

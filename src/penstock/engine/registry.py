@@ -14,8 +14,6 @@ from penstock.engine.spec import EngineSpec
 from penstock.engine.user_engine import check_user_engine_name, make_user_engine
 from penstock.seams import Engine
 
-SIMULATED_ONLY = ("trtllm",)
-"""Engines that a graph may name for simulation; this version does not run them."""
 _MOCK_BLOCKS = 4096
 
 
@@ -71,21 +69,19 @@ def engine_kind(name: str) -> EngineKind:
     return kind
 
 
-def check_engine_name(name: str, *, simulated: bool = False) -> None:
+def check_engine_name(name: str) -> None:
     """Check that a name may be an engine's, without importing its code.
 
     Args:
         name: one of `engine_names`, or `package.module:make` for a user's engine.
-        simulated: whether engines that are only simulated count.
 
     Raises:
         ConfigError: no engine has this name.
     """
-    known = [*_KINDS, *(SIMULATED_ONLY if simulated else ())]
     if ":" in name:
         check_user_engine_name(name)
-    elif name not in known:
-        raise ConfigError(f"there is no engine {name!r}{nearest(name, known)}")
+    elif name not in _KINDS:
+        raise ConfigError(f"there is no engine {name!r}{nearest(name, list(_KINDS))}")
 
 
 def engine_names() -> tuple[str, ...]:
@@ -162,6 +158,12 @@ def _sglang(spec: EngineSpec) -> Engine:
     return SglangEngine(spec)
 
 
+def _trtllm(spec: EngineSpec) -> Engine:
+    from penstock.engine.trtllm.engine import TrtllmEngine  # noqa: PLC0415
+
+    return TrtllmEngine(spec)
+
+
 _KINDS = {
     "mock": EngineKind(make=_mock, takes_args=False, has_adapters=True, has_weights=False),
     "paged": EngineKind(
@@ -180,4 +182,5 @@ _KINDS = {
     ),
     "vllm": EngineKind(make=_vllm),
     "sglang": EngineKind(make=_sglang, has_adapters=True),
+    "trtllm": EngineKind(make=_trtllm),
 }

@@ -54,7 +54,7 @@ class RoleSpec(Config):
     replicas: int = pydantic.Field(default=1, ge=0)
     """Workers to start; 0 declares a role that workers may change to, or join from elsewhere."""
     engine: str = "paged"
-    """`paged` runs the model in PyTorch; `mock` generates synthetic text at a modelled speed; `vllm` runs it in vLLM; `openai` is a running server (docs/engines.md); `sglang` runs it in SGLang, on GPUs; `trtllm` is only simulated in this version; `package.module:make` is an engine of your own. A mapping `{name, args, ...}` sets `engine`, `engine_args` and other fields of the role, such as `tensor_parallel`."""
+    """`paged` runs the model in PyTorch; `mock` generates synthetic text at a modelled speed; `vllm` runs it in vLLM; `openai` is a running server (docs/engines.md); `sglang` and `trtllm` run it in SGLang and TensorRT-LLM, on GPUs; `package.module:make` is an engine of your own. A mapping `{name, args, ...}` sets `engine`, `engine_args` and other fields of the role, such as `tensor_parallel`."""
     engine_args: dict[str, Any] = pydantic.Field(default_factory=dict)
     """Arguments of the engine by its own names, as vLLM's `gpu_memory_utilization`; the engine refuses those that it does not know."""
     hardware: str = "cpu"
@@ -174,7 +174,7 @@ class RoleSpec(Config):
     @classmethod
     def _check_engine(cls, engine: str) -> str:
         try:
-            check_engine_name(engine, simulated=True)
+            check_engine_name(engine)
         except ConfigError as error:
             raise wrong(error.message) from error
         return engine

@@ -42,10 +42,10 @@ def test_a_mock_engine_takes_the_models_shape():
 
 
 def test_an_unknown_engine_is_named_with_the_nearest():
-    assert engine_names() == ("mock", "paged", "openai", "vllm", "sglang")
+    assert engine_names() == ("mock", "paged", "openai", "vllm", "sglang", "trtllm")
     with pytest.raises(ConfigError, match=re.escape("engine: there is no 'page'; did you mean 'paged'?")):
         create_engine("page", SPEC)
-    with pytest.raises(ConfigError, match="known: mock, openai, paged, sglang, vllm"):
+    with pytest.raises(ConfigError, match="known: mock, openai, paged, sglang, trtllm, vllm"):
         create_engine("warp", SPEC)
 
 

@@ -28,7 +28,7 @@ from penstock.deploy.supervisor.port import Port
 from penstock.deploy.supervisor.process_cores import ProcessCores, usable_cores
 from penstock.deploy.supervisor.spares import SpareProcesses
 from penstock.deploy.supervisor.watchdog import tick_s
-from penstock.engine.registry import SIMULATED_ONLY, engine_kind
+from penstock.engine.registry import engine_kind
 from penstock.frontend.limits.access import load_api_keys
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import check_counts, say_empty
@@ -311,11 +311,6 @@ def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:
     """
     roles = graph.roles.present()
     for name, role in roles.items():
-        if role.engine in SIMULATED_ONLY:
-            raise ConfigError(
-                f"roles.{name}.engine: {role.engine!r} is only simulated in this version (penstock simulate); run"
-                " 'paged', or 'mock' for synthetic text"
-            )
         if engine_kind(role.engine).is_parallel:
             continue
         for field in ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel"):

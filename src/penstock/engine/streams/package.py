@@ -136,6 +136,10 @@ def supported(kwargs: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]
 
 
 def first_line(error: BaseException) -> str:
-    """Shorten an engine's error to one line of at most 300 characters, with its type."""
+    """Shorten an engine's error to one line of at most 300 characters, with its type.
+
+    pydantic's errors say in their second and third lines which field is wrong, and why.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    count = 3 if lines and re.match(r"\d+ validation error", lines[0]) else 1
+    return ": ".join([type(error).__name__, *lines[:count]])[:300]

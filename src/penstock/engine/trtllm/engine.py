@@ -1,0 +1,213 @@
+"""TensorRT-LLM behind `seams.Engine`: starts it, gives it calls, and polls its load and KV events."""
+
+import asyncio
+import importlib
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
+
+from penstock.core.errors import ConfigError, RequestError, StepFailed
+from penstock.core.log import get_logger
+from penstock.core.types.events import KvEvent
+from penstock.core.wire import encode
+from penstock.engine.spec import EngineSpec
+from penstock.engine.streams.backend import Call, Output, Serving, batch_limits
+from penstock.engine.streams.engine import StreamedEngine
+from penstock.engine.streams.package import check_gpu, first_line, supported
+from penstock.engine.trtllm.arguments import PACKAGE, choose_devices, make_arguments
+from penstock.engine.trtllm.outputs import Context, read_result, sampling_arguments
+
+_log = get_logger()
+
+KV_TRANSFER_KIND = "trtllm-context-1"
+_RUNNING_DEFAULT = 2048
+_CHUNK_DEFAULT = 8192
+"""TensorRT-LLM's own defaults of max_batch_size and max_num_tokens, for each rank."""
+_POLL_S = 0.05
+_STATS_TIMEOUT_S = 2.0
+_HEALTH_EVERY_S = 1.0
+
+
+class TrtllmEngine(StreamedEngine):
+    """Implements `Engine` and `NativeKvTransfer` with TensorRT-LLM."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Make an engine; `start` imports TensorRT-LLM and loads the model."""
+        super().__init__(
+            TrtllmBackend(spec),
+            max_waiting_requests=spec.scheduler.max_waiting_requests,
+            hash_key=spec.hash_key,
+        )
+
+    def kv_transfer_kind(self) -> str:
+        return KV_TRANSFER_KIND
+
+
+class TrtllmBackend:
+    """Implements `Backend` with `tensorrt_llm.LLM`."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._llm: Any = None
+        self._api: Any = None
+        """Module `tensorrt_llm.llmapi`."""
+        self._parameters: frozenset[str] = frozenset()
+        """Keyword arguments that the installed `generate_async` has."""
+        self._results: dict[int, Any] = {}
+        self._stats: dict[str, Any] = {}
+        """The latest statistics of an iteration."""
+
+    async def start(self) -> Serving:
+        """Start the ranks and load the model; one token is generated, to see that it answers.
+
+        Raises:
+            ConfigError: TensorRT-LLM is missing, does not fit, or cannot start.
+        """
+        spec = self._spec
+        choose_devices(spec)
+        PACKAGE.load()
+        check_gpu("trtllm", spec.device)
+        try:
+            self._api = importlib.import_module("tensorrt_llm.llmapi")
+        except ImportError as error:
+            raise ConfigError(
+                f"engine trtllm: {first_line(error)}; reinstall with `{PACKAGE.install}`"
+            ) from error
+        arguments = make_arguments(spec, self._api)
+        try:
+            self._llm = await asyncio.to_thread(self._api.LLM, **arguments)
+            self._parameters = frozenset(inspect.signature(self._llm.generate_async).parameters)
+            await self._warm_up()
+        except Exception as error:
+            raise ConfigError(
+                f"engine trtllm: cannot start {spec.model}: {first_line(error)}; TensorRT-LLM's own lines above say more,"
+                " and engine_args sets its arguments"
+            ) from error
+        return self._serving()
+
+    async def generate(self, call: Call) -> AsyncGenerator[Output, None]:
+        request, eos = call.request, self._spec.eos_token_ids
+        context = Context.read(request.kv)
+        disaggregated = None
+        if request.prefill_only:
+            disaggregated = self._api.DisaggregatedParams(request_type="context_only")
+        elif context is not None:
+            disaggregated = self._disaggregated(context)
+        kwargs = {
+            "sampling_params": self._api.SamplingParams(**sampling_arguments(call, eos)),
+            "disaggregated_params": disaggregated,
+            "cache_salt": call.salt,
+            "streaming": not request.prefill_only,
+        }
+        try:
+            result = self._llm.generate_async(
+                {"prompt_token_ids": call.token_ids}, **supported(kwargs, self._parameters)
+            )
+        except (ValueError, TypeError) as error:
+            raise RequestError(f"trtllm refuses the request: {first_line(error)}") from error
+        self._results[call.number] = result
+        try:
+            async for state in result:
+                if call.is_dropped:
+                    result.abort()  # now that its KV has come: an abort during the transfer is not safe
+                    return
+                output = read_result(state, call, eos)
+                if output is None:
+                    return
+                params = state.outputs[0].disaggregated_params
+                if request.prefill_only and output.finish_reason is not None and params is not None:
+                    yield _prefilled(output, params)
+                    output = Output(cached_tokens=output.cached_tokens)
+                yield output
+        except Exception as error:
+            raise StepFailed(f"trtllm failed on this request: {first_line(error)}") from error
+        finally:
+            del self._results[call.number]
+
+    def cancel(self, call: Call) -> None:
+        result = self._results.get(call.number)
+        is_loading = call.request.kv is not None and not call.num_generated
+        if result is not None and not is_loading:
+            result.abort()
+
+    async def events(self) -> AsyncIterator[Sequence[KvEvent]]:
+        """Yield nothing: `Serving.kv_events` is false."""
+        nothing: tuple[Sequence[KvEvent], ...] = ()
+        for events in nothing:
+            yield events
+
+    async def active_blocks(self) -> int | None:
+        await self._read_stats(_POLL_S)
+        used = self._stats.get("kvCacheStats", {}).get("usedNumBlocks")
+        return None if used is None else int(used)
+
+    async def died(self) -> str:
+        """Watch the executor, whose streams just stop when it is gone."""
+        while not self._is_shut_down():  # noqa: ASYNC110 - it is asked, it does not tell
+            await asyncio.sleep(_HEALTH_EVERY_S)
+        return "trtllm: its executor shut down; TensorRT-LLM's own lines above say why"
+
+    async def close(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+
+    def _disaggregated(self, context: Context) -> Any:
+        """Make the parameters of a generation request, of the fields that the installed version has."""
+        names = inspect.signature(self._api.DisaggregatedParams).parameters
+        return self._api.DisaggregatedParams(
+            request_type="generation_only", **supported(context.arguments(), names)
+        )
+
+    def _is_shut_down(self) -> bool:
+        executor = getattr(self._llm, "_executor", None)
+        return executor is None or bool(executor.is_shutdown())
+
+    async def _warm_up(self) -> None:
+        sampling = self._api.SamplingParams(end_id=-1, pad_id=0, max_tokens=1, detokenize=False)
+        result = self._llm.generate_async({"prompt_token_ids": [0]}, sampling_params=sampling, streaming=True)
+        async for _ in result:
+            pass
+        await self._read_stats(_STATS_TIMEOUT_S)
+
+    async def _read_stats(self, within_s: float) -> None:
+        """Take the statistics of the iterations since the last time; wait for the first ones only where there are none."""
+        now = asyncio.get_running_loop().time
+        deadline, had_any = now() + within_s, bool(self._stats)
+        async for stats in self._llm.get_stats_async(timeout=within_s):
+            self._stats = stats
+            if now() >= deadline or not had_any:
+                return
+
+    def _serving(self) -> Serving:
+        """Read the sizes that TensorRT-LLM settled on."""
+        spec, ranks = self._spec, self._spec.data_parallel
+        tokens, requests = batch_limits(spec)
+        cache = self._stats.get("kvCacheStats", {})
+        context_length = spec.context_length or int(self._llm.args.max_seq_len)
+        blocks = (
+            cache.get("maxNumBlocks") or (spec.kv_blocks or -(-context_length // spec.block_size)) // ranks
+        )
+        if not cache:
+            _log.warning(
+                "kv_blocks_assumed", blocks=blocks, fix="set kv_blocks; TensorRT-LLM told no statistics"
+            )
+        return Serving(
+            block_size=spec.block_size,
+            num_blocks=blocks * ranks,
+            context_length=context_length,
+            vocab_size=spec.vocab_size,
+            max_running_requests=(requests or _RUNNING_DEFAULT) * ranks,
+            max_batch_tokens=(tokens or _CHUNK_DEFAULT) * ranks,
+            ranks=ranks,
+        )
+
+
+def _prefilled(output: Output, params: Any) -> Output:
+    """Make the last output of a prompt whose KV a generation request will take; that one has the first token too.
+
+    A prompt whose first token ends the answer has no generation request.
+    """
+    if output.finish_reason is not None and output.finish_reason.value == "stop":
+        return output
+    return Output(finish_reason=output.finish_reason, kv_payload=encode(Context.of(params)))

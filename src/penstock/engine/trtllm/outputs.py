@@ -1,0 +1,117 @@
+"""From a call to TensorRT-LLM's sampling parameters, from its outputs to ours, and KV handles."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.core.types.requests import FinishReason, KvHandle, TokenLogprob
+from penstock.core.wire import Wire
+from penstock.engine.streams.backend import Call, Output, stop_tokens
+
+_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "not_finished": FinishReason.LENGTH}
+_SEED_MASK = (1 << 63) - 1
+CONTEXT_FIELDS = (
+    "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens", "disagg_request_id", "ctx_dp_rank",
+    "ctx_info_endpoint",
+)  # fmt: skip
+"""Fields of `DisaggregatedParams` that go from the context to the generation request; older versions lack the last ones."""
+
+
+class Context(Wire, frozen=True):
+    """What a generation request needs of its context request: the payload of `KvHandle`, version 1."""
+
+    first_gen_tokens: list[int] | None = None
+    ctx_request_id: int | None = None
+    opaque_state: bytes | None = None
+    draft_tokens: list[int] | None = None
+    disagg_request_id: int | None = None
+    ctx_dp_rank: int | None = None
+    ctx_info_endpoint: str | None = None
+
+    @classmethod
+    def of(cls, params: Any) -> "Context":
+        """Take the fields of a `DisaggregatedParams`."""
+        return cls(**{name: getattr(params, name, None) for name in CONTEXT_FIELDS})
+
+    @classmethod
+    def read(cls, kv: KvHandle | None) -> "Context | None":
+        """Read a handle; None where there is none, or of another version: then the prompt is computed here."""
+        if kv is None or not kv.payload:
+            return None
+        try:
+            return msgspec.msgpack.decode(kv.payload, type=cls)
+        except msgspec.MsgspecError:
+            return None
+
+    def arguments(self) -> dict[str, Any]:
+        return {name: value for name in CONTEXT_FIELDS if (value := getattr(self, name)) is not None}
+
+
+def sampling_arguments(call: Call, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """Make the arguments of `SamplingParams`; what is neutral is left out, as it may choose another kernel.
+
+    Without temperature, top-p and top-k sampling is greedy, so a temperature of 0 sets none of them.
+    """
+    sampling = call.sampling
+    end = eos_token_ids[0] if eos_token_ids else -1
+    stops = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids[1:])]
+    arguments: dict[str, Any] = {
+        "end_id": end,
+        "pad_id": max(end, 0),
+        "max_tokens": call.max_new_tokens,
+        "min_tokens": call.min_new_tokens or None,
+        "stop_token_ids": stops or None,
+        "include_stop_str_in_output": True,
+        "ignore_eos": sampling.ignore_eos,
+        "detokenize": False,
+        "add_special_tokens": False,
+        "presence_penalty": sampling.presence_penalty or None,
+        "frequency_penalty": sampling.frequency_penalty or None,
+        "repetition_penalty": None if sampling.repetition_penalty == 1 else sampling.repetition_penalty,
+        "logprobs": None if sampling.logprobs is None else max(1, sampling.logprobs),
+    }
+    if sampling.temperature > 0:
+        arguments |= {
+            "temperature": sampling.temperature,
+            "top_p": None if sampling.top_p == 1 else sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p or None,
+        }
+        if sampling.seed is not None:
+            arguments["seed"] = (sampling.seed * 1_000_003 + call.request.choice) & _SEED_MASK
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def read_result(result: Any, call: Call, eos_token_ids: Sequence[int]) -> Output | None:
+    """Translate the state of a `RequestOutput`, whose tokens are the whole output so far; None once it is cancelled."""
+    output = result.outputs[0]
+    if output.finish_reason == "cancelled":
+        return None
+    token_ids = list(output.token_ids[call.num_generated :])
+    reason = None
+    if output.finish_reason is not None:
+        reason = _REASONS.get(output.finish_reason, FinishReason.LENGTH)
+    if reason is FinishReason.STOP:
+        matched = output.stop_reason if isinstance(output.stop_reason, int) else None
+        token_ids += stop_tokens(call, token_ids, matched, eos_token_ids)
+    logprobs: Sequence[TokenLogprob] = ()
+    if call.sampling.logprobs is not None:
+        entries = output.logprobs[call.num_generated : call.num_generated + len(token_ids)]
+        pairs = zip(token_ids, entries, strict=False)
+        logprobs = [_logprob(token_id, entry, call.sampling.logprobs) for token_id, entry in pairs]
+    return Output(
+        token_ids=token_ids,
+        finish_reason=reason,
+        cached_tokens=getattr(result, "cached_tokens", 0) or 0,
+        logprobs=logprobs,
+    )
+
+
+def _logprob(token_id: int, entry: Any, count: int) -> TokenLogprob:
+    """Read one position: the chosen token's logprob, or those of several tokens by their ids."""
+    if isinstance(entry, float | int):
+        return TokenLogprob(token_id, float(entry))
+    ranked = sorted(((each, found.logprob) for each, found in entry.items()), key=lambda pair: -pair[1])
+    chosen = entry[token_id].logprob if token_id in entry else ranked[-1][1]
+    return TokenLogprob(token_id, chosen, tuple(ranked[:count]))

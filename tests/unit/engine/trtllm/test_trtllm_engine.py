@@ -1,0 +1,279 @@
+"""The TensorRT-LLM adapter over a fake of the package: start, refusals, disaggregation, aborts."""
+
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from penstock.core.errors import ConfigError, EngineError
+from penstock.core.types.instances import Role
+from penstock.core.types.requests import FinishReason, KvHandle, SamplingParams
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.spec import EngineSpec
+from penstock.engine.streams.backend import Call
+from penstock.engine.trtllm import engine as adapter
+from penstock.engine.trtllm.arguments import choose_devices, make_arguments
+from penstock.engine.trtllm.outputs import Context, read_result, sampling_arguments
+from penstock.seams import KvBlocks, NativeKvTransfer
+from penstock.testing.engines.probe import EngineProbe, make_request
+from penstock.testing.loop import run_async
+from tests.fakes import tensorrt_llm as fake
+from tests.fakes.scheduler import installed
+
+
+@pytest.fixture
+def trtllm(monkeypatch):
+    fake.CALLS.clear()
+    fake.CONTEXTS.clear()
+    fake.ABORTED.clear()
+    monkeypatch.setattr(adapter, "check_gpu", lambda *_: 0)
+    with installed("tensorrt_llm", fake, "1.1.0"), installed("tensorrt_llm.llmapi", fake, "1.1.0") as module:
+        yield module
+
+
+def spec(**changes) -> EngineSpec:
+    return EngineSpec(
+        **{"model": "tiny", "block_size": 8, "context_length": 256, "vocab_size": 256} | changes
+    )
+
+
+def start(of: EngineSpec) -> None:
+    async def main() -> None:
+        engine = adapter.TrtllmEngine(of)
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+    run_async(main())
+
+
+def test_without_the_package_one_line_says_what_to_install() -> None:
+    with pytest.raises(
+        ConfigError, match=r"tensorrt_llm is not installed; run `pip install 'tensorrt-llm>="
+    ) as refused:
+        start(spec())
+    assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize("version", ["0.21.0", "1.0.0", "2.0.0rc1"])
+def test_another_version_is_refused(version) -> None:
+    with (
+        installed("tensorrt_llm", fake, version),
+        pytest.raises(ConfigError, match=r"supports >=1\.1,<2; run"),
+    ):
+        start(spec())
+
+
+def test_without_a_gpu_in_the_graph_it_is_refused() -> None:
+    with installed("tensorrt_llm", fake, "1.1.0"), pytest.raises(ConfigError, match="hardware cpu"):
+        start(spec())
+
+
+def test_an_unknown_argument_names_the_nearest(trtllm) -> None:
+    with pytest.raises(ConfigError, match=r"engine_args\.kv_cache_conf: .* did you mean 'kv_cache_config'\?"):
+        start(spec(args={"kv_cache_conf": {}}))
+    with pytest.raises(ConfigError, match=r"engine_args\.max_seq_len: Penstock sets it.*set context_length"):
+        start(spec(args={"max_seq_len": 4096}))
+    with pytest.raises(ConfigError, match=r"kv_cache_config\.tokens_per_block: .* set block_size"):
+        start(spec(args={"kv_cache_config": {"tokens_per_block": 64}}))
+    with pytest.raises(ConfigError, match=r"tensor_parallel must be 1, got 2"):
+        start(spec(tensor_parallel=2, data_parallel=2))
+
+
+def test_a_refusal_of_pydantic_is_one_line(trtllm, monkeypatch) -> None:
+    def fail(self, **_):
+        raise ValueError(
+            "1 validation error for TorchLlmArgs\nkv_cache_config.fraction\n  Extra inputs are not permitted\n more"
+        )
+
+    monkeypatch.setattr(fake.LLM, "__init__", fail)
+    with pytest.raises(
+        ConfigError, match=r"cannot start tiny: .*kv_cache_config\.fraction: Extra inputs"
+    ) as refused:
+        start(spec())
+    assert "\n" not in refused.value.message
+
+
+def test_an_engine_that_fails_on_its_first_token_does_not_start(trtllm, monkeypatch) -> None:
+    def fail(self, *_, **__):
+        raise RuntimeError("Executor worker returned error")
+
+    monkeypatch.setattr(fake.LLM, "generate_async", fail)
+    with pytest.raises(ConfigError, match="cannot start tiny: RuntimeError: Executor worker returned error"):
+        start(spec())
+
+
+def test_the_graph_reaches_the_arguments(trtllm) -> None:
+    limits = SchedulerConfig.of_ranks(8, max_batch_tokens=4096, max_running_requests=128)
+    graph = spec(
+        data_parallel=8,
+        expert_parallel=8,
+        kv_dtype="fp8",
+        kv_blocks=800,
+        role=Role.PREFILL,
+        scheduler=limits,
+        args={"kv_cache_config": {"free_gpu_memory_fraction": 0.7}, "moe_config": {"backend": "WIDEEP"}},
+    )
+    arguments = make_arguments(graph, trtllm)
+    assert (arguments["tensor_parallel_size"], arguments["moe_expert_parallel_size"]) == (8, 8)
+    assert arguments["enable_attention_dp"]
+    assert (arguments["max_num_tokens"], arguments["max_batch_size"]) == (4096, 128), "of each rank"
+    cache = arguments["kv_cache_config"]
+    assert (cache["tokens_per_block"], cache["max_tokens"], cache["dtype"]) == (8, 800, "fp8")
+    assert (cache["free_gpu_memory_fraction"], cache["enable_block_reuse"]) == (0.7, True)
+    assert arguments["cache_transceiver_config"] == {"backend": "DEFAULT"}
+    assert arguments["disable_overlap_scheduler"] is True
+    plain = make_arguments(spec(), trtllm)
+    assert not plain.keys() & {"cache_transceiver_config", "enable_attention_dp", "max_batch_size"}
+
+
+def test_a_worker_sees_its_own_gpus_alone() -> None:
+    for visible, expected in ((None, "4,5"), ("9,8,7,6,5,4", "5,4")):
+        environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        choose_devices(spec(device="cuda:4", tensor_parallel=2), environment)
+        assert environment["CUDA_VISIBLE_DEVICES"] == expected
+    with pytest.raises(ConfigError, match="needs GPUs 4 to 5, CUDA_VISIBLE_DEVICES has 2"):
+        choose_devices(spec(device="cuda:4", tensor_parallel=2), {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def _call(**sampling) -> Call:
+    request = make_request("a", range(5), sampling=SamplingParams(max_tokens=9, **sampling))
+    return Call(
+        number=1,
+        request=request,
+        token_ids=[0],
+        sampling=request.sampling,
+        max_new_tokens=9,
+        min_new_tokens=0,
+    )
+
+
+def test_greedy_requests_set_nothing_that_samples() -> None:
+    greedy = sampling_arguments(_call(temperature=0.0, top_p=0.5, top_k=3, seed=1), (2, 4))
+    assert not greedy.keys() & {"temperature", "top_p", "top_k", "min_p", "seed"}
+    assert (greedy["end_id"], greedy["stop_token_ids"]) == (2, [4]), "a model may have several end tokens"
+    assert sampling_arguments(_call(ignore_eos=True), (2, 4)).get("stop_token_ids") is None
+    assert sampling_arguments(_call(), (2,))["temperature"] == 1.0, "without it TensorRT-LLM would be greedy"
+
+
+def test_outputs_are_cumulative_and_logprobs_may_be_numbers() -> None:
+    call = _call(logprobs=1)
+    call.num_generated = 1
+    output = fake.CompletionOutput(
+        token_ids=[5, 6], logprobs=[-0.1, {6: fake.Logprob(-0.7), 9: fake.Logprob(-0.2)}]
+    )
+    read = read_result(SimpleNamespace(outputs=[output], cached_tokens=0), call, (2,))
+    assert list(read.token_ids) == [6]
+    (only,) = read.logprobs
+    assert (only.token_id, only.logprob, only.top) == (6, -0.7, ((9, -0.2),))
+    output.logprobs = [-0.1, -0.7]
+    assert read_result(SimpleNamespace(outputs=[output]), call, ()).logprobs[0].logprob == -0.7
+
+
+def test_a_handle_of_another_kind_is_computed_anew() -> None:
+    assert Context.read(None) is None
+    assert Context.read(KvHandle.native(b"\xc1nonsense", 3, 1.0)) is None
+    context = Context(first_gen_tokens=[3], ctx_request_id=1, opaque_state=b"\x00\xff")
+    assert Context.read(KvHandle.native(msgspec.msgpack.encode(context), 3, 1.0)) == context
+    assert context.arguments() == {"first_gen_tokens": [3], "ctx_request_id": 1, "opaque_state": b"\x00\xff"}
+
+
+def test_an_executor_that_shuts_down_ends_the_engine(trtllm, monkeypatch) -> None:
+    monkeypatch.setattr(adapter, "_HEALTH_EVERY_S", 0.01)
+
+    async def main() -> None:
+        engine = adapter.TrtllmEngine(spec())
+        async with EngineProbe(engine) as probe:
+            engine.backend._llm._executor = SimpleNamespace(is_shutdown=lambda: True)
+            with pytest.raises(EngineError, match="its executor shut down"):
+                await probe.step()
+
+    run_async(main())
+
+
+@asynccontextmanager
+async def disaggregated():
+    prefill, decode = (
+        adapter.TrtllmEngine(spec(role=Role.PREFILL)),
+        adapter.TrtllmEngine(spec(role=Role.DECODE)),
+    )
+    async with EngineProbe(prefill) as source, EngineProbe(decode) as target:
+        yield source, target
+
+
+async def hand_over(source: EngineProbe, request) -> KvHandle:
+    source.submit(replace(request, prefill_only=True))
+    while True:
+        for delta in (await source.step()).deltas:
+            assert delta.token_ids == b"", "the decode worker sends the first token"
+            assert delta.finish_reason is FinishReason.LENGTH
+            assert delta.kv is not None
+            return delta.kv
+
+
+def test_kv_goes_from_a_prefill_to_a_decode_engine(trtllm) -> None:
+    async def main() -> None:
+        async with disaggregated() as (source, target), EngineProbe(adapter.TrtllmEngine(spec())) as alone:
+            assert isinstance(source.engine, NativeKvTransfer)
+            assert not isinstance(source.engine, KvBlocks)
+            assert source.engine.kv_transfer_kind() == target.engine.kv_transfer_kind() == "trtllm-context-1"
+            request = make_request("a", range(100, 140), max_tokens=12)
+            (expected,) = await alone.run(request)
+            kv = await hand_over(source, request)
+            (answer,) = await target.run(replace(request, kv=kv))
+            assert answer.token_ids == expected.token_ids
+            assert not fake.CONTEXTS, "the decode engine took the KV"
+            given = fake.CALLS[-1]["disaggregated"]
+            assert (given.request_type, given.first_gen_tokens) == ("generation_only", expected.token_ids[:1])
+            while source.engine.load().running_requests:
+                await source.step()
+            assert source.engine.load().prefilled_tokens == 40
+
+    run_async(main())
+
+
+def test_a_prompt_that_ends_with_its_first_token_needs_no_decode_worker(trtllm) -> None:
+    async def main() -> None:
+        async with disaggregated() as (source, _):
+            request = make_request("a", range(100, 140), max_tokens=12)
+            (whole,) = await source.run(request)
+            sampling = replace(request.sampling, stop_token_ids=(whole.token_ids[0],))
+            (answer,) = await source.run(replace(request, sampling=sampling, prefill_only=True))
+            assert (answer.token_ids, answer.finish_reason) == (whole.token_ids[:1], FinishReason.STOP)
+
+    run_async(main())
+
+
+def test_without_kv_a_decode_engine_computes_the_prompt(trtllm) -> None:
+    async def main() -> None:
+        async with disaggregated() as (source, target):
+            request = make_request("a", range(100, 140), max_tokens=12)
+            (answer,) = await target.run(request)
+            kv = await hand_over(source, request)
+            (again,) = await target.run(replace(request, kv=replace(kv, payload=b"\xc1")))
+            assert answer.token_ids == again.token_ids
+            fake.CONTEXTS.clear()  # as if the prefill worker had been lost
+            (failed,) = await target.run(replace(request, kv=kv))
+            assert failed.error is not None
+            assert failed.error.code == "step_failed", "the router tries it elsewhere"
+
+    run_async(main())
+
+
+def test_an_abort_waits_for_kv_that_is_on_its_way(trtllm) -> None:
+    async def main() -> None:
+        async with disaggregated() as (source, target):
+            request = make_request("a", range(100, 140), max_tokens=100)
+            kv = await hand_over(source, request)
+            target.submit(replace(request, kv=kv))
+            target.abort("a")
+            assert not fake.ABORTED
+            (other,) = await target.run(make_request("b", range(50), max_tokens=30))
+            assert len(other.token_ids) == 30
+            assert len(fake.ABORTED) == 1
+            assert target.engine.load().running_requests == 0
+
+    run_async(main())
