@@ -1,0 +1,83 @@
+"""KV events as engines tell them, in one form for all engines and encodings. Hashes are the engine's own."""
+
+from collections import Counter
+from enum import StrEnum
+
+import msgspec
+
+from penstock.core.types.events import Tier
+from penstock.core.wire import NO_TOKENS, PackedTokens
+
+EngineHash = int | bytes
+"""An engine's own name of a block: an unsigned 64-bit integer, or up to 64 raw bytes."""
+
+_WORD = 1 << 64
+
+
+class EngineStored(msgspec.Struct, frozen=True, gc=False):
+    """One more copy of each block of a chain is in `tier`.
+
+    Attributes:
+        hashes: each block is the child of the one before it.
+        parent: of the first block; None: the first block begins a prompt, or `token_ids` is empty.
+        token_ids: of all blocks, `block_size` each; empty: the engine only names blocks that it has described before.
+        lora_name: the LoRA adapter that computed the blocks.
+        cache_salt: of the first block, if it begins a prompt.
+    """
+
+    hashes: list[EngineHash]
+    parent: EngineHash | None = None
+    token_ids: PackedTokens = NO_TOKENS
+    block_size: int = 0
+    tier: Tier = Tier.DEVICE
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+
+class EngineRemoved(msgspec.Struct, frozen=True, gc=False):
+    """One copy less of each block is in `tier`."""
+
+    hashes: list[EngineHash]
+    tier: Tier = Tier.DEVICE
+
+
+class EngineCleared(msgspec.Struct, frozen=True, gc=False):
+    """No block is left in any tier."""
+
+
+EngineEvent = EngineStored | EngineRemoved | EngineCleared
+
+
+class EngineBatch(msgspec.Struct, frozen=True):
+    """The events of one engine step. `rank` is the data-parallel rank that sent them, if it says so."""
+
+    events: list[EngineEvent]
+    rank: int | None = None
+
+
+class Omission(StrEnum):
+    """Why something of an engine's events had no effect; the unit is in parentheses."""
+
+    MALFORMED = "malformed"  # (messages) not in any known encoding
+    UNKNOWN_TYPE = "unknown_type"  # (events) of a type that this version does not know
+    UNKNOWN_FIELD = "unknown_field"  # (fields) that this version does not know
+    MEDIUM = "medium"  # (blocks) in a medium that this version does not know
+    GROUP = "group"  # (blocks) of sliding windows, states and further groups of layers
+    CONTENT = "content"  # (blocks) whose content is not only tokens, and those after them
+    PARTIAL = "partial"  # (blocks) that are not full, or whose tokens were not all told
+    BLOCK_SIZE = "block_size"  # (blocks) of another size than the model's
+    SALT = "salt"  # (blocks) with a salt or adapter that nobody here has
+    UNKNOWN_PARENT = "unknown_parent"  # (blocks) after one whose event was missed
+    UNKNOWN_BLOCK = "unknown_block"  # (blocks) removed or named without having been described
+    CONTRADICTION = "contradiction"  # (blocks) whose hash had other tokens before
+    FULL = "full"  # (blocks) beyond `blocks_max`
+    LOST = "lost"  # (gaps) of events that nobody has any more: everything was forgotten
+    RESTART = "restart"  # (times) that the engine began anew
+
+
+Omissions = Counter[Omission]
+
+
+def unsigned(block_hash: int) -> int:
+    """Give a signed or unsigned 64-bit hash as an unsigned one."""
+    return block_hash + _WORD if block_hash < 0 else block_hash

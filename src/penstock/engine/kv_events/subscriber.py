@@ -1,0 +1,354 @@
+"""Follows the KV events that an engine publishes over ZeroMQ, and replays what was missed.
+
+An engine numbers its messages from 0 on a PUB socket, which drops messages rather than wait: `[topic, number, payload]`. A ROUTER
+socket, if the engine has one, sends again what it still keeps. Where events are lost for good, all blocks are forgotten: routers
+then know less than the engine has, and never more.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from penstock.core.errors import ConfigError, ProtocolError
+from penstock.core.hashing import DEFAULT_KEY
+from penstock.core.log import get_logger
+from penstock.core.types.events import KvEvent
+from penstock.engine.kv_events.decoder import EventDecoder
+from penstock.engine.kv_events.engine_events import Omission, Omissions
+from penstock.engine.kv_events.translator import KvEventTranslator, SaltOf
+
+MESSAGE_BYTES_MAX = 1 << 26
+_QUEUED_MESSAGES_MAX = 10_000
+"""Messages that wait here in a socket; ZeroMQ drops further ones, which is noticed as a gap."""
+_REPLAY_S = 5.0
+"""A replay in which nothing comes for so long has failed."""
+_REPLAYS_MAX = 10
+"""Requests for one gap: a replay may have gaps of its own, as ROUTER sockets drop messages too."""
+_MESSAGES_AT_ONCE = 64
+"""Messages between two turns of the event loop."""
+_END = b"\xff" * 8
+_NUMBER_BYTES = 8
+_PORTS = 1 << 16
+_log = get_logger()
+
+Publish = Callable[[Sequence[KvEvent]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherAddress:
+    """Where one engine publishes.
+
+    Attributes:
+        endpoint: `tcp://HOST:PORT` or `ipc://PATH`; with `*` as host, bound here, for engines that connect.
+        replay_endpoint: the same of the ROUTER socket; None: the engine has none.
+        topic: the messages' topic begins with it.
+    """
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+    def of_rank(self, rank: int) -> "PublisherAddress":
+        """Give the address of a data-parallel rank: engines add the rank to ports."""
+        replay = self.replay_endpoint
+        return PublisherAddress(
+            endpoint=_of_rank(self.endpoint, rank),
+            replay_endpoint=None if replay is None else _of_rank(replay, rank),
+            topic=self.topic,
+        )
+
+    def check(self) -> None:
+        """Raise ConfigError where it is no address that can be used."""
+        given = (self.endpoint,) if self.replay_endpoint is None else (self.endpoint, self.replay_endpoint)
+        for endpoint in given:
+            kind, _, rest = endpoint.partition("://")
+            port = rest.rpartition(":")[2]
+            if kind in {"ipc", "inproc"} and rest:
+                continue
+            if kind == "tcp" and ":" in rest and port.isdecimal() and 0 < int(port) < _PORTS:
+                continue
+            raise ConfigError(f"KV events: {endpoint!r}: expected tcp://HOST:PORT or ipc://PATH")
+
+
+def require_zmq() -> None:
+    """Raise ConfigError where pyzmq is missing."""
+    if find_spec("zmq") is None:
+        raise ConfigError("KV events: pyzmq is not installed; run `pip install penstock[events]`")
+
+
+class KvEventSubscriber:
+    """Gives one engine's KV events, or one data-parallel rank's, to a function. One task owns it."""
+
+    def __init__(
+        self,
+        address: PublisherAddress,
+        *,
+        block_size: int,
+        salt_of: SaltOf,
+        publish: Publish,
+        hash_key: bytes = DEFAULT_KEY,
+    ) -> None:
+        """Make a subscriber; `run` connects.
+
+        Args:
+            address: of the publisher.
+            block_size: tokens in a block.
+            salt_of: finds a prompt's salt, such as `HexSalts`.
+            publish: called with events in order, in the event loop of `run`.
+            hash_key: the deployment's.
+
+        Raises:
+            ConfigError: the address is wrong, or pyzmq is missing.
+        """
+        address.check()
+        require_zmq()
+        self.omissions: Omissions = Omissions()
+        self.batches = 0
+        """Messages applied."""
+        self._address = address
+        self._publish = publish
+        self._decoder = EventDecoder(block_size, self.omissions)
+        self._translator = KvEventTranslator(
+            block_size=block_size, salt_of=salt_of, omissions=self.omissions, hash_key=hash_key
+        )
+        self._synced = False
+        self._next: int | None = None
+        """Number of the next message; None: whichever comes."""
+        self._latest = b""
+        """Payload of the message before."""
+        self._live = -1
+        """Number of the latest message that came without a replay."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the engine is known to hold."""
+        return len(self._translator)
+
+    async def run(self) -> None:
+        """Follow the engine until cancelled. It may start later, end and come again.
+
+        Raises:
+            ConfigError: the address cannot be used on this machine.
+        """
+        zmq, zmq_asyncio = _zmq(), import_module("zmq.asyncio")
+
+        with zmq_asyncio.Context() as context, context.socket(zmq.SUB) as messages:
+            messages.linger = 0
+            messages.rcvhwm = _QUEUED_MESSAGES_MAX
+            messages.maxmsgsize = MESSAGE_BYTES_MAX
+            messages.subscribe(self._address.topic.encode())
+            with messages.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            ) as monitor:
+                poller = zmq_asyncio.Poller()
+                poller.register(monitor, zmq.POLLIN)
+                poller.register(messages, zmq.POLLIN)
+                _open(messages, self._address.endpoint)
+                try:
+                    while True:
+                        ready = dict(await poller.poll())
+                        if monitor in ready:
+                            await self._connection_changed(await monitor.recv_multipart(), context)
+                        elif messages in ready:
+                            await self._receive(messages, context)
+                finally:
+                    messages.disable_monitor()
+
+    async def _connection_changed(self, frames: Sequence[bytes], context: Any) -> None:
+        zmq = _zmq()
+
+        if int.from_bytes(frames[0][:2], "little") == zmq.EVENT_DISCONNECTED:
+            self._synced = False
+        else:
+            await self._sync(context)
+
+    async def _receive(self, messages: Any, context: Any) -> None:
+        """Take the messages that are there, up to a number."""
+        zmq = _zmq()
+
+        for _ in range(_MESSAGES_AT_ONCE):
+            try:
+                frames = await messages.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = _message(frames)
+            if message is None:
+                self._malformed(f"{len(frames)} frames, expected topic, number of 8 bytes and payload")
+            else:
+                await self._take(*message, context)
+        await asyncio.sleep(0)
+
+    async def _take(self, number: int, payload: bytes, context: Any) -> None:
+        """Apply a message in its turn, after what was missed before it."""
+        if not self._synced:
+            await self._sync(context)
+        elif self._next is not None and number <= self._live:
+            self._restarted()
+            await self._sync(context)
+        elif self._next is not None and number > self._next and not await self._replay(context):
+            self._lost(number)
+        self._live = number
+        if self._next is None or number == self._next:
+            self._apply(number, payload)
+        elif number > self._next:
+            self._lost(number)
+            self._apply(number, payload)
+
+    async def _sync(self, context: Any) -> None:
+        """Begin, or go on after the connection was lost: the publisher may be another one now."""
+        self._synced = True
+        self._live = -1
+        if not await self._replay(context):
+            if self._next is not None:
+                self._lost(None)
+            self._next = None
+
+    async def _replay(self, context: Any) -> bool:
+        """Apply the messages after the latest one, as far as the publisher keeps them.
+
+        Returns:
+            whether what is known is what the publisher has told up to now; False: it has no replay, or the replay failed.
+        """
+        if self._address.replay_endpoint is None:
+            return False
+        for _ in range(_REPLAYS_MAX):
+            before = self._next
+            if await self._replay_once(context):
+                return True
+            if self._next == before:
+                return False
+        return False
+
+    async def _replay_once(self, context: Any) -> bool:
+        """Ask for the latest message once more, to see that the publisher is still the same, and for those after it.
+
+        Returns:
+            False where the replay broke off, or has to begin anew from another number.
+        """
+        known = self._next or 0
+        start = max(known - 1, 0)
+        is_same = not known
+        async with aclosing(self._replayed(context, start)) as replayed:
+            async for message in replayed:
+                if message is None:  # the end
+                    if not is_same:
+                        self._restarted()
+                    return is_same
+                number, payload = message
+                if not is_same:
+                    is_same = True
+                    if number == start and payload != self._latest:
+                        self._restarted()
+                        return False
+                    if number == start:
+                        continue
+                if self._next is None or (number > self._next and self._next == known):
+                    if number:
+                        self._lost(number)
+                    self._next = number
+                if number > self._next:
+                    return False
+                if number == self._next:
+                    self._apply(number, payload)
+        return False
+
+    async def _replayed(self, context: Any, start: int) -> AsyncGenerator[tuple[int, bytes] | None]:
+        """Yield (number, payload) from `start` on, and None at the end; stop early where nothing comes."""
+        zmq = _zmq()
+
+        with context.socket(zmq.DEALER) as replay:
+            replay.linger = 0
+            replay.rcvhwm = _QUEUED_MESSAGES_MAX
+            replay.maxmsgsize = MESSAGE_BYTES_MAX
+            replay.connect(self._address.replay_endpoint)
+            await replay.send_multipart([b"", start.to_bytes(_NUMBER_BYTES, "big")])
+            taken = 0
+            while True:
+                try:
+                    async with asyncio.timeout(_REPLAY_S):
+                        frames = await replay.recv_multipart()
+                except TimeoutError:
+                    return
+                if len(frames) >= 2 and frames[-2] == _END:
+                    yield None
+                    return
+                message = _message(frames)
+                if message is None:
+                    self._malformed(f"{len(frames)} frames of a replay, expected number and payload")
+                    return
+                yield message
+                taken += 1
+                if taken % _MESSAGES_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
+    def _apply(self, number: int, payload: bytes) -> None:
+        self._next, self._latest = number + 1, payload
+        self.batches += 1
+        try:
+            batch = self._decoder.decode(payload)
+        except ProtocolError as error:
+            self._malformed(error.message)
+            events = self._translator.clear()  # it may have told of blocks removed
+        else:
+            events = self._translator.translate(batch.events)
+        if events:
+            self._publish(events)
+
+    def _malformed(self, reason: str) -> None:
+        self.omissions[Omission.MALFORMED] += 1
+        _log.warning("kv_event_message_malformed", endpoint=self._address.endpoint, reason=reason)
+
+    def _lost(self, number: int | None) -> None:
+        """Forget all blocks, since events up to `number` are lost."""
+        if self._next:  # at the start nothing was known
+            self.omissions[Omission.LOST] += 1
+            _log.warning("kv_events_lost", endpoint=self._address.endpoint, expected=self._next, got=number)
+        self._clear()
+        self._next = number
+
+    def _restarted(self) -> None:
+        """Forget all blocks: another engine publishes here now."""
+        self.omissions[Omission.RESTART] += 1
+        _log.info("kv_events_restarted", endpoint=self._address.endpoint)
+        self._clear()
+        self._next, self._live = 0, -1
+
+    def _clear(self) -> None:
+        if events := self._translator.clear():
+            self._publish(events)
+
+
+def _zmq() -> Any:
+    return import_module("zmq")  # an optional package
+
+
+def _open(messages: Any, endpoint: str) -> None:
+    zmq = _zmq()
+
+    try:
+        if "*" in endpoint or "::" in endpoint:
+            messages.bind(endpoint)
+        else:
+            messages.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"KV events: {endpoint}: {error}") from None
+
+
+def _message(frames: Sequence[bytes]) -> tuple[int, bytes] | None:
+    """Read (number, payload), which come last; None if frames are missing."""
+    if len(frames) < 3 or len(frames[-2]) != _NUMBER_BYTES:
+        return None
+    return int.from_bytes(frames[-2], "big"), frames[-1]
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    if not rank:
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{rank}"
+    address, _, port = endpoint.rpartition(":")
+    return f"{address}:{int(port) + rank}"

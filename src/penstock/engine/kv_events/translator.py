@@ -1,0 +1,256 @@
+"""Translates an engine's block hashes into Penstock's, by hashing the tokens that its events tell.
+
+An engine hashes blocks its own way, with a seed or key that nobody else has. Its hashes only name blocks here: each is mapped to
+Penstock's hash of the same tokens, salt and parent, so one prefix index serves workers of all engines.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from penstock.core.errors import ConfigError
+from penstock.core.hashing import DEFAULT_KEY, block_hashes, root_hash
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
+from penstock.core.wire import pack_hashes
+from penstock.engine.kv_events.engine_events import (
+    EngineCleared,
+    EngineEvent,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+    Omission,
+    Omissions,
+)
+
+SaltOf = Callable[[str | None, str | None], bytes | None]
+"""(cache_salt, lora_name) of an engine's block -> `Request.salt` of such prompts; None: no request here has it."""
+
+BLOCKS_MAX = 4_000_000
+"""Blocks that one engine is believed to hold."""
+_FORGOTTEN_MAX = 65_536
+"""Blocks no longer held whose hashes are kept: an engine may name them again without their tokens."""
+_ROOTS_MAX = 4096
+
+_Named = tuple[int, int, int | None]
+"""Penstock's hash of a block (low and high half), and its parent's low half."""
+
+
+@dataclass(frozen=True, slots=True)
+class HexSalts:
+    """A `SaltOf` for engines that get `Request.salt.hex()` as a request's cache salt.
+
+    Attributes:
+        default: salt of prompts without a cache salt: those that others sent to the engine.
+        adapters: the same for LoRA adapters, by name.
+    """
+
+    default: bytes = b""
+    adapters: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __call__(self, cache_salt: str | None, lora_name: str | None) -> bytes | None:
+        if cache_salt is None:
+            return self.default if lora_name is None else self.adapters.get(lora_name)
+        try:
+            return bytes.fromhex(cache_salt)
+        except ValueError:
+            return None
+
+
+class KvEventTranslator:
+    """Turns the events of one engine into `KvEvent`s. Pure; one task owns it.
+
+    An engine may hold several copies of a block, and removes each. Here the copies are counted by tier and hash, and only the
+    first and the last one become events: a block is told stored once, so that counts in an index never overflow.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        salt_of: SaltOf,
+        omissions: Omissions,
+        hash_key: bytes = DEFAULT_KEY,
+        blocks_max: int = BLOCKS_MAX,
+    ) -> None:
+        """Make a translator.
+
+        Args:
+            block_size: tokens in a block.
+            salt_of: finds a prompt's salt.
+            omissions: counts what is left out.
+            hash_key: the deployment's.
+            blocks_max: blocks to know at most; further ones are left out.
+        """
+        self._block_size = block_size
+        self._salt_of = salt_of
+        self._key = hash_key
+        self._blocks_max = blocks_max
+        self._omissions = omissions
+        self._named: dict[EngineHash, _Named] = {}
+        self._forgotten: dict[EngineHash, _Named] = {}
+        self._copies: dict[Tier, dict[EngineHash, int]] = {tier: {} for tier in Tier}
+        self._roots: dict[bytes, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        """Number of blocks held in any tier."""
+        return len(self._named)
+
+    def translate(self, events: Iterable[EngineEvent]) -> list[KvEvent]:
+        """Translate events in their order; the result may have fewer or more of them."""
+        out: list[KvEvent] = []
+        removed: list[int] = []  # of `tier`, of successive events
+        tier = Tier.DEVICE
+        for event in events:
+            if isinstance(event, EngineRemoved):
+                if event.tier is not tier:
+                    _flush(removed, tier, out)
+                    tier = event.tier
+                self._remove(event, removed)
+                continue
+            _flush(removed, tier, out)
+            if isinstance(event, EngineCleared):
+                self._forget_all()
+                out.append(AllBlocksCleared())
+            elif event.token_ids:
+                self._store(event, out)
+            else:
+                self._store_named(event, out)
+        _flush(removed, tier, out)
+        return out
+
+    def clear(self) -> list[KvEvent]:
+        """Forget everything, after events were lost. What the engine stores from now on becomes known again."""
+        had_any = bool(self._named)
+        self._forget_all()
+        return [AllBlocksCleared()] if had_any else []
+
+    def check(self) -> None:
+        """Raise AssertionError if the state is inconsistent."""
+        held = set().union(*self._copies.values())
+        assert held == self._named.keys(), "translator: exactly the blocks held have a name"
+        assert not held & self._forgotten.keys(), "translator: a block is held or forgotten"
+        assert all(count > 0 for copies in self._copies.values() for count in copies.values())
+        assert len(self._forgotten) <= _FORGOTTEN_MAX
+
+    def _store(self, event: EngineStored, out: list[KvEvent]) -> None:
+        parent = event.parent
+        if parent is None:
+            first = self._root(event)
+            parent_low = None
+            if first is None:
+                self._omissions[Omission.SALT] += len(event.hashes)
+                return
+        else:
+            named = self._named.get(parent) or self._forgotten.get(parent)
+            if named is None:
+                self._omissions[Omission.UNKNOWN_PARENT] += len(event.hashes)
+                return
+            first, parent_low = named[:2], named[0]
+        ours = block_hashes(event.token_ids, self._block_size, key=self._key, parent=first)
+        chain: list[_Named] = []
+        for low, high in ours.tolist():
+            chain.append((low, high, parent_low))
+            parent_low = low
+        self._add(event, chain, out)
+
+    def _store_named(self, event: EngineStored, out: list[KvEvent]) -> None:
+        """Store blocks told without tokens, as far as they were described before."""
+        for block_hash in event.hashes:
+            named = self._named.get(block_hash) or self._forgotten.get(block_hash)
+            if named is None:
+                self._omissions[Omission.UNKNOWN_BLOCK] += 1
+            else:
+                self._add(EngineStored([block_hash], tier=event.tier), [named], out)
+
+    def _add(self, event: EngineStored, chain: list[_Named], out: list[KvEvent]) -> None:
+        """Count one more copy of each block; tell those that were not in this tier."""
+        names, copies = self._named, self._copies[event.tier]
+        run: list[int] = []
+        run_parent: int | None = None
+        for index, (block_hash, named) in enumerate(zip(event.hashes, chain, strict=True)):
+            known = names.get(block_hash)
+            if known is None:
+                if len(names) >= self._blocks_max:
+                    self._omissions[Omission.FULL] += len(chain) - index
+                    break
+                names[block_hash] = named
+                self._forgotten.pop(block_hash, None)
+            elif known[0] != named[0]:
+                self._omissions[Omission.CONTRADICTION] += len(chain) - index
+                break
+            count = copies.get(block_hash, 0)
+            copies[block_hash] = count + 1
+            if not count:
+                if not run:
+                    run_parent = named[2]
+                run.append(named[0])
+            elif run:
+                self._tell(run, run_parent, event.tier, out)
+                run = []
+        if run:
+            self._tell(run, run_parent, event.tier, out)
+
+    def _tell(self, run: list[int], parent: int | None, tier: Tier, out: list[KvEvent]) -> None:
+        out.append(
+            BlockStored(
+                block_hashes=pack_hashes(run),
+                parent_block_hash=parent,
+                block_size=self._block_size,
+                tier=tier,
+            )
+        )
+
+    def _remove(self, event: EngineRemoved, removed: list[int]) -> None:
+        names, copies = self._named, self._copies[event.tier]
+        for block_hash in event.hashes:
+            count = copies.get(block_hash)
+            if count is None:
+                self._omissions[Omission.UNKNOWN_BLOCK] += 1
+            elif count > 1:
+                copies[block_hash] = count - 1
+            else:
+                del copies[block_hash]
+                removed.append(names[block_hash][0])
+                if not any(block_hash in others for others in self._copies.values()):
+                    self._forget(block_hash)
+
+    def _forget(self, block_hash: EngineHash) -> None:
+        if len(self._forgotten) >= _FORGOTTEN_MAX:
+            del self._forgotten[next(iter(self._forgotten))]
+        self._forgotten[block_hash] = self._named.pop(block_hash)
+
+    def _forget_all(self) -> None:
+        self._named.clear()
+        self._forgotten.clear()
+        for copies in self._copies.values():
+            copies.clear()
+
+    def _root(self, event: EngineStored) -> tuple[int, int] | None:
+        """Give the parent of a prompt's first block."""
+        salt = self._salt_of(event.cache_salt, event.lora_name)
+        if salt is None:
+            return None
+        root = self._roots.get(salt)
+        if root is None:
+            if len(self._roots) >= _ROOTS_MAX:
+                self._roots.clear()
+            root = self._roots[salt] = root_hash(self._block_size, salt, key=self._key)
+        return root
+
+
+def check_block_size(engine: int, model: int) -> None:
+    """Check that an engine's blocks are those of the model's card, whose hashes routers compute.
+
+    Raises:
+        ConfigError: the sizes differ.
+    """
+    if engine != model:
+        raise ConfigError(
+            f"block_size: the engine's KV blocks have {engine} tokens and the model's {model}, so routers could not match"
+            f" prompts with KV events; set block_size: {engine}, or start the engine with {model}"
+        )
+
+
+def _flush(removed: list[int], tier: Tier, out: list[KvEvent]) -> None:
+    if removed:
+        out.append(BlockRemoved(block_hashes=pack_hashes(removed), tier=tier))
+        removed.clear()

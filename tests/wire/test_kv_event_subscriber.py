@@ -1,0 +1,368 @@
+"""A subscriber and a publisher over real sockets: what was missed is replayed, or everything is forgotten."""
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.core.hashing import block_hashes
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from penstock.core.wire import hash_list
+from penstock.engine.kv_events.engine_events import Omission
+from penstock.engine.kv_events.subscriber import KvEventSubscriber, PublisherAddress
+from penstock.engine.kv_events.translator import HexSalts
+
+zmq = pytest.importorskip("zmq")
+zmq_asyncio = pytest.importorskip("zmq.asyncio")
+
+SIZE = 2
+END = b"\xff" * 8
+
+
+class Publisher:
+    """Publishes as vLLM does: numbered from 0, the latest `keep` batches again on request."""
+
+    def __init__(self, address: PublisherAddress, keep: int = 1000) -> None:
+        self.address = address
+        self.context = zmq_asyncio.Context()
+        self.events = self.context.socket(zmq.PUB)
+        self.events.linger = 0
+        self.events.bind(address.endpoint)
+        self.kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
+        self.next = 0
+        self.replays: list[int] = []
+        self.skipped: set[int] = set()
+        """Batches that the next replay drops, as a ROUTER socket does when its queue is full."""
+
+    async def serve_replays(self) -> None:
+        with self.context.socket(zmq.ROUTER) as router:
+            router.linger = 0
+            router.bind(self.address.replay_endpoint)
+            while True:
+                client, _, start = await router.recv_multipart()
+                self.replays.append(int.from_bytes(start, "big"))
+                skipped, self.skipped = self.skipped, set()
+                for number, payload in self.kept:
+                    if number >= self.replays[-1] and number not in skipped:
+                        await router.send_multipart([client, b"", b"kv", number.to_bytes(8, "big"), payload])
+                await router.send_multipart([client, b"", b"", END, b""])
+
+    async def send(self, *events: Any, lost: bool = False) -> None:
+        await self.send_raw(msgspec.msgpack.encode([self.next * 0.25, events, 0]), lost=lost)
+
+    async def send_raw(self, payload: bytes, *, lost: bool = False) -> None:
+        if not lost:
+            await self.events.send_multipart([b"kv", self.next.to_bytes(8, "big"), payload])
+        self.kept.append((self.next, payload))
+        self.next += 1
+
+    async def store(self, *roots: int, lost: bool = False, life: int = 0) -> None:
+        """Store a block of a prompt of its own for each number."""
+        await self.send(*(stored(root, life) for root in roots), lost=lost)
+
+
+def stored(root: int, life: int = 0) -> dict[str, Any]:
+    return {
+        "type": "BlockStored", "block_hashes": [1000 * life + root], "parent_block_hash": None, "token_ids": [root] * SIZE,
+        "block_size": SIZE, "medium": "GPU",
+    }  # fmt: skip
+
+
+def removed(root: int) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": [root], "medium": "GPU"}
+
+
+def name(root: int) -> int:
+    return hash_list(block_hashes([root] * SIZE, SIZE)[:, 0])[0]
+
+
+class Watcher:
+    """Runs a subscriber and keeps what it says is held."""
+
+    def __init__(self, address: PublisherAddress) -> None:
+        self.held: set[int] = set()
+        self.clears = 0
+        self.subscriber = KvEventSubscriber(
+            address, block_size=SIZE, salt_of=HexSalts(), publish=lambda events: self.apply(list(events))
+        )
+
+    def apply(self, events: list[KvEvent]) -> None:
+        assert events
+        for event in events:
+            match event:
+                case BlockStored():
+                    self.held.update(hash_list(event.block_hashes))
+                case BlockRemoved():
+                    self.held.difference_update(hash_list(event.block_hashes))
+                case AllBlocksCleared():
+                    self.held.clear()
+                    self.clears += 1
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - whatever changes it
+                await asyncio.sleep(0.01)
+
+    async def holds(self, *roots: int) -> None:
+        want = {name(root) for root in roots}
+        try:
+            await self.until(lambda: self.held == want)
+        except TimeoutError:
+            pytest.fail(f"held {self.held}, expected {want}; {self.subscriber.omissions}")
+
+    def counts(self) -> dict[Omission, int]:
+        return dict(self.subscriber.omissions)
+
+
+def endpoints(kind: str, folder: Path) -> PublisherAddress:
+    if kind == "ipc":
+        return PublisherAddress(endpoint=f"ipc://{folder}/events", replay_endpoint=f"ipc://{folder}/replay")
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ports.append(server.getsockname()[1])
+    return PublisherAddress(
+        endpoint=f"tcp://127.0.0.1:{ports[0]}", replay_endpoint=f"tcp://127.0.0.1:{ports[1]}"
+    )
+
+
+@asynccontextmanager
+async def publishing(address: PublisherAddress, keep: int = 1000) -> AsyncIterator[Publisher]:
+    publisher = Publisher(address, keep)
+    async with asyncio.TaskGroup() as tasks:
+        replays = tasks.create_task(publisher.serve_replays()) if address.replay_endpoint else None
+        try:
+            yield publisher
+        finally:
+            if replays is not None:
+                replays.cancel()
+                await asyncio.gather(replays, return_exceptions=True)
+            publisher.context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def watching(address: PublisherAddress) -> AsyncIterator[Watcher]:
+    watcher = Watcher(address)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(watcher.subscriber.run())
+        try:
+            yield watcher
+        finally:
+            running.cancel()
+
+
+async def connected(publisher: Publisher, watcher: Watcher) -> None:
+    """Send until a message arrives: a PUB socket sends nothing to those that are not there yet."""
+    while not watcher.held:
+        await publisher.store(0)
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> PublisherAddress:
+    return endpoints(request.param, tmp_path)
+
+
+def without_replay(address: PublisherAddress) -> PublisherAddress:
+    return PublisherAddress(endpoint=address.endpoint)
+
+
+def test_events_from_before_the_start_are_replayed(address: PublisherAddress) -> None:
+    async def scenario() -> None:
+        async with publishing(address) as publisher:
+            await publisher.store(1, 2, lost=True)
+            await publisher.send(removed(1), lost=True)
+            async with watching(address) as watcher:
+                await watcher.holds(2)
+                await publisher.store(3)
+                await watcher.holds(2, 3)
+                assert watcher.counts() == {}
+                assert watcher.clears == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_gap_is_replayed(address: PublisherAddress) -> None:
+    async def scenario() -> None:
+        async with publishing(address) as publisher, watching(address) as watcher:
+            await publisher.store(1)
+            await watcher.holds(1)
+            await publisher.store(2, 3, lost=True)
+            await publisher.send(removed(1), lost=True)
+            await publisher.store(4)
+            await watcher.holds(2, 3, 4)
+            await publisher.store(5)
+            await watcher.holds(2, 3, 4, 5)
+            assert publisher.replays[0] == 0
+            assert watcher.counts() == {}
+            assert watcher.clears == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_replay_with_gaps_is_asked_for_again(address: PublisherAddress) -> None:
+    async def scenario() -> None:
+        async with publishing(address) as publisher, watching(address) as watcher:
+            await publisher.store(1)
+            await watcher.holds(1)
+            for root in range(2, 8):
+                await publisher.store(root, lost=True)
+            publisher.skipped = {4}
+            await publisher.store(8)
+            await watcher.holds(*range(1, 9))
+            assert watcher.counts() == {}
+
+    asyncio.run(scenario())
+
+
+def test_a_gap_that_is_kept_no_longer_clears(address: PublisherAddress) -> None:
+    async def scenario() -> None:
+        async with publishing(address, keep=2) as publisher, watching(address) as watcher:
+            await publisher.store(1)
+            await watcher.holds(1)
+            for root in range(2, 8):
+                await publisher.store(root, lost=True)
+            await publisher.store(8)
+            await watcher.holds(7, 8)
+            assert watcher.counts() == {Omission.LOST: 1}
+            assert watcher.clears == 1
+            await publisher.send(removed(1), stored(9))
+            await watcher.holds(7, 8, 9)
+
+    asyncio.run(scenario())
+
+
+def test_a_gap_without_replay_clears(address: PublisherAddress) -> None:
+    async def scenario() -> None:
+        async with (
+            publishing(without_replay(address)) as publisher,
+            watching(without_replay(address)) as watcher,
+        ):
+            await connected(publisher, watcher)
+            await publisher.store(1)
+            await watcher.holds(0, 1)
+            await publisher.store(2, lost=True)
+            await publisher.store(3)
+            await watcher.holds(3)
+            assert watcher.counts() == {Omission.LOST: 1}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("has_replay", [True, False])
+def test_a_publisher_that_begins_anew_has_nothing_of_before(
+    address: PublisherAddress, *, has_replay: bool
+) -> None:
+    async def scenario() -> None:
+        where = address if has_replay else without_replay(address)
+        async with watching(where) as watcher:
+            async with publishing(where) as publisher:
+                await connected(publisher, watcher)
+                await publisher.store(1)
+                await publisher.store(2)
+                await watcher.holds(0, 1, 2)
+            async with publishing(where) as publisher:
+                if has_replay:
+                    await publisher.store(3, life=1, lost=True)
+                    await watcher.holds(3)
+                    assert watcher.counts() == {Omission.RESTART: 1}
+                else:
+                    await watcher.until(lambda: not watcher.held)
+                    await connected(publisher, watcher)
+                await publisher.store(4, life=1)
+                await watcher.holds(3 if has_replay else 0, 4)
+                assert watcher.clears == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_publisher_that_comes_back_unchanged_loses_nothing(address: PublisherAddress) -> None:
+    """Its numbers go on, and its latest batch is the same."""
+
+    async def scenario() -> None:
+        async with watching(address) as watcher:
+            async with publishing(address) as publisher:
+                await publisher.store(1)
+                await publisher.store(2)
+                await watcher.holds(1, 2)
+                kept, number = publisher.kept, publisher.next
+            async with publishing(address) as publisher:
+                publisher.kept, publisher.next = kept, number
+                await publisher.store(3, lost=True)
+                await watcher.holds(1, 2, 3)
+                assert watcher.counts() == {}
+                assert watcher.clears == 0
+
+    asyncio.run(scenario())
+
+
+def test_numbers_that_begin_again_are_another_publisher(address: PublisherAddress) -> None:
+    async def scenario() -> None:
+        async with (
+            publishing(without_replay(address)) as publisher,
+            watching(without_replay(address)) as watcher,
+        ):
+            await connected(publisher, watcher)
+            await publisher.store(1)
+            await watcher.holds(0, 1)
+            publisher.next = 0
+            await publisher.store(2)
+            await watcher.holds(2)
+            assert watcher.counts() == {Omission.RESTART: 1}
+
+    asyncio.run(scenario())
+
+
+def test_malformed_messages_clear_and_do_not_end_it(address: PublisherAddress) -> None:
+    async def scenario() -> None:
+        async with publishing(address) as publisher, watching(address) as watcher:
+            await publisher.store(1)
+            await watcher.holds(1)
+            await publisher.events.send_multipart([b"kv"])
+            await publisher.events.send_multipart([b"kv", b"short", b"payload"])
+            await publisher.send_raw(b"\xc1")
+            await watcher.until(lambda: not watcher.held)
+            await publisher.store(2)
+            await watcher.holds(2)
+            assert watcher.counts() == {Omission.MALFORMED: 3}
+
+    asyncio.run(scenario())
+
+
+def test_many_messages_arrive_in_order_and_others_get_their_turn(address: PublisherAddress) -> None:
+    async def scenario() -> None:
+        async with publishing(address, keep=4000) as publisher, watching(address) as watcher:
+            await publisher.store(0)
+            await watcher.holds(0)
+            for root in range(1, 3000):
+                await publisher.send(stored(root), removed(root - 1))
+            await watcher.holds(2999)
+            assert watcher.subscriber.batches == 3000
+            assert watcher.subscriber.num_blocks == 1
+
+    asyncio.run(scenario())
+
+
+def test_ranks_have_ports_of_their_own() -> None:
+    address = PublisherAddress(endpoint="tcp://host:5557", replay_endpoint="ipc:///run/x", topic="t")
+    assert address.of_rank(0) == address
+    assert address.of_rank(2) == PublisherAddress(
+        endpoint="tcp://host:5559", replay_endpoint="ipc:///run/x_dp2", topic="t"
+    )
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "5557", "tcp://", "tcp://host", "tcp://host:x", "http://host:1", "ipc://", "tcp://h:0"]
+)
+def test_addresses_are_checked(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"KV events: .*expected tcp://HOST:PORT or ipc://PATH"):
+        KvEventSubscriber(
+            PublisherAddress(endpoint=endpoint), block_size=SIZE, salt_of=HexSalts(), publish=lambda _: None
+        )
