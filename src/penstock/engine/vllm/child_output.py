@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from penstock.core.log import get_logger
+from penstock.core.log import get_logger, is_debugging
 
 _LINES = 400
 _ERROR = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|Interrupt))(?:: (.+))?$")
@@ -31,9 +31,8 @@ class ChildOutput:
         """Start processes inside: they inherit a pipe as stdout and stderr. This process's own log goes on as before."""
         reading, writing = os.pipe()
         saved = os.dup(1), os.dup(2)
-        own = sys.stdout, sys.stderr
-        own[0].flush()
-        sys.stdout, sys.stderr = (os.fdopen(os.dup(descriptor), "w", buffering=1) for descriptor in (1, 2))
+        sys.stdout.flush()
+        own, sys.stderr = sys.stderr, os.fdopen(os.dup(2), "w", buffering=1)
         os.dup2(writing, 1)
         os.dup2(writing, 2)
         os.close(writing)
@@ -41,13 +40,12 @@ class ChildOutput:
         try:
             yield
         finally:
+            sys.stdout.flush()
             for descriptor, copy in zip((1, 2), saved, strict=True):
                 os.dup2(copy, descriptor)
                 os.close(copy)
-            meanwhile = sys.stdout, sys.stderr
-            sys.stdout, sys.stderr = own
-            for stream in meanwhile:
-                stream.close()
+            meanwhile, sys.stderr = sys.stderr, own
+            meanwhile.close()
 
     def take_log(self, name: str) -> None:
         """Take what a logger of this process writes, too."""
@@ -70,7 +68,8 @@ class ChildOutput:
 
     def _note(self, line: str) -> None:
         self._lines.append(line)
-        _log.debug("vllm_printed", line=line)
+        if is_debugging():  # a log that is not set up goes to stdout, and so comes back here
+            _log.debug("vllm_printed", line=line)
 
 
 class _Lines(logging.Handler):

@@ -160,23 +160,25 @@ class VllmEngine:
         from vllm.v1.engine.input_processor import InputProcessor  # noqa: PLC0415
         from vllm.v1.executor import Executor  # noqa: PLC0415
 
-        self._output.take_log("vllm")
         check_platform(self._spec.device, current_platform.device_type)
         arguments = AsyncEngineArgs(**engine_arguments(self._spec, AsyncEngineArgs))
         config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)  # its batch limits
-        self._output.take_log("vllm")  # once more: the configuration has set it up anew
+        self._output.take_log("vllm")  # creating the configuration sets it up
         self._inputs = InputProcessor(config)
         self._core = EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True)
 
     def _why(self, error: Exception) -> str:
         """Say in one line why vLLM did not start: the first error, which may be another process's."""
         if isinstance(error, pydantic.ValidationError):
-            return str(error.errors()[0]["msg"])
-        text = " ".join(str(error).split()) or type(error).__name__
-        if "root cause" not in text:
-            return text
-        reason = self._output.reason() or f"its process ended without an error text ({text})"
-        return f"{self._spec.model}: {reason}; --log-level debug shows all that vLLM printed"
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"])
+            text = f"engine_args: {name}: {first['msg']}, got {first['input']!r}" if name else first["msg"]
+        else:
+            text = str(error) or type(error).__name__
+        if "root cause" in text:
+            text = self._output.reason() or f"a process ended without an error text ({text})"
+        text = " ".join(text.removeprefix("Value error, ").split())
+        return f"{self._spec.model}: {text}; --log-level debug shows all that vLLM printed"
 
     # -- requests
 
