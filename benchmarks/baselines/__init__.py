@@ -5,16 +5,20 @@ its authors' system would have: exact prefixes, and the requests that the router
 """
 
 BASELINES = {
-    "prefix-then-load": "baselines.prefix_then_load:PrefixThenLoad",
-    "linear-blocks": "baselines.linear_blocks:LinearBlocks",
-    "product": "baselines.product:Product",
-    "explore-exploit": "baselines.explore_exploit:ExploreExploit",
-    "weighted-scores": "baselines.weighted_scores:WeightedScores",
+    "prefix-then-load": "benchmarks.baselines.prefix_then_load:PrefixThenLoad",
+    "linear-blocks": "benchmarks.baselines.linear_blocks:LinearBlocks",
+    "product": "benchmarks.baselines.product:Product",
+    "explore-exploit": "benchmarks.baselines.explore_exploit:ExploreExploit",
+    "weighted-scores": "benchmarks.baselines.weighted_scores:WeightedScores",
 }
-"""What to give as a policy, with this directory's parent on the path."""
+"""What to give as a policy, with the repository on the path."""
 
+_ABLATED = "benchmarks.baselines.ablations"
 ABLATIONS = {
-    f"kv-without-{what}": f"baselines.ablations:KvWithout{what.title().replace('_', '')}"
-    for what in ("hold", "queue", "kv_wait", "prefill", "itl", "slowdown", "queue_externality", "kv_pressure")
-} | {"product-with-hold": "baselines.ablations:ProductWithHold"}
+    f"kv-without-{term}": f"{_ABLATED}:KvWithout{term.title().replace('_', '')}"
+    for term in ("queue", "kv_wait", "prefill", "itl", "slowdown", "queue_externality", "kv_pressure")
+} | {
+    "kv-without-request-queue": f"{_ABLATED}:KvWithoutRequestQueue",
+    "product-with-request-queue": f"{_ABLATED}:ProductWithRequestQueue",
+}
 """`kv` without one of its parts, to measure that part; no baselines unless asked for."""

@@ -7,9 +7,9 @@ out of the price is taken off in a row of its own.
 from typing import ClassVar
 
 import numpy as np
-from baselines.product import Product
 from numpy.typing import NDArray
 
+from benchmarks.baselines.product import Product
 from penstock.router.policy.predicted_seconds import PredictedSeconds
 from penstock.seams import RoutingContext
 
@@ -57,19 +57,19 @@ class KvWithoutQueueExternality(KvWithout, left_out="queue_externality"): ...
 class KvWithoutKvPressure(KvWithout, left_out="kv_pressure"): ...
 
 
-class KvWithoutHold:
-    """The prices of `kv` without the terms that they are made of: who does not say what waits holds nothing."""
+class KvWithoutRequestQueue:
+    """The prices of `kv` without its terms: the router queues no request for a policy that has no terms of waiting."""
 
-    name: ClassVar[str] = "kv-without-hold"
+    name: ClassVar[str] = "kv-without-request-queue"
 
     def costs(self, context: RoutingContext) -> NDArray[np.float64]:
         return PredictedSeconds().costs(context)
 
 
-class ProductWithHold:
-    """The prices of `product`, with what `kv` knows of waiting beside them, by which requests are held as `kv` has them held."""
+class ProductWithRequestQueue:
+    """The prices of `product`, and beside them the terms of waiting of `kv`, so that the router queues requests as for `kv`."""
 
-    name: ClassVar[str] = "product-with-hold"
+    name: ClassVar[str] = "product-with-request-queue"
     term_names: ClassVar[tuple[str, ...]] = ("queue", "kv_wait", "rest")
 
     def costs(self, context: RoutingContext) -> NDArray[np.float64]:

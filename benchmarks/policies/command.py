@@ -1,14 +1,13 @@
 """`python -m benchmarks policies`: its options, run and report."""
 
 import argparse
-import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.baselines import ABLATIONS, BASELINES
 from benchmarks.policies.cells import Effort, all_cells, read_rates, select
 from benchmarks.policies.comparison import Comparison, Results
 from benchmarks.policies.plot import draw
@@ -88,14 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)"
     )
     parser.add_argument("--plot", type=Path, metavar="OUT", help="draw mean TTFT by load as SVG")
-    _add_directory(parser, "--examples", "examples", "graphs and profiles")
-    _add_directory(parser, "--baselines", "benchmarks", "where the package `baselines` is")
-
-
-def _add_directory(parser: argparse.ArgumentParser, flag: str, default: str, text: str) -> None:
-    """Add a flag for a directory that is read; `default` is relative to the repository's root."""
     parser.add_argument(
-        flag, type=Path, default=Path(default), metavar="DIR", help=f"{text} (default %(default)s)"
+        "--examples",
+        type=Path,
+        default=Path("examples"),
+        metavar="DIR",
+        help="graphs and profiles (default %(default)s)",
     )
 
 
@@ -139,10 +136,6 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--plot: {options.plot}: expected a file in a directory that exists")
     if options.trace is not None:
         read_trace(options.trace)
-    if not (options.baselines / "baselines").is_dir():
-        raise ConfigError(
-            f"--baselines: {options.baselines} has no directory `baselines`; it is `benchmarks` in Penstock's repository"
-        )
 
 
 def _policies(options: argparse.Namespace) -> dict[str, str]:
@@ -150,17 +143,15 @@ def _policies(options: argparse.Namespace) -> dict[str, str]:
 
     `session` is left out unless asked for: without sessions it equals `kv`.
     """
-    sys.path.insert(0, str(options.baselines.resolve()))
-    baselines = importlib.import_module("baselines")
-    known = {name: name for name in POLICIES} | baselines.BASELINES | baselines.ABLATIONS
+    known = {name: name for name in POLICIES} | BASELINES | ABLATIONS
     if options.ablations and options.policies:
         raise ConfigError("--ablations: names its own policies; leave --policies out")
     if options.ablations:
-        names = [SUBJECT, "product", *baselines.ABLATIONS]
+        names = [SUBJECT, "product", *ABLATIONS]
     elif options.policies:
         names = options.policies.split(",")
     else:
-        names = [name for name in known if name != SessionAffinity.name and name not in baselines.ABLATIONS]
+        names = [name for name in known if name != SessionAffinity.name and name not in ABLATIONS]
     found = {name: known.get(name, name) for name in names}
     for policy in found.values():
         make_policy(policy)

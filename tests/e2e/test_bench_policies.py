@@ -63,7 +63,6 @@ def test_an_interrupted_bench_leaves_nobody_and_goes_on(tmp_path, everybody):
 def test_a_wrong_option_is_said_without_a_traceback(tmp_path):
     for arguments, message in (
         (("--jobs", "0"), "--jobs: must be >= 1, got 0"),
-        (("--baselines", tmp_path), "has no directory `baselines`"),
         (("--policies", "kv,prodcut"), "policy 'prodcut' is unknown"),
         (("--examples", tmp_path), "cannot be read: No such file"),
         (("--cells", "X/*"), "'X/*' matches none of"),

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from baselines import BASELINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.baselines import BASELINES
 from penstock.router.explain.recorded import EVENT, record_context
 from penstock.router.explain.replay import Replay
 from penstock.router.policy.policies import POLICIES, make_policy

@@ -23,11 +23,13 @@ _NAMED = {
     "explore-exploit": ("explore-exploit", "baselines.explore_exploit:ExploreExploit"),
     "linear-blocks": ("linear-blocks", "baselines.linear_blocks:LinearBlocks"),
     "weighted-scores": ("weighted-scores", "baselines.weighted_scores:WeightedScores"),
+    "kv-without-request-queue": ("kv-without-request-queue", "kv-without-hold"),
+    "product-with-request-queue": ("product-with-request-queue", "product-with-hold"),
 }
 """What reports call a policy, newer ones first."""
 _ABLATIONS = {
     "kv": "kv",
-    "without the request queue": "kv-without-hold",
+    "without the request queue": "kv-without-request-queue",
     "queue": "kv-without-queue",
     "kv_wait": "kv-without-kv_wait",
     "prefill": "kv-without-prefill",
@@ -36,7 +38,7 @@ _ABLATIONS = {
     "queue_externality": "kv-without-queue_externality",
     "kv_pressure": "kv-without-kv_pressure",
     "product": "product",
-    "product with it": "product-with-hold",
+    "product with it": "product-with-request-queue",
 }
 LOADS = (30, 60, 80, 95, 110)
 _MODELS = {"70b-fp8": "70B", "8b-bf16": "8B"}

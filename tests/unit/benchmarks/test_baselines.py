@@ -7,9 +7,9 @@ columns that are not zero, who is chosen, and in a comment the cost (or score) o
 from pathlib import Path
 
 import pytest
-from baselines import ABLATIONS, BASELINES
-from baselines.explore_exploit import ExploreExploit
 
+from benchmarks.baselines import ABLATIONS, BASELINES
+from benchmarks.baselines.explore_exploit import ExploreExploit
 from penstock.router.policy.policies import choose, make_policy
 from penstock.router.policy.selector import WorkerSelector
 from penstock.testing.routing_policy import RoutingPolicySuite, make_context
@@ -269,7 +269,7 @@ def test_every_baseline_has_ten_decisions_and_a_row_in_the_table():
 
 
 def test_the_history_of_explore_exploit_is_bounded_and_grows_with_the_fleet(monkeypatch):
-    monkeypatch.setattr("baselines.explore_exploit.HISTORY_MAX", 5)
+    monkeypatch.setattr("benchmarks.baselines.explore_exploit.HISTORY_MAX", 5)
     policy = ExploreExploit(decode_cost_tokens=0.0)
     for number in range(20):
         policy.chosen(make(now_s=1.0), number % 3)
@@ -302,15 +302,15 @@ def test_an_ablation_is_kv_less_one_term(name):
     named = dict(zip(kv.term_names, kv.terms(context), strict=True))
     left_out = named.get(name.removeprefix("kv-without-"), 0)
     assert less.costs(context) == pytest.approx(kv.costs(context) - left_out)
-    if name != "kv-without-hold":
+    if name != "kv-without-request-queue":
         assert left_out.any(), "it says something here"
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
-def test_all_but_one_hold_requests_by_what_kv_knows_of_waiting(name):
+def test_all_but_one_queue_requests_by_what_kv_knows_of_waiting(name):
     context, kv = make(**BUSY), make_policy("kv")
     own, selector = WorkerSelector(kv).choose(context, 0).terms, WorkerSelector(make_policy(ABLATIONS[name]))
-    if name == "kv-without-hold":
+    if name == "kv-without-request-queue":
         assert selector.wait_terms == []
     else:
         terms = selector.choose(context, 0).terms
@@ -318,9 +318,9 @@ def test_all_but_one_hold_requests_by_what_kv_knows_of_waiting(name):
             assert terms[row] == pytest.approx(own[kv_row])
 
 
-def test_product_with_hold_has_the_prices_of_product():
+def test_product_with_request_queue_has_the_prices_of_product():
     context = make(**BUSY)
-    policy = make_policy(ABLATIONS["product-with-hold"])
+    policy = make_policy(ABLATIONS["product-with-request-queue"])
     assert policy.terms(context).sum(axis=0) == pytest.approx(
         make_policy(BASELINES["product"]).costs(context)
     )

@@ -255,7 +255,7 @@ async def traffic(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engin
 
 POLICIES = [
     "kv", "least-loaded", "power-of-two", "round-robin", "random", "session",
-    "baselines.product:Product", "baselines.explore_exploit:ExploreExploit",
+    "benchmarks.baselines.product:Product", "benchmarks.baselines.explore_exploit:ExploreExploit",
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ POLICIES = [
     "round-robin",
     "random",
     "session",
-    "baselines.product:Product",
+    "benchmarks.baselines.product:Product",
 ]
 
 
