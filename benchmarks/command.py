@@ -25,6 +25,10 @@ EXPERIMENTS = Benches(
             "benchmarks.processes.engine",
             "the paged engine beside a plain generate loop, in process and over HTTP",
         ),
+        "eval": (
+            "benchmarks.processes.evaluation",
+            "whether answers stay the same: questions asked of aggregated and disaggregated workers, and of workers that are killed",
+        ),
         "hashing": (
             "benchmarks.micro.hashing",
             "token ids into block hashes, against the Python reference",

@@ -24,8 +24,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(*flags: str) -> Iterator[Served]:
-    """Run `penstock serve FLAGS --port 0` until the context ends, without spare processes, whose start would be measured as well.
+def served(*flags: str, spare_processes: int = 0) -> Iterator[Served]:
+    """Run `penstock serve FLAGS --port 0` until the context ends.
+
+    Args:
+        flags: of the command.
+        spare_processes: none where speed is measured, since their start would be measured as well.
 
     Raises:
         Unavailable: it did not become ready, or did not stop with exit code 0.
@@ -39,7 +43,7 @@ def served(*flags: str) -> Iterator[Served]:
         "--port",
         "0",
         "--set",
-        "supervision.spare_processes=0",
+        f"supervision.spare_processes={spare_processes}",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         watchdog = threading.Timer(_START_TIMEOUT_S, process.kill)

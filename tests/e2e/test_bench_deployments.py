@@ -39,3 +39,13 @@ def test_cancel(tmp_path: Path) -> None:
     assert len(report["samples"]["prefill_s"]) == len(report["samples"]["decode_s"]) == 5
     assert report["limits"]["ask_ms_p50"] <= figures["cancel_to_free_ms_p50"]
     assert figures["cancel_to_free_ms_p99"] < 2000  # a busy machine is slow, but frees
+
+
+def test_eval(tmp_path: Path) -> None:
+    report = run("eval", "--engine", "mock", out=tmp_path / "eval.json")
+    figures = report["figures"]
+    assert figures["eval_questions"] == figures["eval_migrations"] == figures["eval_remote_prefills"] == 3
+    assert figures["eval_tokens"] == sum(report["samples"]["tokens_migrated"]) > 100
+    for name in ("disaggregated", "migrated"):
+        assert figures[f"eval_equal_tokens_{name}_share"] == figures[f"eval_equal_answers_{name}_share"] == 1
+        assert figures[f"eval_score_{name}"] == figures["eval_score_aggregated"]
