@@ -36,6 +36,9 @@ def test_it_measures_what_works_and_says_why_the_rest_does_not(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     findings = json.loads(out.read_text())
+    engines = {engine["name"]: engine for engine in findings["engines"]}
+    assert engines["mock"]["devices"] == ["cpu"]
+    assert "engines\nmock    runs on cpu\n" in done.stdout
     works = {
         (path["place"], path["transport"], path["local"], path["remote"])
         for path in findings["paths"]

@@ -1,1 +1,1 @@
-"""`penstock doctor`: tests which transports work on this host between which memories, how fast, and why others do not."""
+"""`penstock doctor`: which engines can run on this host, which transports work between which memories, how fast, and why others do not."""

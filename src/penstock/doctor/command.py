@@ -12,7 +12,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.files import check_writable, write_whole
 from penstock.doctor.examination import examine
 from penstock.doctor.findings import Findings
-from penstock.doctor.tables import absences, paths_table
+from penstock.doctor.tables import absences, engine_lines, paths_table
 
 
 def run_command(out: Path | None, directory: Path | None) -> int:
@@ -48,6 +48,9 @@ def _print(findings: Findings) -> None:
     console.print("\n[bold]not here[/bold]")
     for what, why in absences(findings):
         console.print(f"{what}: {why}", markup=False, soft_wrap=True)
+    console.print("\n[bold]engines[/bold]")
+    for line in engine_lines(findings):
+        console.print(line, markup=False, soft_wrap=True)
     console.print("\n[bold]host[/bold]")
     for finding in findings.host:
         advice = f"  ({finding.advice})" if finding.advice else ""

@@ -10,6 +10,7 @@ import msgspec
 
 from penstock import __version__
 from penstock.core.errors import PenstockError, TransferRefused
+from penstock.doctor.engines import find_gpus, gpu_finding, inspect_engines
 from penstock.doctor.findings import (
     LOOPBACK,
     OWN,
@@ -143,6 +144,7 @@ async def examine(
         transports: makes the transports to test.
     """
     problems: list[str] = []
+    gpus = find_gpus()
     with Memories(directory) as memories:
         async with AsyncExitStack() as stack:
             others: Mapping[str, bytes] = {}
@@ -164,8 +166,9 @@ async def examine(
             ),
             transports=tuple(run.transports),
             paths=tuple(run.paths),
-            host=inspect_host(),
+            host=(gpu_finding(gpus), *inspect_host()),
             problems=(*problems, *run.problems),
+            engines=inspect_engines(gpus),
         )
 
 

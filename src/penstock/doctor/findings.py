@@ -43,6 +43,24 @@ class TransportFinding(Wire, frozen=True):
     refusals: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class EngineFinding(Wire, frozen=True):
+    """An engine, whether it can run on this machine.
+
+    Attributes:
+        name: as a graph gives it.
+        version: of its packages; "" without any.
+        devices: what it can run on here, `cpu` and `cuda`; empty: it cannot run.
+        missing: why it runs on nothing or not on the GPU; "" if nothing is missing.
+        fix: the command or setting that mends it.
+    """
+
+    name: str
+    version: str = ""
+    devices: tuple[str, ...] = ()
+    missing: str = ""
+    fix: str = ""
+
+
 class HostFinding(Wire, frozen=True):
     """A relevant setting of the host or process. `advice` is what to change, "" if nothing."""
 
@@ -61,6 +79,7 @@ class Findings(Wire, frozen=True):
     paths: tuple[PathFinding, ...]
     host: tuple[HostFinding, ...]
     problems: tuple[str, ...] = ()
+    engines: tuple[EngineFinding, ...] = ()
 
 
 OWN, PROCESS, LOOPBACK = "this process", "another process", "TCP on 127.0.0.1"

@@ -32,6 +32,15 @@ def paths_table(findings: Findings) -> Table:
     return table
 
 
+def engine_lines(findings: Findings) -> Iterator[str]:
+    """Yield a line for each engine: what it runs on, its version, what is missing and the command that mends it."""
+    width = max((len(engine.name) for engine in findings.engines), default=0) + 2
+    for engine in findings.engines:
+        runs = f"runs on {' and '.join(engine.devices)}" if engine.devices else "does not run here"
+        said = [each for each in (runs, engine.version, engine.missing) if each]
+        yield f"{engine.name:<{width}}{', '.join(said)}" + (f"  ({engine.fix})" if engine.fix else "")
+
+
 def absences(findings: Findings) -> Iterator[tuple[str, str]]:
     """Yield (path, reason) of what does not work."""
     working = {path.transport for path in findings.paths if not path.refusal}

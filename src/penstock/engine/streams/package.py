@@ -3,10 +3,13 @@
 Each refusal is one line with the cause and the fix.
 """
 
+import contextlib
 import importlib
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -24,16 +27,18 @@ class Package:
         module: what is imported.
         versions: (lowest, first that is not supported), as (major, minor, patch).
         install: command that installs it.
+        distributions: names under which an installer knows the package, any of them.
     """
 
     engine: str
     module: str
     versions: tuple[tuple[int, ...], tuple[int, ...]]
     install: str
+    distributions: tuple[str, ...] = ()
 
     @property
     def range(self) -> str:
-        low, above = (".".join(map(str, version)) for version in self.versions)
+        low, above = (".".join(map(str, each)) for each in self.versions)
         return f">={low},<{above}"
 
     @property
@@ -42,6 +47,15 @@ class Package:
             return find_spec(self.module) is not None
         except (ImportError, ValueError):
             return False
+
+    def find_version(self) -> str:
+        """Find the installed version without importing the package; "" if it is not installed, or says none."""
+        if not self.is_installed:
+            return ""
+        for name in self.distributions or (self.module,):
+            with contextlib.suppress(PackageNotFoundError):
+                return version(name)
+        return str(getattr(sys.modules.get(self.module), "__version__", ""))
 
     def load(self) -> ModuleType:
         """Import the package.
@@ -64,23 +78,23 @@ class Package:
         self.check(str(getattr(module, "__version__", "")))
         return module
 
-    def check(self, version: str) -> None:
+    def check(self, found: str) -> None:
         """Compare a version with the supported range.
 
         Raises:
             ConfigError: it is outside.
         """
         low, above = self.versions
-        if not low <= numbers(version) < above:
+        if not low <= numbers(found) < above:
             raise ConfigError(
-                f"engine {self.engine}: {self.module} {version or 'of unknown version'} is installed, this adapter supports"
+                f"engine {self.engine}: {self.module} {found or 'of unknown version'} is installed, this adapter supports"
                 f" {self.range}; run `{self.install}`"
             )
 
 
-def numbers(version: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     """Read the leading numbers: `0.5.23.post1` is (0, 5, 23), `1.2.0rc3` is (1, 2, 0)."""
-    match = re.match(r"\d+(\.\d+)*", version)
+    match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match.group().split(".")[:3]) if match else ()
 
 

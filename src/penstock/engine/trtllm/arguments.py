@@ -16,6 +16,7 @@ PACKAGE = Package(
     module="tensorrt_llm",
     versions=((1, 1), (2,)),
     install="pip install 'tensorrt-llm>=1.1,<2' --extra-index-url https://pypi.nvidia.com",
+    distributions=("tensorrt-llm", "tensorrt_llm"),
 )
 OURS = {
     "model": "give the model to `penstock serve`",

