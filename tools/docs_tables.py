@@ -1,7 +1,8 @@
-"""Writes every table of figures in README.md and docs from benchmarks/results: `python tools/docs_tables.py`.
+"""Writes every table and picture of figures in README.md and docs from benchmarks/results: `python tools/docs_tables.py`.
 
 A table stands between `<!-- table NAME: made by tools/docs_tables.py -->` and `<!-- end of table -->`; the modules of `tools/tables` say
-what is in it. `--check` writes nothing, and ends with 1 where a page differs from its JSON.
+what is in it, and `tools/tables/pictures.py` what draws `docs/*.svg`. `--check` writes nothing, and ends with 1 where a page or a
+picture differs from its JSON.
 """
 
 import re
@@ -12,6 +13,10 @@ from pathlib import Path
 from tables import deployments, disagg, placements, policies, readme, results
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # for `benchmarks`
+
+from tables.pictures import PICTURES  # noqa: E402 - it draws with `benchmarks`
+
 END = "<!-- end of table -->"
 _TABLE = re.compile(rf"<!-- table ([\w-]+): made by tools/docs_tables.py -->\n.*?{END}", re.DOTALL)
 
@@ -46,9 +51,11 @@ def make(name: str) -> str:
 
 def main() -> int:
     stale = []
-    for page in pages():
+    files = [(page, render) for page in pages()]
+    files += [(ROOT / "docs" / name, lambda _, draw=draw: draw()) for name, draw in PICTURES.items()]
+    for page, make_again in files:
         text = page.read_text(encoding="utf-8")
-        made = render(text)
+        made = make_again(text)
         if made != text:
             stale.append(page.relative_to(ROOT))
             if "--check" not in sys.argv:

@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> Report:
                 kept = list(found.stricter(devices, demand))
                 found.add(find_answer(_ask(devices, demand), processes, effort=effort, kept=kept))
     if options.plot is not None:
-        options.plot.write_text(make_picture(list(found.charts())), encoding="utf-8")
+        options.plot.write_text(draw(found.samples()), encoding="utf-8")
     return Report(
         name="placements",
         config={
@@ -134,23 +134,24 @@ class _Found:
                 samples.setdefault(f"disaggregated_rps_per_gpu_x{devices}", []).append(disaggregated)
         return samples
 
-    def charts(self) -> Iterator[Chart]:
-        samples = self.samples()
-        for devices in sorted({devices for devices, *_ in self.rates}):
-            yield Chart(
-                f"Requests/s a GPU, {devices} H100",
-                "70B fp8, 3,000 in and 150 out, over the target of TPOT in ms (p90), first token within 1 s",
-                np.array(samples[f"itl_ms_x{devices}"]),
-                [
-                    Line("aggregated", np.array(samples[f"aggregated_rps_per_gpu_x{devices}"]), 0),
-                    Line(
-                        "disaggregated",
-                        np.array(samples[f"disaggregated_rps_per_gpu_x{devices}"]),
-                        1,
-                    ),
-                ],
-                x_axis=XAxis.PLAIN,
-            )
+
+def draw(samples: Mapping[str, Sequence[float]]) -> str:
+    """Draw the sweeps of a report's samples, a panel for each number of devices."""
+    counts = sorted(int(name.removeprefix("itl_ms_x")) for name in samples if name.startswith("itl_ms_x"))
+    return make_picture([_chart(samples, devices) for devices in counts])
+
+
+def _chart(samples: Mapping[str, Sequence[float]], devices: int) -> Chart:
+    return Chart(
+        f"Requests/s a GPU, {devices} H100",
+        "70B fp8, 3,000 in and 150 out, over the target of TPOT in ms (p90), first token within 1 s",
+        np.array(samples[f"itl_ms_x{devices}"]),
+        [
+            Line(kind, np.array(samples[f"{kind}_rps_per_gpu_x{devices}"]), number)
+            for number, kind in enumerate(("aggregated", "disaggregated"))
+        ],
+        x_axis=XAxis.PLAIN,
+    )
 
 
 def _demands(*, quick: bool) -> list[Demand]:

@@ -1,4 +1,4 @@
-"""The tables of the docs are what benchmarks/results say."""
+"""The tables and pictures of the docs are what benchmarks/results say."""
 
 import re
 import sys
@@ -21,6 +21,17 @@ def test_tables_are_what_the_results_say(page: Path) -> None:
     """Else run `python tools/docs_tables.py`."""
     text = page.read_text(encoding="utf-8")
     assert docs_tables.render(text) == text
+
+
+@pytest.mark.parametrize("name", docs_tables.PICTURES)
+def test_pictures_are_what_the_results_say(name: str) -> None:
+    """Else run `python tools/docs_tables.py`."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert docs_tables.PICTURES[name]() == text
+
+
+def test_every_picture_of_figures_is_drawn_from_results() -> None:
+    assert sorted(path.name for path in (ROOT / "docs").glob("*.svg")) == sorted(docs_tables.PICTURES)
 
 
 def test_every_table_that_is_made_stands_somewhere() -> None:

@@ -1,0 +1,67 @@
+"""The pictures of the docs, drawn from the reports in benchmarks/results."""
+
+from collections.abc import Callable, Mapping
+from math import nan
+
+from benchmarks.disagg import plot as disagg_plot
+from benchmarks.disagg.choice import Point
+from benchmarks.policies import plot as policies_plot
+from benchmarks.policies.cells import Cell
+from benchmarks.simulated import placements as placements_bench
+from benchmarks.transfer import plot as transfer_plot
+from penstock.bench.report import Report
+from tables.policies import POLICIES, mean
+from tables.read import report
+
+_MORE_POLICIES = ("power-of-two", "random")
+
+
+def disagg() -> str:
+    figures: Mapping[str, float] = report("disagg")["figures"]
+    start = "itl_p99_ms_aggregated_c"
+    chunks = sorted(int(name.removeprefix(start)) for name in figures if name.startswith(start))
+    points = [_point(figures, f"aggregated_c{chunk}", chunk) for chunk in chunks]
+    (best,) = (point for point in points if point.chunk == figures["chunk_aggregated"])
+    level, strict = (_point(figures, side, 0) for side in ("disaggregated", "disaggregated_strict"))
+    return disagg_plot.draw(level, strict, points, best)
+
+
+def _point(figures: Mapping[str, float], side: str, chunk: int) -> Point:
+    drawn = ("itl_p99_ms", "ttft_p99_ms", "output_tokens_per_s")
+    return Point(
+        chunk=chunk, itl_p999_ms=nan, itl_max_ms=nan, **{name: figures[f"{name}_{side}"] for name in drawn}
+    )
+
+
+def placements() -> str:
+    return placements_bench.draw(report("placements")["samples"])
+
+
+def policies() -> str:
+    """Mean TTFT of every policy, over the seeds of each cell."""
+    means: dict[Cell, dict[str, dict[str, float]]] = {}
+    for name in report("policies")["config"]["cells"]:
+        workload, deployment, load, *trouble = name.split("/")
+        found = {
+            policy: mean("policies", name, policy, "ttft_mean_s") for policy in (*POLICIES, *_MORE_POLICIES)
+        }
+        means[Cell(workload, deployment, int(load), *trouble)] = {
+            policy: {"ttft_mean_s": value} for policy, value in found.items() if value is not None
+        }
+    return policies_plot.draw(means)
+
+
+def transfer() -> str:
+    found = report("transfer")
+    return transfer_plot.draw(
+        Report(name="transfer", config={}, figures=found["figures"], limits=found["limits"])
+    )
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "disagg.svg": disagg,
+    "placements.svg": placements,
+    "policies.svg": policies,
+    "transfer.svg": transfer,
+}
+"""What draws each picture, by its file in docs."""
