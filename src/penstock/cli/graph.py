@@ -28,10 +28,10 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from penstock.deploy.card import check_model  # noqa: PLC0415
-    from penstock.deploy.supervisor.local import runnable_roles  # noqa: PLC0415
+    from penstock.deploy.card import check_checkpoint, check_model  # noqa: PLC0415
+    from penstock.deploy.supervisor.local import expect_same_blocks, runnable_roles  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
-    from penstock.graph.partners import say_empty  # noqa: PLC0415
+    from penstock.graph.partners import say_empty, say_small_kv  # noqa: PLC0415
     from penstock.sim.deployment import (  # noqa: PLC0415
         hardware_hint,
         plan_deployment,
@@ -44,12 +44,14 @@ def _run(options: argparse.Namespace) -> int:
         f"{spec.replicas} {role} ({spec.engine})" for role, spec in graph.roles.present().items()
     )
     print(f"{options.file}: {graph.model}, {roles}, frontend on port {graph.frontend.port}")  # noqa: T201
-    for line in say_empty(graph.roles):
+    for line in (*say_empty(graph.roles), *say_small_kv(graph.roles, graph.block_size)):
         print(f"{options.file}: {line}")  # noqa: T201
 
     def check_serve() -> None:
-        runnable_roles(graph)
+        roles = runnable_roles(graph)
         check_model(graph)
+        if cards := check_checkpoint(graph, roles):
+            expect_same_blocks(cards)
 
     def check_simulate() -> None:
         beside = Path(options.file).parent
@@ -58,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
         try:
             plan_deployment(graph, beside=beside)
         except ConfigError as error:
-            raise ConfigError(error.message + hardware_hint(graph)) from error
+            raise ConfigError(error.message + hardware_hint(graph, error.message)) from error
 
     is_taken = False
     for command, check in (("serve", check_serve), ("simulate", check_simulate)):

@@ -1,12 +1,13 @@
 """Makes the model card, which frontends need, from a checkpoint's files."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError
 from penstock.core.types.cards import CardFile, ModelCard
+from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR, MODEL_NAME
 from penstock.engine.paged.model.checkpoint import Checkpoint, refuse_absent
 from penstock.engine.registry import engine_kind, engine_names
@@ -54,6 +55,18 @@ def check_model(graph: Graph) -> None:
             " directory or a hub name"
         )
     refuse_absent(graph.model)
+
+
+def check_checkpoint(graph: Graph, roles: Mapping[Role, RoleSpec]) -> dict[Role, ModelCard]:
+    """Make the model card of each role, if the checkpoint is on this machine; a hub name is not downloaded.
+
+    Raises:
+        ConfigError: a required file is missing or malformed, or the context is longer than the model's.
+    """
+    if graph.model != DEMO_MODEL and not Path(graph.model).expanduser().is_dir():
+        return {}
+    checkpoint = open_checkpoint(graph)
+    return {name: make_card(checkpoint, graph, role) for name, role in roles.items()}
 
 
 def served_name(graph: Graph) -> str:

@@ -9,6 +9,8 @@ from penstock.transfer.default_transports import BETWEEN_PROCESSES, NAMES
 
 _SAME = ("engine", "weight_dtype", "expert_dtype", "kv_dtype")
 """Fields that determine a KV block's bytes, besides the model and block size of the graph."""
+_ORDINARY_TOKENS = 512
+"""A short chat: system prompt, question and answer."""
 
 
 def check_partners(roles: Roles) -> None:
@@ -79,6 +81,17 @@ def say_empty(roles: Roles) -> list[str]:
             " (penstock role WORKER decode)"
         )
     return said
+
+
+def say_small_kv(roles: Roles, block_size: int) -> list[str]:
+    """Describe each role whose KV holds less than an ordinary request, one line each."""
+    return [
+        f"roles.{role}.kv_blocks is {spec.kv_blocks}: a worker's KV holds {spec.kv_blocks * block_size} tokens, and prompt and"
+        f" answer of a request must fit into it; ordinary requests need {_ORDINARY_TOKENS:,} and more, so raise it to"
+        f" {-(-_ORDINARY_TOKENS // block_size)} at least"
+        for role, spec in roles.present().items()
+        if spec.kv_blocks is not None and spec.kv_blocks * block_size < _ORDINARY_TOKENS
+    ]
 
 
 def check_transfer(transfer: TransferConfig) -> None:

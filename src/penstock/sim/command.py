@@ -218,12 +218,12 @@ def _overrides(options: argparse.Namespace) -> Overrides:
 
 @contextmanager
 def _blamed(path: str, graph: Graph, options: argparse.Namespace) -> Iterator[None]:
-    """Add to an error the graph's name, if there are several, and a note if its hardware was left out."""
+    """Add to an error the graph's name, if there are several, and a note if memory is short and its hardware was left out."""
     try:
         yield
     except ConfigError as error:
         whose = f"{path}: " if options.compare else ""
-        raise ConfigError(whose + error.message + hardware_hint(graph)) from error
+        raise ConfigError(whose + error.message + hardware_hint(graph, error.message)) from error
 
 
 def _load_sessions(options: argparse.Namespace, *, block_size: int) -> list[Session]:

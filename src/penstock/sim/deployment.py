@@ -210,9 +210,11 @@ def simulated_shape(graph: Graph, beside: Path) -> ModelShape:
     return find_shape(str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model, beside=beside)
 
 
-def hardware_hint(graph: Graph) -> str:
-    """Give the end of an error about a graph whose hardware was left out; empty if it was not."""
-    is_left_out = any("hardware" not in spec.model_fields_set for spec in graph.roles.present().values())
+def hardware_hint(graph: Graph, message: str) -> str:
+    """Give the end of an error about the memory of hardware that was left out; empty for other errors."""
+    is_left_out = " GB" in message and any(
+        "hardware" not in spec.model_fields_set for spec in graph.roles.present().values()
+    )
     return "; hardware was left out, which means cpu" if is_left_out else ""
 
 

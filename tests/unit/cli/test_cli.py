@@ -240,6 +240,12 @@ def test_graph_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
             2,
         ),
         (
+            "model: demo\nroles: {aggregated: {tensor_parallel: 3, engine: mock}}\n",
+            "takes it",
+            "take a tensor_parallel that divides 2, or a multiple of it",
+            0,
+        ),
+        (
             "model: Qwen/Qwen3-0.6B\nroles: {aggregated: {}}\n",
             "takes it",
             "refuses it: model Qwen/Qwen3-0.6B: its shape is not known",
@@ -264,6 +270,37 @@ def test_graph_check_says_which_commands_take_it(
     assert serve in of_serve
     assert of_simulate.startswith(f"{path}: penstock simulate ")
     assert simulate in of_simulate
+    assert ("hardware was left out" in of_simulate) == ("hardware was left out" in simulate)
+
+
+def test_graph_check_opens_a_checkpoint_that_is_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    path = tmp_path / "graph.yaml"
+    path.write_text(f"model: {tmp_path / 'empty'}\nroles: {{aggregated: {{}}}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 2
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if "penstock serve" in line)
+    assert f"refuses it: {tmp_path / 'empty'}" in said
+    assert "config.json" in said
+    path.write_text("model: demo\ncontext_length: 1000000\nroles: {aggregated: {}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 2
+    assert "penstock serve refuses it: context_length: " in capsys.readouterr().out
+
+
+def test_graph_check_says_that_kv_holds_no_ordinary_request(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text("model: demo\nblock_size: 16\nroles: {aggregated: {kv_blocks: 5}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == (
+        f"{path}: roles.aggregated.kv_blocks is 5: a worker's KV holds 80 tokens, and prompt and answer of a request must"
+        " fit into it; ordinary requests need 512 and more, so raise it to 32 at least"
+    )
+    path.write_text("model: demo\nblock_size: 16\nroles: {aggregated: {kv_blocks: 32}}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    assert "kv_blocks" not in capsys.readouterr().out
 
 
 def test_graph_check_says_what_a_role_without_workers_means(

@@ -31,7 +31,7 @@ from penstock.deploy.supervisor.watchdog import tick_s
 from penstock.engine.registry import engine_kind
 from penstock.frontend.limits.access import load_api_keys
 from penstock.graph import Graph, RoleSpec
-from penstock.graph.partners import check_counts, say_empty
+from penstock.graph.partners import check_counts, say_empty, say_small_kv
 from penstock.runtime.discovery.hub import LocalHub
 from penstock.runtime.handshake import Identity
 
@@ -120,7 +120,8 @@ class LocalDeployment:
             self.admin_token = load_admin_token()
             check_model(self.graph)
             self._say("penstock", "starting", f"model {served_name(self.graph)}")
-            for line in say_open(port, self._api_keys):
+            warnings = say_open(port, self._api_keys), say_small_kv(self.graph.roles, self.graph.block_size)
+            for line in itertools.chain(*warnings):
                 self._say("penstock", "warning", line)
             for line in say_empty(self.graph.roles):
                 self._say("penstock", "starting", line)
