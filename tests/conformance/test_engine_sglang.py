@@ -5,9 +5,12 @@ import pytest
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.sglang.engine import SglangEngine
 from penstock.engine.spec import EngineSpec
+from penstock.testing.engines.caching import CachingEngineSuite
 from penstock.testing.engines.engine import EngineSuite
 from tests.fakes import sglang as fake
 from tests.fakes.scheduler import installed
+
+pytest.importorskip("zmq")
 
 
 @pytest.fixture(autouse=True)
@@ -17,10 +20,11 @@ def _sglang(monkeypatch):
         yield
 
 
-class TestSglangEngine(EngineSuite):
+class TestSglangEngine(EngineSuite, CachingEngineSuite):
     eos_token_ids = (7, 9)
     token_exact_migration = False  # penalties and seeds begin anew
     refuses_late = True
+    events_delay_s = 0.3
 
     def make_engine(self, setup):
         return SglangEngine(

@@ -5,6 +5,7 @@ import pytest
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.spec import EngineSpec
 from penstock.engine.trtllm import engine as adapter
+from penstock.testing.engines.caching import CachingEngineSuite
 from penstock.testing.engines.engine import EngineSuite
 from tests.fakes import tensorrt_llm as fake
 from tests.fakes.scheduler import installed
@@ -18,10 +19,11 @@ def _tensorrt_llm(monkeypatch):
         yield
 
 
-class TestTrtllmEngine(EngineSuite):
+class TestTrtllmEngine(EngineSuite, CachingEngineSuite):
     eos_token_ids = (7, 9)
     token_exact_migration = False  # penalties and seeds begin anew
     refuses_late = True
+    events_delay_s = 0.3
 
     def make_engine(self, setup):
         return adapter.TrtllmEngine(

@@ -28,7 +28,7 @@ class FakeScheduler:
     def __init__(self, setup: EngineSetup, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self.setup = setup
         self.engine = reference_engine(setup, vocab_size, eos_token_ids)
-        self.events = asyncio.Queue()
+        self.on_events = lambda events: None
         self.tokens_of = {}
         self._queues = {}
         self._requests = {}
@@ -45,8 +45,8 @@ class FakeScheduler:
                 request.tokens += list(memoryview(delta.token_ids).cast("i")) if delta.token_ids else []
                 self._note(request)
                 self._queues[delta.request_id].put_nowait(delta)
-            for event in step.events:
-                self.events.put_nowait(event)
+            if step.events:
+                self.on_events(step.events)
 
     def _note(self, served: "_Served") -> None:
         size = self.setup.block_size

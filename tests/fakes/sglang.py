@@ -2,11 +2,18 @@
 
 import asyncio
 import dataclasses
+import json
 import signal
+import threading
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved
 from penstock.core.types.requests import FinishReason, SamplingParams
+from penstock.core.wire import unpack_hashes
 from penstock.testing.engines.probe import EngineSetup
 from tests.fakes.scheduler import FakeScheduler
 
@@ -94,6 +101,10 @@ class Engine:
         )
         self.scheduler = FakeScheduler(setup, MODEL.vocab_size, MODEL.eos_token_ids)
         self.running: dict[str, list] = {}
+        if args.kv_events_config is not None:
+            publisher = KvPublisher(self.scheduler, json.loads(args.kv_events_config))
+            self.scheduler.on_events = publisher.publish
+            self._publisher = publisher
         info = {"status": "ready", "max_total_num_tokens": setup.kv_blocks * setup.block_size}
         self._scheduler_init_result = SimpleNamespace(scheduler_infos=[info])
         self.tokenizer_manager = TokenizerManager(self)
@@ -181,6 +192,79 @@ class Engine:
 
     def shutdown(self) -> None:
         self.scheduler.stop()
+        if self.server_args.kv_events_config is not None:
+            self._publisher.close()
+
+
+class KvPublisher:
+    """Publishes KV events over ZeroMQ: `[topic, number, [time, events, rank]]`, hashes signed and of SGLang's own making."""
+
+    def __init__(self, scheduler: FakeScheduler, config: dict[str, Any]) -> None:
+        import zmq
+
+        self._scheduler = scheduler
+        self._numbers = count()
+        self._topic = config["topic"].encode()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUB)
+        self._socket.linger = 0
+        assert config.get("bind") or config["endpoint"].startswith("ipc://")
+        self._socket.bind(config["endpoint"])
+        self._kept: list[tuple[bytes, bytes]] = []
+        self._is_closed = False
+        self._replayer = threading.Thread(target=self._replay, args=(config["replay_endpoint"],), daemon=True)
+        self._replayer.start()
+
+    def _replay(self, endpoint: str) -> None:
+        import zmq
+
+        with self._context.socket(zmq.ROUTER) as router:
+            router.linger = 0
+            router.bind(endpoint)
+            while not self._is_closed:
+                if not router.poll(20):
+                    continue
+                client, _, start = router.recv_multipart()
+                for number, payload in self._kept[int.from_bytes(start, "big") :]:
+                    router.send_multipart([client, b"", number, payload])
+                router.send_multipart([client, b"", b"\xff" * 8, b""])
+
+    def publish(self, events) -> None:
+        batch = [0.0, [self._event(event) for event in events], 0]
+        number = next(self._numbers).to_bytes(8, "big")
+        self._kept.append((number, msgspec.msgpack.encode(batch)))
+        self._socket.send_multipart([self._topic, *self._kept[-1]])
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._replayer.join()
+        self._socket.close()
+        self._context.term()
+
+    def _event(self, event) -> dict[str, Any]:
+        if isinstance(event, AllBlocksCleared):
+            return {"type": "AllBlocksCleared"}
+        hashes = unpack_hashes(event.block_hashes).tolist()
+        named = {"block_hashes": [_signed(low64) for low64 in hashes], "medium": "GPU"}
+        if isinstance(event, BlockRemoved):
+            return {"type": "BlockRemoved", **named}
+        parent = event.parent_block_hash
+        described = [self._scheduler.tokens_of[low64] for low64 in hashes]
+        return {
+            "type": "BlockStored",
+            **named,
+            "parent_block_hash": None if parent is None else _signed(parent),
+            "token_ids": [token_id for tokens, _, _ in described for token_id in tokens],
+            "block_size": event.block_size,
+            "lora_id": None,
+            "cache_salt": described[0][2].decode() or None,
+            "session_id": None,
+        }
+
+
+def _signed(low64: int) -> int:
+    other = low64 * 0x9E3779B97F4A7C15 % (1 << 64)
+    return other - (1 << 64) if other >= 1 << 63 else other
 
 
 def _chunk(meta: dict[str, Any], delta: Any, ids: list[int]) -> dict[str, Any]:

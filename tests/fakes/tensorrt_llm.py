@@ -7,8 +7,10 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+from penstock.core.types.events import AllBlocksCleared, BlockStored
 from penstock.core.types.requests import FinishReason
 from penstock.core.types.requests import SamplingParams as Sampling
+from penstock.core.wire import unpack_hashes
 from penstock.testing.engines.probe import EngineSetup
 from tests.fakes.scheduler import FakeScheduler
 
@@ -175,6 +177,10 @@ class IterationResult:
             raise StopAsyncIteration from None
 
 
+def _named(low64: int) -> int:
+    return low64 * 0x9E3779B97F4A7C15 % (1 << 64)
+
+
 class LLM:
     def __init__(self, **kwargs: Any) -> None:
         unknown = kwargs.keys() - TorchLlmArgs.model_fields.keys()
@@ -195,6 +201,9 @@ class LLM:
         )
         self.scheduler: FakeScheduler | None = None
         self._setup = setup
+        self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._event_ids = count()
+        self._has_events = bool(cache.get("enable_block_reuse") and cache.get("event_buffer_max_size"))
         self._executor = SimpleNamespace(is_shutdown=lambda: False)
 
     def generate_async(
@@ -218,9 +227,14 @@ class LLM:
             raise ValueError("tokenizer is required to reset end_id if it is None")
         if self.scheduler is None:
             ends = (params.end_id,) if params.end_id >= 0 else ()
-            self.scheduler = FakeScheduler(
-                self._setup, MODEL.vocab_size, getattr(MODEL, "eos_token_ids", ends)
-            )
+            eos_token_ids = getattr(MODEL, "eos_token_ids", ends)
+            self.scheduler = FakeScheduler(self._setup, MODEL.vocab_size, eos_token_ids)
+            if self._has_events:
+                created = {"type": "created", "num_blocks_per_cache_level": [self._setup.kv_blocks, 0]}
+                self.events.put_nowait(
+                    {"event_id": next(self._event_ids), "data": created, "window_size": 256}
+                )
+                self.scheduler.on_events = self._publish
         kind = disaggregated_params.request_type if disaggregated_params is not None else None
         if kind == "context_only":
             params.max_tokens = 1
@@ -257,6 +271,41 @@ class LLM:
         stats = IterationResult(take)
         stats.timeout = timeout
         return stats
+
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
+        events = IterationResult(self.events.get)
+        events.timeout = timeout
+        return events
+
+    def _publish(self, events) -> None:
+        """Queue events as `get_kv_cache_events` tells them: each block by itself in older ones, hashes of its own making."""
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                continue
+            hashes = unpack_hashes(event.block_hashes).tolist()
+            data: dict[str, Any] = {"type": "removed", "block_hashes": [_named(low64) for low64 in hashes]}
+            if isinstance(event, BlockStored):
+                parent = event.parent_block_hash
+                data = {
+                    "type": "stored",
+                    "parent_hash": None if parent is None else _named(parent),
+                    "blocks": [self._block(low64) for low64 in hashes],
+                }
+            self.events.put_nowait({"event_id": next(self._event_ids), "data": data, "window_size": 256})
+
+    def _block(self, low64: int) -> dict[str, Any]:
+        assert self.scheduler is not None
+        tokens = [
+            {"type": "unique_token", "token_id": token_id, "token_extra_id": 0}
+            for token_id in self.scheduler.tokens_of[low64][0]
+        ]
+        return {
+            "type": "stored_block",
+            "block_hash": _named(low64),
+            "tokens": tokens,
+            "cache_level": 0,
+            "priority": 35,
+        }
 
     def shutdown(self) -> None:
         self._executor = SimpleNamespace(is_shutdown=lambda: True)

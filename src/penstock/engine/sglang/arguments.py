@@ -2,12 +2,15 @@
 
 import json
 import socket
+import tempfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
+from penstock.engine.kv_events.subscriber import PublisherAddress
 from penstock.engine.spec import EngineSpec
 from penstock.engine.streams.backend import batch_limits
 from penstock.engine.streams.package import Package, check_arguments, supported
@@ -49,12 +52,14 @@ class Arguments:
     Attributes:
         server: by the names of `ServerArgs`.
         bootstrap: host and port of a prefill worker's bootstrap server, where decode workers learn of its KV.
-        events: endpoint of the KV events of rank 0; rank r has the port r above.
+        events: where rank 0 publishes its KV events; None: it has no prefix cache, or nobody could read them.
+        scratch: directory of sockets, for the engine to remove; None without any.
     """
 
     server: dict[str, Any]
     bootstrap: tuple[str, int] | None
-    events: str | None
+    events: PublisherAddress | None = None
+    scratch: str | None = None
 
 
 def make_arguments(spec: EngineSpec, sglang: ModuleType, gpu: int) -> Arguments:
@@ -83,7 +88,9 @@ def make_arguments(spec: EngineSpec, sglang: ModuleType, gpu: int) -> Arguments:
     has_cache = not given.get("disable_radix_cache", False)
     if spec.role is Role.DECODE:
         has_cache = has_cache and bool(given.get("disaggregation_decode_enable_radix_cache", False))
-    events = f"tcp://*:{free_port(spec.data_parallel)}" if has_cache else None
+    published, events, scratch = None, None, None
+    if has_cache and find_spec("zmq") is not None:
+        published, events, scratch = _events(spec.data_parallel)
     tokens, requests = batch_limits(spec)
     shared = spec.data_parallel if is_attention_dp(spec) else 1  # then SGLang divides its limits by the ranks
     ours = {
@@ -101,13 +108,14 @@ def make_arguments(spec: EngineSpec, sglang: ModuleType, gpu: int) -> Arguments:
         "chunked_prefill_size": tokens and tokens * shared,
         "max_total_tokens": spec.kv_blocks and spec.kv_blocks // spec.data_parallel * spec.block_size,
         "disaggregation_mode": _MODES[spec.role],
-        "kv_events_config": events and json.dumps({"publisher": "zmq", "endpoint": events, "topic": ""}),
+        "kv_events_config": published and json.dumps(published),
         "log_level": "warning",
     }
     names = known or ours.keys() - {"stream_output"}
     if "incremental_streaming_output" in names:
         ours.pop("stream_output")
-    return Arguments(server={**supported(ours, names), **given}, bootstrap=bootstrap, events=events)
+    server = {**supported(ours, names), **given}
+    return Arguments(server=server, bootstrap=bootstrap, events=events, scratch=scratch)
 
 
 def is_attention_dp(spec: EngineSpec) -> bool:
@@ -132,6 +140,34 @@ def _parallel(spec: EngineSpec, known: frozenset[str]) -> dict[str, Any]:
     if "attn_dp_size" in known:
         return {**sizes, "attn_dp_size": ranks}
     return {**sizes, "dp_size": ranks, "enable_dp_attention": True}
+
+
+def _events(ranks: int) -> tuple[dict[str, Any], PublisherAddress, str | None]:
+    """Choose where KV events go, out of reach of other machines.
+
+    One rank publishes at a socket in a private directory. Several add their rank to a port, and bind the loopback address.
+
+    Returns:
+        SGLang's `kv_events_config`, the address to read from, and the directory to remove.
+    """
+    config: dict[str, Any] = {"publisher": "zmq", "topic": ""}
+    if ranks == 1:
+        scratch = tempfile.mkdtemp(prefix="penstock-sglang-")
+        address = PublisherAddress(
+            endpoint=f"ipc://{scratch}/events", replay_endpoint=f"ipc://{scratch}/replay"
+        )
+    else:
+        scratch = None
+        first = free_port(2 * ranks)
+        address = PublisherAddress(
+            endpoint=f"tcp://127.0.0.1:{first}", replay_endpoint=f"tcp://127.0.0.1:{first + ranks}"
+        )
+        config["bind"] = True  # else it would connect
+    return (
+        {**config, "endpoint": address.endpoint, "replay_endpoint": address.replay_endpoint},
+        address,
+        scratch,
+    )
 
 
 def server_arg_names(sglang: ModuleType) -> frozenset[str]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import shutil
 import signal
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -16,6 +17,8 @@ from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle
 from penstock.core.wire import Wire, encode
+from penstock.engine.kv_events.subscriber import KvEventSubscriber
+from penstock.engine.kv_events.translator import HexSalts
 from penstock.engine.sglang.arguments import PACKAGE, Arguments, make_arguments
 from penstock.engine.sglang.outputs import generate_arguments, read_chunk
 from penstock.engine.spec import EngineSpec
@@ -89,6 +92,11 @@ class SglangBackend:
                 " engine_args sets its arguments"
             ) from error
         self._parameters = frozenset(inspect.signature(self._engine.async_generate).parameters)
+        if "cache_salt" not in self._parameters:
+            raise ConfigError(
+                f"engine sglang: {sglang.__version__} has no cache_salt, which keeps the prompts of tenants apart; run"
+                f" `{PACKAGE.install} --upgrade`"
+            )
         with _keeping_signals(loop):
             self._engine.tokenizer_manager.auto_create_handle_loop()
         return await self._serving()
@@ -124,10 +132,30 @@ class SglangBackend:
             self._engine.tokenizer_manager.abort_request(rid=rid)
 
     async def events(self) -> AsyncIterator[Sequence[KvEvent]]:
-        """Yield nothing: `Serving.kv_events` is false."""
-        nothing: tuple[Sequence[KvEvent], ...] = ()
-        for events in nothing:
-            yield events
+        """Yield the KV events of all ranks."""
+        assert self._arguments is not None
+        address, spec = self._arguments.events, self._spec
+        if address is None:
+            return
+        arrived: asyncio.Queue[Sequence[KvEvent]] = asyncio.Queue()
+        async with asyncio.TaskGroup() as group:
+            ranks = [
+                KvEventSubscriber(
+                    address.of_rank(rank),
+                    block_size=spec.block_size,
+                    salt_of=HexSalts(),
+                    publish=arrived.put_nowait,
+                    hash_key=spec.hash_key,
+                )
+                for rank in range(spec.data_parallel)
+            ]
+            tasks = [group.create_task(rank.run()) for rank in ranks]
+            try:
+                while True:
+                    yield await arrived.get()
+            finally:
+                for task in tasks:
+                    task.cancel()
 
     async def active_blocks(self) -> int | None:
         loads = await self._loads()
@@ -144,6 +172,8 @@ class SglangBackend:
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
+        if self._arguments is not None and self._arguments.scratch is not None:
+            shutil.rmtree(self._arguments.scratch, ignore_errors=True)
 
     async def _serving(self) -> Serving:
         """Read the sizes that SGLang settled on."""
@@ -161,6 +191,7 @@ class SglangBackend:
             max_running_requests=(requests or 0) * ranks or running or _RUNNING_DEFAULT * ranks,
             max_batch_tokens=(tokens or _CHUNK_DEFAULT) * ranks,
             ranks=ranks,
+            kv_events=self._arguments is not None and self._arguments.events is not None,
         )
 
     async def _loads(self) -> Sequence[Any]:

@@ -15,6 +15,7 @@ from penstock.engine.streams.backend import Call, Output, Serving, batch_limits
 from penstock.engine.streams.engine import StreamedEngine
 from penstock.engine.streams.package import check_gpu, first_line, supported
 from penstock.engine.trtllm.arguments import PACKAGE, choose_devices, make_arguments
+from penstock.engine.trtllm.events import PolledCache
 from penstock.engine.trtllm.outputs import Context, read_result, sampling_arguments
 
 _log = get_logger()
@@ -24,6 +25,7 @@ _RUNNING_DEFAULT = 2048
 _CHUNK_DEFAULT = 8192
 """TensorRT-LLM's own defaults of max_batch_size and max_num_tokens, for each rank."""
 _POLL_S = 0.05
+_EVENTS_AT_ONCE = 1000
 _STATS_TIMEOUT_S = 2.0
 _HEALTH_EVERY_S = 1.0
 
@@ -54,6 +56,8 @@ class TrtllmBackend:
         self._parameters: frozenset[str] = frozenset()
         """Keyword arguments that the installed `generate_async` has."""
         self._results: dict[int, Any] = {}
+        self._cache = PolledCache(spec)
+        self._reuses_blocks = True
         self._stats: dict[str, Any] = {}
         """The latest statistics of an iteration."""
 
@@ -74,6 +78,8 @@ class TrtllmBackend:
                 f"engine trtllm: {first_line(error)}; reinstall with `{PACKAGE.install}`"
             ) from error
         arguments = make_arguments(spec, self._api)
+        cache = arguments["kv_cache_config"]
+        self._reuses_blocks = bool(cache["enable_block_reuse"] and cache["event_buffer_max_size"])
         try:
             self._llm = await asyncio.to_thread(self._api.LLM, **arguments)
             self._parameters = frozenset(inspect.signature(self._llm.generate_async).parameters)
@@ -83,11 +89,17 @@ class TrtllmBackend:
                 f"engine trtllm: cannot start {spec.model}: {first_line(error)}; TensorRT-LLM's own lines above say more,"
                 " and engine_args sets its arguments"
             ) from error
+        if "cache_salt" not in self._parameters:
+            raise ConfigError(
+                "engine trtllm: the installed version has no cache_salt, which keeps the prompts of tenants apart; run"
+                f" `{PACKAGE.install} --upgrade`"
+            )
         return self._serving()
 
     async def generate(self, call: Call) -> AsyncGenerator[Output, None]:
         request, eos = call.request, self._spec.eos_token_ids
         context = Context.read(request.kv)
+        self._cache.expect(call.token_ids, call.salt)
         disaggregated = None
         if request.prefill_only:
             disaggregated = self._api.DisaggregatedParams(request_type="context_only")
@@ -131,10 +143,17 @@ class TrtllmBackend:
             result.abort()
 
     async def events(self) -> AsyncIterator[Sequence[KvEvent]]:
-        """Yield nothing: `Serving.kv_events` is false."""
-        nothing: tuple[Sequence[KvEvent], ...] = ()
-        for events in nothing:
-            yield events
+        """Poll the KV events of all ranks."""
+        while True:
+            polled = []
+            async for event in self._llm.get_kv_cache_events_async(timeout=_POLL_S):
+                polled.append(event)
+                if len(polled) >= _EVENTS_AT_ONCE:
+                    break
+            if events := self._cache.translate(polled):
+                yield events
+            elif not polled:
+                await asyncio.sleep(_POLL_S)  # until a new request its iterator ends at once
 
     async def active_blocks(self) -> int | None:
         await self._read_stats(_POLL_S)
@@ -200,6 +219,7 @@ class TrtllmBackend:
             max_running_requests=(requests or _RUNNING_DEFAULT) * ranks,
             max_batch_tokens=(tokens or _CHUNK_DEFAULT) * ranks,
             ranks=ranks,
+            kv_events=self._reuses_blocks,
         )
 
 

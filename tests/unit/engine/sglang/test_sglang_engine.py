@@ -3,7 +3,9 @@
 import asyncio
 import json
 import signal
+import stat
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -12,6 +14,7 @@ from penstock.core.errors import ConfigError, EngineError
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle, SamplingParams
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.sglang import arguments
 from penstock.engine.sglang.arguments import make_arguments
 from penstock.engine.sglang.engine import SglangEngine
 from penstock.engine.spec import EngineSpec
@@ -121,6 +124,36 @@ def test_the_graph_reaches_the_server_arguments(sglang) -> None:
     assert server["disaggregation_mode"] == "null"
     copies = make_arguments(spec(tensor_parallel=4, data_parallel=2), sglang, 0).server
     assert (copies["tp_size"], copies["dp_size"]) == (4, 2)
+
+
+def test_kv_events_stay_on_this_machine(sglang, monkeypatch) -> None:
+    monkeypatch.setattr(arguments, "find_spec", lambda _: object())
+    one = make_arguments(spec(), sglang, 0)
+    config = json.loads(one.server["kv_events_config"])
+    assert one.events is not None
+    assert config["endpoint"] == one.events.endpoint == f"ipc://{one.scratch}/events"
+    assert stat.S_IMODE(Path(one.scratch).stat().st_mode) == 0o700
+    Path(one.scratch).rmdir()
+    config = json.loads(make_arguments(spec(data_parallel=4), sglang, 0).server["kv_events_config"])
+    assert config["endpoint"].startswith("tcp://127.0.0.1:")
+    assert config["bind"] is True, "else SGLang would connect"
+    assert int(config["replay_endpoint"].rpartition(":")[2]) == int(config["endpoint"].rpartition(":")[2]) + 4
+
+
+def test_who_has_no_prefix_cache_sends_no_events(sglang, monkeypatch) -> None:
+    cacheless = spec(args={"device": "cpu", "disable_radix_cache": True})
+    assert make_arguments(cacheless, sglang, 0).events is None
+    assert make_arguments(spec(role=Role.DECODE), sglang, 0).events is None
+    monkeypatch.setattr(arguments, "find_spec", lambda _: None)
+    assert make_arguments(spec(), sglang, 0).events is None, "nobody could read them"
+
+
+def test_a_version_that_cannot_keep_tenants_apart_is_refused(sglang, monkeypatch) -> None:
+    monkeypatch.setattr(fake.Engine, "async_generate", lambda self, input_ids=None: None)
+    with pytest.raises(
+        ConfigError, match="has no cache_salt, which keeps the prompts of tenants apart; run `pip"
+    ):
+        start(spec())
 
 
 def test_a_process_of_sglang_that_fails_ends_the_engine(sglang) -> None:
