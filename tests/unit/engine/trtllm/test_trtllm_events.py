@@ -11,7 +11,10 @@ SIZE = 4
 
 def stored(number: int, tokens: list[int], *, parent: int | None = None, rank: int | None = None) -> dict:
     blocks = [
-        {"block_hash": 100 + token, "tokens": [{"token_id": each} for each in tokens[token : token + SIZE]]}
+        {
+            "block_hash": 1000 * number + token,
+            "tokens": [{"token_id": each} for each in tokens[token : token + SIZE]],
+        }
         for token in range(0, len(tokens), SIZE)
     ]
     event = {
