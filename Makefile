@@ -156,6 +156,7 @@ $(VLLM_STAMP): | $(STAMP)
 	@$(PYTHON) -m venv $(PENSTOCK_VLLM)
 	@$(PENSTOCK_VLLM)/bin/pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(VLLM)
 	@$(PENSTOCK_VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton
+	@$(PENSTOCK_VLLM)/bin/pip install -q --no-deps nixl==1.5.1 $(NIXL)
 	@$(PENSTOCK_VLLM)/bin/pip install -q hypothesis openai psutil pytest $$($(BIN)/python -c 'import tomllib; \
 	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"])')
 	@touch $@

@@ -77,6 +77,10 @@ EXPERIMENTS = Benches(
             "benchmarks.transfer",
             "bytes moved by every transport between two processes, beside NIXL, memcpy and fio",
         ),
+        "vllm": (
+            "benchmarks.processes.vllm",
+            "vLLM behind Penstock: prefix hits, overhead over vLLM's own server, a killed worker",
+        ),
     },
 )
 

@@ -13,7 +13,7 @@ from penstock.bench import serve
 from penstock.bench.report import Report
 from penstock.core.errors import Unavailable
 
-_START_TIMEOUT_S = 180.0
+_START_TIMEOUT_S = 600.0  # several vLLMs on two cores take minutes
 _STOP_TIMEOUT_S = 30.0
 
 

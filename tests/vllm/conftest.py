@@ -15,7 +15,9 @@ from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
 from penstock.core.types.steps import Step
 from penstock.core.wire import unpack_tokens
+from penstock.engine.registry import create_engine
 from penstock.engine.spec import EngineSpec
+from penstock.seams import Engine
 
 collect_ignore_glob = ["test_*.py"] if find_spec("vllm") is None else []
 
@@ -119,9 +121,7 @@ def spec_of(model_dir: Path) -> Callable[..., EngineSpec]:
 @pytest.fixture(scope="session")
 def started() -> Iterator[Callable[[EngineSpec], Running]]:
     """Starts engines, one at a time; at the end nothing of them may be left."""
-    from penstock.engine.vllm.engine import VllmEngine
-
-    open_: list[tuple[VllmEngine, asyncio.Runner]] = []
+    open_: list[tuple[Engine, asyncio.Runner]] = []
 
     def close() -> None:
         while open_:
@@ -132,7 +132,7 @@ def started() -> Iterator[Callable[[EngineSpec], Running]]:
 
     def start(spec: EngineSpec) -> Running:
         close()
-        engine, runner = VllmEngine(spec), asyncio.Runner()
+        engine, runner = create_engine("vllm", spec), asyncio.Runner()
         open_.append((engine, runner))
         running = Running(engine, runner)
         running.do(engine.start())

@@ -26,7 +26,11 @@ def prompt(length: int, seed: int) -> list[int]:
 
 def request_of(token_ids, **fields):
     sampling = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
-    own = {name: fields.pop(name) for name in ("num_emitted", "salt", "choice", "priority") if name in fields}
+    own = {
+        name: fields.pop(name)
+        for name in ("num_emitted", "salt", "choice", "priority", "prefill_only")
+        if name in fields
+    }
     return Request(
         request_id=f"r{next(_numbers)}",
         model="tiny",

@@ -95,3 +95,11 @@ def test_a_quick_run_of_simulate_writes_figures_and_a_profile(tmp_path):
 def test_a_whole_run_of_simulate_needs_a_trace():
     with pytest.raises(ConfigError, match="--trace: name a trace's file"):
         _main("simulate")
+
+
+def test_a_bench_of_vllm_without_vllm_says_where_it_runs(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else object())
+    with pytest.raises(
+        ConfigError, match="vllm not installed here; run it by the Python of an environment with vLLM"
+    ):
+        _main("vllm", "--quick")

@@ -45,7 +45,8 @@ class VllmEngine:
         self._serial = count()
         self._sending: set[asyncio.Task[None]] = set()
         self._counts = LoadCounts()
-        self._connectors = ConnectorCounts()
+        self.connectors = ConnectorCounts()
+        """What vLLM's KV connectors count."""
         self._closed = False
 
     async def start(self) -> EngineInfo:
@@ -118,7 +119,7 @@ class VllmEngine:
         self._closed = True
         core, self._core = self._core, None
         if core is not None:
-            self._connectors.log()
+            self.connectors.log()
             await asyncio.to_thread(core.shutdown, timeout=_CLOSE_S)
 
     # -- where NixlVllmEngine differs
@@ -213,7 +214,7 @@ class VllmEngine:
         stats = outputs.scheduler_stats
         self._counts.stepped(stats)
         if stats is not None:
-            self._connectors.count(stats.kv_connector_stats, asyncio.get_running_loop().time())
+            self.connectors.count(stats.kv_connector_stats, asyncio.get_running_loop().time())
         return Step(deltas=tuple(deltas), load=self.load())
 
     def _send(self, sending: Coroutine[Any, Any, None]) -> None:
