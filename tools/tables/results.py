@@ -56,6 +56,14 @@ def _engines() -> Iterator[list[str]]:
         "`cancel_to_free_ms_p99`, 200 clients that hang up", of("cancel", "cancel_to_free_ms_p99", ",.0f") + " ms",
         of("cancel", "ask_ms_p99", ".1f") + " ms, asking the worker", "", "100 ms", link("cancel"),
     ]  # fmt: skip
+    for name, moved in (("disaggregated", "eval_remote_prefills"), ("migrated", "eval_migrations")):
+        answers, tokens = of("eval", moved, ",.0f"), of("eval", "eval_tokens", ",.0f")
+        equal = of("eval", f"eval_equal_tokens_{name}_share", ".0f", 100)
+        yield [
+            f"`eval_equal_tokens_{name}_share`, demo model, {answers} of {of('eval', 'eval_questions', ',.0f')} answers moved",
+            f"{equal} % of {tokens} tokens, score {of('eval', f'eval_score_{name}', '.2f')}",
+            f"score {of('eval', 'eval_score_aggregated', '.2f')}, aggregated", "", "100 %, equal scores", link("eval"),
+        ]  # fmt: skip
     for latency in ("ttft", "itl"):
         yield [
             f"`profile_{latency}_median_error`, 12 held-out points, demo model",
