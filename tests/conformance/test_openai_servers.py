@@ -4,24 +4,31 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from msgspec import structs
 from tokenizers import Tokenizer
 
 from penstock.core.errors import ConfigError, Overloaded, PenstockError, RequestError, StepFailed, Unavailable
+from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
+from penstock.core.types.events import BlockStored, KvEvent
 from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams
-from penstock.core.wire import pack_tokens, token_list
+from penstock.core.wire import hash_list, pack_tokens, token_list
 from penstock.demo import MODEL_DIR, MODEL_NAME
+from penstock.engine.kv_events.subscriber import PublisherAddress
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.engine import ServerEngine, Serving
+from penstock.engine.openai.make import _subscriber
 from penstock.engine.openai.paired import PairedServerEngine
 from penstock.engine.openai.server import Server
 from penstock.engine.openai.text import TextCodec
+from penstock.engine.spec import EngineSpec
 from penstock.frontend.text.detokenize import Detokenizer
 from tests.support.fake_server import FakeServer, after, cut, says
 from tests.support.tokenizer import tiny_tokenizer_json
@@ -51,6 +58,7 @@ class Driven:
         self.engine = engine
         self.deltas: dict[str, list[Delta]] = {}
         self.begun: list[str] = []
+        self.events: list[KvEvent] = []
         self.problems: list[str | None] = []
         self._news = asyncio.Event()
         engine.announce(self.begun.extend)
@@ -58,6 +66,7 @@ class Driven:
 
     async def read(self) -> None:
         async for step in self.engine.steps():
+            self.events += step.events
             for delta in step.deltas:
                 self.deltas.setdefault(delta.request_id, []).append(delta)
             self._news.set()
@@ -533,6 +542,50 @@ def test_more_requests_than_allowed_are_refused() -> None:
                 case.engine.submit(make_request("d"))
 
     run(main())
+
+
+# -- KV events
+
+
+def test_kv_events_of_the_server_are_those_of_its_steps(tmp_path: Path) -> None:
+    """Events come as vLLM publishes them: a number, and its own hashes with the tokens."""
+    zmq, zmq_asyncio = pytest.importorskip("zmq"), pytest.importorskip("zmq.asyncio")
+    endpoint, tokens = f"ipc://{tmp_path}/events", list(range(5, 37))
+    stored = {
+        "type": "BlockStored", "block_hashes": [11, 12], "parent_block_hash": None, "token_ids": tokens, "block_size": 16,
+        "medium": "GPU",
+    }  # fmt: skip
+    follow = partial(_subscriber, EngineSpec(model="", block_size=16), PublisherAddress(endpoint=endpoint))
+
+    async def main() -> None:
+        with zmq_asyncio.Context() as context, context.socket(zmq.PUB) as publisher:
+            publisher.linger = 0
+            publisher.bind(endpoint)
+            async with fake_of() as fake, driven(fake, replace(SERVING, follow=follow)) as case:
+                assert (await case.engine.start()).kv_events
+                for number in range(1000):
+                    if case.events:
+                        break
+                    payload = msgspec.msgpack.encode([0.0, [stored], 0])
+                    await publisher.send_multipart([b"", number.to_bytes(8, "big"), payload])
+                    await asyncio.sleep(0.01)
+                (event,) = case.events[:1]
+                assert isinstance(event, BlockStored)
+                ours = block_hashes(pack_tokens(tokens), 16)[:, 0].tolist()
+                assert hash_list(event.block_hashes) == ours
+
+    run(main())
+
+
+def test_blocks_of_another_size_are_refused() -> None:
+    def follow(_publish: object) -> Any:
+        return object()
+
+    fake = fake_of()
+    fake.metrics = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
+    error = start_error(fake, serving=replace(SERVING, follow=follow))
+    assert isinstance(error, ConfigError)
+    assert "block_size: 32" in error.message
 
 
 # -- prefill and decode servers

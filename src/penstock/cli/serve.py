@@ -52,6 +52,14 @@ URL_FLAGS = {
     "--decode-url": ("decode", "a running vLLM or SGLang as a decode worker; may be repeated"),
 }
 """Flag: (role, help). Each sets the role's `engine_args.url`, and its engine to `openai` unless `--engine` says another."""
+EVENT_FLAGS = {
+    "--kv-events": (
+        "kv_events",
+        "where each --url publishes KV events, such as tcp://host:5557; without, they are guessed",
+    ),
+    "--kv-events-replay": ("kv_events_replay", "where each --url sends KV events again"),
+}
+"""Flag: (engine argument, help)."""
 _URL_ENGINE = "openai"
 
 
@@ -82,6 +90,8 @@ def add(commands: Any) -> None:
         metavar="NAME=VALUE",
         help="an argument of the engine by its own name, as enforce_eager=true; may be repeated",
     )
+    for flag, (name, text) in EVENT_FLAGS.items():
+        parser.add_argument(flag, dest=name, action="append", default=[], metavar="ADDRESS", help=text)
     for flag, (role, text) in URL_FLAGS.items():
         parser.add_argument(flag, dest=f"{role}_urls", action="append", default=[], metavar="URL", help=text)
     parser.add_argument(
@@ -143,6 +153,9 @@ def graph_of(options: argparse.Namespace) -> Any:
 
 def _assign_engine(options: argparse.Namespace, overrides: Any, roles: list[str]) -> None:
     """Assign the engine's own arguments, and the running servers that are workers."""
+    for flag, (name, _) in EVENT_FLAGS.items():
+        if endpoints := getattr(options, name):
+            overrides.assign(f"roles.aggregated.engine_args.{name}", endpoints, flag=flag)
     for flag, (role, _) in URL_FLAGS.items():
         if urls := getattr(options, f"{role}_urls"):
             overrides.assign(f"roles.{role}.engine_args.url", urls, flag=flag)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.core.hashing import DEFAULT_KEY
+from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
 from penstock.engine.mock.engine import MockConfig
 from penstock.engine.scheduling.config import SchedulerConfig
@@ -23,6 +24,8 @@ class EngineSpec:
     block_size: int
     model_names: tuple[str, ...] = ()
     """What the model is called: by the graph, and by clients."""
+    card: ModelCard | None = None
+    """The model's card, whose salts begin the hashes of its blocks; None without a deployment."""
     index: int = 0
     """The worker's number among those of its role."""
     role: Role = Role.AGGREGATED

@@ -2,6 +2,7 @@
 
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
+from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
 from penstock.deploy.card import served_name
 from penstock.engine.paged.model.checkpoint import Checkpoint
@@ -19,6 +20,7 @@ def engine_spec(
     role: RoleSpec,
     checkpoint: Checkpoint,
     *,
+    card: ModelCard | None = None,
     index: int = 0,
     device_index: int = 0,
     core: int | None = None,
@@ -31,6 +33,7 @@ def engine_spec(
         graph: the deployment.
         role: one of its roles.
         checkpoint: the graph's model.
+        card: the worker's model card.
         index: the worker's number among those of its role.
         device_index: index of the worker's first GPU; unused on CPUs.
         core: CPU core of an engine on a CPU; None for any.
@@ -53,6 +56,7 @@ def engine_spec(
         model=str(checkpoint.path),
         block_size=graph.block_size,
         model_names=(graph.model, served_name(graph)),
+        card=card,
         index=index,
         role=own,
         args=role.engine_args,

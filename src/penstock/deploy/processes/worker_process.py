@@ -48,6 +48,7 @@ async def run_worker(
         graph,
         role,
         Checkpoint.open(job.model_dir),
+        card=job.card,
         index=job.index,
         device_index=job.device,
         core=job.core,

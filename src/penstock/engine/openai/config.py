@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pydantic
 
@@ -56,12 +56,16 @@ class ServerConfig(Config):
     """When a server gets no requests."""
     load_interval_s: float = pydantic.Field(default=0.5, gt=0)
     """Seconds between two readings of `/metrics`, which tell of requests of other clients."""
+    kv_events: tuple[str, ...] = ()
+    """Where each server publishes its KV events, such as tcp://10.0.0.1:5557: one for each URL, or none."""
+    kv_events_replay: tuple[str, ...] = ()
+    """Where each server sends KV events again: one for each URL, or none."""
     bootstrap_port: int = pydantic.Field(default=8998, ge=1, le=65535)
     """Port at which a prefill server of SGLang is found by decode servers (`--disaggregation-bootstrap-port`)."""
     bootstrap_host: str | None = pydantic.Field(default=None, min_length=1)
     """Host for the same; None: that of the URL."""
 
-    @pydantic.field_validator("url", mode="before")
+    @pydantic.field_validator("url", "kv_events", "kv_events_replay", mode="before")
     @classmethod
     def _read_urls(cls, urls: Any) -> Any:
         return (urls,) if isinstance(urls, str) else urls
@@ -74,6 +78,15 @@ class ServerConfig(Config):
             if checked.count(url) > 1:
                 raise wrong(f"{url} is named twice; each server needs one worker")
         return checked
+
+    @pydantic.model_validator(mode="after")
+    def _check_counts(self) -> Self:
+        for name, endpoints in (("kv_events", self.kv_events), ("kv_events_replay", self.kv_events_replay)):
+            if endpoints and len(endpoints) != len(self.url):
+                raise wrong(f"{name}: must have one for each url, {len(self.url)}, got {len(endpoints)}")
+        if self.kv_events_replay and not self.kv_events:
+            raise wrong("kv_events_replay: needs kv_events, where the events themselves come from")
+        return self
 
     def api_key(self) -> str | None:
         """Read the key.

@@ -9,11 +9,14 @@ import msgspec
 from penstock.core.errors import Overloaded, PenstockError, RequestError, StepFailed, Unavailable
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
+from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import num_tokens
+from penstock.engine.kv_events.subscriber import KvEventSubscriber, Publish
+from penstock.engine.kv_events.translator import check_block_size
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.health.watch import HealthWatch
 from penstock.engine.openai.metrics import ServerLoad
@@ -36,6 +39,8 @@ class Serving:
     max_running_requests: int
     max_waiting_requests: int
     max_batch_tokens: int
+    follow: Callable[[Publish], KvEventSubscriber] | None = None
+    """Makes what follows the server's KV events; None: routers guess what it has cached."""
 
 
 class ServerEngine:
@@ -56,6 +61,8 @@ class ServerEngine:
             on_change=self._on_health,
             on_load=self._on_load,
         )
+        self._subscriber = None if serving.follow is None else serving.follow(self._on_events)
+        self._events: list[KvEvent] = []
         self._info: EngineInfo | None = None
         self._streams: dict[RequestId, Stream] = {}
         self._deltas: list[Delta] = []
@@ -84,13 +91,15 @@ class ServerEngine:
         load = await self._server.load()
         serving, tokens = self._serving, None if load is None else load.kv_tokens
         self._outside = load or ServerLoad()
+        if self._subscriber is not None and self._outside.block_size is not None:
+            check_block_size(self._outside.block_size, serving.block_size)
         self._info = EngineInfo(
             block_size=serving.block_size,
             total_blocks=serving.kv_blocks or (tokens or 0) // serving.block_size,
             context_length=min(serving.context_length, described.context_length or serving.context_length),
             max_batch_tokens=serving.max_batch_tokens,
             max_running_requests=serving.max_running_requests,
-            kv_events=False,
+            kv_events=self._subscriber is not None,
             announces=True,
         )
         return self._info
@@ -127,7 +136,9 @@ class ServerEngine:
         """Yield what has come from the server, until `close`."""
         async with asyncio.TaskGroup() as group:
             self._group = group
-            watching = group.create_task(self._watch.run())
+            tasks = [group.create_task(self._watch.run())]
+            if self._subscriber is not None:
+                tasks.append(group.create_task(self._subscriber.run()))
             for stream in self._waiting:
                 self._begin(stream)
             self._waiting.clear()
@@ -140,10 +151,9 @@ class ServerEngine:
                         await self._wake.wait()
             finally:
                 self._group = None
-                watching.cancel()
-                for stream in tuple(self._streams.values()):
-                    if stream.task is not None:
-                        stream.task.cancel()
+                tasks += [stream.task for stream in self._streams.values() if stream.task is not None]
+                for task in tasks:
+                    task.cancel()
 
     def announce(self, listener: Callable[[Sequence[RequestId]], None]) -> None:
         self._on_begun = listener
@@ -304,6 +314,7 @@ class ServerEngine:
 
     def _take_step(self) -> Step:
         deltas, self._deltas = tuple(self._deltas), []
+        events, self._events = tuple(self._events), []
         self._has_news = False
         for delta in deltas:
             if delta.finish_reason is not None:
@@ -313,7 +324,12 @@ class ServerEngine:
                     if stream.is_done or not stream.keeps:
                         self._forget(stream)
         self._totals = msgspec.structs.replace(self._totals, steps=self._totals.steps + 1)
-        return Step(deltas=deltas, load=self.load())
+        return Step(deltas=deltas, events=events, load=self.load())
+
+    def _on_events(self, events: Sequence[KvEvent]) -> None:
+        if events:
+            self._events += events
+            self._news()
 
     def _news(self) -> None:
         self._has_news = True

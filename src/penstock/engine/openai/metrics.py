@@ -19,17 +19,19 @@ class ServerLoad:
 
     kv_usage:  share of the KV cache in use, 0 to 1
     kv_tokens: tokens that the KV cache holds
+    block_size: tokens of a KV block
     """
 
     running: int | None = None
     waiting: int | None = None
     kv_usage: float | None = None
     kv_tokens: int | None = None
+    block_size: int | None = None
 
 
 def read_load(text: str) -> ServerLoad:
     """Read what is known of vLLM's, SGLang's and llama.cpp's metrics; engines of one server (data parallel) are added."""
-    running = waiting = kv_tokens = None
+    running = waiting = kv_tokens = block_size = None
     usages: list[float] = []
     for name, labels, value in _samples(text):
         if name in _RUNNING:
@@ -39,12 +41,14 @@ def read_load(text: str) -> ServerLoad:
         elif name in _USAGE:
             usages.append(value)
         elif name == _BLOCKS:
-            size = _block_tokens(labels)
-            kv_tokens = (kv_tokens or 0) + size if size else kv_tokens
+            blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+            if blocks.isdecimal() and size.isdecimal():
+                block_size = int(size)
+                kv_tokens = (kv_tokens or 0) + int(blocks) * block_size
         elif name == _TOKENS:
             kv_tokens = (kv_tokens or 0) + round(value)
     usage = min(max(sum(usages) / len(usages), 0.0), 1.0) if usages else None
-    return ServerLoad(running, waiting, usage, kv_tokens)
+    return ServerLoad(running, waiting, usage, kv_tokens, block_size)
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -62,9 +66,3 @@ def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
             continue
         if 0 <= value < 1e15:  # neither NaN nor infinite
             yield sample[1], dict(_LABEL.findall(sample[2] or "")), value
-
-
-def _block_tokens(labels: dict[str, str]) -> int:
-    """Read vLLM's KV cache in tokens from the labels of `cache_config_info`; 0 where they do not say it."""
-    blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-    return int(blocks) * int(size) if blocks.isdecimal() and size.isdecimal() else 0

@@ -5,9 +5,11 @@ import re
 import pytest
 
 from penstock.core.errors import ConfigError
+from penstock.core.types.cards import ModelCard
 from penstock.engine.openai.config import ServerConfig
-from penstock.engine.openai.make import make_engine
+from penstock.engine.openai.make import _salts, make_engine
 from penstock.engine.spec import EngineSpec
+from penstock.frontend.requests.encoding import request_salt
 from penstock.graph import Graph
 
 
@@ -49,6 +51,21 @@ def test_each_url_is_a_worker():
     assert graph.roles.aggregated.replicas == 2
     with pytest.raises(ValueError, match=r"one worker for each url, 2, got 3; leave replicas out"):
         Graph.model_validate({"model": "demo", "roles": {"aggregated": role | {"replicas": 3}}})
+
+
+def test_kv_events_are_of_each_url():
+    urls = ["http://a:1", "http://b:1"]
+    assert "must have one for each url, 2, got 1" in refused(url=urls, kv_events="tcp://a:5557")
+    assert "needs kv_events" in refused(url=urls, kv_events_replay=["tcp://a:1", "tcp://b:1"])
+
+
+def test_salts_of_other_clients_prompts_are_those_of_the_card():
+    card = ModelCard(name="m", context_length=64, block_size=16, salt=b"card")
+    salt_of = _salts(EngineSpec(model="x", block_size=16, card=card, adapters=("lora",)))
+    assert salt_of(None, None) == b"card"
+    assert salt_of("tenant", None) == request_salt(b"card", "tenant")
+    assert salt_of(None, "lora") == card.adapted("lora").salt
+    assert salt_of(None, "unknown") is None
 
 
 def test_a_worker_beyond_the_urls_has_no_server():

@@ -21,7 +21,7 @@ sglang:token_usage{model_name="m"} 0.5
 
 
 def test_vllm_with_two_engines():
-    assert read_load(VLLM) == ServerLoad(running=7, waiting=1, kv_usage=0.5, kv_tokens=1600)
+    assert read_load(VLLM) == ServerLoad(running=7, waiting=1, kv_usage=0.5, kv_tokens=1600, block_size=16)
 
 
 def test_sglang_and_llamacpp():

@@ -13,7 +13,8 @@ from penstock.core.types.requests import FinishReason, Request, SamplingParams, 
 T = TypeVar("T")
 _DATA = b"data:"
 _DONE = b"[DONE]"
-_CLIENT_SALT = b"|cache_salt="
+CLIENT_SALT = b"|cache_salt="
+"""Stands before the client's `cache_salt` in `Request.salt`."""
 _SEED_MAX = (1 << 63) - 1
 
 
@@ -128,7 +129,7 @@ def finish_of(reason: str | None) -> FinishReason | None:
 
 def client_salt(request: Request) -> str | None:
     """Give the client's `cache_salt`, which follows the model's own in `Request.salt`; None without one."""
-    _, mark, salt = request.salt.partition(_CLIENT_SALT)
+    _, mark, salt = request.salt.partition(CLIENT_SALT)
     return salt.decode("utf-8", "replace") if mark else None
 
 
