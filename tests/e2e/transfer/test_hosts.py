@@ -1,0 +1,132 @@
+"""Two hosts, as far as sockets can tell: network namespaces with a cable between them, which is pulled out mid-transfer.
+
+It needs iproute2 and the right to make namespaces, which root has.
+"""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.transfer import TransferConfig, TransferOp
+
+HEARTBEAT_TIMEOUT_S = 1.0
+LATE_S = 0.3
+"""What a busy machine may add."""
+SIZE_BYTES = 32 << 20
+FOLDER = Path(__file__).parents[1] / "helpers"
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "namespaces")]
+
+
+class Cable:
+    """Two namespaces, and a pair of virtual network cards that connects them."""
+
+    def __init__(self) -> None:
+        number = os.getpid()
+        self.names = (f"penstock-{number}-a", f"penstock-{number}-b")
+        self.cards = (f"psa{number}", f"psb{number}")
+        self.addresses = ("10.213.77.1", "10.213.77.2")
+
+    def lay(self) -> None:
+        for name in self.names:
+            _ip("netns", "add", name)
+        _ip("link", "add", self.cards[0], "type", "veth", "peer", "name", self.cards[1])
+        for name, card, address in zip(self.names, self.cards, self.addresses, strict=True):
+            _ip("link", "set", card, "netns", name)
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", card)
+            _ip("-n", name, "link", "set", card, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+
+    def pull(self) -> None:
+        _ip("-n", self.names[0], "link", "set", self.cards[0], "down")
+
+    def plug_in(self) -> None:
+        _ip("-n", self.names[0], "link", "set", self.cards[0], "up")
+
+    def remove(self) -> None:
+        for name in self.names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "delete", name)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+@contextmanager
+def cable() -> Iterator[Cable]:
+    made = Cable()
+    try:
+        made.lay()
+        yield made
+    finally:
+        made.remove()
+
+
+@asynccontextmanager
+async def program(name: str, script: str, *words: str) -> AsyncIterator[asyncio.StreamReader]:
+    """Run a script in a namespace; gives what it prints."""
+    command = ("ip", "netns", "exec", name, sys.executable, str(FOLDER / script), *words)
+    child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        yield child.stdout
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
+
+
+async def _line(output: asyncio.StreamReader, within_s: float = 30) -> list[str]:
+    async with asyncio.timeout(within_s):
+        return (await output.readline()).decode().rstrip("\n").split("\t")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+@pytest.mark.parametrize("op", TransferOp)
+def test_a_pulled_cable_is_a_lost_peer_in_time_and_a_plugged_in_one_is_used_again(
+    op: TransferOp, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")  # else it sees that this is one host, and needs no cable
+
+    async def main(laid: Cable) -> None:
+        config = TransferConfig(
+            listen=(f"tcp://{laid.addresses[0]}:0",),
+            heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+            connect_timeout_s=1.0 if transport == "tcp" else 5.0,  # NIXL is loaded then
+            secret="two hosts",
+            transports=(transport,),
+        )
+        away = config.model_copy(update={"listen": ()})
+        async with program(laid.names[0], "transfer_owner.py", _json(config), str(SIZE_BYTES)) as owner:
+            (metadata,) = await _line(owner)
+            async with program(
+                laid.names[1], "transfer_reader.py", _json(away), metadata, op.value, str(SIZE_BYTES)
+            ) as reader:
+                assert await _line(reader) == ["moving", transport]
+                await asyncio.sleep(0.2)
+                laid.pull()
+                pulled_s = time.perf_counter()
+                word, lost_s, error, under_way = await _line(reader)
+                assert word == "lost"
+                assert float(lost_s) - pulled_s < HEARTBEAT_TIMEOUT_S + LATE_S
+                assert "agent owner is gone: silent for" in error
+                assert under_way == "0"
+                laid.plug_in()
+                assert await _line(reader) == ["moved again"]
+
+    with cable() as laid:
+        asyncio.run(main(laid))
+
+
+def _json(config: TransferConfig) -> str:
+    """Dump with the secret, which `model_dump_json` hides."""
+    return config.model_dump_json().replace("**********", config.secret.get_secret_value())

@@ -1,0 +1,447 @@
+"""`penstock simulate`: what it reports, that it repeats, and what it refuses."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock import __version__
+from penstock.cli import main
+from penstock.core.errors import ConfigError
+from penstock.graph import Overrides, load
+from penstock.perf.model.catalogue import find_shape
+from penstock.router.router import Router
+from penstock.sim.deployment import plan_deployment
+from penstock.sim.report.report import latencies_s
+from penstock.sim.simulate import simulate
+from penstock.sim.workload.workload import WorkloadConfig, make_sessions
+from penstock.sim.world.network import NetworkConfig
+
+ROOT = Path(__file__).parents[3]
+GRAPHS = ROOT / "examples" / "graphs"
+DATA = ROOT / "tests" / "data"
+SMALL = GRAPHS / "8b-h100-x8.yaml"
+
+SPEC = """
+requests: 60
+rate_per_s: 20
+burstiness: 4
+input_tokens: 700
+output_tokens: 60
+length_sigma: 0.7
+turns: 3
+think_s: 2
+shared_prefix_tokens: 512
+prefix_groups: 4
+"""
+
+
+@pytest.fixture
+def spec(tmp_path):
+    path = tmp_path / "chat.yaml"
+    path.write_text(SPEC)
+    return path
+
+
+def simulated(tmp_path, *arguments):
+    out = tmp_path / "out.json"
+    assert main(["simulate", *map(str, arguments), "--json", str(out)]) == 0
+    return json.loads(out.read_text())
+
+
+def test_the_report_has_the_documented_keys_and_adds_up(tmp_path, spec, capsys):
+    report = simulated(tmp_path, spec, "--graph", SMALL, "--set", "roles.aggregated.replicas=2")
+    assert list(report) == [
+        "requests", "completed", "failed", "duration_s", "ttft_s", "itl_s", "e2e_s", "output_tokens_per_s",
+        "goodput_rps", "kv_hit_ratio", "kv_hit_ratio_by_tier", "tenants", "roles", "kv_transfer", "gpu_hours", "tokens_per_joule", "usd_per_million_tokens", "wall", "inputs",
+    ]  # fmt: skip
+    for name in ("ttft_s", "itl_s", "e2e_s"):
+        assert list(report[name]) == ["mean", "p50", "p90", "p99"]
+        assert 0 < report[name]["p50"] <= report[name]["p90"] <= report[name]["p99"]
+    assert list(report["wall"]) == ["seconds", "requests_per_s", "peak_rss_bytes"]
+    assert report["requests"] == report["completed"] == 60
+    assert report["failed"] == 0
+    assert report["tenants"] == {}
+    assert report["kv_transfer"] is None
+    assert report["roles"]["aggregated"]["generated_tokens"] == round(
+        report["output_tokens_per_s"] * report["duration_s"]
+    )
+    assert report["gpu_hours"] == pytest.approx(2 * report["duration_s"] / 3600)
+    tokens = report["output_tokens_per_s"] * report["duration_s"]
+    assert report["tokens_per_joule"] == pytest.approx(tokens / (2 * 1275 * report["duration_s"]))
+    assert report["usd_per_million_tokens"] == pytest.approx(1e6 * 3.0 * report["gpu_hours"] / tokens)
+    assert 0.3 < report["kv_hit_ratio"] < 0.9
+    out = capsys.readouterr().out
+    assert "USD/1M tokens" in out
+    assert "roles.aggregated.replicas=2" in out
+    assert "h100 at 3 USD an hour and 1,275 W a device" in out
+
+
+def test_a_report_says_what_it_is_of(tmp_path, capsys):
+    profile = ROOT / "examples" / "profiles" / "70b-h100-bf16-tp4.json"
+    page = tmp_path / "page.html"
+    flags = [
+        "--engine-profile",
+        profile,
+        "--requests",
+        "3",
+        "--seed",
+        "7",
+        "--policy",
+        "random",
+        "--html",
+        page,
+    ]
+    inputs = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, *flags)["inputs"]
+    said = inputs.pop("engine_profile")
+    assert inputs == {
+        "version": __version__, "workload": "azure_trace.csv", "workload_flags": {"requests": 3}, "seed": 7, "exact": False,
+        "graph": SMALL.name, "set": {"router.policy": "random"}, "policy": "random",
+        "slo": {"ttft_s": 2.0, "itl_s": 0.05, "percentile": inputs["slo"]["percentile"]},
+        "hardware": "h100", "devices": 8, "usd_per_hour": 3.0, "watts": 1275.0, "tokens_per_step": 1.0,
+    }  # fmt: skip
+    assert (said["file"], said["model"], said["tensor_parallel"]) == (profile.name, "llama-3.1-70b", 4)
+    assert f"engines on the profile {profile.name}" in page.read_text()
+    text = capsys.readouterr().err
+    assert "is of another engine: model llama-3.1-70b for llama-3.1-8b, tensor_parallel 4 for 1" in text
+
+
+def test_the_same_seed_gives_the_same_report_in_every_process(tmp_path, spec):
+    reports = []
+    for hash_seed in ("0", "1"):
+        out = tmp_path / f"out-{hash_seed}.json"
+        command = [sys.executable, "-m", "penstock", "simulate", spec, "--graph", SMALL, "--seed", "5"]
+        subprocess.run(
+            [*command, "--json", out],
+            check=True,
+            capture_output=True,
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        )
+        report = json.loads(out.read_text())
+        del report["wall"]
+        reports.append(json.dumps(report))
+    assert reports[0] == reports[1]
+
+
+def test_the_seed_draws_the_workload_and_what_a_trace_shares(tmp_path, spec):
+    shared = (DATA / "azure_trace.csv", "--hit-ratio", "0.5")
+    for drawn, key in (((spec,), "generated_tokens"), (shared, "prefilled_tokens")):
+        seen = {
+            simulated(tmp_path, *drawn, "--graph", SMALL, "--seed", seed)["roles"]["aggregated"][key]
+            for seed in range(4)
+        }
+        assert len(seen) > 1, f"{key} is the same whatever the seed"
+
+
+@pytest.mark.parametrize("graph", sorted(GRAPHS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("trace", ["azure_trace.csv", "mooncake_trace.jsonl"])
+def test_shipped_graphs_play_both_kinds_of_trace(tmp_path, graph, trace):
+    report = simulated(tmp_path, DATA / trace, "--graph", graph)
+    assert report["completed"] == report["requests"] == 6
+
+
+def test_routing_by_prefix_finds_more_of_it_than_taking_turns(tmp_path, spec):
+    hits = {
+        policy: simulated(tmp_path, spec, "--graph", SMALL, "--policy", policy)["kv_hit_ratio"]
+        for policy in ("kv", "round-robin")
+    }
+    assert hits["kv"] > hits["round-robin"] + 0.1
+
+
+def test_goodput_depends_on_the_targets(tmp_path, spec):
+    easy = simulated(tmp_path, spec, "--graph", SMALL, "--slo-ttft", "100", "--slo-itl", "10")
+    assert easy["goodput_rps"] == pytest.approx(60 / easy["duration_s"])
+    for targets in (("1e-6", "10"), ("100", "1e-6")):
+        hard = simulated(tmp_path, spec, "--graph", SMALL, "--slo-ttft", targets[0], "--slo-itl", targets[1])
+        assert hard["goodput_rps"] == 0
+    for name in ("ttft", "itl"):  # half of the requests are within the median
+        targets = {"ttft": 100, "itl": 10} | {name: easy[f"{name}_s"]["p50"]}
+        flags = [flag for of, target in targets.items() for flag in (f"--slo-{of}", target)]
+        half = simulated(tmp_path, spec, "--graph", SMALL, *flags)
+        assert half["goodput_rps"] == pytest.approx(30 / half["duration_s"])
+
+
+def test_a_trace_can_be_cut_and_run_faster(tmp_path):
+    slow = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, "--requests", "5")
+    fast = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, "--requests", "5", "--speed", "10")
+    assert slow["requests"] == fast["requests"] == 5
+    assert fast["duration_s"] < slow["duration_s"] / 3
+
+
+def test_a_request_beyond_the_context_fails_alone(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"timestamp": 0, "input_length": 140000, "output_length": 5}\n'
+        '{"timestamp": 0, "input_length": 1400, "output_length": 5}\n'
+    )
+    report = simulated(tmp_path, path, "--graph", SMALL)
+    assert (report["completed"], report["failed"]) == (1, 1)
+    assert "8b-h100-x8: 1 requests failed with invalid_request_error" in capsys.readouterr().err
+
+
+def test_the_page_stands_alone_and_draws_its_charts(tmp_path, spec):
+    page = tmp_path / "report.html"
+    simulated(tmp_path, spec, "--graph", SMALL, "--html", page)
+    text = page.read_text()
+    assert not re.search(r"https?:|src=|href=|url\(|@import", text)
+    titles = re.findall(r"<figcaption>([^<]*) <small>", text)
+    assert titles == [
+        "Queue", "Running", "KV in use", "Cache hits", "Time to first token", "Time between tokens", "End to end",
+        "Time to first token over time", "Goodput", "Output",
+    ]  # fmt: skip
+    paths = [path for path in re.findall(r'<path class="(?:line|band) [^"]*" d="([^"]*)"', text) if path]
+    assert len(paths) > 3 * 8 + 8  # a worker that had no prompt has no hit ratio
+    for path in paths:
+        points = [tuple(map(float, point.split(","))) for point in re.findall(r"[\d.]+,[\d.]+", path)]
+        assert len(points) > 10
+        assert all(0 <= x <= 560 and 0 <= y <= 250 for x, y in points)
+
+
+def test_requests_that_never_meet_take_what_the_latency_model_says(tmp_path):
+    """A minute apart: the way there and back, the prompt, and then a step for each token."""
+    path, lengths, way_s = tmp_path / "trace.jsonl", (100, 500, 1000, 2000), 2 * NetworkConfig().latency_s
+    line = '{"timestamp": %d, "input_length": %d, "output_length": 400}\n'
+    path.write_text("".join(line % (60_000 * number, tokens) for number, tokens in enumerate(lengths)))
+    report = simulated(tmp_path, path, "--graph", SMALL)
+    price = plan_deployment(load(SMALL), beside=GRAPHS).role_groups[0].latency
+    ttft_s = np.array([way_s + price.prefill_s(tokens) for tokens in lengths])
+    decode_s = np.array(
+        [sum(price.decode_step_s(1, tokens + step) for step in range(1, 400)) for tokens in lengths]
+    )
+    for name, expected in (("ttft_s", ttft_s), ("itl_s", decode_s / 399), ("e2e_s", ttft_s + decode_s)):
+        percentiles = dict(zip(("p50", "p90", "p99"), np.percentile(expected, (50, 90, 99)), strict=True))
+        assert report[name] == pytest.approx({"mean": expected.mean(), **percentiles}, rel=1e-3), name
+
+
+def test_energy_and_cost_are_those_of_all_devices_over_the_whole_time(tmp_path):
+    """Two requests a minute apart on 4 workers of 4 H100s (10.2 kW / 8 and 3 USD an hour each, by their entry)."""
+    path = tmp_path / "trace.jsonl"
+    line = '{"timestamp": %d, "input_length": 100, "output_length": 1000}\n'
+    path.write_text(line % 0 + line % 60_000)
+    report = simulated(tmp_path, path, "--graph", GRAPHS / "70b-h100-tp4-x4.yaml")
+    assert report["duration_s"] == pytest.approx(60 + report["e2e_s"]["mean"], rel=1e-3)
+    assert report["gpu_hours"] == pytest.approx(16 * report["duration_s"] / 3600)
+    assert report["tokens_per_joule"] == pytest.approx(2000 / (16 * 1275 * report["duration_s"]))
+    assert report["usd_per_million_tokens"] == pytest.approx(report["gpu_hours"] * 3.0 / 2000 * 1e6)
+    assert report["output_tokens_per_s"] == pytest.approx(2000 / report["duration_s"])
+
+
+def test_dollars_and_watts_of_ones_own_are_reckoned_with_and_shown(tmp_path, spec, capsys):
+    page = tmp_path / "report.html"
+    flags = ("--set", "roles.aggregated.usd_per_hour=1.5", "--set", "roles.aggregated.watts=700")
+    usual = simulated(tmp_path, spec, "--graph", SMALL)
+    own = simulated(tmp_path, spec, "--graph", SMALL, *flags, "--html", page)
+    assert own["usd_per_million_tokens"] == pytest.approx(usual["usd_per_million_tokens"] / 2)
+    assert own["tokens_per_joule"] == pytest.approx(usual["tokens_per_joule"] * 1275 / 700)
+    assert (own["inputs"]["usd_per_hour"], own["inputs"]["watts"]) == (1.5, 700.0)
+    assert "h100 at 1.5 USD an hour and 700 W a device" in page.read_text()
+    assert "h100 at 1.5 USD an hour and 700 W a device" in capsys.readouterr().out
+
+
+def test_speculation_shortens_the_time_between_tokens_and_no_prompt(tmp_path):
+    """One request alone: the weights' bytes bind, so a step costs what it reads: all weights, and a layer and the head a draft."""
+    path, page = tmp_path / "trace.jsonl", tmp_path / "report.html"
+    path.write_text('{"timestamp": 0, "input_length": 1000, "output_length": 400}\n')
+    plain = simulated(tmp_path, path, "--graph", SMALL)
+    flags = ("--set", "roles.aggregated.tokens_per_step=3", "--html", page)
+    drafted = simulated(tmp_path, path, "--graph", SMALL, *flags)
+    exact = simulated(tmp_path, path, "--graph", SMALL, *flags, "--exact")
+    assert drafted["ttft_s"]["p50"] == pytest.approx(plain["ttft_s"]["p50"])
+    shape = find_shape("llama-3.1-8b")
+    layers = shape.dense_params()
+    read = 1 + 2 * (layers / shape.layers + shape.head_params()) / (layers + shape.head_params())
+    assert drafted["itl_s"]["p50"] == pytest.approx(read * plain["itl_s"]["p50"] / 3, rel=0.05)
+    assert exact["e2e_s"]["p50"] == pytest.approx(drafted["e2e_s"]["p50"], rel=1e-3)
+    assert drafted["inputs"]["tokens_per_step"] == 3
+    assert (drafted["inputs"]["exact"], exact["inputs"]["exact"]) == (False, True)
+    assert "3 tokens a decode step" in page.read_text()
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.6])
+def test_a_large_cache_has_the_hit_ratio_that_was_asked_for(tmp_path, ratio):
+    path = tmp_path / "trace.csv"
+    lengths = random.Random(4)
+    rows = [f"2023-11-16 18:{i // 60:02}:{i % 60:02},{lengths.randrange(300, 3000)},20" for i in range(400)]
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
+    arguments = [path, "--graph", SMALL, "--set", "roles.aggregated.replicas=1", "--hit-ratio", ratio]
+    assert simulated(tmp_path, *arguments)["kv_hit_ratio"] == pytest.approx(ratio, abs=0.01)
+
+
+def test_samples_change_nothing(tmp_path, spec):
+    plain = simulated(tmp_path, spec, "--graph", SMALL)
+    sampled = simulated(tmp_path, spec, "--graph", SMALL, "--html", tmp_path / "report.html")
+    del plain["wall"], sampled["wall"]
+    for name in ("waiting_requests", "running_requests", "kv_use"):  # what only samples can tell
+        assert plain["roles"]["aggregated"].pop(name) is None
+        assert sampled["roles"]["aggregated"].pop(name)["mean"] >= 0
+    assert plain == sampled
+
+
+def test_deployments_are_put_side_by_side(tmp_path, spec, capsys):
+    big = GRAPHS / "70b-h100-tp4-x4.yaml"
+    reports = simulated(tmp_path, spec, "--compare", SMALL, big)
+    assert list(reports) == ["8b-h100-x8", "70b-h100-tp4-x4"]
+    assert reports["70b-h100-tp4-x4"]["ttft_s"]["p50"] > reports["8b-h100-x8"]["ttft_s"]["p50"]
+    alone = simulated(tmp_path, spec, "--graph", big)
+    del alone["wall"], reports["70b-h100-tp4-x4"]["wall"]
+    assert reports["70b-h100-tp4-x4"] == alone
+    assert "70b-h100-tp4-x4" in capsys.readouterr().out
+
+
+def _run(policy, monkeypatch, *, exact, seed, kv_blocks=700, tiers=()):
+    """Give each request's (time to the first token, to the last, cached tokens), the workers it went to, and tokens by tier."""
+    settings = [
+        f"router.policy={policy}", "roles.aggregated.replicas=8", f"roles.aggregated.kv_blocks={kv_blocks}",
+        "roles.aggregated.max_running_requests=64", "roles.aggregated.max_batch_tokens=2048", *tiers,
+    ]  # fmt: skip
+    workload = WorkloadConfig(
+        requests=120, rate_per_s=12, input_tokens=900, output_tokens=100, length_sigma=0.6, turns=4, think_s=2,
+        shared_prefix_tokens=1024, prefix_groups=6,
+    )  # fmt: skip
+    deployment = plan_deployment(load(SMALL, Overrides(settings)), beside=GRAPHS, exact=exact)
+    workers: dict[str, list[int]] = {}
+    take = Router.take
+
+    def noted(self, candidates, *, again):
+        chosen = take(self, candidates, again=again)
+        workers.setdefault(candidates.request.request_id, []).append(chosen.decode.worker_id)
+        return chosen
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Router, "take", noted)
+        recording = simulate(deployment, make_sessions(workload, random.Random(seed)), seed=seed)
+    ttft_s, _, e2e_s = latencies_s(recording)
+    order = np.argsort(recording.sent_s)
+    cached = np.array(recording.cached_tokens)[order]
+    return ttft_s[order], e2e_s[order], cached, workers, recording.onboarded_tokens.tolist()
+
+
+@pytest.mark.parametrize(("policy", "seed"), [("kv", 1), ("kv", 5), ("least-loaded", 3)])
+def test_a_whole_deployment_jumps_as_it_steps(monkeypatch, policy, seed):
+    """Whatever the policy looks at is told at the same moments: each request goes to the same worker, and takes as long."""
+    exact, jump = (_run(policy, monkeypatch, exact=exact, seed=seed) for exact in (True, False))
+    assert len(exact[0]) == 120
+    assert len({worker for chosen in exact[3].values() for worker in chosen}) >= 6
+    assert jump[3] == exact[3]
+    assert jump[0] == pytest.approx(exact[0], rel=1e-3)
+    assert jump[1] == pytest.approx(exact[1], rel=1e-3)
+    assert (jump[2] == exact[2]).all()
+    assert jump[2].sum() > 100_000
+    assert jump[4] == exact[4] == []
+
+
+@pytest.mark.parametrize("policy", ["kv", "least-loaded"])
+def test_a_whole_deployment_with_lower_tiers_jumps_as_it_steps(monkeypatch, policy):
+    tiers = ["roles.aggregated.kv_tiers.host=1.5", "roles.aggregated.kv_tiers.disk=4"]
+    exact, jump = (
+        _run(policy, monkeypatch, exact=exact, seed=1, kv_blocks=160, tiers=tiers) for exact in (True, False)
+    )
+    assert jump[3] == exact[3]
+    assert jump[0] == pytest.approx(exact[0], rel=1e-3)
+    assert jump[1] == pytest.approx(exact[1], rel=1e-3)
+    assert jump[4] == exact[4]
+    assert jump[4][0] > 10_000
+    assert sum(jump[4]) < jump[2].sum() == exact[2].sum()
+    without = _run(policy, monkeypatch, exact=False, seed=1, kv_blocks=160)
+    assert jump[2].sum() > without[2].sum() + 10_000
+
+
+def test_without_native_code_every_step_is_simulated_and_said_once(tmp_path, spec, monkeypatch, capsys):
+    monkeypatch.setattr("penstock.sim.deployment.native", None)
+    report = simulated(tmp_path, spec, "--graph", SMALL)
+    assert report["inputs"]["exact"] is True
+    assert capsys.readouterr().err.count("no native code") == 1
+
+
+def test_hits_by_tier_add_up(tmp_path, spec, capsys):
+    page = tmp_path / "page.html"
+    settings = [
+        "roles.aggregated.replicas=2",
+        "roles.aggregated.kv_blocks=100",
+        "roles.aggregated.kv_tiers.host=5",
+    ]
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    report = simulated(tmp_path, spec, "--graph", SMALL, *flags, "--html", page)
+    hits = report["kv_hit_ratio_by_tier"]
+    assert list(hits) == ["device", "host", "disk", "object"]
+    assert hits["device"] + hits["host"] == pytest.approx(report["kv_hit_ratio"])
+    assert hits["host"] > 0.02
+    assert hits["disk"] is hits["object"] is None
+    assert "of it, on host" in capsys.readouterr().out
+    assert "of it, on host" in page.read_text()
+    alone = simulated(tmp_path, spec, "--graph", SMALL, *flags[:4])
+    assert alone["kv_hit_ratio_by_tier"] == {
+        "device": alone["kv_hit_ratio"],
+        "host": None,
+        "disk": None,
+        "object": None,
+    }
+    assert alone["kv_hit_ratio"] < report["kv_hit_ratio"]
+
+
+def test_adapters_are_asked_for_where_they_are(monkeypatch):
+    settings = [
+        "roles.aggregated.engine=mock", "roles.aggregated.replicas=4",
+        "roles.aggregated.adapters=[a,b,c]", "roles.aggregated.adapters_per_worker=1",
+    ]  # fmt: skip
+    deployment = plan_deployment(load(SMALL, Overrides(settings)), beside=GRAPHS)
+    went: dict[str | None, set[int]] = {}
+    take = Router.take
+
+    def noted(self, candidates, *, again):
+        chosen = take(self, candidates, again=again)
+        went.setdefault(candidates.request.adapter, set()).add(int(chosen.decode.worker_id))
+        return chosen
+
+    monkeypatch.setattr(Router, "take", noted)
+
+    def cached_tokens(**fields):
+        workload = WorkloadConfig(
+            requests=120,
+            rate_per_s=20,
+            input_tokens=300,
+            output_tokens=20,
+            shared_prefix_tokens=1024,
+            **fields,
+        )
+        recording = simulate(deployment, make_sessions(workload, random.Random(1)), seed=1)
+        assert recording.failed == 0
+        return sum(recording.cached_tokens)
+
+    by_adapter = cached_tokens(adapters=3)
+    assert went.pop("a") <= {1, 4}, "4 workers with one of 3 adapters each"
+    assert went == {"b": {2}, "c": {3}}
+    prefixes = 120 - by_adapter / 1024
+    assert 3 <= prefixes < 12, (
+        "each worker computes the prefix once for its adapter, or for a few requests at once"
+    )
+    assert cached_tokens() > by_adapter
+    with pytest.raises(
+        ConfigError, match=r"roles.aggregated.adapters: the workload asks for 4 of them, and 3 are"
+    ):
+        deployment.check(
+            make_sessions(WorkloadConfig(requests=40, rate_per_s=1, adapters=4), random.Random(1))
+        )
+
+
+def test_devices_of_every_parallelism_are_counted(tmp_path):
+    settings = ["model=deepseek-r1", "roles.aggregated.hardware=gb200", "roles.aggregated.expert_dtype=nvfp4"]
+    settings += [f"roles.aggregated.{name}_parallel=16" for name in ("data", "expert")]
+    settings += ["roles.aggregated.replicas=2", "roles.aggregated.max_running_requests=512"]
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    report = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, *flags)
+    assert report["completed"] == 6
+    assert report["gpu_hours"] == pytest.approx(2 * 16 * report["duration_s"] / 3600)
+
+
+def test_simulated_workers_do_not_log_steps_whose_moments_would_be_real_ones(tmp_path):
+    graph = load(SMALL, Overrides([f"worker.step_log={tmp_path / 'steps'}"]))
+    sessions = make_sessions(WorkloadConfig(requests=3, rate_per_s=1), random.Random(0))
+    simulate(plan_deployment(graph, beside=GRAPHS), sessions, seed=0)
+    assert not (tmp_path / "steps").exists()

@@ -1,0 +1,174 @@
+"""The compared deployments: the search for the largest goodput, engines that differ from their model, a quick run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.command import main
+from benchmarks.simulated.curves import WORKLOADS, curves
+from benchmarks.simulated.goodput import Search
+from benchmarks.simulated.systems import SIMULATED
+from penstock.core.types.instances import Role
+from penstock.graph import Graph, Overrides, Slo, build, load
+from penstock.perf.model.parallel import Parallel
+from penstock.perf.profile.profile import Profile
+from penstock.perf.search.demand import Demand
+from penstock.plan.graph_text import graph_of
+from penstock.sim.deployment import plan_deployment
+from penstock.sim.workload.workload import WorkloadConfig
+
+ROOT = Path(__file__).parents[3]
+GRAPHS, PROFILES = ROOT / "examples" / "graphs", ROOT / "examples" / "profiles"
+BY_NAME = {system.name: system for system in SIMULATED}
+SLO = Slo(ttft_s=2.0, itl_s=0.05)
+
+
+def short_answers(requests: int, rate_per_s: float) -> WorkloadConfig:
+    return WorkloadConfig(requests=requests, rate_per_s=rate_per_s, input_tokens=2000, output_tokens=20)
+
+
+def one_worker(slo: Slo) -> Graph:
+    """A worker of 8B on one device, with a batch of up to a hundred."""
+    role = {"hardware": "h100", "engine": "mock", "max_running_requests": 100, "max_batch_tokens": 8292}
+    return build(
+        {"name": "one", "model": "llama-3.1-8b", "roles": {"aggregated": role}, "slo": slo.model_dump()}
+    )
+
+
+@pytest.mark.parametrize("estimate", [5.0, 60.0])
+def test_the_largest_goodput_is_found_from_any_estimate(estimate: float) -> None:
+    graph = one_worker(SLO)
+    deployment = plan_deployment(graph, beside=GRAPHS)
+    found = Search(precision=0.1, requests_min=300).largest(deployment, short_answers, SLO, estimate)
+    prefill_s = deployment.role_groups[0].latency.prefill_s(2000)
+    assert 0.5 < found.rate_per_s * prefill_s < 1
+    assert 0.9 * found.rate_per_s <= found.good_per_s <= found.rate_per_s
+
+
+def test_no_goodput_where_no_request_can_meet_the_targets() -> None:
+    impossible = Slo(ttft_s=0.001, itl_s=0.05)
+    graph = one_worker(impossible)
+    deployment = plan_deployment(graph, beside=GRAPHS)
+    found = Search(precision=0.1, requests_min=20).largest(deployment, short_answers, impossible, 1.0)
+    assert (found.rate_per_s, found.good_per_s) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "devices"),
+    [
+        ("70b-h100-fp8-tp2-x4", "70b-h100", 8),
+        ("671b-h100-tp8-pp2-x2", "671b-h100", 32),
+        ("671b-gb200-nvl72-tp4-x18", "671b-gb200", 72),
+        ("671b-gb300-nvl72-tp2-x36", "671b-gb300", 72),
+    ],
+)
+def test_shipped_graphs_keep_the_interactive_targets(file: str, name: str, devices: int) -> None:
+    role = load(GRAPHS / f"{file}.yaml").roles.aggregated
+    system = BY_NAME[name]
+    question = system.ask(
+        Demand(input_tokens=2048, output_tokens=512, ttft_s=2.0, itl_s=0.05), devices=devices
+    )
+    assert role is not None
+    assert {
+        "hardware": role.hardware,
+        "weight_dtype": role.weight_dtype,
+        "kv_dtype": role.kv_dtype,
+    }.items() <= ({"hardware": system.hardware_name} | system.formats).items()
+    spread = Parallel(
+        tp=role.tensor_parallel, pp=role.pipeline_parallel, dp=role.data_parallel, ep=role.expert_parallel
+    )
+    assert spread in {layout.role_layouts[0].parallel for layout in question.search().aggregated()}
+
+
+def test_every_column_runs_on_the_engines_that_its_router_expects() -> None:
+    """No handicap on some: ratios between hardware compare like with like."""
+    for name in ("70b-h100", "70b-gb200", "671b-h100"):
+        question = BY_NAME[name].ask(Demand(input_tokens=2048, output_tokens=512, ttft_s=2.0, itl_s=0.05))
+        layout = question.search().disaggregated()[0]
+        deployment = plan_deployment(graph_of(question, layout), beside=Path())
+        role_groups = {role_group.role: role_group for role_group in deployment.role_groups}
+        for role_layout in layout.role_layouts:
+            planned = role_groups[role_layout.role]
+            expected = question.price(role_layout.parallel)
+            assert planned.latency.decode_step_s(64, 64_000) == expected.decode_step_s(64, 64_000)
+
+
+def test_a_quick_run_reports_every_kind_of_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "benchmarks.simulated.deployments.SIMULATED", [replace(BY_NAME["8b-h100"], devices=2)]
+    )
+    monkeypatch.setattr("benchmarks.simulated.deployments._SCALES", (2,))
+    out = tmp_path / "deployments.json"
+    arguments = ["deployments", "--quick", "--only", "8b-h100"]
+    assert main([*arguments, "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    figures = report["figures"]
+    tokens_per_s = figures["8b-h100_fast_aggregated_tokens_per_s_per_gpu"]
+    assert figures["8b-h100_fast_aggregated_tokens_per_joule"] == pytest.approx(tokens_per_s / 1275)
+    usd = figures["8b-h100_fast_aggregated_usd_per_million_tokens"]
+    assert usd == pytest.approx(3.0 / 3600 / tokens_per_s * 1e6)
+    assert figures["8b-h100_goodput_rps_per_gpu_x2"] > 0
+    assert report["config"]["layouts"]["8b-h100_fast_aggregated"].startswith("2 aggregated (one device, ")
+    assert report["config"]["layouts"]["8b-h100_fast_disaggregated"].count("decode") == 1
+    assert (
+        figures["8b-h100_interactive_aggregated_tokens_per_s_per_gpu"]
+        >= figures["8b-h100_fast_aggregated_tokens_per_s_per_gpu"]
+    )
+    assert "8b-h100_goodput_rps_per_gpu_x2" in capsys.readouterr().err
+
+
+def test_curves_fall_with_what_each_user_gets() -> None:
+    targets = (20, 100)
+    samples, placements = curves(targets, devices_max=16)
+    assert samples.pop("curve_tokens_per_s_per_user") == [20.0, 100.0]
+    assert len(samples) == len(placements) == len(WORKLOADS) * 3
+    for slow, fast in samples.values():
+        assert slow > fast > 0
+    plain, mtp = (
+        samples[f"curve_1k_1k_{name}_tokens_per_s_per_gpu"] for name in ("h200-host", "h200-host-mtp")
+    )
+    assert mtp[1] > plain[1], "drafts pay where each user gets much"
+
+
+def test_curves_alone(tmp_path: Path) -> None:
+    out = tmp_path / "curves.json"
+    assert main(["deployments", "--quick", "--only", "curves", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["figures"] == {}
+    assert "curve_8k_1k_h200-host-mtp_tokens_per_s_per_gpu" in report["samples"]
+    assert "aggregated" in report["config"]["layouts"]["curve_8k_1k_h200-host-mtp"][1]
+
+
+def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["deployments", "--only", "9b"]) == 2
+    assert "no system begins with '9b'; known: 8b-h100" in capsys.readouterr().err
+
+
+def test_the_router_expects_what_was_measured_and_engines_may_run_on_something_else():
+    measured, other = PROFILES / "8b-h100-bf16-tp1.json", PROFILES / "70b-h100-fp8-tp2.json"
+    graph = load(GRAPHS / "8b-h100-x8.yaml")
+    told = load(GRAPHS / "8b-h100-x8.yaml", Overrides([f"roles.aggregated.profile={measured}"]))
+    alone, both, engines_only = (
+        plan_deployment(graph, beside=GRAPHS),
+        plan_deployment(told, beside=GRAPHS),
+        plan_deployment(told, beside=GRAPHS, engine_profile=other),
+    )
+    point = Profile.load(measured).decode[0]
+    engines = [deployment.role_groups[0].latency for deployment in (both, engines_only)]
+    told = [
+        deployment.cluster_spec({}).workers[Role.AGGREGATED].prices
+        for deployment in (both, engines_only, alone)
+    ]
+    assert engines[0].decode_step_s(point.batch, point.batch * point.context) == pytest.approx(point.seconds)
+    assert told[0] == told[1] != told[2]
+    assert engines[1].decode_step_s(1, 256) != engines[0].decode_step_s(1, 256)
+
+
+@pytest.mark.parametrize("name", ["deployments", "placements"])
+def test_a_wrong_number_of_processes_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--quick", "--jobs", "0"]) == 2
+    assert "--jobs: must be >= 1, got 0" in capsys.readouterr().err

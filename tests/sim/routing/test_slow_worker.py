@@ -1,0 +1,160 @@
+"""A worker that is slower than it says, on virtual time: the router finds out how slow, soon, and sends it less."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.core.ids import RequestId
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Request, SamplingParams
+from penstock.core.wire import PackedHashes, PackedTokens
+from penstock.graph import load
+from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.router.workers.price_correction import PriceCorrection
+from penstock.sim.deployment import SALT, plan_deployment
+from penstock.sim.loop.loop import run
+from penstock.sim.report.report import latencies_s
+from penstock.sim.simulate import Recording, simulate
+from penstock.sim.workload.prompt import Prompt
+from penstock.sim.workload.workload import WorkloadConfig, make_sessions
+from penstock.sim.world.cluster import SimCluster
+
+GRAPH = Path(__file__).parents[3] / "examples" / "graphs" / "8b-h100-x8.yaml"
+DEPLOYMENT = plan_deployment(load(GRAPH), beside=GRAPH.parent)
+pytestmark = pytest.mark.slow
+
+
+class Crowd:
+    """So many clients that send one request after the other."""
+
+    def __init__(self, dispatcher: Dispatcher, streams: dict[RequestId, Prompt], rng: random.Random) -> None:
+        self._dispatcher = dispatcher
+        self._streams = streams
+        self._rng = rng
+        self._sent = 0
+
+    async def send_for_ever(self) -> None:
+        while True:
+            self._sent += 1
+            request_id = RequestId(f"r{self._sent}")
+            prompt = self._streams[request_id] = Prompt(self._rng.getrandbits(63))
+            tokens, size = self._rng.randrange(100, 1000), DEPLOYMENT.graph.block_size
+            request = Request(
+                request_id=request_id,
+                model=DEPLOYMENT.graph.model,
+                token_ids=PackedTokens(bytes(4 * tokens)),
+                sampling=SamplingParams(max_tokens=self._rng.randrange(50, 500), ignore_eos=True),
+                block_hashes=PackedHashes(prompt.block_hashes(size, 0, tokens // size).tobytes()),
+                salt=SALT,
+            )
+            async with self._dispatcher.open(request) as stream:
+                async for _ in stream:
+                    pass
+            del self._streams[request_id]
+
+
+Scene = Callable[[SimCluster, Dispatcher], Awaitable[None]]
+
+
+def run_scenario(scene: Scene, clients: int) -> None:
+    """Have clients keep four workers busy while a scenario runs."""
+
+    async def main(rng: random.Random) -> None:
+        streams: dict[RequestId, Prompt] = {}
+        async with SimCluster(DEPLOYMENT.cluster_spec(streams), rng) as cluster:
+            for number in range(4):
+                await cluster.start(f"worker-{number}")
+            (dispatcher,) = cluster.dispatchers
+            await dispatcher.serving()
+            async with asyncio.TaskGroup() as group:
+                crowd = Crowd(dispatcher, streams, rng)
+                busy = [group.create_task(crowd.send_for_ever()) for _ in range(clients)]
+                await scene(cluster, dispatcher)
+                for client in busy:
+                    client.cancel()
+
+    run(main, 7)
+
+
+def factors(dispatcher: Dispatcher) -> dict[str, float | None]:
+    return {view.name: view.price_factor for view in dispatcher.workers()}
+
+
+def test_a_worker_that_turns_twice_as_slow_is_tracked_within_20_observations_and_stays_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    observed: list[tuple[PriceCorrection, float, float]] = []
+    report = PriceCorrection.report
+
+    def counted(price_correction: PriceCorrection, load: WorkerLoad, now_s: float) -> bool:
+        before = price_correction._correction.observations
+        changed = report(price_correction, load, now_s)
+        if price_correction._correction.observations > before:
+            observed.append((price_correction, now_s, price_correction.factor))
+        return changed
+
+    monkeypatch.setattr(PriceCorrection, "report", counted)
+
+    async def scene(cluster: SimCluster, dispatcher: Dispatcher) -> None:
+        await asyncio.sleep(30.0)
+        before = factors(dispatcher)
+        turned_s = asyncio.get_running_loop().time()
+        cluster.workers["worker-0"].pace.factor = 2.0
+        await asyncio.sleep(60.0)
+        after = factors(dispatcher)
+        price_correction = next(d for d, _, _ in observed if d.factor == after["worker-0"])
+        seen = [
+            (at_s - turned_s, factor)
+            for d, at_s, factor in observed
+            if d is price_correction and at_s > turned_s
+        ]
+        assert before["worker-0"] == pytest.approx(1.0, abs=0.1)
+        assert seen[19][1] == pytest.approx(2.0 * before["worker-0"], rel=0.1)
+        assert seen[19][0] < 30.0, "virtual seconds"
+        assert all(factor == pytest.approx(2.0, rel=0.15) for _, factor in seen[20:]), "no swinging"
+        assert [after[f"worker-{n}"] for n in (1, 2, 3)] == pytest.approx([1.0] * 3, abs=0.1), "as they say"
+
+    run_scenario(scene, clients=200)
+
+
+def test_a_worker_that_got_nothing_for_being_slow_is_tried_again() -> None:
+    async def scene(cluster: SimCluster, dispatcher: Dispatcher) -> None:
+        worker = cluster.workers["worker-0"]
+        worker.pace.factor = 4.0
+        await asyncio.sleep(60.0)
+        assert factors(dispatcher)["worker-0"] in (1.0, pytest.approx(4.0, rel=0.3))
+        worker.pace.factor = 1.0
+        await asyncio.sleep(60.0)
+        tokens = worker.engine.load().generated_tokens
+        await asyncio.sleep(30.0)
+        assert worker.engine.load().generated_tokens > tokens + 1000
+        assert factors(dispatcher)["worker-0"] == pytest.approx(1.0, abs=0.1)
+
+    run_scenario(scene, clients=32)
+
+
+def test_requests_wait_less_than_where_nobody_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(DEPLOYMENT, slowness=(3.0,))
+    config = WorkloadConfig(
+        requests=1500,
+        rate_per_s=26.0,
+        input_tokens=3000,
+        output_tokens=400,
+        length_sigma=0.7,
+        turns=2,
+        think_s=10.0,
+    )
+
+    def mean_ttft_s() -> float:
+        recording: Recording = simulate(slow, make_sessions(config, random.Random(1)), seed=1)
+        assert not recording.failed
+        return float(np.mean(latencies_s(recording)[0]))
+
+    measured_s = mean_ttft_s()
+    monkeypatch.setattr(PriceCorrection, "report", lambda *_: False)
+    assert measured_s < mean_ttft_s()

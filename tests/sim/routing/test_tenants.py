@@ -1,0 +1,107 @@
+"""Two tenants before the same workers: what one sends at once makes itself wait, and hardly the other."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.core.ids import RequestId
+from penstock.core.types.requests import Request, SamplingParams
+from penstock.core.wire import PackedHashes, PackedTokens
+from penstock.graph import Overrides, load
+from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.sim.deployment import SALT, plan_deployment
+from penstock.sim.loop.loop import run
+from penstock.sim.report.report import make_report
+from penstock.sim.simulate import simulate
+from penstock.sim.workload.prompt import Prompt
+from penstock.sim.workload.workload import WorkloadConfig, make_sessions
+from penstock.sim.world.cluster import SimCluster
+
+GRAPH = Path(__file__).parents[3] / "examples" / "graphs" / "8b-h100-x8.yaml"
+TOKENS = 8_000
+FLOOD, QUIET = 300, 15
+pytestmark = pytest.mark.slow
+
+
+def mean_ttft_s(*settings: str) -> tuple[float, float]:
+    """Have one tenant send 300 prompts at once and another one a prompt a second; give what each waits."""
+    graph = load(GRAPH, Overrides(["roles.aggregated.replicas=2", *settings]))
+    deployment = plan_deployment(graph, beside=GRAPH.parent)
+    streams: dict[RequestId, Prompt] = {}
+    waits_s: dict[str, list[float]] = {"flood": [], "quiet": []}
+
+    async def ask(dispatcher: Dispatcher, tenant: str, number: int) -> None:
+        loop, request_id = asyncio.get_running_loop(), RequestId(f"{tenant}-{number}")
+        prompt = streams[request_id] = Prompt(len(streams))
+        hashes = prompt.block_hashes(graph.block_size, 0, TOKENS // graph.block_size)
+        request = Request(
+            request_id=request_id,
+            model=graph.model,
+            token_ids=PackedTokens(bytes(4 * TOKENS)),
+            sampling=SamplingParams(max_tokens=8, ignore_eos=True),
+            block_hashes=PackedHashes(hashes.tobytes()),
+            salt=SALT,
+            tenant=tenant,
+        )
+        sent_s, first_s = loop.time(), None
+        async with dispatcher.open(request) as stream:
+            async for _ in stream:
+                first_s = first_s or loop.time()
+        assert first_s is not None
+        waits_s[tenant].append(first_s - sent_s)
+
+    async def main(rng: random.Random) -> None:
+        async with SimCluster(deployment.cluster_spec(streams), rng) as cluster:
+            for number in range(2):
+                await cluster.start(f"worker-{number}")
+            (dispatcher,) = cluster.dispatchers
+            await dispatcher.serving()
+            await asyncio.sleep(1.0)
+            async with asyncio.TaskGroup() as group:
+                for number in range(FLOOD):
+                    group.create_task(ask(dispatcher, "flood", number))
+                for number in range(QUIET):
+                    await asyncio.sleep(1.0)
+                    group.create_task(ask(dispatcher, "quiet", number))
+            dispatcher.check()
+
+    run(main, 1)
+    assert (len(waits_s["flood"]), len(waits_s["quiet"])) == (FLOOD, QUIET)
+    return float(np.mean(waits_s["flood"])), float(np.mean(waits_s["quiet"]))
+
+
+def test_the_report_says_what_each_tenant_waits() -> None:
+    """Nine parts of a load of twice what two workers can do are one tenant's; the other one asks for less than its share."""
+    config = WorkloadConfig(
+        requests=600, rate_per_s=20.0, input_tokens=TOKENS, output_tokens=8, tenants={"flood": 9, "quiet": 1}
+    )
+    waits_s = {}
+    for threshold in ("2", "null"):
+        settings = ["roles.aggregated.replicas=2", f"router.queue.threshold_s={threshold}"]
+        deployment = plan_deployment(load(GRAPH, Overrides(settings)), beside=GRAPH.parent)
+        recording = simulate(deployment, make_sessions(config, random.Random(1)), seed=1)
+        report = make_report(recording, deployment, None, wall_s=1.0)
+        tenants = report["tenants"]
+        assert list(tenants) == ["flood", "quiet"]
+        assert sum(of["requests"] for of in tenants.values()) == report["requests"] == 600
+        assert sum(of["failed"] for of in tenants.values()) == report["failed"] == 0
+        for share in ("prompt_token_share", "output_token_share"):
+            assert tenants["quiet"][share] == pytest.approx(0.1, abs=0.04)
+            assert sum(of[share] for of in tenants.values()) == pytest.approx(1.0)
+        waits_s[threshold] = {name: of["ttft_s"]["mean"] for name, of in tenants.items()}
+        assert tenants["quiet"]["ttft_s"]["p50"] <= tenants["quiet"]["ttft_s"]["p99"]
+    held, sent = waits_s["2"], waits_s["null"]
+    assert held["quiet"] < held["flood"] / 4, "who asks for less than its share does not wait for the other"
+    assert held["quiet"] < sent["quiet"] / 4
+    assert held["flood"] < 1.2 * sent["flood"]
+
+
+def test_a_flood_of_one_tenant_is_its_own_wait() -> None:
+    flood_s, quiet_s = mean_ttft_s()
+    assert quiet_s < flood_s / 4
+    flood_sent_s, quiet_sent_s = mean_ttft_s("router.queue.threshold_s=null")
+    assert quiet_s < quiet_sent_s / 4, "sent at once, it waits behind all of the flood"
+    assert flood_s < 1.2 * flood_sent_s
