@@ -34,10 +34,8 @@ class TestTrtllmEngine(EngineSuite, CachingEngineSuite):
                 vocab_size=self.vocab_size,
                 eos_token_ids=self.eos_token_ids,
                 kv_blocks=setup.kv_blocks,
-                scheduler=SchedulerConfig(
-                    max_batch_tokens=setup.max_batch_tokens,
-                    max_running_requests=setup.max_running_requests,
-                    max_waiting_requests=setup.max_waiting_requests,
-                ),
+                max_batch_tokens=setup.max_batch_tokens,
+                max_running_requests=setup.max_running_requests,
+                scheduler=SchedulerConfig(max_waiting_requests=setup.max_waiting_requests),
             )
         )

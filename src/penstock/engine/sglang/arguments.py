@@ -12,7 +12,6 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.engine.kv_events.subscriber import PublisherAddress
 from penstock.engine.spec import EngineSpec
-from penstock.engine.streams.backend import batch_limits
 from penstock.engine.streams.package import Package, check_arguments, supported
 
 PACKAGE = Package(
@@ -91,7 +90,7 @@ def make_arguments(spec: EngineSpec, sglang: ModuleType, gpu: int) -> Arguments:
     published, events, scratch = None, None, None
     if has_cache and find_spec("zmq") is not None:
         published, events, scratch = _events(spec.data_parallel)
-    tokens, requests = batch_limits(spec)
+    tokens, requests = spec.max_batch_tokens, spec.max_running_requests
     shared = spec.data_parallel if is_attention_dp(spec) else 1  # then SGLang divides its limits by the ranks
     ours = {
         "model_path": spec.model,

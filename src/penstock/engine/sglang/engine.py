@@ -22,7 +22,7 @@ from penstock.engine.kv_events.translator import HexSalts
 from penstock.engine.sglang.arguments import PACKAGE, Arguments, make_arguments
 from penstock.engine.sglang.outputs import generate_arguments, read_chunk
 from penstock.engine.spec import EngineSpec
-from penstock.engine.streams.backend import Call, Output, Serving, batch_limits
+from penstock.engine.streams.backend import Call, Output, Serving
 from penstock.engine.streams.engine import StreamedEngine
 from penstock.engine.streams.package import check_gpu, first_line, supported
 
@@ -143,7 +143,7 @@ class SglangBackend:
                 KvEventSubscriber(
                     address.of_rank(rank),
                     block_size=spec.block_size,
-                    salt_of=HexSalts(),
+                    salt_of=HexSalts(default=spec.card.salt if spec.card is not None else b""),
                     publish=arrived.put_nowait,
                     hash_key=spec.hash_key,
                 )
@@ -180,7 +180,7 @@ class SglangBackend:
         spec, engine, ranks = self._spec, self._engine, self._spec.data_parallel
         ready = getattr(engine, "_scheduler_init_result", None)
         info = ready.scheduler_infos[0] if ready is not None else engine.scheduler_info
-        tokens, requests = batch_limits(spec)
+        tokens, requests = spec.max_batch_tokens, spec.max_running_requests
         loads = await self._loads()
         running = sum(getattr(load, "max_running_requests", 0) for load in loads)
         return Serving(

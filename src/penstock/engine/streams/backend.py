@@ -7,8 +7,6 @@ from typing import Protocol
 
 from penstock.core.types.events import KvEvent
 from penstock.core.types.requests import FinishReason, Request, SamplingParams, TokenLogprob
-from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.engine.spec import EngineSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,16 +129,6 @@ class Backend(Protocol):
     async def close(self) -> None:
         """Release everything; safe before and after a failed `start`."""
         ...
-
-
-def batch_limits(spec: EngineSpec) -> tuple[int | None, int | None]:
-    """Give the batch limits of each data-parallel rank, tokens and requests; None where the graph leaves them to the engine."""
-    config, default, ranks = spec.scheduler, SchedulerConfig(), spec.data_parallel
-    tokens, requests = config.max_batch_tokens // ranks, config.max_running_requests // ranks
-    return (
-        None if tokens == default.max_batch_tokens else tokens,
-        None if requests == default.max_running_requests else requests,
-    )
 
 
 def stop_tokens(

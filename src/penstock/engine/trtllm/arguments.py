@@ -8,7 +8,6 @@ from typing import Any
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.engine.spec import EngineSpec
-from penstock.engine.streams.backend import batch_limits
 from penstock.engine.streams.package import Package, check_arguments
 
 PACKAGE = Package(
@@ -60,15 +59,14 @@ def make_arguments(spec: EngineSpec, llmapi: ModuleType) -> dict[str, Any]:
             raise ConfigError(
                 f"engine_args.kv_cache_config.{name}: Penstock sets it for engine trtllm; set {field}"
             )
-    tokens, requests = batch_limits(spec)
     ranks = spec.data_parallel
     ours = {
         "model": spec.model,
         "skip_tokenizer_init": True,
         "dtype": spec.dtype if spec.dtype in _DTYPES else "auto",  # fp8 and nvfp4 are the checkpoint's own
         "max_seq_len": spec.context_length,
-        "max_num_tokens": tokens,
-        "max_batch_size": requests,
+        "max_num_tokens": spec.max_batch_tokens,
+        "max_batch_size": spec.max_running_requests,
         "tensor_parallel_size": spec.tensor_parallel * ranks,
         "pipeline_parallel_size": spec.pipeline_parallel,
         "moe_expert_parallel_size": spec.expert_parallel if spec.expert_parallel > 1 else None,

@@ -11,7 +11,7 @@ from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent
 from penstock.core.wire import encode
 from penstock.engine.spec import EngineSpec
-from penstock.engine.streams.backend import Call, Output, Serving, batch_limits
+from penstock.engine.streams.backend import Call, Output, Serving
 from penstock.engine.streams.engine import StreamedEngine
 from penstock.engine.streams.package import check_gpu, first_line, supported
 from penstock.engine.trtllm.arguments import PACKAGE, choose_devices, make_arguments
@@ -201,7 +201,7 @@ class TrtllmBackend:
     def _serving(self) -> Serving:
         """Read the sizes that TensorRT-LLM settled on."""
         spec, ranks = self._spec, self._spec.data_parallel
-        tokens, requests = batch_limits(spec)
+        tokens, requests = spec.max_batch_tokens, spec.max_running_requests
         cache = self._stats.get("kvCacheStats", {})
         context_length = spec.context_length or int(self._llm.args.max_seq_len)
         blocks = (

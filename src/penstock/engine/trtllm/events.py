@@ -37,7 +37,7 @@ class PolledCache:
         self._translators = [
             KvEventTranslator(
                 block_size=spec.block_size,
-                salt_of=HexSalts(),
+                salt_of=HexSalts(default=spec.card.salt if spec.card is not None else b""),
                 omissions=self.omissions,
                 hash_key=spec.hash_key,
             )

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from penstock.core.errors import ConfigError, EngineError
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle, SamplingParams
-from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.sglang import arguments
 from penstock.engine.sglang.arguments import make_arguments
 from penstock.engine.sglang.engine import SglangEngine
@@ -106,7 +105,7 @@ def test_the_graph_reaches_the_server_arguments(sglang) -> None:
         kv_dtype="fp8",
         dtype="fp8",
         kv_blocks=800,
-        scheduler=SchedulerConfig.of_ranks(8, max_batch_tokens=2048, max_running_requests=None),
+        max_batch_tokens=2048,
         args={"mem_fraction_static": 0.8},
     )
     server = make_arguments(graph, sglang, 4).server

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from penstock.core.errors import ConfigError, EngineError
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle, SamplingParams
-from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.spec import EngineSpec
 from penstock.engine.streams.backend import Call
 from penstock.engine.trtllm import engine as adapter
@@ -107,14 +106,14 @@ def test_an_engine_that_fails_on_its_first_token_does_not_start(trtllm, monkeypa
 
 
 def test_the_graph_reaches_the_arguments(trtllm) -> None:
-    limits = SchedulerConfig.of_ranks(8, max_batch_tokens=4096, max_running_requests=128)
     graph = spec(
         data_parallel=8,
         expert_parallel=8,
         kv_dtype="fp8",
         kv_blocks=800,
         role=Role.PREFILL,
-        scheduler=limits,
+        max_batch_tokens=4096,
+        max_running_requests=128,
         args={"kv_cache_config": {"free_gpu_memory_fraction": 0.7}, "moe_config": {"backend": "WIDEEP"}},
     )
     arguments = make_arguments(graph, trtllm)
