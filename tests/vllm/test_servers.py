@@ -1,0 +1,239 @@
+"""Two running vLLM servers as workers: equal tokens, exact prefixes, and a stream that survives the end of its server."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tokenizers import Tokenizer
+
+from penstock.deploy.supervisor.local import LocalDeployment
+from penstock.frontend.text.detokenize import Detokenizer
+from penstock.graph import Graph
+
+NAME = "tiny-served"
+BLOCK = 32
+START_S = 240.0
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@dataclass
+class VllmServer:
+    process: subprocess.Popen[bytes]
+    url: str
+    events: str
+    replay: str
+
+    def kill(self) -> None:
+        """Kill the server and the processes that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def start_server(model_dir: Path, core: int, log: Path) -> VllmServer:
+    ports = [free_port() for _ in range(3)]
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{ports[1]}",
+        "replay_endpoint": f"tcp://*:{ports[2]}",
+    }
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--served-model-name", NAME,
+        "--host", "127.0.0.1", "--port", str(ports[0]), "--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager",
+        "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events),
+    ]  # fmt: skip
+    environment = os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    local = "tcp://127.0.0.1"
+    return VllmServer(process, f"http://127.0.0.1:{ports[0]}", f"{local}:{ports[1]}", f"{local}:{ports[2]}")
+
+
+@pytest.fixture(scope="module")
+def servers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
+    logs = tmp_path_factory.mktemp("servers")
+    cores = sorted(os.sched_getaffinity(0))
+    started = [
+        start_server(model_dir, cores[number % len(cores)], logs / f"{number}.log") for number in range(2)
+    ]
+
+    async def wait() -> None:
+        async with aiohttp.ClientSession() as http, asyncio.timeout(START_S):
+            for number, server in enumerate(started):
+                while True:
+                    assert server.process.poll() is None, (logs / f"{number}.log").read_text()[-3000:]
+                    with suppress(aiohttp.ClientError):
+                        async with http.get(f"{server.url}/health") as response:
+                            if response.status == 200:
+                                break
+                    await asyncio.sleep(0.5)
+
+    try:
+        asyncio.run(wait())
+        yield started
+    finally:
+        for server in started:
+            server.kill()
+
+
+class Site:
+    """A deployment in front of the servers."""
+
+    def __init__(
+        self, deployment: LocalDeployment, http: aiohttp.ClientSession, detokenizer: Detokenizer
+    ) -> None:
+        self.url = deployment.url
+        self._http = http
+        self._detokenizer = detokenizer
+        self._headers = {"Authorization": f"Bearer {deployment.admin_token}"}
+
+    def _body(self, prompt: list[int], count: int, **fields: Any) -> dict[str, Any]:
+        return {
+            "model": NAME, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True,
+        } | fields  # fmt: skip
+
+    async def direct(self, server: VllmServer, prompt: list[int], count: int) -> str:
+        """Ask a server itself, and detokenize as Penstock does: vLLM shows broken characters its own way."""
+        body = self._body(prompt, count, return_token_ids=True)
+        async with self._http.post(f"{server.url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            token_ids = (await response.json())["choices"][0]["token_ids"]
+        decoder = self._detokenizer.stream(begins_text=False)
+        return decoder.feed(token_ids) + decoder.finish()
+
+    async def stream(
+        self, prompt: list[int], count: int, on_chunk: Any = lambda _number: None
+    ) -> tuple[str, Any]:
+        text, usage, number = "", None, 0
+        body = self._body(prompt, count, stream=True, stream_options={"include_usage": True})
+        async with self._http.post(f"{self.url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    chunk = json.loads(line[6:])
+                    assert "error" not in chunk, chunk
+                    text += "".join(choice["text"] for choice in chunk["choices"])
+                    usage = chunk.get("usage") or usage
+                    number += 1
+                    on_chunk(number)
+        return text, usage
+
+    async def workers(self) -> dict[str, dict[str, Any]]:
+        async with self._http.get(f"{self.url}/admin/workers", headers=self._headers) as response:
+            return {worker["name"]: worker for worker in (await response.json())["workers"]}
+
+    async def until(self, name: str, field: str, value: Any) -> dict[str, Any]:
+        async with asyncio.timeout(60):
+            while (view := (await self.workers())[name])[field] != value:  # noqa: ASYNC110 - it is another process
+                await asyncio.sleep(0.05)
+        return view
+
+
+@asynccontextmanager
+async def site_of(servers: list[VllmServer], model_dir: Path, *, kv_events: bool) -> AsyncIterator[Site]:
+    args: dict[str, Any] = {"url": [server.url for server in servers], "model": NAME}
+    if kv_events:
+        args["kv_events"] = [server.events for server in servers]
+        args["kv_events_replay"] = [server.replay for server in servers]
+    graph = Graph.model_validate(
+        {
+            "model": str(model_dir), "served_name": NAME, "block_size": BLOCK, "frontend": {"port": 0},
+            "roles": {"aggregated": {"engine": {"name": "openai", "args": args}}}, "supervision": {"spare_processes": 0},
+        }
+    )  # fmt: skip
+    content = (model_dir / "tokenizer.json").read_bytes()
+    async with (
+        asyncio.timeout(120),
+        LocalDeployment(graph, log_level="warning", say=print) as deployment,
+        aiohttp.ClientSession() as http,
+    ):
+        site = Site(deployment, http, Detokenizer(Tokenizer.from_buffer(content), content))
+        for name in ("worker-1", "worker-2"):
+            await site.until(name, "condition", "ready")
+        yield site
+
+
+@pytest.fixture(autouse=True)
+def private_directories(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    with tempfile.TemporaryDirectory(prefix="vs-") as name:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path))
+        yield
+
+
+def prompt_of(number: int, length: int = 150) -> list[int]:
+    return [number + 5, *((7 * index + 11) % 380 + 5 for index in range(length))]
+
+
+def test_kv_events_of_other_clients_requests_lead_there(servers, model_dir):
+    async def main() -> None:
+        async with site_of(servers, model_dir, kv_events=True) as site:
+            assert {worker["predicted"] for worker in (await site.workers()).values()} == {False}
+            for number, server in enumerate(servers):
+                prompt = prompt_of(100 + number)
+                expected = await site.direct(server, prompt, 20)
+                for _ in range(3):
+                    text, usage = await site.stream(prompt, 20)
+                    assert text == expected
+                    assert usage["prompt_tokens_details"]["cached_tokens"] == 4 * BLOCK
+
+    asyncio.run(main())
+
+
+def test_streams_go_on_exactly_when_their_server_is_killed(servers, model_dir):
+    victim, other = servers
+
+    async def main() -> None:
+        async with site_of(servers, model_dir, kv_events=False) as site:
+            prompts = [prompt_of(number) for number in range(4)]
+            expected = [await site.direct(other, prompt, 200) for prompt in prompts]
+            chunks = [0] * len(prompts)
+
+            def count(index: int, number: int) -> None:
+                chunks[index] = number
+                if victim.process.poll() is None and min(chunks) >= 30:
+                    victim.kill()
+
+            answers = await asyncio.gather(
+                *(
+                    site.stream(prompt, 200, lambda number, index=index: count(index, number))
+                    for index, prompt in enumerate(prompts)
+                )
+            )
+            assert victim.process.poll() is not None, "it was killed while all streams ran"
+            for (text, usage), right in zip(answers, expected, strict=True):
+                assert text == right
+                assert usage["completion_tokens"] == 200
+            view = await site.until("worker-1", "condition", "unhealthy")
+            assert view["problem"] == f"{victim.url}: no connection: connection refused"
+            text, _ = await site.stream(prompts[0], 200)
+            assert text == expected[0]
+
+    asyncio.run(main())
