@@ -1,6 +1,7 @@
 """Each folder of the package, and of the experiments, is a room: one idea, and few enough files to look through."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ def test_a_room_has_one_idea_and_few_files(room: Path) -> None:
     assert len(files) <= FILES_MAX, (
         f"{room.relative_to(ROOT)}: {len(files)} files, make a room of some of them"
     )
+
+
+@pytest.mark.parametrize("tests", ["e2e", "properties", "sim"])
+def test_folders_of_tests_have_few_files(tests: str) -> None:
+    counts = Counter(path.parent for path in (ROOT / "tests" / tests).rglob("*.py"))
+    assert {folder: count for folder, count in counts.items() if count > FILES_MAX} == {}
 
 
 def test_no_module_has_the_name_of_a_room_beside_it() -> None:

@@ -115,7 +115,7 @@ def test_a_machine_without_apt_is_told_what_the_tests_use(machine: Machine) -> N
 def test_a_test_without_its_program_skips_and_says_what_mends_it_but_never_in_ci(
     tmp_path: Path, never_skip: bool
 ) -> None:
-    tests = ROOT / "tests" / "e2e" / "test_simulation_page.py"
+    tests = ROOT / "tests" / "e2e" / "cli" / "test_simulation_page.py"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-k", "pointer", tests],
         env=os.environ | {"PATH": str(tmp_path), "PENSTOCK_NEVER_SKIP": "1" if never_skip else ""},
