@@ -128,7 +128,8 @@ def started() -> Iterator[Callable[[EngineSpec], Running]]:
             engine, runner = open_.pop()
             runner.run(engine.close())
             runner.close()
-        assert not vllm_processes()
+        _, left = psutil.wait_procs(vllm_processes(), timeout=20)  # killed ones take a moment
+        assert not left
 
     def start(spec: EngineSpec) -> Running:
         close()

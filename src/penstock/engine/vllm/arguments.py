@@ -83,7 +83,7 @@ def environment(spec: EngineSpec, present: Mapping[str, str]) -> dict[str, str]:
         names = [visible[number] if number < len(visible) else str(number) for number in wanted]
         forced["CUDA_VISIBLE_DEVICES"] = ",".join(names)
     elif index:
-        ranks = spec.tensor_parallel * spec.pipeline_parallel
+        ranks = spec.tensor_parallel * spec.pipeline_parallel * spec.data_parallel
         forced["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(int(index) + rank) for rank in range(ranks))
     elif spec.sharing_engines > 1:  # vLLM would bind every engine to all cores
         cores = len(os.sched_getaffinity(0)) // spec.sharing_engines
@@ -103,6 +103,10 @@ def engine_arguments(spec: EngineSpec, kind: type) -> dict[str, Any]:
             raise ConfigError(f"engine_args: vLLM has no {name!r}{nearest(name, sorted(known))}")
         if name in _OWN:
             raise ConfigError(f"engine_args: {name} is set by the graph's {_OWN[name]}; set that instead")
+        if name == "kv_events_config":
+            raise ConfigError(
+                "engine_args: kv_events_config: Penstock itself follows vLLM's KV events; leave it out"
+            )
     if spec.device.startswith("cpu") and spec.block_size % _CPU_BLOCK:
         raise ConfigError(
             f"block_size: vLLM on CPUs needs a multiple of {_CPU_BLOCK}, got {spec.block_size}; set block_size:"

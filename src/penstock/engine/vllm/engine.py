@@ -22,7 +22,9 @@ from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.arguments import check_platform, engine_arguments, environment
 from penstock.engine.vllm.child_output import ChildOutput
 from penstock.engine.vllm.connector_counts import ConnectorCounts
+from penstock.engine.vllm.kv_events import VllmKvEvents
 from penstock.engine.vllm.load import LoadCounts
+from penstock.engine.vllm.ranks import RankChoice
 from penstock.engine.vllm.requests import Running, delta_of, sampling_arguments
 
 _CLOSE_S = 10.0
@@ -47,6 +49,9 @@ class VllmEngine:
         self._counts = LoadCounts()
         self.connectors = ConnectorCounts()
         """What vLLM's KV connectors count."""
+        self._wake = asyncio.Event()
+        self._events = VllmKvEvents(spec, self._events_came)
+        self._ranks = RankChoice(self._events.blocks, spec.block_size)
         self._closed = False
 
     async def start(self) -> EngineInfo:
@@ -56,17 +61,19 @@ class VllmEngine:
             ConfigError: vLLM cannot run here, or refuses the model or an argument.
         """
         await asyncio.to_thread(self._launch)
+        self._events.follow()
         config = self._core.vllm_config
         self._counts.block_size = config.cache_config.block_size
-        self._counts.total_blocks = config.cache_config.num_gpu_blocks
+        ranks = self._spec.data_parallel
+        self._counts.num_ranks = ranks
+        self._counts.total_blocks = config.cache_config.num_gpu_blocks  # of all ranks
         return EngineInfo(
             block_size=config.cache_config.block_size,
-            total_blocks=config.cache_config.num_gpu_blocks,
+            total_blocks=self._counts.total_blocks,
             context_length=config.model_config.max_model_len,
             max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
-            max_running_requests=config.scheduler_config.max_num_seqs,
-            prompts_at_once=config.parallel_config.data_parallel_size,
-            kv_events=False,
+            max_running_requests=ranks * config.scheduler_config.max_num_seqs,
+            prompts_at_once=ranks,
         )
 
     def submit(self, request: Request) -> None:
@@ -85,9 +92,10 @@ class VllmEngine:
                 f"{len(self._running)} requests are here, at most {limit} may be; try another worker"
             )
         vllm_id = f"{request.request_id}-{next(self._serial)}"
-        core_request = self._core_request(vllm_id, request)
+        rank, cached = self._ranks.choose(request, self._running.values())
+        core_request = self._core_request(vllm_id, request, rank)
         self._ids[request.request_id] = vllm_id
-        self._running[vllm_id] = Running.of(request, asyncio.get_running_loop().time())
+        self._running[vllm_id] = Running.of(request, asyncio.get_running_loop().time(), rank, cached)
         self._send(self._core.add_request_async(core_request))
 
     def abort(self, request_id: RequestId) -> None:
@@ -97,19 +105,32 @@ class VllmEngine:
             self._send(self._core.abort_requests_async([vllm_id]))
 
     async def steps(self) -> AsyncIterator[Step]:
-        """Yield a step for each message of vLLM's engine core, until `close`.
+        """Yield a step for each message of vLLM's engine core, and for KV events that come without one, until `close`.
 
         Raises:
             EngineError: a process of vLLM died.
         """
-        while not self._closed:
-            try:
-                outputs = await self._core.get_output_async()
-            except Exception as error:
-                if self._core is None:
+        getting: asyncio.Task[Any] | None = None
+        if self._core is None:
+            return
+        try:
+            while True:
+                if getting is None:
+                    getting = asyncio.get_running_loop().create_task(self._core.get_output_async())
+                    getting.add_done_callback(lambda _: self._wake.set())
+                await self._wake.wait()
+                self._wake.clear()
+                if self._closed:
                     return
-                raise EngineError(f"vLLM died: {self._output.reason() or error}") from error
-            yield self._step(outputs)
+                if getting.done():
+                    ended, getting = getting, None
+                    yield self._step(self._outputs(ended))
+                elif events := self._events.take():
+                    yield Step(events=events, load=self.load())
+        finally:
+            if getting is not None:
+                getting.cancel()
+                await asyncio.gather(getting, return_exceptions=True)
 
     def load(self) -> WorkerLoad:
         return self._counts.load(self._running.values(), asyncio.get_running_loop().time())
@@ -117,6 +138,8 @@ class VllmEngine:
     async def close(self) -> None:
         """End vLLM's processes. Safe after a failed `start`, and twice."""
         self._closed = True
+        self._wake.set()
+        await self._events.close()
         core, self._core = self._core, None
         if core is not None:
             self.connectors.log()
@@ -162,7 +185,9 @@ class VllmEngine:
         from vllm.v1.executor import Executor  # noqa: PLC0415
 
         check_platform(self._spec.device, current_platform.device_type)
-        arguments = AsyncEngineArgs(**engine_arguments(self._spec, AsyncEngineArgs))
+        arguments = AsyncEngineArgs(
+            **engine_arguments(self._spec, AsyncEngineArgs), **self._events.arguments()
+        )
         config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)  # its batch limits
         self._output.take_log("vllm")  # creating the configuration sets it up
         self._inputs = InputProcessor(config)
@@ -183,7 +208,7 @@ class VllmEngine:
 
     # -- requests
 
-    def _core_request(self, vllm_id: str, request: Request) -> Any:
+    def _core_request(self, vllm_id: str, request: Request, rank: int) -> Any:
         """Make vLLM's EngineCoreRequest."""
         from vllm import SamplingParams  # noqa: PLC0415
         from vllm.exceptions import VLLMClientError  # noqa: PLC0415
@@ -193,7 +218,12 @@ class VllmEngine:
         prompt = tokens_input(token_list(request.token_ids), cache_salt=request.salt.hex() or None)
         try:
             return self._inputs.process_inputs(
-                vllm_id, prompt, SamplingParams(**arguments), ("generate",), priority=-request.priority
+                vllm_id,
+                prompt,
+                SamplingParams(**arguments),
+                ("generate",),
+                priority=-request.priority,
+                data_parallel_rank=rank,
             )
         except (VLLMClientError, ValueError) as error:
             text = " ".join(str(error.args[0]).split())
@@ -212,10 +242,25 @@ class VllmEngine:
                 if self._ids.get(running.request.request_id) == output.request_id:
                     del self._ids[running.request.request_id]
         stats = outputs.scheduler_stats
-        self._counts.stepped(stats)
+        self._counts.stepped(stats, outputs.engine_index)
         if stats is not None:
             self.connectors.count(stats.kv_connector_stats, asyncio.get_running_loop().time())
-        return Step(deltas=tuple(deltas), load=self.load())
+        return Step(deltas=tuple(deltas), events=self._events.take(), load=self.load())
+
+    def _events_came(self) -> None:
+        self._counts.cached_blocks = min(self._events.num_blocks, self._counts.total_blocks)
+        self._wake.set()
+
+    def _outputs(self, ended: asyncio.Task[Any]) -> Any:
+        """Give the message of vLLM's engine core that came.
+
+        Raises:
+            EngineError: a process of vLLM died.
+        """
+        try:
+            return ended.result()
+        except Exception as error:
+            raise EngineError(f"vLLM died: {self._output.reason() or error}") from error
 
     def _send(self, sending: Coroutine[Any, Any, None]) -> None:
         """Send a message in its turn; where the engine is dead, `steps` says so."""

@@ -1,7 +1,7 @@
 """The load of a vLLM engine, from its statistics and the requests that it was given."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.core.types.load import WorkerLoad
@@ -16,14 +16,16 @@ class LoadCounts:
 
     block_size: int = 1
     total_blocks: int = 0
+    num_ranks: int = 1
     steps: int = 0
     preemptions: int = 0
     prefilled_tokens: int = 0
     prefix_hit_tokens: int = 0
     generated_tokens: int = 0
-    num_scheduled: int = 0
-    """Requests in vLLM's batch after its latest step."""
-    kv_usage: float = 0.0
+    by_rank: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """By data-parallel rank, (requests in its batch, share of its blocks in use) after its latest step."""
+    cached_blocks: int = 0
+    """As its KV events tell."""
 
     def count(self, running: Running, output: Any) -> None:
         """Count an output of a request, and note in `running` what it changes."""
@@ -37,11 +39,11 @@ class LoadCounts:
             self.prefix_hit_tokens += output.prefill_stats.num_cached_tokens
         self.preemptions += sum(event.type == _PREEMPTED for event in output.events or ())
 
-    def stepped(self, stats: Any) -> None:
-        """Note a step with vLLM's SchedulerStats."""
+    def stepped(self, stats: Any, rank: int = 0) -> None:
+        """Note a step of a data-parallel rank with vLLM's SchedulerStats."""
         self.steps += 1
         if stats is not None:
-            self.num_scheduled, self.kv_usage = stats.num_running_reqs, stats.kv_cache_usage
+            self.by_rank[rank] = stats.num_running_reqs, stats.kv_cache_usage
 
     def load(self, requests: Collection[Running], now_s: float) -> WorkerLoad:
         """Report the load: requests sent since the latest step count as waiting.
@@ -49,13 +51,16 @@ class LoadCounts:
         Blocks in use are those of vLLM's latest step, prompt tokens to compute those that routers expected.
         """
         started = sum(each.has_output for each in requests)
-        running = max(started, min(self.num_scheduled, len(requests)))
+        scheduled = sum(count for count, _ in self.by_rank.values())
+        usage = sum(share for _, share in self.by_rank.values()) / self.num_ranks
+        running = max(started, min(scheduled, len(requests)))
         waits = [now_s - each.arrived_s for each in requests if not each.has_output]
         return WorkerLoad(
             running_requests=running,
             waiting_requests=len(requests) - running,
-            active_blocks=round(self.kv_usage * self.total_blocks) if requests else 0,
+            active_blocks=round(usage * self.total_blocks) if requests else 0,
             total_blocks=self.total_blocks,
+            cached_blocks=self.cached_blocks,
             queued_prefill_tokens=sum(each.missing for each in requests),
             context_tokens=sum(each.num_tokens for each in requests if each.has_output),
             steps=self.steps,

@@ -19,11 +19,14 @@ class Running:
     num_tokens: int
     missing: int
     has_output: bool = False
+    rank: int = 0
 
     @classmethod
-    def of(cls, request: Request, arrived_s: float) -> "Running":
+    def of(cls, request: Request, arrived_s: float, rank: int = 0, cached: int | None = None) -> "Running":
+        """Begin a request on a data-parallel rank with so many tokens of it in its cache; None: as many as its router expected."""
         count = num_tokens(request.token_ids)
-        return cls(request, arrived_s, count, max(count - request.expected_cached_tokens, 1))
+        known = request.expected_cached_tokens if cached is None else cached
+        return cls(request, arrived_s, count, max(count - known, 1), rank=rank)
 
 
 def sampling_arguments(request: Request) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""KV events of vLLM's engine core, over sockets in a private directory: they tell the tokens of all prompts."""
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.core.log import get_logger
+from penstock.core.types.events import AllBlocksCleared, KvEvent
+from penstock.engine.kv_events.ranks import RankedBlocks
+from penstock.engine.kv_events.subscriber import KvEventSubscriber, PublisherAddress
+from penstock.engine.kv_events.translator import HexSalts
+from penstock.engine.spec import EngineSpec
+
+_PARENT_BYTES_MAX = 60
+"""A Unix socket's path has at most 107 bytes."""
+_log = get_logger()
+
+
+class VllmKvEvents:
+    """Follows vLLM's events from `follow` to `close`. One event loop owns it."""
+
+    def __init__(self, spec: EngineSpec, came: Callable[[], None]) -> None:
+        """Make it; `came` is called when there are events to take."""
+        self._spec = spec
+        self._came = came
+        self._folder: str | None = None
+        self.blocks = RankedBlocks(spec.data_parallel)
+        self._subscribers: list[KvEventSubscriber] = []
+        self._following: list[asyncio.Task[None]] = []
+        self._events: list[KvEvent] = []
+
+    def arguments(self) -> dict[str, Any]:
+        """Make the directory, and give the arguments of AsyncEngineArgs that have vLLM publish there.
+
+        Raises:
+            ConfigError: the directory cannot be made.
+        """
+        from vllm.config import KVEventsConfig  # noqa: PLC0415 - an optional package
+
+        if not self._spec.args.get("enable_prefix_caching", True):
+            return {}
+        parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+        if len(os.fsencode(parent)) > _PARENT_BYTES_MAX:
+            parent = Path("/tmp")  # noqa: S108 - mkdtemp creates a private directory in it
+        try:
+            self._folder = tempfile.mkdtemp(prefix="vllm-events-", dir=parent)
+        except OSError as error:
+            raise ConfigError(
+                f"{parent}: cannot make a private directory there: {(error.strerror or str(error)).lower()};"
+                " set XDG_RUNTIME_DIR to a directory you can write"
+            ) from error
+        address = self._address(self._folder)
+        return {
+            "kv_events_config": KVEventsConfig(
+                enable_kv_cache_events=True,
+                publisher="zmq",
+                endpoint=address.endpoint,
+                replay_endpoint=address.replay_endpoint,
+            )
+        }
+
+    def follow(self) -> None:
+        """Begin to follow a vLLM that was started with `arguments`."""
+        if self._folder is None:
+            return
+        for rank in range(self._spec.data_parallel):
+            subscriber = KvEventSubscriber(
+                self._address(self._folder).of_rank(rank),
+                block_size=self._spec.block_size,
+                salt_of=HexSalts(),
+                publish=partial(self._publish, rank),
+                hash_key=self._spec.hash_key,
+            )
+            following = asyncio.get_running_loop().create_task(subscriber.run())
+            following.add_done_callback(partial(self._ended, rank))
+            self._subscribers.append(subscriber)
+            self._following.append(following)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that vLLM is known to hold, in all its ranks."""
+        return sum(subscriber.num_blocks for subscriber in self._subscribers)
+
+    def take(self) -> tuple[KvEvent, ...]:
+        """Give the events since the last call, in order."""
+        if not self._events:
+            return ()
+        events, self._events = tuple(self._events), []
+        return events
+
+    async def close(self) -> None:
+        """Stop following, and remove the directory. Safe twice."""
+        following, self._following = self._following, []
+        for each in following:
+            each.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _ended(self, rank: int, following: asyncio.Task[None]) -> None:
+        """Where events cannot be followed, routers know of no block; requests go on."""
+        if not following.cancelled() and (error := following.exception()) is not None:
+            _log.error(
+                "kv_events_ended", exc_info=error, effect="routers know nothing of this worker's prefix cache"
+            )
+            self._publish(rank, [AllBlocksCleared()])
+
+    def _publish(self, rank: int, events: Sequence[KvEvent]) -> None:
+        self._events += self.blocks.merge(rank, events)
+        self._came()
+
+    def _address(self, folder: str) -> PublisherAddress:
+        # vLLM appends the rank only to names with "inproc".
+        return PublisherAddress(
+            endpoint=f"ipc://{folder}/inproc.events", replay_endpoint=f"ipc://{folder}/inproc.replay"
+        )

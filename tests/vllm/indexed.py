@@ -1,0 +1,102 @@
+"""A vLLM engine whose KV events go into a prefix index."""
+
+import asyncio
+from typing import Any
+
+from penstock.core.hashing import block_hashes
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock.core.types.requests import Request, SamplingParams
+from penstock.core.types.steps import Step
+from penstock.core.wire import hash_list, pack_hashes, pack_tokens, unpack_tokens
+from penstock.router.index.radix import RadixTree
+from tests.vllm.conftest import BLOCK, Running
+
+KEY = bytes(range(16))
+QUIET_S = 1.0
+"""After so long without a step all events are here."""
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [(token * (2 * seed + 3) + seed) % 390 + 5 for token in range(length)]
+
+
+class Indexed:
+    """An engine whose events go into an index, and the requests that it had."""
+
+    def __init__(self, running: Running) -> None:
+        self.running = running
+        self.tree = RadixTree(10_000)
+        self.names: set[int] = set()
+        """Hashes of all blocks that requests can have had."""
+        self.kinds: set[type] = set()
+        self.number = 0
+        self.next: asyncio.Task[Step] | None = None
+
+    async def _run(self, requests: list[Request]) -> list[int]:
+        cached, open_ = {}, {request.request_id: request for request in requests}
+        emitted: dict[Any, list[int]] = {request.request_id: [] for request in requests}
+        for request in requests:
+            self.running.engine.submit(request)
+        quiet = False
+        while open_ or not quiet:
+            if self.next is None:
+                self.next = asyncio.create_task(self.running.next_step())
+            done, _ = await asyncio.wait([self.next], timeout=None if open_ else QUIET_S)
+            if not done:
+                quiet = True
+                continue
+            step, self.next = self.next.result(), None
+            for delta in step.deltas:
+                emitted[delta.request_id] += unpack_tokens(delta.token_ids).tolist()
+                if delta.cached_tokens is not None:
+                    cached[delta.request_id] = delta.cached_tokens
+                if delta.finish_reason is not None:
+                    open_.pop(delta.request_id)
+            for event in step.events:
+                self.kinds.add(type(event))
+                match event:
+                    case BlockStored():
+                        assert event.block_size == BLOCK
+                        self.tree.store(0, event.block_hashes, event.parent_block_hash, event.tier)
+                    case BlockRemoved():
+                        self.tree.remove(0, event.block_hashes, event.tier)
+                    case AllBlocksCleared():
+                        self.tree.clear(0)
+        for request in requests:
+            tokens = unpack_tokens(request.token_ids).tolist() + emitted[request.request_id]
+            self.names |= set(hash_list(block_hashes(tokens, BLOCK, request.salt, key=KEY)[:, 0]))
+        return [cached[request.request_id] for request in requests]
+
+    def run(self, *prompts: list[int], salt: bytes = b"", tokens: int = 4) -> list[int]:
+        """Run prompts at the same time; return the tokens that vLLM found in its cache."""
+        requests = []
+        for ids in prompts:
+            self.number += 1
+            requests.append(
+                Request(
+                    request_id=f"k{self.number}",
+                    model="tiny",
+                    token_ids=pack_tokens(ids),
+                    block_hashes=pack_hashes(block_hashes(ids, BLOCK, salt, key=KEY).ravel()),
+                    salt=salt,
+                    sampling=SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True),
+                )
+            )
+        return self.running.do(self._run(requests))
+
+    def known(self, ids: list[int], salt: bytes = b"") -> int:
+        """Tokens of a prompt that the index says vLLM has."""
+        depths = self.tree.match_tokens(ids, BLOCK, salt, key=KEY).depths
+        return int(depths[0]) * BLOCK if len(depths) else 0
+
+    def check(self) -> None:
+        held = hash_list(self.tree.hashes_of(0))
+        assert set(held) <= self.names, "every block is one of a request, hashed as a frontend hashes it"
+        stats = self.tree.stats()
+        assert not stats.unknown_removals
+        assert not stats.contradictions
+
+
+def reusable(ids: list[int]) -> int:
+    """Tokens of a cached prompt that vLLM uses again: it computes at least the last one, with its whole block."""
+    return (len(ids) - 1) // BLOCK * BLOCK
