@@ -1,0 +1,80 @@
+"""Recipes: their graphs load, every argument is one that the engine documents, and each can be simulated as its page says.
+
+Arguments of vLLM are checked against vLLM itself in tests/vllm.
+"""
+
+import itertools
+import json
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.deploy.supervisor.local import runnable_roles
+from penstock.engine.sglang.arguments import make_arguments as sglang_arguments
+from penstock.engine.trtllm.arguments import make_arguments as trtllm_arguments
+from penstock.graph import Overrides, load
+from penstock.sim.deployment import plan_deployment, simulated_roles
+from tests.support.recipes import RECIPES, roles_of, spec_of
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+SERVER_ARGS = (DATA / "sglang" / "server_args.txt").read_text().split()
+"""Fields of ServerArgs of SGLang 0.5.23."""
+LLM_ARGS = json.loads((DATA / "trtllm" / "llm_args.json").read_text())
+SIMULATIONS = {
+    words[words.index("--graph") + 1]: words
+    for words in map(shlex.split, re.findall(r"(?m)^penstock simulate .*$", PAGE.replace("\\\n", " ")))
+}
+
+
+def roles(engine: str) -> list:
+    """List (graph, role, spec) of all recipes for an engine."""
+    return [each for path in RECIPES for each in roles_of(path) if each[2].engine == engine]
+
+
+def test_there_are_recipes_for_every_engine_of_others() -> None:
+    assert {role.engine for path in RECIPES for _, _, role in roles_of(path)} == {"vllm", "sglang", "trtllm"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_on_its_page_and_serve_takes_it(path: Path) -> None:
+    assert f"[{path.stem}](../examples/recipes/{path.name})" in PAGE
+    graph = load(path)
+    assert graph.name == path.stem
+    assert runnable_roles(graph)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_simulated_as_its_page_says(path: Path) -> None:
+    words = SIMULATIONS[f"examples/recipes/{path.name}"]
+    sets = [value for flag, value in itertools.pairwise(words) if flag == "--set"]
+    graph = load(path, Overrides(sets))
+    assert simulated_roles(graph)
+    assert plan_deployment(graph, beside=path.parent)
+
+
+@pytest.mark.parametrize("each", roles("sglang"), ids=lambda each: f"{each[0].name}-{each[1]}")
+def test_sglang_documents_every_argument(each) -> None:
+    fields = SimpleNamespace(__struct_fields__=tuple(SERVER_ARGS))
+    module = SimpleNamespace(Engine=SimpleNamespace(server_args_class=fields))
+    server = sglang_arguments(spec_of(*each), module, 0).server
+    assert set(server) <= set(SERVER_ARGS), "also those that the adapter sets"
+    graph, _, role = each
+    assert server["tp_size"] == role.devices, "attention-parallel ranks are part of it"
+    assert server["ep_size"] == role.expert_parallel
+    assert server["nnodes"] * 4 == role.devices, "a tray has four GPUs"
+    assert server["context_length"] == graph.context_length
+
+
+@pytest.mark.parametrize("each", roles("trtllm"), ids=lambda each: f"{each[0].name}-{each[1]}")
+def test_tensorrt_llm_documents_every_argument(each) -> None:
+    module = SimpleNamespace(TorchLlmArgs=SimpleNamespace(model_fields=dict.fromkeys(LLM_ARGS["arguments"])))
+    arguments = trtllm_arguments(spec_of(*each), module)
+    assert set(arguments) <= set(LLM_ARGS["arguments"]), "also those that the adapter sets"
+    for section, known in LLM_ARGS["nested"].items():
+        assert set(arguments.get(section, {})) <= set(known)
+    assert arguments["tensor_parallel_size"] == arguments["moe_expert_parallel_size"] == each[2].devices
