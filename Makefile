@@ -32,7 +32,7 @@ NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 SANITIZED_TESTS = tests/properties/router/test_radix_machine.py tests/properties/kv/test_block_pool_machine.py \
 	tests/native/test_radix_native.py tests/native/test_pool_native.py tests/native/test_predicted_seconds_native.py tests/native/test_cheapest_native.py \
 	tests/native/test_ranges_native.py tests/native/test_checksum_native.py tests/native/test_streams_native.py \
-	tests/native/test_jump_scheduler_native.py tests/native/test_turns_native.py tests/native/test_content_native.py
+	tests/native/test_jump_scheduler_native.py tests/native/test_event_queue_native.py tests/native/test_content_native.py
 QUICK = -q -m 'not slow' --hypothesis-profile=quick
 # Beside tests/unit and tests/conformance.
 OTHER_FAST_TESTS = $(wildcard tests/properties tests/wire tests/native)

@@ -38,23 +38,23 @@ Count JumpScheduler::share_budget(Count budget) {
 }
 
 // Share as `share_budget` does, with prompts that wait and those under way in one order; some may be admitted.
-Count JumpScheduler::share_by_turn(Count budget, std::vector<Share>& admitted) {
-    struct Turn {
+Count JumpScheduler::share_by_rank(Count budget, std::vector<Share>& admitted) {
+    struct Ranked {
         double rank;
         std::size_t index; // among those that are prefilled now
     };
-    std::vector<Turn> turns;
+    std::vector<Ranked> ranked;
     for (JumpSequence* sequence : batch_.prefilling()) {
         const bool is_single = sequence->lacking() == 1;
         if (is_single) {
             --budget;
         } else {
-            turns.push_back({waiting_.rank_of(*sequence, sequence->lacking()), prompts_.size()});
+            ranked.push_back({waiting_.rank_of(*sequence, sequence->lacking()), prompts_.size()});
         }
         prompts_.push_back({sequence, is_single ? 1 : 0});
     }
-    std::ranges::stable_sort(turns, {}, &Turn::rank);
-    for (const auto& [rank, index] : turns) {
+    std::ranges::stable_sort(ranked, {}, &Ranked::rank);
+    for (const auto& [rank, index] : ranked) {
         budget = admit(budget, admitted, rank);
         Share& share = prompts_[index];
         share.amount = std::min({budget, limits_.prompt_budget, share.sequence->lacking()});

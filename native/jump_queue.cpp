@@ -7,10 +7,10 @@ namespace penstock {
 
 void JumpQueue::reorder(std::optional<double> ageing) {
     ageing_ = ageing;
-    turns_.clear();
+    by_rank_.clear();
     waiting_.sort([](const JumpSequence* one, const JumpSequence* other) { return one->number < other->number; });
     new_.clear();
-    if (has_turns()) {
+    if (is_shortest_first()) {
         new_.assign(waiting_.begin(), waiting_.end());
     }
     for (JumpSequence* sequence : waiting_) {
@@ -21,14 +21,14 @@ void JumpQueue::reorder(std::optional<double> ageing) {
 void JumpQueue::push(JumpSequence& sequence) {
     add(sequence, waiting_.end());
     sequence.rank.reset();
-    if (has_turns()) {
+    if (is_shortest_first()) {
         new_.push_back(&sequence);
     }
 }
 
 void JumpQueue::push_front(JumpSequence& sequence) {
     add(sequence, waiting_.begin());
-    if (has_turns()) {
+    if (is_shortest_first()) {
         place(sequence, -std::numeric_limits<double>::infinity());
     }
 }
@@ -37,11 +37,11 @@ void JumpQueue::remove(JumpSequence& sequence) {
     waiting_.erase(*sequence.place);
     sequence.place.reset();
     num_tokens_ -= sequence.known;
-    if (!has_turns()) {
+    if (!is_shortest_first()) {
         return;
     }
     if (sequence.rank) {
-        turns_.erase({*sequence.rank, sequence.number, &sequence});
+        by_rank_.erase({*sequence.rank, sequence.number, &sequence});
     } else {
         std::erase(new_, &sequence);
     }
@@ -58,13 +58,13 @@ void JumpQueue::check() const {
         num_tokens += sequence->known;
     }
     require(num_tokens == num_tokens_, "waiting tokens: summed up");
-    if (!has_turns()) {
+    if (!is_shortest_first()) {
         require(std::ranges::is_sorted(waiting_, {}, &JumpSequence::number), "waiting: the oldest first");
         return;
     }
-    require(new_.size() + turns_.size() == waiting_.size(), "turns: of all that wait");
-    for (const auto& [rank, number, sequence] : turns_) {
-        require(sequence->rank == rank && sequence->number == number, "turns: each at its own rank");
+    require(new_.size() + by_rank_.size() == waiting_.size(), "by rank: all that wait");
+    for (const auto& [rank, number, sequence] : by_rank_) {
+        require(sequence->rank == rank && sequence->number == number, "by rank: each at its own");
     }
 }
 
@@ -75,7 +75,7 @@ void JumpQueue::add(JumpSequence& sequence, std::list<JumpSequence*>::const_iter
 
 void JumpQueue::place(JumpSequence& sequence, double rank) {
     sequence.rank = rank;
-    turns_.emplace(rank, sequence.number, &sequence);
+    by_rank_.emplace(rank, sequence.number, &sequence);
 }
 
 }  // namespace penstock

@@ -1,6 +1,6 @@
 // The requests that wait for a simulated engine's batch, in order of turn: as they came, or the shortest first.
 //
-// The oracles are the Python references in src/penstock/engine/scheduling/queue.py and turns.py: equal calls give equal answers.
+// The oracles are the Python references in src/penstock/engine/scheduling/queue.py and shortest_first_queue.py: equal calls give equal answers.
 
 #pragma once
 
@@ -24,10 +24,10 @@ class JumpQueue {
     Count num_tokens() const { return num_tokens_; }
 
     // Whether the shortest is first.
-    bool has_turns() const { return ageing_.has_value(); }
+    bool is_shortest_first() const { return ageing_.has_value(); }
 
     // The one whose turn it is; there must be one, and ranked.
-    JumpSequence& first() const { return has_turns() ? *std::get<JumpSequence*>(*turns_.begin()) : *waiting_.front(); }
+    JumpSequence& first() const { return is_shortest_first() ? *std::get<JumpSequence*>(*by_rank_.begin()) : *waiting_.front(); }
 
     // Have the shortest first from now on, less what waiting earns; nothing is as they came.
     void reorder(std::optional<double> ageing);
@@ -45,14 +45,14 @@ class JumpQueue {
         new_.clear();
     }
 
-    // The rank of one that lacks so many tokens, whether it waits or runs; only where there are turns.
+    // The rank of one that lacks so many tokens, whether it waits or runs; only where the shortest is first.
     double rank_of(const JumpSequence& sequence, Count lacking) const;
 
     // Throws Broken where the state contradicts itself.
     void check() const;
 
   private:
-    using Turn = std::tuple<double, Count, JumpSequence*>;
+    using Ranked = std::tuple<double, Count, JumpSequence*>;
 
     void add(JumpSequence& sequence, std::list<JumpSequence*>::const_iterator before);
     void place(JumpSequence& sequence, double rank);
@@ -61,7 +61,7 @@ class JumpQueue {
     Count num_tokens_ = 0;
     std::optional<double> ageing_;
     std::vector<JumpSequence*> new_; // what they lack is not known yet
-    std::set<Turn> turns_;           // (rank, number, itself) of the others
+    std::set<Ranked> by_rank_;           // (rank, number, itself) of the others
 };
 
 }  // namespace penstock

@@ -23,7 +23,7 @@ void JumpScheduler::submit(Arrival arrival) {
                      std::move(arrival.names)});
     sequence->since_tokens = clock_tokens_;
     waiting_.push(*sequence);
-    if (waiting_.has_turns()) {
+    if (waiting_.is_shortest_first()) {
         head_blocked_ = false; // it may be the first now
     }
     sequences_[arrival.number] = std::move(sequence);
@@ -54,7 +54,7 @@ std::optional<Jump> JumpScheduler::plan() {
     std::vector<Share> admitted;
     Count budget = limits_.max_batch_tokens - batch_.num_decoding();
     if (!batch_.prefilling().empty()) {
-        budget = waiting_.has_turns() ? share_by_turn(budget, admitted) : share_budget(budget);
+        budget = waiting_.is_shortest_first() ? share_by_rank(budget, admitted) : share_budget(budget);
     }
     const Count num_running = batch_.num_running();
     grow();

@@ -135,7 +135,7 @@ class JumpScheduler {
     Count share_budget(Count budget);
     void grow();
     void extend(const std::vector<Share>& lacking);
-    Count share_by_turn(Count budget, std::vector<Share>& admitted);
+    Count share_by_rank(Count budget, std::vector<Share>& admitted);
     // What is cached of a waiting sequence: blocks on the device, and those worth a fetch.
     struct Cached {
         std::vector<BlockId> hits;

@@ -43,7 +43,7 @@ class _Handle(list[Any]):
 
 
 class EventQueuePython:
-    """Runs callbacks in turns; a subclass handles an empty queue (`_stuck`) and errors (`_failed`).
+    """Runs callbacks in iterations; a subclass handles an empty queue (`_stuck`) and errors (`_failed`).
 
     Each callback runs in its context, by default a copy of the caller's.
     """
@@ -53,7 +53,7 @@ class EventQueuePython:
         self.cancelled_timers = 0
         """Cancelled timers still in the heap."""
         self._now_s = 0.0
-        self._stops_turns = False
+        self._stops = False
         self._due: deque[_Handle] = deque()
         self._timers: list[_Handle] = []
         self._timer_numbers = count()
@@ -73,7 +73,7 @@ class EventQueuePython:
         *args: *Ts,
         context: contextvars.Context | None = None,
     ) -> _Handle:
-        """Run the callback in the next turn."""
+        """Run the callback in the next iteration."""
         handle = _Handle((0.0, 0, callback, args, context or contextvars.copy_context(), None))
         self._due.append(handle)
         return handle
@@ -102,8 +102,8 @@ class EventQueuePython:
         """Run the callback after `delay` virtual seconds."""
         return self.call_at(self._now_s + delay, callback, *args, context=context)
 
-    def take_turns(self) -> None:
-        """Run turns until `stop_turns`; a turn runs the ready callbacks, or advances the clock to the next timer."""
+    def run_iterations(self) -> None:
+        """Run iterations until `stop_iterations`; an iteration runs the ready callbacks, or advances the clock to the next timer."""
         due, timers = self._due, self._timers
         while True:
             if not (due or timers):
@@ -118,7 +118,7 @@ class EventQueuePython:
                     self.cancelled_timers -= 1
                 else:
                     due.append(handle)
-            for _ in range(len(due)):  # callbacks they add run in the next turn
+            for _ in range(len(due)):  # callbacks they add run in the next iteration
                 if not due:
                     break  # forget_calls was called
                 handle = due.popleft()
@@ -132,13 +132,13 @@ class EventQueuePython:
                     raise
                 except BaseException as error:  # noqa: BLE001 - no caller could catch it
                     self._failed(callback, error)
-            if self._stops_turns:
-                self._stops_turns = False
+            if self._stops:
+                self._stops = False
                 return
 
-    def stop_turns(self) -> None:
-        """Make `take_turns` return after this turn, or after its first turn if it does not run."""
-        self._stops_turns = True
+    def stop_iterations(self) -> None:
+        """Make `run_iterations` return after this iteration, or after its first one if it does not run."""
+        self._stops = True
 
     def forget_calls(self) -> None:
         """Drop all ready callbacks and timers."""
@@ -169,4 +169,4 @@ class EventQueuePython:
 if TYPE_CHECKING or native is None:  # noqa: SIM108 - mypy needs the branch
     EventQueue = EventQueuePython
 else:
-    EventQueue = native.Turns
+    EventQueue = native.EventQueue

@@ -68,7 +68,7 @@ class SimLoop(EventQueue, asyncio.BaseEventLoop):  # type: ignore[misc]
 
     def stop(self) -> None:
         super().stop()
-        self.stop_turns()
+        self.stop_iterations()
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
@@ -91,8 +91,8 @@ class SimLoop(EventQueue, asyncio.BaseEventLoop):  # type: ignore[misc]
         self.forget_calls()
 
     def _run_once(self) -> None:
-        """Run all turns until the loop is stopped."""
-        self.take_turns()
+        """Run all iterations until the loop is stopped."""
+        self.run_iterations()
 
     def _stuck(self) -> NoReturn:
         where = "\n  ".join(self.waiting()) or "nothing"

@@ -1,4 +1,4 @@
-"""The native turns of a loop on virtual time beside their Python reference."""
+"""The native event queue of a loop on virtual time beside their Python reference."""
 
 import contextvars
 import gc
@@ -20,7 +20,7 @@ class Stuck(Exception):  # noqa: N818 - a state
 
 
 def make(kind):
-    """Give turns of either kind that know what to do in the end, and with errors."""
+    """Give a queue of either kind that knows what to do in the end, and with errors."""
 
     class Told(kind):
         def __init__(self):
@@ -39,7 +39,7 @@ def make(kind):
 
 def both():
     return pytest.mark.parametrize(
-        "kind", [EventQueuePython, native and native.Turns], ids=["python", "native"]
+        "kind", [EventQueuePython, native and native.EventQueue], ids=["python", "native"]
     )
 
 
@@ -57,43 +57,43 @@ DEEDS = st.recursive(
 )
 
 
-class Play:
+class Script:
     """Does deeds, each calls' own when it is called, and notes what was called when."""
 
     def __init__(self, kind):
-        self.turns = make(kind)
+        self.queue = make(kind)
         self.handles = []
         self.notes = []
 
     def do(self, deeds):
-        turns = self.turns
+        queue = self.queue
         for deed, *more in deeds:
             number = len(self.handles)
             match deed:
                 case "soon":
-                    self.handles.append(turns.call_soon(self.called, number, more[0]))
+                    self.handles.append(queue.call_soon(self.called, number, more[0]))
                 case "at":
-                    self.handles.append(turns.call_at(more[0], self.called, number, more[1]))
+                    self.handles.append(queue.call_at(more[0], self.called, number, more[1]))
                 case "later":
                     context = contextvars.copy_context()
                     context.run(NUMBER.set, -number)
                     self.handles.append(
-                        turns.call_later(more[0], self.called, number, more[1], context=context)
+                        queue.call_later(more[0], self.called, number, more[1], context=context)
                     )
                 case "cancel" if self.handles:
                     self.handles[more[0] % len(self.handles)].cancel()
                 case "crowd":
                     for _ in range(60):
-                        turns.call_later(3.0, self.notes.append, "never").cancel()
+                        queue.call_later(3.0, self.notes.append, "never").cancel()
                 case "stop":
-                    turns.stop_turns()
+                    queue.stop_iterations()
                 case "forget":
-                    turns.forget_calls()
+                    queue.forget_calls()
         if ("raise",) in deeds:
             raise ValueError
 
     def called(self, number, deeds):
-        self.notes.append((number, NUMBER.get(), self.turns.time()))
+        self.notes.append((number, NUMBER.get(), self.queue.time()))
         NUMBER.set(number)
         self.do(deeds)
 
@@ -101,61 +101,61 @@ class Play:
         for deeds in rounds:
             self.do([deed for deed in deeds if deed != ("raise",)])
             try:
-                self.turns.take_turns()
+                self.queue.run_iterations()
             except Stuck:
                 self.notes.append("stuck")
-            turns = self.turns
-            self.notes.append((turns.time(), turns.num_timers, turns.cancelled_timers, len(turns.errors)))
+            queue = self.queue
+            self.notes.append((queue.time(), queue.num_timers, queue.cancelled_timers, len(queue.errors)))
         self.notes += [(handle.cancelled(), handle.when()) for handle in self.handles]
-        return self.notes, self.turns.errors
+        return self.notes, self.queue.errors
 
 
 @given(st.lists(st.lists(DEEDS, max_size=6), max_size=4))
-def test_equal_calls_take_equal_turns(rounds):
-    assert Play(native.Turns).run(rounds) == Play(EventQueuePython).run(rounds)
+def test_equal_calls_run_alike(rounds):
+    assert Script(native.EventQueue).run(rounds) == Script(EventQueuePython).run(rounds)
 
 
 @both()
-def test_what_ends_a_process_ends_the_turns_and_the_rest_waits(kind):
+def test_what_ends_a_process_ends_the_iterations_and_the_rest_waits(kind):
     def interrupt():
         raise KeyboardInterrupt
 
-    turns, got = make(kind), []
-    turns.call_soon(interrupt)
-    turns.call_soon(got.append, 1)
+    queue, got = make(kind), []
+    queue.call_soon(interrupt)
+    queue.call_soon(got.append, 1)
     with pytest.raises(KeyboardInterrupt):
-        turns.take_turns()
+        queue.run_iterations()
     assert got == []
     with pytest.raises(Stuck):
-        turns.take_turns()
+        queue.run_iterations()
     assert got == [1]
-    assert turns.errors == []
+    assert queue.errors == []
 
 
 @both()
 def test_a_call_that_cannot_be_made_is_refused(kind):
-    turns = make(kind)
+    queue = make(kind)
     for call in (
-        turns.call_soon,
-        lambda: turns.call_at(1.0),
-        lambda: turns.call_at("soon", print),
-        lambda: turns.call_soon(print, end=""),
+        queue.call_soon,
+        lambda: queue.call_at(1.0),
+        lambda: queue.call_at("soon", print),
+        lambda: queue.call_soon(print, end=""),
     ):
         with pytest.raises(TypeError):
-            (call(), turns.take_turns())  # the reference finds out when it comes to it
+            (call(), queue.run_iterations())  # the reference finds out when it comes to it
 
 
 @both()
-def test_turns_that_nobody_has_any_more_go_with_what_they_would_have_called(kind):
+def test_a_queue_that_nobody_has_any_more_goes_with_what_it_would_have_called(kind):
     class Caller:
         def call(self):
             raise AssertionError
 
-    turns, caller = make(kind), Caller()
-    caller.turns = turns
-    caller.handles = [turns.call_later(1.0, caller.call), turns.call_soon(caller.call)]
+    queue, caller = make(kind), Caller()
+    caller.queue = queue
+    caller.handles = [queue.call_later(1.0, caller.call), queue.call_soon(caller.call)]
     gone = weakref.ref(caller)
-    del turns, caller
+    del queue, caller
     gc.collect()
     assert gone() is None
 
@@ -165,12 +165,12 @@ def test_a_handle_lets_go_of_what_it_called_or_will_not_call(kind):
     class Argument:
         pass
 
-    turns, called, cancelled = make(kind), Argument(), Argument()
-    handles = [turns.call_soon(id, called), turns.call_later(1.0, id, cancelled)]
+    queue, called, cancelled = make(kind), Argument(), Argument()
+    handles = [queue.call_soon(id, called), queue.call_later(1.0, id, cancelled)]
     gone = [weakref.ref(called), weakref.ref(cancelled)]
     del called, cancelled
     handles[1].cancel()
     with pytest.raises(Stuck):
-        turns.take_turns()
+        queue.run_iterations()
     assert [reference() for reference in gone] == [None, None]
     assert [handle.cancelled() for handle in handles] == [True, True]

@@ -1,7 +1,7 @@
-// The turns of a loop on virtual time, as types of CPython's own making: a handle is made and called some twenty times
+// The event queue of a loop on virtual time, as types of CPython's own making: a handle is made and called some twenty times
 // for each simulated request, and wrapped objects of C++ would take as long to make as what they replace.
 //
-// The oracle is the Python reference in src/penstock/sim/loop/event_queue.py: equal calls take equal turns.
+// The oracle is the Python reference in src/penstock/sim/loop/event_queue.py: equal calls run alike.
 
 #include <nanobind/nanobind.h>
 
@@ -20,13 +20,13 @@ namespace {
 
 constexpr std::size_t kCancelledMax = 100;
 
-struct Turns;
+struct EventQueue;
 
 // What is to be called, with its context before it and its arguments after it, as a call of `Context.run` wants them.
 struct Handle {
     PyObject_VAR_HEAD
     double when_s;
-    Turns* timer_of; // while it waits for its moment; whoever that is keeps it
+    EventQueue* timer_of; // while it waits for its moment; whoever that is keeps it
     Py_ssize_t num_parts;
     bool is_over; // cancelled, or called
     PyObject* parts[1];
@@ -57,7 +57,7 @@ struct State {
     std::vector<Timer> timers; // a heap, the first at its top
 };
 
-struct Turns {
+struct EventQueue {
     PyObject_HEAD
     State* state;
 };
@@ -70,7 +70,7 @@ PyObject* name_failed = nullptr;
 
 PyObject* as_object(Handle* handle) { return reinterpret_cast<PyObject*>(handle); }
 Handle* as_handle(PyObject* self) { return reinterpret_cast<Handle*>(self); }
-State& state_of(PyObject* self) { return *reinterpret_cast<Turns*>(self)->state; }
+State& state_of(PyObject* self) { return *reinterpret_cast<EventQueue*>(self)->state; }
 
 void release(Handle* handle) { Py_DECREF(as_object(handle)); }
 
@@ -175,11 +175,11 @@ Handle* make_handle(double when_s, PyObject* const* args, Py_ssize_t num_args, P
     return handle;
 }
 
-// ---- Turns
+// ---- EventQueue
 
-PyObject* turns_time(PyObject* self, PyObject*) { return PyFloat_FromDouble(state_of(self).now_s); }
+PyObject* queue_time(PyObject* self, PyObject*) { return PyFloat_FromDouble(state_of(self).now_s); }
 
-PyObject* turns_call_soon(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* names) {
+PyObject* queue_call_soon(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* names) {
     Handle* handle = make_handle(0.0, args, num_args, names);
     if (handle != nullptr) {
         Py_INCREF(as_object(handle));
@@ -201,18 +201,18 @@ PyObject* call_at(PyObject* self, double from_s, PyObject* const* args, Py_ssize
     if (handle != nullptr) {
         State& state = state_of(self);
         Py_INCREF(as_object(handle));
-        handle->timer_of = reinterpret_cast<Turns*>(self);
+        handle->timer_of = reinterpret_cast<EventQueue*>(self);
         state.timers.push_back({when_s, state.next_number++, handle});
         std::ranges::push_heap(state.timers, std::greater{});
     }
     return as_object(handle);
 }
 
-PyObject* turns_call_at(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* names) {
+PyObject* queue_call_at(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* names) {
     return call_at(self, 0.0, args, num_args, names);
 }
 
-PyObject* turns_call_later(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* names) {
+PyObject* queue_call_later(PyObject* self, PyObject* const* args, Py_ssize_t num_args, PyObject* names) {
     return call_at(self, state_of(self).now_s, args, num_args, names);
 }
 
@@ -254,14 +254,14 @@ bool tell_error(PyObject* self, PyObject* callback) {
     return answer != nullptr;
 }
 
-PyObject* turns_take_turns(PyObject* self, PyObject*) {
+PyObject* queue_run_iterations(PyObject* self, PyObject*) {
     State& state = state_of(self);
     do {
         if (state.ready.empty() && state.timers.empty()) {
             return PyObject_CallMethodObjArgs(self, name_stuck, nullptr);
         }
         become_due(state);
-        // What they make ready is the next turn's; and they may forget all of it.
+        // What they make ready runs in the next iteration; and they may forget all of it.
         for (std::size_t left = state.ready.size(); left > 0 && !state.ready.empty(); --left) {
             Handle* handle = state.ready.front();
             state.ready.pop_front();
@@ -284,7 +284,7 @@ PyObject* turns_take_turns(PyObject* self, PyObject*) {
     Py_RETURN_NONE;
 }
 
-PyObject* turns_stop_turns(PyObject* self, PyObject*) {
+PyObject* queue_stop_iterations(PyObject* self, PyObject*) {
     state_of(self).is_stopping = true;
     Py_RETURN_NONE;
 }
@@ -302,25 +302,25 @@ void forget(State& state) {
     std::ranges::for_each(timers, release, &Timer::handle);
 }
 
-PyObject* turns_forget_calls(PyObject* self, PyObject*) {
+PyObject* queue_forget_calls(PyObject* self, PyObject*) {
     forget(state_of(self));
     Py_RETURN_NONE;
 }
 
-PyObject* turns_num_timers(PyObject* self, void*) { return PyLong_FromSize_t(state_of(self).timers.size()); }
+PyObject* queue_num_timers(PyObject* self, void*) { return PyLong_FromSize_t(state_of(self).timers.size()); }
 
-PyObject* turns_cancelled_timers(PyObject* self, void*) { return PyLong_FromSize_t(state_of(self).cancelled); }
+PyObject* queue_cancelled_timers(PyObject* self, void*) { return PyLong_FromSize_t(state_of(self).cancelled); }
 
-PyObject* turns_new(PyTypeObject* type, PyObject*, PyObject*) {
+PyObject* queue_new(PyTypeObject* type, PyObject*, PyObject*) {
     PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self != nullptr) {
-        reinterpret_cast<Turns*>(self)->state = new State;
+        reinterpret_cast<EventQueue*>(self)->state = new State;
     }
     return self;
 }
 
-int turns_traverse(PyObject* self, visitproc visit, void* arg) {
-    State* state = reinterpret_cast<Turns*>(self)->state;
+int queue_traverse(PyObject* self, visitproc visit, void* arg) {
+    State* state = reinterpret_cast<EventQueue*>(self)->state;
     if (state != nullptr) { // else it is just being made
         for (Handle* handle : state->ready) {
             Py_VISIT(as_object(handle));
@@ -333,15 +333,15 @@ int turns_traverse(PyObject* self, visitproc visit, void* arg) {
     return 0;
 }
 
-int turns_clear(PyObject* self) {
+int queue_clear(PyObject* self) {
     forget(state_of(self));
     return 0;
 }
 
-void turns_dealloc(PyObject* self) {
+void queue_dealloc(PyObject* self) {
     PyObject_GC_UnTrack(self);
     forget(state_of(self));
-    delete reinterpret_cast<Turns*>(self)->state;
+    delete reinterpret_cast<EventQueue*>(self)->state;
     free_instance(self);
 }
 
@@ -382,39 +382,39 @@ PyType_Spec handle_spec = {
 
 constexpr int kCall = METH_FASTCALL | METH_KEYWORDS;
 
-PyMethodDef turns_methods[] = {
-    {"time", turns_time, METH_NOARGS, nullptr},
-    {"call_soon", as_method(turns_call_soon), kCall, nullptr},
-    {"call_at", as_method(turns_call_at), kCall, nullptr},
-    {"call_later", as_method(turns_call_later), kCall, nullptr},
-    {"take_turns", turns_take_turns, METH_NOARGS, nullptr},
-    {"stop_turns", turns_stop_turns, METH_NOARGS, nullptr},
-    {"forget_calls", turns_forget_calls, METH_NOARGS, nullptr},
+PyMethodDef queue_methods[] = {
+    {"time", queue_time, METH_NOARGS, nullptr},
+    {"call_soon", as_method(queue_call_soon), kCall, nullptr},
+    {"call_at", as_method(queue_call_at), kCall, nullptr},
+    {"call_later", as_method(queue_call_later), kCall, nullptr},
+    {"run_iterations", queue_run_iterations, METH_NOARGS, nullptr},
+    {"stop_iterations", queue_stop_iterations, METH_NOARGS, nullptr},
+    {"forget_calls", queue_forget_calls, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyGetSetDef turns_properties[] = {
-    {"num_timers", turns_num_timers, nullptr, nullptr, nullptr},
-    {"cancelled_timers", turns_cancelled_timers, nullptr, nullptr, nullptr},
+PyGetSetDef queue_properties[] = {
+    {"num_timers", queue_num_timers, nullptr, nullptr, nullptr},
+    {"cancelled_timers", queue_cancelled_timers, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
-PyType_Slot turns_slots[] = {
-    {Py_tp_new, as_slot(turns_new)},
-    {Py_tp_traverse, as_slot(turns_traverse)},
-    {Py_tp_clear, as_slot(turns_clear)},
-    {Py_tp_dealloc, as_slot(turns_dealloc)},
-    {Py_tp_methods, turns_methods},
-    {Py_tp_getset, turns_properties},
+PyType_Slot queue_slots[] = {
+    {Py_tp_new, as_slot(queue_new)},
+    {Py_tp_traverse, as_slot(queue_traverse)},
+    {Py_tp_clear, as_slot(queue_clear)},
+    {Py_tp_dealloc, as_slot(queue_dealloc)},
+    {Py_tp_methods, queue_methods},
+    {Py_tp_getset, queue_properties},
     {0, nullptr},
 };
 
-PyType_Spec turns_spec = {
-    .name = "penstock._native.Turns",
-    .basicsize = sizeof(Turns),
+PyType_Spec queue_spec = {
+    .name = "penstock._native.EventQueue",
+    .basicsize = sizeof(EventQueue),
     .itemsize = 0,
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
-    .slots = turns_slots,
+    .slots = queue_slots,
 };
 
 PyObject* interned(const char* text) { return nb::steal(PyUnicode_InternFromString(text)).release().ptr(); }
@@ -429,15 +429,15 @@ nb::object make_type(PyType_Spec& spec) {
 
 }  // namespace
 
-void bind_turns(nb::module_& module);
+void bind_event_queue(nb::module_& module);
 
-void bind_turns(nb::module_& module) {
+void bind_event_queue(nb::module_& module) {
     copy_context = nb::object(nb::module_::import_("contextvars").attr("copy_context")).release().ptr();
     name_run = interned("run");
     name_stuck = interned("_stuck");
     name_failed = interned("_failed");
     handle_type = reinterpret_cast<PyTypeObject*>(make_type(handle_spec).release().ptr());
-    module.attr("Turns") = make_type(turns_spec);
+    module.attr("EventQueue") = make_type(queue_spec);
 }
 
 }  // namespace penstock
