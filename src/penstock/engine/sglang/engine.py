@@ -7,6 +7,7 @@ import shutil
 import signal
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle
 from penstock.core.wire import Wire, encode
+from penstock.engine.kv_events.ranks import RankedBlocks
 from penstock.engine.kv_events.subscriber import KvEventSubscriber
 from penstock.engine.kv_events.translator import HexSalts
 from penstock.engine.sglang.arguments import PACKAGE, Arguments, make_arguments
@@ -138,13 +140,19 @@ class SglangBackend:
         if address is None:
             return
         arrived: asyncio.Queue[Sequence[KvEvent]] = asyncio.Queue()
+        blocks = RankedBlocks(spec.data_parallel)
+
+        def publish(rank: int, events: Sequence[KvEvent]) -> None:
+            if merged := blocks.merge(rank, events):
+                arrived.put_nowait(merged)
+
         async with asyncio.TaskGroup() as group:
             ranks = [
                 KvEventSubscriber(
                     address.of_rank(rank),
                     block_size=spec.block_size,
                     salt_of=HexSalts(default=spec.card.salt if spec.card is not None else b""),
-                    publish=arrived.put_nowait,
+                    publish=partial(publish, rank),
                     hash_key=spec.hash_key,
                 )
                 for rank in range(spec.data_parallel)

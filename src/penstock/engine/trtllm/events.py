@@ -11,6 +11,7 @@ from penstock.core.types.events import KvEvent
 from penstock.core.wire import pack_tokens
 from penstock.engine.kv_events.engine_events import EngineEvent, EngineStored, Omissions
 from penstock.engine.kv_events.polled import PolledEvents
+from penstock.engine.kv_events.ranks import RankedBlocks
 from penstock.engine.kv_events.translator import HexSalts, KvEventTranslator
 from penstock.engine.spec import EngineSpec
 
@@ -29,6 +30,7 @@ class PolledCache:
         self.omissions: Omissions = Omissions()
         self._block_size = spec.block_size
         self._salts: OrderedDict[bytes, str | None] = OrderedDict()
+        self._blocks = RankedBlocks(spec.data_parallel)
         several = spec.data_parallel > 1
         self._readers = [
             PolledEvents(spec.block_size, self.omissions, rank if several else None)
@@ -58,8 +60,8 @@ class PolledCache:
         """Translate events as they were polled."""
         out: list[KvEvent] = []
         before = sum(self.omissions.values())
-        for reader, translator in zip(self._readers, self._translators, strict=True):
-            out += translator.translate(self._salted(reader.read(polled)))
+        for rank, (reader, translator) in enumerate(zip(self._readers, self._translators, strict=True)):
+            out += self._blocks.merge(rank, translator.translate(self._salted(reader.read(polled))))
         if sum(self.omissions.values()) > before:
             _log.debug(
                 "kv_events_omitted",
