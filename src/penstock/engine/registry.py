@@ -180,7 +180,7 @@ _KINDS = {
         has_weights=False,
         count_workers=_count_urls,
     ),
-    "vllm": EngineKind(make=_vllm),
+    "vllm": EngineKind(make=_vllm, has_adapters=True),
     "sglang": EngineKind(make=_sglang, has_adapters=True),
     "trtllm": EngineKind(make=_trtllm),
 }

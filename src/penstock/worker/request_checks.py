@@ -28,6 +28,12 @@ def check_request(request: Request, info: EngineInfo, adapters: Collection[str],
         raise RequestError("deadline_s: must be a number of seconds, or none, got nan")
     if request.adapter is not None and request.adapter not in adapters:
         raise Unavailable(f"{worker} does not have adapter {request.adapter!r}; try another worker")
+    if request.sampling.structured is not None and not info.structured_outputs:
+        raise RequestError(
+            'response_format: the engine of this model does not constrain its output, expected {"type": "text"};'
+            " leave it out, or serve the model with an engine that does, such as vllm",
+            param="response_format",
+        )
     expected = num_tokens(request.token_ids) // info.block_size
     if len(request.block_hashes) != expected * _HASH_BYTES:
         raise RequestError(

@@ -402,7 +402,10 @@ def test_adapters_are_spread_over_the_replicas() -> None:
     for fields, text in (
         ({"adapters": ["a", "a"]}, "adapters: 'a' is named twice"),
         ({"adapters": ["-a"]}, "adapters: must be up to 128 letters"),
-        ({"engine": "paged"}, "adapters: engine 'paged' runs none; run one that does: mock"),
+        (
+            {"engine": "paged"},
+            "adapters: engine 'paged' runs none; run one that does: mock, openai, vllm, sglang",
+        ),
         ({"replicas": 2, "adapters_per_worker": 1}, "2 workers with 1 adapters each cannot have all 3"),
     ):
         with pytest.raises(ConfigError, match=text):

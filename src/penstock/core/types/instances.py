@@ -25,6 +25,7 @@ class EngineInfo(Wire, frozen=True):
         kv_by_chunk: whether full blocks enter the prefix cache after the step that computed them, and `Step.prefilling` is set.
         announces: whether its worker sends an empty `Delta` before the first step that computes a request.
         lower_tier_blocks: blocks in tiers below the device that KV events cover.
+        structured_outputs: whether it keeps to `SamplingParams.structured`; if not, its worker refuses such requests.
     """
 
     block_size: int
@@ -39,6 +40,7 @@ class EngineInfo(Wire, frozen=True):
     kv_by_chunk: bool = False
     announces: bool = False
     lower_tier_blocks: int = 0
+    structured_outputs: bool = False
 
 
 class Prices(Wire, frozen=True):

@@ -24,6 +24,8 @@ class SamplingParams(Wire, frozen=True):
 
     `max_tokens` and `min_tokens` count the whole output, `Request.num_emitted` included.
     `logprobs` is the number of alternatives to report; 0: only the sampled token's logprob; None: no logprobs.
+    `structured` constrains the text: JSON of one of vLLM's `structured_outputs`, as `{"json": SCHEMA}` or `{"regex": "..."}`;
+    an engine that cannot keep to it refuses the request.
     """
 
     max_tokens: int
@@ -39,6 +41,7 @@ class SamplingParams(Wire, frozen=True):
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    structured: bytes | None = None
 
 
 class KvHandle(Wire, frozen=True):

@@ -12,6 +12,7 @@ import pydantic
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
 from penstock.engine.spec import EngineSpec
+from penstock.engine.vllm.adapters import LORA_MODULES, lora_arguments, lora_paths
 
 VERSIONS = "0.32"
 """Versions of vLLM whose engine core this adapter speaks to; other ones change its messages."""
@@ -98,9 +99,12 @@ def engine_arguments(spec: EngineSpec, kind: type) -> dict[str, Any]:
         ConfigError: `spec.args` has an unknown argument, or one that another field of the graph sets, or a wrong value.
     """
     known = {field.name: field.type for field in fields(kind)}
-    for name in spec.args:
+    args = {name: value for name, value in spec.args.items() if name != LORA_MODULES}
+    for name in args:
         if name not in known:
-            raise ConfigError(f"engine_args: vLLM has no {name!r}{nearest(name, sorted(known))}")
+            raise ConfigError(
+                f"engine_args: vLLM has no {name!r}{nearest(name, sorted({*known, LORA_MODULES}))}"
+            )
         if name in _OWN:
             raise ConfigError(f"engine_args: {name} is set by the graph's {_OWN[name]}; set that instead")
         if name == "kv_events_config":
@@ -137,7 +141,8 @@ def engine_arguments(spec: EngineSpec, kind: type) -> dict[str, Any]:
     }
     if spec.device.startswith("cpu"):
         given["kv_cache_memory_bytes"] = _CPU_KV_BYTES
-    return given | {name: _converted(name, value, known[name]) for name, value in spec.args.items()}
+    given |= lora_arguments(lora_paths(spec), on_cpu=spec.device.startswith("cpu"))
+    return given | {name: _converted(name, value, known[name]) for name, value in args.items()}
 
 
 def _converted(name: str, value: Any, hint: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping
 from itertools import count
 from typing import Any
 
+import msgspec
 import pydantic
 
 from penstock.core.errors import ConfigError, EngineError, Overloaded, RequestError, Unavailable
@@ -19,6 +20,7 @@ from penstock.core.types.requests import Delta, Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import token_list
 from penstock.engine.spec import EngineSpec
+from penstock.engine.vllm.adapters import lora_paths
 from penstock.engine.vllm.arguments import check_platform, engine_arguments, environment
 from penstock.engine.vllm.child_output import ChildOutput
 from penstock.engine.vllm.connector_counts import ConnectorCounts
@@ -41,6 +43,8 @@ class VllmEngine:
         """vLLM's AsyncMPClient."""
         self._inputs: Any = None
         """vLLM's InputProcessor, which checks requests and knows the end tokens."""
+        self._adapters: dict[str, Any] = {}
+        """vLLM's LoRARequest of each adapter."""
         self._running: dict[str, Running] = {}
         """By vLLM's id: an id of Penstock's may come again while vLLM still ends its first use."""
         self._ids: dict[RequestId, str] = {}
@@ -61,6 +65,7 @@ class VllmEngine:
             ConfigError: vLLM cannot run here, or refuses the model or an argument.
         """
         await asyncio.to_thread(self._launch)
+        await self._load_adapters()
         self._events.follow()
         config = self._core.vllm_config
         self._counts.block_size = config.cache_config.block_size
@@ -74,6 +79,7 @@ class VllmEngine:
             max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
             max_running_requests=ranks * config.scheduler_config.max_num_seqs,
             prompts_at_once=ranks,
+            structured_outputs=True,
         )
 
     def submit(self, request: Request) -> None:
@@ -143,7 +149,7 @@ class VllmEngine:
         core, self._core = self._core, None
         if core is not None:
             self.connectors.log()
-            await asyncio.to_thread(core.shutdown, timeout=_CLOSE_S)
+            await asyncio.to_thread(_end, core)
 
     # -- where NixlVllmEngine differs
 
@@ -206,6 +212,16 @@ class VllmEngine:
         text = " ".join(text.removeprefix("Value error, ").split())
         return f"{self._spec.model}: {text}; --log-level debug shows all that vLLM printed"
 
+    async def _load_adapters(self) -> None:
+        from vllm.lora.request import LoRARequest  # noqa: PLC0415
+
+        for number, (name, path) in enumerate(lora_paths(self._spec).items(), start=1):
+            adapter = self._adapters[name] = LoRARequest(name, number, str(path))
+            try:
+                await self._core.add_lora_async(adapter)
+            except Exception as error:
+                raise ConfigError(f"adapters: {name}: {' '.join(str(error).split())}") from error
+
     # -- requests
 
     def _core_request(self, vllm_id: str, request: Request, rank: int) -> Any:
@@ -213,21 +229,35 @@ class VllmEngine:
         from vllm import SamplingParams  # noqa: PLC0415
         from vllm.exceptions import VLLMClientError  # noqa: PLC0415
         from vllm.inputs.engine import tokens_input  # noqa: PLC0415
+        from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415
 
+        if request.sampling.structured is not None and request.num_emitted:
+            raise EngineError(
+                f"request {request.request_id}: its worker was lost after {request.num_emitted} tokens, and vLLM cannot"
+                " continue an answer that response_format constrains; send it again"
+            )
         arguments = self._sampling_arguments(request)
+        adapter = self._adapters[request.adapter] if request.adapter else None
         prompt = tokens_input(token_list(request.token_ids), cache_salt=request.salt.hex() or None)
         try:
+            if request.sampling.structured is not None:
+                arguments["structured_outputs"] = StructuredOutputsParams(
+                    **msgspec.json.decode(request.sampling.structured, type=dict[str, Any])
+                )
             return self._inputs.process_inputs(
                 vllm_id,
                 prompt,
                 SamplingParams(**arguments),
                 ("generate",),
+                lora_request=adapter,
                 priority=-request.priority,
                 data_parallel_rank=rank,
             )
-        except (VLLMClientError, ValueError) as error:
-            text = " ".join(str(error.args[0]).split())
-            raise RequestError(f"vLLM: {text}", param=getattr(error, "parameter", None)) from error
+        except (VLLMClientError, ValueError, TypeError) as error:
+            param = getattr(error, "parameter", None)
+            if param is None and request.sampling.structured is not None:
+                param = "response_format"
+            raise RequestError(f"vLLM: {' '.join(str(error.args[0]).split())}", param=param) from error
 
     def _step(self, outputs: Any) -> Step:
         deltas = []
@@ -272,3 +302,11 @@ class VllmEngine:
         self._sending.discard(task)
         if not task.cancelled():
             task.exception()
+
+
+def _end(core: Any) -> None:
+    """End vLLM's processes and wait for them; those that take too long are killed."""
+    manager = core.resources.engine_manager
+    core.shutdown(timeout=_CLOSE_S)
+    for process in () if manager is None else manager.processes:
+        process.join(_CLOSE_S)

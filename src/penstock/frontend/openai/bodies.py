@@ -38,6 +38,7 @@ class GenerationRequest(Body, kw_only=True):
     stop: str | list[str] | None = None
     seed: int | None = None
     temperature: float | None = None
+    response_format: Any = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -49,6 +50,7 @@ class GenerationRequest(Body, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     cache_salt: str | None = None
+    structured_outputs: Any = None
     # Accepted, no effect on the answer.
     user: Any = None
     metadata: Any = None
@@ -59,7 +61,6 @@ class GenerationRequest(Body, kw_only=True):
     prompt_cache_retention: Any = None
     # Refused unless they ask for nothing.
     logit_bias: Any = None
-    response_format: Any = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):

@@ -26,7 +26,6 @@ _TOP_K_MAX = (1 << 31) - 1
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),

@@ -15,6 +15,7 @@ from penstock.core.wire import num_tokens
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.limits.headers import NO_OPTIONS, RequestOptions
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest
+from penstock.frontend.openai.structured import structured_of
 from penstock.frontend.openai.validation import stop_strings
 from penstock.frontend.requests.encoding import Prompt, encode_prompts, request_salt
 from penstock.frontend.text.models import ServedModel
@@ -197,4 +198,5 @@ def _sampling(
         ignore_eos=bool(request.ignore_eos),
         min_tokens=min_tokens,
         logprobs=logprobs,
+        structured=structured_of(request),
     )

@@ -75,7 +75,6 @@ def test_bounds_themselves_are_allowed() -> None:
     ("field", "value"),
     [
         ("logit_bias", {"5": 1}),
-        ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("reasoning_effort", "high"),
@@ -94,7 +93,6 @@ def test_what_is_not_served_may_ask_for_nothing() -> None:
             model="m",
             messages=HI,
             logit_bias={},
-            response_format={"type": "text"},
             tools=[],
             tool_choice="auto",
         ),

@@ -1,0 +1,58 @@
+"""What an answer's text must be: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import RequestError
+from penstock.frontend.openai.bodies import GenerationRequest
+
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+def structured_of(request: GenerationRequest) -> bytes | None:
+    """Give `SamplingParams.structured`; None where any text will do.
+
+    Raises:
+        RequestError: a field is malformed, or both are there.
+    """
+    by_format = _of_response_format(request.response_format)
+    outputs = request.structured_outputs
+    if outputs is None:
+        return by_format
+    if by_format is not None:
+        raise RequestError(
+            "structured_outputs: contradicts response_format; send one of them", param="structured_outputs"
+        )
+    given = [kind for kind in _KINDS if outputs.get(kind) is not None] if isinstance(outputs, dict) else []
+    if len(given) != 1:
+        raise RequestError(
+            f"structured_outputs: must be an object with exactly one of {', '.join(_KINDS)}, got"
+            f" {', '.join(given) or 'none of them'}",
+            param="structured_outputs",
+        )
+    return msgspec.json.encode(outputs)
+
+
+def _of_response_format(response_format: Any) -> bytes | None:
+    if response_format is None:
+        return None
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind not in _FORMATS:
+        raise RequestError(
+            f"response_format.type: must be one of {', '.join(_FORMATS)}, got {kind!r}",
+            param="response_format",
+        )
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return msgspec.json.encode({"json_object": True})
+    named = response_format.get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict):
+        raise RequestError(
+            "response_format.json_schema.schema: must be an object, the JSON schema of the answer",
+            param="response_format",
+        )
+    return msgspec.json.encode({"json": schema})

@@ -1,0 +1,25 @@
+import msgspec
+import pytest
+
+from penstock.core.errors import RequestError
+from penstock.core.types.instances import EngineInfo
+from penstock.core.types.requests import Request, SamplingParams
+from penstock.core.wire import pack_tokens
+from penstock.worker.request_checks import check_request
+
+INFO = EngineInfo(
+    block_size=16, total_blocks=9, context_length=99, max_batch_tokens=9, max_running_requests=9
+)
+
+
+def test_only_engines_that_constrain_their_output_get_such_requests() -> None:
+    request = Request(
+        request_id="r",
+        model="m",
+        token_ids=pack_tokens([1, 2]),
+        sampling=SamplingParams(max_tokens=4, structured=b'{"json_object": true}'),
+    )
+    with pytest.raises(RequestError, match=r"response_format: .* such as vllm") as refused:
+        check_request(request, INFO, (), "worker-1")
+    assert refused.value.param == "response_format"
+    check_request(request, msgspec.structs.replace(INFO, structured_outputs=True), (), "worker-1")
