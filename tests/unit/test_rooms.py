@@ -1,7 +1,8 @@
-"""Each folder of the package, and of the experiments, is a room: one idea, and few enough files to look through."""
+"""Each folder of the package, and of the experiments, is a room: one idea, few files, small files, no import cycles."""
 
 import ast
 from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ ROOMS = sorted(
     - {ROOT / "benchmarks" / "peers"}
 )
 FILES_MAX = 12
+LINES_MAX = 450
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
@@ -23,6 +25,11 @@ def test_a_room_has_one_idea_and_few_files(room: Path) -> None:
     assert len(files) <= FILES_MAX, (
         f"{room.relative_to(ROOT)}: {len(files)} files, make a room of some of them"
     )
+    for path in room.glob("*.py"):
+        lines = len(path.read_text().splitlines())
+        assert lines <= LINES_MAX, (
+            f"{path.relative_to(ROOT)}: {lines} lines, give each noun a file of its own"
+        )
 
 
 @pytest.mark.parametrize("tests", ["e2e", "properties", "sim"])
@@ -33,3 +40,44 @@ def test_folders_of_tests_have_few_files(tests: str) -> None:
 
 def test_no_module_has_the_name_of_a_room_beside_it() -> None:
     assert [path for path in PACKAGE.rglob("*.py") if path.with_suffix("").is_dir()] == []
+
+
+def modules() -> dict[str, Path]:
+    """Give every module of the package by its name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(path: Path, known: dict[str, Path]) -> set[str]:
+    """Give the modules of the package that a file imports anywhere, for types too."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            names.update(whole & known.keys() or {node.module})
+    return names & known.keys()
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Give one cycle of a graph, from a node to itself; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_a_cycle_is_found():
+    assert set(cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
+
+
+def test_no_modules_import_each_other():
+    known = modules()
+    assert len(known) > 300
+    found = cycle({name: imported(path, known) - {name} for name, path in known.items()})
+    assert not found, " -> ".join(found)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from penstock.core.descriptors import Granted, Keys
 from penstock.core.errors import (
@@ -31,9 +31,6 @@ from penstock.transfer.link.frames import (
 )
 from penstock.transfer.link.grants import GRANTS, GrantRequest, request_over
 from penstock.transfer.link.last_end import LastEnd
-
-if TYPE_CHECKING:
-    from penstock.transfer.link.handshake import ClientHandshake, ServerHandshake
 
 _WRITE_BUFFER_BYTES = 4 << 20
 _WRITE_BYTES_MAX = 64 << 20
@@ -77,6 +74,22 @@ class LinkHandler(Protocol):
 
     def link_exposed(self, link: "AgentLink") -> bool:
         """Say whether the peer may use memory of this agent by itself. Called before `link_lost`."""
+        ...
+
+
+class Handshake(Protocol):
+    """One side of the handshake of a link."""
+
+    def began(self, link: "SocketLink") -> None:
+        """The link is connected."""
+        ...
+
+    def received(self, link: "SocketLink", message: LinkFrame) -> None:
+        """A message came before the handshake was complete.
+
+        Raises:
+            ProtocolError: the peer may not have this link.
+        """
         ...
 
 
@@ -149,7 +162,7 @@ class SocketLink:
         self._is_held = False
         self._last_end: LastEnd | None = None
         self._handler = handler
-        self._handshake: ClientHandshake | ServerHandshake | None = None
+        self._handshake: Handshake | None = None
         self._open_stream: StreamOpener | None = None
 
     def identify(self, peer: str, host: bytes) -> None:
@@ -157,9 +170,7 @@ class SocketLink:
         self.peer = peer
         self.same_host = host == self._host
 
-    def set_handshake(
-        self, handshake: "ClientHandshake | ServerHandshake", open_stream: StreamOpener | None = None
-    ) -> None:
+    def set_handshake(self, handshake: "Handshake", open_stream: StreamOpener | None = None) -> None:
         """Set the handshake and, on the initiator's side, how to open streams; before the link is connected."""
         self._handshake = handshake
         self._open_stream = open_stream

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import hashlib
 import socket
+import ssl
 import struct
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from penstock.core.errors import ConfigError, PeerLost, ProtocolError, TransferRefused
+from penstock.core.errors import ConfigError, PeerLost, PenstockError, ProtocolError, TransferRefused
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
 from penstock.core.net.handshake import NONCE_BYTES, check_proof, new_nonce, prove
@@ -17,9 +19,6 @@ from penstock.transfer.config import SAME_HOST
 from penstock.transfer.link.frames import Welcome, link_codec
 from penstock.transfer.link.socket_io import receive_exactly, send_all, shake_hands
 from penstock.transfer.tls import TlsIdentity
-
-if TYPE_CHECKING:
-    from penstock.transfer.link.connections import Connections
 
 _log = get_logger()
 
@@ -33,11 +32,37 @@ _UNAUTHENTICATED_MAX = 1024
 """The most connections that have not authenticated; more are closed."""
 
 
+class Reception(Protocol):
+    """Takes what a listener has accepted."""
+
+    def create_task(self, work: Coroutine[object, object, None]) -> "asyncio.Task[None]": ...
+
+    async def link_came(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Accept a link, which begins with TLS if there is a context."""
+        ...
+
+    def stream_key(self, link_id: int) -> bytes | None:
+        """Give the key that opens streams of this link; None if there is no such link."""
+        ...
+
+    def stream_came(self, link_id: int, transport: str, connection: socket.socket) -> None:
+        """Take ownership of a stream.
+
+        Raises:
+            TransferRefused: the link has ended, or this agent does not have the transport.
+        """
+        ...
+
+    def unauthenticated_refused(self, error: PenstockError, where: str) -> None:
+        """Count a connection that did not authenticate."""
+        ...
+
+
 class Listener:
     """The listening sockets of one agent."""
 
     def __init__(
-        self, token: bytes, reception: "Connections", timeout_s: float, tls: TlsIdentity | None = None
+        self, token: bytes, reception: "Reception", timeout_s: float, tls: TlsIdentity | None = None
     ) -> None:
         """Open nothing.
 
@@ -54,7 +79,7 @@ class Listener:
         self._accepting: list[asyncio.Task[None]] = []
         self._unauthenticated = 0
 
-    def open(self, addresses: tuple[str, ...], tasks: "Connections") -> list[str]:
+    def open(self, addresses: tuple[str, ...], tasks: "Reception") -> list[str]:
         """Listen, and accept in tasks.
 
         Returns:
@@ -77,7 +102,7 @@ class Listener:
         for accepting in self._accepting:
             accepting.cancel()
 
-    async def _accept(self, listening: socket.socket, tasks: "Connections") -> None:
+    async def _accept(self, listening: socket.socket, tasks: "Reception") -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from penstock.core.descriptors import RangePairs, Region, TransferOp
 from penstock.core.errors import (
@@ -18,9 +18,6 @@ from penstock.transfer.regions.regions import distinct
 from penstock.transfer.requests.handle import Telemetry, TransferHandle
 from penstock.transfer.requests.peer import Peer
 from penstock.transfer.requests.routes import Route, choose, next_of
-
-if TYPE_CHECKING:
-    from penstock.transfer.requests.running import RunningTransfers
 
 _FINAL = (TransferRefused, TransferCancelled, ChecksumMismatch)
 """Errors after which no other transport is tried."""
@@ -76,11 +73,25 @@ class TransferRequest:
         return True
 
 
+class TransferStarter(Protocol):
+    """Runs transfers."""
+
+    def start(self, request: TransferRequest, timeout_s: float | None) -> None:
+        """Run a transfer; a small one finishes at once.
+
+        Raises:
+            TransferError: the agent is not open.
+            TransferRefused: the notification is too long.
+            Overloaded: too many transfers are running, or this agent's own notification queue is full.
+        """
+        ...
+
+
 class TransferOwner(Protocol):
     """The part of the agent that prepared transfers use."""
 
     @property
-    def running(self) -> "RunningTransfers": ...
+    def running(self) -> TransferStarter: ...
 
     def check_prepared(self, prepared: "PreparedTransfer", op: TransferOp) -> None:
         """Check that peer and regions are still there, and permit `op`.

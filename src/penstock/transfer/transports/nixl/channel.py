@@ -3,7 +3,7 @@
 import asyncio
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,10 +30,7 @@ from penstock.seams import Link, Move
 from penstock.transfer.regions.checksum import Sums as SumArray
 from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
 from penstock.transfer.transports.nixl.frames import Given, Known, Place, SumRanges, decode
-from penstock.transfer.transports.nixl.thread import NONCE_BYTES, Handles, NixlThread, Plan, Rows, row
-
-if TYPE_CHECKING:
-    from penstock.transfer.transports.nixl.transport import NixlTransport
+from penstock.transfer.transports.nixl.thread import NONCE_BYTES, Flight, Handles, NixlThread, Plan, Rows, row
 
 _W = TypeVar("_W", bound=Wire)
 NAME = "nixl"
@@ -54,12 +51,39 @@ Pieces = tuple[OffsetArray, OffsetArray, OffsetArray]
 """Index of each piece's range, offset in that range, and length; (n,) uint64 each."""
 
 
+class ChannelOwner(Protocol):
+    """The part of the transport that its channels use."""
+
+    places: dict[int, Place]
+    failed: dict[int, str]
+
+    async def thread(self) -> NixlThread:
+        """Give the thread with its NIXL agent.
+
+        Raises:
+            TransferError: NIXL does not work here.
+        """
+        ...
+
+    async def sum(self, ranges: Descriptors) -> SumArray:
+        """Compute the checksum of each range of this agent's own memory."""
+        ...
+
+    def leave(self, flight: Flight, link: Link, region_ids: frozenset[int]) -> None:
+        """Note a transfer that has ended for its caller and may use these regions until `flight.ended`."""
+        ...
+
+    def closed(self, channel: "NixlChannel") -> None:
+        """Forget a channel."""
+        ...
+
+
 class NixlChannel:
     """The initiator's side of one link."""
 
     def __init__(
         self,
-        owner: "NixlTransport",
+        owner: "ChannelOwner",
         link: Link,
         regions: Mapping[int, RegionInfo],
         cost: Mapping[TransferOp, TransferCost],

@@ -3,9 +3,10 @@
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.core.descriptors import (
     MAIN_MEMORY,
+    Descriptors,
     OffsetArray,
     RangePairs,
     Region,
@@ -27,9 +29,6 @@ from penstock.transfer.regions.arena import Arena, expect_sealed
 from penstock.transfer.regions.copies import CopyMove, Mapped
 from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
 from penstock.transfer.transports.shm.other_process import OtherProcess, is_ending
-
-if TYPE_CHECKING:
-    from penstock.transfer.transports.shm.transport import ShmTransport
 
 NAME = "shm"
 UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
@@ -74,12 +73,32 @@ class _Reachable:
     mapping: NDArray[np.uint8] | None
 
 
+class ChannelOwner(Protocol):
+    """The part of the transport that its channels use."""
+
+    threads: int
+    inline_bytes_max: int
+    executor: ThreadPoolExecutor
+
+    def local_addresses(self, ranges: Descriptors) -> OffsetArray:
+        """Give the (n,) uint64 addresses of this agent's ranges."""
+        ...
+
+    def touch(self, arena: Arena) -> None:
+        """Map a peer's pages in the background."""
+        ...
+
+    def closed(self, channel: "ShmChannel") -> None:
+        """Forget a channel."""
+        ...
+
+
 class ShmChannel:
     """The channel to one peer."""
 
     def __init__(
         self,
-        shm: "ShmTransport",
+        shm: "ChannelOwner",
         link: Link,
         regions: Mapping[int, RegionInfo],
         untraceable: str | None,
