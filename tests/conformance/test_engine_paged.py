@@ -11,7 +11,7 @@ from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.testing.engines.batched import BatchedEngineSuite
 from penstock.testing.engines.caching import CachingEngineSuite
 from penstock.testing.engines.engine import EngineSuite
-from penstock.testing.engines.movable import MovableKvSuite
+from penstock.testing.engines.movable_kv.suite import MovableKvSuite
 from penstock.testing.engines.probe import EngineSetup
 from tests.support.late_runner import LateFence, LateRunner
 

@@ -22,7 +22,8 @@ from penstock.seams import Engine
 from penstock.transfer import TransferAgent, TransferConfig
 from penstock.transfer.transports.memory import MemoryTransport
 from penstock.worker.config import WorkerConfig
-from penstock.worker.worker import Worker, WorkerIdentity
+from penstock.worker.identity import WorkerIdentity
+from penstock.worker.worker import Worker
 
 
 def small_card(name: str = "tiny", block_size: int = 4) -> ModelCard:

@@ -7,7 +7,6 @@ reports, deadlines, draining, and the death of the engine.
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -21,13 +20,12 @@ from penstock.core.errors import (
     Unavailable,
     WorkerLost,
 )
-from penstock.core.ids import RequestId, WorkerId
+from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.events import EventMessage
 from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
 from penstock.core.types.load import WorkerLoad
-from penstock.core.types.location import Location
 from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request
 from penstock.core.types.steps import Step
 from penstock.runtime.events.publisher import EventPublisher
@@ -46,6 +44,7 @@ from penstock.transfer import TransferAgent
 from penstock.worker.config import WorkerConfig
 from penstock.worker.engine_driver import EngineDriver
 from penstock.worker.frontends import Frontend, Frontends, Running
+from penstock.worker.identity import WorkerIdentity
 from penstock.worker.kv_transfer.kv_transfer import KvTransfer
 from penstock.worker.registration import WorkerRegistration
 from penstock.worker.reports import LoadReports
@@ -53,17 +52,6 @@ from penstock.worker.request_checks import check_request
 from penstock.worker.step_log import StepLog
 
 _log = get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerIdentity:
-    """Name, id, role and location of a worker."""
-
-    worker_id: WorkerId
-    name: str
-    role: Role = Role.AGGREGATED
-    pid: int = 0
-    location: Location = field(default_factory=Location)
 
 
 class Worker:

@@ -13,7 +13,8 @@ from penstock.runtime.discovery.memory import MemoryDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.testing.loop import run_async
-from penstock.worker.worker import Worker, WorkerIdentity
+from penstock.worker.identity import WorkerIdentity
+from penstock.worker.worker import Worker
 from tests.support.cluster import small_card
 from tests.support.manual_engine import ManualEngine
 

@@ -25,7 +25,8 @@ from penstock.runtime.requests.tcp import TcpPlane
 from penstock.seams import Engine
 from penstock.transfer import TransferAgent
 from penstock.worker.files import ModelFiles
-from penstock.worker.worker import Worker, WorkerIdentity
+from penstock.worker.identity import WorkerIdentity
+from penstock.worker.worker import Worker
 
 _log = get_logger()
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import BlockId
 from penstock.core.types.events import BlockStored
-from penstock.testing.engines.moving import MovingCase, block_bytes, move_blocks
+from penstock.testing.engines.movable_kv.moving import MovingCase, block_bytes, move_blocks
 from penstock.testing.engines.probe import make_request
 
 

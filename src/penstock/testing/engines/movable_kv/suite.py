@@ -5,8 +5,8 @@ import msgspec
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import Role
 from penstock.seams import RoleAware
-from penstock.testing.engines.blocks import EngineBlocks
-from penstock.testing.engines.partial_blocks import EnginePartialBlocks
+from penstock.testing.engines.movable_kv.blocks import EngineBlocks
+from penstock.testing.engines.movable_kv.partial_blocks import EnginePartialBlocks
 from penstock.testing.engines.probe import make_request
 
 

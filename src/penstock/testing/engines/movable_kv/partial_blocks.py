@@ -9,7 +9,7 @@ from penstock.core.hashing import block_hashes
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.requests import Request
 from penstock.core.wire import HashArray
-from penstock.testing.engines.moving import MovingCase, MovingEngine, block_bytes, move_blocks
+from penstock.testing.engines.movable_kv.moving import MovingCase, MovingEngine, block_bytes, move_blocks
 from penstock.testing.engines.probe import EngineProbe, make_request
 
 

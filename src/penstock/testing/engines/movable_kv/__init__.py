@@ -1,0 +1,1 @@
+"""Suites of engines whose KV Penstock moves."""

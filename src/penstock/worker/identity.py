@@ -1,0 +1,18 @@
+"""Who a worker is."""
+
+from dataclasses import dataclass, field
+
+from penstock.core.ids import WorkerId
+from penstock.core.types.instances import Role
+from penstock.core.types.location import Location
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Name, id, role and location of a worker."""
+
+    worker_id: WorkerId
+    name: str
+    role: Role = Role.AGGREGATED
+    pid: int = 0
+    location: Location = field(default_factory=Location)
