@@ -12,8 +12,10 @@ import msgspec
 
 from benchmarks.processes.served import Served
 from penstock.bench.prompts import text
+from penstock.core.errors import Unavailable
 
 _TIMEOUT_S = 300.0
+_OK = 200
 
 
 @dataclass(slots=True)
@@ -78,7 +80,8 @@ class Chats:
         answer, begin_s = Answer(), perf_counter()
         last_s = begin_s
         async with self._http.post(f"{self._server.url}/v1/chat/completions", json=body) as response:
-            response.raise_for_status()
+            if response.status != _OK:
+                raise Unavailable(f"the server answered with {response.status}: {await response.text()}")
             async for line in response.content:
                 if not line.startswith(b"data: {"):
                     continue

@@ -31,7 +31,7 @@ from penstock.bench.report import Report
 from penstock.core.errors import ConfigError, Unavailable
 
 _BLOCK = 32
-_CONTEXT = 2048
+_CONTEXT = 4096
 _ENGINE = {"enforce_eager": True, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
 _CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 _START_TIMEOUT_S = 600.0
@@ -41,8 +41,8 @@ _FULL = Conversations(
     groups=6,
     conversations_per_group=6,
     turns=6,
-    system_words=128,
-    turn_words=64,
+    system_words=96,
+    turn_words=32,
     answer_tokens=16,
     concurrency=6,
 )
@@ -50,12 +50,12 @@ _QUICK = Conversations(
     groups=2,
     conversations_per_group=2,
     turns=2,
-    system_words=128,
-    turn_words=64,
+    system_words=96,
+    turn_words=32,
     answer_tokens=8,
     concurrency=4,
 )
-_CONVERSATION_TOKENS = 1400  # of one at its end; words are two to three tokens
+_CONVERSATION_TOKENS = 1700  # of one at its end; a word of these prompts has four to five tokens
 _ROOM = 0.7
 """KV blocks of one worker, as a share of what all conversations take."""
 
