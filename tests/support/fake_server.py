@@ -56,12 +56,17 @@ class FakeServer:
         self.refuse: Callable[[], web.Response] | None = None
         """Makes the answer to every request, in place of tokens."""
         self.health_status = 200
+        self.loading_checks = 0
+        """Health checks that are answered as by a server that loads its model."""
         self.silent = False
         """Whether it accepts connections and answers nothing, as a stopped process does."""
         self.metrics = ""
         self.key: str | None = None
         self.open = self.aborted = 0
         self.rooms: dict[int, asyncio.Event] = {}
+        """Where SGLang's two sides meet: one dict for all servers that transfer KV to each other."""
+        self.prefills = 0
+        """Prompts computed for other servers."""
         self.pulled: list[dict[str, Any]] = []
         """`kv_transfer_params` or rooms of the decode requests."""
         self.url = ""
@@ -104,6 +109,7 @@ class FakeServer:
                 if connection.transport is not None:
                     connection.transport.abort()
             await runner.cleanup()
+            await asyncio.sleep(0.01)  # until the transports have closed
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -138,6 +144,9 @@ class FakeServer:
         await self._gate(request)
         if self.api == "ollama":
             raise web.HTTPNotFound
+        if self.loading_checks:
+            self.loading_checks -= 1
+            return web.Response(status=503, text="Loading model")
         return web.Response(status=self.health_status, text="" if self.health_status == 200 else "not well")
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -231,6 +240,7 @@ class FakeServer:
         if room is not None and self.fault is None:
             peer = self.rooms.setdefault(room, asyncio.Event())
             if params["max_new_tokens"] == 1:
+                self.prefills += 1
                 await peer.wait()  # until the decode server has come
             else:
                 self.pulled.append(
@@ -268,7 +278,7 @@ class FakeServer:
         def chunk(new: list[int], reason: str | None) -> list[dict[str, Any]]:
             parts: list[dict[str, Any]] = [
                 {"index": 0, "content": "", "tokens": [n], "stop": False, "id_slot": 0, "tokens_predicted": 1}
-                | ({"completion_probabilities": [{"id": n, "logprob": -0.5, "top_logprobs": [{"id": n, "logprob": -0.5}]}]}
+                | ({"completion_probabilities": [{"id": n, "logprob": -0.5, "top_logprobs": [{"id": rank + n, "logprob": -0.5 - rank} for rank in range(body["n_probs"])]}]}
                    if body.get("n_probs") else {})
                 for n in new
             ]  # fmt: skip
@@ -305,6 +315,7 @@ class FakeServer:
     ) -> web.StreamResponse:
         self.bodies.append(body)
         self.paths.append(request.path)
+        self.prefills += 1
         assert not body.get("stream")
         assert body["max_tokens"] == 1
         assert params["remote_engine_id"] is None

@@ -19,7 +19,7 @@ def fakes(*apis: str, **fields: Any) -> list[FakeServer]:
     return [FakeServer(TOKENIZER, api, **fields) for api in apis]
 
 
-def serve(deploy, scenario, servers: list[FakeServer], *, before=None, **fields) -> None:
+def serve(deploy, scenario, servers: list[FakeServer], *, before=None, roles=None, **fields) -> None:
     """Run a scenario against a deployment with these servers as workers.
 
     The servers live in the test's own loop, which starts them first: their ports have to be known to the graph.
@@ -45,12 +45,11 @@ def serve(deploy, scenario, servers: list[FakeServer], *, before=None, **fields)
         async def call(function) -> None:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(function, loop))
 
-        role = {
-            "replicas": len(servers),
-            "engine": "openai",
-            "engine_args": {"url": [s.url for s in servers], **CHECKS},
-        }
-        deploy(lambda site: scenario(site, call), role=role, **fields)
+        if before is not None:
+            loop.call_soon_threadsafe(before, loop)
+        args = {"url": [server.url for server in servers], **CHECKS}
+        described = {"aggregated": {"engine": {"name": "openai", "args": args}}} if roles is None else roles()
+        deploy(lambda site: scenario(site, call), roles=described, **fields)
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)
@@ -226,3 +225,71 @@ def test_errors_of_a_server_reach_the_client(deploy):
             assert response.headers["Retry-After"]
 
     serve(deploy, scenario, servers)
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_prompts_go_to_a_prefill_server_and_answers_come_from_a_decode_server(deploy, api):
+    prefill, decode = servers = fakes(api, api)
+    prefill.rooms = decode.rooms
+    prompt = [5 + number % 300 for number in range(200)]
+
+    async def scenario(site, call):
+        answer = await complete(site, prompt, 16)
+        assert answer.choices[0].text == expected(decode, prompt, 16)
+        assert answer.usage.completion_tokens == 16
+        (pulled,) = decode.pulled
+        assert pulled.get("remote_engine_id", pulled.get("host")) in {prefill.url, "127.0.0.1"}
+        assert prefill.prefills == 1
+        before = len(decode.bodies)
+        await asyncio.gather(*(complete(site, [number, *prompt], 8) for number in range(5, 11)))
+        assert len(decode.bodies) == before + 6
+        assert len(decode.pulled) == prefill.prefills == 7
+
+        async def at_rest() -> bool:
+            return not prefill.open and not decode.open
+
+        await site.until(at_rest)
+
+    serve(
+        deploy, scenario, servers,
+        roles=lambda: {
+            "prefill": {"engine": "openai", "engine_args": CHECKS | {"url": [prefill.url]}},
+            "decode": {"engine": "openai", "engine_args": CHECKS | {"url": [decode.url]}},
+        },
+        router={"disagg": {"local_tokens_max": 0}},
+    )  # fmt: skip
+
+
+def test_a_prefill_server_that_dies_is_left_out(deploy):
+    prefill, decode = servers = fakes("vllm", "vllm")
+    prompt = [5 + number % 300 for number in range(200)]
+
+    async def scenario(site, call):
+        await call(prefill.stop())
+        for number in range(5, 8):
+            answer = await complete(site, [number, *prompt], 8)
+            assert answer.choices[0].text == expected(decode, [number, *prompt], 8)
+        assert decode.pulled == []
+
+    serve(
+        deploy, scenario, servers,
+        roles=lambda: {
+            "prefill": {"engine": "openai", "engine_args": CHECKS | {"url": [prefill.url]}},
+            "decode": {"engine": "openai", "engine_args": CHECKS | {"url": [decode.url]}},
+        },
+        router={"disagg": {"local_tokens_max": 0}},
+    )  # fmt: skip
+
+
+def test_a_server_that_loads_for_long_is_waited_for(deploy):
+    (server,) = servers = fakes("vllm")
+    server.loading_checks = 4
+
+    async def scenario(site, call):
+        failures = [line for line in site.said if "worker-1 failed" in line]
+        assert len(failures) == 4, "more often than supervision.failed_starts_max"
+        assert f"{server.url}/health: 503: Loading model; starts again in" in failures[0]
+        assert (await complete(site, PROMPT, 4)).choices[0].text == expected(server, PROMPT, 4)
+
+    supervision = {"spare_processes": 0, "restart_delay_s": 0.05, "failed_starts_max": 2}
+    serve(deploy, scenario, servers, supervision=supervision)

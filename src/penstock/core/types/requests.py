@@ -149,7 +149,8 @@ class Delta(Wire, frozen=True, array_like=True):
 
     Attributes:
         finish_reason: set on the last delta only.
-        cached_tokens: prompt tokens found in the prefix cache; set on the first delta.
+        cached_tokens: prompt tokens found in the prefix cache; set once, on the first delta with tokens, or on the last one by an
+            engine that learns it then.
         kv: set with `FinishReason.PREFILLED`.
     """
 

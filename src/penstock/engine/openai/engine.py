@@ -14,7 +14,7 @@ from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.types.steps import Step
-from penstock.core.wire import num_tokens
+from penstock.core.wire import num_tokens, unpack_tokens
 from penstock.engine.kv_events.subscriber import KvEventSubscriber, Publish
 from penstock.engine.kv_events.translator import check_block_size
 from penstock.engine.openai.config import ServerConfig
@@ -34,6 +34,7 @@ class Serving:
 
     block_size: int
     context_length: int
+    vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     kv_blocks: int | None = None
     max_running_requests: int
@@ -204,6 +205,13 @@ class ServerEngine:
             )
         if not prompt:
             raise RequestError("token_ids: must not be empty", param="token_ids")
+        token_ids = unpack_tokens(request.token_ids)
+        lowest, highest = int(token_ids.min()), int(token_ids.max())
+        if not 0 <= lowest <= highest < self._serving.vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise RequestError(
+                f"token_ids: must be >= 0 and < {self._serving.vocab_size}, got {wrong}", param="token_ids"
+            )
         if not 0 <= request.num_emitted < prompt:
             raise RequestError(
                 f"num_emitted: must be >= 0 and < {prompt}, the number of token_ids, got {request.num_emitted}",
@@ -226,7 +234,7 @@ class ServerEngine:
                 retry_after_s=1.0,
             )
         sampling = checked_sampling(
-            sampling, vocab_size=self._server.vocab_size, context_length=info.context_length
+            sampling, vocab_size=self._serving.vocab_size, context_length=info.context_length
         )
         room = request.num_emitted + info.context_length - prompt
         sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
@@ -264,7 +272,9 @@ class ServerEngine:
                     self._push(stream, delta)
                 if stream.is_over:
                     break
-        self._push(stream, stream.end())  # raises if the answer was cut off
+        end = stream.end()  # raises if the answer was cut off
+        self._count_prompt(num_tokens(stream.request.token_ids), stream.cached_tokens or 0)
+        self._push(stream, end)
 
     def _begun(self, stream: Stream) -> Callable[[], None]:
         """Make the callback that tells routers that the server has the request now."""
@@ -282,19 +292,22 @@ class ServerEngine:
     def _push(self, stream: Stream, delta: Delta) -> None:
         if self._streams.get(stream.request.request_id) is not stream or stream.is_background:
             return
-        tokens = num_tokens(delta.token_ids)
         totals = self._totals
         self._totals = msgspec.structs.replace(
-            totals,
-            generated_tokens=totals.generated_tokens + tokens,
-            prefix_hit_tokens=totals.prefix_hit_tokens + (delta.cached_tokens or 0),
-            prefilled_tokens=totals.prefilled_tokens
-            + (num_tokens(stream.request.token_ids) if tokens and tokens == stream.num_tokens else 0),
+            totals, generated_tokens=totals.generated_tokens + num_tokens(delta.token_ids)
         )
         self._deltas.append(delta)
         if delta.finish_reason is not None:
             stream.is_background = True
         self._news()
+
+    def _count_prompt(self, tokens: int, cached: int) -> None:
+        totals = self._totals
+        self._totals = msgspec.structs.replace(
+            totals,
+            prefix_hit_tokens=totals.prefix_hit_tokens + cached,
+            prefilled_tokens=totals.prefilled_tokens + max(tokens - cached, 0),
+        )
 
     def _fail(self, stream: Stream, error: PenstockError) -> None:
         """End a request with an error; one of the server's own counts against the server."""

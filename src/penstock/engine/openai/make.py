@@ -40,6 +40,7 @@ def make_engine(spec: EngineSpec) -> ServerEngine:
     serving = Serving(
         block_size=spec.block_size,
         context_length=spec.context_length,
+        vocab_size=max(spec.vocab_size, codec.vocab_size),
         eos_token_ids=spec.eos_token_ids,
         kv_blocks=spec.kv_blocks,
         max_running_requests=_chosen(spec.scheduler, "max_running_requests", _RUNNING_REQUESTS),

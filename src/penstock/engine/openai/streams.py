@@ -13,7 +13,7 @@ class Stream:
     """A request's state. One task feeds it."""
 
     __slots__ = (
-        "_cached", "_finish", "_held", "_held_logprobs", "_stops", "extra", "is_background", "is_done", "is_over", "is_taken", "keeps",
+        "_finish", "_has_begun", "_held", "_held_logprobs", "_said_cached", "_stops", "cached_tokens", "extra", "is_background", "is_done", "is_over", "is_taken", "keeps",
         "num_tokens", "request", "task",
     )  # fmt: skip
 
@@ -42,16 +42,18 @@ class Stream:
         """Whether its task has ended."""
         self._stops = (*eos_token_ids, *request.sampling.stop_token_ids)
         self._finish: FinishReason | None = None
-        self._cached: int | None = None
+        self.cached_tokens: int | None = None
+        """Prompt tokens that the server had cached, once it has said so."""
+        self._has_begun = self._said_cached = False
         self._held: tuple[int, ...] = ()  # a stop token, which may be the last one
         self._held_logprobs: tuple[TokenLogprob, ...] = ()
 
     def feed(self, piece: Piece) -> Delta | None:
         """Take a piece of the answer; a delta where it has tokens. `end` gives the last one."""
         if piece.cached_tokens is not None:
-            self._cached = piece.cached_tokens
+            self.cached_tokens = piece.cached_tokens
         if self._finish is not None:  # tokens after the end are none
-            self.is_over |= piece.is_last or self._cached is not None
+            self.is_over |= piece.is_last or self.cached_tokens is not None
             return None
         left = self.request.sampling.max_tokens - self.request.num_emitted - self.num_tokens
         new = piece.token_ids[:left]
@@ -60,7 +62,7 @@ class Stream:
         if len(new) < len(piece.token_ids):  # the server does not keep to max_tokens
             self._finish = FinishReason.LENGTH
             self.is_over = True
-        self.is_over |= piece.is_last or (self._finish is not None and self._cached is not None)
+        self.is_over |= piece.is_last or (self._finish is not None and self.cached_tokens is not None)
         token_ids = self._held + new
         logprobs = self._held_logprobs + piece.logprobs[: len(new)]
         whole = len(token_ids) - (bool(token_ids) and token_ids[-1] in self._stops)
@@ -71,6 +73,7 @@ class Stream:
             request_id=self.request.request_id,
             token_ids=pack_tokens(token_ids[:whole]),
             logprobs=logprobs[:whole],
+            cached_tokens=self._tell_cached(),
         )
 
     def end(self) -> Delta:
@@ -89,6 +92,14 @@ class Stream:
             request_id=self.request.request_id,
             token_ids=pack_tokens(held),
             finish_reason=self._finish,
-            cached_tokens=self._cached,
+            cached_tokens=self._tell_cached(at_end=True),
             logprobs=self._held_logprobs,
         )
+
+    def _tell_cached(self, *, at_end: bool = False) -> int | None:
+        """Give the cached tokens once: when they are known, if that is by the first tokens, else with the end."""
+        is_first, self._has_begun = not self._has_begun, True
+        if self._said_cached or not (at_end or is_first):
+            return None
+        self._said_cached = at_end or self.cached_tokens is not None
+        return self.cached_tokens if self.cached_tokens is not None or not at_end else 0

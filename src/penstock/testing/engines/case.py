@@ -47,6 +47,8 @@ class EngineCase:
     equal_tokens_share: ClassVar[float] = 1.0
     """Least share of greedy tokens that stay the same in another batch, up to each answer's first difference. 1.0 for
     float32; less than 0.2 would not tell one request's answer from another's, and is refused."""
+    cached_tokens_late: ClassVar[bool] = False
+    """Whether the engine may tell `Delta.cached_tokens` with the end of an answer instead of its first tokens."""
     events_delay_s: ClassVar[float] = 0.0
     """Longest time by which KV events follow the answers."""
 
@@ -141,7 +143,11 @@ class EngineCase:
             pytest.skip(f"refuses {', '.join(missing)}")
 
     def _make_probe(self, setup: EngineSetup) -> EngineProbe[Engine]:
-        return EngineProbe(self.make_engine(setup), events_delay_s=self.events_delay_s)
+        return EngineProbe(
+            self.make_engine(setup),
+            events_delay_s=self.events_delay_s,
+            cached_tokens_late=self.cached_tokens_late,
+        )
 
     @classmethod
     def _sharing(cls) -> SharedEngine:

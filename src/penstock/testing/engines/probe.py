@@ -12,7 +12,7 @@ from penstock.core.errors import ErrorInfo
 from penstock.core.ids import RequestId
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.requests import FinishReason, Request, SamplingParams, TokenLogprob
+from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from penstock.core.types.steps import Step
 from penstock.core.wire import pack_tokens, unpack_hashes, unpack_tokens
 from penstock.seams import Engine
@@ -49,17 +49,19 @@ class Answer:
 class EngineProbe(Generic[E]):
     """Starts an engine, takes its steps one at a time, and checks every delta against the rules of the seam."""
 
-    def __init__(self, engine: E, *, events_delay_s: float = 0.0) -> None:
+    def __init__(self, engine: E, *, events_delay_s: float = 0.0, cached_tokens_late: bool = False) -> None:
         """Make a probe of an engine that is not started.
 
         Args:
             engine: the probe starts and closes it.
             events_delay_s: longest time by which its KV events follow the answers.
+            cached_tokens_late: whether it may tell cached tokens with the end of an answer.
         """
         self.engine = engine
         self.answers: dict[str, Answer] = {}
         self.events: list[KvEvent] = []
         self._events_delay_s = events_delay_s
+        self._cached_tokens_late = cached_tokens_late
         self._open: set[str] = set()
         self._resident_before: Counter[int] = Counter()
         self._next: asyncio.Task[Step | None] | None = None
@@ -107,10 +109,8 @@ class EngineProbe(Generic[E]):
             )
             answer = self.answers[delta.request_id]
             is_first = not answer.token_ids and bool(delta.token_ids)
-            assert is_first == (delta.cached_tokens is not None), (
-                "cached_tokens come with the first tokens, once; 0 for an engine that does not know"
-            )
-            if is_first:
+            self._check_cached_tokens(answer, delta, is_first=is_first)
+            if delta.cached_tokens is not None:
                 answer.cached_tokens = delta.cached_tokens
             answer.deltas += bool(delta.token_ids)
             answer.token_ids += unpack_tokens(delta.token_ids).tolist()
@@ -121,6 +121,17 @@ class EngineProbe(Generic[E]):
                 self._open.remove(delta.request_id)
         self.events += step.events
         return step
+
+    def _check_cached_tokens(self, answer: Answer, delta: Delta, *, is_first: bool) -> None:
+        if delta.error is not None:
+            return
+        is_due = is_first
+        if self._cached_tokens_late and (answer.cached_tokens is None or not is_first):
+            is_due = delta.finish_reason is not None and answer.cached_tokens is None
+            is_due |= is_first and delta.cached_tokens is not None
+        assert is_due == (delta.cached_tokens is not None), (
+            "cached_tokens come with the first tokens, once; 0 for an engine that does not know"
+        )
 
     async def finish(self) -> None:
         """Take steps until every request has ended.
