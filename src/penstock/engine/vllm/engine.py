@@ -27,9 +27,10 @@ from penstock.engine.vllm.connector_counts import ConnectorCounts
 from penstock.engine.vllm.kv_events import VllmKvEvents
 from penstock.engine.vllm.load import LoadCounts
 from penstock.engine.vllm.ranks import RankChoice
-from penstock.engine.vllm.requests import Running, delta_of, sampling_arguments
+from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
 
 _CLOSE_S = 10.0
+_RETRY_AFTER_S = 1.0
 
 
 class VllmEngine:
@@ -86,17 +87,21 @@ class VllmEngine:
         """Send a request to vLLM.
 
         Raises:
-            RequestError: vLLM refuses it.
+            RequestError: vLLM refuses it, or its id is under way.
             Overloaded: as many requests wait as may.
             Unavailable: the engine is closed.
         """
         if self._closed:
             raise Unavailable("the engine is closed; try another worker")
+        if request.request_id in self._ids:
+            raise RequestError(f"request_id: {request.request_id!r} is under way already; choose another")
         limit = self._spec.scheduler.max_waiting_requests + self._spec.scheduler.max_running_requests
         if len(self._running) >= limit:
             raise Overloaded(
-                f"{len(self._running)} requests are here, at most {limit} may be; try another worker"
+                f"{len(self._running)} requests are here, at most {limit} may be; try another worker",
+                retry_after_s=_RETRY_AFTER_S,
             )
+        check_tokens(request, self._core.vllm_config.model_config.get_vocab_size())
         vllm_id = f"{request.request_id}-{next(self._serial)}"
         rank, cached = self._ranks.choose(request, self._running.values())
         core_request = self._core_request(vllm_id, request, rank)

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.core.errors import RequestError, StepFailed
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
-from penstock.core.wire import num_tokens, pack_tokens
+from penstock.core.wire import num_tokens, pack_tokens, unpack_tokens
 
 _SEEDS = 1 << 63
 
@@ -27,6 +27,27 @@ class Running:
         count = num_tokens(request.token_ids)
         known = request.expected_cached_tokens if cached is None else cached
         return cls(request, arrived_s, count, max(count - known, 1), rank=rank)
+
+
+def check_tokens(request: Request, vocab_size: int) -> None:
+    """Check what vLLM takes as it is, or refuses in words that name no field.
+
+    Raises:
+        RequestError: there is no token, one is outside of the vocabulary, or more were emitted than there are.
+    """
+    token_ids = unpack_tokens(request.token_ids)
+    if not len(token_ids):
+        raise RequestError("token_ids: must be at least one id, got none", param="prompt")
+    lowest, highest = int(token_ids.min()), int(token_ids.max())
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise RequestError(
+            f"token id {wrong}: must be >= 0 and < {vocab_size}, the size of the vocabulary", param="prompt"
+        )
+    if not 0 <= request.num_emitted < len(token_ids):
+        raise RequestError(
+            f"num_emitted: must be >= 0 and < {len(token_ids)}, all tokens, got {request.num_emitted}"
+        )
 
 
 def sampling_arguments(request: Request) -> dict[str, Any]:
@@ -79,7 +100,7 @@ def delta_of(running: Running, output: Any) -> Delta:
         token_ids=pack_tokens(output.new_token_ids),
         finish_reason=finish,
         cached_tokens=None if running.has_output or stats is None else stats.num_cached_tokens,
-        logprobs=() if output.new_logprobs is None else _logprobs(output.new_logprobs),
+        logprobs=_logprobs(output.new_logprobs, running.request.sampling.logprobs),
         error=error,
     )
 
@@ -87,10 +108,19 @@ def delta_of(running: Running, output: Any) -> Delta:
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.STOP}
 
 
-def _logprobs(lists: Any) -> tuple[TokenLogprob, ...]:
-    """Make the logprobs of an output's tokens from rows whose first column is the sampled token."""
+def _logprobs(lists: Any, number: int | None) -> tuple[TokenLogprob, ...]:
+    """Make the logprobs of an output's tokens from rows whose first column is the sampled token.
+
+    Rows have as many alternatives as the request of the batch with the most asked for.
+    """
+    if lists is None or number is None:
+        return ()
     rows = zip(lists.logprob_token_ids.tolist(), lists.logprobs.tolist(), strict=True)
     return tuple(
-        TokenLogprob(token_id=ids[0], logprob=values[0], top=tuple(zip(ids[1:], values[1:], strict=True)))
+        TokenLogprob(
+            token_id=ids[0],
+            logprob=values[0],
+            top=tuple(zip(ids[1 : 1 + number], values[1 : 1 + number], strict=True)),
+        )
         for ids, values in rows
     )

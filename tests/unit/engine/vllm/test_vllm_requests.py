@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -8,7 +9,7 @@ from penstock.core.errors import RequestError
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.vllm.load import LoadCounts
-from penstock.engine.vllm.requests import Running, delta_of, sampling_arguments
+from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
 
 
 def request(*, num_emitted: int = 0, choice: int = 0, expected: int = 0, **sampling: Any) -> Request:
@@ -78,8 +79,32 @@ def test_logprobs_are_rows_that_begin_with_the_sampled_token() -> None:
     lists = SimpleNamespace(
         logprob_token_ids=np.array([[7, 9, 7]]), logprobs=np.array([[-1.5, -0.5, -1.5]], dtype=np.float32)
     )
-    (entry,) = delta_of(Running.of(request(), 0.0), output(7, new_logprobs=lists)).logprobs
-    assert (entry.token_id, entry.logprob, entry.top) == (7, -1.5, ((9, -0.5), (7, -1.5)))
+    for number, top in ((2, ((9, -0.5), (7, -1.5))), (1, ((9, -0.5),)), (0, ())):
+        running = Running.of(request(logprobs=number), 0.0)
+        (entry,) = delta_of(running, output(7, new_logprobs=lists)).logprobs
+        assert (entry.token_id, entry.logprob, entry.top) == (7, -1.5, top), (
+            "others of the batch ask for more"
+        )
+    assert delta_of(Running.of(request(), 0.0), output(7)).logprobs == ()
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "num_emitted", "message"),
+    [
+        ([], 0, "token_ids: must be at least one id"),
+        ([1, 512], 0, "token id 512: must be >= 0 and < 512"),
+        ([1, -1], 0, "token id -1: must be"),
+        ([1, 2], 2, "num_emitted: must be >= 0 and < 2, all tokens, got 2"),
+        ([1, 2], -1, "num_emitted: .* got -1"),
+    ],
+)
+def test_tokens_that_vllm_would_refuse_otherwise_are_refused_by_field(
+    token_ids, num_emitted, message
+) -> None:
+    wrong = msgspec.structs.replace(request(num_emitted=num_emitted), token_ids=pack_tokens(token_ids))
+    with pytest.raises(RequestError, match=message):
+        check_tokens(wrong, 512)
+    check_tokens(request(), 512)
 
 
 def test_the_load_counts_what_vllm_has_not_said_yet() -> None:
