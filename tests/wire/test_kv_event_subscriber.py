@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import block_hashes
@@ -334,6 +335,23 @@ def test_malformed_messages_clear_and_do_not_end_it(address: PublisherAddress) -
             assert watcher.counts() == {Omission.MALFORMED: 3}
 
     asyncio.run(scenario())
+
+
+def test_blocks_left_out_are_told_at_times(address: PublisherAddress) -> None:
+    orphan = stored(7) | {"parent_block_hash": 99}
+
+    async def scenario() -> None:
+        async with publishing(address) as publisher, watching(address) as watcher:
+            for _ in range(20):
+                await publisher.send(orphan)
+            await publisher.store(1)
+            await watcher.holds(1)
+            assert watcher.counts() == {Omission.UNKNOWN_PARENT: 20}
+
+    with capture_logs() as logs:
+        asyncio.run(scenario())
+    told = [line["unknown_parent"] for line in logs if line["event"] == "kv_events_left_out"]
+    assert told == [1, 10]
 
 
 def test_many_messages_arrive_in_order_and_others_get_their_turn(address: PublisherAddress) -> None:

@@ -30,6 +30,10 @@ _REPLAYS_MAX = 10
 """Requests for one gap: a replay may have gaps of its own, as ROUTER sockets drop messages too."""
 _MESSAGES_AT_ONCE = 64
 """Messages between two turns of the event loop."""
+_TOLD = (
+    Omission.UNKNOWN_TYPE, Omission.MEDIUM, Omission.UNKNOWN_PARENT, Omission.CONTRADICTION, Omission.FULL,
+)  # fmt: skip
+"""Omissions that an operator may want to know of: routers know less than the engine has."""
 _END = b"\xff" * 8
 _NUMBER_BYTES = 8
 _PORTS = 1 << 16
@@ -122,6 +126,8 @@ class KvEventSubscriber:
         """Payload of the message before."""
         self._live = -1
         """Number of the latest message that came without a replay."""
+        self._warn_at = 1
+        """Warn at so many omissions: the first, then each ten times as many."""
 
     @property
     def num_blocks(self) -> int:
@@ -297,6 +303,10 @@ class KvEventSubscriber:
             events = self._translator.translate(batch.events)
         if events:
             self._publish(events)
+        told = {str(why): count for why in _TOLD if (count := self.omissions[why])}
+        if told and (total := sum(told.values())) >= self._warn_at:
+            self._warn_at = 10 * total
+            _log.warning("kv_events_left_out", endpoint=self._address.endpoint, **told)
 
     def _malformed(self, reason: str) -> None:
         self.omissions[Omission.MALFORMED] += 1
