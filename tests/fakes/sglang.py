@@ -3,9 +3,11 @@
 import asyncio
 import dataclasses
 import json
+import os
 import signal
 import threading
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,8 @@ CALLS: list[dict[str, Any]] = []
 """Arguments of every `async_generate`."""
 ROOMS: dict[tuple[str, int, int], "asyncio.Future[None]"] = {}
 """Bootstrap rooms: done once the KV of a prompt is there."""
+ROOMS_DIR = os.environ.get("FAKE_SGLANG_ROOMS")
+"""Directory of rooms, for engines in several processes."""
 _TOP_K_ALL = 1 << 30
 
 
@@ -155,15 +159,12 @@ class Engine:
     async def _stream(self, rid, input_ids, sampling, salt, room):
         mode = self.server_args.disaggregation_mode
         meta = {"id": rid, "prompt_tokens": len(input_ids), "completion_tokens": 0, "cached_tokens": 0}
-        if mode != "null":
-            if None in room:
-                message = "Disaggregated request received without bootstrap room id."
-                yield _abort(meta, message, 400)
-                return
-            there = ROOMS.setdefault(room, asyncio.get_running_loop().create_future())
+        if mode != "null" and None in room:
+            yield _abort(meta, "Disaggregated request received without bootstrap room id.", 400)
+            return
         if mode == "decode":
             try:
-                await asyncio.wait_for(there, timeout=0.5)
+                await asyncio.wait_for(_filled(room), timeout=0.5 if ROOMS_DIR is None else 10)
             except TimeoutError:
                 yield _abort(
                     meta, f"Decode handshake failed for request rank=0 {rid=} bootstrap_room={room[2]}", 500
@@ -177,7 +178,7 @@ class Engine:
                 meta["completion_tokens"] += len(ids)
                 meta["cached_tokens"] = delta.cached_tokens or meta["cached_tokens"]
                 if mode == "prefill":
-                    there.set_result(None)
+                    _fill(room)
                     yield {
                         "output_ids": ids,
                         "meta_info": meta | {"finish_reason": {"type": "length", "length": 0}},
@@ -260,6 +261,26 @@ class KvPublisher:
             "cache_salt": described[0][2].decode() or None,
             "session_id": None,
         }
+
+
+def _fill(room: tuple[str, int, int]) -> None:
+    if ROOMS_DIR is None:
+        _in_memory(room).set_result(None)
+    else:
+        Path(ROOMS_DIR, f"{room[1]}-{room[2]}").touch()
+
+
+async def _filled(room: tuple[str, int, int]) -> None:
+    if ROOMS_DIR is None:
+        await _in_memory(room)
+        return
+    path = f"{ROOMS_DIR}/{room[1]}-{room[2]}"
+    while not os.path.exists(path):  # noqa: ASYNC110, ASYNC240, PTH110 - another process makes it
+        await asyncio.sleep(0.005)
+
+
+def _in_memory(room: tuple[str, int, int]) -> "asyncio.Future[None]":
+    return ROOMS.setdefault(room, asyncio.get_running_loop().create_future())
 
 
 def _signed(low64: int) -> int:

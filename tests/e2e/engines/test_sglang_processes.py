@@ -1,0 +1,79 @@
+"""Deployments of SGLang workers, over a fake of the package in each worker's process: SGLang itself needs a GPU."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from penstock.demo import MODEL_DIR
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = """
+from tests.fakes import sglang
+from tests.fakes.sglang import *
+sglang.MODEL.vocab_size, sglang.MODEL.context_length = {vocab_size}, 4096
+from penstock.engine.mock.engine import MockConfig
+from penstock.testing.engines import reference
+reference.MockConfig = lambda speedup: MockConfig(speedup=0.5)  # so that a stream can be cut
+__version__ = "0.5.23"
+"""
+VOCAB_SIZE = json.loads((MODEL_DIR / "config.json").read_text())["vocab_size"]
+ROLE = {"engine": {"name": "sglang", "args": {"device": "cpu"}}, "max_running_requests": 8}
+PROMPT = "What is a penstock, and who opens its gate when the reservoir is full? " * 3
+
+
+@pytest.fixture
+def sglang(monkeypatch, tmp_path):
+    """Let workers import the fake package; gives the directory of its bootstrap rooms."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text(PACKAGE.format(vocab_size=VOCAB_SIZE))
+    rooms = tmp_path / "rooms"
+    rooms.mkdir()
+    monkeypatch.setenv("FAKE_SGLANG_ROOMS", str(rooms))
+    path = [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    return rooms
+
+
+def test_prefill_and_decode_workers_give_the_same_text_as_an_aggregated_one(deploy, sglang) -> None:
+    told = []
+
+    async def tell(site) -> None:
+        told.append(await site.tell(PROMPT, max_tokens=24))
+
+    deploy(tell, role=ROLE)
+    assert not list(sglang.iterdir())
+    disagg = {"remote_tokens_min": 1, "local_tokens_max": 0}
+    deploy(tell, roles={"prefill": ROLE, "decode": ROLE}, router={"disagg": disagg})
+    (alone, usage), (apart, usage_apart) = told
+    assert apart == alone != ""
+    assert usage.completion_tokens == usage_apart.completion_tokens == 24
+    assert usage.prompt_tokens == usage_apart.prompt_tokens
+    assert len(list(sglang.iterdir())) == 1, "the prompt went through one bootstrap room"
+
+
+def test_a_stream_goes_on_elsewhere_when_sglang_fails(deploy, sglang) -> None:
+    async def main(site) -> None:
+        busy: list[str] = []
+
+        async def is_known() -> bool:
+            loads = {name: (each["load"] or {}) for name, each in (await site.workers()).items()}
+            busy[:] = [name for name, load in loads.items() if load.get("running_requests")]
+            return bool(busy)
+
+        usage, chunks = None, 0
+        async for chunk in site.stream(PROMPT, max_tokens=600, temperature=0):
+            chunks += 1
+            usage = chunk.usage or usage
+            if chunks == 5:
+                await site.until(is_known, timeout_s=3)
+                os.kill(site.deployment.pids()[busy[0]], signal.SIGQUIT)  # as SGLang's processes do
+        assert len(busy) == 1
+        assert usage is not None
+        assert usage.completion_tokens == 600
+        failed = [line for line in site.said if "one of its processes failed" in line]
+        assert len(failed) == 1, site.said
+
+    deploy(main, workers=2, role=ROLE)
