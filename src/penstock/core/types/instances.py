@@ -25,6 +25,7 @@ class EngineInfo(Wire, frozen=True):
         kv_by_chunk: whether full blocks enter the prefix cache after the step that computed them, and `Step.prefilling` is set.
         announces: whether its worker sends an empty `Delta` before the first step that computes a request.
         lower_tier_blocks: blocks in tiers below the device that KV events cover.
+        transferred_prompts_only: whether its decode workers compute no prompts; routers then give each one to a prefill worker.
         structured_outputs: whether it keeps to `SamplingParams.structured`; if not, its worker refuses such requests.
     """
 
@@ -41,6 +42,7 @@ class EngineInfo(Wire, frozen=True):
     announces: bool = False
     lower_tier_blocks: int = 0
     structured_outputs: bool = False
+    transferred_prompts_only: bool = False
 
 
 class Prices(Wire, frozen=True):

@@ -199,6 +199,7 @@ class SglangBackend:
             max_running_requests=(requests or 0) * ranks or running or _RUNNING_DEFAULT * ranks,
             max_batch_tokens=(tokens or _CHUNK_DEFAULT) * ranks,
             ranks=ranks,
+            transferred_prompts_only=True,
             kv_events=self._arguments is not None and self._arguments.events is not None,
         )
 
@@ -230,7 +231,7 @@ def _decode(kv: KvHandle | None) -> dict[str, Any]:
     """
     if kv is None or not kv.payload:
         raise Unavailable(
-            "sglang: a decode worker computes no prompts; set router.remote_prefill_tokens to 0"
+            "sglang: a decode worker computes no prompts, and no prefill worker has; see that one is ready"
         )
     try:
         found = msgspec.msgpack.decode(kv.payload, type=Bootstrap)

@@ -19,6 +19,7 @@ class Serving:
         max_batch_tokens: tokens of one step of all ranks.
         kv_events: whether `Backend.events` yields.
         ranks: data-parallel ranks, each with a batch of its own.
+        transferred_prompts_only: as in `EngineInfo`.
     """
 
     block_size: int
@@ -29,6 +30,7 @@ class Serving:
     max_batch_tokens: int
     kv_events: bool = False
     ranks: int = 1
+    transferred_prompts_only: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -97,6 +97,7 @@ class StreamedEngine:
             max_running_requests=serving.max_running_requests,
             prompts_at_once=serving.ranks,
             kv_events=serving.kv_events,
+            transferred_prompts_only=serving.transferred_prompts_only,
         )
         self._started = info, limits
         self._spawn(self._watch_load())
@@ -295,6 +296,7 @@ class StreamedEngine:
             if output.kv_payload:
                 pending.kv = KvHandle.native(output.kv_payload, len(call.token_ids), KV_TTL_S)
                 self._lingering[call.number] = call
+                call.is_running = True
         self._wake.set()
 
     def _count_prompt(self, call: Call, cached_tokens: int) -> None:

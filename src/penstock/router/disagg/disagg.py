@@ -89,6 +89,7 @@ class DisaggInputs:
     setup_s:     (num_slots,) seconds charged for a link's set-up, beyond the prefill itself; None where nothing is charged
     kinds:       which decode workers can read from which prefill worker
     override:    what may change the decision; None for nothing
+    always:      decode workers compute no prompts, so the answer is disaggregated whatever it costs
     """
 
     prefill_mask: NDArray[np.bool_]
@@ -99,6 +100,7 @@ class DisaggInputs:
     kinds: Kinds
     override: Override | None
     config: DisaggConfig
+    always: bool = False
 
     def move(self, prefiller: int) -> Move:
         """Give the price of moving the KV that the worker in this slot computes."""
@@ -201,7 +203,7 @@ def decide(
     prompt = prompt or selector.choose(prompt_context, tie)
     cached = int(context.overlap_blocks[whole.slot]) - recomputed_blocks(context, whole.slot)
     uncached_tokens, config = context.request_tokens - cached * context.block_size, inputs.config
-    if uncached_tokens < config.remote_tokens_min:
+    if uncached_tokens < config.remote_tokens_min and not inputs.always:
         comparison = Comparison(whole.cost, None, None, is_remote=False)
         return DisaggDecision(inputs, context, whole, prompt_context, prompt, None, None, comparison)
     move = inputs.move(prompt.slot)
@@ -217,7 +219,7 @@ def decide(
             local,
             prefill,
             after - link_setup,
-            is_remote=too_long or is_cheaper,
+            is_remote=inputs.always or too_long or is_cheaper,
             link_setup=link_setup,
             kv_transfer=config.kv_transfer_s,
             local_slot=whole.slot,
@@ -225,6 +227,6 @@ def decide(
             setting="local_tokens_max" if too_long and not is_cheaper else None,
         )
     decision = DisaggDecision(inputs, context, whole, prompt_context, prompt, rest_context, rest, comparison)
-    if inputs.override is None or comparison.local is None:
+    if inputs.override is None or comparison.local is None or inputs.always:
         return decision
     return inputs.override.adjust(decision, selector, tie)

@@ -64,6 +64,7 @@ class DisaggPricing:
             kinds=pool.pairs.kinds(len(context.eligible)),
             override=next((o for o in overrides if o is not None), None),
             config=self._config,
+            always=self._fleet.slots.at(prompt.slot).instance.engine.transferred_prompts_only,
         )
 
     def taken(self, decision: DisaggDecision, tie: int, *, again: bool) -> None:

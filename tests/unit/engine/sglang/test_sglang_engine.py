@@ -265,12 +265,16 @@ def test_a_prompt_whose_kv_does_not_come_may_be_tried_again(sglang) -> None:
     run_async(main())
 
 
-def test_a_room_that_nobody_fills_fails_the_request_alone(sglang) -> None:
+def test_a_room_that_nobody_fills_fails_the_request_alone(sglang, monkeypatch) -> None:
     async def main() -> None:
         async with disaggregated() as (source, target):
             request = make_request("a", range(100, 140), max_tokens=12)
-            kv = await hand_over(source, request)
-            fake.ROOMS.clear()  # as if the prefill worker had been lost
+            with monkeypatch.context() as lost:
+                lost.setattr(sglang, "_fill", lambda room: None)
+                lost.setattr(fake, "_fill", lambda room: None)  # as if the prefill worker had been lost
+                kv = await hand_over(source, request)
+                while source.engine.load().running_requests:
+                    await source.step()
             (answer,) = await target.run(replace(request, kv=kv))
             assert answer.error is not None
             assert answer.error.code == "step_failed"

@@ -100,6 +100,20 @@ def test_a_prompt_past_the_limit_goes_over_a_link_that_is_not_there():
     assert (found.comparison.link_setup, credit(found)) == (2.0, None)
 
 
+def test_engines_whose_decode_workers_compute_no_prompts_are_always_disaggregated():
+    cached = context(
+        running_requests=[0, 0, 0], overlap_blocks=[0, 7, 7]
+    )  # more than the prompt: nothing is left to compute
+    assert not decided([0.0, 2.0, 2.0], cached).comparison.is_remote
+    assert decided([0.0, 2.0, 2.0], cached).rest is None, "too short to compare"
+    for left_s in (None, [9.0] * 3):
+        always = replace(inputs([0.0, 2.0, 2.0], left_s), always=True)
+        found = decide(SELECTOR, cached, 0, always)
+        assert found.comparison.is_remote
+        assert found.slots[1] == 0
+        assert found.rest is not None
+
+
 def test_what_is_worth_nothing_without_a_charge_is_not_done_without():
     asked = context(running_requests=[0, 0, 0])
     assert credit(decided([0.0, 2.0, 2.0], asked)) is None
