@@ -329,6 +329,7 @@ class StreamedEngine:
         except Exception as error:  # noqa: BLE001 - a cache that routers know nothing of is slower, not wrong
             _log.error("kv_events_lost", exc_info=error)
             self._events.append(AllBlocksCleared())
+            self._cached_blocks = 0
             self._wake.set()
 
     async def _watch_load(self) -> None:
