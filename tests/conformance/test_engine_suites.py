@@ -116,7 +116,7 @@ class Suite(EngineSuite, CachingEngineSuite):
     unsupported = frozenset({"min_tokens"})
     refuses_late = True
     events_delay_s = 0.05
-    time_limit_s = 5.0
+    time_limit_s = 30.0
 
     def __init__(self, fault=""):
         self._fault = fault

@@ -55,9 +55,9 @@ def test_layouts_fit_and_keep_the_targets(demand, devices):
         assert layout.prediction.ttft_s <= demand.ttft_s
         assert layout.prediction.itl_s <= demand.itl_s
         assert 0 <= layout.prediction.kv_share <= 1
-        for role_group in layout.role_groups:
-            assert role_group.workers >= 1
-            assert rooms[role_group.parallel] >= demand.input_tokens + demand.output_tokens
+        for role_layout in layout.role_layouts:
+            assert role_layout.workers >= 1
+            assert rooms[role_layout.parallel] >= demand.input_tokens + demand.output_tokens
 
 
 @settings(max_examples=5, deadline=None)
