@@ -104,12 +104,15 @@ class FakeServer:
         """Cut all connections, as the end of a process does; `start` listens at the same port again."""
         runner, self._runner = self._runner, None
         if runner is not None:
+            for site in list(runner.sites):
+                await site.stop()
+            await _turns()  # those just accepted become connections
             assert runner.server is not None
             for connection in list(runner.server.connections):
                 if connection.transport is not None:
                     connection.transport.abort()
             await runner.cleanup()
-            await asyncio.sleep(0.01)  # until the transports have closed
+            await _turns()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -385,6 +388,12 @@ class FakeServer:
         finally:
             self.open -= 1
         return response
+
+
+async def _turns() -> None:
+    """Let the loop turn until sockets and transports have done what they were told, however busy the machine is."""
+    for _ in range(20):
+        await asyncio.sleep(0.001)
 
 
 async def cut(_server: FakeServer, response: web.StreamResponse, _count: int) -> None:

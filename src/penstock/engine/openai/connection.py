@@ -42,9 +42,11 @@ class Connection:
         self._limits = limits
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def close(self) -> None:
-        """Close everything. Safe twice."""
+        """Close everything; later requests are refused. Safe twice."""
+        self._closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -117,6 +119,8 @@ class Connection:
         limit: aiohttp.ClientTimeout,
         on_sent: Callable[[], None] | None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        if self._closed:
+            raise Unavailable(f"{self.url}: the connection to it was closed here")
         if self._session is None:
             self._session = self._make_session()
         headers = {"Content-Type": "application/json"}
