@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import openai
 import pytest
 
 from penstock.demo import MODEL_DIR
@@ -59,6 +60,15 @@ def test_prefill_and_decode_workers_give_the_same_text_as_an_aggregated_one(depl
     assert usage.completion_tokens == usage_apart.completion_tokens == 24
     assert usage.prompt_tokens == usage_apart.prompt_tokens
     assert len(list(sglang.iterdir())) == 41, "each prompt went through a bootstrap room of its own"
+
+
+def test_without_a_prefill_worker_requests_are_refused_soon(deploy, sglang) -> None:
+    async def main(site) -> None:
+        with pytest.raises(openai.APIStatusError, match="a decode worker computes no prompts") as refused:
+            await site.tell("hello", max_tokens=2)
+        assert refused.value.status_code == 503
+
+    deploy(main, roles={"prefill": ROLE | {"replicas": 0}, "decode": ROLE})
 
 
 def test_a_stream_goes_on_elsewhere_when_sglang_fails(deploy, sglang) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.errors import ConfigError, RequestError, StepFailed, Unavailable
+from penstock.core.errors import ConfigError, Overloaded, RequestError
 from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import Role
@@ -102,6 +102,10 @@ class SglangBackend:
         with _keeping_signals(loop):
             self._engine.tokenizer_manager.auto_create_handle_loop()
         return await self._serving()
+
+    def check(self, call: Call) -> None:
+        if self._spec.role is Role.DECODE:
+            _decode(call.request.kv)
 
     async def generate(self, call: Call) -> AsyncGenerator[Output, None]:
         request = call.request
@@ -226,17 +230,17 @@ def _decode(kv: KvHandle | None) -> dict[str, Any]:
     """Read where a decode worker finds its prompt's KV.
 
     Raises:
-        Unavailable: the request brings none; SGLang's decode workers compute no prompts.
-        StepFailed: the payload is of another version.
+        Overloaded: the request brings none, or of another version, and may be tried elsewhere; SGLang's decode workers compute no prompts.
     """
     if kv is None or not kv.payload:
-        raise Unavailable(
-            "sglang: a decode worker computes no prompts, and no prefill worker has; see that one is ready"
+        raise Overloaded(
+            "sglang: a decode worker computes no prompts, and no prefill worker has; see that one is ready",
+            retry_after_s=1.0,
         )
     try:
         found = msgspec.msgpack.decode(kv.payload, type=Bootstrap)
     except msgspec.MsgspecError as error:
-        raise StepFailed(f"sglang: the KV handle is not of kind {KV_TRANSFER_KIND}: {error}") from error
+        raise Overloaded(f"sglang: the KV handle is not of kind {KV_TRANSFER_KIND}: {error}") from error
     return {"bootstrap_host": found.host, "bootstrap_port": found.port, "bootstrap_room": found.room}
 
 

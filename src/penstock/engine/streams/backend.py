@@ -101,6 +101,14 @@ class Backend(Protocol):
         """
         ...
 
+    def check(self, call: Call) -> None:
+        """Refuse a call before it is under way; a router counts refusals, and gives up after a few.
+
+        Raises:
+            PenstockError: this engine cannot run it as it is.
+        """
+        ...
+
     def generate(self, call: Call) -> AsyncGenerator[Output, None]:
         """Yield what comes of a call, until an output with a `finish_reason`.
 

@@ -112,7 +112,7 @@ class StreamedEngine:
         Raises:
             RequestError: it can never run here.
             Overloaded: too many requests wait.
-            Unavailable: the engine is closed.
+            Unavailable: the engine is closed, or lacks what the request needs.
         """
         if self._closed:
             raise Unavailable("the engine is closed; try another worker")
@@ -137,6 +137,7 @@ class StreamedEngine:
             max_new_tokens=checked.end_tokens - checked.known,
             min_new_tokens=max(0, min(checked.stops_after, checked.end_tokens) - checked.known),
         )
+        self.backend.check(call)
         self._calls[request.request_id] = call
         call.task = self._spawn(self._follow(call))
         self._changed()

@@ -96,6 +96,9 @@ class TrtllmBackend:
             )
         return self._serving()
 
+    def check(self, call: Call) -> None:
+        """Take every call: decode workers can compute prompts."""
+
     async def generate(self, call: Call) -> AsyncGenerator[Output, None]:
         request, eos = call.request, self._spec.eos_token_ids
         context = Context.read(request.kv)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from penstock.core.errors import ConfigError, EngineError
+from penstock.core.errors import ConfigError, EngineError, Overloaded
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle, SamplingParams
 from penstock.engine.sglang import arguments
@@ -247,7 +247,7 @@ def test_kv_goes_from_a_prefill_to_a_decode_engine(sglang) -> None:
     run_async(main())
 
 
-def test_a_prompt_whose_kv_does_not_come_may_be_tried_again(sglang) -> None:
+def test_a_decode_engine_refuses_prompts_without_their_kv(sglang) -> None:
     async def main() -> None:
         async with disaggregated() as (source, target):
             request = make_request("a", range(100, 140), max_tokens=12)
@@ -258,9 +258,10 @@ def test_a_prompt_whose_kv_does_not_come_may_be_tried_again(sglang) -> None:
                 replace(kv, payload=other),
                 None,
             ):
-                (answer,) = await target.run(replace(request, kv=handle))
-                assert answer.error is not None
-                assert answer.error.code in {"step_failed", "unavailable"}, answer.error
+                with pytest.raises(Overloaded, match="sglang: "):
+                    target.engine.submit(replace(request, kv=handle))
+            (answer,) = await target.run(replace(request, kv=kv))
+            assert answer.error is None
 
     run_async(main())
 

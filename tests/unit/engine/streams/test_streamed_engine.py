@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from penstock.core.errors import EngineError, Overloaded
+from penstock.core.errors import EngineError, Overloaded, Unavailable
 from penstock.core.types.events import AllBlocksCleared, BlockStored
 from penstock.core.types.requests import FinishReason
 from penstock.core.wire import pack_hashes
@@ -36,6 +36,10 @@ class ScriptedBackend:
             max_batch_tokens=32,
             kv_events=bool(self._events),
         )
+
+    def check(self, call) -> None:
+        if call.request.request_id == "refused":
+            raise Unavailable("not here")
 
     async def generate(self, call):
         for each in self.scripts[call.request.request_id]:
@@ -138,6 +142,17 @@ def test_an_aborted_request_says_nothing_more_and_its_id_is_free() -> None:
         assert answer.token_ids == [3, 9]
 
     run({"a": [token(1), token(2), None]}, scenario)
+
+
+def test_what_the_engine_refuses_leaves_nothing() -> None:
+    async def scenario(probe, backend) -> None:
+        with pytest.raises(Unavailable, match="not here"):
+            probe.engine.submit(make_request("refused", range(5)))
+        assert probe.engine.load().waiting_requests == 0
+        (answer,) = await probe.run(make_request("a", range(5)))
+        assert answer.error is None
+
+    run({"a": [END]}, scenario)
 
 
 def test_more_than_may_wait_are_refused() -> None:
