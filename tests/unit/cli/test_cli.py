@@ -337,3 +337,25 @@ def test_a_role_that_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> 
     )
     assert cli.main(["role", "w", "decode", "--url", "http://127.0.0.1:1"]) == 1
     assert "http://127.0.0.1:1: nobody answers" in capsys.readouterr().err
+
+
+def test_urls_are_workers_of_engine_openai() -> None:
+    one, two = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
+    role = graph_of("m", "--url", one, "--url", two, "--kv-events", "tcp://a:1", "--kv-events", "tcp://b:1")
+    assert role.roles.aggregated == RoleSpec(
+        replicas=2, engine="openai", engine_args={"url": [one, two], "kv_events": ["tcp://a:1", "tcp://b:1"]}
+    )
+    pair = graph_of("m", "--prefill-url", one, "--decode-url", two, "--engine-arg", "model=x").roles
+    assert pair == Roles(
+        prefill=RoleSpec(engine="openai", engine_args={"url": [one], "model": "x"}),
+        decode=RoleSpec(engine="openai", engine_args={"url": [two], "model": "x"}),
+    )
+    mixed = graph_of("m", "--url", one, "--engine", "openai", "--engine-arg", "api=sglang").roles.aggregated
+    assert mixed == RoleSpec(engine="openai", engine_args={"url": [one], "api": "sglang"})
+
+
+def test_urls_and_other_workers_do_not_mix(capsys: pytest.CaptureFixture[str]) -> None:
+    said = complaint(capsys, "serve", "m", "--url", "http://a:1", "--workers", "3")
+    assert "one worker for each url, 1, got 3; leave replicas out" in said
+    said = complaint(capsys, "serve", "m", "--prefill-url", "http://a:1")
+    assert "no decode worker would take its KV" in said
