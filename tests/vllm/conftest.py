@@ -1,6 +1,7 @@
 """Tests against a real vLLM on the CPU: `make test-vllm` runs them in an environment of their own."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ collect_ignore_glob = ["test_*.py"] if find_spec("vllm") is None else []
 
 BLOCK = 32
 TIMEOUT_S = 300.0
+RANK, ALPHA = 4, 8
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -109,6 +111,27 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def adapter_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the query projections of all layers, as PEFT saves it."""
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path_factory.mktemp("adapter")
+    config = json.loads((model_dir / "config.json").read_text())
+    generator = torch.Generator().manual_seed(5)
+    width = config["num_attention_heads"] * config["head_dim"]
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{name}.lora_A.weight"] = 0.2 * torch.randn(RANK, config["hidden_size"], generator=generator)
+        tensors[f"{name}.lora_B.weight"] = 0.2 * torch.randn(width, RANK, generator=generator)
+    save_file(tensors, path / "adapter_model.safetensors")
+    peft = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(peft | {"task_type": "CAUSAL_LM"}))
+    return path
+
+
+@pytest.fixture(scope="session")
 def spec_of(model_dir: Path) -> Callable[..., EngineSpec]:
     def make(**fields: Any) -> EngineSpec:
         args = {"enforce_eager": True} | fields.pop("args", {})
@@ -118,7 +141,7 @@ def spec_of(model_dir: Path) -> Callable[..., EngineSpec]:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def started() -> Iterator[Callable[[EngineSpec], Running]]:
     """Starts engines, one at a time; at the end nothing of them may be left."""
     open_: list[tuple[Engine, asyncio.Runner]] = []

@@ -1,41 +1,19 @@
 """LoRA adapters in vLLM, against the same weights merged into the model."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
+from tests.vllm.conftest import ALPHA, RANK
 
-RANK, ALPHA = 4, 8
 PROMPT = list(range(20, 60))
 
 
-@pytest.fixture(scope="module")
-def adapter_dir(model_dir, tmp_path_factory):
-    """An adapter of the query projections of all layers, as PEFT saves it."""
-    path = tmp_path_factory.mktemp("adapter")
-    config = json.loads((model_dir / "config.json").read_text())
-    generator = torch.Generator().manual_seed(5)
-    width = config["num_attention_heads"] * config["head_dim"]
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{name}.lora_A.weight"] = 0.2 * torch.randn(RANK, config["hidden_size"], generator=generator)
-        tensors[f"{name}.lora_B.weight"] = 0.2 * torch.randn(width, RANK, generator=generator)
-    save_file(tensors, path / "adapter_model.safetensors")
-    peft = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj"], "bias": "none"}
-    (path / "adapter_config.json").write_text(json.dumps(peft | {"task_type": "CAUSAL_LM"}))
-    return path
-
-
 def merged(model_dir, adapter_dir):
-    from safetensors.torch import load_file
-
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     tensors = load_file(adapter_dir / "adapter_model.safetensors")
     for number, layer in enumerate(model.model.layers):

@@ -1,5 +1,6 @@
 """`penstock serve DIR --engine vllm` as people run it, through HTTP."""
 
+import json
 import os
 import re
 import signal
@@ -42,8 +43,9 @@ def serve(tmp_path, monkeypatch):
         process.stdout.close()
 
 
-def test_it_streams_chats_stops_and_leaves_nothing_behind(serve, model_dir):
-    process = serve(model_dir)
+def test_it_streams_chats_stops_and_leaves_nothing_behind(serve, model_dir, adapter_dir):
+    adapter = f"lora_modules={{shift: {adapter_dir}}}"
+    process = serve(model_dir, "--engine-arg", adapter, "--set", "roles.aggregated.adapters=[shift]")
     said = []
     for line in process.stdout:
         said.append(line)
@@ -67,6 +69,17 @@ def test_it_streams_chats_stops_and_leaves_nothing_behind(serve, model_dir):
     stopped = client.chat.completions.create(**ask, stop=[stop])
     assert stopped.choices[0].message.content == text[: text.index(stop)]
     assert stopped.choices[0].finish_reason == "stop"
+
+    shifted = client.chat.completions.create(**ask | {"model": "shift"})
+    assert shifted.choices[0].message.content != text
+    schema = {"schema": {"type": "string", "enum": ["red", "blue"]}, "name": "color"}
+    constrained = client.chat.completions.create(
+        **ask | {"extra_body": {}, "response_format": {"type": "json_schema", "json_schema": schema}}
+    )
+    assert json.loads(constrained.choices[0].message.content) in {"red", "blue"}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**ask | {"extra_body": {"structured_outputs": {"regex": "("}}})
+    assert refused.value.param == "response_format"
 
     processes = psutil.Process(process.pid).children(recursive=True)
     assert any("EngineCore" in " ".join(each.cmdline()) for each in processes)

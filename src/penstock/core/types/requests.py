@@ -24,6 +24,7 @@ class SamplingParams(Wire, frozen=True):
 
     `max_tokens` and `min_tokens` count the whole output, `Request.num_emitted` included.
     `logprobs` is the number of alternatives to report; 0: only the sampled token's logprob; None: no logprobs.
+    `seed_drawn`: the frontend drew the seed, so an engine that samples faster without one may leave it out.
     `structured` constrains the text: JSON of one of vLLM's `structured_outputs`, as `{"json": SCHEMA}` or `{"regex": "..."}`;
     an engine that cannot keep to it refuses the request.
     """
@@ -42,6 +43,7 @@ class SamplingParams(Wire, frozen=True):
     min_tokens: int = 0
     logprobs: int | None = None
     structured: bytes | None = None
+    seed_drawn: bool = False
 
 
 class KvHandle(Wire, frozen=True):

@@ -53,6 +53,10 @@ class ChildOutput:
         logger.handlers = [_Lines(self._note)]
         logger.propagate = False
 
+    def forget(self) -> None:
+        """Drop what was printed so far: it did no harm."""
+        self._lines.clear()
+
     def reason(self) -> str | None:
         """Give the last error that was printed and is no consequence of another; None if there is none."""
         for line in reversed(self._lines):

@@ -67,6 +67,7 @@ class VllmEngine:
         """
         await asyncio.to_thread(self._launch)
         await self._load_adapters()
+        self._output.forget()
         self._events.follow()
         config = self._core.vllm_config
         self._counts.block_size = config.cache_config.block_size
@@ -113,6 +114,7 @@ class VllmEngine:
         vllm_id = self._ids.pop(request_id, None)
         if vllm_id is not None:
             del self._running[vllm_id]
+        if vllm_id is not None and self._core is not None:
             self._send(self._core.abort_requests_async([vllm_id]))
 
     async def steps(self) -> AsyncIterator[Step]:

@@ -8,6 +8,8 @@ from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogp
 from penstock.core.wire import num_tokens, pack_tokens, unpack_tokens
 
 _SEEDS = 1 << 63
+_CONTINUED = 1_000_003
+"""Makes the seed of a continuation another one: else its first tokens would take the noise of the first ones."""
 
 
 @dataclass(slots=True)
@@ -76,13 +78,21 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
-        "seed": None if sampling.seed is None else (sampling.seed + request.choice) % _SEEDS,
+        "seed": _seed(request),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "logprobs": sampling.logprobs,
         "detokenize": False,
         "skip_clone": True,
     }
+
+
+def _seed(request: Request) -> int | None:
+    """Give a seed to requests whose client set one: vLLM samples those row by row, the others as one batch."""
+    seed = request.sampling.seed
+    if seed is None or request.sampling.seed_drawn:
+        return None
+    return (seed + request.choice + _CONTINUED * request.num_emitted) % _SEEDS
 
 
 def delta_of(running: Running, output: Any) -> Delta:

@@ -194,6 +194,7 @@ def _sampling(
         frequency_penalty=value("frequency_penalty", 0.0),
         repetition_penalty=value("repetition_penalty", 1.0),
         seed=seed,
+        seed_drawn=request.seed is None,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         min_tokens=min_tokens,

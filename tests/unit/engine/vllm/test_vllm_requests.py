@@ -43,6 +43,10 @@ def test_tokens_emitted_elsewhere_shorten_the_answer() -> None:
 def test_choices_of_one_seed_differ() -> None:
     assert sampling_arguments(request())["seed"] is None
     assert sampling_arguments(request(seed=7, choice=2))["seed"] == 9
+    assert sampling_arguments(request(seed=7, num_emitted=2))["seed"] not in {7, 9}, (
+        "not the start's noise again"
+    )
+    assert sampling_arguments(request(seed=7, seed_drawn=True))["seed"] is None, "sampled as one batch"
     assert sampling_arguments(request(seed=-1))["seed"] == (1 << 63) - 1, "vLLM takes -1 for none"
 
 

@@ -92,6 +92,7 @@ def test_choices_share_tokens_hashes_and_seed() -> None:
 def test_a_seed_is_kept_or_drawn() -> None:
     assert chat(seed=7).requests[0].sampling.seed == chat(seed=7).requests[0].sampling.seed
     assert chat().requests[0].sampling.seed == random.Random(0).getrandbits(63)
+    assert [complete(**each).requests[0].sampling.seed_drawn for each in ({"seed": 7}, {})] == [False, True]
 
     async def with_seed(seed: int) -> int | None:
         preprocessor = Preprocessor(hash_key=KEY, rng=random.Random(0))
