@@ -29,6 +29,7 @@ class EngineKind:
         is_parallel: whether one worker may use several devices.
         has_adapters: whether it serves LoRA adapters.
         has_weights: whether it computes the model, on a device or core of its own.
+        is_elsewhere: whether the model runs outside of the worker's machine, whose hardware then says nothing of its speed.
         count_workers: how many workers the engine's arguments are for, None where they do not say; None: any number.
     """
 
@@ -39,6 +40,7 @@ class EngineKind:
     is_parallel: bool = True
     has_adapters: bool = False
     has_weights: bool = True
+    is_elsewhere: bool = False
     count_workers: Callable[[Mapping[str, Any]], int | None] | None = None
 
 
@@ -178,6 +180,7 @@ _KINDS = {
         modules=("penstock.engine.openai.make",),
         has_adapters=True,
         has_weights=False,
+        is_elsewhere=True,
         count_workers=_count_urls,
     ),
     "vllm": EngineKind(make=_vllm, has_adapters=True),

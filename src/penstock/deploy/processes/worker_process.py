@@ -16,7 +16,7 @@ from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.deploy.processes.location import location_here
 from penstock.engine.paged.model.checkpoint import Checkpoint
-from penstock.engine.registry import create_engine
+from penstock.engine.registry import create_engine, engine_kind
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.engine_prices import engine_prices
 from penstock.runtime.discovery.local import LocalDiscovery
@@ -93,6 +93,9 @@ def _transfer_agent(graph: Graph, job: WorkerJob, name: str, secret: bytes) -> T
 
 
 def _prices(role: RoleSpec, model_dir: Path) -> Prices | None:
+    """Give the worker's prices; None where nobody said on what hardware a server elsewhere runs."""
+    if engine_kind(role.engine).is_elsewhere and role.hardware == "cpu" and role.profile is None:
+        return None
     try:
         return engine_prices(role, model_dir)
     except ConfigError as error:
