@@ -7,7 +7,17 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.ids import WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
-from penstock.deploy.messages import Assignment, Beat, Common, Failed, ProcessFailed, Ready, Report, WorkerJob
+from penstock.deploy.messages import (
+    Assignment,
+    Beat,
+    Common,
+    Failed,
+    Health,
+    ProcessFailed,
+    Ready,
+    Report,
+    WorkerJob,
+)
 from penstock.deploy.supervisor.backoff import Backoff
 from penstock.deploy.supervisor.child import describe_status
 from penstock.deploy.supervisor.member import Member
@@ -169,6 +179,34 @@ def test_a_member_the_deployment_can_do_without_is_tried_for_ever() -> None:
                 await asyncio.sleep(0.001)
             scene.member.stop()
             await running
+
+    asyncio.run(main())
+
+
+def test_a_worker_whose_server_is_not_there_yet_is_tried_for_ever() -> None:
+    async def main() -> None:
+        scene = Scene(([Failed(message="no connection", outside=True)], 1))
+        async with asyncio.TaskGroup() as group, asyncio.timeout(5):
+            running = group.create_task(scene.member.run())
+            while len(scene.children) < 8:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            scene.member.stop()
+            await running
+
+    asyncio.run(main())
+
+
+def test_it_is_said_that_an_engine_cannot_serve_and_that_it_can_again() -> None:
+    async def main() -> None:
+        scene = Scene(([Ready(detail="a"), Health(problem="refused"), Health()], None))
+        async with asyncio.TaskGroup() as group, asyncio.timeout(5):
+            running = group.create_task(scene.member.run())
+            while len(scene.said) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert len(scene.children) == 1
+            scene.member.stop()
+            await running
+        assert scene.said[:3] == [("ready", "a"), ("unhealthy", "refused"), ("ready", "serves again")]
 
     asyncio.run(main())
 
