@@ -330,6 +330,33 @@ def test_a_server_that_is_not_healthy_is_unavailable() -> None:
     assert "/health: 503: not well" in error.message
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x01\xff" * 4000,
+        b"HTTP/1.1 200 OK\r\nX: " + b"y" * 100_000,
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 100_000,
+    ],
+    ids=["bytes", "header", "headers"],
+)
+def test_what_does_not_speak_http_is_told_in_one_short_line(sent: bytes) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(sent)
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
+            url = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"
+            server = Server(url, config_of(url), (MODEL_NAME,), TextCodec(TOKENIZER))
+            with pytest.raises(Unavailable, match="no HTTP answer") as caught:
+                await server.check()
+            await server.close()
+            assert len(str(caught.value)) < 700
+            assert str(caught.value).isprintable()
+
+    run(main())
+
+
 def test_a_server_without_the_path_is_unavailable() -> None:
     error = start_error(fake_of("trtllm"), api="vllm")
     assert isinstance(error, Unavailable)
@@ -372,6 +399,7 @@ HOSTILE = {
     "negative ids": says(b'data: {"choices": [{"text": "", "token_ids": [-4]}]}\n\n'),
     "a huge line": says(b"data: " + b"x" * 20_000),
     "half a line": says(b'data: {"choices": [{"te', then_cut=True),
+    "deep nesting": says(b'data: {"choices": [], "x": ' + b"[" * 3000 + b"\n\n"),
     "an error": says(b'data: {"error": {"message": "CUDA error", "code": 500}}\n\n'),
     "a cut": cut,
 }
@@ -405,6 +433,48 @@ def test_a_stalled_answer_ends_in_time() -> None:
             assert end.error.code == "step_failed"
             assert "no answer within 1 s" in end.error.message
             await case.until(lambda: fake.open == 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize("content", [b": ping\n\n", b'data: {"choices": [{"token_ids": []}]}\n\n'])
+def test_bytes_that_bring_no_token_are_silence(content: bytes) -> None:
+    async def flood(server: FakeServer, response: web.StreamResponse, count: int) -> None:
+        while True:
+            await response.write(content)
+            await asyncio.sleep(0.05)
+
+    async def main() -> None:
+        async with fake_of() as fake, driven(fake, limits={"silence_s": 1.0}) as case:
+            fake.fault = after(3, flood)
+            end = await case.ask()
+            assert end.error is not None
+            assert "no answer within 1 s: no token came" in end.error.message
+            assert case.tokens("a") == fake.continuation(PROMPT, 3)
+
+    run(main())
+
+
+@pytest.mark.parametrize("ending", ["cut", "hang", "garbage"])
+def test_what_goes_wrong_after_the_finish_reason_does_not_reach_the_client(ending: str) -> None:
+    async def break_off(server: FakeServer, response: web.StreamResponse, count: int) -> None:
+        last = server.eos_token_id
+        await response.write(
+            b'data: {"choices": [{"text": "", "token_ids": [%d], "finish_reason": "stop"}]}\n\n' % last
+        )
+        if ending == "garbage":
+            await response.write(b"<html>\n")
+        await asyncio.sleep(60 if ending == "hang" else 0.05)
+        await cut(server, response, count)
+
+    async def main() -> None:
+        async with fake_of() as fake, driven(fake, limits={"silence_s": 30.0}) as case:
+            fake.fault = after(3, break_off)
+            async with asyncio.timeout(15):
+                end = await case.ask()
+            assert end.error is None
+            assert end.finish_reason is FinishReason.STOP
+            assert case.tokens("a") == [*fake.continuation(PROMPT, 3), fake.eos_token_id]
 
     run(main())
 
@@ -511,7 +581,59 @@ def test_a_server_that_changes_its_model_gets_nothing() -> None:
     run(main())
 
 
+@pytest.mark.parametrize(
+    "content", [b'{"data": ' + b"[" * 100_000, b"\xff\xfe", b"[]", b'{"data": [{"id": 5}]}']
+)
+def test_a_list_of_models_that_is_none_is_a_problem(content: bytes) -> None:
+    """Nothing that a server says ends the task that watches it, and with it the worker."""
+
+    async def main() -> None:
+        async with fake_of() as fake, driven(fake) as case:
+            fake.models = content
+            await case.until(lambda: bool(case.problems))
+            assert "no list of models" in str(case.problems[0])
+            fake.models = None
+            await case.until(lambda: case.problems[-1] is None)
+
+    run(main())
+
+
+def test_long_names_of_models_are_shortened() -> None:
+    async def main() -> None:
+        async with fake_of(model="x" * 100_000) as fake:
+            with pytest.raises(ConfigError, match="serves 'xxx") as caught:
+                async with driven(fake):
+                    pass
+            assert len(str(caught.value)) < 1000
+
+    run(main())
+
+
+@pytest.mark.parametrize("length", [0, -1, -(10**30)])
+def test_a_context_length_below_one_is_none(length: int) -> None:
+    async def main() -> None:
+        async with fake_of(context_length=length) as fake, driven(fake) as case:
+            assert (await case.engine.start()).context_length == SERVING.context_length
+
+    run(main())
+
+
 # -- load
+
+
+def test_a_server_serves_whatever_its_metrics_are() -> None:
+    async def main() -> None:
+        for metrics in (
+            'vllm:cache_config_info{block_size="16",num_gpu_blocks="%s"} 1\n' % ("9" * 5000),
+            "vllm:num_requests_running 1\n" * 200_000,
+        ):
+            fake = fake_of()
+            fake.metrics = metrics
+            async with fake, driven(fake) as case:
+                assert (await case.ask()).finish_reason is FinishReason.LENGTH
+                assert case.engine.load().total_blocks == 0
+
+    run(main())
 
 
 def test_metrics_tell_of_the_requests_of_others() -> None:

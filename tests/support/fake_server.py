@@ -61,6 +61,8 @@ class FakeServer:
         self.silent = False
         """Whether it accepts connections and answers nothing, as a stopped process does."""
         self.metrics = ""
+        self.models: bytes | None = None
+        """Answer to `/v1/models`; None: the model."""
         self.key: str | None = None
         self.open = self.aborted = 0
         self.rooms: dict[int, asyncio.Event] = {}
@@ -154,6 +156,8 @@ class FakeServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         await self._gate(request)
+        if self.models is not None:
+            return web.Response(body=self.models)
         card = {
             "id": self.model,
             "object": "model",

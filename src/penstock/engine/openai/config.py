@@ -19,7 +19,7 @@ class LimitsConfig(Config):
     connect_timeout_s: float = pydantic.Field(default=5.0, gt=0)
     """Longest seconds until a connection is made."""
     silence_s: float = pydantic.Field(default=120.0, gt=0)
-    """Longest seconds without a byte of an answer, the wait for its first token included; then the request goes to another worker."""
+    """Longest seconds without a token of an answer, the wait for its first one included; then the request goes to another worker."""
     line_bytes_max: int = pydantic.Field(default=1 << 20, ge=1024)
     """Longest line of a streamed answer; a longer one ends the request."""
     answer_bytes_max: int = pydantic.Field(default=16 << 20, ge=4096)

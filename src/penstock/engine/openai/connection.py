@@ -51,15 +51,15 @@ class Connection:
         if session is not None:
             await session.close()
 
-    async def get(self, path: str, *, timeout_s: float) -> bytes:
-        """Get a whole answer.
+    async def get(self, path: str, *, timeout_s: float, bytes_max: int | None = None) -> bytes:
+        """Get a whole answer, of `bytes_max` at most, or else `limits.answer_bytes_max`.
 
         Raises:
             Unavailable: the server cannot be reached, is silent, or its status is 5xx.
             NotThere: it has no such path (404, 405).
             EngineError: any other status.
         """
-        return await self._whole("GET", path, None, timeout_s)
+        return await self._whole("GET", path, None, timeout_s, bytes_max=bytes_max)
 
     async def post(
         self, path: str, body: Any, *, timeout_s: float, on_sent: Callable[[], None] | None = None
@@ -92,14 +92,21 @@ class Connection:
     # -- details
 
     async def _whole(
-        self, method: str, path: str, body: Any, timeout_s: float, on_sent: Callable[[], None] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        timeout_s: float,
+        on_sent: Callable[[], None] | None = None,
+        *,
+        bytes_max: int | None = None,
     ) -> bytes:
         timeout = aiohttp.ClientTimeout(
             total=timeout_s, sock_connect=min(self._limits.connect_timeout_s, timeout_s)
         )
         try:
             async with self._request(method, path, body, timeout, on_sent) as response:
-                content = await self._read(response)
+                content = await self._read(response, bytes_max)
                 if response.status == 200:
                     return content
                 if response.status in {404, 405} and method == "GET":
@@ -145,6 +152,7 @@ class Connection:
         tracing.on_request_headers_sent.append(sent)
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._headers,
             trace_configs=[tracing],
             auto_decompress=False,
@@ -152,14 +160,15 @@ class Connection:
             trust_env=False,
         )
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, response: aiohttp.ClientResponse, bytes_max: int | None = None) -> bytes:
         content = bytearray()
+        most = min(bytes_max or self._limits.answer_bytes_max, self._limits.answer_bytes_max)
         async for piece in response.content.iter_any():
             content += piece
-            if len(content) > self._limits.answer_bytes_max:
+            if len(content) > most:
                 raise Unavailable(
-                    f"{response.url}: the answer has more than {self._limits.answer_bytes_max} bytes"
-                    " (limits.answer_bytes_max)"
+                    f"{response.url}: the answer has more than {most} bytes"
+                    f"{' (limits.answer_bytes_max)' if most == self._limits.answer_bytes_max else ''}"
                 )
         return bytes(content)
 
@@ -207,7 +216,10 @@ class Connection:
             return "the connection was closed before an answer came"
         if isinstance(error, aiohttp.ClientPayloadError):
             return "the connection was closed within an answer"
-        return f"{type(error).__name__}: {error}"
+        kind, text = type(error).__name__, str(error)
+        if isinstance(error, aiohttp.ClientResponseError):
+            kind, text = "no HTTP answer", error.message
+        return f"{kind}: {_one_line(text)}"
 
 
 class NotThere(Unavailable):
@@ -222,13 +234,18 @@ def error_text(content: bytes) -> str:
     """Give the text of an error body: of OpenAI's, FastAPI's, llama.cpp's and Ollama's shapes, else the body itself."""
     try:
         found = msgspec.json.decode(content)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = None
     for key in ("error", "message", "detail"):
         if isinstance(found, dict) and found.get(key):
             found = found[key]
-    text = found if isinstance(found, str) else content.decode("utf-8", "replace")
-    text = " ".join(text.split()) or "no text"
+    return _one_line(found if isinstance(found, str) else content.decode("utf-8", "replace")) or "no text"
+
+
+def _one_line(text: str) -> str:
+    """Shorten a server's text to what fits into an error, without characters that would change a terminal."""
+    text = " ".join(text[: 2 * _ERROR_CHARACTERS_MAX].split())
+    text = "".join(char if char.isprintable() else "\ufffd" for char in text)
     return text if len(text) <= _ERROR_CHARACTERS_MAX else text[:_ERROR_CHARACTERS_MAX] + "..."
 
 

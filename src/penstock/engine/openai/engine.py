@@ -1,6 +1,7 @@
 """The engine `openai`: one running server as a Penstock engine. Each request is one streamed HTTP request."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from penstock.engine.openai.server import Server
 from penstock.engine.openai.streams import Stream
 from penstock.engine.scheduling.sampling import checked_sampling
 
+_AFTER_FINISH_S = 2.0
+"""Longest wait for what may follow a finish reason."""
 _log = get_logger()
 
 
@@ -89,7 +92,10 @@ class ServerEngine:
         described = await self._server.check()
         await self._server.try_out(described)
         self._check_role()
-        load = await self._server.load()
+        try:
+            load = await self._server.load()
+        except PenstockError:  # only Penstock's own requests count for now
+            load = None
         serving, tokens = self._serving, None if load is None else load.kv_tokens
         self._outside = load or ServerLoad()
         if self._subscriber is not None and self._outside.block_size is not None:
@@ -264,17 +270,41 @@ class ServerEngine:
             self._forget(stream)
 
     async def _compute(self, stream: Stream) -> None:
-        """Pass the pieces of an answer on; its end waits for what follows it in the stream, the cached tokens."""
-        async with self._server.answer(stream.request, stream.extra, self._begun(stream)) as pieces:
-            async for piece in pieces:
-                delta = stream.feed(piece)
-                if delta is not None:
-                    self._push(stream, delta)
-                if stream.is_over:
-                    break
+        """Pass the pieces of an answer on; its end waits for what follows it in the stream, the cached tokens.
+
+        Bytes that bring no token, such as comments, are silence too. A failure after the finish reason is none.
+        """
+        try:
+            await self._read_answer(stream)
+        except PenstockError:
+            if not stream.has_finished:
+                raise
         end = stream.end()  # raises if the answer was cut off
         self._count_prompt(num_tokens(stream.request.token_ids), stream.cached_tokens or 0)
         self._push(stream, end)
+
+    async def _read_answer(self, stream: Stream) -> None:
+        clock, silence_s = asyncio.get_running_loop().time, self._config.limits.silence_s
+        try:
+            async with (
+                asyncio.timeout(silence_s) as silence,
+                self._server.answer(stream.request, stream.extra, self._begun(stream)) as pieces,
+            ):
+                async for piece in pieces:
+                    known = stream.num_tokens
+                    delta = stream.feed(piece)
+                    if delta is not None:
+                        self._push(stream, delta)
+                    if stream.is_over:
+                        break
+                    if stream.has_finished:
+                        silence.reschedule(min(silence.when() or math.inf, clock() + _AFTER_FINISH_S))
+                    elif stream.num_tokens > known:
+                        silence.reschedule(clock() + silence_s)
+        except TimeoutError as error:
+            raise StepFailed(
+                f"{self._server.url}: no answer within {silence_s:g} s: no token came (limits.silence_s)"
+            ) from error
 
     def _begun(self, stream: Stream) -> Callable[[], None]:
         """Make the callback that tells routers that the server has the request now."""

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? +([^ ]+)(?: +-?\d+)?")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_BLOCK_COUNT = re.compile(r'(?:^|,)num_gpu_blocks="([0-9]{1,12})"')
+_BLOCK_SIZE = re.compile(r'(?:^|,)block_size="([0-9]{1,6})"')
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
@@ -41,17 +42,17 @@ def read_load(text: str) -> ServerLoad:
         elif name in _USAGE:
             usages.append(value)
         elif name == _BLOCKS:
-            blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
-            if blocks.isdecimal() and size.isdecimal():
-                block_size = int(size)
-                kv_tokens = (kv_tokens or 0) + int(blocks) * block_size
+            blocks, size = _BLOCK_COUNT.search(labels), _BLOCK_SIZE.search(labels)
+            if blocks is not None and size is not None:
+                block_size = int(size[1])
+                kv_tokens = (kv_tokens or 0) + int(blocks[1]) * block_size
         elif name == _TOKENS:
             kv_tokens = (kv_tokens or 0) + round(value)
     usage = min(max(sum(usages) / len(usages), 0.0), 1.0) if usages else None
     return ServerLoad(running, waiting, usage, kv_tokens, block_size)
 
 
-def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+def _samples(text: str) -> Iterator[tuple[str, str, float]]:
     """Yield (name, labels, value) of the metrics above; other lines and values that are no count are skipped."""
     wanted = (*_RUNNING, *_WAITING, *_USAGE, _BLOCKS, _TOKENS)
     for line in text.splitlines():
@@ -65,4 +66,4 @@ def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
         except ValueError:
             continue
         if 0 <= value < 1e15:  # neither NaN nor infinite
-            yield sample[1], dict(_LABEL.findall(sample[2] or "")), value
+            yield sample[1], sample[2] or "", value

@@ -36,7 +36,7 @@ def vllm_handle(answer: bytes, num_tokens: int) -> KvHandle:
     """
     try:
         params = _prefilled.decode(answer).kv_transfer_params
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StepFailed(f"the prefill server's answer is none of vLLM's ({error})") from error
     if not params:
         raise StepFailed(

@@ -12,7 +12,7 @@ from penstock.core.errors import ConfigError, Overloaded, PenstockError, StepFai
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
-from penstock.engine.openai.apis.api import Api, Piece
+from penstock.engine.openai.apis.api import UNREADABLE, Api, Piece
 from penstock.engine.openai.apis.completions import Completions
 from penstock.engine.openai.apis.llamacpp import LlamaCpp
 from penstock.engine.openai.apis.ollama import Ollama
@@ -131,7 +131,9 @@ class Server:
             Unavailable: it does not answer.
         """
         try:
-            content = await self.connection.get("/metrics", timeout_s=self._config.health.timeout_s)
+            content = await self.connection.get(
+                "/metrics", timeout_s=self._config.health.timeout_s, bytes_max=_METRICS_BYTES_MAX
+            )
         except NotThere:
             return None
         return read_load(content.decode("utf-8", "replace"))
@@ -194,7 +196,7 @@ class Server:
         content = await self.connection.get("/v1/models", timeout_s=timeout_s)
         try:
             models = _models.decode(content).data
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise Unavailable(f"{self.url}/v1/models: no list of models as OpenAI's ({error})") from error
         wanted = (self._config.model,) if self._config.model is not None else self._names
         short = {_short(name) for name in wanted}
@@ -209,8 +211,10 @@ class Server:
                     context_length = model.max_model_len
                     if model.owned_by == "llamacpp":
                         context_length = await self._slot_context(timeout_s)
+                    if context_length is not None and context_length < 1:
+                        context_length = None  # some say 0 or -1 for what they do not know
                     return Described(model.id, context_length, model.owned_by or "")
-        served = ", ".join(repr(model.id) for model in models[:8]) or "no model"
+        served = ", ".join(repr(model.id[:_NAME_CHARACTERS_MAX]) for model in models[:8]) or "no model"
         raise WrongModelError(
             f"{self.url}: serves {served}, expected {' or '.join(map(repr, dict.fromkeys(wanted)))}; if it is the same"
             " model, give its name there: --engine-arg model=NAME"
@@ -221,7 +225,7 @@ class Server:
         try:
             content = await self.connection.get("/props", timeout_s=timeout_s)
             return _props.decode(content).default_generation_settings.n_ctx
-        except (NotThere, msgspec.DecodeError):
+        except (NotThere, *UNREADABLE):
             return None
 
     async def _compare_tokenizers(self, described: Described) -> None:
@@ -240,7 +244,7 @@ class Server:
                     "/tokenize", body, timeout_s=self._config.health.timeout_s
                 )
                 token_ids = _tokenized.decode(content).tokens
-            except (PenstockError, msgspec.DecodeError, UnicodeDecodeError):
+            except (PenstockError, *UNREADABLE):
                 continue  # it has no such path, or another shape: the ids of its answers are checked at least
             if token_ids and token_ids != expected:
                 raise WrongModelError(
@@ -286,6 +290,9 @@ class Server:
         raise StepFailed("the answer ended without a finish reason" if found else "the answer was empty")
 
 
+_NAME_CHARACTERS_MAX = 200
+_METRICS_BYTES_MAX = 2 << 20
+"""Reading more at every `load_interval_s` would delay the streams; vLLM has 100 to 500 KB."""
 _PADDING = 4096
 """Vocabularies of models are padded beyond their tokenizer's."""
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.core.errors import StepFailed
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
-from penstock.core.wire import pack_tokens
+from penstock.core.wire import num_tokens, pack_tokens
 from penstock.engine.openai.apis.api import Piece
 
 
@@ -48,10 +48,16 @@ class Stream:
         self._held: tuple[int, ...] = ()  # a stop token, which may be the last one
         self._held_logprobs: tuple[TokenLogprob, ...] = ()
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether the server has said how the answer ends; its cached tokens may still follow."""
+        return self._finish is not None
+
     def feed(self, piece: Piece) -> Delta | None:
         """Take a piece of the answer; a delta where it has tokens. `end` gives the last one."""
         if piece.cached_tokens is not None:
-            self.cached_tokens = piece.cached_tokens
+            prompt = num_tokens(self.request.token_ids)
+            self.cached_tokens = min(max(piece.cached_tokens, 0), prompt)
         if self._finish is not None:  # tokens after the end are none
             self.is_over |= piece.is_last or self.cached_tokens is not None
             return None
@@ -85,7 +91,8 @@ class Stream:
         if self._finish is None:
             raise StepFailed("the server closed the connection within an answer")
         held = self._held
-        if self._finish is FinishReason.STOP and not held:
+        room = self.request.sampling.max_tokens - self.request.num_emitted - self.num_tokens
+        if self._finish is FinishReason.STOP and not held and room > 0:
             held = (self._stops[0] if self._stops else 0,)
             self.num_tokens += 1
         return Delta(

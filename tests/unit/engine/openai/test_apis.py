@@ -124,8 +124,47 @@ def test_comments_and_the_end_mark_add_nothing():
     [
         (b'{"error": {"message": "a"}}', "a"), (b'{"error": "b"}', "b"), (b'{"message": "c"}', "c"),
         (b'{"detail": "d"}', "d"), (b"plain\n text", "plain text"), (b"", "no text"), (b"\xff", "\ufffd"),
-        (b"x" * 9999, "x" * 500 + "..."), (b'{"detail": [1]}', '{"detail": [1]}'),
+        (b"x" * 9999, "x" * 500 + "..."), (b"\x1b[31mred\x00", "\ufffd[31mred\ufffd"), (b'{"detail": [1]}', '{"detail": [1]}'),
     ],
 )  # fmt: skip
 def test_the_text_of_errors(content, text):
     assert error_text(content) == text
+
+
+def test_an_empty_finish_reason_is_none():
+    answer = Completions("m", "vllm").answer(request_of())
+    piece = answer.read(b'data: {"choices": [{"text": "", "token_ids": [4], "finish_reason": ""}]}')
+    assert piece == Piece((4,))
+
+
+HUGE = b"9" * 30
+
+
+@pytest.mark.parametrize(
+    ("api", "line"),
+    [
+        (Completions("m", "vllm"), b'data: {"choices": [{"token_ids": [%s]}]}' % HUGE),
+        (SglangGenerate(), b'data: {"output_ids": [%s], "meta_info": {}}' % HUGE),
+        (SglangGenerate(), b'data: {"output_ids": [4], "meta_info": {"output_token_logprobs": [[-1.0, %s, null]]}}' % HUGE),
+        (SglangGenerate(), b'data: {"output_ids": [4], "meta_info": {"output_top_logprobs": [[[-1.0, -1, null]]]}}'),
+        (LlamaCpp(), b'data: {"tokens": [%s], "stop": false}' % HUGE),
+        (LlamaCpp(), b'data: {"tokens": [4], "stop": false, "completion_probabilities": [{"id": %s, "logprob": -1}]}' % HUGE),
+        (LlamaCpp(), b'data: {"stop": false, "completion_probabilities": [{"id": 4, "logprob": -1, "top_logprobs": [{"id": -1, "logprob": -1}]}]}'),
+        (Ollama("m"), b'{"response": "x", "done": false, "y": ' + b"[" * 100_000),
+    ],
+)  # fmt: skip
+def test_numbers_that_are_no_token_ids_and_deep_nesting_are_no_answer(api, line):
+    with pytest.raises(StepFailed, match="no part of an answer"):
+        api.answer(request_of(logprobs=1)).read(line)
+
+
+def test_candidates_that_are_no_token_ids_are_left_out():
+    names = [b"9" * 5000, HUGE, b"-3", b"x", b"7"]
+    top = b", ".join(b'"token_id:%s": -1.0' % name for name in names)
+    line = b'data: {"choices": [{"token_ids": [4], "logprobs": {"token_logprobs": [-0.5], "top_logprobs": [{%s}]}}]}'
+    piece = Completions("m", "vllm").answer(request_of(logprobs=5)).read(line % top)
+    assert piece.logprobs[0].top == ((7, -1.0),)
+
+
+def test_an_error_body_may_nest_deeply():
+    assert error_text(b"[" * 100_000).startswith("[[[")

@@ -39,3 +39,14 @@ def test_sglang_and_llamacpp():
 )  # fmt: skip
 def test_what_is_no_count_is_left_out(text):
     assert read_load(text) == ServerLoad()
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        'block_size="16",num_gpu_blocks="%s"' % ("9" * 5000), "a" * 1_000_000, 'a="' * 300_000, "}" * 1_000_000,
+    ],
+    ids=["digits", "word", "quotes", "braces"],
+)  # fmt: skip
+def test_labels_of_any_length_are_read_in_linear_time(labels):
+    assert read_load(f"vllm:cache_config_info{{{labels}}} 1") == ServerLoad()

@@ -85,3 +85,18 @@ def test_an_answer_that_breaks_off_is_no_end():
     fed(stream, Piece((4,)))
     with pytest.raises(StepFailed, match="closed the connection within an answer"):
         stream.end()
+
+
+def test_no_stop_token_is_added_beyond_max_tokens():
+    stream = stream_of(max_tokens=2)
+    assert fed(stream, Piece((4, 5)), Piece(finish_reason=FinishReason.STOP)) == [4, 5]
+    end = stream.end()
+    assert (token_list(end.token_ids), end.finish_reason) == ([], FinishReason.STOP)
+
+
+@pytest.mark.parametrize(("said", "told"), [(-5, 0), (2, 2), (4, 3), (10**30, 3)])
+def test_cached_tokens_are_at_most_those_of_the_prompt(said, told):
+    stream = stream_of()
+    delta = stream.feed(Piece((4,), cached_tokens=said))
+    assert delta is not None
+    assert delta.cached_tokens == told

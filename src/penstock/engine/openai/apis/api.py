@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -16,6 +16,9 @@ _DONE = b"[DONE]"
 CLIENT_SALT = b"|cache_salt="
 """Stands before the client's `cache_salt` in `Request.salt`."""
 _SEED_MAX = (1 << 63) - 1
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for a server's bytes: no JSON, other fields, no UTF-8, or nested too deeply."""
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ def decode(decoder: msgspec.json.Decoder[T], line: bytes) -> T:
     """Decode JSON; raises StepFailed where it is none or has other fields."""
     try:
         return decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise garbage(line, error) from error
 
 
@@ -118,7 +121,7 @@ def finish_of(reason: str | None) -> FinishReason | None:
     Raises:
         StepFailed: the server gave the request up.
     """
-    if reason is None:
+    if not reason:  # some servers say "" where others say null
         return None
     if reason in {"length", "max_tokens", "limit"}:
         return FinishReason.LENGTH

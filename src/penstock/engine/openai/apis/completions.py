@@ -12,6 +12,7 @@ from penstock.core.errors import RequestError
 from penstock.core.types.requests import Request, TokenLogprob
 from penstock.engine.openai.apis.api import (
     Piece,
+    TokenId,
     changed,
     client_salt,
     decode,
@@ -27,6 +28,8 @@ from penstock.engine.openai.apis.api import (
 )
 
 _ID = "token_id:"
+_ID_DIGITS_MAX = 10
+"""Fewer digits than this fit into 31 bits."""
 
 
 class Completions:
@@ -141,7 +144,8 @@ class CompletionsAnswer:
 
 
 def _is_id(name: str) -> bool:
-    return name.startswith(_ID) and name.removeprefix(_ID).isdecimal()
+    number = name.removeprefix(_ID)
+    return name.startswith(_ID) and len(number) < _ID_DIGITS_MAX and number.isdecimal()
 
 
 class _Logprobs(msgspec.Struct):
@@ -151,7 +155,7 @@ class _Logprobs(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     text: str = ""
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
     logprobs: _Logprobs | None = None
 

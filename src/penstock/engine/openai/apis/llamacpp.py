@@ -12,6 +12,7 @@ from penstock.core.errors import RequestError
 from penstock.core.types.requests import FinishReason, Request, TokenLogprob
 from penstock.engine.openai.apis.api import (
     Piece,
+    TokenId,
     decode,
     garbage,
     is_end,
@@ -103,12 +104,12 @@ class LlamaCppAnswer:
 
 
 class _Top(msgspec.Struct):
-    id: int
+    id: TokenId
     logprob: float
 
 
 class _Probability(msgspec.Struct):
-    id: int
+    id: TokenId
     logprob: float
     top_logprobs: list[_Top] = []
 
@@ -124,7 +125,7 @@ class _Error(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     stop: bool | None = None
-    tokens: list[int] = []
+    tokens: list[TokenId] = []
     stop_type: str = ""
     timings: _Timings | None = None
     completion_probabilities: list[_Probability] = []

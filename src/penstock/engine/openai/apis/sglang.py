@@ -8,6 +8,7 @@ import msgspec
 from penstock.core.types.requests import Request, TokenLogprob
 from penstock.engine.openai.apis.api import (
     Piece,
+    TokenId,
     changed,
     client_salt,
     decode,
@@ -127,8 +128,8 @@ class _Meta(msgspec.Struct):
     completion_tokens: int = 0
     cached_tokens: int | None = None
     finish_reason: _Finish | None = None
-    output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
-    output_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
+    output_token_logprobs: list[tuple[float | None, TokenId, str | None]] | None = None
+    output_top_logprobs: list[list[tuple[float, TokenId, str | None]] | None] | None = None
 
 
 class _Error(msgspec.Struct):
@@ -137,7 +138,7 @@ class _Error(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    output_ids: list[int] | None = None
+    output_ids: list[TokenId] | None = None
     meta_info: _Meta | None = None
     error: _Error | None = None
 
