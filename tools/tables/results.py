@@ -71,6 +71,30 @@ def _engines() -> Iterator[list[str]]:
         ]  # fmt: skip
 
 
+def _vllm() -> Iterator[list[str]]:
+    file = link("vllm")
+    yield [
+        "`kv_hit_tokens`, 36 conversations on two vLLM workers", of("vllm", "kv_hit_tokens", ",.0f"),
+        of("vllm", "round_robin_hit_tokens", ",.0f") + ", `round-robin`",
+        of("vllm", "hit_tokens_kv_over_round_robin", ".2f"), "1.5 times", file,
+    ]  # fmt: skip
+    yield [
+        "`penstock_tokens_per_s_c32`, one vLLM worker, 32 at once", of("vllm", "penstock_tokens_per_s_c32", ",.0f"),
+        of("vllm", "vllm_tokens_per_s_c32", ",.0f") + ", vLLM's own server",
+        of("vllm", "tokens_per_s_over_vllm", ".2f"), "0.95", file,
+    ]  # fmt: skip
+    yield [
+        "`penstock_ttft_ms_c1`, the same, one at a time", of("vllm", "penstock_ttft_ms_c1", ".1f") + " ms",
+        of("vllm", "vllm_ttft_ms_c1", ".1f") + " ms, vLLM's own server", "", "at most 3 ms more", file,
+    ]  # fmt: skip
+    exact, streams = (of("vllm", name, ".0f") for name in ("killed_streams_exact", "killed_streams"))
+    gap = of("vllm", "killed_longest_gap_ms", ",.0f")
+    yield [
+        "`killed_streams_exact`, greedy, one of two vLLM workers killed",
+        f"{exact} of {streams}, longest gap {gap} ms", "", "", "all", file,
+    ]  # fmt: skip
+
+
 def _index() -> Iterator[list[str]]:
     workers = ("w8", "w64", "w512")
     yield [
@@ -279,6 +303,7 @@ def rows(*parts: _Part) -> Callable[[], Iterator[str]]:
 
 TABLES = {
     "results-engines": rows(_engines),
+    "results-vllm": rows(_vllm),
     "results-routing": rows(_index, _policies),
     "results-disaggregation": rows(_disagg),
     "results-transfer": rows(_transfer),
