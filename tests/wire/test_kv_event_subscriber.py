@@ -16,6 +16,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from penstock.core.wire import hash_list
+from penstock.engine.kv_events import subscriber
 from penstock.engine.kv_events.engine_events import Omission
 from penstock.engine.kv_events.subscriber import KvEventSubscriber, PublisherAddress
 from penstock.engine.kv_events.translator import HexSalts
@@ -337,6 +338,57 @@ def test_malformed_messages_clear_and_do_not_end_it(address: PublisherAddress) -
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_replay_that_never_ends_is_left(
+    address: PublisherAddress, monkeypatch: pytest.MonkeyPatch, *, grows: bool
+) -> None:
+    """One that tells the same message for ever, or as many as one likes."""
+    monkeypatch.setattr(subscriber, "_REPLAYS_S", 0.3)
+
+    async def babble(publisher: Publisher) -> None:
+        with publisher.context.socket(zmq.ROUTER) as router:
+            router.linger = 0
+            router.bind(publisher.address.replay_endpoint)
+            client, _, _ = await router.recv_multipart()
+            for count in range(1 << 40):
+                number = (count if grows else 0).to_bytes(8, "big")
+                payload = msgspec.msgpack.encode([0, [stored(500 + count % 2)], 0])
+                await router.send_multipart([client, b"", b"kv", number, payload])
+                await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(Publisher, "serve_replays", babble)
+
+    async def scenario() -> None:
+        async with publishing(address) as publisher, watching(address) as watcher:
+            await watcher.until(lambda: watcher.subscriber.batches > 0)
+            await asyncio.sleep(0.5)
+            publisher.next = 1 << 20
+            await publisher.store(1)
+            await watcher.holds(1)
+
+    asyncio.run(scenario())
+
+
+def test_a_message_that_is_too_long_is_lost_and_does_not_end_it(
+    address: PublisherAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriber, "MESSAGE_BYTES_MAX", 4096)
+    monkeypatch.setattr(subscriber, "_REPLAY_S", 0.2)
+
+    async def scenario() -> None:
+        async with publishing(address, keep=1) as publisher, watching(address) as watcher:
+            await publisher.store(1)
+            await watcher.holds(1)
+            await publisher.send_raw(b"\x90" * 5000)
+            await watcher.until(lambda: not watcher.held)
+            for root in range(2, 100):
+                await publisher.store(root)
+                await asyncio.sleep(0.02)
+            await watcher.until(lambda: name(99) in watcher.held)
+
+    asyncio.run(scenario())
+
+
 def test_blocks_left_out_are_told_at_times(address: PublisherAddress) -> None:
     orphan = stored(7) | {"parent_block_hash": 99}
 
@@ -384,3 +436,14 @@ def test_addresses_are_checked(endpoint: str) -> None:
         KvEventSubscriber(
             PublisherAddress(endpoint=endpoint), block_size=SIZE, salt_of=HexSalts(), publish=lambda _: None
         )
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "bound"),
+    [
+        ("tcp://*:5557", True), ("tcp://[::]:5557", True), ("tcp://[2001:db8::5]:5557", False), ("tcp://10.0.0.1:5557", False),
+        ("ipc:///tmp/a::*", False),
+    ],
+)  # fmt: skip
+def test_only_addresses_of_any_host_are_bound(endpoint: str, *, bound: bool) -> None:
+    assert subscriber._is_bound(endpoint) is bound

@@ -7,7 +7,7 @@ then know less than the engine has, and never more.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,11 +21,15 @@ from penstock.engine.kv_events.decoder import EventDecoder
 from penstock.engine.kv_events.engine_events import Omission, Omissions
 from penstock.engine.kv_events.translator import KvEventTranslator, SaltOf
 
-MESSAGE_BYTES_MAX = 1 << 26
+MESSAGE_BYTES_MAX = 1 << 23
+"""One step that stores a prompt of a million tokens sends less. Reading one takes seconds, in which no token of the worker goes on."""
 _QUEUED_MESSAGES_MAX = 10_000
 """Messages that wait here in a socket; ZeroMQ drops further ones, which is noticed as a gap."""
+_RECONNECT_S = 0.1
 _REPLAY_S = 5.0
 """A replay in which nothing comes for so long has failed."""
+_REPLAYS_S = 60.0
+"""All replays for one gap have failed after so long: one may never end."""
 _REPLAYS_MAX = 10
 """Requests for one gap: a replay may have gaps of its own, as ROUTER sockets drop messages too."""
 _MESSAGES_AT_ONCE = 64
@@ -147,30 +151,38 @@ class KvEventSubscriber:
             messages.rcvhwm = _QUEUED_MESSAGES_MAX
             messages.maxmsgsize = MESSAGE_BYTES_MAX
             messages.subscribe(self._address.topic.encode())
-            with messages.get_monitor_socket(
-                zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-            ) as monitor:
+            changes = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            with messages.get_monitor_socket(changes | failures) as monitor:
                 poller = zmq_asyncio.Poller()
                 poller.register(monitor, zmq.POLLIN)
                 poller.register(messages, zmq.POLLIN)
+                messages.ipv6 = "[" in self._address.endpoint
                 _open(messages, self._address.endpoint)
                 try:
                     while True:
                         ready = dict(await poller.poll())
                         if monitor in ready:
-                            await self._connection_changed(await monitor.recv_multipart(), context)
+                            await self._connection_changed(await monitor.recv_multipart(), messages, context)
                         elif messages in ready:
                             await self._receive(messages, context)
                 finally:
                     messages.disable_monitor()
 
-    async def _connection_changed(self, frames: Sequence[bytes], context: Any) -> None:
+    async def _connection_changed(self, frames: Sequence[bytes], messages: Any, context: Any) -> None:
         zmq = _zmq()
 
-        if int.from_bytes(frames[0][:2], "little") == zmq.EVENT_DISCONNECTED:
-            self._synced = False
-        else:
+        if int.from_bytes(frames[0][:2], "little") == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             await self._sync(context)
+            return
+        self._synced = False
+        if not _is_bound(
+            self._address.endpoint
+        ):  # ZeroMQ itself gives up after a message that is too long or no ZMTP
+            await asyncio.sleep(_RECONNECT_S)
+            with suppress(zmq.ZMQError):  # it has forgotten the address already
+                messages.disconnect(self._address.endpoint)
+            _open(messages, self._address.endpoint)
 
     async def _receive(self, messages: Any, context: Any) -> None:
         """Take the messages that are there, up to a number."""
@@ -221,12 +233,18 @@ class KvEventSubscriber:
         """
         if self._address.replay_endpoint is None:
             return False
-        for _ in range(_REPLAYS_MAX):
-            before = self._next
-            if await self._replay_once(context):
-                return True
-            if self._next == before:
-                return False
+        try:
+            async with asyncio.timeout(_REPLAYS_S):
+                for _ in range(_REPLAYS_MAX):
+                    before = self._next
+                    if await self._replay_once(context):
+                        return True
+                    if self._next == before:
+                        return False
+        except TimeoutError:
+            _log.warning(
+                "kv_events_replay_endless", endpoint=self._address.replay_endpoint, seconds=_REPLAYS_S
+            )
         return False
 
     async def _replay_once(self, context: Any) -> bool:
@@ -270,6 +288,7 @@ class KvEventSubscriber:
             replay.linger = 0
             replay.rcvhwm = _QUEUED_MESSAGES_MAX
             replay.maxmsgsize = MESSAGE_BYTES_MAX
+            replay.ipv6 = "[" in (self._address.replay_endpoint or "")
             replay.connect(self._address.replay_endpoint)
             await replay.send_multipart([b"", start.to_bytes(_NUMBER_BYTES, "big")])
             taken = 0
@@ -340,12 +359,17 @@ def _open(messages: Any, endpoint: str) -> None:
     zmq = _zmq()
 
     try:
-        if "*" in endpoint or "::" in endpoint:
+        if _is_bound(endpoint):
             messages.bind(endpoint)
         else:
             messages.connect(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(f"KV events: {endpoint}: {error}") from None
+
+
+def _is_bound(endpoint: str) -> bool:
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    return endpoint.startswith("tcp://") and host in {"*", "::", "[::]"}
 
 
 def _message(frames: Sequence[bytes]) -> tuple[int, bytes] | None:
