@@ -114,7 +114,7 @@ async def _open_endpoint(wanted: ProfileRequest, config: SweepConfig, *, run: st
 
 def _open_engine(wanted: ProfileRequest, seed: int) -> EngineTarget:
     names = list(engine_names())
-    if ":" in wanted.target:
+    if wanted.target.partition(":")[2].isidentifier():
         check_user_engine_name(wanted.target)
     elif wanted.target not in names:
         raise ConfigError(

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 
 LOADS_SHARE_MAX = 0.5
 IDLE_S = 1.0
+IDLE_TIMES = 4
 
 
 def spares(site):
@@ -65,9 +66,12 @@ def test_a_spare_that_becomes_a_worker_of_the_demo_model_only_loads_it(deploy):
             return len(spares(site)) == 1
 
         async def has_imported():
-            before_s = cpu_s(spare.pid)
-            await asyncio.sleep(IDLE_S)
-            return cpu_s(spare.pid) - before_s < IDLE_S / 50
+            for _ in range(IDLE_TIMES):  # once may be a process that a busy machine has not run for so long
+                before_s = cpu_s(spare.pid)
+                await asyncio.sleep(IDLE_S)
+                if cpu_s(spare.pid) - before_s >= IDLE_S / 50:
+                    return False
+            return True
 
         async def is_routable():
             worker = (await site.workers()).get("worker-1", {})
