@@ -19,7 +19,7 @@ class TestVllmEngine(EngineSuite, CachingEngineSuite):
     starts_slowly: ClassVar[bool] = True
     time_limit_s: ClassVar[float] = 300.0
     token_exact_migration: ClassVar[bool] = False
-    events_delay_s: ClassVar[float] = 0.3
+    events_delay_s: ClassVar[float] = 1.0
 
     @pytest.fixture(autouse=True)
     def _use(self, spec_of) -> None:
@@ -41,3 +41,6 @@ class TestVllmEngine(EngineSuite, CachingEngineSuite):
                 ),
             ),
         )
+
+    async def clear_cache(self, engine):
+        assert await engine._core.reset_prefix_cache_async()
