@@ -37,7 +37,7 @@ def make_user_engine(name: str, spec: EngineSpec) -> Engine:
     module_name, _, attribute = name.partition(":")
     try:
         module = import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"engine {name!r}: {module_name!r} cannot be imported: {type(error).__name__}: {error}; expected {_FORM}"
         ) from error
@@ -53,7 +53,7 @@ def make_user_engine(name: str, spec: EngineSpec) -> Engine:
         engine: Engine = make(spec)
     except PenstockError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"engine {name!r}: {attribute}(spec) raised {type(error).__name__}: {error}; expected a penstock.seams.Engine"
         ) from error

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import msgspec
 
-from penstock.core.errors import EngineError, PenstockError, RequestError
+from penstock.core.errors import ConfigError, EngineError, PenstockError, RequestError
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo, Role
@@ -83,7 +83,16 @@ class EngineDriver:
         return None if self.kv_transfer is None else self.kv_transfer.exchange
 
     def announce(self, listener: Callable[[Sequence[RequestId]], None], info: EngineInfo) -> EngineInfo:
-        """Pass `listener` to an `Announcing` engine; return `info` with `announces` set accordingly."""
+        """Pass `listener` to an `Announcing` engine; return `info` with `announces` set accordingly.
+
+        Raises:
+            ConfigError: `info` is nothing that a worker can announce: its sizes are missing or below 1.
+        """
+        sizes = ("block_size", "context_length", "max_batch_tokens", "max_running_requests")
+        if wrong := [name for name in sizes if getattr(info, name, 0) < 1]:
+            raise ConfigError(
+                f"engine: start() gave {info!r}; expected an EngineInfo with {', '.join(wrong)} >= 1"
+            )
         if not isinstance(self._engine, Announcing):
             return info
         self._engine.announce(listener)

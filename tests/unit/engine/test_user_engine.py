@@ -30,6 +30,10 @@ def nothing(spec):
     return None
 
 
+def leaves(spec):
+    raise SystemExit(3)
+
+
 def broken(spec):
     return spec.weights
 
@@ -51,9 +55,10 @@ NUMBER = 3
 def module(tmp_path, monkeypatch):
     (tmp_path / "their_engine.py").write_text(MODULE)
     (tmp_path / "their_broken_engine.py").write_text("raise OSError('no such device')\n")
+    (tmp_path / "their_program.py").write_text("import sys; sys.exit('usage: their_program MODEL')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    for name in ("their_engine", "their_broken_engine"):
+    for name in ("their_engine", "their_broken_engine", "their_program"):
         sys.modules.pop(name, None)
 
 
@@ -96,6 +101,8 @@ def test_what_is_wrong_with_a_name_is_said_before_anything_starts(name, message)
     [
         ("their_engine.at_all:make", "'their_engine.at_all' cannot be imported: ModuleNotFoundError"),
         ("their_broken_engine:make", "cannot be imported: OSError: no such device"),
+        ("their_program:make", "cannot be imported: SystemExit: usage: their_program MODEL"),
+        ("their_engine:leaves", "leaves(spec) raised SystemExit: 3"),
         ("their_engine:mke", "their_engine has no 'mke'; did you mean 'make'?"),
         ("their_engine:NUMBER", "their_engine has no 'NUMBER'"),
         ("their_engine:broken", "broken(spec) raised AttributeError: 'EngineSpec' object has no attribute"),

@@ -84,6 +84,25 @@ def test_a_card_that_does_not_fit_the_engine_is_a_config_error():
     run_virtual(main())
 
 
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        (None, "gave None; expected an EngineInfo with block_size, context_length"),
+        (EngineInfo(4, 9, 0, 9, 9), "expected an EngineInfo with context_length >= 1"),
+        (EngineInfo(4, 9, 99, 9, -1), "expected an EngineInfo with max_running_requests >= 1"),
+    ],
+)
+def test_an_engine_that_starts_as_none_can_is_a_config_error(info, message):
+    async def main() -> None:
+        stage = Stage()
+        stage.engine.info = info
+        with pytest.raises(ConfigError, match=message):
+            await stage.worker.run()
+        assert stage.engine.closed
+
+    run_virtual(main())
+
+
 def test_the_smaller_context_is_the_one_announced():
     async def main() -> None:
         stage = Stage()

@@ -55,7 +55,7 @@ def main() -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(assignment, control, tell))
-    except Exception as error:  # noqa: BLE001 - any error ends this process
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error ends this process; an engine may call sys.exit
         return _fail(cause_of(error), tell)
     return 0
 
