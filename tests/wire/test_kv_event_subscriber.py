@@ -406,6 +406,31 @@ def test_blocks_left_out_are_told_at_times(address: PublisherAddress) -> None:
     assert told == [1, 10]
 
 
+def test_addresses_where_nobody_answers_are_told(
+    address: PublisherAddress, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(subscriber, "_ABSENT_S", 0.05)
+    monkeypatch.setattr(subscriber, "_REPLAY_S", 0.05)
+
+    async def absent() -> None:
+        async with watching(PublisherAddress(endpoint="tcp://127.0.0.1:9")):
+            await asyncio.sleep(0.5)
+
+    async def without_its_replay() -> None:
+        async with publishing(address) as publisher:
+            wrong = PublisherAddress(endpoint=address.endpoint, replay_endpoint=f"ipc://{tmp_path}/nobody")
+            async with watching(wrong) as watcher:
+                await connected(publisher, watcher)
+                await asyncio.sleep(0.3)
+
+    with capture_logs() as logs:
+        asyncio.run(absent())
+    assert [line["event"] for line in logs] == ["kv_events_nobody_publishes"]
+    with capture_logs() as logs:
+        asyncio.run(without_its_replay())
+    assert "kv_events_replay_silent" in {line["event"] for line in logs}
+
+
 def test_many_messages_arrive_in_order_and_others_get_their_turn(address: PublisherAddress) -> None:
     async def scenario() -> None:
         async with publishing(address, keep=4000) as publisher, watching(address) as watcher:

@@ -26,6 +26,8 @@ MESSAGE_BYTES_MAX = 1 << 23
 _QUEUED_MESSAGES_MAX = 10_000
 """Messages that wait here in a socket; ZeroMQ drops further ones, which is noticed as a gap."""
 _RECONNECT_S = 0.1
+_ABSENT_S = 10.0
+"""Warn where nobody publishes for so long after the start."""
 _REPLAY_S = 5.0
 """A replay in which nothing comes for so long has failed."""
 _REPLAYS_S = 60.0
@@ -132,6 +134,7 @@ class KvEventSubscriber:
         """Number of the latest message that came without a replay."""
         self._warn_at = 1
         """Warn at so many omissions: the first, then each ten times as many."""
+        self._absence: asyncio.TimerHandle | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -159,6 +162,7 @@ class KvEventSubscriber:
                 poller.register(messages, zmq.POLLIN)
                 messages.ipv6 = "[" in self._address.endpoint
                 _open(messages, self._address.endpoint)
+                self._absence = asyncio.get_running_loop().call_later(_ABSENT_S, self._absent)
                 try:
                     while True:
                         ready = dict(await poller.poll())
@@ -167,12 +171,15 @@ class KvEventSubscriber:
                         elif messages in ready:
                             await self._receive(messages, context)
                 finally:
+                    self._absence.cancel()
                     messages.disable_monitor()
 
     async def _connection_changed(self, frames: Sequence[bytes], messages: Any, context: Any) -> None:
         zmq = _zmq()
 
         if int.from_bytes(frames[0][:2], "little") == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if self._absence is not None:
+                self._absence.cancel()
             await self._sync(context)
             return
         self._synced = False
@@ -297,6 +304,9 @@ class KvEventSubscriber:
                     async with asyncio.timeout(_REPLAY_S):
                         frames = await replay.recv_multipart()
                 except TimeoutError:
+                    _log.warning(
+                        "kv_events_replay_silent", endpoint=self._address.replay_endpoint, seconds=_REPLAY_S
+                    )
                     return
                 if len(frames) >= 2 and frames[-2] == _END:
                     yield None
@@ -326,6 +336,9 @@ class KvEventSubscriber:
         if told and (total := sum(told.values())) >= self._warn_at:
             self._warn_at = 10 * total
             _log.warning("kv_events_left_out", endpoint=self._address.endpoint, **told)
+
+    def _absent(self) -> None:
+        _log.warning("kv_events_nobody_publishes", endpoint=self._address.endpoint, seconds=_ABSENT_S)
 
     def _malformed(self, reason: str) -> None:
         self.omissions[Omission.MALFORMED] += 1
