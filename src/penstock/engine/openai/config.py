@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 import pydantic
 
@@ -10,6 +11,7 @@ from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
 
 _URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
+_KEY_BYTES_MAX = 16_384
 ApiName = Literal["auto", "vllm", "trtllm", "sglang", "llamacpp", "ollama", "text"]
 
 
@@ -104,12 +106,17 @@ class ServerConfig(Config):
         if self.api_key_file is None:
             return None
         try:
-            lines = Path(self.api_key_file).expanduser().read_text(encoding="utf-8").splitlines()
+            with Path(self.api_key_file).expanduser().open("rb") as file:
+                lines = file.read(_KEY_BYTES_MAX).decode("ascii").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"engine openai: api_key_file: {self.api_key_file}: {error}") from error
         if not lines or not lines[0].strip():
             raise ConfigError(
                 f"engine openai: api_key_file: {self.api_key_file}: the first line is empty; expected a key"
+            )
+        if not lines[0].strip().isprintable():
+            raise ConfigError(
+                f"engine openai: api_key_file: {self.api_key_file}: the first line has control characters; expected a key"
             )
         return lines[0].strip()
 
@@ -118,4 +125,8 @@ def base_url(url: str) -> str:
     """Normalize a server's URL: no slash at its end, and no `/v1`."""
     if not _URL.fullmatch(url):
         raise wrong(f"must be like http://host:8000, got {url!r}")
+    try:
+        urlsplit(url).port  # noqa: B018 - raises where it is none
+    except ValueError as error:
+        raise wrong(f"must be like http://host:8000, got {url!r} ({error})") from None
     return url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -72,3 +72,16 @@ def test_a_worker_beyond_the_urls_has_no_server():
     spec = EngineSpec(model="x", block_size=16, index=1, context_length=64, args={"url": "http://a:1"})
     with pytest.raises(ConfigError, match="worker 2 has no server, as url names 1"):
         make_engine(spec)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[::1", "http://a:b"])
+def test_addresses_that_cannot_be_are_refused(url):
+    with pytest.raises(ConfigError, match="must be like http://host:8000"):
+        ServerConfig.parse({"url": url}, source="test")
+
+
+def test_a_key_file_is_one_line_of_text(tmp_path):
+    (tmp_path / "key").write_bytes(b"a\x01b\n")
+    for path, message in ((str(tmp_path / "key"), "control characters"), ("/dev/zero", "control characters")):
+        with pytest.raises(ConfigError, match=message):
+            ServerConfig.parse({"url": "http://a", "api_key_file": path}, source="test").api_key()
