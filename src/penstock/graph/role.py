@@ -21,6 +21,8 @@ _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
+_ARGS_DEPTH_MAX = 32
+_ARGS_PARTS_MAX = 10_000
 _TIER_MAX = 10_000.0
 _UNFOLDED = {"name": "engine", "args": "engine_args"}
 """Fields of a role by their names in the mapping `engine`."""
@@ -178,6 +180,21 @@ class RoleSpec(Config):
         except ConfigError as error:
             raise wrong(error.message) from error
         return engine
+
+    @pydantic.field_validator("engine_args")
+    @classmethod
+    def _check_engine_args(cls, engine_args: dict[str, Any]) -> dict[str, Any]:
+        level: list[Any] = [engine_args]
+        for _ in range(_ARGS_DEPTH_MAX):
+            inner = [each.values() if isinstance(each, dict) else each for each in level]
+            level = [part for parts in inner for part in parts if isinstance(part, dict | list | tuple)]
+            if not level:
+                return engine_args
+            if len(level) > _ARGS_PARTS_MAX:  # YAML's anchors repeat parts within parts
+                raise wrong(
+                    f"too many lists and mappings within each other; at most {_ARGS_PARTS_MAX} of a level"
+                )
+        raise wrong(f"nested too deeply; at most {_ARGS_DEPTH_MAX} levels go to an engine")
 
     @pydantic.field_validator("hardware")
     @classmethod

@@ -440,3 +440,18 @@ def test_engines_without_arguments_refuse_them() -> None:
         ConfigError, match="engine_args: engine 'mock' takes none, got max_num_seqs; leave them out"
     ):
         create_engine("mock", spec)
+
+
+def test_engine_args_have_bounds():
+    deep: object = 1
+    for _ in range(40):
+        deep = [deep]
+    wide: object = 1
+    for _ in range(8):
+        wide = [wide] * 9  # as YAML's anchors do
+    assert RoleSpec(engine="vllm", engine_args={"a": {"b": [{"c": 1}]}}).engine_args == {
+        "a": {"b": [{"c": 1}]}
+    }
+    for value, text in ((deep, "nested too deeply"), (wide, "too many lists")):
+        with pytest.raises(ConfigError, match=text):
+            RoleSpec.parse({"engine": "vllm", "engine_args": {"a": value}}, source="test")
