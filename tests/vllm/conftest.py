@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -99,6 +100,15 @@ class Running:
                     assert answer.last is None, "two last deltas"
                     answer.last = delta
         return list(answers.values())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_environment() -> Iterator[None]:
+    """Undo what engines of a module set for vLLM: processes that later tests start would all take its ports."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
