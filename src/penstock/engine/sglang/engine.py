@@ -96,7 +96,7 @@ class SglangBackend:
         self._parameters = frozenset(inspect.signature(self._engine.async_generate).parameters)
         if "cache_salt" not in self._parameters:
             raise ConfigError(
-                f"engine sglang: {sglang.__version__} has no cache_salt, which keeps the prompts of tenants apart; run"
+                f"engine sglang: {sglang.__version__} has no cache_salt, which separates the prompts of tenants; run"
                 f" `{PACKAGE.install} --upgrade`"
             )
         with _keeping_signals(loop):

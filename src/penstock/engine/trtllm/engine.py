@@ -91,7 +91,7 @@ class TrtllmBackend:
             ) from error
         if "cache_salt" not in self._parameters:
             raise ConfigError(
-                "engine trtllm: the installed version has no cache_salt, which keeps the prompts of tenants apart; run"
+                "engine trtllm: the installed version has no cache_salt, which separates the prompts of tenants; run"
                 f" `{PACKAGE.install} --upgrade`"
             )
         return self._serving()

@@ -150,7 +150,7 @@ def test_who_has_no_prefix_cache_sends_no_events(sglang, monkeypatch) -> None:
 def test_a_version_that_cannot_keep_tenants_apart_is_refused(sglang, monkeypatch) -> None:
     monkeypatch.setattr(fake.Engine, "async_generate", lambda self, input_ids=None: None)
     with pytest.raises(
-        ConfigError, match="has no cache_salt, which keeps the prompts of tenants apart; run `pip"
+        ConfigError, match="has no cache_salt, which separates the prompts of tenants; run `pip"
     ):
         start(spec())
 

@@ -9,7 +9,7 @@ from penstock.engine.openai.config import HealthConfig
 class Breaker:
     """A circuit breaker: closed while the server serves, open after failures in a row, closed again by a good trial.
 
-    Requests and health checks count apart: a server whose `/health` is fine may still answer garbage.
+    Requests and health checks are counted separately: a server whose `/health` is fine may still answer garbage.
     """
 
     config: HealthConfig
