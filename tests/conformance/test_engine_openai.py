@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import pytest
 from tokenizers import Tokenizer
 
 from penstock.core.types.instances import EngineInfo
@@ -61,14 +62,17 @@ class TestVllm(ServerSuite):
     api = "vllm"
 
 
+@pytest.mark.slow
 class TestTrtllm(ServerSuite):
     api = "trtllm"
 
 
+@pytest.mark.slow
 class TestSglang(ServerSuite):
     api = "sglang"
 
 
+@pytest.mark.slow
 class TestLlamaCpp(ServerSuite):
     api = "llamacpp"
     unsupported = frozenset({"min_tokens", "stop_token_ids"})

@@ -17,6 +17,7 @@ from tests.support.foreign_engine import ForeignEngine
 SETUP = EngineSetup(block_size=32, kv_blocks=64)
 
 
+@pytest.mark.slow
 class TestForeignEngine(EngineSuite, CachingEngineSuite):
     """All that an adapter may say of its engine, on one engine for all tests of equal limits."""
 

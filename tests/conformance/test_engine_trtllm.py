@@ -19,6 +19,7 @@ def _tensorrt_llm(monkeypatch):
         yield
 
 
+@pytest.mark.slow
 class TestTrtllmEngine(EngineSuite, CachingEngineSuite):
     eos_token_ids = (7, 9)
     token_exact_migration = False  # penalties and seeds begin anew
