@@ -1,1 +1,1 @@
-"""Floor 7: runs a graph as processes on this machine."""
+"""Floor 8: runs a graph as processes on this machine."""

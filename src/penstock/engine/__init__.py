@@ -1,1 +1,1 @@
-"""Floor 3: engines with one shared scheduler: mock (timing only) and paged (PyTorch)."""
+"""Floor 4: engines with one shared scheduler: mock (timing only) and paged (PyTorch)."""

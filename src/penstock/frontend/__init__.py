@@ -1,1 +1,1 @@
-"""Floor 5: the OpenAI-compatible HTTP server: decodes requests, prepares them and streams the answers."""
+"""Floor 6: the OpenAI-compatible HTTP server: decodes requests, prepares them and streams the answers."""

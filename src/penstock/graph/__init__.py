@@ -1,4 +1,4 @@
-"""Floor 6: the deployment as data. `penstock serve`, the simulator and the planner read the same graph."""
+"""Floor 7: the deployment as data. `penstock serve`, the simulator and the planner read the same graph."""
 
 from penstock.graph.frontend import FrontendSpec
 from penstock.graph.graph import DEMO_MODEL, Graph, build, load

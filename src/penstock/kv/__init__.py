@@ -1,1 +1,1 @@
-"""Floor 2: KV blocks, pools and prefix caches, independent of networks and engines."""
+"""Floor 3: KV blocks, pools and prefix caches, independent of networks and engines."""

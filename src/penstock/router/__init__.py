@@ -1,4 +1,4 @@
-"""Floor 4: which worker gets a request, and the dispatcher that carries it there and back."""
+"""Floor 5: which worker gets a request, and the dispatcher that carries it there and back."""
 
 from penstock.router.index.radix import PrefixMatch, RadixTree
 

@@ -1,1 +1,1 @@
-"""Floor 7: the simulator: the real router and workers on virtual time, with simulated engines and networks."""
+"""Floor 8: the simulator: the real router and workers on virtual time, with simulated engines and networks."""

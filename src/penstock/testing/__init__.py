@@ -1,4 +1,4 @@
-"""Floor 9, public: conformance suites for every seam, to test your own implementations."""
+"""Floor 10, public: conformance suites for every seam, to test your own implementations."""
 
 from penstock.testing.engines.batched import BatchedEngineSuite
 from penstock.testing.engines.caching import CachingEngineSuite

@@ -1,1 +1,1 @@
-"""Floor 4: a worker, which drives one engine of any kind and serves it to frontends."""
+"""Floor 5: a worker, which drives one engine of any kind and serves it to frontends."""

@@ -1,0 +1,1 @@
+"""KV blocks in object stores: immutable packs of several blocks, which many writers share."""
