@@ -4,7 +4,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from penstock.core.errors import ConfigError
-from penstock.engine.vllm.arguments import engine_arguments
+from penstock.engine.vllm.launch.arguments import engine_arguments
 from tests.support.recipes import RECIPES, roles_of, spec_of
 
 ROLES = [each for path in RECIPES for each in roles_of(path) if each[2].engine == "vllm"]

@@ -13,7 +13,7 @@ from penstock.engine.registry import engine_names
 from penstock.engine.sglang.arguments import PACKAGE as SGLANG
 from penstock.engine.streams.package import Package
 from penstock.engine.trtllm.arguments import PACKAGE as TRTLLM
-from penstock.engine.vllm.arguments import VERSIONS as VLLM_VERSIONS
+from penstock.engine.vllm.launch.arguments import VERSIONS as VLLM_VERSIONS
 
 _SMI_S = 10.0
 _PAGED = "pip install 'penstock[engine]'"

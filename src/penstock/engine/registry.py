@@ -146,8 +146,8 @@ def _count_urls(args: Mapping[str, Any]) -> int | None:
 
 
 def _vllm(spec: EngineSpec) -> Engine:
-    from penstock.engine.vllm.arguments import check_version  # noqa: PLC0415
     from penstock.engine.vllm.engine import VllmEngine  # noqa: PLC0415
+    from penstock.engine.vllm.launch.arguments import check_version  # noqa: PLC0415
     from penstock.engine.vllm.nixl_transfer import NixlVllmEngine, transfers_kv  # noqa: PLC0415
 
     check_version()

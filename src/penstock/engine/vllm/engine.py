@@ -6,31 +6,29 @@ The core and its device processes are children of the worker. vLLM is imported w
 import asyncio
 import os
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from functools import partial
 from itertools import count
 from typing import Any
 
-import msgspec
-import pydantic
-
-from penstock.core.errors import ConfigError, EngineError, Overloaded, RequestError, Unavailable
+from penstock.core.errors import EngineError, Overloaded, RequestError, Unavailable
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Request
 from penstock.core.types.steps import Step
-from penstock.core.wire import token_list
 from penstock.engine.spec import EngineSpec
-from penstock.engine.vllm.adapters import lora_paths
-from penstock.engine.vllm.arguments import check_platform, engine_arguments, environment
-from penstock.engine.vllm.child_output import ChildOutput
 from penstock.engine.vllm.connector_counts import ConnectorCounts
+from penstock.engine.vllm.inputs import Inputs
 from penstock.engine.vllm.kv_events import VllmKvEvents
+from penstock.engine.vllm.launch.arguments import environment
+from penstock.engine.vllm.launch.child_output import ChildOutput
+from penstock.engine.vllm.launch.launch import end, launch, load_adapters
 from penstock.engine.vllm.load import LoadCounts
 from penstock.engine.vllm.ranks import RankChoice
 from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
 
-_CLOSE_S = 10.0
 _RETRY_AFTER_S = 1.0
+_UNENCODABLE = (OverflowError, TypeError, ValueError)
 
 
 class VllmEngine:
@@ -42,15 +40,13 @@ class VllmEngine:
         self._output = ChildOutput()
         self._core: Any = None
         """vLLM's AsyncMPClient."""
-        self._inputs: Any = None
-        """vLLM's InputProcessor, which checks requests and knows the end tokens."""
-        self._adapters: dict[str, Any] = {}
-        """vLLM's LoRARequest of each adapter."""
+        self._inputs: Inputs | None = None
         self._running: dict[str, Running] = {}
         """By vLLM's id: an id of Penstock's may come again while vLLM still ends its first use."""
         self._ids: dict[RequestId, str] = {}
         self._serial = count()
         self._sending: set[asyncio.Task[None]] = set()
+        self._unsent: list[Delta] = []
         self._counts = LoadCounts()
         self.connectors = ConnectorCounts()
         """What vLLM's KV connectors count."""
@@ -65,8 +61,14 @@ class VllmEngine:
         Raises:
             ConfigError: vLLM cannot run here, or refuses the model or an argument.
         """
-        await asyncio.to_thread(self._launch)
-        await self._load_adapters()
+        self._core, processor = await asyncio.to_thread(
+            launch,
+            self._spec,
+            self._output,
+            variables=self._environment(os.environ),
+            more=self._events.arguments,
+        )
+        self._inputs = Inputs(processor, await load_adapters(self._spec, self._core))
         self._output.forget()
         self._events.follow()
         config = self._core.vllm_config
@@ -105,10 +107,11 @@ class VllmEngine:
         check_tokens(request, self._core.vllm_config.model_config.get_vocab_size())
         vllm_id = f"{request.request_id}-{next(self._serial)}"
         rank, cached = self._ranks.choose(request, self._running.values())
-        core_request = self._core_request(vllm_id, request, rank)
+        assert self._inputs is not None, "started"
+        core_request = self._inputs.make(vllm_id, request, self._sampling_arguments(request), rank)
         self._ids[request.request_id] = vllm_id
         self._running[vllm_id] = Running.of(request, asyncio.get_running_loop().time(), rank, cached)
-        self._send(self._core.add_request_async(core_request))
+        self._send(self._core.add_request_async(core_request), vllm_id)
 
     def abort(self, request_id: RequestId) -> None:
         vllm_id = self._ids.pop(request_id, None)
@@ -138,8 +141,9 @@ class VllmEngine:
                 if getting.done():
                     ended, getting = getting, None
                     yield self._step(self._outputs(ended))
-                elif events := self._events.take():
-                    yield Step(events=events, load=self.load())
+                elif (events := self._events.take()) or self._unsent:
+                    deltas, self._unsent = tuple(self._unsent), []
+                    yield Step(deltas=deltas, events=events, load=self.load())
         finally:
             if getting is not None:
                 getting.cancel()
@@ -156,7 +160,7 @@ class VllmEngine:
         core, self._core = self._core, None
         if core is not None:
             self.connectors.log()
-            await asyncio.to_thread(_end, core)
+            await asyncio.to_thread(end, core)
 
     # -- where NixlVllmEngine differs
 
@@ -172,99 +176,7 @@ class VllmEngine:
         """Make a delta of vLLM's EngineCoreOutput, before it is counted."""
         return delta_of(running, output)
 
-    # -- starting
-
-    def _launch(self) -> None:
-        """Start vLLM; blocks until it is ready.
-
-        Raises:
-            ConfigError: as for `start`.
-        """
-        os.environ.update(self._environment(os.environ))
-        with self._output.taken():
-            try:
-                self._launch_core()
-            except ConfigError:
-                raise
-            except Exception as error:
-                raise ConfigError(f"engine vllm: {self._why(error)}") from error
-
-    def _launch_core(self) -> None:
-        from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - an optional package of gigabytes
-        from vllm.platforms import current_platform  # noqa: PLC0415
-        from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
-        from vllm.v1.engine.core_client import EngineCoreClient  # noqa: PLC0415
-        from vllm.v1.engine.input_processor import InputProcessor  # noqa: PLC0415
-        from vllm.v1.executor import Executor  # noqa: PLC0415
-
-        check_platform(self._spec.device, current_platform.device_type)
-        arguments = AsyncEngineArgs(
-            **engine_arguments(self._spec, AsyncEngineArgs), **self._events.arguments()
-        )
-        config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)  # its batch limits
-        self._output.take_log("vllm")  # creating the configuration sets it up
-        self._inputs = InputProcessor(config)
-        self._core = EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True)
-
-    def _why(self, error: Exception) -> str:
-        """Say in one line why vLLM did not start: the first error, which may be another process's."""
-        if isinstance(error, pydantic.ValidationError):
-            first = error.errors()[0]
-            name = ".".join(str(part) for part in first["loc"])
-            text = f"engine_args: {name}: {first['msg']}, got {first['input']!r}" if name else first["msg"]
-        else:
-            text = str(error) or type(error).__name__
-        if "root cause" in text:
-            text = self._output.reason() or f"a process ended without an error text ({text})"
-        text = " ".join(text.removeprefix("Value error, ").split())
-        return f"{self._spec.model}: {text}; --log-level debug shows all that vLLM printed"
-
-    async def _load_adapters(self) -> None:
-        from vllm.lora.request import LoRARequest  # noqa: PLC0415
-
-        for number, (name, path) in enumerate(lora_paths(self._spec).items(), start=1):
-            adapter = self._adapters[name] = LoRARequest(name, number, str(path))
-            try:
-                await self._core.add_lora_async(adapter)
-            except Exception as error:
-                raise ConfigError(f"adapters: {name}: {' '.join(str(error).split())}") from error
-
-    # -- requests
-
-    def _core_request(self, vllm_id: str, request: Request, rank: int) -> Any:
-        """Make vLLM's EngineCoreRequest."""
-        from vllm import SamplingParams  # noqa: PLC0415
-        from vllm.exceptions import VLLMClientError  # noqa: PLC0415
-        from vllm.inputs.engine import tokens_input  # noqa: PLC0415
-        from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415
-
-        if request.sampling.structured is not None and request.num_emitted:
-            raise EngineError(
-                f"request {request.request_id}: its worker was lost after {request.num_emitted} tokens, and vLLM cannot"
-                " continue an answer that response_format constrains; send it again"
-            )
-        arguments = self._sampling_arguments(request)
-        adapter = self._adapters[request.adapter] if request.adapter else None
-        prompt = tokens_input(token_list(request.token_ids), cache_salt=request.salt.hex() or None)
-        try:
-            if request.sampling.structured is not None:
-                arguments["structured_outputs"] = StructuredOutputsParams(
-                    **msgspec.json.decode(request.sampling.structured, type=dict[str, Any])
-                )
-            return self._inputs.process_inputs(
-                vllm_id,
-                prompt,
-                SamplingParams(**arguments),
-                ("generate",),
-                lora_request=adapter,
-                priority=-request.priority,
-                data_parallel_rank=rank,
-            )
-        except (VLLMClientError, ValueError, TypeError) as error:
-            param = getattr(error, "parameter", None)
-            if param is None and request.sampling.structured is not None:
-                param = "response_format"
-            raise RequestError(f"vLLM: {' '.join(str(error.args[0]).split())}", param=param) from error
+    # -- messages
 
     def _step(self, outputs: Any) -> Step:
         deltas = []
@@ -299,21 +211,18 @@ class VllmEngine:
         except Exception as error:
             raise EngineError(f"vLLM died: {self._output.reason() or error}") from error
 
-    def _send(self, sending: Coroutine[Any, Any, None]) -> None:
-        """Send a message in its turn; where the engine is dead, `steps` says so."""
+    def _send(self, sending: Coroutine[Any, Any, None], vllm_id: str | None = None) -> None:
+        """Send a message in its turn; `vllm_id` is of the request that it starts, if it starts one."""
         task = asyncio.get_running_loop().create_task(sending)
         self._sending.add(task)
-        task.add_done_callback(self._sent)
+        task.add_done_callback(partial(self._sent, vllm_id))
 
-    def _sent(self, task: asyncio.Task[None]) -> None:
+    def _sent(self, vllm_id: str | None, task: asyncio.Task[None]) -> None:
+        """End a request that could not be encoded; where the engine is dead, `steps` says so."""
         self._sending.discard(task)
-        if not task.cancelled():
-            task.exception()
-
-
-def _end(core: Any) -> None:
-    """End vLLM's processes and wait for them; those that take too long are killed."""
-    manager = core.resources.engine_manager
-    core.shutdown(timeout=_CLOSE_S)
-    for process in () if manager is None else manager.processes:
-        process.join(_CLOSE_S)
+        error = None if task.cancelled() else task.exception()
+        if vllm_id in self._running and isinstance(error, _UNENCODABLE):
+            running = self._running.pop(vllm_id)
+            del self._ids[running.request.request_id]
+            self._unsent.append(running.refused(f"vLLM's engine core cannot be sent this request: {error}"))
+            self._wake.set()

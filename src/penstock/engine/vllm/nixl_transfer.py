@@ -16,8 +16,8 @@ from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, KvHandle, Request
 from penstock.core.wire import NO_TOKENS
 from penstock.engine.spec import EngineSpec
-from penstock.engine.vllm.arguments import installed_version
 from penstock.engine.vllm.engine import VllmEngine
+from penstock.engine.vllm.launch.arguments import installed_version
 from penstock.engine.vllm.requests import Running
 
 LEASE_S = 60

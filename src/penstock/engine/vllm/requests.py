@@ -8,6 +8,8 @@ from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogp
 from penstock.core.wire import num_tokens, pack_tokens, unpack_tokens
 
 _SEEDS = 1 << 63
+_TOKENS_MAX = (1 << 31) - 1
+"""More than any context or vocabulary holds. A number above 64 bits cannot be sent to vLLM's core."""
 _CONTINUED = 1_000_003
 """Makes the seed of a continuation another one: else its first tokens would take the noise of the first ones."""
 
@@ -29,6 +31,11 @@ class Running:
         count = num_tokens(request.token_ids)
         known = request.expected_cached_tokens if cached is None else cached
         return cls(request, arrived_s, count, max(count - known, 1), rank=rank)
+
+    def refused(self, why: str) -> Delta:
+        """Make the last delta of a request that vLLM does not take."""
+        error = RequestError(why).to_info()
+        return Delta(request_id=self.request.request_id, finish_reason=FinishReason.ERROR, error=error)
 
 
 def check_tokens(request: Request, vocab_size: int) -> None:
@@ -68,12 +75,13 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
             f"max_tokens: must be more than the {emitted} tokens emitted so far, got {sampling.max_tokens}",
             param="max_tokens",
         )
+    max_tokens = min(sampling.max_tokens - emitted, _TOKENS_MAX)
     return {
-        "max_tokens": sampling.max_tokens - emitted,
-        "min_tokens": max(min(sampling.min_tokens, sampling.max_tokens) - emitted, 0),
+        "max_tokens": max_tokens,
+        "min_tokens": max(min(sampling.min_tokens - emitted, max_tokens), 0),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or 0,
+        "top_k": min(sampling.top_k or 0, _TOKENS_MAX),
         "min_p": sampling.min_p,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from penstock.engine.vllm.child_output import ChildOutput
+from penstock.engine.vllm.launch.child_output import ChildOutput
 
 
 def printed_by(program: str) -> ChildOutput:

@@ -17,8 +17,9 @@ from penstock.core.wire import num_tokens, pack_tokens, unpack_tokens
 from penstock.engine.registry import create_engine
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.spec import EngineSpec
-from penstock.engine.vllm import arguments, nixl_transfer
+from penstock.engine.vllm import nixl_transfer
 from penstock.engine.vllm.engine import VllmEngine
+from penstock.engine.vllm.launch import arguments
 from penstock.engine.vllm.nixl_transfer import (
     NixlVllmEngine,
     pack_params,

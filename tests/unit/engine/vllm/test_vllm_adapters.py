@@ -5,7 +5,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.engine.spec import EngineSpec
-from penstock.engine.vllm.adapters import lora_arguments, lora_paths
+from penstock.engine.vllm.launch.adapters import lora_arguments, lora_paths
 
 
 def adapter(path: Path, config: object) -> str:

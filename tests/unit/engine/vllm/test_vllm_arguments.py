@@ -7,8 +7,8 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.engine.registry import create_engine
 from penstock.engine.spec import EngineSpec
-from penstock.engine.vllm import arguments
-from penstock.engine.vllm.arguments import check_platform, check_version, engine_arguments, environment
+from penstock.engine.vllm.launch import arguments
+from penstock.engine.vllm.launch.arguments import check_platform, check_version, engine_arguments, environment
 
 
 @dataclass

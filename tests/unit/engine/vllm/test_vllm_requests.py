@@ -40,6 +40,12 @@ def test_tokens_emitted_elsewhere_shorten_the_answer() -> None:
         sampling_arguments(request(num_emitted=20))
 
 
+def test_numbers_are_kept_within_what_can_be_sent_to_vllms_core() -> None:
+    huge = sampling_arguments(request(max_tokens=1 << 64, min_tokens=1 << 65, top_k=1 << 64))
+    assert (huge["max_tokens"], huge["min_tokens"], huge["top_k"]) == ((1 << 31) - 1,) * 3
+    assert sampling_arguments(request(top_k=None))["top_k"] == 0
+
+
 def test_choices_of_one_seed_differ() -> None:
     assert sampling_arguments(request())["seed"] is None
     assert sampling_arguments(request(seed=7, choice=2))["seed"] == 9

@@ -13,7 +13,7 @@ from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
 from penstock.engine.spec import EngineSpec
 from penstock.engine.streams.package import numbers
-from penstock.engine.vllm.adapters import LORA_MODULES, lora_arguments, lora_paths
+from penstock.engine.vllm.launch.adapters import LORA_MODULES, lora_arguments, lora_paths
 
 VERSIONS = "0.32"
 """Versions of vLLM whose engine core this adapter speaks to; other ones change its messages."""

@@ -1,0 +1,102 @@
+"""Starts and ends vLLM's engine core and its device processes. They are children of the worker."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pydantic
+
+from penstock.core.errors import ConfigError
+from penstock.engine.spec import EngineSpec
+from penstock.engine.vllm.launch.adapters import lora_paths
+from penstock.engine.vllm.launch.arguments import check_platform, engine_arguments
+from penstock.engine.vllm.launch.child_output import ChildOutput
+
+_CLOSE_S = 10.0
+
+
+def launch(
+    spec: EngineSpec,
+    output: ChildOutput,
+    *,
+    variables: Mapping[str, str],
+    more: Callable[[], Mapping[str, Any]],
+) -> tuple[Any, Any]:
+    """Start vLLM's processes and load the model; blocks until they are ready.
+
+    Args:
+        spec: the engine.
+        output: takes what they print.
+        variables: set in the environment, which they inherit.
+        more: gives arguments of AsyncEngineArgs beside those of the spec.
+
+    Returns:
+        vLLM's AsyncMPClient, which speaks to the engine core, and its InputProcessor.
+
+    Raises:
+        ConfigError: vLLM cannot run here, or refuses the model or an argument.
+    """
+    os.environ.update(variables)
+    with output.taken():
+        try:
+            return _launch(spec, output, more)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"engine vllm: {spec.model}: {_why(error, output)}") from error
+
+
+async def load_adapters(spec: EngineSpec, core: Any) -> dict[str, Any]:
+    """Load the worker's adapters; give vLLM's LoRARequest of each by its name.
+
+    Raises:
+        ConfigError: vLLM refuses one.
+    """
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - an optional package of gigabytes
+
+    adapters = {}
+    for number, (name, path) in enumerate(lora_paths(spec).items(), start=1):
+        adapters[name] = LoRARequest(name, number, str(path))
+        try:
+            await core.add_lora_async(adapters[name])
+        except Exception as error:
+            raise ConfigError(f"adapters: {name}: {' '.join(str(error).split())}") from error
+    return adapters
+
+
+def end(core: Any) -> None:
+    """End vLLM's processes and wait for them; those that take too long are killed."""
+    manager = core.resources.engine_manager
+    core.shutdown(timeout=_CLOSE_S)
+    for process in () if manager is None else manager.processes:
+        process.join(_CLOSE_S)
+
+
+def _launch(spec: EngineSpec, output: ChildOutput, more: Callable[[], Mapping[str, Any]]) -> tuple[Any, Any]:
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - an optional package of gigabytes
+    from vllm.platforms import current_platform  # noqa: PLC0415
+    from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
+    from vllm.v1.engine.core_client import EngineCoreClient  # noqa: PLC0415
+    from vllm.v1.engine.input_processor import InputProcessor  # noqa: PLC0415
+    from vllm.v1.executor import Executor  # noqa: PLC0415
+
+    check_platform(spec.device, current_platform.device_type)
+    arguments = AsyncEngineArgs(**engine_arguments(spec, AsyncEngineArgs), **more())
+    config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)  # its batch limits
+    output.take_log("vllm")  # creating the configuration sets it up
+    inputs = InputProcessor(config)
+    return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True), inputs
+
+
+def _why(error: Exception, output: ChildOutput) -> str:
+    """Say in one line why vLLM did not start: the first error, which may be another process's."""
+    if isinstance(error, pydantic.ValidationError):
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        text = f"engine_args: {name}: {first['msg']}, got {first['input']!r}" if name else first["msg"]
+    else:
+        text = str(error) or type(error).__name__
+    if "root cause" in text:
+        text = output.reason() or f"a process ended without an error text ({text})"
+    text = " ".join(text.removeprefix("Value error, ").split())
+    return f"{text}; --log-level debug shows all that vLLM printed"
