@@ -5,6 +5,7 @@ import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,15 @@ class Publisher:
         self.context = zmq_asyncio.Context()
         self.events = self.context.socket(zmq.PUB)
         self.events.linger = 0
+        self.events.sndhwm = 100_000
         self.events.bind(address.endpoint)
         self.kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
         self.next = 0
         self.replays: list[int] = []
         self.skipped: set[int] = set()
         """Batches that the next replay drops, as a ROUTER socket does when its queue is full."""
+        self.replayed_at_once = 1 << 30
+        """A replay drops what comes after so many batches, and its end."""
 
     async def serve_replays(self) -> None:
         with self.context.socket(zmq.ROUTER) as router:
@@ -51,10 +55,12 @@ class Publisher:
                 client, _, start = await router.recv_multipart()
                 self.replays.append(int.from_bytes(start, "big"))
                 skipped, self.skipped = self.skipped, set()
-                for number, payload in self.kept:
-                    if number >= self.replays[-1] and number not in skipped:
+                asked = [(number, payload) for number, payload in self.kept if number >= self.replays[-1]]
+                for number, payload in asked[: self.replayed_at_once]:
+                    if number not in skipped:
                         await router.send_multipart([client, b"", b"kv", number.to_bytes(8, "big"), payload])
-                await router.send_multipart([client, b"", b"", END, b""])
+                if len(asked) <= self.replayed_at_once:
+                    await router.send_multipart([client, b"", b"", END, b""])
 
     async def send(self, *events: Any, lost: bool = False) -> None:
         await self.send_raw(msgspec.msgpack.encode([self.next * 0.25, events, 0]), lost=lost)
@@ -441,6 +447,84 @@ def test_many_messages_arrive_in_order_and_others_get_their_turn(address: Publis
             await watcher.holds(2999)
             assert watcher.subscriber.batches == 3000
             assert watcher.subscriber.num_blocks == 1
+
+    asyncio.run(scenario())
+
+
+def pushed(flood: Any, number: int) -> bool:
+    """Send a MiB, unless there is no room on the way."""
+    try:
+        flood.send_multipart([b"kv", number.to_bytes(8, "big"), bytes(1 << 20)])
+    except zmq.Again:
+        return False
+    return True
+
+
+def test_a_flood_waits_at_the_publisher(address: PublisherAddress) -> None:
+    """Of messages that nobody here takes yet, few are in this process."""
+
+    async def scenario() -> None:
+        where = without_replay(address)
+        with zmq.Context() as context, context.socket(zmq.PUB) as flood:
+            flood.linger, flood.sndhwm = 0, 1
+            flood.setsockopt(zmq.XPUB_NODROP, 1)
+            flood.bind(where.endpoint)
+            async with watching(where) as watcher:
+                sent = 0
+                while not watcher.subscriber.batches:
+                    await asyncio.sleep(0.01)
+                    flood.send_multipart([b"kv", sent.to_bytes(8, "big"), b"\x92\x00\x90"])
+                    sent += 1
+                flood.sndtimeo = 500
+                numbers = range(sent, sent + 64)  # the event loop has no turn, so nothing is taken
+                queued = sum(1 for _ in takewhile(lambda number: pushed(flood, number), numbers))
+                assert 0 < queued < len(numbers)
+                await watcher.until(lambda: watcher.subscriber.batches >= sent + queued)
+
+    asyncio.run(scenario())
+
+
+def test_a_replay_whose_end_was_dropped_is_asked_for_again(
+    address: PublisherAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a ROUTER socket does whose queue is full."""
+
+    async def scenario() -> None:
+        async with publishing(address) as publisher, watching(address) as watcher:
+            await publisher.store(1)
+            await watcher.holds(1)
+            publisher.replayed_at_once = 3
+            for root in range(2, 8):
+                await publisher.store(root, lost=True)
+            await publisher.store(8)
+            await watcher.holds(*range(1, 9))
+            assert watcher.counts() == {}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_others_have_turns_while_a_large_message_is_read(address: PublisherAddress, *, wait: bool) -> None:
+    """Others see part of it known."""
+
+    async def scenario() -> None:
+        async with publishing(address) as publisher, watching(address) as watcher:
+            await publisher.store(0)
+            await watcher.holds(0)
+            sizes: set[int] = set()
+
+            async def look() -> None:
+                while len(watcher.held) < 3001:
+                    sizes.add(len(watcher.held))
+                    await asyncio.sleep(0)
+
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(look())
+                await publisher.store(*range(1, 3001), lost=wait)
+                if wait:
+                    await publisher.store(3001)
+            assert len(sizes) > 5
+            assert watcher.counts() == {}
 
     asyncio.run(scenario())
 

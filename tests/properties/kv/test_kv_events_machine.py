@@ -81,8 +81,8 @@ class KvEventsMachine(RuleBasedStateMachine):
         self.told = 0
 
     def send(self, *events: object) -> None:
-        batch = self.decoder.decode(msgspec.msgpack.encode([0.5, events, 0]))
-        translated = self.translator.translate(batch.events)
+        (batch,) = self.decoder.decode(msgspec.msgpack.encode([0.5, events, 0]))
+        translated = self.translator.translate(batch)
         self.told += sum(isinstance(event, BlockStored) for event in translated)
         index(self.tree, translated)
 

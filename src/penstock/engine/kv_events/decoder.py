@@ -4,19 +4,16 @@ An event is a map with its type under `type`, or in older versions an array that
 array elements are those of vLLM's `vllm/distributed/kv_events.py` (0.32), which SGLang's maps share.
 """
 
-import reprlib
 import struct
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
-import msgspec
+from msgspec import Raw
 
-from penstock.core.errors import ProtocolError
 from penstock.core.log import get_logger
 from penstock.core.types.events import Tier
 from penstock.core.wire import NO_TOKENS, PackedTokens
+from penstock.engine.kv_events import fields
 from penstock.engine.kv_events.engine_events import (
-    EngineBatch,
     EngineCleared,
     EngineEvent,
     EngineHash,
@@ -26,6 +23,7 @@ from penstock.engine.kv_events.engine_events import (
     Omissions,
     unsigned,
 )
+from penstock.engine.kv_events.fields import VALUES_MAX, Fields, refused
 
 _STORED = (
     "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys", "group_idx",
@@ -46,6 +44,11 @@ _WHOLE_CONTEXT = frozenset({"full_attention", "mla_attention", "sink_full_attent
 _HASH_BYTES_MAX = 64
 _SHAPES_MAX = 64
 _TOKEN_BYTES = 4
+EVENTS_MAX = 1 << 19
+"""Events of one message: 8 MiB of the shortest."""
+_EVENTS_AT_ONCE = 256
+_BYTES_AT_ONCE = 1 << 18
+_BATCH = "[time, events, rank]"
 _log = get_logger()
 
 
@@ -66,107 +69,107 @@ class EventDecoder:
         self._block_size = block_size
         self._omissions = omissions
         self._group: int | None = None
-        self._shapes: dict[tuple[str, ...], int] = {}  # names of a map's fields -> how many are unknown
-        self._kinds: dict[str, Callable[[dict[str, Any]], EngineEvent | None]] = {
+        self._other_size: int | None = None  # that was complained of
+        self._shapes: set[tuple[str, ...]] = set()  # names of maps' fields, all of them known
+        self._kinds: dict[str, Callable[[Fields], EngineEvent | None]] = {
             "BlockStored": self._stored,
             "BlockRemoved": self._removed,
             "AllBlocksCleared": _cleared,
         }
         self._elements = {"BlockStored": _STORED, "BlockRemoved": _REMOVED, "AllBlocksCleared": ()}
 
-    def decode(self, payload: bytes) -> EngineBatch:
-        """Decode the payload of one message.
+    def decode(self, payload: bytes) -> Iterator[list[EngineEvent]]:
+        """Decode the payload of one message, a part at a time: others may have their turn between two parts.
 
         Raises:
-            ProtocolError: it is no batch of events. Other messages are not affected.
+            ProtocolError: it is no batch of events, from here on. Other messages are not affected.
         """
-        try:
-            batch = msgspec.msgpack.decode(payload)
-        except (
-            msgspec.DecodeError,
-            ValueError,
-            TypeError,
-            RecursionError,
-            MemoryError,
-            OverflowError,
-        ) as error:
-            raise ProtocolError(f"KV events: not msgpack ({error})") from None
-        if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
-            raise _refused("batch", batch, "[time, events, rank]")
-        rank = batch[2] if len(batch) > 2 else None
-        if rank is not None and type(rank) is not int:
-            raise _refused("data-parallel rank", rank, "an integer")
-        events = [event for raw in batch[1] if (event := self._event(raw)) is not None]
-        return EngineBatch(events, rank)
+        batch = fields.items(payload, "batch", _BATCH)
+        if len(batch) < 2:
+            raise refused("batch", payload, _BATCH)
+        part: list[EngineEvent] = []
+        taken = num_bytes = 0
+        for raw in fields.items(batch[1], "batch", _BATCH, EVENTS_MAX):
+            if (event := self._event(raw)) is not None:
+                part.append(event)
+            taken, num_bytes = taken + 1, num_bytes + len(raw)
+            if taken >= _EVENTS_AT_ONCE or num_bytes >= _BYTES_AT_ONCE:
+                yield part
+                part, taken, num_bytes = [], 0, 0
+        yield part
 
-    def _event(self, raw: Any) -> EngineEvent | None:
-        if isinstance(raw, dict):
-            kind = raw.get("type")
-        elif isinstance(raw, list) and raw:
-            kind = raw[0]
-        else:
-            raise _refused("event", raw, "a map or an array")
-        if not isinstance(kind, str):
-            raise _refused("event type", kind, "a string")
+    def _event(self, raw: Raw) -> EngineEvent | None:
+        told = fields.event(raw)
+        elements: list[Raw] = []
+        if isinstance(told, list):
+            elements, told = told[1:], {"type": told[0]} if told else {}
+        kind = fields.text(told, "type")
+        if kind is None:
+            raise refused("event type", raw, "a string")
         make = self._kinds.get(kind)
         if make is None:
             self._omissions[Omission.UNKNOWN_TYPE] += 1
             return None
         names = self._elements[kind]
-        if isinstance(raw, list):
-            if len(raw) > len(names) + 1:
-                self._omissions[Omission.UNKNOWN_FIELD] += len(raw) - 1 - len(names)
-            return make(dict(zip(names, raw[1:], strict=False)))
-        shape = tuple(raw)
-        unknown = self._shapes.get(shape)
-        if unknown is None:
-            if len(self._shapes) >= _SHAPES_MAX:
-                self._shapes.clear()
-            unknown = self._shapes[shape] = sum(
-                name not in names and name not in _ONLY_IN_MAPS for name in shape
-            )
+        unknown = max(len(elements) - len(names), 0) or self._unknown(tuple(told), names)
         if unknown:
             self._omissions[Omission.UNKNOWN_FIELD] += unknown
-        return make(raw)
+        return make(told | dict(zip(names, elements, strict=False)) if elements else told)
 
-    def _stored(self, fields: dict[str, Any]) -> EngineEvent | None:
-        hashes = _hashes(fields.get("block_hashes"))
-        if not self._counts(fields.get("group_idx"), fields.get("kv_cache_spec_kind"), is_stored=True):
+    def _unknown(self, shape: tuple[str, ...], names: tuple[str, ...]) -> int:
+        """Count the names of a map's fields that this version does not know."""
+        if shape in self._shapes:
+            return 0
+        unknown = sum(name not in names and name not in _ONLY_IN_MAPS for name in shape)
+        if not unknown:
+            if len(self._shapes) >= _SHAPES_MAX:
+                self._shapes.clear()
+            self._shapes.add(shape)
+        return unknown
+
+    def _stored(self, event: Fields) -> EngineEvent | None:
+        hashes = _hashes(event)
+        if not self._counts(event, is_stored=True):
             self._omissions[Omission.GROUP] += len(hashes)
             return None
-        tier = self._tier(fields.get("medium"), fields.get("locality"), len(hashes))
+        tier = self._tier(event, len(hashes))
         if tier is None:
             return None
-        if not fields.get("token_ids"):
-            return EngineStored(hashes, tier=tier)
-        return self._described(fields, hashes, tier)
+        token_ids = _token_ids(event)
+        return (
+            self._described(event, hashes, token_ids, tier) if token_ids else EngineStored(hashes, tier=tier)
+        )
 
-    def _described(self, fields: dict[str, Any], hashes: list[EngineHash], tier: Tier) -> EngineEvent | None:
+    def _described(
+        self, event: Fields, hashes: list[EngineHash], token_ids: PackedTokens, tier: Tier
+    ) -> EngineEvent | None:
         """Make an event whose tokens are told."""
-        get, size = fields.get, self._block_size
-        token_ids = _token_ids(get("token_ids"))
-        parent = None if get("parent_block_hash") is None else _hash(get("parent_block_hash"))
-        lora, salt = _name("lora_name", get("lora_name")), _name("cache_salt", get("cache_salt"))
+        size = self._block_size
+        parent = None if (told := fields.block_hash(event, "parent_block_hash")) is None else _hash(told)
+        lora, salt = fields.text(event, "lora_name"), fields.text(event, "cache_salt")
         omission = None
         usable = len(hashes)
-        if get("block_size") != size:
-            self._complain(get("block_size"))
+        if (engine_size := fields.integer(event, "block_size")) != size:
+            self._complain(engine_size)
             omission, usable = Omission.BLOCK_SIZE, 0
         elif len(token_ids) != _TOKEN_BYTES * size * usable:
             omission, usable = Omission.PARTIAL, 0
-        elif lora is None and get("lora_id") is not None:  # an adapter without a name
+        elif lora is None and not fields.is_null(event, "lora_id"):  # an adapter without a name
             omission, usable = Omission.CONTENT, 0
-        elif keys := get("extra_keys"):
-            usable, untagged = _usable(keys, lora, usable, is_root=parent is None)
+        else:
+            usable, untagged = _usable(event, lora, usable, is_root=parent is None)
             omission, salt = Omission.CONTENT, salt if untagged is None else untagged
         if usable < len(hashes) and omission:
             self._omissions[omission] += len(hashes) - usable
             hashes, token_ids = hashes[:usable], PackedTokens(token_ids[: _TOKEN_BYTES * size * usable])
         return EngineStored(hashes, parent, token_ids, size, tier, lora, salt) if hashes else None
 
-    def _complain(self, size: Any) -> None:
-        if type(size) is not int:
-            raise _refused("block_size", size, "an integer")
+    def _complain(self, size: int | None) -> None:
+        if size is None:
+            raise refused("block_size", size, "an integer")
+        if size == self._other_size:
+            return
+        self._other_size = size
         _log.warning(
             "kv_events_of_other_block_size",
             engine=size,
@@ -174,98 +177,82 @@ class EventDecoder:
             fix="start the engine and Penstock with one block size (SGLang's is --page-size)",
         )
 
-    def _removed(self, fields: dict[str, Any]) -> EngineEvent | None:
-        hashes = _hashes(fields.get("block_hashes"))
-        if not self._counts(fields.get("group_idx"), None, is_stored=False):
+    def _removed(self, event: Fields) -> EngineEvent | None:
+        hashes = _hashes(event)
+        if not self._counts(event, is_stored=False):
             self._omissions[Omission.GROUP] += len(hashes)
             return None
-        tier = self._tier(fields.get("medium"), fields.get("locality"), len(hashes))
+        tier = self._tier(event, len(hashes))
         return None if tier is None else EngineRemoved(hashes, tier)
 
-    def _counts(self, group: Any, kind: Any, *, is_stored: bool) -> bool:
+    def _counts(self, event: Fields, *, is_stored: bool) -> bool:
         """Say whether blocks of this group of layers count."""
-        if group is not None and type(group) is not int:
-            raise _refused("group_idx", group, "an integer")
+        group = fields.integer(event, "group_idx")
         if not is_stored:
             return group is None or group == (self._group or 0)
+        kind = fields.text(event, "kv_cache_spec_kind")
         if kind is None:
             return not group
-        if _name("kv_cache_spec_kind", kind) not in _WHOLE_CONTEXT:
+        if kind not in _WHOLE_CONTEXT:
             return False
         if self._group is None:
             self._group = group
-        return bool(group == self._group)
+        return group == self._group
 
-    def _tier(self, medium: Any, locality: Any, num_blocks: int) -> Tier | None:
-        if locality == "REMOTE":
+    def _tier(self, event: Fields, num_blocks: int) -> Tier | None:
+        if fields.text(event, "locality") == "REMOTE":
             return Tier.OBJECT
+        medium = fields.text(event, "medium")
         if medium is None:
             return Tier.DEVICE
-        if not isinstance(medium, str):
-            raise _refused("medium", medium, "a string")
         tier = _MEDIA.get(medium) or _MEDIA.get(medium.upper())
         if tier is None:
             self._omissions[Omission.MEDIUM] += num_blocks
         return tier
 
 
-def _cleared(_fields: dict[str, Any]) -> EngineEvent:
+def _cleared(_event: Fields) -> EngineEvent:
     return EngineCleared()
 
 
-def _hashes(values: Any) -> list[EngineHash]:
-    if not isinstance(values, list):
-        raise _refused("block_hashes", values, "an array")
+def _hashes(event: Fields) -> list[EngineHash]:
+    values = fields.block_hashes(event, "block_hashes")
     return [value if type(value) is int and value >= 0 else _hash(value) for value in values]
 
 
-def _hash(value: Any) -> EngineHash:
-    if type(value) is int:
+def _hash(value: EngineHash) -> EngineHash:
+    if isinstance(value, int):
         return unsigned(value)
-    if isinstance(value, bytes) and 0 < len(value) <= _HASH_BYTES_MAX:
+    if 0 < len(value) <= _HASH_BYTES_MAX:
         return value
-    raise _refused("block hash", value, f"an integer, or up to {_HASH_BYTES_MAX} bytes")
+    raise refused("block hash", value, f"1 to {_HASH_BYTES_MAX} bytes")
 
 
-def _token_ids(values: Any) -> PackedTokens:
-    if not values:
-        return NO_TOKENS
-    if not isinstance(values, list):
-        raise _refused("token_ids", values, "an array")
+def _token_ids(event: Fields) -> PackedTokens:
+    values = fields.integers(event, "token_ids")
     try:
-        return PackedTokens(struct.pack(f"<{len(values)}i", *values))
+        return PackedTokens(struct.pack(f"<{len(values)}i", *values)) if values else NO_TOKENS
     except struct.error:
-        raise _refused("token_ids", values, "32-bit integers") from None
+        raise refused("token_ids", values, "32-bit integers") from None
 
 
-def _name(what: str, value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise _refused(what, value, "a string")
-    return value
-
-
-def _usable(keys: Any, lora: str | None, num_blocks: int, *, is_root: bool) -> tuple[int, str | None]:
+def _usable(event: Fields, lora: str | None, num_blocks: int, *, is_root: bool) -> tuple[int, str | None]:
     """Read what vLLM hashed besides tokens: one array of untagged keys per block, or null.
 
     Returns:
         how many leading blocks contain only tokens, and the first block's cache salt.
     """
-    if not isinstance(keys, list):
-        raise _refused("extra_keys", keys, "an array")
     salt = None
-    for index, of_block in enumerate(keys[:num_blocks]):
-        rest: Sequence[Any] = of_block or ()
-        if not isinstance(rest, list | tuple):
-            raise _refused("extra_keys", of_block, "arrays")
-        if lora is not None and rest and rest[0] == lora:
-            rest = rest[1:]
-        if not rest:
+    for index, raw in enumerate(fields.arrays(event, "extra_keys")[:num_blocks]):
+        if fields.is_nil(raw):
             continue
-        if index or not is_root or len(rest) > 1 or not isinstance(rest[0], str):
+        keys = fields.items(raw, "extra_keys", "arrays", VALUES_MAX)
+        if keys and lora is not None and fields.as_text(keys[0]) == lora:
+            keys = keys[1:]
+        if not keys:
+            continue
+        name = fields.as_text(keys[0])
+        if index or not is_root or len(keys) > 1 or name is None:
             return index, salt
-        salt = rest[0]
+        salt = name
     return num_blocks, salt
-
-
-def _refused(what: str, value: Any, expected: str) -> ProtocolError:
-    return ProtocolError(f"KV events: {what}: expected {expected}, got {reprlib.repr(value)[:100]}")

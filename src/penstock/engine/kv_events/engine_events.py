@@ -48,13 +48,6 @@ class EngineCleared(msgspec.Struct, frozen=True, gc=False):
 EngineEvent = EngineStored | EngineRemoved | EngineCleared
 
 
-class EngineBatch(msgspec.Struct, frozen=True):
-    """The events of one engine step. `rank` is the data-parallel rank that sent them, if it says so."""
-
-    events: list[EngineEvent]
-    rank: int | None = None
-
-
 class Omission(StrEnum):
     """Why something of an engine's events had no effect; the unit is in parentheses."""
 

@@ -22,18 +22,18 @@ from penstock.engine.kv_events.engine_events import Omission, Omissions
 from penstock.engine.kv_events.translator import KvEventTranslator, SaltOf
 
 MESSAGE_BYTES_MAX = 1 << 23
-"""One step that stores a prompt of a million tokens sends less. Reading one takes seconds, in which no token of the worker goes on."""
-_QUEUED_MESSAGES_MAX = 10_000
-"""Messages that wait here in a socket; ZeroMQ drops further ones, which is noticed as a gap."""
+"""One step that stores a prompt of a million tokens sends less."""
+_QUEUED_MESSAGES_MAX = 16
+"""Messages that wait here in a socket, 128 MiB at most; further ones wait at the publisher, which drops some in the end: a gap."""
 _RECONNECT_S = 0.1
 _ABSENT_S = 10.0
 """Warn where nobody publishes for so long after the start."""
 _REPLAY_S = 5.0
 """A replay in which nothing comes for so long has failed."""
+_REPLAY_PAUSE_S = 0.5
+"""The same of one that has begun: the publisher dropped its end, as ROUTER sockets do, and is asked again."""
 _REPLAYS_S = 60.0
 """All replays for one gap have failed after so long: one may never end."""
-_REPLAYS_MAX = 10
-"""Requests for one gap: a replay may have gaps of its own, as ROUTER sockets drop messages too."""
 _MESSAGES_AT_ONCE = 64
 """Messages between two turns of the event loop."""
 _TOLD = (
@@ -218,10 +218,10 @@ class KvEventSubscriber:
             self._lost(number)
         self._live = number
         if self._next is None or number == self._next:
-            self._apply(number, payload)
+            await self._apply(number, payload)
         elif number > self._next:
             self._lost(number)
-            self._apply(number, payload)
+            await self._apply(number, payload)
 
     async def _sync(self, context: Any) -> None:
         """Begin, or go on after the connection was lost: the publisher may be another one now."""
@@ -242,7 +242,7 @@ class KvEventSubscriber:
             return False
         try:
             async with asyncio.timeout(_REPLAYS_S):
-                for _ in range(_REPLAYS_MAX):
+                while True:  # a replay may have gaps of its own
                     before = self._next
                     if await self._replay_once(context):
                         return True
@@ -284,7 +284,7 @@ class KvEventSubscriber:
                 if number > self._next:
                     return False
                 if number == self._next:
-                    self._apply(number, payload)
+                    await self._apply(number, payload)
         return False
 
     async def _replayed(self, context: Any, start: int) -> AsyncGenerator[tuple[int, bytes] | None]:
@@ -301,12 +301,15 @@ class KvEventSubscriber:
             taken = 0
             while True:
                 try:
-                    async with asyncio.timeout(_REPLAY_S):
+                    async with asyncio.timeout(_REPLAY_PAUSE_S if taken else _REPLAY_S):
                         frames = await replay.recv_multipart()
                 except TimeoutError:
-                    _log.warning(
-                        "kv_events_replay_silent", endpoint=self._address.replay_endpoint, seconds=_REPLAY_S
-                    )
+                    if not taken:
+                        _log.warning(
+                            "kv_events_replay_silent",
+                            endpoint=self._address.replay_endpoint,
+                            seconds=_REPLAY_S,
+                        )
                     return
                 if len(frames) >= 2 and frames[-2] == _END:
                     yield None
@@ -320,48 +323,55 @@ class KvEventSubscriber:
                 if taken % _MESSAGES_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
-    def _apply(self, number: int, payload: bytes) -> None:
+    async def _apply(self, number: int, payload: bytes) -> None:
         self._next, self._latest = number + 1, payload
         self.batches += 1
         try:
-            batch = self._decoder.decode(payload)
+            for index, events in enumerate(self._decoder.decode(payload)):
+                if index:
+                    await asyncio.sleep(0)
+                self._tell(self._translator.translate(events))
         except ProtocolError as error:
             self._malformed(error.message)
-            events = self._translator.clear()  # it may have told of blocks removed
-        else:
-            events = self._translator.translate(batch.events)
-        if events:
-            self._publish(events)
+            self._tell(self._translator.clear())  # it may have told of blocks removed
         told = {str(why): count for why in _TOLD if (count := self.omissions[why])}
         if told and (total := sum(told.values())) >= self._warn_at:
             self._warn_at = 10 * total
             _log.warning("kv_events_left_out", endpoint=self._address.endpoint, **told)
 
+    def _tell(self, events: Sequence[KvEvent]) -> None:
+        if events:
+            self._publish(events)
+
     def _absent(self) -> None:
         _log.warning("kv_events_nobody_publishes", endpoint=self._address.endpoint, seconds=_ABSENT_S)
 
     def _malformed(self, reason: str) -> None:
-        self.omissions[Omission.MALFORMED] += 1
-        _log.warning("kv_event_message_malformed", endpoint=self._address.endpoint, reason=reason)
+        if self._noted(Omission.MALFORMED):
+            _log.warning("kv_event_message_malformed", endpoint=self._address.endpoint, reason=reason)
 
     def _lost(self, number: int | None) -> None:
         """Forget all blocks, since events up to `number` are lost."""
-        if self._next:  # at the start nothing was known
-            self.omissions[Omission.LOST] += 1
+        if self._next and self._noted(Omission.LOST):  # at the start nothing was known
             _log.warning("kv_events_lost", endpoint=self._address.endpoint, expected=self._next, got=number)
         self._clear()
         self._next = number
 
     def _restarted(self) -> None:
         """Forget all blocks: another engine publishes here now."""
-        self.omissions[Omission.RESTART] += 1
-        _log.info("kv_events_restarted", endpoint=self._address.endpoint)
+        if self._noted(Omission.RESTART):
+            _log.info("kv_events_restarted", endpoint=self._address.endpoint)
         self._clear()
         self._next, self._live = 0, -1
 
+    def _noted(self, why: Omission) -> bool:
+        """Count one, and say whether to log it: the first ten, then the 100th, the 1000th and so on."""
+        self.omissions[why] += 1
+        count = self.omissions[why]
+        return count <= 10 or str(count).rstrip("0") == "1"
+
     def _clear(self) -> None:
-        if events := self._translator.clear():
-            self._publish(events)
+        self._tell(self._translator.clear())
 
 
 def _zmq() -> Any:

@@ -1,5 +1,6 @@
 """Messages of vLLM and SGLang in all their encodings become one form, and nothing else gets through."""
 
+import gc
 import random
 import struct
 from collections import Counter
@@ -7,10 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.core.errors import ProtocolError
 from penstock.core.types.events import Tier
-from penstock.engine.kv_events.decoder import EventDecoder
+from penstock.engine.kv_events.decoder import EVENTS_MAX, EventDecoder
 from penstock.engine.kv_events.engine_events import (
     EngineCleared,
     EngineEvent,
@@ -19,6 +21,7 @@ from penstock.engine.kv_events.engine_events import (
     Omission,
     Omissions,
 )
+from penstock.engine.kv_events.fields import VALUES_MAX
 
 SIZE = 4
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8]
@@ -48,7 +51,10 @@ class Harness:
         self.decoder = EventDecoder(SIZE, self.omissions)
 
     def decode(self, *events: Any) -> list[EngineEvent]:
-        return self.decoder.decode(msgspec.msgpack.encode([1.5, events, 0])).events
+        return self.message(msgspec.msgpack.encode([1.5, events, 0]))
+
+    def message(self, payload: bytes) -> list[EngineEvent]:
+        return [event for part in self.decoder.decode(payload) for event in part]
 
 
 @pytest.fixture
@@ -71,13 +77,6 @@ def test_the_array_of_older_versions_says_the_same(harness: Harness) -> None:
     removed = harness.decode(["BlockRemoved", [11]], ["BlockRemoved", [12], "CPU"], ["AllBlocksCleared"])
     assert removed == [EngineRemoved([11]), EngineRemoved([12], Tier.HOST), EngineCleared()]
     assert not harness.omissions
-
-
-def test_a_batch_has_its_rank_if_any() -> None:
-    decoder = Harness().decoder
-    assert decoder.decode(msgspec.msgpack.encode([1.5, [], 3])).rank == 3
-    assert decoder.decode(msgspec.msgpack.encode([1.5, []])).rank is None
-    assert decoder.decode(msgspec.msgpack.encode([1.5, [], None])).rank is None
 
 
 def test_hashes_of_any_kind(harness: Harness) -> None:
@@ -169,12 +168,12 @@ def test_other_sizes_and_media_are_left_out(harness: Harness) -> None:
         (5, "event"),
         ([], "event"),
         ({}, "event type"),
-        ([["BlockStored"]], "event type"),
+        ([["BlockStored"]], "type"),
         (stored(block_hashes=7), "block_hashes"),
-        (stored(block_hashes=["x", "y"]), "block hash"),
-        (stored(block_hashes=[True, 1]), "block hash"),
+        (stored(block_hashes=["x", "y"]), "block_hashes"),
+        (stored(block_hashes=[True, 1]), "block_hashes"),
         (stored(block_hashes=[bytes(65), 1]), "block hash"),
-        (stored(parent_block_hash=1.5), "block hash"),
+        (stored(parent_block_hash=1.5), "parent_block_hash"),
         (stored(token_ids=[1.5] * 8), "token_ids"),
         (stored(token_ids=[2**31] * 8), "token_ids"),
         (stored(token_ids={"a": 1}), "token_ids"),
@@ -196,11 +195,72 @@ def test_malformed_events_are_refused(harness: Harness, event: Any, what: str) -
 @pytest.mark.parametrize(
     "payload",
     [b"", b"\xc1", b"\x93", b"\x90", b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000, b"\xa2\xff\xff", b"\x80",
-     msgspec.msgpack.encode([0.0, 5, 0]), msgspec.msgpack.encode([0.0, [], "0"])],
+     msgspec.msgpack.encode([0.0, 5, 0])],
 )  # fmt: skip
 def test_malformed_messages_are_refused(harness: Harness, payload: bytes) -> None:
     with pytest.raises(ProtocolError, match="KV events"):
-        harness.decoder.decode(payload)
+        harness.message(payload)
+
+
+def _array(count: int, element: bytes) -> bytes:
+    return b"\xdd" + count.to_bytes(4, "big") + element * count
+
+
+def _field(name: str, value: bytes) -> bytes:
+    event = b"\x83\xa4type\xabBlockStored" + (b"" if name == "block_hashes" else b"\xacblock_hashes\x90")
+    return b"\x92\x00\x91" + event + msgspec.msgpack.encode(name) + value
+
+
+@pytest.mark.parametrize(
+    ("payload", "what"),
+    [
+        (b"\x92\x00" + _array(EVENTS_MAX + 1, b"\x90"), "batch: expected at most 524288 elements, got 524289"),
+        (_array(8_000_000, b"\x90"), "batch: expected at most 64 elements, got 8000000"),
+        (b"\x92\x00\x91" + _array(8_000_000, b"\x90"), "event: expected at most 64 elements, got 8000000"),
+        (b"\x92\x00\x91\xdf\x00\x7a\x12\x00" + b"\xa0\xc0" * 8_000_000, "event: expected at most 64 elements, got 8000000"),
+        (_field("token_ids", _array(VALUES_MAX + 1, b"\x90")), "token_ids: expected at most 1048576 elements, got 1048577"),
+        (b"\x92\x00\x91\x82\xa4type\xabBlockStored\xacblock_hashes" + _array(8_000_000, b"\x90"), "block_hashes: expected at most"),
+    ],
+    ids=["events", "batch", "array", "map", "tokens", "hashes"],
+)  # fmt: skip
+def test_what_is_too_long_is_refused_before_it_is_decoded(
+    harness: Harness, payload: bytes, what: str
+) -> None:
+    """Each array decoded is an object that Python's collector follows: none is made."""
+    gc.collect()
+    before = gc.get_stats()[0]["collections"]
+    with pytest.raises(ProtocolError, match=what):
+        harness.message(payload)
+    assert gc.get_stats()[0]["collections"] - before < 10
+
+
+def test_a_large_message_comes_in_parts(harness: Harness) -> None:
+    """A prompt of a million tokens, an event for each block, as SGLang tells it."""
+    num_blocks = 40_000
+    event = {
+        "type": "BlockStored", "parent_block_hash": None, "token_ids": [100_000] * SIZE, "block_size": SIZE, "medium": "GPU",
+    }  # fmt: skip
+    events = [event | {"block_hashes": [1 << 63 | index]} for index in range(num_blocks)]
+    parts = list(harness.decoder.decode(msgspec.msgpack.encode([1.5, events, 0])))
+    assert max(map(len, parts)) <= 256
+    assert sum(map(len, parts)) == num_blocks
+    assert not harness.omissions
+
+
+def test_one_event_may_have_a_prompt_of_a_million_tokens(harness: Harness) -> None:
+    tokens = [100_000] * VALUES_MAX
+    hashes = list(range(VALUES_MAX // SIZE))
+    (event,) = harness.decode(stored(token_ids=tokens, block_hashes=hashes, extra_keys=[None] * len(hashes)))
+    assert isinstance(event, EngineStored)
+    assert len(event.hashes) == len(hashes)
+    assert len(event.token_ids) == 4 * VALUES_MAX
+
+
+def test_another_block_size_is_told_once(harness: Harness) -> None:
+    with capture_logs() as logs:
+        harness.decode(*[stored(block_size=8)] * 100)
+    assert [line["event"] for line in logs] == ["kv_events_of_other_block_size"]
+    assert harness.omissions == {Omission.BLOCK_SIZE: 200}
 
 
 def test_an_error_quotes_little_of_a_long_value(harness: Harness) -> None:
@@ -233,7 +293,7 @@ def test_mutated_messages_raise_nothing_else(harness: Harness) -> None:
             if not message:
                 break
         try:
-            harness.decoder.decode(bytes(message))
+            harness.message(bytes(message))
         except ProtocolError:
             refused += 1
     assert 5_000 < refused < 10_000

@@ -49,7 +49,8 @@ def test_every_block_is_one_of_a_request_and_hits_are_foreseen() -> None:
         # vLLM computes at least one token of a prompt, so the block with its last one.
         assert request["cached"] == min(known, (len(request["prompt"]) - 1) // SIZE * SIZE)
         while lacks(tree, prompt):  # what comes late with the next request's
-            events = translator.translate(decoder.decode(b64decode(next(batches)[2])).events)
+            (batch,) = decoder.decode(b64decode(next(batches)[2]))
+            events = translator.translate(batch)
             apply(tree, events)
             for event in events:
                 if isinstance(event, BlockStored):
