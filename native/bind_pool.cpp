@@ -78,6 +78,7 @@ void bind_pool(nb::module_& module) {
                 pool.commit(ids, as_span(hashes), parent);
             },
             "ids"_a, "hashes"_a, "parent"_a.none())
+        .def("forget", [](Pool& pool, const Ids& ids) { pool.forget(ids); }, "ids"_a)
         .def("reset", &Pool::reset)
         .def("take_changes", &take_changes)
         .def("resident_hashes", [](const Pool& pool) { return as_bytes(pool.resident_hashes()); })

@@ -127,6 +127,17 @@ class Straightforward {
         return true;
     }
 
+    bool forget_content(BlockId id) {
+        if (references_[id] == 0) {
+            return false;
+        }
+        if (names_.contains(id)) {
+            removed_.push_back(names_[id].first);
+            forget(id);
+        }
+        return true;
+    }
+
     void reset() {
         free_.insert(free_.end(), idle_.begin(), idle_.end());
         idle_.clear();
@@ -240,6 +251,9 @@ class Comparison {
         } else if (what < 252) {
             pool_.reset();
             other_.reset();
+        } else if (what < 254) {
+            const BlockId id = take_id();
+            require(succeeds([&] { pool_.forget({&id, 1}); }) == other_.forget_content(id), "forget");
         } else {
             pool_.check();
         }

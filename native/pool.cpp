@@ -187,6 +187,20 @@ void Pool::commit(std::span<const BlockId> ids, std::span<const Hash> hashes, st
     tell_stored(hashes, run_begin, hashes.size(), parent);
 }
 
+void Pool::forget(std::span<const BlockId> ids) {
+    for (const BlockId id : ids) {
+        Block& block = at(id);
+        if (block.references == 0) {
+            throw Broken(name(id) + " is held by nobody");
+        }
+        if (block.is_cached) {
+            index_.erase(block.hash, id);
+            block.is_cached = false;
+            tell_removed(block.hash);
+        }
+    }
+}
+
 void Pool::reset() {
     while (first_idle_ != kNone) {
         free_.push_back(first_idle_);
@@ -287,10 +301,6 @@ void Pool::unlink_idle(BlockId id) {
 }
 
 void Pool::evict(std::size_t count) {
-    if (changes_.empty() || changes_.back().kind != Change::kRemoved) {
-        changes_.push_back({Change::kRemoved, std::nullopt, {}});
-    }
-    std::vector<std::uint64_t>& removed = changes_.back().hashes;
     for (; count > 0; --count) {
         const BlockId id = first_idle_;
         Block& block = at(id);
@@ -298,8 +308,15 @@ void Pool::evict(std::size_t count) {
         index_.erase(block.hash, id);
         block.is_cached = false;
         free_.push_back(id);
-        removed.push_back(block.hash.low);
+        tell_removed(block.hash);
     }
+}
+
+void Pool::tell_removed(Hash hash) {
+    if (changes_.empty() || changes_.back().kind != Change::kRemoved) {
+        changes_.push_back({Change::kRemoved, std::nullopt, {}});
+    }
+    changes_.back().hashes.push_back(hash.low);
 }
 
 void Pool::tell_stored(std::span<const Hash> hashes, std::size_t begin, std::size_t end,

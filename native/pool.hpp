@@ -127,6 +127,9 @@ class Pool {
     // std::invalid_argument without as many hashes, Broken at a block that was published before or nobody holds.
     void commit(std::span<const BlockId> ids, std::span<const Hash> hashes, std::optional<std::uint64_t> parent);
 
+    // Forget the content of held blocks, which is wrong; they become private.
+    void forget(std::span<const BlockId> ids);
+
     // Forget all content; held blocks become private.
     void reset();
 
@@ -163,6 +166,7 @@ class Pool {
     void unlink_idle(BlockId id);
     std::size_t num_without_eviction() const { return num_available() - num_idle_; }
     void evict(std::size_t count);
+    void tell_removed(Hash hash);
     void tell_stored(std::span<const Hash> hashes, std::size_t begin, std::size_t end,
                      std::optional<std::uint64_t> parent);
 

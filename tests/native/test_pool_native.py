@@ -76,6 +76,10 @@ class PoolPair(RuleBasedStateMachine):
         if self.both("release", [block_id]) is not AssertionError:
             self.held.remove(block_id)
 
+    @rule(block_id=block_ids)
+    def forget_any(self, block_id):
+        self.both("forget", [block_id])
+
     @rule()
     def reset(self):
         self.both("reset")

@@ -144,6 +144,10 @@ class BlockPool:
         """
         self._states.commit(block_ids, block_hashes, parent)
 
+    def forget(self, block_ids: Sequence[BlockId]) -> None:
+        """Drop referenced blocks from the prefix cache, since their content is wrong; they stay with their holders, as private ones."""
+        self._states.forget(block_ids)
+
     def reset(self) -> None:
         """Clear the prefix cache; referenced blocks stay with their sequences, as private ones."""
         self._states.reset()

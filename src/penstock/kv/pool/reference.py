@@ -137,6 +137,16 @@ class ReferencePool:
                 self._parent_of[block_id] = int(hashes[index - 1, 0]) if index else parent
         self._add_stored(hashes, run_start, len(keys), parent)
 
+    def forget(self, ids: Sequence[BlockId]) -> None:
+        for block_id in ids:
+            if self._references[block_id] == 0:
+                raise AssertionError(f"block {block_id} is held by nobody")
+            key = self._hash_of[block_id]
+            if key is not None:
+                del self._by_hash[key]
+                self._hash_of[block_id] = None
+                self._removed.append(key[:_LOW64_BYTES])
+
     def reset(self) -> None:
         self._free.extend(self._idle)
         self._idle.clear()

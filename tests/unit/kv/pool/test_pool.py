@@ -3,7 +3,7 @@ import pytest
 
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored
-from penstock.core.wire import unpack_hashes
+from penstock.core.wire import pack_hashes, unpack_hashes
 from penstock.kv.pool.eviction import Lru
 from penstock.kv.pool.pool import BlockPool
 
@@ -164,6 +164,24 @@ def test_reset_forgets_content_but_not_owners(make_pool):
     pool.check()
     pool.release(held)
     assert pool.num_available == 6
+    pool.check()
+
+
+def test_wrong_content_is_forgotten_and_its_owner_keeps_the_block(make_pool):
+    pool = make_pool(6, 4)
+    hashes = chain(3)
+    held = pool.allocate(3)
+    pool.commit(held, hashes, None)
+    pool.take_events()
+    pool.forget(held[1:])
+    (event,) = pool.take_events()
+    assert isinstance(event, BlockRemoved)
+    assert event.block_hashes == pack_hashes(hashes[1:, 0])
+    assert pool.match(hashes) == held[:1]
+    pool.forget(held[1:])
+    assert pool.take_events() == ()
+    pool.commit(held[1:], hashes[1:], int(hashes[0, 0]))
+    assert pool.match(hashes) == held
     pool.check()
 
 
