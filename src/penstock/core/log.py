@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, MutableMapping
 from typing import Any, TextIO
 
@@ -17,6 +18,7 @@ from penstock.core.errors import ConfigError
 WARNINGS_PER_MINUTE = 60
 """Warnings of one event name that a process prints in a minute."""
 _MINUTE_S = 60.0
+_CAUSE_MAX = 1000
 
 
 def configure(level: str = "info", *, process: str, stream: TextIO | None = None) -> None:
@@ -99,6 +101,16 @@ class _Stderr:
 
     def isatty(self) -> bool:
         return sys.stderr.isatty()
+
+
+def cause(error: BaseException) -> dict[str, Any]:
+    """Give an error's fields for a line of the log: what happened and where; the traceback only at debug level."""
+    fields: dict[str, Any] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:_CAUSE_MAX]}
+    if frames := traceback.extract_tb(error.__traceback__):
+        fields["at"] = f"{frames[-1].filename}:{frames[-1].lineno}"
+    if is_debugging():
+        fields["exc_info"] = error
+    return fields
 
 
 def get_logger(**bound: Any) -> Any:

@@ -96,6 +96,10 @@ class Health(Wire, frozen=True, tag="health"):
     problem: str = ""
 
 
+class Closing(Wire, frozen=True, tag="closing"):
+    """A worker closes its engine, the last thing it does."""
+
+
 class Beat(Wire, frozen=True, tag="beat"):
     """Heartbeat of the event loop, with the number of finished `steps` of a worker's engine and whether it `has_requests`."""
 
@@ -111,5 +115,5 @@ class ProcessFailed(Wire, frozen=True, tag="process_failed"):
     count: int
 
 
-Report = Ready | Failed | Health | Beat
+Report = Ready | Failed | Health | Closing | Beat
 Tell = Callable[[Report], None]

@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from penstock.core import log
 from penstock.core.errors import EngineError, PenstockError, StepFailed, Unavailable
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import BlockId, RequestId
-from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo, Role
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Request
@@ -22,7 +22,7 @@ from penstock.kv.pool.pool import BlockPool
 from penstock.kv.tiers.onboarding import TierCopier
 from penstock.kv.tiers.tiers import TieredPool
 
-_log = get_logger()
+_log = log.get_logger()
 
 
 class BatchedEngine:
@@ -214,7 +214,9 @@ class BatchedEngine:
         computed = set(scheduler.requests_of(plan))
         self._in_all_failed = self._in_all_failed & computed if self._failed_steps else computed
         self._failed_steps += 1
-        _log.error("step_failed", requests=len(plan.slots), failed_steps=self._failed_steps, exc_info=error)
+        _log.error(
+            "step_failed", requests=len(plan.slots), failed_steps=self._failed_steps, **log.cause(error)
+        )
         problem = error.message if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
         if self._failed_steps >= self._config.failed_steps_max and not self._in_all_failed:
             raise EngineError(

@@ -14,6 +14,8 @@ class Supervision(Config):
     """Longest seconds without a heartbeat of a ready process, whose event loop then hangs; after that it is killed and restarted."""
     step_timeout_s: float = pydantic.Field(default=300.0, gt=0)
     """Longest seconds in which a worker's engine with requests finishes no step; after that it is killed and restarted. Must exceed its longest step."""
+    close_timeout_s: float = pydantic.Field(default=15.0, gt=0)
+    """Longest seconds that a worker's engine takes to close; after that its processes are killed."""
     restart_delay_s: float = pydantic.Field(default=0.2, gt=0)
     """Seconds before the first restart; doubled for each consecutive one."""
     restart_delay_max_s: float = pydantic.Field(default=10.0, gt=0)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Hashable, Sequence
 
 import msgspec
 
+from penstock.core import log
 from penstock.core.errors import ConfigError, EngineError, PenstockError, RequestError
 from penstock.core.ids import RequestId
-from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo, Role
 from penstock.core.types.kv_exchange import KvExchange
 from penstock.core.types.load import WorkerLoad
@@ -15,7 +15,7 @@ from penstock.core.wire import num_tokens
 from penstock.seams import Announcing, Engine, KvBlocks, NativeKvTransfer, RoleAware
 from penstock.worker.kv_transfer.kv_transfer import KvTransfer
 
-_log = get_logger()
+_log = log.get_logger()
 
 Fail = Callable[[RequestId, PenstockError], None]
 _ANY_HOST = b"any"
@@ -125,18 +125,24 @@ class EngineDriver:
     def abort(self, request_id: RequestId, owner: Hashable) -> None:
         """Stop an owner's request and its KV transfers."""
         if self.kv_transfer is None:
-            self._engine.abort(request_id)
+            self._abort_engine(request_id)
             return
         if not self.kv_transfer.incoming.cancel(request_id):
-            self._engine.abort(request_id)
+            self._abort_engine(request_id)
             self.kv_transfer.stepped()
         self.kv_transfer.forget(request_id, owner)
+
+    def _abort_engine(self, request_id: RequestId) -> None:
+        try:
+            self._engine.abort(request_id)
+        except Exception as error:  # noqa: BLE001 - a bug of the engine must not end other requests
+            _log.error("engine_abort_failed", request_id=request_id, **log.cause(error))
 
     def forget(self, request_id: RequestId, owner: Hashable) -> None:
         """Release what KV transfers hold for a request that its owner dropped, prefilled here or prefetched."""
         if self._handed_over.get(request_id) is owner:
             del self._handed_over[request_id]
-            self._engine.abort(request_id)
+            self._abort_engine(request_id)
         if self.kv_transfer is not None:
             self.kv_transfer.forget(request_id, owner)
 
@@ -215,7 +221,7 @@ class EngineDriver:
         except PenstockError:
             raise
         except Exception as error:  # a bug of the engine must not end other requests
-            _log.exception("engine_submit_failed", request_id=request.request_id)
+            _log.error("engine_submit_failed", request_id=request.request_id, **log.cause(error))
             raise EngineError(
                 f"request {request.request_id}: the engine could not take it: {error!r}"
             ) from error

@@ -5,11 +5,13 @@ reports, deadlines, draining, and the death of the engine.
 """
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 
 import msgspec
 
+from penstock.core import log
 from penstock.core.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -21,7 +23,6 @@ from penstock.core.errors import (
     WorkerLost,
 )
 from penstock.core.ids import RequestId
-from penstock.core.log import get_logger
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.events import EventMessage
 from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
@@ -51,7 +52,7 @@ from penstock.worker.reports import LoadReports
 from penstock.worker.request_checks import check_request
 from penstock.worker.step_log import StepLog
 
-_log = get_logger()
+_log = log.get_logger()
 
 
 class Worker:
@@ -94,6 +95,8 @@ class Worker:
         """Set once the worker is registered."""
         self.on_health: Callable[[str | None], None] = lambda _problem: None
         """Called with the reason when the engine cannot serve for now, and with None when it can again."""
+        self.on_closing: Callable[[BaseException | None], None] = lambda _cause: None
+        """Called before the engine is closed, with what ended the worker; None: it has drained."""
         self._engine = engine
         self._discovery = discovery
         self._plane = plane
@@ -166,6 +169,7 @@ class Worker:
             self._reports.close()
             if self._step_log is not None:
                 self._step_log.close()
+            self.on_closing(sys.exc_info()[1])
             await self._engine.close()
 
     def stop(self) -> None:
@@ -333,9 +337,8 @@ class Worker:
                 self._on_step(step)
         except Exception as error:  # noqa: BLE001 - any error of the engine ends the worker
             problem = error
-            _log.exception("engine_died", worker=self._name, requests=len(self._frontends.requests))
-        else:
-            _log.error("engine_died", worker=self._name, requests=len(self._frontends.requests))
+        why = {} if problem is None else log.cause(problem)
+        _log.error("engine_died", worker=self._name, requests=len(self._frontends.requests), **why)
         refusal = WorkerLost(f"the engine ended: {problem!r}" if problem else "the engine ended by itself")
         refusal.__cause__ = problem
         registration.refusal = refusal

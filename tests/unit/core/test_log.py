@@ -1,6 +1,9 @@
+import io
+
 import pytest
 import structlog
 
+from penstock.core import log
 from penstock.core.log import WARNINGS_PER_MINUTE, WarningLimit
 
 
@@ -45,3 +48,29 @@ def test_each_event_has_a_limit_of_its_own():
 @pytest.mark.parametrize("method", ["info", "error", "debug"])
 def test_only_warnings_are_limited(method):
     assert len(printed(WarningLimit(Clock()), "request_failed", 1000, method)) == 1000
+
+
+@pytest.fixture
+def unconfigured():
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_a_cause_is_one_line_and_its_traceback_for_debugging(unconfigured, level):
+    out = io.StringIO()
+    log.configure(level, process="worker-1", stream=out)
+    try:
+        {}["weights\nof layer 3"]
+    except KeyError as error:
+        log.get_logger().error("engine_died", **log.cause(error))
+    first, *more = out.getvalue().splitlines()
+    assert "KeyError" in first
+    assert "test_log.py:" in first
+    assert ("Traceback" in "".join(more)) is (level == "debug")
+    assert bool(more) is (level == "debug")
+
+
+def test_a_cause_need_not_have_been_raised_and_is_not_long():
+    assert log.cause(ValueError("x" * 5000)) == {"error": f"ValueError: {'x' * 988}"}

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError, EngineError
 from penstock.core.types.instances import EngineInfo, InstancePut, InstanceState, WatchSynced
@@ -46,6 +47,48 @@ def test_what_outlasts_the_drain_goes_elsewhere():
         assert stage.engine.closed
 
     run_scenario(scene, WorkerConfig(drain_timeout_s=5.0))
+
+
+def test_a_bug_in_abort_ends_nothing_else(monkeypatch):
+    async def scene(stage: Stage) -> None:
+        def broken(_request_id: str) -> None:
+            raise KeyError("no such slot")
+
+        monkeypatch.setattr(stage.engine, "abort", broken)
+        sink = stage.sink()
+        stage.worker.submit(make_request("a"), sink)
+        stage.worker.submit(make_request("b"), sink)
+        with capture_logs() as logs:
+            stage.worker.abort("a", sink)
+        assert [(line["event"], line["error"]) for line in logs] == [
+            ("engine_abort_failed", "KeyError: 'no such slot'")
+        ]
+        stage.engine.emit("b", 1, finish=FinishReason.STOP)
+        await settle()
+        assert sink.frames[-1][-1].finish_reason is FinishReason.STOP
+
+    run_scenario(scene)
+
+
+@pytest.mark.parametrize("problem", [None, RuntimeError("CUDA is gone")])
+def test_what_ended_it_is_told_before_the_engine_closes(problem):
+    async def scene(stage: Stage) -> None:
+        told = []
+        stage.worker.on_closing = lambda cause: told.append((cause, stage.engine.closed))
+        if problem is None:
+            stage.worker.stop()
+        else:
+            stage.engine.die(problem)
+        await asyncio.sleep(1)
+        ((cause, was_closed),) = told
+        assert not was_closed
+        assert stage.engine.closed
+        if problem is None:
+            assert cause is None
+        else:
+            assert "CUDA is gone" in str(cause)
+
+    run_scenario(scene)
 
 
 @pytest.mark.parametrize("problem", [RuntimeError("CUDA is gone"), None])

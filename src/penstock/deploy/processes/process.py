@@ -14,14 +14,16 @@ import resource
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import uvloop
 
 from penstock.core import log
-from penstock.core.errors import ConfigError, PenstockError, Unavailable
+from penstock.core.errors import PenstockError
 from penstock.deploy.causes import cause_of
-from penstock.deploy.messages import Assignment, Failed, FrontendJob, Ready, Report, Tell, WorkerJob
+from penstock.deploy.messages import Assignment, FrontendJob, Ready, Report, Tell, WorkerJob
 from penstock.deploy.processes.control import Control
+from penstock.deploy.processes.report import report_of
 
 EXIT_FAILED = 1
 EXIT_WRONG_CONFIG = 2
@@ -56,7 +58,7 @@ def main() -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(assignment, control, tell))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - any error ends this process; an engine may call sys.exit
-        return _fail(cause_of(error), tell)
+        return _fail(error, tell)
     return 0
 
 
@@ -79,14 +81,17 @@ def _freeze_garbage_collector() -> None:
 
 
 def _fail(error: BaseException, tell: Tell) -> int:
-    if isinstance(error, PenstockError):
-        wrong_config = isinstance(error, ConfigError)
-        outside = isinstance(error, Unavailable)
-        tell(Failed(message=error.message, config=wrong_config, outside=outside))
-        return EXIT_WRONG_CONFIG if wrong_config else EXIT_FAILED
-    _log.error("process_failed", exc_info=error)
-    tell(Failed(message=f"{type(error).__name__}: {error}"))
-    return EXIT_FAILED
+    cause, report = cause_of(error), report_of(error)
+    if not isinstance(cause, PenstockError):
+        _log.error("process_failed", **log.cause(cause))
+    tell(report)
+    return EXIT_WRONG_CONFIG if report.config else EXIT_FAILED
+
+
+def _log_unhandled(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what nobody waited for: a callback or task that failed, such as one of an engine's."""
+    error = context.get("exception")
+    _log.error("task_failed", what=context["message"], **({} if error is None else log.cause(error)))
 
 
 def _die_with(supervisor_pid: int) -> None:
@@ -108,6 +113,7 @@ def _allow_many_files() -> None:
 
 async def _run(assignment: Assignment, control: Control, tell: Tell) -> None:
     stopping = asyncio.Event()
+    asyncio.get_running_loop().set_exception_handler(_log_unhandled)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     control.listen(gone=lambda: os._exit(EXIT_FAILED))
     async with asyncio.TaskGroup() as group:

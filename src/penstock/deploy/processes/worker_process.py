@@ -11,10 +11,11 @@ from pydantic import SecretStr
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Prices
-from penstock.deploy.messages import Assignment, Beat, Health, Ready, Tell, WorkerJob
+from penstock.deploy.messages import Assignment, Beat, Closing, Health, Ready, Tell, WorkerJob
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.deploy.processes.location import location_here
+from penstock.deploy.processes.report import report_of
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.registry import create_engine, engine_kind
 from penstock.graph import Graph, RoleSpec
@@ -76,6 +77,7 @@ async def run_worker(
             config=graph.worker,
             agent=_transfer_agent(graph, job, name, common.secret),
         )
+        worker.on_closing = partial(_tell_closing, tell)
         async with asyncio.TaskGroup() as group:
             telling = group.create_task(_tell_ready(worker, engine, role, tell, control))
             obeying = group.create_task(_stop_when(stopping, worker))
@@ -110,6 +112,12 @@ async def _tell_ready(worker: Worker, engine: Engine, role: RoleSpec, tell: Tell
     worker.on_health = lambda problem: tell(Health(problem=problem or ""))
     instance = worker.instance
     tell(Ready(detail=f"{role.engine}  {instance.card.name}  {instance.engine.total_blocks} blocks"))
+
+
+def _tell_closing(tell: Tell, cause: BaseException | None) -> None:
+    if cause is not None and not isinstance(cause, asyncio.CancelledError):
+        tell(report_of(cause))
+    tell(Closing())
 
 
 def _pulse(engine: Engine) -> Beat:

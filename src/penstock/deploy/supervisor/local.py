@@ -276,7 +276,7 @@ class LocalDeployment:
         """Stop the frontends, which finish their streams, then the workers."""
         for members, patience_s in (
             (self._frontends, self.graph.frontend.drain_timeout_s),
-            (self._workers, self.graph.worker.drain_timeout_s),
+            (self._workers, self.graph.worker.drain_timeout_s + self.graph.supervision.close_timeout_s),
         ):
             for member in members:
                 member.stop()

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.deploy.messages import Assignment, Beat, Failed, Health, ProcessFailed, Ready, Report
+from penstock.deploy.messages import Assignment, Beat, Closing, Failed, Health, ProcessFailed, Ready, Report
 from penstock.deploy.supervisor.backoff import Backoff
 from penstock.deploy.supervisor.child import describe_status
-from penstock.deploy.supervisor.watchdog import Watchdog
+from penstock.deploy.supervisor.watchdog import CLOSE_TIMEOUT, Watchdog
 from penstock.graph import Supervision
 
 _LAST_WORDS_S = (
@@ -113,7 +113,7 @@ class Member:
         while not self._stopping.is_set():
             ending = await self._run_process()
             if self._stopping.is_set():
-                self._say(self.name, "stopped", "")
+                self._say(self.name, "stopped", ending.why if ending.reason == CLOSE_TIMEOUT else "")
                 return
             self.on_failure(self.name, ending.reason)
             if ending.is_config and self.may_refuse():
@@ -202,8 +202,10 @@ class Member:
                     self.on_ready()
                 case Health(problem=problem):
                     self._say(self.name, "unhealthy" if problem else "ready", problem or "serves again")
-                case Failed():
-                    last_report.failed = report
+                case Closing():
+                    watchdog.closing()
+                case Failed():  # a later one is of its closing
+                    last_report.failed = last_report.failed or report
 
 
 async def _watch(child: ChildProcess, watchdog: Watchdog) -> None:

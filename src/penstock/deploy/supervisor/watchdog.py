@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from penstock.deploy.messages import Beat
 from penstock.graph import Supervision
 
+CLOSE_TIMEOUT = "close_timeout"
 _TURN_S = 1.0
 _TICKS_MIN = 4  # ticks in the shortest timeout, for its precision
 
@@ -34,6 +35,7 @@ class Watchdog:
         self._is_ready = False
         self._quiet = 0  # ticks since its start, ready report or last heartbeat
         self._still = 0  # ticks in which its engine had requests and finished no step
+        self._closing: int | None = None  # ticks since its engine began to close
         self._beat = Beat()
 
     def ready(self) -> None:
@@ -48,15 +50,23 @@ class Watchdog:
             self._still = 0
         self._beat = beat
 
+    def closing(self) -> None:
+        """Note that the engine begins to close."""
+        self._closing = 0
+
     def tick(self) -> Verdict | None:
         """Count a tick; returns a verdict if the process must be killed."""
         self._quiet += 1
         self._still += self._beat.has_requests
+        if self._closing is not None:
+            self._closing += 1
         self.verdict = self._judge()
         return self.verdict
 
     def _judge(self) -> Verdict | None:
         settings = self._settings
+        if self._closing is not None:
+            return self._judge_closing(self._closing * self.tick_s)
         if not self._is_ready:
             if self._quiet * self.tick_s < settings.start_timeout_s:
                 return None
@@ -74,8 +84,22 @@ class Watchdog:
             )
         return None
 
+    def _judge_closing(self, taken_s: float) -> Verdict | None:
+        limit_s = self._settings.close_timeout_s
+        if taken_s < limit_s:
+            return None
+        return Verdict(
+            CLOSE_TIMEOUT,
+            f"killed as its engine did not close within {limit_s:g} s (supervision.close_timeout_s)",
+        )
+
 
 def tick_s(settings: Supervision) -> float:
     """Give the seconds between ticks, and between heartbeats."""
-    allowances = (settings.start_timeout_s, settings.liveness_timeout_s, settings.step_timeout_s)
+    allowances = (
+        settings.start_timeout_s,
+        settings.liveness_timeout_s,
+        settings.step_timeout_s,
+        settings.close_timeout_s,
+    )
     return min(_TURN_S, min(allowances) / _TICKS_MIN)

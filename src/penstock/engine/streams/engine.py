@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+from penstock.core import log
 from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError, StepFailed, Unavailable
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import RequestId
-from penstock.core.log import get_logger
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import WorkerLoad
@@ -17,7 +17,7 @@ from penstock.core.wire import pack_tokens
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
 from penstock.engine.streams.backend import Backend, Call, Output
 
-_log = get_logger()
+_log = log.get_logger()
 
 KV_TTL_S = 300.0
 """How long a prefill may wait for its decode worker: SGLang's own limit, `SGLANG_DISAGGREGATION_WAITING_TIMEOUT`."""
@@ -273,7 +273,7 @@ class StreamedEngine:
         except PenstockError as refused:
             error = refused
         except Exception as failed:  # noqa: BLE001 - whatever an engine raises ends this request alone
-            _log.error("request_failed", request_id=call.request.request_id, exc_info=failed)
+            _log.error("request_failed", request_id=call.request.request_id, **log.cause(failed))
             error = StepFailed(f"the engine failed on this request: {type(failed).__name__}: {failed}")
         finally:
             if self._lingering.pop(call.number, None) is not None:
@@ -328,7 +328,7 @@ class StreamedEngine:
                 if events:
                     self._wake.set()
         except Exception as error:  # noqa: BLE001 - a cache that routers know nothing of is slower, not wrong
-            _log.error("kv_events_lost", exc_info=error)
+            _log.error("kv_events_lost", **log.cause(error))
             self._events.append(AllBlocksCleared())
             self._cached_blocks = 0
             self._wake.set()
@@ -339,7 +339,7 @@ class StreamedEngine:
                 await asyncio.sleep(_STATS_EVERY_S)
                 self._active_blocks = await self.backend.active_blocks() if self._calls else None
         except Exception as error:  # noqa: BLE001 - the load is estimated without
-            _log.warning("engine_load_lost", exc_info=error)
+            _log.warning("engine_load_lost", **log.cause(error))
             self._active_blocks = None
 
     async def _watch_death(self) -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import signal
+import sys
 
 import pytest
 
@@ -10,6 +11,7 @@ from penstock.core.types.instances import Role
 from penstock.deploy.messages import (
     Assignment,
     Beat,
+    Closing,
     Common,
     Failed,
     Health,
@@ -249,6 +251,46 @@ def test_kill_ends_at_once_and_cancellation_leaves_no_process() -> None:
         assert await other.children[0].wait() == -9
 
     asyncio.run(main())
+
+
+class HangingChild(ScriptedChild):
+    """Ends by SIGKILL alone."""
+
+    def signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+        self.say(Closing())
+
+
+@pytest.mark.parametrize("cause", [None, "the engine ended: KeyError('x')"])
+def test_an_engine_that_does_not_close_is_killed(monkeypatch: pytest.MonkeyPatch, cause: str | None) -> None:
+    """When it stops, and when it has failed: then it is started again for its own reason."""
+    monkeypatch.setattr(sys.modules[__name__], "ScriptedChild", HangingChild)
+    settings = Supervision(close_timeout_s=3)
+
+    async def main() -> None:
+        scene = Scene(([Ready(detail="a")], None), settings=settings)
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(scene.member.run())
+            await scene.member.ready.wait()
+            if cause is None:
+                scene.member.stop()
+            else:
+                scene.children[0].say(Failed(message=cause))
+                scene.children[0].say(Closing())
+            await asyncio.sleep(2.5)
+            assert len(scene.said) == 1
+            await asyncio.sleep(1)
+            assert await scene.children[0].wait() == -9
+            if cause is None:
+                await running
+            else:
+                scene.member.kill()
+        why = "killed as its engine did not close within 3 s (supervision.close_timeout_s)"
+        assert scene.said[1] == (
+            ("stopped", why) if cause is None else ("failed", f"{cause}; starts again in 0.2 s")
+        )
+
+    run_virtual(main())
 
 
 def test_a_process_that_falls_silent_is_killed_and_started_again() -> None:

@@ -6,7 +6,7 @@ from penstock.deploy.messages import Beat
 from penstock.deploy.supervisor.watchdog import Watchdog
 from penstock.graph import Supervision
 
-SETTINGS = Supervision(start_timeout_s=30, liveness_timeout_s=4, step_timeout_s=10)
+SETTINGS = Supervision(start_timeout_s=30, liveness_timeout_s=4, step_timeout_s=10, close_timeout_s=6)
 
 
 def ticks_until_killed(watchdog, beat=None, ticks=1000):
@@ -62,6 +62,19 @@ def test_an_idle_engine_need_not_step():
     assert ticks_until_killed(watchdog, Beat(steps=7, has_requests=True), 9) is None
 
 
-@pytest.mark.parametrize("allowance", ["start_timeout_s", "liveness_timeout_s", "step_timeout_s"])
+@pytest.mark.parametrize("beat", [None, Beat(), Beat(steps=7, has_requests=True)])
+@pytest.mark.parametrize("make", [ready, lambda: Watchdog(SETTINGS)])
+def test_an_engine_closes_within_its_allowance_whatever_else_it_does(make, beat):
+    watchdog = make()
+    watchdog.closing()
+    assert ticks_until_killed(watchdog, beat) == (6, "close_timeout")
+    assert (
+        watchdog.verdict.why == "killed as its engine did not close within 6 s (supervision.close_timeout_s)"
+    )
+
+
+@pytest.mark.parametrize(
+    "allowance", ["start_timeout_s", "liveness_timeout_s", "step_timeout_s", "close_timeout_s"]
+)
 def test_short_allowances_are_kept_too(allowance):
     assert Watchdog(Supervision(**{allowance: 0.2})).tick_s == 0.05
