@@ -14,7 +14,7 @@ from benchmarks.disagg.traffic import Traffic, Users
 from benchmarks.disagg.workload import Arrival, StreamsAndPrompts
 from benchmarks.processes.served import Served
 from penstock.core.types.instances import Role
-from penstock.deploy.commands.role import change_role
+from penstock.deploy.commands.worker_changes import change_role
 from penstock.worker.step_log import read_steps
 
 _ROLE_CHANGES = 2

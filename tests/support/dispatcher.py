@@ -73,6 +73,12 @@ class ScriptedDispatcher:
             )
         return {"worker": worker, "role": role}
 
+    async def sleep(self, worker: str, level: int) -> object:
+        return {"worker": worker, "state": "asleep", "level": level}
+
+    async def wake_up(self, worker: str) -> object:
+        return {"worker": worker, "state": "ready"}
+
 
 class ScriptedStream:
     def __init__(self, dispatcher: ScriptedDispatcher, request: Request) -> None:

@@ -18,6 +18,7 @@ from penstock.core.net import framing
 from penstock.core.net.framing import LENGTH_BYTES, FrameReader, UnknownFrame
 from penstock.core.net.handshake import Challenge
 from penstock.core.types.cards import CardFile, ModelCard
+from penstock.core.types.changes import BecomeRole, Sleep, WakeUp
 from penstock.core.types.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -198,8 +199,10 @@ PLANE = {
     "fetch_chunk": frames.FetchChunk(fetch_id=1, data=b"content", last=True, error=ERROR),
     "deltas": frames.Deltas(deltas=(DELTA, Delta(request_id="r-1"))),
     "load": frames.Load(load=LOAD),
-    "change_role": frames.ChangeRole(call_id=2, role=Role.DECODE),
-    "role_changed": frames.RoleChanged(call_id=2, error=ERROR),
+    "change_role": frames.Change(call_id=2, change=BecomeRole(role=Role.DECODE)),
+    "change_sleep": frames.Change(call_id=2, change=Sleep(level=1)),
+    "change_wake_up": frames.Change(call_id=2, change=WakeUp()),
+    "changed": frames.Changed(call_id=2, error=ERROR),
     "event_batch": frames.Event(message=BATCH),
     "event_snapshot": frames.Event(message=EventSnapshot(sequence=5, chunk=1, last=True, events=(STORED,))),
     **LIFE,

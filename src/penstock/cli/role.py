@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from penstock.core.config import nearest  # noqa: PLC0415
     from penstock.core.types.instances import Role  # noqa: PLC0415
-    from penstock.deploy.commands.role import run_role  # noqa: PLC0415
+    from penstock.deploy.commands.worker_changes import run_role  # noqa: PLC0415
 
     known = [role.value for role in Role]
     if options.role not in known:

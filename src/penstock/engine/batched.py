@@ -179,6 +179,11 @@ class BatchedEngine:
     def lend_partial_block(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
         self.scheduler.lend_partial_block(request_id, block_id, num_tokens)
 
+    def clear_cache(self) -> None:
+        """Empty the prefix cache; blocks of running requests stay theirs."""
+        self.pool.reset()
+        self._wake.set()
+
     @property
     def scheduler(self) -> Scheduler:
         """For tests and reports."""

@@ -16,6 +16,7 @@ from penstock.seams.engine import (
     KvPartialBlocks,
     NativeKvTransfer,
     RoleAware,
+    Sleeping,
 )
 from penstock.seams.request_plane import (
     Answer,
@@ -58,6 +59,7 @@ __all__ = [
     "RoleAware",
     "RoutingContext",
     "RoutingPolicy",
+    "Sleeping",
     "Storage",
     "TransferChannel",
     "Transport",

@@ -84,3 +84,21 @@ class RequestDispatcher(Protocol):
             Unavailable: the worker cannot be reached.
         """
         ...
+
+    async def sleep(self, worker: str, level: int) -> object:
+        """Have a worker drain and give up its memory; the result is as `change_role`'s.
+
+        Raises:
+            RequestError: there is no worker of this name (404), no such level (400), or it cannot sleep now (409).
+            Unavailable: the worker cannot be reached.
+        """
+        ...
+
+    async def wake_up(self, worker: str) -> object:
+        """Have a worker that sleeps take its memory and requests again; the result is as `change_role`'s.
+
+        Raises:
+            RequestError: there is no worker of this name (404), or it is awake (409).
+            Unavailable: the worker cannot be reached.
+        """
+        ...

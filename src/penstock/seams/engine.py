@@ -137,6 +137,31 @@ class HealthReporting(Protocol):
 
 
 @runtime_checkable
+class Sleeping(Protocol):
+    """An engine that can give up its memory for a while without ending its processes.
+
+    Levels are vLLM's: at 1 the weights go to host memory, at 2 they are dropped and read again on waking. The KV cache is lost
+    at both, as KV events say. The worker calls `sleep` while there is no request, and submits none until `wake_up` has returned.
+    """
+
+    def check_sleep(self, level: int) -> None:
+        """Check that `sleep` can work, before the worker drains.
+
+        Raises:
+            RequestError: it cannot, as it was started (409); says why, and what to set.
+        """
+        ...
+
+    async def sleep(self, level: int) -> None:
+        """Release the memory. The engine can still serve if this raises."""
+        ...
+
+    async def wake_up(self) -> None:
+        """Take the memory again; when this returns, `submit` accepts requests. The engine still sleeps if this raises."""
+        ...
+
+
+@runtime_checkable
 class RoleAware(Protocol):
     """An engine whose batch limits or queue order depend on the role of its worker."""
 

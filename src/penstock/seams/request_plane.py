@@ -6,8 +6,9 @@ from typing import Protocol
 
 from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage
-from penstock.core.types.instances import Instance, Role
+from penstock.core.types.instances import Instance
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Prefetch, Request
 
@@ -70,8 +71,8 @@ class WorkerService(Protocol):
         """Read a file of the worker's model card by its content hash; None if there is no such file."""
         ...
 
-    def change_role(self, role: Role, answer: Answer) -> None:
-        """Finish current requests, then register with another role and call `answer`.
+    def change(self, change: WorkerChange, answer: Answer) -> None:
+        """Make a change, register as changed and call `answer`.
 
         The change continues if the frontend that asked for it disconnects.
         """
@@ -147,12 +148,12 @@ class Connection(Protocol):
         """
         ...
 
-    async def change_role(self, role: Role) -> None:
-        """Change the worker's role; return once it has registered with it. The caller sets a timeout.
+    async def change(self, change: WorkerChange) -> None:
+        """Have the worker make a change; return once it has registered as changed. The caller sets a timeout.
 
         Raises:
             RequestError: the worker refuses; the text says why (409).
-            WorkerLost: the connection ended; only discovery tells whether the role has changed.
+            WorkerLost: the connection ended; only discovery tells whether the worker has changed.
         """
         ...
 

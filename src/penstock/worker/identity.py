@@ -9,10 +9,11 @@ from penstock.core.types.location import Location
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Name, id, role and location of a worker."""
+    """Name, id, role and location of a worker. `engine` is its engine's name in the graph, for messages."""
 
     worker_id: WorkerId
     name: str
     role: Role = Role.AGGREGATED
     pid: int = 0
+    engine: str = "of this worker"
     location: Location = field(default_factory=Location)

@@ -1,13 +1,13 @@
-"""A worker's entry in discovery: its role, whether it takes requests, draining and role changes."""
+"""A worker's entry in discovery: its role, whether it takes requests, and draining."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from penstock.core.errors import Overloaded, PenstockError, RequestError, Unavailable
+from penstock.core.errors import Overloaded, PenstockError, Unavailable, WorkerLost
 from penstock.core.log import get_logger
-from penstock.core.types.instances import Instance, InstanceState, Role
+from penstock.core.types.instances import Instance, InstanceState
 from penstock.seams import Discovery, Registration
 from penstock.worker.config import WorkerConfig
 from penstock.worker.engine_driver import EngineDriver
@@ -47,7 +47,6 @@ class WorkerRegistration:
         self._driver = driver
         self._end_all = end_all
         self._registration: Registration | None = None
-        self._changing_to: Role | None = None
 
     async def register(self, discovery: Discovery) -> None:
         """Publish the entry.
@@ -72,58 +71,53 @@ class WorkerRegistration:
         await self._drain(self._wait_until_unused, "stops")
         _log.info("worker_drained", worker=self._name)
 
-    async def change(self, role: Role) -> None:
-        """Drain requests and register again in another role. The model stays loaded, and exported KV stays readable.
+    async def set_aside(self, does: str, *, until_read: bool) -> None:
+        """Drain for a change; `resume` or `rest` follows.
+
+        Args:
+            does: what the worker does next, for the error of migrated requests.
+            until_read: whether to wait for exported KV too.
 
         Raises:
-            RequestError: the worker cannot take this role (409).
             WorkerLost: the engine died meanwhile.
             Unavailable: the registry cannot be reached.
         """
-        self.check_change(role)
-        self._changing_to = role
         try:
-            await self._driver.prepare(role)
-            try:
-                await self._publish_draining()
-                refusal = await self._drain(self._frontends.idle.wait, f"becomes {role}")
-            except BaseException:
-                self.instance = msgspec.structs.replace(self.instance, state=InstanceState.READY)
-                raise
-            if self.refusal is not None and self.refusal is not refusal:
-                raise self.refusal
-            before = self.instance.role
-            self.instance = msgspec.structs.replace(
-                self.instance,
-                role=role,
-                state=InstanceState.READY,
-                engine=self._driver.assume(role, self.instance.engine),
-                exchange=self._driver.exchange,
-            )
-            self.refusal = None
-            await self._publish()
-            _log.info("role_changed", worker=self._name, role=role, before=before)
-        finally:
-            self._changing_to = None
+            await self._publish_draining()
+            quiet = self._wait_until_unused if until_read else self._frontends.idle.wait
+            refusal = await self._drain(quiet, does)
+        except BaseException:
+            self.instance = msgspec.structs.replace(self.instance, state=InstanceState.READY)
+            raise
+        if self.refusal is not None and self.refusal is not refusal:
+            raise self.refusal
+
+    async def resume(self, **changed: object) -> None:
+        """Take requests again, with these fields of the entry changed.
+
+        Raises:
+            WorkerLost: the engine has died.
+        """
+        self._check_alive()
+        self.instance = msgspec.structs.replace(self.instance, state=InstanceState.READY, **changed)
+        self.refusal = None
+        await self._publish()
+
+    async def rest(self) -> None:
+        """Register as asleep, and refuse what comes; raises as `resume`."""
+        self._check_alive()
+        self.instance = msgspec.structs.replace(self.instance, state=InstanceState.ASLEEP)
+        self.refusal = Overloaded(f"{self._name} is asleep; try another worker", retry_after_s=1.0)
+        await self._publish()
 
     async def note_problem(self, problem: str) -> None:
         """Publish why the engine cannot serve for now, empty where it can; retry until the registry can be reached."""
         self.instance = msgspec.structs.replace(self.instance, problem=problem)
         await self._publish()
 
-    def check_change(self, role: Role) -> None:
-        """Check that the role may be changed now.
-
-        Raises:
-            RequestError: another change is in progress, the worker drains, or it has this role already (409).
-        """
-        if self._changing_to is not None:
-            raise _conflict(f"{self._name} is becoming {self._changing_to} already; wait until it has")
-        if self.instance.state is not InstanceState.READY or self.refusal is not None:
-            why = "it is draining" if self.refusal is None else self.refusal.message
-            raise _conflict(f"{self._name} does not change its role any more: {why}; choose another worker")
-        if role is self.instance.role:
-            raise _conflict(f"{self._name} is {role} already; choose another role")
+    def _check_alive(self) -> None:
+        if isinstance(self.refusal, WorkerLost):
+            raise self.refusal
 
     @property
     def _name(self) -> str:
@@ -184,7 +178,3 @@ class WorkerRegistration:
     async def _wait_until_unused(self) -> None:
         await self._frontends.idle.wait()
         await self._driver.wait_until_read()
-
-
-def _conflict(message: str) -> RequestError:
-    return RequestError(message, http_status=409)

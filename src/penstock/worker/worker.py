@@ -24,7 +24,8 @@ from penstock.core.errors import (
 )
 from penstock.core.ids import RequestId
 from penstock.core.types.cards import ModelCard
-from penstock.core.types.events import EventMessage
+from penstock.core.types.changes import WorkerChange
+from penstock.core.types.events import AllBlocksCleared, EventMessage
 from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request
@@ -42,6 +43,7 @@ from penstock.seams import (
     RequestPlane,
 )
 from penstock.transfer import TransferAgent
+from penstock.worker.changes import WorkerChanges
 from penstock.worker.config import WorkerConfig
 from penstock.worker.engine_driver import EngineDriver
 from penstock.worker.frontends import Frontend, Frontends, Running
@@ -110,7 +112,7 @@ class Worker:
         self._stopping = asyncio.Event()
         self._registration: WorkerRegistration | None = None
         self._group: asyncio.TaskGroup | None = None
-        self._role_change: asyncio.Task[None] | None = None
+        self._changes: WorkerChanges | None = None
         self._driver = EngineDriver(engine, self._fail)
         self._reports = LoadReports(self.config, self._driver.load, self._push_load)
         if identity.role is not Role.AGGREGATED and not isinstance(engine, KvBlocks | NativeKvTransfer):
@@ -162,6 +164,7 @@ class Worker:
                     self._driver,
                     self._end_all,
                 )
+                self._changes = WorkerChanges(self._engine, self._identity.engine, self._driver, registration)
                 stack.push_async_callback(registration.withdraw)
                 await registration.register(self._discovery)
                 await self._serve(registration)
@@ -248,17 +251,11 @@ class Worker:
     def read_file(self, sha256: str) -> asyncio.Future[bytes | None]:
         return asyncio.get_running_loop().run_in_executor(None, self._read_file, sha256)
 
-    def change_role(self, role: Role, answer: Answer) -> None:
-        registration = self._registration
-        if registration is None or self._group is None or self._stopping.is_set():
+    def change(self, change: WorkerChange, answer: Answer) -> None:
+        if self._changes is None or self._group is None or self._stopping.is_set():
             answer(Unavailable(f"{self._name} is about to start or to stop; choose another worker"))
-            return
-        try:
-            registration.check_change(role)
-        except PenstockError as error:
-            answer(error)
         else:
-            self._role_change = self._group.create_task(self._change_role(registration, role, answer))
+            self._changes.begin(change, self._group, answer)
 
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent; for tests and simulations."""
@@ -301,8 +298,8 @@ class Worker:
             steps = self._group.create_task(self._consume_steps(registration), name="engine steps")
             stopping = self._group.create_task(self._stopping.wait())
             await asyncio.wait((steps, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if self._role_change is not None:
-                self._role_change.cancel()
+            if self._changes is not None:
+                self._changes.cancel()
             if not steps.done():
                 await registration.leave()
             stopping.cancel()
@@ -316,17 +313,6 @@ class Worker:
         if self._group is not None and self._registration is not None and not self._stopping.is_set():
             self._group.create_task(self._registration.note_problem(problem or ""))
             self.on_health(problem)
-
-    async def _change_role(self, registration: WorkerRegistration, role: Role, answer: Answer) -> None:
-        try:
-            await registration.change(role)
-        except PenstockError as error:
-            answer(error)
-        except asyncio.CancelledError:
-            answer(Unavailable(f"{self._name} stops; choose another worker"))
-            raise
-        else:
-            answer(None)
 
     async def _consume_steps(self, registration: WorkerRegistration) -> None:
         """Process the engine's steps until it dies or this is cancelled."""
@@ -370,6 +356,8 @@ class Worker:
         if self._info.kv_events:
             self.publisher.publish(step.events)
         self._reports.note(load)
+        if any(isinstance(event, AllBlocksCleared) for event in step.events):
+            self._reports.hurry()  # an idle worker reports nothing else
         self._driver.stepped(load)
         for frontend, deltas in parts.items():
             frontend.sink.push(deltas)

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.core.types.instances import Role
-from penstock.deploy.commands.role import change_role
+from penstock.deploy.commands.worker_changes import change_role
 
 PROMPT = "Which parts does a request pass on its way, and what does each of them do with it? " * 4
 TOKENS = 24

@@ -70,6 +70,7 @@ class Prices(Wire, frozen=True):
 class InstanceState(StrEnum):
     READY = "ready"
     DRAINING = "draining"  # finishes what it has, takes nothing new
+    ASLEEP = "asleep"  # has given up its memory, takes nothing until it wakes
 
 
 class Instance(Wire, frozen=True):

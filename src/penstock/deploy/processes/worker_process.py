@@ -68,6 +68,7 @@ async def run_worker(
                 name=name,
                 role=job.role,
                 pid=os.getpid(),
+                engine=role.engine,
                 location=location_here(role.location_of(job.index)),
             ),
             card=job.card,

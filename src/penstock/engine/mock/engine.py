@@ -214,13 +214,26 @@ class MockRunner:
         self._owed_s = max(self._owed_s - (self._ended_s - start_s), -_OVERSLEPT_S_MAX)
 
 
+class MockEngine(BatchedEngine):
+    """A `BatchedEngine` that implements `Sleeping`: all it has to give up is its prefix cache."""
+
+    def check_sleep(self, level: int) -> None:
+        """Sleep at every level."""
+
+    async def sleep(self, level: int) -> None:  # noqa: ARG002 - it has no weights
+        self.clear_cache()
+
+    async def wake_up(self) -> None:
+        """Have nothing to take again."""
+
+
 def mock_engine(
     shape: RunnerInfo,
     config: MockConfig | None = None,
     scheduler: SchedulerConfig | None = None,
     *,
     hash_key: bytes = DEFAULT_KEY,
-) -> BatchedEngine:
+) -> MockEngine:
     """Make a mock engine.
 
     Args:
@@ -229,4 +242,4 @@ def mock_engine(
         scheduler: bounds of batch and queue.
         hash_key: the deployment's key for block hashes.
     """
-    return BatchedEngine(MockRunner(shape, config or MockConfig()), scheduler, hash_key=hash_key)
+    return MockEngine(MockRunner(shape, config or MockConfig()), scheduler, hash_key=hash_key)

@@ -26,13 +26,14 @@ from penstock.engine.vllm.launch.launch import end, launch, load_adapters
 from penstock.engine.vllm.load import LoadCounts
 from penstock.engine.vllm.ranks import RankChoice
 from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
+from penstock.engine.vllm.sleep import check_sleep, wake_up
 
 _RETRY_AFTER_S = 1.0
 _UNENCODABLE = (OverflowError, TypeError, ValueError)
 
 
 class VllmEngine:
-    """Implements `Engine` with vLLM. Not thread-safe: call everything on one event loop."""
+    """Implements `Engine` and `Sleeping` with vLLM. Not thread-safe: call everything on one event loop."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Make an engine; `start` loads vLLM and the model."""
@@ -53,6 +54,8 @@ class VllmEngine:
         self._wake = asyncio.Event()
         self._events = VllmKvEvents(spec, self._events_came)
         self._ranks = RankChoice(self._events.blocks, spec.block_size)
+        self._level = 0
+        """At which vLLM sleeps, or slept last."""
         self._closed = False
 
     async def start(self) -> EngineInfo:
@@ -161,6 +164,21 @@ class VllmEngine:
         if core is not None:
             self.connectors.log()
             await asyncio.to_thread(end, core)
+
+    def check_sleep(self, level: int) -> None:
+        """Check that vLLM was started with sleep mode, and can read again what the level drops.
+
+        Raises:
+            RequestError: it was not, or cannot (409).
+        """
+        check_sleep(self._spec, self._core.vllm_config.model_config, level)
+
+    async def sleep(self, level: int) -> None:
+        await self._core.sleep_async(level)
+        self._level = level
+
+    async def wake_up(self) -> None:
+        await wake_up(self._core, self._level)
 
     # -- where NixlVllmEngine differs
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, RequestError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
 from penstock.core.types.load import WorkerLoad
@@ -147,6 +147,13 @@ class NixlVllmEngine(VllmEngine):
     def kv_transfer_kind(self) -> str:
         """Name the transfer: vLLM refuses another version of itself, and CPUs pack KV otherwise than GPUs."""
         return f"vllm-{installed_version()[1]}-nixl-{_PAYLOAD_VERSION}-{self._spec.device.partition(':')[0]}"
+
+    def check_sleep(self, level: int) -> None:  # noqa: ARG002 - at none
+        raise RequestError(
+            "engine vllm cannot sleep: NIXL has registered its KV memory, for roles prefill and decode; stop the worker to"
+            " free its memory",
+            http_status=409,
+        )
 
     def load(self) -> WorkerLoad:
         load = super().load()

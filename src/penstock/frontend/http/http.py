@@ -9,6 +9,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from http import HTTPStatus
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -40,6 +41,7 @@ _request_id: ContextVar[str] = ContextVar("request_id")  # aiohttp runs each req
 _log = get_logger()
 
 Prepare = Callable[[Sequence[bytes], Slot, RequestOptions], Awaitable[PendingAnswer]]
+_Wish = TypeVar("_Wish", bound=msgspec.Struct)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -66,6 +68,8 @@ class HttpSurface:
                 web.get("/metrics", self._metrics),
                 web.get("/admin/workers", self._workers),
                 web.post("/admin/workers/{name}/role", self._change_role),
+                web.post("/admin/workers/{name}/sleep", self._sleep),
+                web.post("/admin/workers/{name}/wake", self._wake_up),
                 web.get("/admin/explain", self._explain_latest),
                 web.get("/admin/explain/{id}", self._explain_one),
             ]
@@ -214,6 +218,21 @@ class HttpSurface:
         return json_response(encode({"pid": os.getpid(), "workers": self._frontend.dispatcher.workers()}))
 
     async def _change_role(self, request: web.Request) -> web.Response:
+        wish = await self._wish(request, _RoleBody)
+        dispatcher = self._frontend.dispatcher
+        return json_response(encode(await dispatcher.change_role(request.match_info["name"], wish.role)))
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        wish = await self._wish(request, _SleepBody)
+        dispatcher = self._frontend.dispatcher
+        return json_response(encode(await dispatcher.sleep(request.match_info["name"], wish.level)))
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        await self._wish(request, _WakeBody)
+        return json_response(encode(await self._frontend.dispatcher.wake_up(request.match_info["name"])))
+
+    async def _wish(self, request: web.Request, kind: type[_Wish]) -> _Wish:
+        """Read the body of an admin's request; an empty one has all defaults."""
         if (
             request.content_type != "application/json"
         ):  # so that browsers ask (CORS preflight) before another site's page may send it
@@ -224,15 +243,21 @@ class HttpSurface:
             async with slot.limit():
                 body = b"".join(await self._frontend.bodies.read(request, received))
         try:
-            wish = msgspec.json.decode(body, type=_RoleBody)
+            return msgspec.json.decode(body or b"{}", type=kind)
         except (ValueError, RecursionError) as error:
-            raise body_error(error, body, _RoleBody) from error
-        dispatcher = self._frontend.dispatcher
-        return json_response(encode(await dispatcher.change_role(request.match_info["name"], wish.role)))
+            raise body_error(error, body, kind) from error
 
 
 class _RoleBody(msgspec.Struct, forbid_unknown_fields=True):
     role: Role
+
+
+class _SleepBody(msgspec.Struct, forbid_unknown_fields=True):
+    level: int = 1
+
+
+class _WakeBody(msgspec.Struct, forbid_unknown_fields=True):
+    pass
 
 
 def _reason(error: BaseException) -> str:

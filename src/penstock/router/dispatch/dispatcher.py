@@ -18,9 +18,9 @@ from penstock.core.types.instances import Role
 from penstock.core.types.requests import Request
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.open_request import OpenRequest
-from penstock.router.dispatch.role_changes import RoleChanged, RoleChanges
 from penstock.router.dispatch.shared import Shared
 from penstock.router.dispatch.siblings import Siblings
+from penstock.router.dispatch.worker_changes import RoleChanged, StateChanged, WorkerChanges
 from penstock.router.explain.explanation import Explanation
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
@@ -67,7 +67,7 @@ class Dispatcher:
             metrics=metrics,
             hash_key=hash_key,
         )
-        self._role_changes = RoleChanges(fleet)
+        self._worker_changes = WorkerChanges(fleet)
         self._group = asyncio.TaskGroup()
         self._running: asyncio.Task[None] | None = None
 
@@ -149,8 +149,16 @@ class Dispatcher:
         return self._shared.router.decisions.latest(most)
 
     async def change_role(self, worker: str, role: Role) -> RoleChanged:
-        """Have a worker become one of another role; see `RoleChanges`."""
-        return await self._role_changes.change(worker, role)
+        """Have a worker become one of another role; see `WorkerChanges`."""
+        return await self._worker_changes.change_role(worker, role)
+
+    async def sleep(self, worker: str, level: int) -> StateChanged:
+        """Have a worker drain and give up its memory; see `WorkerChanges`."""
+        return await self._worker_changes.sleep(worker, level)
+
+    async def wake_up(self, worker: str) -> StateChanged:
+        """Have a worker that sleeps take requests again; see `WorkerChanges`."""
+        return await self._worker_changes.wake_up(worker)
 
     def check(self) -> None:
         """Raise AssertionError where the parts disagree; for tests and simulations."""

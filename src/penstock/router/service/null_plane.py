@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types.instances import Instance, Role
+from penstock.core.types.changes import WorkerChange
+from penstock.core.types.instances import Instance
 from penstock.core.types.requests import Prefetch, Request
 from penstock.seams import Connection, WorkerSink
 
@@ -38,8 +39,10 @@ class _NullConnection:
     async def fetch(self, sha256: str) -> bytes:
         raise RequestError(f"file {sha256}: nothing is fetched from servers of a gateway", http_status=404)
 
-    async def change_role(self, role: Role) -> None:
-        raise RequestError(f"role {role}: servers of a gateway have none", http_status=409)
+    async def change(self, change: WorkerChange) -> None:
+        raise RequestError(
+            f"{type(change).__name__}: servers of a gateway cannot be changed", http_status=409
+        )
 
     async def close(self) -> None:
         """Have nothing to close."""

@@ -35,6 +35,7 @@ class Condition(StrEnum):
 
     READY = "ready"
     DRAINING = "draining"
+    ASLEEP = "asleep"  # its engine has given up its memory
     CONNECTING = "connecting"  # never reached so far
     LOST = "lost"  # the connection ended
     WITHDRAWN = "withdrawn"  # no longer in discovery; finishes what it has
@@ -103,8 +104,8 @@ class Member:
             return Condition.LOST if self.connections else Condition.CONNECTING
         if not self.listed:
             return Condition.WITHDRAWN
-        if self.instance.state is InstanceState.DRAINING:
-            return Condition.DRAINING
+        if self.instance.state is not InstanceState.READY:
+            return Condition(self.instance.state)
         if self.instance.problem:
             return Condition.UNHEALTHY
         if not self.matching:

@@ -4,8 +4,8 @@ from penstock.core.errors import ErrorInfo, RequestError
 from penstock.core.ids import RequestId
 from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.net.handshake import Challenge
+from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage
-from penstock.core.types.instances import Role
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import Wire
@@ -50,15 +50,15 @@ class FetchChunk(Wire, frozen=True, tag="fetch_chunk"):
     error: ErrorInfo | None = None
 
 
-class ChangeRole(Wire, frozen=True, tag="change_role"):
-    """Change the worker's role; `RoleChanged` answers, perhaps much later."""
+class Change(Wire, frozen=True, tag="change"):
+    """Change the worker; `Changed` answers, perhaps much later."""
 
     call_id: int
-    role: Role
+    change: WorkerChange
 
 
-class RoleChanged(Wire, frozen=True, tag="role_changed"):
-    """The role has changed, or `error` says why not."""
+class Changed(Wire, frozen=True, tag="changed"):
+    """The change is made, or `error` says why not."""
 
     call_id: int
     error: ErrorInfo | None = None
@@ -80,7 +80,7 @@ class Event(Wire, frozen=True, tag="event"):
 
 Frame = (
     Challenge | Hello | HelloReply | Submit | PrefetchKv | Abort | Grant | Subscribe | Fetch | FetchChunk
-    | Deltas | Load | Event | ChangeRole | RoleChanged | Ping | Pong | Goodbye
+    | Deltas | Load | Event | Change | Changed | Ping | Pong | Goodbye
 )  # fmt: skip
 
 CODEC: FrameCodec[Frame] = FrameCodec(Frame, lenient_tags=("event",))

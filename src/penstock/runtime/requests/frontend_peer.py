@@ -20,7 +20,8 @@ from penstock.runtime.requests.fetch import FETCHES_MAX, chunks, missing_file
 from penstock.runtime.requests.frames import (
     CODEC,
     Abort,
-    ChangeRole,
+    Change,
+    Changed,
     Deltas,
     Event,
     Fetch,
@@ -29,7 +30,6 @@ from penstock.runtime.requests.frames import (
     Grant,
     Load,
     PrefetchKv,
-    RoleChanged,
     Submit,
     Subscribe,
 )
@@ -142,8 +142,8 @@ class FrontendPeer:
                 self._feed.subscribe(after_sequence)
             case Fetch():
                 self._on_fetch(message)
-            case ChangeRole(call_id=call_id, role=role):
-                self._service.change_role(role, partial(self._answer, call_id))
+            case Change(call_id=call_id, change=change):
+                self._service.change(change, partial(self._answer, call_id))
             case _:
                 raise ProtocolError(
                     f"{type(message).__name__}: a frontend does not send this; update the older side"
@@ -242,7 +242,7 @@ class FrontendPeer:
             self.channel.abort("the peer does not even read that there is no such file")
 
     def _answer(self, call_id: int, error: PenstockError | None) -> None:
-        self.channel.send(RoleChanged(call_id=call_id, error=None if error is None else error.to_info()))
+        self.channel.send(Changed(call_id=call_id, error=None if error is None else error.to_info()))
 
     def _refuse_fetch(self, fetch: Fetch, error: PenstockError) -> None:
         if not self.channel.writable:

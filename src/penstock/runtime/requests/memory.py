@@ -14,8 +14,9 @@ import msgspec
 
 from penstock.core.errors import PenstockError, WorkerLost, from_info
 from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage
-from penstock.core.types.instances import Instance, Role
+from penstock.core.types.instances import Instance
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import encode
@@ -156,8 +157,8 @@ class _Link:
                 self.push_event(message)
         self.server.service.subscribe(self)
 
-    def change_role(self, role: Role, call_id: int) -> None:
-        self.server.service.change_role(role, partial(self._answer, call_id))
+    def change(self, change: WorkerChange, call_id: int) -> None:
+        self.server.service.change(change, partial(self._answer, call_id))
 
     def _answer(self, call_id: int, error: PenstockError | None) -> None:
         heard = None if error is None else from_info(error.to_info())
@@ -228,11 +229,11 @@ class MemoryConnection:
         file.add(content)
         return file.finish()
 
-    async def change_role(self, role: Role) -> None:
+    async def change(self, change: WorkerChange) -> None:
         if not self._link.up:
             raise WorkerLost(f"worker {self.worker_id}: the connection has ended; ask over another one")
         link = self._link
-        await link.calls.ask(lambda call_id: link.later(link.change_role, role, call_id))
+        await link.calls.ask(lambda call_id: link.later(link.change, change, call_id))
 
     async def close(self) -> None:
         self._link.hang_up(tell_service=True)

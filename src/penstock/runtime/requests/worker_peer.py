@@ -18,7 +18,8 @@ from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.net.channel import FrameChannel
 from penstock.core.net.handshake import Challenge
-from penstock.core.types.instances import Instance, Role
+from penstock.core.types.changes import WorkerChange
+from penstock.core.types.instances import Instance
 from penstock.core.types.requests import Prefetch, Request
 from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
@@ -28,7 +29,8 @@ from penstock.runtime.requests.frames import (
     CODEC,
     UNENCODABLE,
     Abort,
-    ChangeRole,
+    Change,
+    Changed,
     Deltas,
     Event,
     Fetch,
@@ -37,7 +39,6 @@ from penstock.runtime.requests.frames import (
     Grant,
     Load,
     PrefetchKv,
-    RoleChanged,
     Submit,
     Subscribe,
     cannot_be_sent,
@@ -166,10 +167,10 @@ class WorkerPeer:
         finally:
             self._fetches.pop(fetch_id, None)
 
-    async def change_role(self, role: Role) -> None:
+    async def change(self, change: WorkerChange) -> None:
         if not self.channel.is_open:
-            raise self._lost("before this change of its role")
-        await self._calls.ask(lambda call_id: self.channel.send(ChangeRole(call_id=call_id, role=role)))
+            raise self._lost("before this change")
+        await self._calls.ask(lambda call_id: self.channel.send(Change(call_id=call_id, change=change)))
 
     async def close(self) -> None:
         """Close the connection; the worker aborts the frontend's unfinished requests."""
@@ -197,7 +198,7 @@ class WorkerPeer:
                 self._sink.push_event(self.worker_id, event)
             case FetchChunk():
                 self._on_chunk(message)
-            case RoleChanged(call_id=call_id, error=info):
+            case Changed(call_id=call_id, error=info):
                 self._calls.answered(call_id, None if info is None else from_info(info))
             case Challenge():
                 self._on_challenge(message)

@@ -26,6 +26,7 @@ from penstock.core.errors import (
     from_info,
 )
 from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types.changes import BecomeRole, Sleep, WakeUp, WorkerChange
 from penstock.core.types.instances import Role
 from penstock.core.types.kv_exchange import KvSource
 from penstock.core.types.requests import FinishReason, Prefetch, TokenLogprob
@@ -371,11 +372,11 @@ class RequestPlaneSuite:
 
         self.run(scenario, PlaneConfig(file_bytes_max=len(FILE) - 1))
 
-    def test_a_change_of_role_is_answered(self) -> None:
+    def test_a_change_is_answered(self) -> None:
         async def scenario(scene: Scene) -> None:
             async with asyncio.TaskGroup() as group:  # the answers come in whatever order
-                refused = group.create_task(_refusal(scene.connection, Role.AGGREGATED))
-                await scene.connection.change_role(Role.DECODE)
+                refused = group.create_task(_refusal(scene.connection, Sleep(level=2)))
+                await scene.connection.change(BecomeRole(role=Role.DECODE))
             error = refused.result()
             assert isinstance(error, RequestError)
             assert (error.message, error.http_status) == ("it is one already", 409)
@@ -387,7 +388,7 @@ class RequestPlaneSuite:
             other = await scene.connect(RecordingSink())
             async with asyncio.TaskGroup() as group:
                 waiting = [
-                    group.create_task(_refusal(connection, Role.PREFILL))
+                    group.create_task(_refusal(connection, WakeUp()))
                     for connection in (scene.connection, other)
                 ]
                 await scene.stats()  # the questions are there
@@ -395,7 +396,7 @@ class RequestPlaneSuite:
                 await scene.harness.kill(scene.instance)
             assert [type(task.result()) for task in waiting] == [WorkerLost, WorkerLost]
             with pytest.raises(WorkerLost):
-                await scene.connection.change_role(Role.DECODE)
+                await scene.connection.change(BecomeRole(role=Role.DECODE))
 
         self.run(scenario)
 
@@ -411,9 +412,9 @@ class RequestPlaneSuite:
         self.run(scenario)
 
 
-async def _refusal(connection: Connection, role: Role) -> PenstockError | None:
+async def _refusal(connection: Connection, change: WorkerChange) -> PenstockError | None:
     try:
-        await connection.change_role(role)
+        await connection.change(change)
     except PenstockError as error:
         return error
     return None

@@ -15,6 +15,7 @@ from pathlib import Path
 from penstock.core.errors import Overloaded, RequestError
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.cards import ModelCard
+from penstock.core.types.changes import BecomeRole, Sleep, WorkerChange
 from penstock.core.types.events import BlockRemoved, BlockStored, EventMessage
 from penstock.core.types.instances import EngineInfo, Instance, Role
 from penstock.core.types.load import WorkerLoad
@@ -171,12 +172,12 @@ class ScriptedWorker:
         loop.call_soon(content.set_result, files.get(sha256))
         return content
 
-    def change_role(self, role: Role, answer: Answer) -> None:
-        """Accept role decode after a tick, refuse aggregated, and never answer for prefill."""
+    def change(self, change: WorkerChange, answer: Answer) -> None:
+        """Accept role decode after a tick, refuse to sleep, and never answer for waking up."""
         loop = asyncio.get_running_loop()
-        if role is Role.DECODE:
+        if change == BecomeRole(role=Role.DECODE):
             loop.call_later(TICK_S, answer, None)
-        elif role is Role.AGGREGATED:
+        elif isinstance(change, Sleep):
             loop.call_later(TICK_S, answer, RequestError("it is one already", http_status=409))
 
     def stats(self) -> WorkerStats:

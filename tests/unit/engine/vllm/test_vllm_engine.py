@@ -5,17 +5,23 @@ from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from penstock.core.errors import RequestError
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.engine import VllmEngine
+from penstock.seams import Sleeping
 
 
 class FakeCore:
     """Notes what is sent; its answers are what a test puts."""
 
-    def __init__(self) -> None:
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 512))
+    def __init__(self, *, sleep_mode: bool = False) -> None:
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(get_vocab_size=lambda: 512, enable_sleep_mode=sleep_mode)
+        )
         self.sent: list[Any] = []
         self.answers: asyncio.Queue[Any] = asyncio.Queue()
         self.cannot_encode: set[str] = set()
@@ -30,6 +36,17 @@ class FakeCore:
 
     async def get_output_async(self) -> Any:
         return await self.answers.get()
+
+    async def sleep_async(self, level: int) -> None:
+        self.sent.append(("sleep", level))
+
+    async def wake_up_async(self, tags: list[str] | None = None) -> bool:
+        self.sent.append(("wake_up", tags))
+        return True
+
+    async def collective_rpc_async(self, method: str) -> list[None]:
+        self.sent.append(method)
+        return [None]
 
 
 class FakeInputs:
@@ -75,5 +92,54 @@ def test_a_request_that_cannot_be_encoded_ends_with_the_reason_and_others_go_on(
         assert step.load is not None
         assert step.load.waiting_requests + step.load.running_requests == 1
         engine.submit(request("bad"))  # its id is free again
+
+    run(scene())
+
+
+def test_after_level_2_weights_are_read_again_before_there_is_a_kv_cache() -> None:
+    async def scene() -> None:
+        core, engine = (
+            FakeCore(sleep_mode=True),
+            Engine(EngineSpec(model="m", block_size=32, device="cuda:0")),
+        )
+        engine.stand_in(core)
+        assert isinstance(engine, Sleeping)
+        for level in (1, 2):
+            engine.check_sleep(level)
+            await engine.sleep(level)
+            await engine.wake_up()
+        assert core.sent == [
+            *(("sleep", 1), ("wake_up", None)),
+            *(("sleep", 2), ("wake_up", ["weights"]), "reload_weights", ("wake_up", ["kv_cache"])),
+        ]
+
+    run(scene())
+
+
+@pytest.mark.parametrize(
+    ("fields", "sleep_mode", "level", "why"),
+    [
+        ({"device": "cpu"}, False, 1, "vLLM does not support sleep mode on CPUs"),
+        ({"device": "cuda:0"}, False, 1, "without sleep mode; set engine_args enable_sleep_mode: true"),
+        (
+            {"device": "cuda:0", "adapters": ("sql",)},
+            True,
+            2,
+            "LoRA adapters again after level 2; use level 1",
+        ),
+    ],
+)
+def test_where_vllm_cannot_sleep_the_reason_is_said(
+    fields: dict[str, Any], sleep_mode: bool, level: int, why: str
+) -> None:
+    async def scene() -> None:
+        core = FakeCore(sleep_mode=sleep_mode)
+        engine = Engine(EngineSpec(model="m", block_size=32, **fields))
+        engine.stand_in(core)
+        with pytest.raises(RequestError, match=f"engine vllm cannot sleep: .*{why}") as refusal:
+            engine.check_sleep(level)
+        assert refusal.value.http_status == 409
+        assert "\n" not in refusal.value.message
+        assert core.sent == []
 
     run(scene())

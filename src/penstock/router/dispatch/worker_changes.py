@@ -1,6 +1,7 @@
-"""Changes of workers' roles by name. A change that would leave a model without a worker that answers is refused.
+"""Changes of workers by name: their role, sleep and waking up.
 
-The worker changes itself. Discovery tells every router, and this router waits until it has heard.
+The worker changes itself. Discovery tells every router, and this router waits until it has heard. A change of role that would
+leave a model without a worker that answers is refused.
 """
 
 import asyncio
@@ -10,9 +11,11 @@ import msgspec
 
 from penstock.core.errors import RequestError, Unavailable
 from penstock.core.ids import WorkerId
+from penstock.core.types.changes import BecomeRole, Sleep, WakeUp, WorkerChange
 from penstock.core.types.instances import InstanceState, Role
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.workers.member import Condition, Member
+from penstock.seams import Connection
 
 _ANSWER_S_MAX = 600.0
 """Longest wait for a worker's answer; draining takes less, unless set otherwise."""
@@ -29,14 +32,22 @@ class RoleChanged(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float
 
 
-class RoleChanges:
+class StateChanged(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker fell asleep or woke up; `took_s` lasts from the request until this router knows."""
+
+    worker: str
+    state: InstanceState
+    took_s: float
+
+
+class WorkerChanges:
     """Asks workers to change. One event loop owns it."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._to_prefill: set[WorkerId] = set()
 
-    async def change(self, name: str, role: Role) -> RoleChanged:
+    async def change_role(self, name: str, role: Role) -> RoleChanged:
         """Change a worker's role, and wait until this router may use it.
 
         Raises:
@@ -47,10 +58,7 @@ class RoleChanges:
         asked_s = loop.time()
         member = self._find(name)
         before = member.instance.role
-        connection = member.connection
-        if connection is None:
-            why = "" if member.problem is None else f": {member.problem.message}"
-            raise Unavailable(f"worker {name} cannot be reached{why}; try again when it is back")
+        connection = _connection_of(member)
         others = self._others_that_answer(member)
         if before is Role.PREFILL:
             _check_context(member, others)
@@ -58,17 +66,37 @@ class RoleChanges:
             _check_not_last(member, others)
             self._to_prefill.add(member.worker_id)
         try:
-            async with asyncio.timeout(_ANSWER_S_MAX):
-                await connection.change_role(role)
-        except TimeoutError as error:
-            raise Unavailable(
-                f"worker {name} has not become {role} within {_ANSWER_S_MAX:g} s; GET /admin/workers says what it is,"
-                " worker.drain_timeout_s how long what it has may take"
-            ) from error
+            await _ask(member, connection, BecomeRole(role=role), str(role))
         finally:
             self._to_prefill.discard(member.worker_id)
-        await self._heard(member, role)
+        await self._heard(member, InstanceState.READY, role, str(role))
         return RoleChanged(worker=name, before=before, role=role, took_s=loop.time() - asked_s)
+
+    async def sleep(self, name: str, level: int) -> StateChanged:
+        """Have a worker drain and give up its memory.
+
+        Raises:
+            RequestError: no worker has this name (404), there is no such level (400), or it cannot sleep now (409).
+            Unavailable: the worker cannot be reached, or has not answered.
+        """
+        return await self._change_state(name, Sleep(level=level), InstanceState.ASLEEP)
+
+    async def wake_up(self, name: str) -> StateChanged:
+        """Have a worker that sleeps take requests again.
+
+        Raises:
+            RequestError: no worker has this name (404), or it is awake (409).
+            Unavailable: the worker cannot be reached, or has not answered.
+        """
+        return await self._change_state(name, WakeUp(), InstanceState.READY)
+
+    async def _change_state(self, name: str, change: WorkerChange, state: InstanceState) -> StateChanged:
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
+        member = self._find(name)
+        await _ask(member, _connection_of(member), change, state)
+        await self._heard(member, state, member.instance.role, state)
+        return StateChanged(worker=name, state=state, took_s=loop.time() - asked_s)
 
     def _find(self, name: str) -> Member:
         """Find the worker of this name; of several, as during a restart, the connected one."""
@@ -103,22 +131,49 @@ class RoleChanges:
             and other.worker_id not in self._to_prefill
         ]
 
-    async def _heard(self, member: Member, role: Role) -> None:
-        """Wait until discovery reports the new role."""
+    async def _heard(self, member: Member, state: InstanceState, role: Role, what: str) -> None:
+        """Wait until discovery reports the new state and role."""
         changed = asyncio.Event()
         try:
             async with asyncio.timeout(_HEARD_S_MAX):
                 with self._fleet.changes.telling(changed.set):
-                    while (
-                        member.instance.role is not role or member.instance.state is not InstanceState.READY
-                    ):
+                    while (member.instance.role, member.instance.state) != (role, state):
                         changed.clear()
                         await changed.wait()
         except TimeoutError as error:
             raise Unavailable(
-                f"worker {member.instance.name} has become {role}, but discovery has not said so here within"
+                f"worker {member.instance.name} has become {what}, but discovery has not said so here within"
                 f" {_HEARD_S_MAX:g} s; is the registry there?"
             ) from error
+
+
+def _connection_of(member: Member) -> Connection:
+    """Give the connection to a worker.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    if member.connection is None:
+        why = "" if member.problem is None else f": {member.problem.message}"
+        raise Unavailable(f"worker {member.instance.name} cannot be reached{why}; try again when it is back")
+    return member.connection
+
+
+async def _ask(member: Member, connection: Connection, change: WorkerChange, what: str) -> None:
+    """Ask a worker for a change.
+
+    Raises:
+        RequestError: it refuses.
+        Unavailable: it has not answered.
+    """
+    try:
+        async with asyncio.timeout(_ANSWER_S_MAX):
+            await connection.change(change)
+    except TimeoutError as error:
+        raise Unavailable(
+            f"worker {member.instance.name} has not become {what} within {_ANSWER_S_MAX:g} s; GET /admin/workers says what"
+            " it is, worker.drain_timeout_s how long what it has may take"
+        ) from error
 
 
 def _check_not_last(member: Member, others: Sequence[Member]) -> None:

@@ -1,0 +1,53 @@
+"""`penstock sleep` and `penstock wake`."""
+
+import argparse
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """Register the subcommands."""
+    parser = commands.add_parser(
+        "sleep",
+        help="have a running worker give up its memory",
+        description="Have a running worker drain within worker.drain_timeout_s, give up the memory of its KV cache and weights,"
+        " and take no requests until `penstock wake`. See docs/engines.md.",
+    )
+    _add_worker(parser)
+    parser.add_argument(
+        "--level",
+        type=int,
+        default=1,
+        metavar="N",
+        help="1: weights go to host memory (default); 2: weights are dropped, and read again on waking",
+    )
+    parser.set_defaults(run=_run_sleep)
+    parser = commands.add_parser(
+        "wake",
+        help="wake a worker that sleeps",
+        description="Have a worker that sleeps take its memory and requests again. See docs/engines.md.",
+    )
+    _add_worker(parser)
+    parser.set_defaults(run=_run_wake)
+
+
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("worker", metavar="WORKER", help="its name in GET /admin/workers, such as worker-1")
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="URL of `penstock serve` (default http://127.0.0.1:8000)",
+    )
+
+
+def _run_sleep(options: argparse.Namespace) -> int:
+    from penstock.deploy.commands.worker_changes import run_sleep  # noqa: PLC0415
+
+    run_sleep(options.url, options.worker, options.level)
+    return 0
+
+
+def _run_wake(options: argparse.Namespace) -> int:
+    from penstock.deploy.commands.worker_changes import run_wake  # noqa: PLC0415
+
+    run_wake(options.url, options.worker)
+    return 0
