@@ -315,10 +315,9 @@ class Worker:
             self.on_health(problem)
 
     async def _consume_steps(self, registration: WorkerRegistration) -> None:
-        """Process the engine's steps until it dies or this is cancelled."""
+        """Process the engine's steps until it dies or this is cancelled: within the iterator, since the body never awaits."""
         problem: Exception | None = None
         try:
-            # The body never awaits, so a cancellation arrives inside the iterator, which cleans up.
             async for step in self._engine.steps():
                 self._on_step(step)
         except Exception as error:  # noqa: BLE001 - any error of the engine ends the worker

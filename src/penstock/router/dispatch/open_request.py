@@ -202,7 +202,7 @@ class OpenRequest:
                 if give_up_at_s is None:
                     give_up_at_s = self._loop.time() + self._shared.config.no_worker_wait_s
                 if self._loop.time() >= give_up_at_s:
-                    raise self._shared.no_worker(self.request)
+                    raise self._shared.no_worker(self.request, self._retry_state.last_problem)
                 with self._shared.fleet.changes.telling(self.wake):
                     await self._wait_until(give_up_at_s)
 
@@ -330,27 +330,25 @@ class OpenRequest:
     def _on_error(self, error: PenstockError, attempt: Attempt) -> None:
         """Handle an error that the worker sent."""
         self._release()
-        if isinstance(error, Overloaded) and not attempt.has_tokens:
-            try:
-                self._retry_state.on_refusal(attempt.route.worker_id, error, self._loop.time())
-            except Overloaded:
-                self.fail(error)
+        retry_state, worker_id = self._retry_state, attempt.route.worker_id
+        try:
+            if isinstance(error, Overloaded) and not attempt.has_tokens:
+                retry_state.on_refusal(worker_id, error, self._loop.time())
+            elif isinstance(error, StaleRoute):
+                retry_state.on_stale_route()
+            elif isinstance(error, Parked):
+                self._shared.metrics.parked.inc()
+            elif isinstance(error, (StepFailed, WorkerLost)):
+                retry_state.on_loss(worker_id, is_suspect=attempt.is_early)
+            elif isinstance(error, Unavailable):
+                retry_state.on_unavailable(worker_id, error)
             else:
-                self._interrupt(error)
-        elif isinstance(error, StaleRoute):
-            self._retry_state.on_stale_route()
-            self._interrupt(error)
-        elif isinstance(error, Parked):
-            self._shared.metrics.parked.inc()
-            self._interrupt(error)
-        elif isinstance(error, (StepFailed, WorkerLost)):
-            self._retry_state.on_loss(attempt.route.worker_id, is_suspect=attempt.is_early)
-            self._interrupt(error)
-        elif isinstance(error, Unavailable):
-            self._retry_state.avoided.add(attempt.route.worker_id)
-            self._interrupt(error)
+                self.fail(error)
+                return
+        except (Overloaded, Unavailable) as last:
+            self.fail(last)
         else:
-            self.fail(error)
+            self._interrupt(error)
 
     def _go_on_decoding(self, attempt: Attempt, progress: Progress, handle: KvHandle | None) -> None:
         """Go on at the decode worker with the first token of the prefill worker. Where the decode worker refuses, plan anew."""

@@ -59,8 +59,8 @@ class Shared:
             self.metrics.quarantined.inc()
             raise quarantined(remaining_s)
 
-    def no_worker(self, request: Request) -> Unavailable:
-        """Make the error for a model without a ready worker."""
+    def no_worker(self, request: Request, problem: Unavailable | None) -> Unavailable:
+        """Make the error for a model without a ready worker; `problem` is what the last one said that could not serve the request."""
         models = ", ".join(sorted(self.fleet.models())) or "none"
         prefill = [
             view.name
@@ -72,7 +72,8 @@ class Shared:
             advice += f", make one of the {len(prefill)} that only compute prompts answer (penstock role {prefill[0]} decode)"
         return Unavailable(
             f"model {request.adapter or request.model}: no worker was ready within {self.config.no_worker_wait_s:g} s; models"
-            f" with ready workers: {models}; {advice}, or try again later",
+            f" with ready workers: {models}; {advice}, or try again later"
+            + ("" if problem is None else f"; the last worker of this request said: {problem.message}"),
             retry_after_s=1.0,
         )
 

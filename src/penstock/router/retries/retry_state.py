@@ -18,7 +18,7 @@ class RetryState:
     """One request's losses and refusals. A method that ends the request raises the error that its reader gets.
 
     After a loss the request goes on elsewhere, however often, as long as it makes progress. A refusal before any token costs
-    one of `refusals_max` and one retry of the budget. Consecutive losses that the request may have caused lead to isolation,
+    one of `refusals_max` and one retry of the budget; `unavailable_max` answers in a row that a worker cannot serve for now end it. Consecutive losses that the request may have caused lead to isolation,
     and then to quarantine of its content.
     """
 
@@ -28,13 +28,16 @@ class RetryState:
         self.lost: set[WorkerId] = set()
         """Workers lost with this request: tried again only where no other worker is ready."""
         self.avoided: set[WorkerId] = set()
-        """Workers that refused this request or gave it up."""
+        """Workers that refused this request."""
         self.was_stale = False
         """Whether its last route was stale: the next route replaces it and is not counted again."""
         self.last_refusal: Overloaded | None = None
+        self.last_problem: Unavailable | None = None
+        """Why a worker could not serve it for now."""
         self._request = request
         self._retry_guard = retry_guard
         self._refusals = 0
+        self._unavailable = 0  # answers in a row that a worker cannot serve it for now
         self._stale_routes = 0
         self._suspicions = 0  # losses of workers that it may have caused, since it last got on
         self._losses = 0  # of any kind, since then
@@ -48,7 +51,7 @@ class RetryState:
 
     def on_progress(self) -> None:
         """Note progress: earlier losses were not caused by this request."""
-        self._suspicions = self._losses = 0
+        self._suspicions = self._losses = self._unavailable = 0
         self._stalled_since_s = None
 
     @property
@@ -67,6 +70,23 @@ class RetryState:
         self.lost.add(worker_id)
         if is_suspect:
             self._suspicions += 1
+
+    def on_unavailable(self, worker_id: WorkerId, problem: Unavailable) -> None:
+        """Note that a worker cannot serve it for now.
+
+        Raises:
+            Unavailable: too many in a row could not.
+        """
+        self.lost.add(worker_id)
+        self._unavailable += 1
+        self.last_problem = problem
+        if self._unavailable > self._retry_guard.config.unavailable_max:
+            self._retry_guard.metrics.migrations.labels("unavailable").inc()
+            raise Unavailable(
+                f"request {self._request.request_id}: {self._unavailable} workers in a row could not serve it"
+                f" (router.retries.unavailable_max); the last one: {problem.message}",
+                retry_after_s=problem.retry_after_s or 1.0,
+            ) from problem
 
     def on_refusal(self, worker_id: WorkerId, refusal: Overloaded, now_s: float) -> None:
         """Note that a worker did not take the request.

@@ -439,6 +439,43 @@ def test_who_gets_nowhere_for_too_long_ends_where_workers_stop():
     run_scenario(scene, config=RouterConfig(migrations=MigrationConfig(stalled_s_max=10.0)))
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_that_cannot_serve_for_now_are_tried_again_later_and_not_for_ever(num_workers):
+    async def scene(setting: Setting) -> None:
+        tries = 0
+        loop = asyncio.get_running_loop()
+
+        async def refuse(request_id: str = "r") -> None:
+            nonlocal tries
+            await settle()
+            name = setting.holder(request_id)
+            tries += 1
+            setting.cluster.worker(name)._end_all(Unavailable("its server is away"))
+            setting.engines[name].requests.clear()
+
+        async with setting.dispatcher.open(make_request()) as stream:
+            reading, begun_s = asyncio.ensure_future(anext(stream)), loop.time()
+            while not reading.done():
+                if any(engine.requests for engine in setting.engines.values()):
+                    await refuse()
+                await asyncio.sleep(0.01)
+            with pytest.raises(
+                Unavailable, match=r"9 workers in a row could not serve it .* its server is away"
+            ):
+                await reading
+            assert tries == 9
+            assert 5.0 < loop.time() - begun_s < 20.0
+        async with setting.dispatcher.open(make_request("again")) as stream:
+            reading = asyncio.ensure_future(anext(stream))
+            for _ in range(3):
+                await refuse("again")
+                await asyncio.sleep(2.0)
+            setting.engines[setting.holder("again")].emit("again", 7, finish=FinishReason.STOP)
+            assert (await reading).finish_reason is FinishReason.STOP
+
+    run_scenario(scene, num_workers=num_workers)
+
+
 def test_lost_after_the_last_token_is_the_end():
     async def scene(setting: Setting) -> None:
         async with setting.dispatcher.open(make_request(max_tokens=2)) as stream:

@@ -62,6 +62,31 @@ def test_losses_without_getting_on_move_it_ever_later_until_it_has_stalled_too_l
     assert (migrations(retry_guard, "moved"), migrations(retry_guard, "stalled")) == (21, 1)
 
 
+def test_workers_that_cannot_serve_it_for_now_are_tried_so_often():
+    retry_guard = make_retry_guard(unavailable_max=3)
+    retry_state = RetryState(REQUEST, retry_guard)
+    problem = Unavailable("http://server: connection refused")
+    for _ in range(2):
+        waits = []
+        for number in range(3):
+            retry_state.on_unavailable(WorkerId(number % 2), problem)
+            waits.append(retry_state.migrate(problem, 1.0, output_tokens=0))
+        assert waits == [0.0, 0.1, 0.2]
+        retry_state.on_progress()
+    assert retry_state.lost == {0, 1}
+    assert not retry_state.avoided, "tried again where there is no other"
+    for number in range(3):
+        retry_state.on_unavailable(WorkerId(number), problem)
+    last = (
+        r"request r: 4 workers in a row could not serve it \(router.retries.unavailable_max\); the last one: http://server:"
+        " connection refused"
+    )
+    with pytest.raises(Unavailable, match=last) as caught:
+        retry_state.on_unavailable(WorkerId(4), problem)
+    assert caught.value.retry_after_s == 1.0
+    assert migrations(retry_guard, "unavailable") == 1
+
+
 def test_suspicions_lead_to_probation_and_then_to_quarantine():
     retry_guard = make_retry_guard(deaths_max=3, quarantine_s=60.0)
     retry_state = RetryState(REQUEST, retry_guard)
