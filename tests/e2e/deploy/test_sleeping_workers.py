@@ -81,4 +81,4 @@ def test_an_engine_that_cannot_sleep_is_named(deploy, capfd):
             "penstock: worker worker-1: engine paged cannot sleep; stop the worker to free its memory\n"
         )
 
-    deploy(scenario, engine="paged")
+    deploy(scenario, role={"engine": "paged"})
