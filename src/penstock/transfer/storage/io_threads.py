@@ -53,6 +53,7 @@ class IoThreads:
         self._threads: list[threading.Thread] = []
         self._jobs: deque[Job] = deque()  # those with steps that nobody took
         self._changed = threading.Condition()
+        self._waiting = 0  # threads without a step
         self._is_closed = False
 
     def start(self, do: Callable[[int, Bounce], None], steps: int) -> Job:
@@ -61,7 +62,10 @@ class IoThreads:
         if steps == 0:
             job.done.set_result(None)
             return job
-        while len(self._threads) < min(self._size, steps):
+        with self._changed:
+            wanted = len(self._threads) + sum(job.steps - job.taken for job in self._jobs) + steps
+            wanted -= self._waiting
+        while len(self._threads) < min(self._size, wanted):
             thread = threading.Thread(
                 target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True
             )
@@ -120,7 +124,9 @@ class IoThreads:
             while not self._jobs:
                 if self._is_closed:
                     return None
+                self._waiting += 1
                 self._changed.wait()
+                self._waiting -= 1
             job = self._jobs[0]
             index = job.taken
             job.taken += 1

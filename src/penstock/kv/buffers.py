@@ -1,0 +1,37 @@
+"""The memory of blocks that a store reads or writes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.transfer.regions.checksum import checksum_ranges
+
+Bytes = NDArray[np.uint8]
+Buffers = Sequence[Any] | Bytes
+"""One contiguous buffer (numpy array, memoryview, bytearray) for each block, or an (n, block_bytes) array."""
+
+
+def block_views(buffers: Buffers, block_bytes: int, *, writable: bool) -> list[Bytes]:
+    """View each buffer as (block_bytes,) uint8.
+
+    Raises:
+        ValueError: a buffer has another size, is not contiguous, or is read-only and has to be writable.
+    """
+    views = []
+    for buffer in buffers:
+        memory = memoryview(buffer)
+        if not memory.c_contiguous or memory.nbytes != block_bytes or (writable and memory.readonly):
+            raise ValueError(
+                f"a buffer of {memory.nbytes} bytes, contiguous: {memory.c_contiguous}, read-only: {memory.readonly}; blocks"
+                f" have {block_bytes} contiguous bytes"
+            )
+        views.append(np.frombuffer(memory, np.uint8))
+    return views
+
+
+def crc32c(view: Bytes) -> int:
+    """Compute the CRC-32C of contiguous bytes."""
+    address, length = np.array([view.ctypes.data], np.uint64), np.array([view.size], np.uint64)
+    return int(checksum_ranges(address, length)[0])

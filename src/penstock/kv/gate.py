@@ -1,0 +1,33 @@
+"""Keeps threads from writing memory that its owner has taken back."""
+
+import threading
+from dataclasses import dataclass, field
+
+from penstock.kv.buffers import Bytes
+
+
+@dataclass(slots=True, eq=False)
+class Gate:
+    """Lets threads copy into a caller's memory until the caller closes it."""
+
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _inside: int = 0
+    _is_closed: bool = False
+
+    def copy(self, target: Bytes, source: Bytes) -> bool:
+        """Copy unless the gate is closed; returns whether it was open."""
+        with self._changed:
+            if self._is_closed:
+                return False
+            self._inside += 1
+        target[:] = source
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+        return True
+
+    def close(self) -> None:
+        """Let nobody in any more, and wait for copies under way: microseconds."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._inside)

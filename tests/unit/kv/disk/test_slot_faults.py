@@ -1,0 +1,291 @@
+"""Disks that lie, fail and hang under slot files: never a wrong block, never a traceback, never a wait beyond the deadline."""
+
+import asyncio
+import errno
+import os
+import random
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.core.errors import DeadlineExceeded, PenstockError, TransferError
+from penstock.kv.disk.records import RECORD, SUFFIX
+from penstock.kv.disk.slot_file import SlotFile
+from penstock.testing.loop import run_async
+from tests.support.slots import BLOCK_BYTES, NAMESPACE, chain, content, targets
+
+SLOTS = 8
+HASHES = chain(SLOTS)
+BLOCKS = content(HASHES)
+
+
+class SickDisk:
+    """Fails or hangs where it is told to."""
+
+    def __init__(self) -> None:
+        self.error = 0
+        self.hangs = False
+        self.hanging = threading.Semaphore(0)
+        self.healed = threading.Event()
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._suffer()
+        return os.preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._suffer()
+        return os.pwritev(fd, buffers, offset)
+
+    def _suffer(self) -> None:
+        if self.hangs:
+            self.hanging.release()
+            self.healed.wait(20)
+        if self.error:
+            raise OSError(self.error, os.strerror(self.error))
+
+
+def make(path: Path, **options) -> SlotFile:
+    return SlotFile(path, SLOTS * BLOCK_BYTES, BLOCK_BYTES, NAMESPACE, **options)
+
+
+async def filled(path: Path, **options) -> SlotFile:
+    slots = make(path, **options)
+    assert await slots.store(HASHES, BLOCKS) == SLOTS
+    return slots
+
+
+@pytest.mark.parametrize("bit", [0, 7, 8 * BLOCK_BYTES - 1, 8 * 5 * BLOCK_BYTES + 4321])
+def test_a_flipped_bit_is_a_miss_and_the_block_is_stored_anew(tmp_path: Path, bit: int) -> None:
+    bad = bit // 8 // BLOCK_BYTES
+
+    async def main() -> None:
+        slots = await filled(tmp_path / "kv")
+        with (tmp_path / "kv").open("r+b") as file:
+            file.seek(bit // 8)
+            (byte,) = file.read(1)
+            file.seek(bit // 8)
+            file.write(bytes([byte ^ 1 << bit % 8]))
+            os.fsync(file.fileno())
+        into = targets(SLOTS)
+        assert await slots.load(HASHES, into) == bad
+        assert (into[:bad] == BLOCKS[:bad]).all()
+        assert slots.counts.mismatched == 1
+        assert slots.locate(HASHES) == bad
+        assert await slots.store(HASHES, BLOCKS) == SLOTS
+        assert await slots.load(HASHES, into) == SLOTS
+        assert (into == BLOCKS).all()
+        slots.check()
+        await slots.close()
+
+    run_async(main())
+
+
+def test_a_damaged_block_stays_away_after_a_restart(tmp_path: Path) -> None:
+    async def main() -> None:
+        slots = await filled(tmp_path / "kv")
+        with (tmp_path / "kv").open("r+b") as file:
+            file.write(bytes(100))
+            os.fsync(file.fileno())
+        assert await slots.load(HASHES, targets(SLOTS)) == 0
+        await slots.close()
+        slots = make(tmp_path / "kv")
+        assert slots.num_cached == SLOTS - 1
+        await slots.close()
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.ENODEV, errno.EROFS])
+def test_errors_of_the_disk_are_worded_and_leave_the_index_sound(tmp_path: Path, number: int) -> None:
+    disk = SickDisk()
+
+    async def main() -> None:
+        slots = await filled(tmp_path / "kv", disk=disk)
+        disk.error = number
+        with pytest.raises(TransferError, match=rf"kv: .* failed: .*errno {number}"):
+            await slots.load(HASHES, targets(SLOTS))
+        other = chain(3, 7)
+        with pytest.raises(TransferError, match=f"errno {number}"):
+            await slots.store(other, content(other))
+        disk.error = 0
+        slots.check()
+        into = targets(SLOTS)
+        found = slots.locate(HASHES)
+        assert await slots.load(HASHES, into) == found
+        assert (into[:found] == BLOCKS[:found]).all()
+        assert await slots.store(other, content(other)) == 3
+        slots.check()
+        await slots.close()
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_disk_that_fails_while_it_is_opened_is_worded(tmp_path: Path, number: int) -> None:
+    disk = SickDisk()
+    disk.error = number
+    with pytest.raises(TransferError, match=rf"opening failed: .*errno {number}"):
+        make(tmp_path / "kv", disk=disk)
+    run_async(make(tmp_path / "kv").close())
+
+
+def test_a_file_that_is_cut_off_is_an_error_or_a_miss(tmp_path: Path) -> None:
+    async def main() -> None:
+        slots = await filled(tmp_path / "kv")
+        os.truncate(tmp_path / "kv", 2 * BLOCK_BYTES)
+        with pytest.raises(TransferError, match="cut off"):
+            await slots.load(HASHES, targets(SLOTS))
+        await slots.close()
+        slots = make(tmp_path / "kv")
+        assert await slots.load(HASHES, targets(SLOTS)) == 2
+        await slots.close()
+
+    run_async(main())
+
+
+def test_a_hung_disk_keeps_nobody_beyond_the_deadline_and_writes_no_memory_afterwards(tmp_path: Path) -> None:
+    disk = SickDisk()
+
+    async def main() -> None:
+        slots, well = await filled(tmp_path / "kv", disk=disk), await filled(tmp_path / "well")
+        disk.hangs = True
+        into = targets(SLOTS)
+        with pytest.raises(DeadlineExceeded, match="did not answer within"):
+            await slots.load(HASHES[:4], into, timeout_s=0.05)
+        other = chain(3, 7)
+        with pytest.raises(DeadlineExceeded):
+            await slots.store(other, content(other), timeout_s=0.05)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(slots.load(HASHES[:4], into))
+            await asyncio.to_thread(disk.hanging.acquire)
+            task.cancel()
+        again = targets(SLOTS)
+        assert await well.load(HASHES, again) == SLOTS, "another disk has threads of its own"
+        assert (again == BLOCKS).all()
+        disk.hangs = False
+        disk.healed.set()
+        found = slots.locate(HASHES)
+        assert await slots.load(HASHES, again) == found > 0
+        assert not into.any(), "whoever gave up gets nothing"
+        assert (again[:found] == BLOCKS[:found]).all()
+        while slots._running:
+            await asyncio.wait(slots._running)
+        slots.check()
+        await slots.close()
+        await well.close()
+
+    try:
+        run_async(main())
+    finally:
+        disk.healed.set()
+
+
+def test_closing_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.kv.disk.slot_file._CLOSE_S", 0.05)
+    disk = SickDisk()
+
+    async def main() -> None:
+        slots = await filled(tmp_path / "kv", disk=disk)
+        disk.hangs = True
+        with pytest.raises(DeadlineExceeded):
+            await slots.load(HASHES, targets(SLOTS), timeout_s=0.05)
+        await slots.close()
+        disk.hangs = False
+        disk.healed.set()
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    slots = make(tmp_path / "kv")
+                except TransferError:  # the hung thread still has it
+                    await asyncio.sleep(0.01)
+                else:
+                    break
+        assert await slots.load(HASHES, targets(SLOTS)) == SLOTS
+        await slots.close()
+
+    try:
+        run_async(main())
+    finally:
+        disk.healed.set()
+
+
+def mutate(data: bytearray, rng: random.Random) -> None:
+    """Damage records as disks, file systems and people do."""
+    for _ in range(rng.randint(1, 4)):
+        at, size = rng.randrange(len(data)), rng.choice([1, 4, 64, 512, 4096])
+        first, second = (4096 + rng.randrange(SLOTS) * RECORD.itemsize for _ in range(2))
+        match rng.randrange(7):
+            case 0:
+                data[at] ^= 1 << rng.randrange(8)
+            case 1:
+                data[at : at + size] = rng.randbytes(len(data[at : at + size]))
+            case 2:
+                data[at : at + size] = bytes(len(data[at : at + size]))
+            case 3:  # a record in another's place
+                data[first : first + RECORD.itemsize] = data[second : second + RECORD.itemsize]
+            case 4:
+                del data[at:]
+                data.extend(b"\0")
+            case 5:
+                data.extend(rng.randbytes(size))
+            case 6:  # a field of a record
+                field = rng.choice(list(RECORD.fields))
+                width, offset = RECORD.fields[field][0].itemsize, RECORD.fields[field][1]
+                data[first + offset : first + offset + width] = rng.randbytes(width)
+
+
+@pytest.mark.slow
+def test_ten_thousand_mutated_record_files_give_no_traceback_and_no_wrong_block(tmp_path: Path) -> None:
+    path, rng = tmp_path / "kv", random.Random(1)
+    other = chain(3, 7)
+
+    async def make_first() -> bytes:
+        slots = make(path)
+        await slots.store(HASHES[:5], BLOCKS[:5])
+        await slots.store(other, content(other))
+        await slots.close()
+        return read_records()
+
+    def read_records() -> bytes:
+        return Path(f"{path}{SUFFIX}").read_bytes()
+
+    def damage() -> None:
+        data = bytearray(good)
+        mutate(data, rng)
+        Path(f"{path}{SUFFIX}").write_bytes(data)
+        if path.stat().st_size != SLOTS * BLOCK_BYTES:
+            shutil.copy(saved, path)
+
+    async def try_one(index: int) -> tuple[int, bool]:
+        try:
+            slots = make(path, threads=1)
+        except PenstockError:
+            return 0, True
+        into, count = targets(SLOTS), 0
+        for hashes in (HASHES, other):
+            for n in range(len(hashes)):
+                loaded = await slots.load(hashes[n:], into)
+                assert (into[:loaded] == content(hashes[n : n + loaded])).all(), f"file {index}"
+                count += loaded
+        slots.check()
+        await slots.close()
+        return count, False
+
+    good = run_async(make_first())
+    saved = shutil.copy(path, tmp_path / "saved")
+    results = []
+
+    async def main() -> None:
+        for index in range(10_000):
+            damage()
+            results.append(await try_one(index))
+
+    run_async(main(), timeout_s=280)
+    counts = np.array([count for count, _ in results])
+    assert 0 < sum(refused for _, refused in results) < 5000, "most files still open"
+    assert (counts == 0).any()
+    assert (counts == counts.max()).any(), "and undamaged blocks are served"
