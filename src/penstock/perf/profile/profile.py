@@ -150,15 +150,18 @@ class LinearPrior:
     @classmethod
     def fit(cls, profile: Profile) -> "LinearPrior":
         """Fit to a profile by non-negative least squares of the relative error."""
-        prefill = fit_non_negative(
+        prefill = _fit_positive(
             [
                 (1.0, p.new_tokens, num_pairs(p.new_tokens, p.cached_tokens), p.cached_tokens)
                 for p in _alone(profile)
             ],
             [p.seconds for p in _alone(profile)],
+            always=3,
         )
-        decode = fit_non_negative(
-            [(1.0, p.batch, p.batch * p.context) for p in profile.decode], [p.seconds for p in profile.decode]
+        decode = _fit_positive(
+            [(1.0, p.batch, p.batch * p.context) for p in profile.decode],
+            [p.seconds for p in profile.decode],
+            always=2,
         )
         return cls(prefill, decode, profile.kv_bytes_per_token, profile.kv_capacity_tokens)
 
@@ -179,6 +182,25 @@ class LinearPrior:
         """Add both, less the cost of one step."""
         saved_s = min(self.prefill[0], self.decode[0])
         return self.prefill_batch_s(chunks) + self.decode_step_s(batch, context_tokens) - saved_s
+
+
+def _fit_positive(
+    rows: Sequence[tuple[float, ...]], seconds: Sequence[float], *, always: int
+) -> tuple[float, ...]:
+    """Fit like `fit_non_negative`, so that every step costs something.
+
+    Noise can leave the term of cached tokens alone; then steps without cached tokens would cost nothing.
+
+    Args:
+        rows: one tuple of terms per measurement.
+        seconds: the measurements.
+        always: how many leading terms are above 0 in every step.
+    """
+    terms = fit_non_negative(rows, seconds)
+    if sum(terms[:always]) > 0:
+        return terms
+    (per_unit,) = fit_non_negative([(row[1],) for row in rows], seconds)
+    return (0.0, per_unit, *(0.0 for _ in terms[2:]))
 
 
 class StepPrices(Protocol):

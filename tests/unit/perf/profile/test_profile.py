@@ -218,3 +218,17 @@ def test_every_batch_is_piecewise_linear_in_context_also_beyond_the_points(batch
         step = (end - start) // 4
         prices = [model.decode_step_s(batch, batch * (start + number * step)) for number in range(1, 4)]
         assert prices[1] - prices[0] == pytest.approx(prices[2] - prices[1], rel=1e-6, abs=1e-12)
+
+
+def test_noise_never_makes_a_step_free() -> None:
+    noisy = (
+        PrefillPoint(new_tokens=512, cached_tokens=512, seconds=5.76e-05),
+        PrefillPoint(new_tokens=512, seconds=0.0595),
+        PrefillPoint(new_tokens=500, seconds=0.0114),
+        PrefillPoint(new_tokens=192, cached_tokens=1536, seconds=0.00177),
+        PrefillPoint(new_tokens=192, seconds=0.994),
+    )
+    decode = (DecodePoint(context=64, batch=1, seconds=0.01), DecodePoint(context=512, batch=4, seconds=0.02))
+    profile = Profile(engine="noisy", prefill=noisy, decode=decode)
+    assert LinearPrior.fit(profile).prefill_s(64) > 0
+    assert ProfiledModel(profile).prefill_s(64) > 0
