@@ -33,6 +33,10 @@ EXPERIMENTS = Benches(
             "benchmarks.micro.hashing",
             "token ids into block hashes, against the Python reference",
         ),
+        "kv-offload": (
+            "benchmarks.processes.kv_offload",
+            "conversations of more KV than the device holds: without a host tier, with one, and with its bytes on the device",
+        ),
         "mock": (
             "benchmarks.processes.mock",
             "everything but the model: requests per second through frontend, router and workers",

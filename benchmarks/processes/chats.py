@@ -24,7 +24,7 @@ class Answer:
 
     text: str = ""
     ttft_s: float = 0.0
-    longest_gap_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
     """Between two pieces of text."""
     pieces: int = 0
     prompt_tokens: int = 0
@@ -95,7 +95,7 @@ class Chats:
                 if piece:
                     now_s = perf_counter()
                     if answer.pieces:
-                        answer.longest_gap_s = max(answer.longest_gap_s, now_s - last_s)
+                        answer.gaps_s.append(now_s - last_s)
                     else:
                         answer.ttft_s = now_s - begin_s
                     last_s = now_s

@@ -1,3 +1,4 @@
+from penstock.engine.kv_tiers import KvConfig, tier_maker
 from penstock.testing.engines.batched import BatchedEngineSuite
 from penstock.testing.engines.caching import CachingEngineSuite
 from penstock.testing.engines.engine import EngineSuite
@@ -10,3 +11,12 @@ class TestMockEngine(EngineSuite, CachingEngineSuite, MovableKvSuite, BatchedEng
 
     def make_engine(self, setup):
         return reference_engine(setup, self.vocab_size, self.eos_token_ids)
+
+
+class TestMockEngineWithHostTier(EngineSuite, CachingEngineSuite, MovableKvSuite):
+    eos_token_ids = (7, 9)
+    test_cached_tokens_are_what_the_events_said = None  # of the device; the host tier has more
+
+    def make_engine(self, setup):
+        make_tiers = tier_maker(KvConfig(host="4x"))
+        return reference_engine(setup, self.vocab_size, self.eos_token_ids, make_tiers=make_tiers)

@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 
 from penstock.engine.batched import BatchedEngine
+from penstock.engine.kv_tiers import KvConfig, tier_maker
 from penstock.engine.runner import ThreadedRunner
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.testing.engines.batched import BatchedEngineSuite
@@ -56,6 +57,21 @@ class TestPagedEngine(EngineSuite, CachingEngineSuite, MovableKvSuite, BatchedEn
 
     def make_engine(self, setup: EngineSetup) -> BatchedEngine:
         return paged_engine(*configs(self.checkpoint, setup))
+
+
+class TestPagedEngineWithHostTier(EngineSuite, CachingEngineSuite, MovableKvSuite):
+    vocab_size: ClassVar[int] = 512
+    eos_token_ids: ClassVar[tuple[int, ...]] = (EOS_TOKEN_ID,)
+    test_cached_tokens_are_what_the_events_said = None  # of the device; the host tier has more
+
+    @pytest.fixture(autouse=True)
+    def _use(self, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
+
+    def make_engine(self, setup: EngineSetup) -> BatchedEngine:
+        return paged_engine(
+            *configs(self.checkpoint, setup), make_tiers=tier_maker(KvConfig.model_validate({"host": "4x"}))
+        )
 
 
 class LateDevice(MovableKvSuite):

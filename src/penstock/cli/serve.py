@@ -38,6 +38,11 @@ FLAGS = {
         "file of API keys, one per line; PENSTOCK_API_KEY adds one",
     ),
     "--frontend-processes": ("frontend.processes", "N", "processes that share the port (default 1)"),
+    "--kv-host": (
+        "roles.aggregated.kv.host",
+        "SIZE",
+        "memory of each worker for KV that leaves its device, as 8GiB, or 5x: five times the device's blocks",
+    ),
     "--policy": ("router.policy", "NAME", "routing policy, such as kv or least-loaded (default kv)"),
 }
 """Flag: (path in the graph, placeholder, help). Each is short for `--set PATH=VALUE`."""

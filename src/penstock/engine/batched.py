@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from time import perf_counter
 
 from msgspec.structs import replace
 
@@ -14,10 +15,13 @@ from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
-from penstock.engine.runner import Runner, end_tokens_within
+from penstock.engine.kv_tiers import TierMaker
+from penstock.engine.runner import Runner, RunnerInfo, end_tokens_within
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.lower_tiers import LowerTiers
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import SequenceLimits, StepPlan
+from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.tiers.onboarding import TierCopier
 from penstock.kv.tiers.tiers import TieredPool
@@ -40,6 +44,7 @@ class BatchedEngine:
         *,
         hash_key: bytes = DEFAULT_KEY,
         copier: TierCopier | None = None,
+        make_tiers: TierMaker | None = None,
     ) -> None:
         """Make an engine; `start` loads the model.
 
@@ -47,12 +52,15 @@ class BatchedEngine:
             runner: computes the steps.
             config: bounds of batch and queue.
             hash_key: the deployment's key for block hashes.
-            copier: copies blocks between tiers; required if the runner has tiers below the device.
+            copier: copies blocks between simulated tiers; required if the runner has such tiers.
+            make_tiers: makes the tiers below the device; None without.
         """
         self.by_role: Mapping[Role, SchedulerConfig] = {}
         """Scheduler settings of roles that differ from `config`. The number of batch slots stays that of `config`."""
         self._runner = runner
         self._copier = copier
+        self._make_tiers = make_tiers
+        self._kv: KvManager | None = None
         self._own = self._config = config or SchedulerConfig()
         self._hash_key = hash_key
         self._started: tuple[EngineInfo, BlockPool | TieredPool, Scheduler] | None = None
@@ -79,9 +87,11 @@ class BatchedEngine:
             vocab_size=runner.vocab_size,
             hash_key=self._hash_key,
         )
-        pool, onboarding = runner.make_pool(self._copier, self._wake.set)
+        pool, lower_tiers = self._make_pool(runner)
         eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
-        scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids, onboarding=onboarding)
+        scheduler = Scheduler(
+            pool, limits, self._config, eos_token_ids=eos_token_ids, lower_tiers=lower_tiers
+        )
         info = EngineInfo(
             block_size=runner.block_size,
             total_blocks=runner.num_blocks,
@@ -92,7 +102,8 @@ class BatchedEngine:
             kv_bytes_per_block=runner.kv_bytes_per_block,
             kv_layout=runner.kv_layout,
             kv_by_chunk=True,
-            lower_tier_blocks=sum(count for _, count in runner.lower_blocks),
+            lower_tier_blocks=sum(count for _, count in runner.lower_blocks)
+            + (0 if self._kv is None else self._kv.num_blocks),
         )
         self._started = info, pool, scheduler
         return info
@@ -144,6 +155,8 @@ class BatchedEngine:
         """Wait for the current step and release everything; requests get no further delta. Safe twice."""
         self._closed = True
         self._wake.set()
+        if self._kv is not None:
+            await self._kv.close()
         await self._runner.close()
 
     def assume(self, role: Role) -> EngineInfo:
@@ -182,7 +195,14 @@ class BatchedEngine:
     def clear_cache(self) -> None:
         """Empty the prefix cache; blocks of running requests stay theirs."""
         self.pool.reset()
+        if self._kv is not None:
+            self._kv.clear()
         self._wake.set()
+
+    @property
+    def kv(self) -> KvManager | None:
+        """The tiers below the device, for tests and reports; None without."""
+        return self._kv
 
     @property
     def scheduler(self) -> Scheduler:
@@ -196,6 +216,13 @@ class BatchedEngine:
         assert self._started is not None, "used before start"
         return self._started[1]
 
+    def _make_pool(self, runner: RunnerInfo) -> tuple[BlockPool | TieredPool, LowerTiers | None]:
+        if self._make_tiers is None:
+            return runner.make_pool(self._copier, self._wake.set)
+        pool = BlockPool(runner.num_blocks, runner.block_size)
+        self._kv = KvManager(pool, self._make_tiers(runner, self._runner.kv_memory()), self._wake.set)
+        return pool, self._kv
+
     async def _announce(self, begun: Sequence[RequestId]) -> None:
         if begun and self._on_begun is not None:
             self._on_begun(begun)
@@ -203,7 +230,12 @@ class BatchedEngine:
 
     async def _run(self, scheduler: Scheduler, plan: StepPlan) -> Step:
         try:
+            started_s = perf_counter()
             sampled = await self._runner.run(plan, scheduler.table)
+            if self._kv is not None:
+                self._kv.prefill.measure(
+                    float(plan.num_new[plan.num_decode :].sum()), perf_counter() - started_s
+                )
             step = scheduler.commit(plan, sampled)
         except Exception as error:  # noqa: BLE001 - any error of a runner ends the requests of the step
             return self._fail(scheduler, plan, error)

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
+from penstock.engine.kv_tiers import tier_maker
 from penstock.engine.mock.engine import mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.spec import EngineSpec
@@ -28,6 +29,7 @@ class EngineKind:
         takes_args: whether `EngineSpec.args` reach it.
         is_parallel: whether one worker may use several devices.
         has_adapters: whether it serves LoRA adapters.
+        has_kv_tiers: whether it keeps KV in tiers below its device.
         has_weights: whether it computes the model, on a device or core of its own.
         is_elsewhere: whether the model runs outside of the worker's machine, whose hardware then says nothing of its speed.
         count_workers: how many workers the engine's arguments are for, None where they do not say; None: any number.
@@ -39,6 +41,7 @@ class EngineKind:
     takes_args: bool = True
     is_parallel: bool = True
     has_adapters: bool = False
+    has_kv_tiers: bool = False
     has_weights: bool = True
     is_elsewhere: bool = False
     count_workers: Callable[[Mapping[str, Any]], int | None] | None = None
@@ -54,6 +57,12 @@ def create_engine(name: str, spec: EngineSpec) -> Engine:
     if spec.args and not kind.takes_args:
         given = ", ".join(sorted(spec.args))
         raise ConfigError(f"engine_args: engine {name!r} takes none, got {given}; leave them out")
+    if spec.kv.present() and not kind.has_kv_tiers:
+        given = ", ".join(f"{tier} {size}" for tier, size in spec.kv.present().items())
+        having = ", ".join(each for each, kind in _KINDS.items() if kind.has_kv_tiers)
+        raise ConfigError(
+            f"kv: engine {name!r} has no KV tiers below its device, got {given}; use engine {having}, or leave kv out"
+        )
     return kind.make(spec)
 
 
@@ -102,7 +111,9 @@ def _mock(spec: EngineSpec) -> Engine:
         eos_token_ids=spec.eos_token_ids,
         kv_bytes_per_block=spec.mock.kv_bytes_per_block,
     )
-    engine = mock_engine(shape, spec.mock, spec.scheduler, hash_key=spec.hash_key)
+    engine = mock_engine(
+        shape, spec.mock, spec.scheduler, hash_key=spec.hash_key, make_tiers=tier_maker(spec.kv)
+    )
     engine.by_role = spec.schedulers
     return engine
 
@@ -126,7 +137,7 @@ def _paged(spec: EngineSpec) -> Engine:
         "context_length": spec.context_length,
     }
     config = PagedConfig.parse(settings, source="engine paged")
-    engine = paged_engine(config, spec.scheduler, hash_key=spec.hash_key)
+    engine = paged_engine(config, spec.scheduler, hash_key=spec.hash_key, make_tiers=tier_maker(spec.kv))
     engine.by_role = spec.schedulers
     return engine
 
@@ -167,13 +178,14 @@ def _trtllm(spec: EngineSpec) -> Engine:
 
 
 _KINDS = {
-    "mock": EngineKind(make=_mock, takes_args=False, has_adapters=True, has_weights=False),
+    "mock": EngineKind(make=_mock, takes_args=False, has_adapters=True, has_kv_tiers=True, has_weights=False),
     "paged": EngineKind(
         make=_paged,
         modules=("penstock.engine.paged.engine",),
         dtypes=("auto", "float32", "bfloat16", "float16"),
         takes_args=False,
         is_parallel=False,
+        has_kv_tiers=True,
     ),
     "openai": EngineKind(
         make=_openai,

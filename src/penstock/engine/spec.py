@@ -7,6 +7,7 @@ from typing import Any
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
+from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.mock.engine import MockConfig
 from penstock.engine.scheduling.config import SchedulerConfig
 
@@ -37,6 +38,8 @@ class EngineSpec:
     eos_token_ids: tuple[int, ...] = ()
     kv_blocks: int | None = None
     """None: the engine chooses."""
+    kv: KvConfig = field(default_factory=KvConfig)
+    """Tiers below the device."""
     sharing_engines: int = 1
     """Engines that take memory from this machine at the same time, this one included."""
     max_batch_tokens: int | None = None

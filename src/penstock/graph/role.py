@@ -8,9 +8,9 @@ import pydantic
 
 from penstock.core.config import Config, nearest, wrong
 from penstock.core.errors import ConfigError
-from penstock.core.types.events import Tier
 from penstock.core.types.instances import Role
 from penstock.core.types.location import Location
+from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.mock.engine import MockConfig
 from penstock.engine.registry import check_engine_name, engine_kind, engine_names
 from penstock.engine.scheduling.config import AGEING, Order
@@ -23,25 +23,8 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 _ARGS_DEPTH_MAX = 32
 _ARGS_PARTS_MAX = 10_000
-_TIER_MAX = 10_000.0
 _UNFOLDED = {"name": "engine", "args": "engine_args"}
 """Fields of a role by their names in the mapping `engine`."""
-
-
-class KvTiers(Config):
-    """KV tiers below the device: capacity as a multiple of the device's blocks; 0 is no tier."""
-
-    host: float = pydantic.Field(default=0.0, ge=0, le=_TIER_MAX)
-    """Host memory: receives blocks evicted from the device."""
-    disk: float = pydantic.Field(default=0.0, ge=0, le=_TIER_MAX)
-    """Local drive: receives blocks evicted from host memory."""
-    object: float = pydantic.Field(default=0.0, ge=0, le=_TIER_MAX)
-    """Object store: receives blocks evicted from the drive."""
-
-    def present(self) -> dict[Tier, float]:
-        """Return the configured tiers, nearest first."""
-        sizes = {Tier.HOST: self.host, Tier.DISK: self.disk, Tier.OBJECT: self.object}
-        return {tier: size for tier, size in sizes.items() if size}
 
 
 class RoleSpec(Config):
@@ -91,8 +74,8 @@ class RoleSpec(Config):
     """Ageing credit of `shortest`, in tokens per token that the worker computes meanwhile. A prompt that lacks n tokens is overtaken only by prompts that arrive within the next n / prompt_ageing computed tokens."""
     kv_blocks: int | None = pydantic.Field(default=None, ge=2)
     """Blocks in a worker's KV pool; None is the engine's default."""
-    kv_tiers: KvTiers = KvTiers()
-    """KV tiers below the devices of each worker; only simulated in this version."""
+    kv: KvConfig = KvConfig()
+    """KV tiers below the devices of each worker, as `{host: 8GiB}`."""
     profile: str | None = pydantic.Field(default=None, min_length=1)
     """File written by `penstock profile` for such a worker, relative to the graph; routers then estimate latency from it instead of the hardware's data sheet."""
     locations: tuple[Location, ...] = ()

@@ -18,6 +18,7 @@ from penstock.seams.engine import (
     RoleAware,
     Sleeping,
 )
+from penstock.seams.kv import KvLoad, KvTier
 from penstock.seams.request_plane import (
     Answer,
     Connection,
@@ -44,7 +45,9 @@ __all__ = [
     "HealthReporting",
     "HistoryPolicy",
     "KvBlocks",
+    "KvLoad",
     "KvPartialBlocks",
+    "KvTier",
     "Link",
     "Move",
     "NativeKvTransfer",

@@ -199,14 +199,11 @@ def plan_role_group(
 def _lower_blocks(
     role: Role, spec: RoleSpec, num_blocks: int, block_bytes: float
 ) -> Iterator[tuple[Tier, int]]:
-    for tier, size in spec.kv_tiers.present().items():
-        count = int(size * num_blocks)
-        if count < 1:
-            raise ConfigError(
-                f"roles.{role}.kv_tiers.{tier}: {size:g} x {num_blocks:,} blocks on the device ({num_blocks * block_bytes / 1e9:.3g}"
-                f" GB) is less than one of {block_bytes / 1e6:.3g} MB; expected >= {1 / num_blocks:.2g}, or 0 for none"
-            )
-        yield tier, count
+    for tier, size in spec.kv.present().items():
+        try:
+            yield tier, size.blocks(num_blocks, block_bytes)
+        except ConfigError as error:
+            raise ConfigError(f"roles.{role}.kv.{tier}: {error.message}") from error
 
 
 def _memory_arithmetic(roofline: Roofline, spec: RoleSpec) -> str:

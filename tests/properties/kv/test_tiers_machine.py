@@ -261,8 +261,11 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule()
     def take_arrived(self):
-        names = self.onboarding.take_arrived()
-        arrived = [next(request for request in self.live if request.name == name) for name in names]
+        taken = self.onboarding.take_arrived()
+        arrived = [next(request for request in self.live if request.name == name) for name, _ in taken]
+        assert [request.hits + count for request, (_, count) in zip(arrived, taken, strict=True)] == [
+            len(request.block_ids) for request in arrived
+        ]
         for request in arrived:  # all of them let go of what they read before one of them needs room
             self.end(request)
         for request in arrived:

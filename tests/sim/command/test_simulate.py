@@ -338,7 +338,7 @@ def test_a_whole_deployment_jumps_as_it_steps(monkeypatch, policy, seed):
 
 @pytest.mark.parametrize("policy", ["kv", "least-loaded"])
 def test_a_whole_deployment_with_lower_tiers_jumps_as_it_steps(monkeypatch, policy):
-    tiers = ["roles.aggregated.kv_tiers.host=1.5", "roles.aggregated.kv_tiers.disk=4"]
+    tiers = ["roles.aggregated.kv.host=1.5x", "roles.aggregated.kv.disk=4x"]
     exact, jump = (
         _run(policy, monkeypatch, exact=exact, seed=1, kv_blocks=160, tiers=tiers) for exact in (True, False)
     )
@@ -364,7 +364,7 @@ def test_hits_by_tier_add_up(tmp_path, spec, capsys):
     settings = [
         "roles.aggregated.replicas=2",
         "roles.aggregated.kv_blocks=100",
-        "roles.aggregated.kv_tiers.host=5",
+        "roles.aggregated.kv.host=5x",
     ]
     flags = [flag for setting in settings for flag in ("--set", setting)]
     report = simulated(tmp_path, spec, "--graph", SMALL, *flags, "--html", page)

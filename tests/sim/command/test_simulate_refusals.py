@@ -65,11 +65,14 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
         ),
         (["--set", "model=llama-3.1-71b"], "did you mean 'llama-3.1-70b'?"),
         (
-            ["--set", "roles.aggregated.kv_tiers.host=0.0001"],
-            "kv_tiers.host: 0.0001 x 6,668 blocks on the device (55.9 GB) is less than one of 8.39 MB; expected >= 0.00015",
+            ["--set", "roles.aggregated.kv.host=0.0001x"],
+            "kv.host: 0.0001x is less than one block of 8.39 MB (the device has 6,668); make it larger, or 0 for none",
         ),
-        (["--set", "roles.aggregated.kv_tiers.host=-1"], "kv_tiers.host: must be >= 0.0, got -1"),
-        (["--set", "roles.aggregated.kv_tiers.hosts=1"], "unknown key; did you mean 'host'"),
+        (
+            ["--set", "roles.aggregated.kv.host=-1"],
+            "kv.host: must be a size with its unit, as 8GiB, or a multiple of the device's blocks, as 5x, got -1",
+        ),
+        (["--set", "roles.aggregated.kv.hosts=1"], "unknown key; did you mean 'host'"),
         (["--set", "roles.aggregated.kv_blocks=20000"], "20000 blocks of 64 tokens do not fit"),
         (["--set", "roles.aggregated.replicas=0"], "replicas: must be >= 1"),
         (["--speed", "-1"], "speed: must be > 0"),

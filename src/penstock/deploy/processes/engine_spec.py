@@ -1,6 +1,5 @@
 """Makes the engine spec of a worker from the graph."""
 
-from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
@@ -43,12 +42,6 @@ def engine_spec(
     Raises:
         ConfigError: the checkpoint lacks a field that the engine needs, or the engine does not support the role's settings.
     """
-    if role.kv_tiers.present():
-        raise ConfigError(
-            f"kv_tiers: engine {role.engine!r} keeps KV on its device alone, expected every tier to be 0, got"
-            f" {', '.join(f'{tier} {size:g}' for tier, size in role.kv_tiers.present().items())}; `penstock simulate`"
-            " can tell what more tiers would give"
-        )
     present = graph.roles.present()
     schedulers = {name: _scheduler(_sized(name, each, checkpoint)) for name, each in present.items()}
     own = next((name for name, each in present.items() if each is role), Role.AGGREGATED)
@@ -64,6 +57,7 @@ def engine_spec(
         vocab_size=checkpoint.text_config.get("vocab_size", _VOCABULARY),
         eos_token_ids=checkpoint.eos_token_ids,
         kv_blocks=role.kv_blocks,
+        kv=role.kv,
         sharing_engines=_sharing(graph, role),
         max_batch_tokens=_sized(own, role, checkpoint).max_batch_tokens,
         max_running_requests=role.max_running_requests,

@@ -19,6 +19,7 @@ from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types.instances import Prices
 from penstock.core.types.requests import Request, TokenLogprob
 from penstock.engine.batched import BatchedEngine
+from penstock.engine.kv_tiers import TierMaker
 from penstock.engine.mock.kv import MockKv
 from penstock.engine.runner import RunnerInfo, end_tokens_within
 from penstock.engine.scheduling.config import SchedulerConfig
@@ -233,6 +234,7 @@ def mock_engine(
     scheduler: SchedulerConfig | None = None,
     *,
     hash_key: bytes = DEFAULT_KEY,
+    make_tiers: TierMaker | None = None,
 ) -> MockEngine:
     """Make a mock engine.
 
@@ -241,5 +243,7 @@ def mock_engine(
         config: timing and answers.
         scheduler: bounds of batch and queue.
         hash_key: the deployment's key for block hashes.
+        make_tiers: makes the KV tiers below its device; None without.
     """
-    return MockEngine(MockRunner(shape, config or MockConfig()), scheduler, hash_key=hash_key)
+    runner = MockRunner(shape, config or MockConfig())
+    return MockEngine(runner, scheduler, hash_key=hash_key, make_tiers=make_tiers)

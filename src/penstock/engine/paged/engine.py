@@ -2,6 +2,7 @@
 
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.engine.batched import BatchedEngine
+from penstock.engine.kv_tiers import TierMaker
 from penstock.engine.paged.config import PagedConfig
 from penstock.engine.paged.runner import PagedRunner
 from penstock.engine.runner import ThreadedRunner
@@ -9,7 +10,13 @@ from penstock.engine.scheduling.config import SchedulerConfig
 
 
 def paged_engine(
-    config: PagedConfig, scheduling: SchedulerConfig | None = None, *, hash_key: bytes = DEFAULT_KEY
+    config: PagedConfig,
+    scheduling: SchedulerConfig | None = None,
+    *,
+    hash_key: bytes = DEFAULT_KEY,
+    make_tiers: TierMaker | None = None,
 ) -> BatchedEngine:
-    """Make an engine; `start` loads its model."""
-    return BatchedEngine(ThreadedRunner(PagedRunner(config)), scheduling, hash_key=hash_key)
+    """Make an engine; `start` loads its model, and then makes the KV tiers below its device."""
+    return BatchedEngine(
+        ThreadedRunner(PagedRunner(config)), scheduling, hash_key=hash_key, make_tiers=make_tiers
+    )

@@ -1,18 +1,19 @@
 """Admission of waiting requests into the batch, in queue order, as soon as blocks and a slot are free."""
 
+from collections.abc import Sequence as SequenceOf
+
 import numpy as np
 
 from penstock.core.ids import BlockId
-from penstock.core.types.events import Tier
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.lower_tiers import LowerTiers, TierRun
 from penstock.engine.scheduling.partial_blocks import PartialBlocks
 from penstock.engine.scheduling.queue import WaitingQueue
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
 from penstock.engine.scheduling.slots import Slots
 from penstock.kv.pool.pins import Pins
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.tiers.onboarding import Onboarding
-from penstock.kv.tiers.tiers import TierBlocks, TieredPool
+from penstock.kv.tiers.tiers import TieredPool
 
 
 class Admission:
@@ -29,7 +30,7 @@ class Admission:
         *,
         limits: SequenceLimits,
         config: SchedulerConfig,
-        onboarding: Onboarding | None,
+        lower_tiers: LowerTiers | None,
     ) -> None:
         self.config = config
         self.pins = Pins(pool, self.look_again)
@@ -42,7 +43,7 @@ class Admission:
         self._slots = slots
         self._pool = pool
         self._limits = limits
-        self._onboarding = onboarding
+        self._lower_tiers = lower_tiers
         self._is_blocked = False  # the first request did not fit, and no block was freed since
 
     def look_again(self) -> None:
@@ -74,8 +75,8 @@ class Admission:
                 break
             size, known = self._limits.block_size, len(sequence.token_ids)
             hits = self._match(sequence)
-            runs = self._worth_fetching(sequence, hits)
-            held = hits + [block_id for run in runs if run.tier is Tier.DEVICE for block_id in run.block_ids]
+            runs = self._worth_loading(sequence, hits)
+            held = hits + [block_id for run in runs for block_id in run.device_ids]
             lent_tokens = self._lent_tokens(sequence, (known - 1) // size - len(hits))
             needed = known // size + 1 - len(held) - bool(lent_tokens)
             free = self._pool.num_available - self._pool.count_idle(held)
@@ -85,7 +86,7 @@ class Admission:
                 self._is_blocked = True
                 break
             if runs:
-                slot = self._admit_onboarding(sequence, hits, runs)
+                slot = self._admit_loading(sequence, hits, runs)
             else:
                 count = min(budget, self.config.prompt_budget, known - len(hits) * size - lent_tokens)
                 slot = self._admit(sequence, hits, lent_tokens, count)
@@ -110,7 +111,7 @@ class Admission:
     def _lacking(self, sequence: Sequence) -> int:
         """Count the tokens that a waiting request would have to compute if admitted now."""
         hits = self._match(sequence)
-        fetched = sum(len(run.block_ids) for run in self._worth_fetching(sequence, hits))
+        fetched = sum(run.num_blocks for run in self._worth_loading(sequence, hits))
         return len(sequence.token_ids) - (len(hits) + fetched) * self._limits.block_size
 
     def _lent_tokens(self, sequence: Sequence, lacking: int) -> int:
@@ -146,21 +147,21 @@ class Admission:
         self._pool.acquire(hits)
         return self._slots.assign(sequence, hits)
 
-    def _worth_fetching(self, sequence: Sequence, hits: list[BlockId]) -> list[TierBlocks]:
-        """Find blocks in lower tiers that are worth copying to the device for a waiting request."""
-        if self._onboarding is None:
+    def _worth_loading(self, sequence: Sequence, hits: list[BlockId]) -> SequenceOf[TierRun]:
+        """Find blocks in lower tiers that are worth loading to the device for a waiting request."""
+        if self._lower_tiers is None:
             return []
         known = len(sequence.token_ids)
         cacheable = (known - 1) // self._limits.block_size
-        return self._onboarding.worth(sequence.block_hashes[:cacheable], hits, known)
+        return self._lower_tiers.worth(sequence.block_hashes[:cacheable], hits, known)
 
-    def _admit_onboarding(self, sequence: Sequence, hits: list[BlockId], runs: list[TierBlocks]) -> int:
-        """Give a waiting request a slot and start to copy its blocks from lower tiers; it computes once they have arrived."""
-        assert self._onboarding is not None, "found runs"
+    def _admit_loading(self, sequence: Sequence, hits: list[BlockId], runs: SequenceOf[TierRun]) -> int:
+        """Give a waiting request a slot and start to load its blocks from lower tiers; it computes once they have arrived."""
+        assert self._lower_tiers is not None, "found runs"
         size = self._limits.block_size
         if sequence.cached_tokens is None:
-            self._onboarding.count(runs, sequence.num_prompt - len(hits) * size)
-        cached = (len(hits) + sum(len(run.block_ids) for run in runs)) * size
+            self._lower_tiers.count(runs, sequence.num_prompt - len(hits) * size)
+        cached = (len(hits) + sum(run.num_blocks for run in runs)) * size
         slot = self._assign_slot(sequence, hits, cached)
-        self._slots.add_blocks(slot, self._onboarding.begin(sequence.request.request_id, runs))
+        self._slots.add_blocks(slot, self._lower_tiers.begin(sequence.request.request_id, runs))
         return slot

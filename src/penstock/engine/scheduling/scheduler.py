@@ -22,12 +22,13 @@ from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.types.steps import Step
 from penstock.engine.scheduling.admission import Admission
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.loading import Loading
+from penstock.engine.scheduling.lower_tiers import LowerTiers
 from penstock.engine.scheduling.queue import WaitingQueue
 from penstock.engine.scheduling.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
 from penstock.engine.scheduling.shortest_first_queue import ShortestFirstQueue
 from penstock.engine.scheduling.slots import Int32s, Slots
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.tiers.onboarding import Onboarding
 from penstock.kv.tiers.tiers import TieredPool
 
 
@@ -46,7 +47,7 @@ class Scheduler:
         config: SchedulerConfig,
         *,
         eos_token_ids: Iterable[int] = (),
-        onboarding: Onboarding | None = None,
+        lower_tiers: LowerTiers | None = None,
     ) -> None:
         """Make a scheduler without requests.
 
@@ -55,10 +56,10 @@ class Scheduler:
             limits: bounds of every request.
             config: bounds of batch and queue.
             eos_token_ids: end-of-sequence tokens.
-            onboarding: copies blocks from lower tiers of `pool`; None without lower tiers.
+            lower_tiers: the tiers below the device; None without.
         """
         self._pool = pool
-        self._onboarding = onboarding
+        self._lower_tiers = lower_tiers
         self._limits = limits
         self._config = config
         is_eos = np.zeros(limits.vocab_size, dtype=np.bool_)
@@ -70,9 +71,12 @@ class Scheduler:
         self._under_way: StepPlan | None = None
         self._aborted_slots: set[int] = set()  # aborted during the current step
         self._admission = Admission(
-            self._waiting, self._slots, pool, limits=limits, config=config, onboarding=onboarding
+            self._waiting, self._slots, pool, limits=limits, config=config, lower_tiers=lower_tiers
         )
         self.pins, self.partial_blocks = self._admission.pins, self._admission.partial_blocks
+        self._loading = Loading(lower_tiers, self._slots, limits)
+        if lower_tiers is not None:
+            lower_tiers.watch(self._admission.look_again)
         self._steps = self._failed_steps = self._preemptions = 0
         self._prefilled_tokens = self._generated_tokens = 0
         self.assume(Role.AGGREGATED, config)
@@ -136,12 +140,11 @@ class Scheduler:
         """Choose what to compute next; None if there is nothing (`take_step` may still return events)."""
         self.check_between_steps()
         self.partial_blocks.free_kept()
-        self._take_arrived()
+        self._publish_arrived()
         table = self.table
         slots = self._slots.running_array()
         remaining = table.num_tokens[slots] - table.num_computed[slots]
-        if self._onboarding is not None:
-            remaining[self._is_onboarding(slots)] = 0
+        remaining[self._loading.is_loading(slots)] = 0
         num_new, new_slots, new_counts = self._share_budget(slots, remaining)
         kept = self._grow(slots, num_new)
         if kept == len(slots):
@@ -151,11 +154,13 @@ class Scheduler:
             new_counts += more_counts
         else:  # out of blocks: no request was admitted
             slots, num_new, remaining = slots[:kept], num_new[:kept], remaining[:kept]
-        is_decode = remaining == 1
-        is_prefill = (remaining > 1) & (num_new > 0)
+        is_unstepped = self._loading.is_unstepped(slots)
+        is_decode = (remaining == 1) & ~is_unstepped
+        is_prefill = ((remaining > 1) | is_unstepped) & (num_new > 0)
         slots = np.concatenate((slots[is_decode], slots[is_prefill], np.array(new_slots, dtype=np.int32)))
         if not len(slots):
             return None
+        self._loading.step(slots)
         num_new = np.concatenate(
             (num_new[is_decode], num_new[is_prefill], np.array(new_counts, dtype=np.int32))
         )
@@ -233,13 +238,12 @@ class Scheduler:
         table, pool = self.table, self._pool
         running = self._slots.running_array()
         remaining = table.num_tokens[running] - table.num_computed[running]
-        if self._onboarding is not None:
-            fetched = table.num_tokens[running] - table.num_blocks[running] * self._limits.block_size
-            remaining = np.where(self._is_onboarding(running), fetched, remaining)
+        loaded = table.num_tokens[running] - table.num_blocks[running] * self._limits.block_size
+        remaining = np.where(self._loading.is_loading(running), loaded, remaining)
         return WorkerLoad(
             running_requests=len(running),
             waiting_requests=len(self._waiting),
-            active_blocks=pool.num_active,
+            active_blocks=pool.num_active - self._loading.count_offloading(self.pins),
             cached_blocks=pool.num_cached,
             total_blocks=pool.num_blocks,
             queued_prefill_tokens=self._waiting.num_tokens + int(remaining[remaining > 1].sum()),
@@ -250,7 +254,7 @@ class Scheduler:
             prefix_hit_tokens=self._admission.prefix_hit_tokens,
             generated_tokens=self._generated_tokens,
             failed_steps=self._failed_steps,
-            onboarded_tokens=() if self._onboarding is None else self._onboarding.tokens,
+            onboarded_tokens=self._loading.tokens,
         )
 
     def check(self) -> None:
@@ -258,12 +262,14 @@ class Scheduler:
         self._pool.check()
         self._slots.check()
         self._waiting.check()
-        if self._onboarding is not None:
-            self._onboarding.check()
+        if self._lower_tiers is not None:
+            self._lower_tiers.check()
         waiting = {request_id for request_id, sequence in self._by_id.items() if sequence.slot is None}
         self.partial_blocks.check(waiting)
         held = Counter(self._slots.holders())
         held.update(self.pins.holders())
+        if self._lower_tiers is not None:
+            held.update(self._lower_tiers.holders())
         assert held == self._pool.references(), "sequences and pins hold other blocks than the pool thinks"
         known = len(self._by_id) + len(self._aborted_slots)
         assert known == len(self._slots.running) + len(self._waiting), "a request is lost"
@@ -344,23 +350,12 @@ class Scheduler:
         self._waiting.push_front(sequence)
         self._preemptions += 1
 
-    # ---- lower tiers ----------------------------------------------------------------------------------
-
-    def _take_arrived(self) -> None:
-        """Publish blocks that arrived from lower tiers, and let their requests compute the rest."""
-        if self._onboarding is None:
-            return
-        for request_id in self._onboarding.take_arrived():
-            slot = self._by_id[request_id].slot
-            assert slot is not None, "it runs"
-            self.table.num_computed[slot] = self.table.num_blocks[slot] * self._limits.block_size
-            self._publish(np.array([slot], dtype=np.int32))
-
-    def _is_onboarding(self, slots: Int32s) -> NDArray[np.bool_]:
-        """Mask slots whose prefix is still being copied from lower tiers."""
-        assert self._onboarding is not None, "asked only where there are lower tiers"
-        is_under_way, ids = self._onboarding.is_under_way, self._slots.request_ids
-        return np.array([is_under_way(ids[slot]) for slot in slots.tolist()], dtype=np.bool_)
+    def _publish_arrived(self) -> None:
+        """Publish blocks that were loaded from lower tiers, and let their requests compute the rest."""
+        slots, lacking = self._loading.take_arrived()
+        if slots:
+            self._admission.prefix_hit_tokens -= lacking
+            self._publish(np.array(slots, dtype=np.int32))
 
     # ---- outcomes -------------------------------------------------------------------------------------
 
@@ -409,9 +404,10 @@ class Scheduler:
         return tuple(request.request_id for request in requests if request is not None)
 
     def _make_step(self, deltas: list[Delta], prefilling: tuple[RequestId, ...] = ()) -> Step:
-        return Step(
-            deltas=tuple(deltas), events=self._pool.take_events(), load=self.load(), prefilling=prefilling
-        )
+        events = self._pool.take_events()
+        if self._lower_tiers is not None:
+            events = self._lower_tiers.with_events(events)
+        return Step(deltas=tuple(deltas), events=events, load=self.load(), prefilling=prefilling)
 
     def _end_rows(self, plan: StepPlan, errors: Mapping[int, PenstockError]) -> list[Delta]:
         """End the requests of these rows, each with a last delta that carries its error."""
@@ -443,7 +439,6 @@ class Scheduler:
 
     def _vacate(self, slot: int) -> None:
         """Free a slot and its blocks."""
-        if self._onboarding is not None:
-            self._onboarding.cancel(self._slots.request_ids[slot])
+        self._loading.leave(slot)
         self._pool.release(self._slots.vacate(slot))
         self._admission.look_again()

@@ -1,11 +1,12 @@
 """Onboarding: a waiting request's prefix is copied from lower tiers to the device, while the batch runs."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Protocol
 
 from penstock.core.ids import BlockId, RequestId
-from penstock.core.types.events import Tier
+from penstock.core.types.events import KvEvent, Tier
 from penstock.core.wire import HashArray
 from penstock.kv.tiers.tiers import Fetch, TierBlocks, TieredPool, WriteBack
 
@@ -53,6 +54,7 @@ class Onboarding:
         self._copier = copier
         self._on_arrival = on_arrival
         self._under_way: dict[RequestId, Fetch] = {}
+        self._sizes: dict[RequestId, int] = {}
         self._arrived: list[tuple[RequestId, Fetch]] = []
         self._tokens: dict[Tier, int] = dict.fromkeys((pool.tier for pool in pool.tiers[1:]), 0)
 
@@ -96,6 +98,7 @@ class Onboarding:
         """
         fetch, block_ids = self._pool.begin(runs)
         self._under_way[request_id] = fetch
+        self._sizes[request_id] = len(block_ids)
         self._copier.fetch(fetch, partial(self._on_done, request_id, fetch))
         return block_ids
 
@@ -103,20 +106,39 @@ class Onboarding:
         """Say whether a request's prefix is still being onboarded, or `take_arrived` has not returned it yet."""
         return request_id in self._under_way
 
-    def take_arrived(self) -> list[RequestId]:
-        """Return the requests whose prefix has arrived since the last call, in order of arrival, and end their fetches."""
+    def take_arrived(self) -> list[tuple[RequestId, int]]:
+        """Return the requests whose prefix has arrived since the last call, with its blocks, and end their fetches."""
         arrived, self._arrived = self._arrived, []
         names = [request_id for request_id, fetch in arrived if self._under_way.get(request_id) is fetch]
         for request_id in names:
             self._pool.end(self._under_way.pop(request_id))
-        return names
+        return [(request_id, self._sizes.pop(request_id)) for request_id in names]
 
     def cancel(self, request_id: RequestId) -> None:
         """Cancel a request's fetch, if there is one; call it before releasing the request's blocks."""
         fetch = self._under_way.pop(request_id, None)
         if fetch is not None:
+            del self._sizes[request_id]
             self._copier.cancel(fetch)
             self._pool.end(fetch)
+
+    def watch(self, on_room: Callable[[], None]) -> None:
+        """Have nothing to tell: device blocks are never pinned."""
+
+    def offload(self, block_hashes: HashArray) -> None:
+        """Do nothing: the pool writes back what it evicts."""
+
+    def with_events(self, events: tuple[KvEvent, ...]) -> tuple[KvEvent, ...]:
+        """Return the pool's events, which are those of all tiers."""
+        return events
+
+    def holders(self) -> Counter[BlockId]:
+        """Count its references to device blocks: none beside those of the sequences."""
+        return Counter()
+
+    def offloading(self) -> Collection[BlockId]:
+        """Return the device blocks that offloads read now: none."""
+        return ()
 
     def check(self) -> None:
         """Raise AssertionError if references to lower blocks differ from the fetches in progress."""

@@ -20,6 +20,16 @@ class TierBlocks(NamedTuple):
     tier: Tier
     block_ids: list[BlockId]
 
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.block_ids)
+
+    @property
+    def device_ids(self) -> Sequence[BlockId]:
+        """Those on the device."""
+        return self.block_ids if self.tier is Tier.DEVICE else ()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetch:

@@ -77,7 +77,7 @@ class _Tiers:
         self._onboarding.cancel(RequestId(str(number)))
 
     def take_arrived(self) -> list[int]:
-        return [int(number) for number in self._onboarding.take_arrived()]
+        return [int(number) for number, _ in self._onboarding.take_arrived()]
 
 
 class JumpScheduler:

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from penstock.core.hashing import DEFAULT_KEY, block_hashes
-from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
 from penstock.core.wire import PackedHashes, unpack_hashes
 from penstock.seams import Engine
 from penstock.testing.engines.case import EngineCase
@@ -94,6 +94,8 @@ class CachingEngineSuite(EngineCase):
                 stored: list[int] = []
                 for event in probe.events:
                     assert isinstance(event, BlockStored)
+                    if event.tier is not Tier.DEVICE:
+                        continue
                     assert event.parent_block_hash == (stored[-1] if stored else None)
                     assert event.block_size == size
                     stored += unpack_hashes(event.block_hashes).tolist()

@@ -10,7 +10,7 @@ from typing import Generic, Self, TypeVar
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import RequestId
-from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from penstock.core.types.steps import Step
@@ -171,13 +171,13 @@ class EngineProbe(Generic[E]):
         self.answers, self.events = {}, []
 
     def resident(self) -> Counter[int]:
-        """Replay all events: low64 -> resident copies. Some engines store equal blocks more than once."""
+        """Replay all events of the device: low64 -> resident copies. Some engines store equal blocks more than once."""
         resident = Counter(self._resident_before)
         for event in self.events:
             match event:
-                case BlockStored():
+                case BlockStored(tier=Tier.DEVICE):
                     resident.update(unpack_hashes(event.block_hashes).tolist())
-                case BlockRemoved():
+                case BlockRemoved(tier=Tier.DEVICE):
                     removed = Counter(unpack_hashes(event.block_hashes).tolist())
                     assert removed <= resident, "removed, but not stored"
                     resident -= removed

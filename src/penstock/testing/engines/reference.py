@@ -1,5 +1,6 @@
 """The mock engine as a reference: for scheduling, caching and KV events."""
 
+from penstock.engine.kv_tiers import TierMaker
 from penstock.engine.mock.engine import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
@@ -8,7 +9,11 @@ from penstock.testing.engines.probe import EngineSetup
 
 
 def reference_engine(
-    setup: EngineSetup, vocab_size: int, eos_token_ids: tuple[int, ...] = ()
+    setup: EngineSetup,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...] = (),
+    *,
+    make_tiers: TierMaker | None = None,
 ) -> MovingEngine:
     """Make a mock engine that checks its block tables on every step and sleeps next to no time."""
     shape = RunnerInfo(
@@ -24,4 +29,4 @@ def reference_engine(
         max_running_requests=setup.max_running_requests,
         max_waiting_requests=setup.max_waiting_requests,
     )
-    return mock_engine(shape, MockConfig(speedup=1000), scheduler)
+    return mock_engine(shape, MockConfig(speedup=1000), scheduler, make_tiers=make_tiers)

@@ -5,16 +5,20 @@ from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.registry import create_engine
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.graph import Graph, RoleSpec
 
 
-def test_tiers_that_no_engine_has_are_refused():
+def test_tiers_that_an_engine_lacks_are_refused():
     checkpoint = Checkpoint.open(str(MODEL_DIR))
-    graph, role = Graph(model="m"), RoleSpec(engine="mock", kv_tiers={"host": 2, "disk": 0.5})
-    with pytest.raises(ConfigError, match=r"'mock' keeps KV on its device alone.* got host 2, disk 0.5"):
-        engine_spec(graph, role, checkpoint)
-    assert engine_spec(graph, RoleSpec(engine="mock"), checkpoint).kv_blocks is None
+    role = RoleSpec(engine="openai", engine_args={"url": "http://127.0.0.1:1"}, kv={"host": "2x"})
+    spec = engine_spec(Graph(model="m"), role, checkpoint)
+    with pytest.raises(
+        ConfigError, match=r"'openai' has no KV tiers below its device, got host 2x; use engine mock, paged"
+    ):
+        create_engine("openai", spec)
+    assert engine_spec(Graph(model="m"), RoleSpec(engine="mock"), checkpoint).kv_blocks is None
 
 
 def test_the_context_is_the_models_unless_the_graph_asks_for_less() -> None:

@@ -1,0 +1,84 @@
+"""Running requests whose prefix comes from tiers below the device: they hold a slot and blocks, and compute once it is there."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.engine.scheduling.lower_tiers import LowerTiers
+from penstock.engine.scheduling.sequences import SequenceLimits
+from penstock.engine.scheduling.slots import Int32s, Slots
+from penstock.kv.pool.pins import Pins
+
+
+class Loading:
+    """The slots of one scheduler that wait for lower tiers. Without such tiers nothing ever waits."""
+
+    def __init__(self, tiers: LowerTiers | None, slots: Slots, limits: SequenceLimits) -> None:
+        self._tiers = tiers
+        self._slots = slots
+        self._limits = limits
+        self._unstepped: set[int] = set()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt tokens found in each lower `Tier`, host first; empty without tiers."""
+        return () if self._tiers is None else self._tiers.tokens
+
+    def is_loading(self, slots: Int32s) -> NDArray[np.bool_]:
+        """Mask the slots whose prefix is still being loaded."""
+        if self._tiers is None:
+            return np.zeros(len(slots), dtype=np.bool_)
+        is_under_way, ids = self._tiers.is_under_way, self._slots.request_ids
+        return np.array([is_under_way(ids[slot]) for slot in slots.tolist()], dtype=np.bool_)
+
+    def is_unstepped(self, slots: Int32s) -> NDArray[np.bool_]:
+        """Mask the slots whose prefix was loaded and that no step has computed since: their first step is a prefill row."""
+        if not self._unstepped:
+            return np.zeros(len(slots), dtype=np.bool_)
+        return np.isin(slots, list(self._unstepped))
+
+    def step(self, slots: Int32s) -> None:
+        """Tell which slots the next step computes."""
+        if self._unstepped:
+            self._unstepped.difference_update(slots.tolist())
+
+    def count_offloading(self, pins: Pins) -> int:
+        """Count the device blocks that are held for an offload alone, and by no request or pin."""
+        held = set() if self._tiers is None else set(self._tiers.offloading())
+        if held:
+            held.difference_update(self._slots.holders())
+            held.difference_update(pins.holders())
+        return len(held)
+
+    def take_arrived(self) -> tuple[list[int], int]:
+        """Count what was loaded as computed.
+
+        Returns:
+            the slots whose load has ended since the last call, and the tokens that their loads were to bring and did not.
+        """
+        arrived: list[int] = []
+        lacking = 0
+        if self._tiers is None:
+            return arrived, lacking
+        slot_of = {self._slots.request_ids[slot]: slot for slot in self._slots.running}
+        table, size = self._slots.table, self._limits.block_size
+        for request_id, num_blocks in self._tiers.take_arrived():
+            slot = slot_of[request_id]
+            expected = int(table.num_blocks[slot]) * size
+            table.num_computed[slot] += num_blocks * size
+            lacking += expected - int(table.num_computed[slot])
+            sequence = self._slots.sequence(slot)
+            if sequence.cached_tokens is not None:
+                sequence.cached_tokens = min(sequence.cached_tokens, int(table.num_computed[slot]))
+            self._unstepped.add(slot)
+            arrived.append(slot)
+        return arrived, lacking
+
+    def leave(self, slot: int) -> None:
+        """Cancel the load of a slot that is about to be freed, and offload its full blocks."""
+        if self._tiers is None:
+            return
+        self._unstepped.discard(slot)
+        self._tiers.cancel(self._slots.request_ids[slot])
+        count = int(self._slots.num_published[slot])
+        if count:
+            self._tiers.offload(self._slots.sequence(slot).block_hashes[:count])

@@ -1,0 +1,1 @@
+"""The host tier: KV blocks in the memory of the worker's machine."""

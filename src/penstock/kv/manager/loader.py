@@ -1,0 +1,235 @@
+"""The loader: brings a waiting request's prefix from KV tiers to the device while the batch runs.
+
+A load that fails, is late or finds a corrupt block ends with fewer blocks; the request computes the rest.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from penstock.core.ids import BlockId, RequestId
+from penstock.core.types.events import Tier
+from penstock.core.wire import HashArray
+from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.pool.pool import BlockPool
+from penstock.seams.kv import KvLoad, KvTier
+
+_LATE_FACTOR = 4.0
+_LATE_MARGIN_S = 0.25
+"""A load is late after `_LATE_FACTOR` times its predicted time and this."""
+
+
+class Timer(Protocol):
+    """A call that is due later."""
+
+    def cancel(self) -> None:
+        """Drop it; no error if it was made."""
+        ...
+
+
+CallLater = Callable[[float, Callable[[], None]], Timer]
+"""Calls a function after so many seconds."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvRun:
+    """Consecutive blocks of a prefix that one tier keeps.
+
+    Attributes:
+        source: the tier.
+        block_hashes: (n, 2) uint64.
+    """
+
+    source: KvTier
+    block_hashes: HashArray
+
+    @property
+    def tier(self) -> Tier:
+        """Where the blocks are."""
+        return self.source.tier
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.block_hashes)
+
+    @property
+    def device_ids(self) -> Sequence[BlockId]:
+        """Those on the device: none."""
+        return ()
+
+
+@dataclass(slots=True, eq=False)
+class _Prefix:
+    """A request's loads."""
+
+    request_id: RequestId
+    targets: list[BlockId]
+    sizes: list[int]
+    loaded: dict[int, int] = field(default_factory=dict)
+    """By run: leading blocks that have arrived; missing while it loads."""
+    loads: list[KvLoad] = field(default_factory=list)
+    is_wanted: bool = True
+    deadline: Timer | None = None
+
+    @property
+    def arrived(self) -> int:
+        """Leading blocks that are complete."""
+        total = 0
+        for run, size in enumerate(self.sizes):
+            total += self.loaded[run]
+            if self.loaded[run] < size:
+                break
+        return total
+
+    def cancel(self) -> None:
+        """Ask all loads to end."""
+        for load in self.loads:
+            load.cancel()
+
+
+class Loader:
+    """The loads under way, by request. Not thread-safe; one task owns it.
+
+    Targets stay referenced until their tier writes them no more, so that a cancelled load harms nobody.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        sources: Sequence[KvTier],
+        prefill: MeasuredSpeed,
+        on_change: Callable[[], None],
+        call_later: CallLater | None,
+    ) -> None:
+        """Make a loader without loads.
+
+        Args:
+            pool: the device's blocks.
+            sources: nearest first.
+            prefill: the engine's measured seconds for each prompt token.
+            on_change: called when a prefix has arrived, or blocks were freed.
+            call_later: the clock of late loads; None is the event loop's.
+        """
+        self.num_late = 0
+        """Loads that took too long."""
+        self.num_lacking = 0
+        """Blocks that a load was to bring and did not; they were computed."""
+        self._pool = pool
+        self._sources = sources
+        self._prefill = prefill
+        self._on_change = on_change
+        self._call_later = call_later
+        self._wanted: dict[RequestId, _Prefix] = {}
+        self._ended: list[_Prefix] = []
+        self._held: Counter[BlockId] = Counter()
+
+    def worth(self, block_hashes: HashArray, hits: Sequence[BlockId], known_tokens: int) -> list[KvRun]:
+        """Find the runs to load for a waiting request: as far as loading is predicted sooner than computing.
+
+        Args:
+            block_hashes: (n, 2) uint64, blocks of the request that may come from a cache.
+            hits: leading blocks that the device has.
+            known_tokens: all tokens of the request.
+        """
+        runs: list[KvRun] = []
+        depth = len(hits)
+        while depth < len(block_hashes):
+            for source in self._sources:
+                found = source.locate(block_hashes[depth:])
+                if found:
+                    runs.append(KvRun(source, block_hashes[depth : depth + found]))
+                    depth += found
+                    break
+            else:
+                break
+        return runs[: self._best(runs, known_tokens - len(hits) * self._pool.block_size)]
+
+    def begin(self, request_id: RequestId, runs: Sequence[KvRun]) -> list[BlockId]:
+        """Start to load runs that `worth` found; the device must have enough available blocks.
+
+        Returns:
+            device blocks for all runs. The sequence releases them; they are not cached until it commits them.
+        """
+        targets = self._pool.allocate(sum(run.num_blocks for run in runs))
+        assert targets is not None, "begun without room"
+        prefix = _Prefix(request_id, targets, [run.num_blocks for run in runs])
+        self._wanted[request_id] = prefix
+        self._pool.acquire(targets)
+        self._held.update(targets)
+        late_s = _LATE_MARGIN_S + _LATE_FACTOR * sum(run.source.load_s(run.num_blocks) for run in runs)
+        start = 0
+        for number, run in enumerate(runs):
+            end = start + run.num_blocks
+            done = partial(self._on_done, prefix, number)
+            prefix.loads.append(run.source.load(run.block_hashes, targets[start:end], done))
+            start = end
+        call_later = self._call_later or asyncio.get_running_loop().call_later
+        prefix.deadline = call_later(late_s, partial(self._on_late, prefix))
+        return list(targets)
+
+    def is_under_way(self, request_id: RequestId) -> bool:
+        """Say whether a request's prefix is still being loaded, or `take_arrived` has not returned it yet."""
+        return request_id in self._wanted
+
+    def take_arrived(self) -> list[tuple[RequestId, int]]:
+        """Return the requests whose loads have ended since the last call, with the number of leading blocks that arrived."""
+        ended, self._ended = self._ended, []
+        arrived = []
+        for prefix in ended:
+            if prefix.is_wanted:
+                del self._wanted[prefix.request_id]
+                arrived.append((prefix.request_id, prefix.arrived))
+                self.num_lacking += sum(prefix.sizes) - prefix.arrived
+        return arrived
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Cancel a request's loads, if there are any; their targets stay referenced until they have ended."""
+        prefix = self._wanted.pop(request_id, None)
+        if prefix is not None:
+            prefix.is_wanted = False
+            prefix.cancel()
+
+    def holders(self) -> Counter[BlockId]:
+        """Count its references to each device block."""
+        return self._held
+
+    def close(self) -> None:
+        """Cancel all loads."""
+        for request_id in tuple(self._wanted):
+            self.cancel(request_id)
+
+    def _best(self, runs: Sequence[KvRun], lacking_tokens: int) -> int:
+        """Return how many leading runs to load for the earliest end; all of them before a prompt was ever computed."""
+        if not self._prefill.is_known:
+            return len(runs)
+        best, best_s = 0, self._prefill.seconds(lacking_tokens)
+        load_s = 0.0
+        for count, run in enumerate(runs, 1):
+            load_s = max(load_s, run.source.load_s(run.num_blocks))
+            lacking_tokens -= run.num_blocks * self._pool.block_size
+            total_s = load_s + self._prefill.seconds(lacking_tokens)
+            if total_s < best_s:
+                best, best_s = count, total_s
+        return best
+
+    def _on_done(self, prefix: _Prefix, run: int, count: int) -> None:
+        prefix.loaded[run] = count
+        if len(prefix.loaded) < len(prefix.sizes):
+            return
+        if prefix.deadline is not None:
+            prefix.deadline.cancel()
+        self._held.subtract(prefix.targets)
+        self._held = +self._held
+        self._pool.release(prefix.targets)
+        if prefix.is_wanted:
+            self._ended.append(prefix)
+        self._on_change()
+
+    def _on_late(self, prefix: _Prefix) -> None:
+        if prefix.is_wanted:
+            self.num_late += 1
+        prefix.cancel()

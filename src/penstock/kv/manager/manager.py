@@ -1,0 +1,122 @@
+"""The KV manager of one engine: the loader and the offloader over its tiers."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+
+from penstock.core.ids import BlockId
+from penstock.core.types.events import AllBlocksCleared, KvEvent, Tier
+from penstock.kv.manager.loader import CallLater, KvRun, Loader
+from penstock.kv.manager.offloader import Offloader
+from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.pool.pool import BlockPool
+from penstock.seams.kv import KvTier
+
+
+class KvManager:
+    """What a scheduler asks of the tiers below its device. Not thread-safe; one task owns it."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        tiers: Sequence[KvTier],
+        on_change: Callable[[], None],
+        *,
+        call_later: CallLater | None = None,
+    ) -> None:
+        """Manage tiers, which `close` closes.
+
+        Args:
+            pool: the device's blocks.
+            tiers: nearest first, at least one.
+            on_change: called when `take_arrived` may return more, or blocks were freed.
+            call_later: the clock of late loads; None is the event loop's.
+        """
+        self.tiers = tuple(tiers)
+        self.prefill = MeasuredSpeed()
+        """Seconds for each prompt token; the engine measures it."""
+        self._pool = pool
+        self._on_change = on_change
+        self._on_room: Callable[[], None] = lambda: None
+        self._loader = Loader(pool, self.tiers, self.prefill, self._changed, call_later)
+        self._offloader = Offloader(pool, self.tiers, self._changed)
+        self._tokens: dict[Tier, int] = dict.fromkeys((tier.tier for tier in tiers), 0)
+        self.worth = self._loader.worth
+        self.is_under_way = self._loader.is_under_way
+        self.take_arrived = self._loader.take_arrived
+        self.cancel = self._loader.cancel
+        self.begin = self._loader.begin
+        self.offload = self._offloader.offload
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that all tiers can keep."""
+        return sum(tier.num_blocks for tier in self.tiers)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens that `count` has counted in each lower `Tier`, host first."""
+        return tuple(self._tokens.get(tier, 0) for tier in tuple(Tier)[1:])
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Counts of blocks and loads since start, by name."""
+        return {
+            "offloaded_blocks": self._offloader.num_offloaded,
+            "shed_blocks": self._offloader.num_shed,
+            "late_loads": self._loader.num_late,
+            "lacking_blocks": self._loader.num_lacking,
+            "corrupt_blocks": sum(tier.num_corrupt for tier in self.tiers),
+        }
+
+    def watch(self, on_room: Callable[[], None]) -> None:
+        """Also call `on_room` when blocks were freed."""
+        self._on_room = on_room
+
+    def count(self, runs: Sequence[KvRun], prompt_tokens: int) -> None:
+        """Count a request's tokens in lower tiers, up to `prompt_tokens`, the prompt tokens that the device lacks."""
+        for run in runs:
+            found = min(run.num_blocks * self._pool.block_size, prompt_tokens)
+            prompt_tokens -= found
+            self._tokens[run.tier] += found
+
+    def with_events(self, events: tuple[KvEvent, ...]) -> tuple[KvEvent, ...]:
+        """Add the events of all tiers since the last call to those of the device.
+
+        The lowest tier comes first, so that a block is told in a lower tier before it is gone from the device. Only what came
+        before a clearing is not told after it.
+        """
+        lower: list[KvEvent] = []
+        for tier in reversed(self.tiers):
+            lower += tier.take_events()
+        is_cleared = any(isinstance(event, AllBlocksCleared) for event in events)
+        return (*events, *lower) if is_cleared else (*lower, *events)
+
+    def holders(self) -> Counter[BlockId]:
+        """Count its references to each device block."""
+        return self._loader.holders() + self._offloader.holders()
+
+    def offloading(self) -> Collection[BlockId]:
+        """Return the device blocks that offloads read now."""
+        return self._offloader.holders()
+
+    def clear(self) -> None:
+        """Forget all blocks of all tiers; the event is that of the device's pool, which is cleared too."""
+        self._offloader.clear()
+        for tier in self.tiers:
+            tier.clear()
+            tier.take_events()
+
+    def check(self) -> None:
+        """Raise AssertionError if it holds blocks although nothing is under way."""
+        held = self.holders()
+        assert all(number > 0 for number in held.values()), f"blocks held a negative number of times: {held}"
+
+    async def close(self) -> None:
+        """Cancel all loads and close the tiers. Safe twice."""
+        self._loader.close()
+        for tier in self.tiers:
+            await tier.close()
+
+    def _changed(self) -> None:
+        self._on_room()
+        self._on_change()

@@ -1,0 +1,92 @@
+"""The offloader: copies the full blocks of requests that leave the batch to KV tiers, in the background."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from penstock.core.ids import BlockId
+from penstock.core.wire import HashArray
+from penstock.kv.pool.pool import BlockPool
+from penstock.seams.kv import KvTier
+
+_PINNED_SHARE = 8
+"""At most one in so many device blocks is pinned for copies. Others wait unpinned, and are lost if they are evicted first."""
+_WAITING_MAX = 4096
+"""Prefixes that wait for each tier; beyond it the oldest are not offloaded."""
+
+
+class Offloader:
+    """The offloads under way and waiting. Not thread-safe; one task owns it.
+
+    Blocks are pinned on the device while they are copied, but not while they wait, so that a slow tier takes no room from
+    requests.
+    """
+
+    def __init__(self, pool: BlockPool, tiers: Sequence[KvTier], on_change: Callable[[], None]) -> None:
+        """Make an offloader without work.
+
+        Args:
+            pool: the device's blocks.
+            tiers: each gets the blocks that it lacks.
+            on_change: called when blocks were freed.
+        """
+        self.num_offloaded = 0
+        """Blocks copied or being copied."""
+        self.num_shed = 0
+        """Blocks that were evicted before they could be copied, or that a tier had no room for."""
+        self._pool = pool
+        self._on_change = on_change
+        self._pinned_max = max(1, pool.num_blocks // _PINNED_SHARE)
+        self._held: Counter[BlockId] = Counter()
+        self._waiting: list[tuple[KvTier, deque[HashArray]]] = [(tier, deque()) for tier in tiers]
+
+    def offload(self, block_hashes: HashArray) -> None:
+        """Copy what tiers lack of a prefix that is in the device's cache.
+
+        Args:
+            block_hashes: (n, 2) uint64, from the first block on.
+        """
+        for tier, waiting in self._waiting:
+            if tier.locate(block_hashes) < len(block_hashes):
+                waiting.append(block_hashes)
+                if len(waiting) > _WAITING_MAX:
+                    self.num_shed += len(waiting.popleft())
+        self._go_on()
+
+    def holders(self) -> Counter[BlockId]:
+        """Count its references to each device block."""
+        return self._held
+
+    def clear(self) -> None:
+        """Forget the prefixes that wait."""
+        for _, waiting in self._waiting:
+            waiting.clear()
+
+    def _go_on(self) -> None:
+        for tier, waiting in self._waiting:
+            while waiting and self._held.total() < self._pinned_max:
+                if not self._begin(tier, waiting[0]):
+                    break
+                waiting.popleft()
+
+    def _begin(self, tier: KvTier, hashes: HashArray) -> bool:
+        """Begin to copy what may be pinned of a prefix; returns whether that was all of it."""
+        block_ids = self._pool.match(hashes)
+        kept = tier.locate(hashes)
+        count = min(len(block_ids), kept + self._pinned_max - self._held.total())
+        read: Sequence[BlockId] = ()
+        if count > kept:
+            read = tier.offload(hashes[:count], block_ids[:count], self._on_done)
+            self._pool.acquire(read)
+            self._held.update(read)
+            self.num_offloaded += len(read)
+        if count < len(block_ids):
+            return False  # the rest follows when these are copied
+        self.num_shed += max(0, len(hashes) - max(kept, count))
+        return True
+
+    def _on_done(self, block_ids: Sequence[BlockId]) -> None:
+        self._held.subtract(block_ids)
+        self._held = +self._held
+        self._pool.release(block_ids)
+        self._go_on()
+        self._on_change()
