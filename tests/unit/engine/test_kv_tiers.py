@@ -12,6 +12,7 @@ from penstock.engine.kv_tiers import KvConfig, TierSize, tier_maker
 from penstock.engine.mock.engine import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.kv.host import host_tier
 from penstock.testing.engines.probe import EngineProbe, make_request
 from penstock.testing.loop import run_async
 from tests.support.held_tier import HeldTier
@@ -342,6 +343,18 @@ def test_an_engine_without_kv_memory_is_refused():
         shape = RunnerInfo(num_blocks=8, block_size=SIZE, context_length=32, vocab_size=500)
         probe = mock_engine(shape, make_tiers=tier_maker(KvConfig(host="1GiB")))
         with pytest.raises(ConfigError, match=r"mock\.kv_bytes_per_block"):
+            await probe.start()
+        await probe.close()
+
+    run_async(main())
+
+
+def test_a_tier_larger_than_the_hosts_memory_is_refused_before_it_takes_any(monkeypatch):
+    monkeypatch.setattr(host_tier, "free_memory_bytes", lambda: 1 << 29)
+
+    async def main():
+        probe = engine(blocks=2_000, host="9000x")
+        with pytest.raises(ConfigError, match=r"kv\.host: 18,000,000 blocks of 32 bytes .* free"):
             await probe.start()
         await probe.close()
 

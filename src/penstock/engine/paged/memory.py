@@ -4,18 +4,17 @@ On a CPU it is an arena of `penstock.transfer`: other processes of the host map 
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from penstock.core.errors import ConfigError, TransferError
 from penstock.core.types.kv_layout import KvLayout
 from penstock.transfer import Arena
+from penstock.transfer.regions import free_memory
 
 _CPU_DEFAULT_BYTES = 1 << 30
 _GPU_DEFAULT_FRACTION = 0.85
 _SPARE_BLOCKS = 1
-_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +140,7 @@ def free_memory_bytes(device: torch.device) -> int:
     """Return the free memory of the GPU, or of this machine within the limit of its control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    group = _CONTROL_GROUP
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text()) - _reclaimable_bytes(group)
-    except (OSError, ValueError):  # no control groups of version 2, or no limit
-        return available
-    return min(available, max(0, limit - used))
-
-
-def _reclaimable_bytes(group: Path) -> int:
-    """Return the size of inactive page cache, such as weight files; the kernel drops it when memory is needed."""
-    fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return int(fields.get("inactive_file", 0))
+    return free_memory.free_memory_bytes()
 
 
 def _allocate(block_bytes: int, num_blocks: int) -> Arena:

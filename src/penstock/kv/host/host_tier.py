@@ -19,10 +19,13 @@ from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
 from penstock.transfer.regions.arena import Arena
 from penstock.transfer.regions.checksum import checksum_ranges
+from penstock.transfer.regions.free_memory import free_memory_bytes
 from penstock.transfer.regions.ranges import Stop, copy_ranges
 
 _PIECE_BYTES = 8 << 20
 """Copied and verified at once; a cancelled load ends within one piece."""
+_SPARED_BYTES = 1 << 28
+"""Free memory that the tier does not take, since a host without any kills processes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,12 +65,7 @@ class HostTier:
         self.num_blocks = num_blocks
         self.num_corrupt = 0
         self._device = device
-        try:
-            self._arena = Arena.create(num_blocks * device.block_bytes)
-        except TransferError as error:
-            raise ConfigError(
-                f"kv.host: {num_blocks} blocks of {device.block_bytes} bytes: {error.message}"
-            ) from error
+        self._arena = _allocate(num_blocks, device.block_bytes)
         self._host = DeviceBlocks(self._arena.address, device.block_bytes, self._arena.array)
         self._sums = np.zeros(num_blocks, np.uint32)
         self._pool = BlockPool(num_blocks, block_size, tier=Tier.HOST)
@@ -237,6 +235,30 @@ class HostTier:
             lengths: NDArray[np.uint64] = np.full(len(to), self._device.block_bytes, np.uint64)
             copy_ranges(addresses, self._device.addresses(sources[start : start + each]), lengths)
             self._sums[to] = checksum_ranges(addresses, lengths)
+
+
+def _allocate(num_blocks: int, block_bytes: int) -> Arena:
+    """Allocate the memory of all blocks, a part at a time, while the host has enough.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    size_bytes = num_blocks * block_bytes
+    what = f"kv.host: {num_blocks:,} blocks of {block_bytes:,} bytes are {size_bytes / 2**30:.2f} GiB"
+
+    def check(lacking_bytes: int) -> None:
+        free_bytes = free_memory_bytes()
+        if free_bytes < lacking_bytes + _SPARED_BYTES:
+            raise ConfigError(
+                f"{what}, {lacking_bytes / 2**30:.2f} of them still to be taken, and the host has {free_bytes / 2**30:.2f} GiB free, of"
+                f" which {_SPARED_BYTES / 2**30:g} are left alone; make it smaller"
+            )
+
+    try:
+        check(size_bytes)
+        return Arena.create(size_bytes, before_taking=check)
+    except TransferError as error:
+        raise ConfigError(f"{what}: {error.message}") from error
 
 
 def _keys(hashes: HashArray) -> list[bytes]:
