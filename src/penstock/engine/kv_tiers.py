@@ -43,7 +43,7 @@ class TierSize:
         match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None or (match[2] is None and float(match[1])):
             raise ValueError(
-                f"must be a size with its unit, as 8GiB, or a multiple of the device's blocks, as 5x, got {value!r}"
+                "must be a size with its unit, as 8GiB, or a multiple of the device's blocks, as 5x"
             )
         return cls(float(match[1]), match[2] or "B")
 
