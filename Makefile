@@ -50,7 +50,7 @@ help:
 	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
 	@echo 'make test     run every test; installs the Debian packages that tests need, where it may'
 	@echo 'make test-vllm  run the tests that need vLLM, in an environment of its own (PENSTOCK_VLLM=...)'
-	@echo 'make check    format, lint, types, floors and the fast tests (make -j2 check is quicker)'
+	@echo 'make check    format, lint, types, floors and the fast tests, side by side (CHECK_JOBS=...)'
 	@echo 'make fuzz     compare native code with a second implementation under sanitisers (FUZZ_RUNS=... FUZZ_SEED=...)'
 	@echo 'make fuzz-wire feed what peers send to the parsers of transfers, with atheris (WIRE_SECONDS=... for each)'
 	@echo 'make sanitize run tests of native code, state machines among them, on a build with ASan and UBSan'
@@ -73,8 +73,11 @@ test:
 test-vllm: venv $(VLLM_STAMP)
 	$(VLLM_PYTEST) --durations=10 || { test $$? -eq 1 && tools/retry_failed $(VLLM_PYTEST); }
 
-# The longest first, and beside it the one that mostly waits, so that two jobs end together.
-check: test-unit test-conformance test-other test-engine types lint floors
+# The longest first. Each waits part of its time, for sleeping processes and the disk: more jobs than cores end sooner.
+CHECKS = test-unit test-conformance test-other test-engine types lint floors
+CHECK_JOBS ?= 3
+check: venv
+	@$(MAKE) --no-print-directory --output-sync=target -j $(CHECK_JOBS) $(CHECKS)
 
 lint: venv
 	$(BIN)/ruff format --check

@@ -16,6 +16,7 @@ class TestMockEngine(EngineSuite, CachingEngineSuite, MovableKvSuite, BatchedEng
 class TestMockEngineWithHostTier(EngineSuite, CachingEngineSuite, MovableKvSuite):
     eos_token_ids = (7, 9)
     test_cached_tokens_are_what_the_events_said = None  # of the device; the host tier has more
+    test_events_match_the_prefix_cache = None  # what is evicted depends on the copies under way
 
     def make_engine(self, setup):
         make_tiers = tier_maker(KvConfig(host="4x"))

@@ -63,6 +63,7 @@ class TestPagedEngineWithHostTier(EngineSuite, CachingEngineSuite, MovableKvSuit
     vocab_size: ClassVar[int] = 512
     eos_token_ids: ClassVar[tuple[int, ...]] = (EOS_TOKEN_ID,)
     test_cached_tokens_are_what_the_events_said = None  # of the device; the host tier has more
+    test_events_match_the_prefix_cache = None  # what is evicted depends on the copies under way
 
     @pytest.fixture(autouse=True)
     def _use(self, checkpoint: Path) -> None:
