@@ -24,6 +24,7 @@ class KvRead(msgspec.Struct):
 
 class Load(msgspec.Struct):
     kv_reads: list[KvRead] = []
+    onboarded_tokens: list[int] = []
 
 
 class WorkerState(msgspec.Struct):

@@ -2,7 +2,8 @@
 
 Questions are asked one after the other, with greedy decoding; each is scored by a phrase that its answer must have. The disaggregated
 deployment computes every prompt in its prefill worker. In the third deployment the worker that answers is killed with
-SIGKILL in the middle of each answer. Scores must be equal, and so must all tokens.
+SIGKILL in the middle of each answer. The fourth, of engines with KV tiers, has few blocks on the device; every question is
+asked twice, and the KV of the second time comes from the host tier. Scores must be equal, and so must all tokens.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from benchmarks.processes.asking import Answer, Asker
 from benchmarks.processes.served import Served, served
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError, Unavailable
+from penstock.engine.registry import engine_kind
 
 _QUESTIONS = Path(__file__).parents[2] / "tests" / "data" / "demo_questions.json"
 _QUICK_QUESTIONS = 3
@@ -33,6 +35,7 @@ _DEPLOYMENTS = {
     "aggregated": ("--workers", "1"),
     "disaggregated": ("--prefill", "1", "--decode", "1", *_EVERY_PROMPT_REMOTE),
     "migrated": ("--workers", "2", "--set", "supervision.restart_delay_max_s=0.2"),
+    "offloaded": ("--workers", "1", "--set", "roles.aggregated.kv_blocks=32", "--kv-host", "100x"),
 }
 
 
@@ -54,6 +57,7 @@ class Outcome:
     migrations: int
     remote_prefills: int
     kv_bytes: int
+    onboarded_tokens: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,8 +93,12 @@ def run(options: argparse.Namespace) -> Report:
     questions = _read(options.questions)[: _QUICK_QUESTIONS if options.quick else None]
     outcomes: dict[str, Outcome] = {}
     for name, flags in _DEPLOYMENTS.items():
+        if name == "offloaded" and not engine_kind(options.engine).has_kv_tiers:
+            continue
         known = outcomes["aggregated"].answers if name == "migrated" else None
         with served(*_common(options), *flags, spare_processes=int(name == "migrated")) as deployment:
+            if name == "offloaded":
+                _ask(deployment, questions, options.output_tokens, None)
             outcomes[name] = _ask(deployment, questions, options.output_tokens, known)
     figures, problems = judge(questions, outcomes)
     return Report(
@@ -145,13 +153,13 @@ def _ask(
         middle = len(known[index].tokens) // 2
         answers.append(asker.ask(question.question, kill_after=max(1, middle)))
     counts = asker.counts()
+    loads = [worker.load for worker in asker.workers() if worker.load]
     return Outcome(
         answers,
         migrations=int(counts.get('penstock_router_migrations_total{outcome="moved"}', 0)),
         remote_prefills=int(counts.get('penstock_router_prefills_total{place="remote"}', 0)),
-        kv_bytes=sum(
-            read.num_bytes for worker in asker.workers() if worker.load for read in worker.load.kv_reads
-        ),
+        kv_bytes=sum(read.num_bytes for load in loads for read in load.kv_reads),
+        onboarded_tokens=sum(sum(load.onboarded_tokens) for load in loads),
     )
 
 
@@ -191,6 +199,10 @@ def judge(questions: Sequence[Question], outcomes: dict[str, Outcome]) -> tuple[
     figures["eval_migrations"] = moved
     figures["eval_remote_prefills"] = disaggregated.remote_prefills
     figures["eval_kv_bytes"] = disaggregated.kv_bytes
+    if "offloaded" in outcomes:
+        figures["eval_onboarded_tokens"] = outcomes["offloaded"].onboarded_tokens
+        if not outcomes["offloaded"].onboarded_tokens:
+            problems.append("offloaded: no KV came from the host tier")
     if moved < _MIGRATED_SHARE_MIN * len(questions):
         problems.append(f"migrated: only {moved} of {len(questions)} answers lost their worker in the middle")
     if disaggregated.remote_prefills < len(questions):

@@ -37,7 +37,7 @@ class Offloader:
         self._on_change = on_change
         self._pinned_max = max(1, pool.num_blocks // _PINNED_SHARE)
         self._held: Counter[BlockId] = Counter()
-        self._waiting: list[tuple[KvTier, deque[HashArray]]] = [(tier, deque()) for tier in tiers]
+        self._waiting: list[tuple[KvTier, deque[tuple[HashArray, int]]]] = [(tier, deque()) for tier in tiers]
 
     def offload(self, block_hashes: HashArray) -> None:
         """Copy what tiers lack of a prefix that is in the device's cache.
@@ -47,9 +47,10 @@ class Offloader:
         """
         for tier, waiting in self._waiting:
             if tier.locate(block_hashes) < len(block_hashes):
-                waiting.append(block_hashes)
+                waiting.append((block_hashes, 0))
                 if len(waiting) > _WAITING_MAX:
-                    self.num_shed += len(waiting.popleft())
+                    lost, start = waiting.popleft()
+                    self.num_shed += len(lost) - start
         self._go_on()
 
     def holders(self) -> Counter[BlockId]:
@@ -64,25 +65,29 @@ class Offloader:
     def _go_on(self) -> None:
         for tier, waiting in self._waiting:
             while waiting and self._held.total() < self._pinned_max:
-                if not self._begin(tier, waiting[0]):
-                    break
-                waiting.popleft()
+                hashes, start = waiting.popleft()
+                end = self._begin(tier, hashes, start)
+                if end < len(hashes):
+                    waiting.appendleft((hashes, end))
 
-    def _begin(self, tier: KvTier, hashes: HashArray) -> bool:
-        """Begin to copy what may be pinned of a prefix; returns whether that was all of it."""
+    def _begin(self, tier: KvTier, hashes: HashArray, start: int) -> int:
+        """Begin to copy what may be pinned of a prefix, after `start` blocks that were begun before.
+
+        Returns:
+            how many blocks are begun or given up now; each is begun once.
+        """
         block_ids = self._pool.match(hashes)
-        kept = tier.locate(hashes)
-        count = min(len(block_ids), kept + self._pinned_max - self._held.total())
-        read: Sequence[BlockId] = ()
-        if count > kept:
-            read = tier.offload(hashes[:count], block_ids[:count], self._on_done)
+        start = max(start, tier.locate(hashes))
+        end = min(len(block_ids), start + self._pinned_max - self._held.total())
+        if end > start:
+            read = tier.offload(hashes[:end], block_ids[:end], self._on_done)
             self._pool.acquire(read)
             self._held.update(read)
             self.num_offloaded += len(read)
-        if count < len(block_ids):
-            return False  # the rest follows when these are copied
-        self.num_shed += max(0, len(hashes) - max(kept, count))
-        return True
+        if end < len(block_ids):
+            return max(end, start)
+        self.num_shed += len(hashes) - max(end, start)
+        return len(hashes)
 
     def _on_done(self, block_ids: Sequence[BlockId]) -> None:
         self._held.subtract(block_ids)

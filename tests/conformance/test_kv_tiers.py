@@ -1,0 +1,62 @@
+"""The suite of KV tiers, and what is the host tier's own."""
+
+import numpy as np
+import pytest
+
+from penstock.core.descriptors import MemoryKind, Region
+from penstock.core.errors import ConfigError
+from penstock.core.types.kv_layout import KvLayout
+from penstock.kv.device_blocks import DeviceBlocks
+from penstock.kv.host.host_tier import HostTier
+from penstock.kv.measured import MeasuredSpeed
+from penstock.testing.kv_tier import KvTierSuite
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", element_bytes=4, block_size=4)
+
+
+class TestHostTier(KvTierSuite):
+    def make_tier(self, device, block_size):
+        return HostTier(device, 32, block_size)
+
+
+def test_device_blocks_are_found_in_the_engines_memory():
+    memory = np.zeros((5, LAYOUT.num_layers * 2 * 4 * 2 * 4), np.float32)
+    blocks = DeviceBlocks.of([[memory]], LAYOUT.split(num_blocks=4), num_blocks=4)
+    assert blocks.block_bytes == memory[0].nbytes
+    assert blocks.addresses([0, 3]).tolist() == [memory.ctypes.data, memory[3].ctypes.data]
+
+
+@pytest.mark.parametrize(
+    ("regions", "order", "why"),
+    [
+        ([], "| block layer kv token head", "keeps no KV memory"),
+        (["region"] * 2, "| block layer kv token head", "has 2 regions"),
+        (
+            ["region"],
+            "| layer kv block token head",
+            "one region in which all layers of a block are contiguous",
+        ),
+        (["vram"], "| block layer kv token head", "memory of GPU 3"),
+    ],
+)
+def test_memory_that_is_not_one_block_after_another_on_a_cpu_is_refused(regions, order, why, monkeypatch):
+    memory = np.zeros((5, 512), np.uint8)
+    vram = Region(
+        kind=MemoryKind.VRAM, size_bytes=memory.nbytes, name="", address=1 << 40, owner=None, device=3
+    )
+    if "vram" in regions:
+        monkeypatch.setattr("penstock.kv.device_blocks.region_of", lambda _: vram)
+    with pytest.raises(ConfigError, match=why):
+        DeviceBlocks.of([[memory for _ in regions]], LAYOUT.split(num_blocks=4, order=order), num_blocks=4)
+
+
+def test_newer_measurements_outweigh_older_ones():
+    speed = MeasuredSpeed()
+    assert (speed.is_known, speed.seconds(5)) == (False, 0)
+    speed.measure(10, 1.0)
+    assert speed.seconds(10) == pytest.approx(1.0)
+    for _ in range(30):
+        speed.measure(10, 3.0)
+    assert speed.seconds(10) == pytest.approx(3.0, rel=0.01)
+    speed.measure(0, 5.0)
+    assert speed.seconds(10) == pytest.approx(3.0, rel=0.01)
