@@ -3,7 +3,8 @@
 import asyncio
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,9 +15,25 @@ _YES = frozenset({"1", "on", "true", "y", "yes"})
 """As obstore reads AWS_ALLOW_HTTP where nobody gives it client options."""
 _BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2}
 _CONNECT_S = 5.0
+_LIST_PAGE = 1000
 _NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist")
 
 _ENDS_BEFORE = re.compile(r"InvalidRange|Invalid range|Range Not Satisfiable|range was invalid")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """An object in a list.
+
+    Attributes:
+        key: of the object.
+        size_bytes: of the object.
+        modified_s: date of its last change by the store's clock, in seconds since the epoch.
+    """
+
+    key: str
+    size_bytes: int
+    modified_s: float
 
 
 class Bucket:
@@ -92,6 +109,67 @@ class Bucket:
         request = self._obstore.put_async(self._store, key, data, use_multipart=False)
         try:
             await self._bounded(request, what, sees_it_through=True)
+        except self._failures as error:
+            raise self._worded(what, error) from error
+
+    async def create(self, key: str, pieces: Sequence[Any], *, may_replace: bool = False) -> bool:
+        """Put an object of these pieces unless there is one; returns whether it was put. A cancellation abandons the request.
+
+        Args:
+            key: of the object.
+            pieces: buffers, one after the other.
+            may_replace: put it even if there is one.
+
+        Raises:
+            TransferError: it failed, or took too long; the object may have been put, or be put later.
+        """
+        what = f"creating {self.name}/{key}"
+        mode = "overwrite" if may_replace else "create"
+        request = self._obstore.put_async(self._store, key, pieces, use_multipart=False, mode=mode)
+        try:
+            await self._bounded(request, what)
+        except (self._obstore.exceptions.AlreadyExistsError, FileExistsError):
+            return False
+        except self._failures as error:
+            raise self._worded(what, error) from error
+        return True
+
+    async def list(self, prefix: str) -> "list[ObjectInfo]":
+        """List all objects whose keys begin with `prefix/`; each page of the list has the time of one request.
+
+        Raises:
+            TransferError: it failed, or took too long.
+        """
+        what = f"listing {self.name}/{prefix}/"
+        found: list[ObjectInfo] = []
+        try:
+            pages = self._obstore.list(self._store, prefix=f"{prefix}/", chunk_size=_LIST_PAGE)
+            while True:
+                page = await self._bounded(pages.__anext__(), what)
+                found += [
+                    ObjectInfo(row["path"], row["size"], row["last_modified"].timestamp()) for row in page
+                ]
+        except StopAsyncIteration:
+            return found
+        except FileNotFoundError as error:
+            if _NO_BUCKET.search(str(error)):
+                raise TransferRefused(f"{what}: {_text(error)}") from error
+            return []  # a directory without anything
+        except self._failures as error:
+            raise self._worded(what, error) from error
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; one that is not there any more is no error.
+
+        Raises:
+            TransferError: it failed, or took too long; some may have been deleted.
+        """
+        what = f"deleting {len(keys)} objects of {self.name}"
+        try:
+            await self._bounded(self._obstore.delete_async(self._store, list(keys)), what)
+        except FileNotFoundError as error:
+            if _NO_BUCKET.search(str(error)):
+                raise TransferRefused(f"{what}: {_text(error)}") from error
         except self._failures as error:
             raise self._worded(what, error) from error
 
