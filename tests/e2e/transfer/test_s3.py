@@ -1,25 +1,15 @@
 """Transport `object` on a real S3 server over HTTP, which fails, hangs and dies."""
 
 import asyncio
-import io
 import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import ClassVar
 
-import aiohttp
-import moto  # noqa: F401 - its server is started as a process
 import numpy as np
 import obstore
 import pytest
-from aiohttp import web
+from s3_server import S3Server, proxy_of
 
 from penstock.core.errors import ChecksumMismatch, DeadlineExceeded, TransferError, TransferRefused
 from penstock.testing.loop import run_async
@@ -34,100 +24,11 @@ MIB = 1 << 20
 READ, WRITE = TransferOp.READ, TransferOp.WRITE
 
 
-class S3Server:
-    """moto's server in a process of its own, with one bucket."""
-
-    def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.start()
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(600):
-            try:
-                self.put("/bucket", b"")
-            except (urllib.error.URLError, ConnectionError):
-                assert self.process.poll() is None, "the S3 server has ended"
-                time.sleep(0.05)
-            else:
-                return
-        raise AssertionError("the S3 server does not answer")
-
-    def put(self, path: str, data: bytes) -> None:
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, method="PUT"), timeout=5):
-            pass
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3Server]:
     server = S3Server()
     yield server
     server.kill()
-
-
-@dataclass
-class Front:
-    """Stands before the S3 server and spoils requests."""
-
-    fail_next: int = 0
-    """Answer so many requests with 503."""
-    hang: bool = False
-    """Answer nothing."""
-    drop_next: int = 0
-    """Close the connection of so many, without an answer."""
-    seen: list[str] = field(default_factory=list)
-    url: str = ""
-
-
-@asynccontextmanager
-async def _front(s3: S3Server) -> AsyncIterator[Front]:
-    front = Front()
-    over = asyncio.Event()
-
-    async def forward(request: web.Request) -> web.StreamResponse:
-        front.seen.append(request.method)
-        if front.hang:
-            await over.wait()
-        body = await request.read()
-        if front.fail_next:
-            front.fail_next -= 1
-            return web.Response(status=503, text="slow down")
-        if front.drop_next:
-            front.drop_next -= 1
-            assert request.transport is not None
-            request.transport.close()
-            return web.Response()
-        headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
-        async with session.request(
-            request.method, s3.url + request.path_qs, data=io.BytesIO(body) if body else None, headers=headers
-        ) as answer:
-            kept = {
-                name: value
-                for name, value in answer.headers.items()
-                if name.lower() in {"etag", "content-range", "last-modified"}
-            }
-            return web.Response(status=answer.status, body=await answer.read(), headers=kept)
-
-    app = web.Application(client_max_size=64 * MIB)
-    app.router.add_route("*", "/{path:.*}", forward)
-    runner = web.AppRunner(app, shutdown_timeout=0)
-    async with aiohttp.ClientSession(auto_decompress=False) as session:
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        front.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
-            yield front
-        finally:
-            over.set()
-            await runner.cleanup()
 
 
 def _region(
@@ -216,7 +117,7 @@ def test_an_object_that_changed_in_the_store_is_an_error(s3: S3Server) -> None:
 
 def test_errors_of_the_server_are_tried_again_for_a_while(s3: S3Server) -> None:
     async def main() -> None:
-        async with _front(s3) as front, _storing(_region(front.url, prefix="busy")) as storing:
+        async with proxy_of(s3) as front, _storing(_region(front.url, prefix="busy")) as storing:
             front.fail_next, front.drop_next = 2, 1
             await storing.move(WRITE)
             front.fail_next = 2
@@ -237,7 +138,7 @@ def test_errors_of_the_server_are_tried_again_for_a_while(s3: S3Server) -> None:
 def test_a_server_that_hangs_is_an_error_in_time(s3: S3Server) -> None:
     async def main() -> None:
         async with (
-            _front(s3) as front,
+            proxy_of(s3) as front,
             _storing(_region(front.url, prefix="hung"), request_timeout_s=0.5) as storing,
         ):
             front.hang = True
@@ -252,7 +153,7 @@ def test_a_server_that_hangs_is_an_error_in_time(s3: S3Server) -> None:
 def test_a_read_waits_for_nothing_once_its_deadline_is_over(s3: S3Server) -> None:
     async def main() -> None:
         async with (
-            _front(s3) as front,
+            proxy_of(s3) as front,
             _storing(_region(front.url, prefix="hung"), request_timeout_s=25) as storing,
         ):
             front.hang = True

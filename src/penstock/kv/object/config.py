@@ -12,7 +12,7 @@ class PacksConfig:
     Attributes:
         pack_bytes: a pack is put once it has so many bytes of blocks.
         gather_s: or so many seconds after its first block.
-        requests: parallel loads and puts; each takes up to `pack_bytes` of memory.
+        requests: parallel loads, and as many parallel puts; a load takes up to 8 MiB of memory, a put `pack_bytes`.
         request_timeout_s: the longest time of one request with its retries.
         retries: of one request, after errors 5xx and lost connections.
         storing_max_bytes: blocks that may be waiting to be put; further ones are not stored.

@@ -106,7 +106,7 @@ class ObjectPacks:
             counts=self.counts,
         )
         self._folder = self._catalogue.folder
-        self._requests = asyncio.Semaphore(self._config.requests)
+        self._loads = asyncio.Semaphore(self._config.requests)
         self._writer = PackWriter(
             self._bucket,
             self._folder,
@@ -114,7 +114,7 @@ class ObjectPacks:
             block_bytes=block_bytes,
             pack_blocks=min(max(self._config.pack_bytes // block_bytes, 1), BLOCKS_MAX),
             gather_s=self._config.gather_s,
-            requests=self._requests,
+            requests=asyncio.Semaphore(self._config.requests),
             may_replace=lambda name: self._index.is_damaged(name) or name in self._catalogue.refused,
             on_put=self._take_in,
         )
@@ -310,7 +310,7 @@ class ObjectPacks:
         """Get a run of blocks, verify them and write them to their targets."""
         name, start = load.entries[steps[0]].name, load.entries[steps[0]].offset
         key, size = f"{self._folder}/{name}", self.block_bytes
-        async with self._requests:
+        async with self._loads:
             if load.bad and min(load.bad) < steps[0]:
                 return  # they would not be leading blocks
             found = await self._bucket.get(key, start, start + len(steps) * size)

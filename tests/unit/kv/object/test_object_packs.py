@@ -425,6 +425,23 @@ def test_a_store_that_hangs_keeps_nobody_beyond_the_deadline(monkeypatch: pytest
     run_async(main())
 
 
+def test_loads_do_not_wait_behind_puts_that_hang(monkeypatch: pytest.MonkeyPatch):
+    sick = Sick(monkeypatch)
+    monkeypatch.setattr("penstock.kv.object.packs._CLOSE_S", 0.01)
+
+    async def main():
+        async with make(MemoryStore(), requests=1) as packs:
+            await packs.store(HASHES[:4], BLOCKS[:4])
+            sick.hangs = True
+            with pytest.raises(DeadlineExceeded):
+                await packs.store(HASHES, BLOCKS, timeout_s=0.01)
+            sick.hangs = False
+            assert await packs.load(HASHES[:4], targets(4), timeout_s=20.0) == 4
+            assert await packs.store(HASHES, BLOCKS) == 4, "the put may still come to its end"
+
+    run_async(main())
+
+
 def test_sources_may_change_once_a_store_gave_up():
     store = MemoryStore()
 

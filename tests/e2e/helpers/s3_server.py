@@ -1,0 +1,113 @@
+"""moto's S3 server in a process of its own, and a proxy before it that spoils requests."""
+
+import asyncio
+import io
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+import moto  # noqa: F401 - its server is started as a process
+from aiohttp import web
+
+BODY_MAX = 64 << 20
+KEPT = {"etag", "content-range", "last-modified", "content-type"}
+
+
+class S3Server:
+    """One bucket, named `bucket`."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(600):
+            try:
+                self.put("/bucket", b"")
+            except (urllib.error.URLError, ConnectionError):
+                assert self.process.poll() is None, "the S3 server has ended"
+                time.sleep(0.05)
+            else:
+                return
+        raise AssertionError("the S3 server does not answer")
+
+    def put(self, path: str, data: bytes) -> None:
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, method="PUT"), timeout=5):
+            pass
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class Proxy:
+    """Stands before the S3 server and spoils requests."""
+
+    status: int = 0
+    """Answer this to every request."""
+    hang: bool = False
+    """Answer nothing."""
+    fail_next: int = 0
+    """Answer so many requests with 503."""
+    drop_next: int = 0
+    """Close the connection of so many, without an answer."""
+    seen: list[str] = field(default_factory=list)
+    """Methods of all requests."""
+    url: str = ""
+
+
+@asynccontextmanager
+async def proxy_of(server: S3Server) -> AsyncIterator[Proxy]:
+    proxy = Proxy()
+    over = asyncio.Event()
+
+    async def forward(request: web.Request) -> web.StreamResponse:
+        proxy.seen.append(request.method)
+        if proxy.hang:
+            await over.wait()
+        body = await request.read()
+        if proxy.fail_next:
+            proxy.fail_next -= 1
+            return web.Response(status=503, text="slow down")
+        if proxy.status:
+            return web.Response(status=proxy.status, text="planted")
+        if proxy.drop_next:
+            proxy.drop_next -= 1
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
+        async with session.request(
+            request.method,
+            server.url + request.path_qs,
+            data=io.BytesIO(body) if body else None,
+            headers=headers,
+        ) as answer:
+            kept = {name: value for name, value in answer.headers.items() if name.lower() in KEPT}
+            return web.Response(status=answer.status, body=await answer.read(), headers=kept)
+
+    app = web.Application(client_max_size=BODY_MAX)
+    app.router.add_route("*", "/{path:.*}", forward)
+    runner = web.AppRunner(app, shutdown_timeout=0)
+    async with aiohttp.ClientSession(auto_decompress=False) as session:
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        proxy.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield proxy
+        finally:
+            over.set()
+            await runner.cleanup()
