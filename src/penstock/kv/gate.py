@@ -1,4 +1,4 @@
-"""Keeps threads from writing memory that its owner has taken back."""
+"""Keeps threads from using memory that its owner has taken back."""
 
 import threading
 from dataclasses import dataclass, field
@@ -8,11 +8,16 @@ from penstock.kv.buffers import Bytes
 
 @dataclass(slots=True, eq=False)
 class Gate:
-    """Lets threads copy into a caller's memory until the caller closes it."""
+    """Lets threads copy into or out of a caller's memory until the caller closes it."""
 
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _inside: int = 0
     _is_closed: bool = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the memory is its owner's again."""
+        return self._is_closed
 
     def copy(self, target: Bytes, source: Bytes) -> bool:
         """Copy unless the gate is closed; returns whether it was open."""

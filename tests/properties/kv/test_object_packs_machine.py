@@ -109,7 +109,7 @@ class ObjectPacksMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(keys))
         raw = bytearray(bytes(obstore.get(self.store, key).bytes()))
         at = data.draw(st.integers(0, len(raw)))
-        match data.draw(st.integers(0, 4)):
+        match data.draw(st.integers(0, 5)):
             case 0:
                 raw[at % max(len(raw), 1) : at + 1] = b"?"
             case 1:
@@ -119,6 +119,9 @@ class ObjectPacksMachine(RuleBasedStateMachine):
                 return
             case 3:  # another pack's bytes, perhaps of the other namespace
                 raw = bytearray(bytes(obstore.get(self.store, data.draw(st.sampled_from(keys))).bytes()))
+            case 5:  # a pack in the other namespace's folder, under its own name
+                folder = data.draw(st.sampled_from([NAMESPACE, OTHER])).digest.hex()
+                key = f"kv/{folder}/{key.rpartition('/')[2]}"
             case 4:  # blocks in another order
                 raw[-BLOCK_BYTES:], raw[-2 * BLOCK_BYTES : -BLOCK_BYTES] = (
                     raw[-2 * BLOCK_BYTES : -BLOCK_BYTES],

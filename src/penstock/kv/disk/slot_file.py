@@ -237,8 +237,13 @@ class SlotFile:
         slots = self._index.pool.allocate(len(new))
         assert slots is not None, "no more than are available"
         parents = np.concatenate([[np.uint64(parent or 0)], hashes[:-1, 0]])[new]
-        job = self._begin_writing(slots, hashes[new], parents, [views[n] for n in new], held)
-        await self._finish(job, timeout_s)
+        gate = Gate()
+        job = self._begin_writing(slots, hashes[new], parents, [views[n] for n in new], held, gate=gate)
+        try:
+            await self._finish(job, timeout_s)
+        except BaseException:
+            gate.close()
+            raise
         return self.locate(hashes)
 
     async def close(self) -> None:
@@ -269,8 +274,13 @@ class SlotFile:
         parents: NDArray[np.uint64],
         views: list[Bytes],
         held: list[BlockId],
+        *,
+        gate: Gate,
     ) -> Job:
-        """Write blocks into allocated slots; these and the `held` ones are released at the end."""
+        """Write blocks into allocated slots; these and the `held` ones are released at the end.
+
+        A block whose checksum was not computed before `gate` was closed is not published: its source may have changed.
+        """
         rows = self._index.draft(slots, hashes, parents)
         rows["length"], rows["namespace"] = self.block_bytes, self._record_file.namespace
         published = np.zeros(len(slots), np.bool_)
@@ -284,11 +294,14 @@ class SlotFile:
             self._index.is_on_disk[slot] = True
             if self.block_bytes % ALIGNMENT or view.ctypes.data % ALIGNMENT:
                 copied = np.frombuffer(bounce.view, np.uint8, self.block_bytes)
-                copied[:] = view
+                if not gate.copy(copied, view):
+                    return
                 rows["data_sum"][step] = crc32c(copied)
                 self._data.write(slot, bounce.view[: self._slot_bytes])
             else:
                 rows["data_sum"][step] = crc32c(view)
+                if gate.is_closed:
+                    return
                 self._data.write(slot, view.data)
             self._record_file.write(slot, rows[step : step + 1])
             published[step] = True

@@ -184,6 +184,39 @@ def test_a_hung_disk_keeps_nobody_beyond_the_deadline_and_writes_no_memory_after
         disk.healed.set()
 
 
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "copied"])
+def test_sources_that_change_after_a_deadline_are_never_published(tmp_path: Path, offset: int) -> None:
+    disk = SickDisk()
+    memory = np.zeros(BLOCK_BYTES + 8192, np.uint8)
+    first = -memory.ctypes.data % 4096 + offset
+    source = memory[first : first + BLOCK_BYTES]
+
+    async def main() -> None:
+        slots = SlotFile(tmp_path / "kv", BLOCK_BYTES, BLOCK_BYTES, NAMESPACE, disk=disk)
+        await slots.store(chain(1, 7), content(chain(1, 7)))  # its record is cleared first, which hangs
+        source[:] = BLOCKS[0]
+        disk.hangs = True
+        with pytest.raises(DeadlineExceeded):
+            await slots.store(HASHES[:1], [source], timeout_s=0.05)
+        source[:] = 0
+        disk.hangs = False
+        disk.healed.set()
+        while slots._running:
+            await asyncio.wait(slots._running)
+        assert slots.locate(HASHES) == 0
+        slots.check()
+        assert await slots.store(HASHES[:1], BLOCKS[:1]) == 1
+        into = targets(1)
+        assert await slots.load(HASHES[:1], into) == 1
+        assert (into == BLOCKS[:1]).all()
+        await slots.close()
+
+    try:
+        run_async(main())
+    finally:
+        disk.healed.set()
+
+
 def test_closing_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.kv.disk.slot_file._CLOSE_S", 0.05)
     disk = SickDisk()
