@@ -5,10 +5,14 @@ import pytest
 
 from penstock.core.descriptors import MemoryKind, Region
 from penstock.core.errors import ConfigError
+from penstock.core.types.events import Tier
 from penstock.core.types.kv_layout import KvLayout
 from penstock.kv.device_blocks import DeviceBlocks
+from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.host.host_tier import HostTier
 from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.namespace import Namespace
+from penstock.kv.stored_tier import StoredTier
 from penstock.testing.kv_tier import KvTierSuite
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", element_bytes=4, block_size=4)
@@ -17,6 +21,17 @@ LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", ele
 class TestHostTier(KvTierSuite):
     def make_tier(self, device, block_size):
         return HostTier(device, 32, block_size)
+
+
+class TestDiskTier(KvTierSuite):
+    @pytest.fixture(autouse=True)
+    def _use(self, tmp_path):
+        self.path = tmp_path / "slots"
+
+    def make_tier(self, device, block_size):
+        namespace = Namespace(model_digest="m", dtype="float32", layout="l", block_size=block_size)
+        store = SlotFile(self.path, 32 * device.block_bytes, device.block_bytes, namespace)
+        return StoredTier(store, Tier.DISK, device, 32)
 
 
 def test_device_blocks_are_found_in_the_engines_memory():

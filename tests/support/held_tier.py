@@ -15,7 +15,7 @@ class HeldLoad:
         self.is_cancelled = False
         self._done = done
 
-    def cancel(self) -> None:
+    def cancel(self, *, is_late: bool = False) -> None:
         self.is_cancelled = True
 
     def end(self, count: int | None = None) -> None:

@@ -43,6 +43,11 @@ FLAGS = {
         "SIZE",
         "memory of each worker for KV that leaves its device, as 8GiB, or 5x: five times the device's blocks",
     ),
+    "--kv-disk": (
+        "roles.aggregated.kv.disk",
+        "PATH:SIZE",
+        "files for KV that leaves the device, as /var/cache/kv:100GiB; kept across restarts",
+    ),
     "--policy": ("router.policy", "NAME", "routing policy, such as kv or least-loaded (default kv)"),
 }
 """Flag: (path in the graph, placeholder, help). Each is short for `--set PATH=VALUE`."""

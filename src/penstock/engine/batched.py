@@ -87,7 +87,7 @@ class BatchedEngine:
             vocab_size=runner.vocab_size,
             hash_key=self._hash_key,
         )
-        pool, lower_tiers = self._make_pool(runner)
+        pool, lower_tiers = await self._make_pool(runner)
         eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
         scheduler = Scheduler(
             pool, limits, self._config, eos_token_ids=eos_token_ids, lower_tiers=lower_tiers
@@ -216,11 +216,13 @@ class BatchedEngine:
         assert self._started is not None, "used before start"
         return self._started[1]
 
-    def _make_pool(self, runner: RunnerInfo) -> tuple[BlockPool | TieredPool, LowerTiers | None]:
+    async def _make_pool(self, runner: RunnerInfo) -> tuple[BlockPool | TieredPool, LowerTiers | None]:
         if self._make_tiers is None:
             return runner.make_pool(self._copier, self._wake.set)
         pool = BlockPool(runner.num_blocks, runner.block_size)
-        self._kv = KvManager(pool, self._make_tiers(runner, self._runner.kv_memory()), self._wake.set)
+        # on a thread: memory is taken, files are opened, and weights may be read for their digest
+        tiers = await asyncio.to_thread(self._make_tiers, runner, self._runner.kv_memory())
+        self._kv = KvManager(pool, tiers, self._wake.set)
         return pool, self._kv
 
     async def _announce(self, begun: Sequence[RequestId]) -> None:

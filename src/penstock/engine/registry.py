@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
-from penstock.engine.kv_tiers import tier_maker
+from penstock.engine.kv_tiers import TierMaker, tier_maker
 from penstock.engine.mock.engine import mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.spec import EngineSpec
@@ -111,9 +111,8 @@ def _mock(spec: EngineSpec) -> Engine:
         eos_token_ids=spec.eos_token_ids,
         kv_bytes_per_block=spec.mock.kv_bytes_per_block,
     )
-    engine = mock_engine(
-        shape, spec.mock, spec.scheduler, hash_key=spec.hash_key, make_tiers=tier_maker(spec.kv)
-    )
+    make_tiers = _tiers(spec, lambda: "mock")
+    engine = mock_engine(shape, spec.mock, spec.scheduler, hash_key=spec.hash_key, make_tiers=make_tiers)
     engine.by_role = spec.schedulers
     return engine
 
@@ -126,6 +125,7 @@ def _paged(spec: EngineSpec) -> Engine:
         )
     from penstock.engine.paged.config import PagedConfig  # noqa: PLC0415 - its packages are an extra
     from penstock.engine.paged.engine import paged_engine  # noqa: PLC0415
+    from penstock.engine.paged.model.digest import weights_digest  # noqa: PLC0415
 
     settings = {
         "model": spec.model,
@@ -137,9 +137,14 @@ def _paged(spec: EngineSpec) -> Engine:
         "context_length": spec.context_length,
     }
     config = PagedConfig.parse(settings, source="engine paged")
-    engine = paged_engine(config, spec.scheduler, hash_key=spec.hash_key, make_tiers=tier_maker(spec.kv))
+    make_tiers = _tiers(spec, lambda: weights_digest(spec.model))
+    engine = paged_engine(config, spec.scheduler, hash_key=spec.hash_key, make_tiers=make_tiers)
     engine.by_role = spec.schedulers
     return engine
+
+
+def _tiers(spec: EngineSpec, digest: Callable[[], str]) -> TierMaker | None:
+    return tier_maker(spec.kv, worker=f"{spec.role}.{spec.index}", model_digest=digest)
 
 
 def _openai(spec: EngineSpec) -> Engine:

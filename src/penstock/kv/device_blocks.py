@@ -1,5 +1,6 @@
 """The memory of an engine's device blocks, as addresses that tiers copy from and to."""
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,16 @@ class DeviceBlocks:
         block_bytes = strides[0] if strides else elements * layout.element_bytes
         assert region.size_bytes >= num_blocks * block_bytes, "a block is outside of the KV memory"
         return cls(region.address + layout.ranks[0].offset_bytes, block_bytes, region)
+
+    def views(self, block_ids: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """View each block as (block_bytes,) uint8, writable."""
+        buffer = ctypes.c_uint8 * self.block_bytes
+        return [
+            np.frombuffer(
+                memoryview(buffer.from_address(self.address + block_id * self.block_bytes)), np.uint8
+            )
+            for block_id in block_ids
+        ]
 
     def addresses(self, block_ids: Sequence[int]) -> NDArray[np.uint64]:
         """Return the (n,) uint64 addresses of blocks."""

@@ -11,8 +11,12 @@ from penstock.core.wire import HashArray
 class KvLoad(Protocol):
     """A load under way."""
 
-    def cancel(self) -> None:
-        """Ask it to end soon; its `done` is still called. No error if it has ended."""
+    def cancel(self, *, is_late: bool = False) -> None:
+        """Ask it to end soon; its `done` is still called. No error if it has ended.
+
+        Args:
+            is_late: it took too long, which a tier may count as its failure.
+        """
         ...
 
 
@@ -22,12 +26,15 @@ class KvTier(Protocol):
     Attributes:
         tier: where it keeps them, for events.
         num_blocks: how many it can keep.
-        num_corrupt: blocks that were not as they were stored, since start; they are never served.
     """
 
     tier: Tier
     num_blocks: int
-    num_corrupt: int
+
+    @property
+    def num_corrupt(self) -> int:
+        """Blocks that were not as they were stored, since start; they are never served."""
+        ...
 
     def locate(self, block_hashes: HashArray) -> int:
         """Count the leading blocks that it keeps.

@@ -97,7 +97,7 @@ class CellLoad:
         self.done = done
         self.is_cancelled = False
 
-    def cancel(self):
+    def cancel(self, *, is_late=False):
         self.is_cancelled = True
 
 

@@ -13,6 +13,24 @@ class KvRead(Wire, frozen=True):
     seconds: float
 
 
+class KvTierCounts(Wire, frozen=True):
+    """What happened to KV between a worker's device and the tiers below it, since start.
+
+    Attributes:
+        offloaded_blocks: copied to a tier, or being copied.
+        shed_blocks: evicted from the device before they could be copied.
+        late_loads: loads that took too long and were given up.
+        lacking_blocks: blocks that a load was to bring and did not; they were computed.
+        corrupt_blocks: blocks that were not as they were stored; they were dropped.
+    """
+
+    offloaded_blocks: int = 0
+    shed_blocks: int = 0
+    late_loads: int = 0
+    lacking_blocks: int = 0
+    corrupt_blocks: int = 0
+
+
 class WorkerLoad(Wire, frozen=True):
     """A worker's report to one frontend; the router adds what it has reserved since.
 
@@ -37,6 +55,7 @@ class WorkerLoad(Wire, frozen=True):
         kv_expired: prompts whose pinned KV no decode worker read in time.
         kv_refused: prompts that a prefill worker exported no KV of, since too many blocks were pinned.
         failed_steps: how many of `steps` failed.
+        kv_tiers: what happened to KV in tiers below the device; None without such tiers.
     """
 
     running_requests: int = 0
@@ -64,3 +83,4 @@ class WorkerLoad(Wire, frozen=True):
     kv_expired: int = 0
     kv_refused: int = 0
     failed_steps: int = 0
+    kv_tiers: KvTierCounts | None = None

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.types.load import KvTierCounts
 from penstock.engine.scheduling.lower_tiers import LowerTiers
 from penstock.engine.scheduling.sequences import SequenceLimits
 from penstock.engine.scheduling.slots import Int32s, Slots
@@ -22,6 +23,11 @@ class Loading:
     def tokens(self) -> tuple[int, ...]:
         """Prompt tokens found in each lower `Tier`, host first; empty without tiers."""
         return () if self._tiers is None else self._tiers.tokens
+
+    @property
+    def counts(self) -> KvTierCounts | None:
+        """What happened to KV in tiers since start; None without tiers."""
+        return None if self._tiers is None else self._tiers.counts
 
     def is_loading(self, slots: Int32s) -> NDArray[np.bool_]:
         """Mask the slots whose prefix is still being loaded."""

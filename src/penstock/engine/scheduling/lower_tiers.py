@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.events import KvEvent, Tier
+from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import HashArray
 
 
@@ -34,6 +35,11 @@ class LowerTiers(Protocol):
     @property
     def tokens(self) -> tuple[int, ...]:
         """Tokens that `count` has counted in each lower `Tier`, host first."""
+        ...
+
+    @property
+    def counts(self) -> KvTierCounts | None:
+        """What happened to blocks and loads since start; None if it is not counted."""
         ...
 
     def watch(self, on_room: Callable[[], None]) -> None:

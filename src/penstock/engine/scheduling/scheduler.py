@@ -254,6 +254,7 @@ class Scheduler:
             prefix_hit_tokens=self._admission.prefix_hit_tokens,
             generated_tokens=self._generated_tokens,
             failed_steps=self._failed_steps,
+            kv_tiers=self._loading.counts,
             onboarded_tokens=self._loading.tokens,
         )
 

@@ -130,6 +130,11 @@ class SlotFile:
         return self._index.pool.num_cached
 
     @property
+    def num_mismatched(self) -> int:
+        """Blocks that had other bytes than were written, since it was opened."""
+        return self.counts.mismatched
+
+    @property
     def is_direct(self) -> bool:
         """Whether it is read and written with O_DIRECT."""
         return self._data.is_direct
@@ -245,6 +250,10 @@ class SlotFile:
             gate.close()
             raise
         return self.locate(hashes)
+
+    def clear(self) -> None:
+        """Forget all blocks until the file is opened again; their slots are free."""
+        self._index.pool.reset()
 
     async def close(self) -> None:
         """Write which blocks were used last, and close the files. A disk that hangs for `_CLOSE_S` closes them when it answers."""

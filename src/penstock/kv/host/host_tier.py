@@ -37,7 +37,7 @@ class _Load:
     stop: Stop = field(default_factory=lambda: np.zeros(1, np.uint8))
     seconds: float = 0.0
 
-    def cancel(self) -> None:
+    def cancel(self, *, is_late: bool = False) -> None:  # noqa: ARG002 - memory is slow where the host is busy
         """Ask it to end soon."""
         self.stop[0] = 1
 

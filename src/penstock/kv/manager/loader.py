@@ -85,10 +85,10 @@ class _Prefix:
                 break
         return total
 
-    def cancel(self) -> None:
+    def cancel(self, *, is_late: bool = False) -> None:
         """Ask all loads to end."""
         for load in self.loads:
-            load.cancel()
+            load.cancel(is_late=is_late)
 
 
 class Loader:
@@ -232,4 +232,4 @@ class Loader:
     def _on_late(self, prefix: _Prefix) -> None:
         if prefix.is_wanted:
             self.num_late += 1
-        prefix.cancel()
+        prefix.cancel(is_late=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from penstock.core.ids import BlockId
 from penstock.core.types.events import AllBlocksCleared, KvEvent, Tier
+from penstock.core.types.load import KvTierCounts
 from penstock.kv.manager.loader import CallLater, KvRun, Loader
 from penstock.kv.manager.offloader import Offloader
 from penstock.kv.measured import MeasuredSpeed
@@ -58,15 +59,15 @@ class KvManager:
         return tuple(self._tokens.get(tier, 0) for tier in tuple(Tier)[1:])
 
     @property
-    def stats(self) -> dict[str, int]:
-        """Counts of blocks and loads since start, by name."""
-        return {
-            "offloaded_blocks": self._offloader.num_offloaded,
-            "shed_blocks": self._offloader.num_shed,
-            "late_loads": self._loader.num_late,
-            "lacking_blocks": self._loader.num_lacking,
-            "corrupt_blocks": sum(tier.num_corrupt for tier in self.tiers),
-        }
+    def counts(self) -> KvTierCounts:
+        """What happened to blocks and loads since start."""
+        return KvTierCounts(
+            offloaded_blocks=self._offloader.num_offloaded,
+            shed_blocks=self._offloader.num_shed,
+            late_loads=self._loader.num_late,
+            lacking_blocks=self._loader.num_lacking,
+            corrupt_blocks=sum(tier.num_corrupt for tier in self.tiers),
+        )
 
     def watch(self, on_room: Callable[[], None]) -> None:
         """Also call `on_room` when blocks were freed."""

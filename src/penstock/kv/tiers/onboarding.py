@@ -7,6 +7,7 @@ from typing import Protocol
 
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.events import KvEvent, Tier
+from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import HashArray
 from penstock.kv.tiers.tiers import Fetch, TierBlocks, TieredPool, WriteBack
 
@@ -121,6 +122,11 @@ class Onboarding:
             del self._sizes[request_id]
             self._copier.cancel(fetch)
             self._pool.end(fetch)
+
+    @property
+    def counts(self) -> KvTierCounts | None:
+        """Nothing: simulated tiers fail in no way."""
+        return None
 
     def watch(self, on_room: Callable[[], None]) -> None:
         """Have nothing to tell: device blocks are never pinned."""

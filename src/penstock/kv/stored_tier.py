@@ -1,0 +1,157 @@
+"""A KV tier over a store of blocks with its own threads or connections: a `SlotFile` on a disk."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol
+
+from penstock.core.errors import DeadlineExceeded
+from penstock.core.ids import BlockId
+from penstock.core.types.events import KvEvent, Tier
+from penstock.core.wire import HashArray
+from penstock.kv.breaker import CircuitBreaker
+from penstock.kv.device_blocks import DeviceBlocks
+from penstock.kv.guarded import BlockStore, GuardedStore
+from penstock.kv.measured import MeasuredSpeed
+
+_TIMEOUT_S = 10.0
+"""Longest time of an offload. Loads are given up earlier, by the loader."""
+
+
+class OwnedStore(BlockStore, Protocol):
+    """A `BlockStore` of one worker."""
+
+    @property
+    def num_mismatched(self) -> int:
+        """Blocks that were not as they were stored, since it was opened."""
+        ...
+
+    def take_events(self) -> tuple[KvEvent, ...]:
+        """Return the KV events since the last call."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        ...
+
+    async def close(self) -> None:
+        """Close it."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load under way."""
+
+    task: "asyncio.Task[int]"
+    breaker: CircuitBreaker
+
+    def cancel(self, *, is_late: bool = False) -> None:
+        """Ask it to end soon. A late one counts as a failure of the store."""
+        if self.task.done() or self.task.cancelling():
+            return
+        self.task.cancel()
+        attempt = self.breaker.begin() if is_late else None
+        if attempt is not None:
+            self.breaker.failed(
+                attempt, DeadlineExceeded("blocks did not arrive in the time that others took")
+            )
+
+
+class StoredTier:
+    """A `KvTier` over an `OwnedStore`, which a circuit breaker turns off while it fails or hangs."""
+
+    def __init__(self, store: OwnedStore, tier: Tier, device: DeviceBlocks, num_blocks: int) -> None:
+        """Own a store, which `close` closes.
+
+        Args:
+            store: keeps the blocks.
+            tier: where it is, for events.
+            device: the engine's blocks.
+            num_blocks: how many it can keep.
+        """
+        self.tier = tier
+        self.num_blocks = num_blocks
+        self._store = store
+        self._device = device
+        self._breaker = CircuitBreaker(tier.value)
+        self._guarded = GuardedStore(store, self._breaker, timeout_s=_TIMEOUT_S)
+        self._speed = MeasuredSpeed()
+        self._waiting_blocks = 0
+        self._tasks: set[asyncio.Task[int]] = set()
+        self._is_closed = False
+
+    @property
+    def num_corrupt(self) -> int:
+        """Blocks that were not as they were stored, since start."""
+        return self._store.num_mismatched
+
+    def locate(self, block_hashes: HashArray) -> int:
+        """Count the leading blocks that it keeps; none while it is off."""
+        return self._guarded.locate(block_hashes)
+
+    def load_s(self, num_blocks: int) -> float:
+        """Predict the seconds until so many blocks are loaded."""
+        return self._speed.seconds(self._waiting_blocks + num_blocks)
+
+    def load(self, block_hashes: HashArray, targets: Sequence[BlockId], done: Callable[[int], None]) -> _Load:
+        """Copy leading blocks to the device, and verify them."""
+        started_s = perf_counter()
+        self._waiting_blocks += len(targets)
+        task = self._begin(self._guarded.load(block_hashes, self._device.views(targets)))
+
+        def on_end(ended: "asyncio.Task[int]") -> None:
+            self._waiting_blocks -= len(targets)
+            count = _result(ended)
+            if count:
+                self._speed.measure(count, perf_counter() - started_s)
+            done(count)
+
+        task.add_done_callback(on_end)
+        return _Load(task, self._breaker)
+
+    def offload(
+        self,
+        block_hashes: HashArray,
+        block_ids: Sequence[BlockId],
+        done: Callable[[Sequence[BlockId]], None],
+    ) -> Sequence[BlockId]:
+        """Begin to store those of a prefix's blocks that it lacks."""
+        kept = self._store.locate(block_hashes)
+        read = list(block_ids[kept:])
+        if not read or self._is_closed or not self._breaker.lets_through:
+            return ()
+        parent = int(block_hashes[kept - 1, 0]) if kept else None
+        task = self._begin(self._guarded.store(block_hashes[kept:], self._device.views(read), parent=parent))
+        task.add_done_callback(lambda _: done(read))
+        return read
+
+    def take_events(self) -> tuple[KvEvent, ...]:
+        """Return the KV events since the last call; at first those of all blocks that the store had."""
+        return self._store.take_events()
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self._store.clear()
+
+    async def close(self) -> None:
+        """Cancel all copies and close the store. Safe twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._store.close()
+
+    def _begin(self, operation: Coroutine[Any, Any, int]) -> "asyncio.Task[int]":
+        task = asyncio.get_running_loop().create_task(operation)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _result(task: "asyncio.Task[int]") -> int:
+    return 0 if task.cancelled() or task.exception() is not None else task.result()

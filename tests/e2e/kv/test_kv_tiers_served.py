@@ -1,0 +1,111 @@
+"""KV tiers in real processes: histories that left the device come back, also while workers die, and after a restart."""
+
+import asyncio
+import random
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.engine.kv_tiers import KvConfig
+from penstock.engine.mock.engine import MockConfig
+from penstock.engine.registry import create_engine
+from penstock.engine.spec import EngineSpec
+
+PROMPTS = 16
+TEXTS = [f"{n} " + " ".join(f"river {n * 31 + word}" for word in range(60)) for n in range(PROMPTS)]
+MOCK = {
+    "engine": "mock",
+    "kv_blocks": 96,
+    "mock": {
+        "kv_bytes_per_block": 256,
+        "timing": {"prefill_s_per_token": 5e-4},  # slower than any copy
+    },
+    "kv": {"host": "40x"},
+}
+PAGED = {
+    "engine": "paged",
+    "kv_blocks": 128,
+    "weight_dtype": "float32",  # cached prefixes change the rounding
+    "max_batch_tokens": 64,
+    "kv": {"host": "64MiB"},
+}
+
+
+async def told(site, prompts):
+    return [await site.tell(prompt, max_tokens=8) for prompt in prompts]
+
+
+@pytest.mark.parametrize("role", [MOCK, PAGED], ids=["mock", "paged"])
+def test_histories_that_left_the_device_are_loaded_from_the_host(deploy, role):
+    async def scenario(site):
+        first = await told(site, TEXTS)
+        again = await told(site, TEXTS)
+        assert [text for text, _ in again] == [text for text, _ in first]
+        cached = sum(usage.prompt_tokens_details.cached_tokens for _, usage in again)
+        assert cached >= 0.8 * sum(usage.prompt_tokens for _, usage in again)
+        (name,) = await site.workers()
+        load = await site.load(name)
+        prompt_tokens = sum(usage.prompt_tokens for _, usage in again)
+        assert load["onboarded_tokens"][0] > prompt_tokens / 2
+        assert load["failed_steps"] == 0
+
+    deploy(scenario, role=role)
+
+
+@pytest.mark.slow
+def test_streams_are_exact_while_workers_with_a_host_tier_die(deploy):
+    async def scenario(site):
+        expected = [text for text, _ in await told(site, TEXTS)]
+        rng = random.Random(3)
+
+        async def all_ready():
+            return await site.ready_workers() == 2
+
+        for _ in range(3):
+            asked = asyncio.gather(*(site.tell(text, max_tokens=8) for text in TEXTS * 2))
+            await asyncio.sleep(0.3)
+            site.kill(rng.choice(list(await site.workers())))
+            assert [text for text, _ in await asked] == expected * 2
+            await site.until(all_ready)
+
+    deploy(scenario, role=MOCK, workers=2, timeout_s=120)
+
+
+def test_a_disk_brings_histories_back_after_everything_was_restarted(deploy, tmp_path):
+    role = {**MOCK, "kv": {"disk": f"{tmp_path}/kv/slots:40x"}}
+    first = []
+
+    async def before(site):
+        first.extend(text for text, _ in await told(site, TEXTS))
+        assert [text for text, _ in await told(site, TEXTS)] == first
+        (name,) = await site.workers()
+        site.kill(name)
+
+    async def after(site):
+        again = await told(site, TEXTS)
+        assert [text for text, _ in again] == first
+        (name,) = await site.workers()
+        load = await site.load(name)
+        assert load["onboarded_tokens"][1] > sum(usage.prompt_tokens for _, usage in again) / 2
+        assert load["failed_steps"] == 0
+        assert (load.get("kv_tiers") or {}).get("corrupt_blocks", 0) == 0
+
+    deploy(before, role=role)
+    deploy(after, role=role)
+
+
+def test_another_deployments_disk_is_refused_with_its_owner(deploy, tmp_path):
+    role = {**MOCK, "kv": {"disk": f"{tmp_path}/slots:2x"}}
+
+    async def scenario(site):
+        (worker,) = (await site.workers()).values()
+        spec = EngineSpec(
+            model="m", block_size=16, context_length=256, kv=KvConfig.model_validate(role["kv"]),
+            mock=MockConfig(kv_bytes_per_block=256),
+        )  # fmt: skip
+        engine = create_engine("mock", spec)
+        with pytest.raises(ConfigError, match=rf"kv\.disk: .*{worker['pid']}"):
+            await engine.start()
+        await engine.close()
+
+    deploy(scenario, role=role)

@@ -1,0 +1,94 @@
+"""A tier over a store that fails or hangs: blocks are missing at worst, and it is left alone for a while."""
+
+import asyncio
+
+import numpy as np
+
+from penstock.core.errors import TransferError
+from penstock.core.types.events import Tier
+from penstock.kv.device_blocks import DeviceBlocks
+from penstock.kv.stored_tier import StoredTier
+from penstock.testing.kv_tier import BLOCK_BYTES, Stage, chain
+from penstock.testing.loop import run_async
+
+
+class Store:
+    """Claims to have everything; loads hang, fail or answer."""
+
+    num_mismatched = 0
+
+    def __init__(self):
+        self.mode = "hang"
+        self.is_closed = False
+
+    def locate(self, block_hashes):
+        return len(block_hashes)
+
+    async def load(self, block_hashes, targets, *, timeout_s=None):
+        if self.mode == "hang":
+            await asyncio.Event().wait()
+        if self.mode == "fail":
+            raise TransferError("the disk is gone")
+        return len(targets)
+
+    async def store(self, block_hashes, sources, *, parent=None, timeout_s=None):
+        return len(sources)
+
+    def take_events(self):
+        return ()
+
+    def clear(self):
+        pass
+
+    async def close(self):
+        self.is_closed = True
+
+
+async def late(stage):
+    done = asyncio.get_running_loop().create_future()
+    load = stage.tier.load(chain(1, 4), [0, 1, 2, 3], done.set_result)
+    await asyncio.sleep(0)
+    load.cancel(is_late=True)
+    load.cancel(is_late=True)
+    return await done
+
+
+def staged(scenario):
+    async def main():
+        memory = np.zeros((8, BLOCK_BYTES), np.uint8)
+        store = Store()
+        tier = StoredTier(store, Tier.DISK, DeviceBlocks(memory.ctypes.data, BLOCK_BYTES, memory), 8)
+        await scenario(Stage(tier, memory), store)
+        await tier.close()
+        assert store.is_closed
+
+    run_async(main())
+
+
+def test_a_store_that_hangs_is_turned_off_after_a_few_late_loads():
+    async def scenario(stage, store):
+        for _ in range(3):
+            assert stage.tier.locate(chain(1, 4)) == 4
+            assert await late(stage) == 0
+        assert stage.tier.locate(chain(1, 4)) == 0
+        assert stage.tier.offload(chain(2, 4), [0, 1, 2, 3], print) == ()
+
+    staged(scenario)
+
+
+def test_loads_cancelled_for_other_reasons_say_nothing_about_the_store():
+    async def scenario(stage, store):
+        for _ in range(10):
+            assert await stage.load(chain(1, 4), [0, 1, 2, 3], cancels=True) == 0
+        assert stage.tier.locate(chain(1, 4)) == 4
+
+    staged(scenario)
+
+
+def test_a_store_that_fails_brings_no_blocks_and_is_turned_off():
+    async def scenario(stage, store):
+        store.mode = "fail"
+        assert [await stage.load(chain(1, 4), [0, 1, 2, 3]) for _ in range(3)] == [0, 0, 0]
+        assert stage.tier.locate(chain(1, 4)) == 0
+
+    staged(scenario)
