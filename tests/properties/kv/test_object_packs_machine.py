@@ -100,6 +100,14 @@ class ObjectPacksMachine(RuleBasedStateMachine):
             self.is_intact = False
         assert sum(row["size"] for row in obstore.list(self.store).collect()) <= CONFIG.budget_bytes
 
+    @rule(reader=WRITERS)
+    def copy_all_packs_to_all_namespaces(self, reader: int) -> None:
+        for row in obstore.list(self.store).collect():
+            raw, name = bytes(obstore.get(self.store, row["path"]).bytes()), row["path"].rpartition("/")[2]
+            for namespace in (NAMESPACE, OTHER):
+                obstore.put(self.store, f"kv/{namespace.digest.hex()}/{name}", raw)
+        self.runner.run(self.writers[reader].refresh())
+
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
         keys = sorted(row["path"] for row in obstore.list(self.store).collect())
@@ -109,7 +117,7 @@ class ObjectPacksMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(keys))
         raw = bytearray(bytes(obstore.get(self.store, key).bytes()))
         at = data.draw(st.integers(0, len(raw)))
-        match data.draw(st.integers(0, 5)):
+        match data.draw(st.integers(0, 4)):
             case 0:
                 raw[at % max(len(raw), 1) : at + 1] = b"?"
             case 1:
@@ -119,14 +127,6 @@ class ObjectPacksMachine(RuleBasedStateMachine):
                 return
             case 3:  # another pack's bytes, perhaps of the other namespace
                 raw = bytearray(bytes(obstore.get(self.store, data.draw(st.sampled_from(keys))).bytes()))
-            case 5:  # a pack in the other namespace's folder, under its own name
-                folder = data.draw(st.sampled_from([NAMESPACE, OTHER])).digest.hex()
-                key = f"kv/{folder}/{key.rpartition('/')[2]}"
-            case 4:  # blocks in another order
-                raw[-BLOCK_BYTES:], raw[-2 * BLOCK_BYTES : -BLOCK_BYTES] = (
-                    raw[-2 * BLOCK_BYTES : -BLOCK_BYTES],
-                    raw[-BLOCK_BYTES:],
-                )
         obstore.put(self.store, key, bytes(raw))
 
     @invariant()
@@ -143,5 +143,5 @@ class ObjectPacksMachine(RuleBasedStateMachine):
         self.runner.close()
 
 
-ObjectPacksMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+ObjectPacksMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestObjectPacksMachine = pytest.mark.slow(ObjectPacksMachine.TestCase)
