@@ -28,7 +28,7 @@ from penstock.transfer.storage.bucket import Bucket
 from penstock.transfer.storage.io_threads import Bounce, IoThreads
 
 _CLOSE_S = 2.0
-"""How long `close` waits for packs that are being put."""
+"""How long leaving waits for packs that are being put."""
 _THREADS = 2  # copy and verify
 _READ_BYTES = 8 << 20  # of blocks, by one request
 
@@ -132,6 +132,7 @@ class ObjectPacks:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Put what waits; a store that hangs is left alone after `_CLOSE_S`."""
         assert self._tasks is not None
         self._keeping.cancel()
         try:
@@ -139,7 +140,7 @@ class ObjectPacks:
         finally:
             self._threads.close()
             self._tasks = None
-            await self._stack.__aexit__(kind, error, trace)
+            await self._stack.__aexit__(None, None, None)  # no task fails: the body's error stays as it is
 
     @property
     def num_cached(self) -> int:

@@ -459,6 +459,31 @@ def test_sources_may_change_once_a_store_gave_up():
     run_async(main())
 
 
+def test_errors_of_the_body_stay_as_they_are_and_a_cancellation_ends_it():
+    async def raise_in_body():
+        async with make(MemoryStore()):
+            raise ConfigError("planted")
+
+    async def main():
+        with pytest.raises(ConfigError, match="planted"):
+            await raise_in_body()
+        inside = asyncio.Event()
+
+        async def stay():
+            async with make(MemoryStore(), refresh_s=0.001) as packs:
+                await packs.store(HASHES, BLOCKS)
+                inside.set()
+                await asyncio.Event().wait()
+
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(stay())
+            await inside.wait()
+            task.cancel()
+        assert task.cancelled()
+
+    run_async(main())
+
+
 def test_what_waits_is_put_when_it_is_closed():
     store = MemoryStore()
 
