@@ -64,6 +64,29 @@ def _engines() -> Iterator[list[str]]:
             f"{equal} % of {tokens} tokens, score {of('eval', f'eval_score_{name}', '.2f')}",
             f"score {of('eval', 'eval_score_aggregated', '.2f')}, aggregated", "", "100 %, equal scores", link("eval"),
         ]  # fmt: skip
+    host, alone, device = (
+        of("kv_offload", f"ttft_mean_ms_{name}", ".1f") + " ms"
+        for name in ("host", "device", "all_on_device")
+    )
+    file = link("kv_offload")
+    lower = of("kv_offload", "ttft_less_with_host", ".0f", 100)
+    yield [
+        "`ttft_mean_ms_host`, demo model, 80 users x 10 turns, a quarter of their KV on the device", host,
+        f"{alone}, without the host tier", f"{lower} % lower", "50 % lower", file,
+    ]  # fmt: skip
+    yield [
+        "the same", host, f"{device}, all KV on the device",
+        of("kv_offload", "ttft_host_over_all_on_device", ".2f"), "1.1", file,
+    ]  # fmt: skip
+    yield [
+        "`itl_p99_ms_host`, the same", of("kv_offload", "itl_p99_ms_host", ".1f") + " ms",
+        of("kv_offload", "itl_p99_ms_device", ".1f") + " ms, without the host tier",
+        of("kv_offload", "itl_p99_ratio_with_host", ".2f"), "1.1", file,
+    ]  # fmt: skip
+    yield [
+        "`equal_answers_share`, the same, float32", of("kv_offload", "equal_answers_share", ".1f", 100) + " %",
+        "answers without the host tier", "", "all", file,
+    ]  # fmt: skip
     for latency in ("ttft", "itl"):
         yield [
             f"`profile_{latency}_median_error`, 12 held-out points, demo model",
