@@ -75,3 +75,14 @@ def test_newer_measurements_outweigh_older_ones():
     assert speed.seconds(10) == pytest.approx(3.0, rel=0.01)
     speed.measure(0, 5.0)
     assert speed.seconds(10) == pytest.approx(3.0, rel=0.01)
+
+
+def test_what_was_slow_once_is_tried_again():
+    now_s = 100.0
+    speed = MeasuredSpeed(half_life_s=30.0, clock=lambda: now_s)
+    speed.measure(1, 8.0)
+    assert speed.seconds(1) == pytest.approx(8.0)
+    now_s = 190.0
+    assert speed.seconds(1) == pytest.approx(1.0)
+    speed.measure(1, 8.0)
+    assert speed.seconds(1) == pytest.approx(8.0)

@@ -13,7 +13,7 @@ from penstock.core.wire import HashArray
 from penstock.kv.breaker import CircuitBreaker
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.guarded import BlockStore, GuardedStore
-from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
 
 _TIMEOUT_S = 10.0
 """Longest time of an offload. Loads are given up earlier, by the loader."""
@@ -77,7 +77,7 @@ class StoredTier:
         self._device = device
         self._breaker = CircuitBreaker(tier.value)
         self._guarded = GuardedStore(store, self._breaker, timeout_s=_TIMEOUT_S)
-        self._speed = MeasuredSpeed()
+        self._speed = MeasuredSpeed(half_life_s=LOAD_HALF_LIFE_S)
         self._waiting_blocks = 0
         self._tasks: set[asyncio.Task[int]] = set()
         self._is_closed = False

@@ -15,7 +15,7 @@ from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent, Tier
 from penstock.core.wire import HashArray
 from penstock.kv.device_blocks import DeviceBlocks
-from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
 from penstock.transfer.regions.arena import Arena
 from penstock.transfer.regions.checksum import checksum_ranges
@@ -69,7 +69,7 @@ class HostTier:
         self._host = DeviceBlocks(self._arena.address, device.block_bytes, self._arena.array)
         self._sums = np.zeros(num_blocks, np.uint32)
         self._pool = BlockPool(num_blocks, block_size, tier=Tier.HOST)
-        self._speed = MeasuredSpeed()
+        self._speed = MeasuredSpeed(half_life_s=LOAD_HALF_LIFE_S)
         self._waiting_blocks = 0  # of loads under way
         self._loads: set[_Load] = set()
         self._storing: set[bytes] = set()
