@@ -35,8 +35,15 @@ _DEPLOYMENTS = {
     "aggregated": ("--workers", "1"),
     "disaggregated": ("--prefill", "1", "--decode", "1", *_EVERY_PROMPT_REMOTE),
     "migrated": ("--workers", "2", "--set", "supervision.restart_delay_max_s=0.2"),
-    "offloaded": ("--workers", "1", "--set", "roles.aggregated.kv_blocks=32", "--kv-host", "100x"),
+    "offloaded": ("--workers", "1", "--set", "roles.aggregated.kv_blocks=16", "--kv-host", "100x"),
 }
+_MOCK_WITH_KV = (
+    "--set",
+    "roles.aggregated.mock.kv_bytes_per_block=256",
+    "--set",
+    "roles.aggregated.mock.timing.prefill_s_per_token=5e-4",
+)
+"""A mock engine that has KV to copy, and computes it more slowly than any copy."""
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -92,9 +99,10 @@ def run(options: argparse.Namespace) -> Report:
         raise ConfigError(f"--output-tokens: must be >= 2, got {options.output_tokens}")
     questions = _read(options.questions)[: _QUICK_QUESTIONS if options.quick else None]
     outcomes: dict[str, Outcome] = {}
-    for name, flags in _DEPLOYMENTS.items():
+    for name, of_all in _DEPLOYMENTS.items():
         if name == "offloaded" and not engine_kind(options.engine).has_kv_tiers:
             continue
+        flags = of_all + _MOCK_WITH_KV if name == "offloaded" and options.engine == "mock" else of_all
         known = outcomes["aggregated"].answers if name == "migrated" else None
         with served(*_common(options), *flags, spare_processes=int(name == "migrated")) as deployment:
             if name == "offloaded":

@@ -38,7 +38,7 @@ from penstock.core.types.instances import (
 )
 from penstock.core.types.kv_exchange import KvExchange, KvSource
 from penstock.core.types.kv_layout import KvLayout
-from penstock.core.types.load import KvRead, WorkerLoad
+from penstock.core.types.load import KvRead, KvTierCounts, WorkerLoad
 from penstock.core.types.requests import (
     Delta,
     FinishReason,
@@ -137,7 +137,7 @@ DELTA = Delta(
     error=ERROR,
     kv=HANDLE,
 )
-_COUNTS = WorkerLoad.__struct_fields__[:-7]
+_COUNTS = WorkerLoad.__struct_fields__[:-8]
 LOAD = WorkerLoad(
     **{name: i + 1 for i, name in enumerate(_COUNTS)},
     onboarded_tokens=(14, 15, 16),
@@ -146,6 +146,8 @@ LOAD = WorkerLoad(
     kv_failures=17,
     kv_expired=18,
     kv_refused=19,
+    failed_steps=20,
+    kv_tiers=KvTierCounts(1, 2, 3, 4, 5),
 )
 STORED = BlockStored(block_hashes=pack_hashes([1, 2]), parent_block_hash=9, block_size=16, tier=Tier.HOST)
 BATCH = EventBatch(

@@ -46,6 +46,6 @@ def test_eval(tmp_path: Path) -> None:
     figures = report["figures"]
     assert figures["eval_questions"] == figures["eval_migrations"] == figures["eval_remote_prefills"] == 3
     assert figures["eval_tokens"] == sum(report["samples"]["tokens_migrated"]) > 100
-    for name in ("disaggregated", "migrated"):
+    for name in ("disaggregated", "migrated", "offloaded"):
         assert figures[f"eval_equal_tokens_{name}_share"] == figures[f"eval_equal_answers_{name}_share"] == 1
         assert figures[f"eval_score_{name}"] == figures["eval_score_aggregated"]

@@ -169,6 +169,14 @@ def test_compressed_bodies_are_inflated(encoding: str) -> None:
         (b"\xff\xff\xff", "deflate"),
         (zlib.compress(chat()) + b"more", "deflate"),
     ],
+    ids=[
+        "not gzip",
+        "gzip cut short",
+        "gzip and more",
+        "41 members of gzip",
+        "not deflate",
+        "deflate and more",
+    ],
 )
 def test_a_body_that_is_not_what_its_encoding_says_is_refused_and_the_connection_stays(
     body: bytes, encoding: str

@@ -59,12 +59,15 @@ def test_streams_are_exact_while_workers_with_a_host_tier_die(deploy):
         rng = random.Random(3)
 
         async def all_ready():
-            return await site.ready_workers() == 2
+            pids = {worker["pid"] for worker in (await site.workers()).values()}
+            return killed not in pids and await site.ready_workers() == 2
 
         for _ in range(3):
             asked = asyncio.gather(*(site.tell(text, max_tokens=8) for text in TEXTS * 2))
             await asyncio.sleep(0.3)
-            site.kill(rng.choice(list(await site.workers())))
+            victim = rng.choice(list(await site.workers()))
+            killed = site.deployment.pids()[victim]
+            site.kill(victim)
             assert [text for text, _ in await asked] == expected * 2
             await site.until(all_ready)
 

@@ -4,9 +4,9 @@ from benchmarks.processes.evaluation import Outcome, Question, judge
 QUESTIONS = [Question("What?", ["water"]), Question("Which?", ["Apache-2.0", "the licence"])]
 ANSWERS = [Answer("Water.", ("Wa", "ter", ".")), Answer("apache-2.0", ("apache", "-2.0"))]
 GOOD = {
-    "aggregated": Outcome(ANSWERS, 0, 0, 0),
-    "disaggregated": Outcome(ANSWERS, 0, 2, 4096),
-    "migrated": Outcome(ANSWERS, 2, 0, 0),
+    "aggregated": Outcome(ANSWERS, 0, 0, 0, 0),
+    "disaggregated": Outcome(ANSWERS, 0, 2, 4096, 0),
+    "migrated": Outcome(ANSWERS, 2, 0, 0, 0),
 }
 
 
@@ -20,7 +20,7 @@ def test_equal_answers_are_no_problem():
 
 def test_a_token_that_differs_is_a_problem():
     other = [Answer("Water.", ("Wa", "ters", ".")), ANSWERS[1]]
-    figures, problems = judge(QUESTIONS, GOOD | {"migrated": Outcome(other, 2, 0, 0)})
+    figures, problems = judge(QUESTIONS, GOOD | {"migrated": Outcome(other, 2, 0, 0, 0)})
     assert problems == ["migrated: 1 of 2 answers differ from the aggregated ones"]
     assert figures["eval_equal_tokens_migrated_share"] == 3 / 5
     assert figures["eval_equal_answers_migrated_share"] == 1 / 2
@@ -29,7 +29,7 @@ def test_a_token_that_differs_is_a_problem():
 
 def test_a_score_that_differs_and_answers_cut_short_are_problems():
     cut = [ANSWERS[0], Answer("apa", ("apache",))]
-    figures, problems = judge(QUESTIONS, GOOD | {"disaggregated": Outcome(cut, 0, 2, 4096)})
+    figures, problems = judge(QUESTIONS, GOOD | {"disaggregated": Outcome(cut, 0, 2, 4096, 0)})
     assert problems[1] == "disaggregated: the score differs from the aggregated one"
     assert figures["eval_score_disaggregated"] == 1 / 2
     assert figures["eval_equal_tokens_disaggregated_share"] == 4 / 5
@@ -38,9 +38,18 @@ def test_a_score_that_differs_and_answers_cut_short_are_problems():
 def test_a_run_in_which_nothing_moved_shows_nothing():
     _, problems = judge(
         QUESTIONS,
-        GOOD | {"disaggregated": Outcome(ANSWERS, 0, 1, 0), "migrated": Outcome(ANSWERS, 1, 0, 0)},
+        GOOD | {"disaggregated": Outcome(ANSWERS, 0, 1, 0, 0), "migrated": Outcome(ANSWERS, 1, 0, 0, 0)},
     )
     assert problems == [
         "migrated: only 1 of 2 answers lost their worker in the middle",
         "disaggregated: only 1 of 2 prompts went to the prefill worker",
     ]
+
+
+def test_an_offloaded_run_must_have_loaded_from_the_host():
+    figures, problems = judge(QUESTIONS, GOOD | {"offloaded": Outcome(ANSWERS, 0, 0, 0, 96)})
+    assert problems == []
+    assert figures["eval_onboarded_tokens"] == 96
+    assert figures["eval_equal_tokens_offloaded_share"] == 1
+    _, problems = judge(QUESTIONS, GOOD | {"offloaded": Outcome(ANSWERS, 0, 0, 0, 0)})
+    assert problems == ["offloaded: no KV came from the host tier"]
