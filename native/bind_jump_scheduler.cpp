@@ -56,19 +56,19 @@ class PythonTiers : public JumpTiers {
   public:
     explicit PythonTiers(nb::object tiers) : tiers_(std::move(tiers)) {}
 
-    void make_room(Count count) override { tiers_.attr("make_room")(count); }
-
-    Found find(std::span<const Hash> hashes, const std::vector<BlockId>& hits, Count known) override {
-        const auto found = tiers_.attr("find")(nb::bytes(hashes.data(), hashes.size_bytes()), hits, known);
-        auto [on_device, num_blocks] = nb::cast<std::pair<std::vector<BlockId>, Count>>(found);
-        return {std::move(on_device), num_blocks};
+    Count find(std::span<const Hash> hashes, const std::vector<BlockId>& hits, Count known) override {
+        return nb::cast<Count>(tiers_.attr("find")(nb::bytes(hashes.data(), hashes.size_bytes()), hits, known));
     }
 
-    std::vector<BlockId> fetch(Count number, std::optional<Count> prompt_tokens) override {
-        return nb::cast<std::vector<BlockId>>(tiers_.attr("fetch")(number, prompt_tokens));
+    std::vector<BlockId> load(Count number, std::optional<Count> prompt_tokens) override {
+        return nb::cast<std::vector<BlockId>>(tiers_.attr("load")(number, prompt_tokens));
     }
 
     void cancel(Count number) override { tiers_.attr("cancel")(number); }
+
+    void offload(std::span<const Hash> hashes) override {
+        tiers_.attr("offload")(nb::bytes(hashes.data(), hashes.size_bytes()));
+    }
 
     std::vector<Count> take_arrived() override {
         return nb::cast<std::vector<Count>>(tiers_.attr("take_arrived")());

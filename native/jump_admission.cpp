@@ -79,16 +79,14 @@ Count JumpScheduler::admit(Count budget, std::vector<Share>& admitted, std::opti
         }
         const Count blocks = sequence.known / size_ + 1;
         Cached cached = match(sequence);
-        const auto& [hits, beneath] = cached;
-        const bool is_fetched = beneath.num_blocks > 0;
-        const Count held = size_of(hits) + size_of(beneath.on_device);
-        const auto idle = pool_.count_idle(hits) + pool_.count_idle(beneath.on_device);
-        if (blocks - held + reserved > static_cast<Count>(pool_.num_available() - idle)) {
+        const bool is_loaded = cached.num_lower > 0;
+        const auto idle = pool_.count_idle(cached.hits);
+        if (blocks - size_of(cached.hits) + reserved > static_cast<Count>(pool_.num_available() - idle)) {
             head_blocked_ = true;
             break;
         }
         take_in(sequence, std::move(cached));
-        if (!is_fetched) {
+        if (!is_loaded) {
             const Count amount = std::min({budget, limits_.prompt_budget, sequence.lacking()});
             extend({{&sequence, blocks_of(sequence.computed + amount) - size_of(sequence.blocks)}});
             batch_.admit(sequence);
@@ -103,7 +101,7 @@ Count JumpScheduler::admit(Count budget, std::vector<Share>& admitted, std::opti
 // Count the tokens that a waiting sequence would have to compute now.
 Count JumpScheduler::lacking(JumpSequence& sequence) const {
     const Cached cached = match(sequence);
-    return sequence.known - (size_of(cached.hits) + cached.beneath.num_blocks) * size_;
+    return sequence.known - (size_of(cached.hits) + cached.num_lower) * size_;
 }
 
 // Find what is cached of a waiting sequence. The last token is computed, whatever is cached.
@@ -111,15 +109,15 @@ JumpScheduler::Cached JumpScheduler::match(JumpSequence& sequence) const {
     const Count full = (sequence.known - 1) / size_;
     sequence.name(full);
     const auto hashes = std::span(sequence.hashes).first(at(full));
-    Cached cached{pool_.match(hashes), {}};
+    Cached cached{pool_.match(hashes)};
     if (tiers_ != nullptr && size_of(cached.hits) < full) {
-        cached.beneath = tiers_->find(hashes, cached.hits, sequence.known);
+        cached.num_lower = tiers_->find(hashes, cached.hits, sequence.known);
     }
     return cached;
 }
 
-// Give a waiting sequence the blocks that are cached of it, and count them. A fetch starts of those in lower tiers; until
-// it ends the sequence only holds blocks.
+// Give a waiting sequence the blocks that are cached of it, and count them. Those in lower tiers are loaded; until then
+// the sequence only holds blocks.
 void JumpScheduler::take_in(JumpSequence& sequence, Cached cached) {
     waiting_.remove(sequence);
     pool_.acquire(cached.hits);
@@ -130,21 +128,21 @@ void JumpScheduler::take_in(JumpSequence& sequence, Cached cached) {
         sequence.parent = sequence.hashes[at(sequence.published - 1)].low;
     }
     sequence.computed = sequence.published * size_;
-    const Count cached_tokens = sequence.computed + cached.beneath.num_blocks * size_;
+    const Count cached_tokens = sequence.computed + cached.num_lower * size_;
     prefix_hit_tokens_ += cached_tokens;
     std::optional<Count> uncounted;
     if (!sequence.cached_tokens) {
         sequence.cached_tokens = std::min(cached_tokens, sequence.num_prompt);
         uncounted = sequence.num_prompt - sequence.computed;
     }
-    if (cached.beneath.num_blocks > 0) {
-        const auto targets = tiers_->fetch(sequence.number, uncounted);
+    if (cached.num_lower > 0) {
+        const auto targets = tiers_->load(sequence.number, uncounted);
         sequence.blocks.insert(sequence.blocks.end(), targets.begin(), targets.end());
         batch_.admit_to_onboard(sequence);
     }
 }
 
-// Publish blocks that were fetched from lower tiers, and have the rest of their prompts computed.
+// Publish blocks that were loaded from lower tiers, and have the rest of their prompts computed.
 void JumpScheduler::take_arrived() {
     if (tiers_ == nullptr) {
         return;

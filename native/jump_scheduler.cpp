@@ -125,9 +125,6 @@ void JumpScheduler::extend(const std::vector<Share>& lacking) {
     if (total == 0) {
         return;
     }
-    if (tiers_ != nullptr) {
-        tiers_->make_room(total);
-    }
     const auto taken = pool_.allocate(at(total));
     require(taken.has_value(), "blocks: fewer are there than were counted");
     auto next = taken->begin();
@@ -252,6 +249,10 @@ void JumpScheduler::leave(JumpSequence& sequence) {
         tiers_->cancel(sequence.number);
     }
     publish(sequence, sequence.computed);
+    if (tiers_ != nullptr && sequence.published > 0) {
+        sequence.name(sequence.published);
+        tiers_->offload(std::span(sequence.hashes).first(at(sequence.published)));
+    }
     pool_.release(sequence.blocks);
     sequence.blocks.clear();
     sequence.published = sequence.computed = 0;

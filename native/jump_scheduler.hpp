@@ -78,7 +78,7 @@ struct JumpLimits {
     Count max_running;
 };
 
-// Owns the requests. The caller owns the pool and the tiers beneath it; `tiers` is nullptr without any. Each plan is
+// Owns the requests. The caller owns the pool and the tiers below it; `tiers` is nullptr without any. Each plan is
 // committed before the next is made.
 class JumpScheduler {
   public:
@@ -136,10 +136,10 @@ class JumpScheduler {
     void grow();
     void extend(const std::vector<Share>& lacking);
     Count share_by_rank(Count budget, std::vector<Share>& admitted);
-    // What is cached of a waiting sequence: blocks on the device, and those worth a fetch.
+    // What is cached of a waiting sequence: blocks on the device, and how many in lower tiers are worth loading.
     struct Cached {
         std::vector<BlockId> hits;
-        JumpTiers::Found beneath;
+        Count num_lower = 0;
     };
 
     Count lacking(JumpSequence& sequence) const;

@@ -1,4 +1,4 @@
-// The KV tiers beneath a simulated engine's device, as its scheduler needs them.
+// The KV tiers below a simulated engine's device, as its scheduler needs them.
 
 #pragma once
 
@@ -12,28 +12,22 @@ namespace penstock {
 
 class JumpTiers {
   public:
-    // Cached blocks that continue a prefix on the device; `on_device` are blocks after a gap that a lower tier fills.
-    struct Found {
-        std::vector<BlockId> on_device;
-        Count num_blocks; // all of them
-    };
-
     virtual ~JumpTiers() = default;
 
-    // Keep in lower tiers what the device evicts for `count` new blocks. Called before each allocation.
-    virtual void make_room(Count count) = 0;
+    // Count the blocks worth loading for a request of `known` tokens; `hits` are its leading blocks on the device.
+    virtual Count find(std::span<const Hash> hashes, const std::vector<BlockId>& hits, Count known) = 0;
 
-    // Find blocks worth a fetch for a request of `known` tokens; `hits` are its leading blocks on the device.
-    virtual Found find(std::span<const Hash> hashes, const std::vector<BlockId>& hits, Count known) = 0;
-
-    // Start to fetch what `find` found last, and give the device's blocks for it. `prompt_tokens` are the request's
+    // Start to load what `find` found last, and give the device's blocks for it. `prompt_tokens` are the request's
     // prompt tokens that the device lacks; nothing where its cached tokens were counted before.
-    virtual std::vector<BlockId> fetch(Count number, std::optional<Count> prompt_tokens) = 0;
+    virtual std::vector<BlockId> load(Count number, std::optional<Count> prompt_tokens) = 0;
 
-    // Drop the fetch of a request, if there is one.
+    // Cancel the load of a request, if there is one.
     virtual void cancel(Count number) = 0;
 
-    // The requests whose fetch ended since the last call, in order.
+    // Keep the prefix of a request that leaves the batch; the device has all of its blocks.
+    virtual void offload(std::span<const Hash> hashes) = 0;
+
+    // The requests whose load ended since the last call, in order.
     virtual std::vector<Count> take_arrived() = 0;
 };
 

@@ -1,4 +1,4 @@
-"""The jump engine's scheduler under random requests, aborts, pins and fetches: each request gets all its tokens, once.
+"""The jump engine's scheduler under random requests, aborts, pins and loads: each request gets all its tokens, once.
 
 `tests/sim/engine/test_jump_engine.py` compares it with the exact engine.
 """
@@ -16,9 +16,11 @@ from penstock.core.types.events import Tier
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import PackedHashes, PackedTokens, unpack_tokens
-from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.kv.manager.manager import KvManager
+from penstock.kv.pool.pool import BlockPool
 from penstock.sim.engine.scheduler import JumpScheduler
+from penstock.sim.engine.timed_tier import TimedTier
 from penstock.sim.workload.prompt import Prompt
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
@@ -27,28 +29,51 @@ SHARED = np.array([7, 8, 9], dtype=np.uint64)
 """Units of two tokens, so that a block and a half is the same in all prompts that begin with it."""
 
 
-class Copier:
-    """Fetches end when the test says so."""
+class HeldLoad:
+    def __init__(self, tier, sources, done):
+        self.tier, self.sources, self.done = tier, sources, done
 
-    def __init__(self, worth_max):
-        self.worth_max = worth_max
-        self.fetches = {}
+    def cancel(self, *, is_late=False):
+        if self in self.tier.loads:
+            event("cancelled")
+            self.tier.end(self, 0)
 
-    def write_back(self, source, target):
-        assert len(source.block_ids) == len(target.block_ids)
 
-    def worth(self, runs, cached_tokens, known_tokens):
-        found = cached_tokens + BLOCK_SIZE * sum(len(run.block_ids) for run in runs)
-        assert found < known_tokens, "the last token is computed"
-        return min(len(runs), self.worth_max)
+class HeldTier:
+    """A tier whose loads end when the test says so."""
 
-    def fetch(self, fetch, done):
-        event("fetched")
-        self.fetches[fetch] = done
+    num_corrupt = 0
+    offload = TimedTier.offload
+    take_events = TimedTier.take_events
 
-    def cancel(self, fetch):
-        event("cancelled")
-        self.fetches.pop(fetch, None)
+    def __init__(self, tier, num_blocks, loads):
+        self.tier, self.num_blocks, self.loads = tier, num_blocks, loads
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE, tier=tier)
+
+    def locate(self, block_hashes):
+        return len(self.pool.match(block_hashes))
+
+    def load_s(self, num_blocks):
+        return 0.0
+
+    def load(self, block_hashes, targets, done):
+        event(f"loaded from {self.tier}")
+        sources = self.pool.match(block_hashes)
+        assert len(sources) >= len(targets)
+        self.pool.acquire(sources)
+        load = HeldLoad(self, sources, done)
+        self.loads.append(load)
+        return load
+
+    def end(self, load, arrived):
+        self.loads.remove(load)
+        self.pool.release(load.sources)
+        load.done(arrived)
+
+
+class NoTimer:
+    def cancel(self):
+        pass
 
 
 class Expected:
@@ -65,15 +90,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, are aborted and run, in jumps that are cut anywhere."""
 
     @initialize(
-        num_blocks=st.integers(3, 9),
+        num_blocks=st.integers(3, 5) | st.integers(3, 9),
         max_batch_tokens=st.integers(2, 12),
         prompts_at_once=st.integers(1, 2),
         order=st.sampled_from(["fcfs", "shortest", "shortest", None]),
         ageing=st.sampled_from([0.1, 0.7]),
-        lower=st.sampled_from([(), (4,), (16,), (6, 20)]),
-        worth_max=st.integers(1, 3),
+        lower=st.sampled_from([(), (4,), (16,), (16,), (6, 20), (6, 20)]),
     )
-    def begin(self, num_blocks, max_batch_tokens, prompts_at_once, order, ageing, lower, worth_max):
+    def begin(self, num_blocks, max_batch_tokens, prompts_at_once, order, ageing, lower):
         self.config = SchedulerConfig(
             max_batch_tokens=max_batch_tokens,
             max_prompt_tokens=max(max_batch_tokens // prompts_at_once, 1),
@@ -85,19 +109,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.streams = {}
         self.expected = {}
         self.numbers = 0
-        info = RunnerInfo(
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            context_length=num_blocks * BLOCK_SIZE,
-            vocab_size=9,
-            lower_blocks=tuple(zip((Tier.HOST, Tier.DISK), lower, strict=False)),
+        self.loads = []
+        self.context_length = num_blocks * BLOCK_SIZE
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        tiers = [HeldTier(*each, self.loads) for each in zip((Tier.HOST, Tier.DISK), lower, strict=False)]
+        self.kv = (
+            KvManager(self.pool, tiers, lambda: None, call_later=lambda *_: NoTimer()) if tiers else None
         )
-        self.copier = Copier(worth_max)
-        self.context_length = info.context_length
-        pool, onboarding = info.make_pool(self.copier, lambda: None)
-        self.pool = pool
         self.scheduler = JumpScheduler(
-            pool, self.context_length, self.config, lambda r: self.streams[r.request_id], onboarding
+            self.pool, self.context_length, self.config, lambda r: self.streams[r.request_id], self.kv
         )
         self.plan = None
         self.pinned = []
@@ -105,7 +125,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.integers(1, 12) | st.integers(8, 24),
         emitted=st.sampled_from([0, 0, 2]),
-        more=st.integers(1, 20),
+        more=st.integers(1, 3) | st.integers(1, 20),
         own=st.integers(0, 2),
     )
     def submit(self, prompt, emitted, more, own):
@@ -145,7 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.abort(request_id)
         self.expected.pop(request_id, None)
 
-    @rule(shares=st.lists(st.sampled_from([0.0, 0.3, 1.0, 1.0, 1.0]), min_size=1, max_size=6))
+    @rule(shares=st.lists(st.sampled_from([0.0, 0.3, 1.0, 1.0, 1.0]), min_size=2, max_size=9))
     def run(self, shares):
         """Commit and plan in turns; of each plan a share of its steps is done."""
         for share in shares:
@@ -153,12 +173,21 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.commit(1 + round(share * (self.plan.steps - 1)))
             self.make_plan()
 
-    @precondition(lambda self: self.copier.fetches)
+    @rule()
+    def run_on(self):
+        """Commit whole plans while there are any: most requests end."""
+        for _ in range(60):
+            if self.plan is None:
+                break
+            self.commit(self.plan.steps)
+            self.make_plan()
+
+    @precondition(lambda self: self.loads)
     @rule(data=st.data())
     def arrive(self, data):
-        done = self.copier.fetches.pop(data.draw(st.sampled_from(list(self.copier.fetches))))
-        done()
-        assert self.scheduler.wants_plan
+        load = data.draw(st.sampled_from(self.loads))
+        load.tier.end(load, len(load.sources))
+        assert self.scheduler.wants_plan or self.loads  # another tier may still load the rest
 
     def commit(self, steps):
         step = self.scheduler.commit(steps)
@@ -236,12 +265,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.commit(1)
         self.scheduler.pins.unpin(self.pinned)
         for _ in range(2000):
-            while self.copier.fetches:
-                self.copier.fetches.popitem()[1]()
+            while self.loads:
+                self.loads[-1].tier.end(self.loads[-1], len(self.loads[-1].sources))
             self.make_plan()
             if self.plan is not None:
                 self.commit(self.plan.steps)
-            elif not self.copier.fetches:
+            elif not self.loads:
                 break
         assert not self.expected, "all requests end once nothing is held"
         self.scheduler.check()
@@ -249,7 +278,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(stateful_step_count=30)
+TestScheduler.settings = settings(stateful_step_count=50)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,10 @@ from penstock.core.wire import HashArray
 from penstock.engine.kv_tiers import TierMaker
 from penstock.engine.runner import Runner, RunnerInfo, end_tokens_within
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.engine.scheduling.lower_tiers import LowerTiers
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import SequenceLimits, StepPlan
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.tiers.onboarding import TierCopier
-from penstock.kv.tiers.tiers import TieredPool
 
 _log = log.get_logger()
 
@@ -43,7 +40,6 @@ class BatchedEngine:
         config: SchedulerConfig | None = None,
         *,
         hash_key: bytes = DEFAULT_KEY,
-        copier: TierCopier | None = None,
         make_tiers: TierMaker | None = None,
     ) -> None:
         """Make an engine; `start` loads the model.
@@ -52,18 +48,16 @@ class BatchedEngine:
             runner: computes the steps.
             config: bounds of batch and queue.
             hash_key: the deployment's key for block hashes.
-            copier: copies blocks between simulated tiers; required if the runner has such tiers.
             make_tiers: makes the tiers below the device; None without.
         """
         self.by_role: Mapping[Role, SchedulerConfig] = {}
         """Scheduler settings of roles that differ from `config`. The number of batch slots stays that of `config`."""
         self._runner = runner
-        self._copier = copier
         self._make_tiers = make_tiers
         self._kv: KvManager | None = None
         self._own = self._config = config or SchedulerConfig()
         self._hash_key = hash_key
-        self._started: tuple[EngineInfo, BlockPool | TieredPool, Scheduler] | None = None
+        self._started: tuple[EngineInfo, BlockPool, Scheduler] | None = None
         self._wake = asyncio.Event()
         self._closed = False
         self._failed_steps = 0  # in a row
@@ -87,11 +81,10 @@ class BatchedEngine:
             vocab_size=runner.vocab_size,
             hash_key=self._hash_key,
         )
-        pool, lower_tiers = await self._make_pool(runner)
+        pool = BlockPool(runner.num_blocks, runner.block_size)
+        self._kv = await self._make_kv(pool, runner)
         eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
-        scheduler = Scheduler(
-            pool, limits, self._config, eos_token_ids=eos_token_ids, lower_tiers=lower_tiers
-        )
+        scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids, kv=self._kv)
         info = EngineInfo(
             block_size=runner.block_size,
             total_blocks=runner.num_blocks,
@@ -102,8 +95,7 @@ class BatchedEngine:
             kv_bytes_per_block=runner.kv_bytes_per_block,
             kv_layout=runner.kv_layout,
             kv_by_chunk=True,
-            lower_tier_blocks=sum(count for _, count in runner.lower_blocks)
-            + (0 if self._kv is None else self._kv.num_blocks),
+            lower_tier_blocks=0 if self._kv is None else self._kv.num_blocks,
         )
         self._started = info, pool, scheduler
         return info
@@ -211,19 +203,18 @@ class BatchedEngine:
         return self._started[2]
 
     @property
-    def pool(self) -> BlockPool | TieredPool:
+    def pool(self) -> BlockPool:
         """For tests and reports."""
         assert self._started is not None, "used before start"
         return self._started[1]
 
-    async def _make_pool(self, runner: RunnerInfo) -> tuple[BlockPool | TieredPool, LowerTiers | None]:
+    async def _make_kv(self, pool: BlockPool, runner: RunnerInfo) -> KvManager | None:
+        """Make the manager of the tiers below the device; None without tiers."""
         if self._make_tiers is None:
-            return runner.make_pool(self._copier, self._wake.set)
-        pool = BlockPool(runner.num_blocks, runner.block_size)
+            return None
         # on a thread: memory is taken, files are opened, and weights may be read for their digest
         tiers = await asyncio.to_thread(self._make_tiers, runner, self._runner.kv_memory())
-        self._kv = KvManager(pool, tiers, self._wake.set)
-        return pool, self._kv
+        return KvManager(pool, tiers, self._wake.set)
 
     async def _announce(self, begun: Sequence[RequestId]) -> None:
         if begun and self._on_begun is not None:

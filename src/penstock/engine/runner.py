@@ -5,18 +5,14 @@ A runner owns the model and the KV memory. It knows neither queues nor when requ
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.log import get_logger
-from penstock.core.types.events import Tier
 from penstock.core.types.kv_layout import KvLayout
 from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.tiers.onboarding import Onboarding, TierCopier
-from penstock.kv.tiers.tiers import TieredPool
 
 _log = get_logger()
 
@@ -27,7 +23,6 @@ class RunnerInfo:
 
     Attributes:
         context_length: the model's own limit; the engine lowers it to what `num_blocks` can hold.
-        lower_blocks: size of each tier below the device, nearest first.
         kv_layout: None without KV memory.
     """
 
@@ -37,25 +32,7 @@ class RunnerInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     kv_bytes_per_block: int = 0
-    lower_blocks: tuple[tuple[Tier, int], ...] = ()
     kv_layout: KvLayout | None = None
-
-    def make_pool(
-        self, copier: TierCopier | None, on_arrival: Callable[[], None]
-    ) -> tuple[BlockPool | TieredPool, Onboarding | None]:
-        """Make the block pool, and with lower tiers the onboarding of their blocks.
-
-        Args:
-            copier: copies blocks between tiers; required with lower tiers.
-            on_arrival: called when a request's prefix has been copied from a lower tier to the device.
-        """
-        device = BlockPool(self.num_blocks, self.block_size)
-        if not self.lower_blocks:
-            return device, None
-        assert copier is not None, "an engine with lower tiers moves blocks between them"
-        lower = [BlockPool(count, self.block_size, tier=tier) for tier, count in self.lower_blocks]
-        pool = TieredPool(device, lower, copier)
-        return pool, Onboarding(pool, copier, on_arrival)
 
 
 def end_tokens_within(vocab_size: int, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -114,7 +114,6 @@ class RoleGroup:
             vocab_size=VOCAB_SIZE,
             kv_bytes_per_block=self.block_bytes,
             kv_layout=no_layout(self.block_bytes, self.block_size, self.num_blocks),
-            lower_blocks=self.lower_blocks,
         )
         scheduler = SchedulerConfig.of_ranks(
             self.spec.data_parallel,
@@ -125,8 +124,16 @@ class RoleGroup:
             ageing=self.spec.prompt_ageing,
         )
         if exact:
-            return ExactEngine(self.latency, info, scheduler, pace, stream_of)
-        return JumpEngine(self.latency, info, scheduler, stream_of, pace=pace, prices=self.prices)
+            return ExactEngine(self.latency, info, scheduler, pace, stream_of, lower_blocks=self.lower_blocks)
+        return JumpEngine(
+            self.latency,
+            info,
+            scheduler,
+            stream_of,
+            pace=pace,
+            prices=self.prices,
+            lower_blocks=self.lower_blocks,
+        )
 
 
 def plan_role_group(

@@ -132,7 +132,7 @@ class TieredSchedulerMachine(SchedulerMachine):
         self.timers = Timers()
         self.stepped = {}
         self.kv = KvManager(pool, [self.tier], lambda: None, call_later=self.timers.call_later)
-        self.scheduler = Scheduler(pool, LIMITS, config, eos_token_ids=[EOS], lower_tiers=self.kv)
+        self.scheduler = Scheduler(pool, LIMITS, config, eos_token_ids=[EOS], kv=self.kv)
 
     @precondition(lambda self: self.tier.loads)
     @rule(data=st.data(), count=st.integers(0, 12))

@@ -12,8 +12,9 @@ import msgspec
 
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
 from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.kv.manager.loader import Loader
+from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.tiers.tiers import TieredPool
 from penstock.router.dispatch.open_request import OpenRequest
 from penstock.router.dispatch.progress import Progress
 from penstock.router.fleet.connector import Connector, MemberSink
@@ -321,24 +322,31 @@ def suspect_never_cleared() -> Iterator[None]:
 @mutant
 def host_content_untold() -> Iterator[None]:
     """What goes to the host is told to nobody."""
-    original = TieredPool.take_events
+    original = KvManager.with_events
 
-    def take_events(self):
-        return tuple(event for event in original(self) if getattr(event, "tier", None) is not Tier.HOST)
+    def with_events(self, events):
+        told = original(self, events)
+        return tuple(event for event in told if getattr(event, "tier", None) is not Tier.HOST)
 
-    with replaced(TieredPool, "take_events", take_events):
+    with replaced(KvManager, "with_events", with_events):
         yield
 
 
 @mutant
-def fetch_never_over() -> Iterator[None]:
-    """What a fetch has read stays held."""
+def load_never_over() -> Iterator[None]:
+    """The blocks of a load stay held by it."""
+    original = Loader._on_done
 
-    with replaced(TieredPool, "end", lambda self, fetch: None):
+    def on_done(self, prefix, run, count):
+        self._pool.acquire(prefix.targets)
+        self._held.update(prefix.targets)
+        original(self, prefix, run, count)
+
+    with replaced(Loader, "_on_done", on_done):
         yield
 
 
-TIERED = frozenset({"host_content_untold", "fetch_never_over"})
+TIERED = frozenset({"host_content_untold", "load_never_over"})
 """Those that show only where hosts hold what devices gave up."""
 CROWDED = frozenset({"leaked_reservation"})
 """Those that show best where many requests come within the time of a report."""

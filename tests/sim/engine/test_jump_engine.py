@@ -140,7 +140,6 @@ def both(
 ):  # fmt: skip
     info = RunnerInfo(
         num_blocks=num_blocks, block_size=block_size, context_length=8192, vocab_size=1 << 16,
-        lower_blocks=lower_blocks,
     )  # fmt: skip
     scheduler = scheduler or SchedulerConfig(max_batch_tokens=512, max_running_requests=64)
     work = list(requests(seed, count, **fields))
@@ -148,12 +147,15 @@ def both(
 
     async def exact():
         pace = Pace()
-        engine = ExactEngine(latency, info, scheduler, pace)
+        engine = ExactEngine(latency, info, scheduler, pace, lower_blocks=lower_blocks)
         return await drive(engine, work, block_size, abort_every=abort_every, disturb=disturb(pace))
 
     async def jump():
         pace = Pace()
-        engine = JumpEngine(latency, info, scheduler, lambda request: streams[request.request_id], pace=pace)
+        engine = JumpEngine(
+            latency, info, scheduler, lambda request: streams[request.request_id], pace=pace,
+            lower_blocks=lower_blocks,
+        )  # fmt: skip
         return await drive(engine, work, block_size, abort_every=abort_every, disturb=disturb(pace))
 
     return run_virtual(exact()), run_virtual(jump())

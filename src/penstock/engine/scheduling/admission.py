@@ -6,14 +6,14 @@ import numpy as np
 
 from penstock.core.ids import BlockId
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.engine.scheduling.lower_tiers import LowerTiers, TierRun
 from penstock.engine.scheduling.partial_blocks import PartialBlocks
 from penstock.engine.scheduling.queue import WaitingQueue
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
 from penstock.engine.scheduling.slots import Slots
+from penstock.kv.manager.loader import KvRun
+from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pins import Pins
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.tiers.tiers import TieredPool
 
 
 class Admission:
@@ -26,11 +26,11 @@ class Admission:
         self,
         waiting: WaitingQueue[Sequence],
         slots: Slots,
-        pool: BlockPool | TieredPool,
+        pool: BlockPool,
         *,
         limits: SequenceLimits,
         config: SchedulerConfig,
-        lower_tiers: LowerTiers | None,
+        kv: KvManager | None,
     ) -> None:
         self.config = config
         self.pins = Pins(pool, self.look_again)
@@ -43,7 +43,7 @@ class Admission:
         self._slots = slots
         self._pool = pool
         self._limits = limits
-        self._lower_tiers = lower_tiers
+        self._kv = kv
         self._is_blocked = False  # the first request did not fit, and no block was freed since
 
     def look_again(self) -> None:
@@ -76,10 +76,9 @@ class Admission:
             size, known = self._limits.block_size, len(sequence.token_ids)
             hits = self._match(sequence)
             runs = self._worth_loading(sequence, hits)
-            held = hits + [block_id for run in runs for block_id in run.device_ids]
             lent_tokens = self._lent_tokens(sequence, (known - 1) // size - len(hits))
-            needed = known // size + 1 - len(held) - bool(lent_tokens)
-            free = self._pool.num_available - self._pool.count_idle(held)
+            needed = known // size + 1 - len(hits) - bool(lent_tokens)
+            free = self._pool.num_available - self._pool.count_idle(hits)
             if needed + reserved > free:
                 if self.partial_blocks.free_all_lent():
                     continue
@@ -147,21 +146,21 @@ class Admission:
         self._pool.acquire(hits)
         return self._slots.assign(sequence, hits)
 
-    def _worth_loading(self, sequence: Sequence, hits: list[BlockId]) -> SequenceOf[TierRun]:
+    def _worth_loading(self, sequence: Sequence, hits: list[BlockId]) -> SequenceOf[KvRun]:
         """Find blocks in lower tiers that are worth loading to the device for a waiting request."""
-        if self._lower_tiers is None:
+        if self._kv is None:
             return []
         known = len(sequence.token_ids)
         cacheable = (known - 1) // self._limits.block_size
-        return self._lower_tiers.worth(sequence.block_hashes[:cacheable], hits, known)
+        return self._kv.worth(sequence.block_hashes[:cacheable], hits, known)
 
-    def _admit_loading(self, sequence: Sequence, hits: list[BlockId], runs: SequenceOf[TierRun]) -> int:
+    def _admit_loading(self, sequence: Sequence, hits: list[BlockId], runs: SequenceOf[KvRun]) -> int:
         """Give a waiting request a slot and start to load its blocks from lower tiers; it computes once they have arrived."""
-        assert self._lower_tiers is not None, "found runs"
+        assert self._kv is not None, "found runs"
         size = self._limits.block_size
         if sequence.cached_tokens is None:
-            self._lower_tiers.count(runs, sequence.num_prompt - len(hits) * size)
+            self._kv.count(runs, sequence.num_prompt - len(hits) * size)
         cached = (len(hits) + sum(run.num_blocks for run in runs)) * size
         slot = self._assign_slot(sequence, hits, cached)
-        self._slots.add_blocks(slot, self._lower_tiers.begin(sequence.request.request_id, runs))
+        self._slots.add_blocks(slot, self._kv.begin(sequence.request.request_id, runs))
         return slot

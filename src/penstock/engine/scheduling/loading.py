@@ -4,17 +4,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.types.load import KvTierCounts
-from penstock.engine.scheduling.lower_tiers import LowerTiers
 from penstock.engine.scheduling.sequences import SequenceLimits
 from penstock.engine.scheduling.slots import Int32s, Slots
+from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pins import Pins
 
 
 class Loading:
     """The slots of one scheduler that wait for lower tiers. Without such tiers nothing ever waits."""
 
-    def __init__(self, tiers: LowerTiers | None, slots: Slots, limits: SequenceLimits) -> None:
-        self._tiers = tiers
+    def __init__(self, kv: KvManager | None, slots: Slots, limits: SequenceLimits) -> None:
+        self._kv = kv
         self._slots = slots
         self._limits = limits
         self._unstepped: set[int] = set()
@@ -22,18 +22,18 @@ class Loading:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Prompt tokens found in each lower `Tier`, host first; empty without tiers."""
-        return () if self._tiers is None else self._tiers.tokens
+        return () if self._kv is None else self._kv.tokens
 
     @property
     def counts(self) -> KvTierCounts | None:
         """What happened to KV in tiers since start; None without tiers."""
-        return None if self._tiers is None else self._tiers.counts
+        return None if self._kv is None else self._kv.counts
 
     def is_loading(self, slots: Int32s) -> NDArray[np.bool_]:
         """Mask the slots whose prefix is still being loaded."""
-        if self._tiers is None:
+        if self._kv is None:
             return np.zeros(len(slots), dtype=np.bool_)
-        is_under_way, ids = self._tiers.is_under_way, self._slots.request_ids
+        is_under_way, ids = self._kv.is_under_way, self._slots.request_ids
         return np.array([is_under_way(ids[slot]) for slot in slots.tolist()], dtype=np.bool_)
 
     def is_unstepped(self, slots: Int32s) -> NDArray[np.bool_]:
@@ -49,7 +49,7 @@ class Loading:
 
     def count_offloading(self, pins: Pins) -> int:
         """Count the device blocks that are held for an offload alone, and by no request or pin."""
-        held = set() if self._tiers is None else set(self._tiers.offloading())
+        held = set() if self._kv is None else set(self._kv.offloading())
         if held:
             held.difference_update(self._slots.holders())
             held.difference_update(pins.holders())
@@ -63,11 +63,11 @@ class Loading:
         """
         arrived: list[int] = []
         lacking = 0
-        if self._tiers is None:
+        if self._kv is None:
             return arrived, lacking
         slot_of = {self._slots.request_ids[slot]: slot for slot in self._slots.running}
         table, size = self._slots.table, self._limits.block_size
-        for request_id, num_blocks in self._tiers.take_arrived():
+        for request_id, num_blocks in self._kv.take_arrived():
             slot = slot_of[request_id]
             expected = int(table.num_blocks[slot]) * size
             table.num_computed[slot] += num_blocks * size
@@ -81,10 +81,10 @@ class Loading:
 
     def leave(self, slot: int) -> None:
         """Cancel the load of a slot that is about to be freed, and offload its full blocks."""
-        if self._tiers is None:
+        if self._kv is None:
             return
         self._unstepped.discard(slot)
-        self._tiers.cancel(self._slots.request_ids[slot])
+        self._kv.cancel(self._slots.request_ids[slot])
         count = int(self._slots.num_published[slot])
         if count:
-            self._tiers.offload(self._slots.sequence(slot).block_hashes[:count])
+            self._kv.offload(self._slots.sequence(slot).block_hashes[:count])

@@ -23,13 +23,12 @@ from penstock.core.types.steps import Step
 from penstock.engine.scheduling.admission import Admission
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.loading import Loading
-from penstock.engine.scheduling.lower_tiers import LowerTiers
 from penstock.engine.scheduling.queue import WaitingQueue
 from penstock.engine.scheduling.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
 from penstock.engine.scheduling.shortest_first_queue import ShortestFirstQueue
 from penstock.engine.scheduling.slots import Int32s, Slots
+from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.tiers.tiers import TieredPool
 
 
 class Scheduler:
@@ -42,12 +41,12 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool | TieredPool,
+        pool: BlockPool,
         limits: SequenceLimits,
         config: SchedulerConfig,
         *,
         eos_token_ids: Iterable[int] = (),
-        lower_tiers: LowerTiers | None = None,
+        kv: KvManager | None = None,
     ) -> None:
         """Make a scheduler without requests.
 
@@ -56,10 +55,10 @@ class Scheduler:
             limits: bounds of every request.
             config: bounds of batch and queue.
             eos_token_ids: end-of-sequence tokens.
-            lower_tiers: the tiers below the device; None without.
+            kv: the tiers below the device; None without.
         """
         self._pool = pool
-        self._lower_tiers = lower_tiers
+        self._kv = kv
         self._limits = limits
         self._config = config
         is_eos = np.zeros(limits.vocab_size, dtype=np.bool_)
@@ -70,13 +69,11 @@ class Scheduler:
         self._slots = Slots(config.max_running_requests, limits, is_eos)
         self._under_way: StepPlan | None = None
         self._aborted_slots: set[int] = set()  # aborted during the current step
-        self._admission = Admission(
-            self._waiting, self._slots, pool, limits=limits, config=config, lower_tiers=lower_tiers
-        )
+        self._admission = Admission(self._waiting, self._slots, pool, limits=limits, config=config, kv=kv)
         self.pins, self.partial_blocks = self._admission.pins, self._admission.partial_blocks
-        self._loading = Loading(lower_tiers, self._slots, limits)
-        if lower_tiers is not None:
-            lower_tiers.watch(self._admission.look_again)
+        self._loading = Loading(kv, self._slots, limits)
+        if kv is not None:
+            kv.watch(self._admission.look_again)
         self._steps = self._failed_steps = self._preemptions = 0
         self._prefilled_tokens = self._generated_tokens = 0
         self.assume(Role.AGGREGATED, config)
@@ -263,14 +260,14 @@ class Scheduler:
         self._pool.check()
         self._slots.check()
         self._waiting.check()
-        if self._lower_tiers is not None:
-            self._lower_tiers.check()
+        if self._kv is not None:
+            self._kv.check()
         waiting = {request_id for request_id, sequence in self._by_id.items() if sequence.slot is None}
         self.partial_blocks.check(waiting)
         held = Counter(self._slots.holders())
         held.update(self.pins.holders())
-        if self._lower_tiers is not None:
-            held.update(self._lower_tiers.holders())
+        if self._kv is not None:
+            held.update(self._kv.holders())
         assert held == self._pool.references(), "sequences and pins hold other blocks than the pool thinks"
         known = len(self._by_id) + len(self._aborted_slots)
         assert known == len(self._slots.running) + len(self._waiting), "a request is lost"
@@ -406,8 +403,8 @@ class Scheduler:
 
     def _make_step(self, deltas: list[Delta], prefilling: tuple[RequestId, ...] = ()) -> Step:
         events = self._pool.take_events()
-        if self._lower_tiers is not None:
-            events = self._lower_tiers.with_events(events)
+        if self._kv is not None:
+            events = self._kv.with_events(events)
         return Step(deltas=tuple(deltas), events=events, load=self.load(), prefilling=prefilling)
 
     def _end_rows(self, plan: StepPlan, errors: Mapping[int, PenstockError]) -> list[Delta]:

@@ -17,6 +17,7 @@ from penstock.core.wire import HashArray
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool.prefixes import block_keys, commit_runs, split_prefix
 from penstock.transfer.regions.arena import Arena
 from penstock.transfer.regions.checksum import checksum_ranges
 from penstock.transfer.regions.free_memory import free_memory_bytes
@@ -105,22 +106,21 @@ class HostTier:
         self, block_hashes: HashArray, block_ids: Sequence[BlockId], done: Callable[[Sequence[BlockId]], None]
     ) -> Sequence[BlockId]:
         """Begin to copy those of a prefix's blocks that it lacks from the device."""
-        keys = _keys(block_hashes)
-        held, new = self._split(block_hashes, keys)
+        held, new = split_prefix(self._pool, block_hashes, self._storing)
         self._pool.acquire(held)
         new = new[: self._pool.num_available]
         taken = self._pool.allocate(len(new)) if new and not self._is_closed else None
         self._pool.release(held)  # as the newest, and not evicted for their own children
         if not taken:
             return ()
-        storing = [keys[index] for index in new]
+        storing = block_keys(block_hashes[new])
         self._storing.update(storing)
         sources = [block_ids[index] for index in new]
 
         def on_end(future: "asyncio.Future[None]") -> None:
             self._storing.difference_update(storing)
             if future.exception() is None:
-                self._commit(block_hashes, new, taken)
+                commit_runs(self._pool, block_hashes, new, taken)
             self._pool.release(taken)
             done(sources)
 
@@ -153,31 +153,6 @@ class HostTier:
         self._pool.check()
 
     # ---- on the event loop ----------------------------------------------------------------------------
-
-    def _split(self, hashes: HashArray, keys: list[bytes]) -> tuple[list[BlockId], list[int]]:
-        """Find the blocks that it keeps, and the indexes of those that it has to copy."""
-        held: list[BlockId] = []
-        new: list[int] = []
-        index = 0
-        while index < len(keys):
-            found = self._pool.match(hashes[index:])
-            held += found
-            index += len(found)
-            if index < len(keys):
-                if keys[index] not in self._storing:
-                    new.append(index)
-                index += 1
-        return held, new
-
-    def _commit(self, hashes: HashArray, new: list[int], taken: list[BlockId]) -> None:
-        """Publish copied blocks, each run of neighbours as one event."""
-        start = 0
-        for end in range(1, len(new) + 1):
-            if end == len(new) or new[end] != new[end - 1] + 1:
-                first, last = new[start], new[end - 1]
-                parent = int(hashes[first - 1, 0]) if first else None
-                self._pool.commit(taken[start:end], hashes[first : last + 1], parent)
-                start = end
 
     def _on_loaded(self, load: _Load, future: "asyncio.Future[int]", done: Callable[[int], None]) -> None:
         error = future.exception()
@@ -259,8 +234,3 @@ def _allocate(num_blocks: int, block_bytes: int) -> Arena:
         return Arena.create(size_bytes, before_taking=check)
     except TransferError as error:
         raise ConfigError(f"{what}: {error.message}") from error
-
-
-def _keys(hashes: HashArray) -> list[bytes]:
-    keys: list[bytes] = np.ascontiguousarray(hashes, dtype="<u8").view("V16").ravel().tolist()
-    return keys

@@ -13,7 +13,6 @@ from typing import Protocol
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
-from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
 from penstock.seams.kv import KvLoad, KvTier
 
@@ -32,6 +31,8 @@ class Timer(Protocol):
 
 CallLater = Callable[[float, Callable[[], None]], Timer]
 """Calls a function after so many seconds."""
+ComputeSeconds = Callable[[int, int], float | None]
+"""Predicts the seconds to compute so many tokens after so many cached ones; None before anything was measured."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,11 +56,6 @@ class KvRun:
     def num_blocks(self) -> int:
         """Number of blocks."""
         return len(self.block_hashes)
-
-    @property
-    def device_ids(self) -> Sequence[BlockId]:
-        """Those on the device: none."""
-        return ()
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +97,7 @@ class Loader:
         self,
         pool: BlockPool,
         sources: Sequence[KvTier],
-        prefill: MeasuredSpeed,
+        compute_s: ComputeSeconds,
         on_change: Callable[[], None],
         call_later: CallLater | None,
     ) -> None:
@@ -110,7 +106,7 @@ class Loader:
         Args:
             pool: the device's blocks.
             sources: nearest first.
-            prefill: the engine's measured seconds for each prompt token.
+            compute_s: how long the engine computes.
             on_change: called when a prefix has arrived, or blocks were freed.
             call_later: the clock of late loads; None is the event loop's.
         """
@@ -120,7 +116,7 @@ class Loader:
         """Blocks that a load was to bring and did not; they were computed."""
         self._pool = pool
         self._sources = sources
-        self._prefill = prefill
+        self._compute_s = compute_s
         self._on_change = on_change
         self._call_later = call_later
         self._wanted: dict[RequestId, _Prefix] = {}
@@ -146,7 +142,7 @@ class Loader:
                     break
             else:
                 break
-        return runs[: self._best(runs, known_tokens - len(hits) * self._pool.block_size)]
+        return runs[: self._best(runs, known_tokens, len(hits) * self._pool.block_size)] if runs else runs
 
     def begin(self, request_id: RequestId, runs: Sequence[KvRun]) -> list[BlockId]:
         """Start to load runs that `worth` found; the device must have enough available blocks.
@@ -175,6 +171,11 @@ class Loader:
         """Say whether a request's prefix is still being loaded, or `take_arrived` has not returned it yet."""
         return request_id in self._wanted
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `take_arrived` may return requests."""
+        return any(prefix.is_wanted for prefix in self._ended)
+
     def take_arrived(self) -> list[tuple[RequestId, int]]:
         """Return the requests whose loads have ended since the last call, with the number of leading blocks that arrived."""
         ended, self._ended = self._ended, []
@@ -202,16 +203,22 @@ class Loader:
         for request_id in tuple(self._wanted):
             self.cancel(request_id)
 
-    def _best(self, runs: Sequence[KvRun], lacking_tokens: int) -> int:
-        """Return how many leading runs to load for the earliest end; all of them before a prompt was ever computed."""
-        if not self._prefill.is_known:
-            return len(runs)
-        best, best_s = 0, self._prefill.seconds(lacking_tokens)
+    def _best(self, runs: Sequence[KvRun], known_tokens: int, cached_tokens: int) -> int:
+        """Return how many leading runs to load for the earliest end; all of them before a prompt was ever computed.
+
+        Tiers load at the same time, and each of them its runs one after another.
+        """
+        best, best_s = 0, self._compute_s(known_tokens - cached_tokens, cached_tokens)
+        num_blocks: Counter[Tier] = Counter()
         load_s = 0.0
         for count, run in enumerate(runs, 1):
-            load_s = max(load_s, run.source.load_s(run.num_blocks))
-            lacking_tokens -= run.num_blocks * self._pool.block_size
-            total_s = load_s + self._prefill.seconds(lacking_tokens)
+            num_blocks[run.tier] += run.num_blocks
+            load_s = max(load_s, run.source.load_s(num_blocks[run.tier]))
+            cached_tokens += run.num_blocks * self._pool.block_size
+            compute_s = self._compute_s(known_tokens - cached_tokens, cached_tokens)
+            if best_s is None or compute_s is None:
+                return len(runs)
+            total_s = load_s + compute_s
             if total_s < best_s:
                 best, best_s = count, total_s
         return best

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from penstock.core.ids import BlockId
 from penstock.core.types.events import AllBlocksCleared, KvEvent, Tier
 from penstock.core.types.load import KvTierCounts
-from penstock.kv.manager.loader import CallLater, KvRun, Loader
+from penstock.kv.manager.loader import CallLater, ComputeSeconds, KvRun, Loader
 from penstock.kv.manager.offloader import Offloader
 from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
@@ -22,6 +22,7 @@ class KvManager:
         tiers: Sequence[KvTier],
         on_change: Callable[[], None],
         *,
+        compute_s: ComputeSeconds | None = None,
         call_later: CallLater | None = None,
     ) -> None:
         """Manage tiers, which `close` closes.
@@ -30,6 +31,7 @@ class KvManager:
             pool: the device's blocks.
             tiers: nearest first, at least one.
             on_change: called when `take_arrived` may return more, or blocks were freed.
+            compute_s: how long the engine computes; None predicts it from `prefill`.
             call_later: the clock of late loads; None is the event loop's.
         """
         self.tiers = tuple(tiers)
@@ -38,7 +40,7 @@ class KvManager:
         self._pool = pool
         self._on_change = on_change
         self._on_room: Callable[[], None] = lambda: None
-        self._loader = Loader(pool, self.tiers, self.prefill, self._changed, call_later)
+        self._loader = Loader(pool, self.tiers, compute_s or self._measured_s, self._changed, call_later)
         self._offloader = Offloader(pool, self.tiers, self._changed)
         self._tokens: dict[Tier, int] = dict.fromkeys((tier.tier for tier in tiers), 0)
         self.worth = self._loader.worth
@@ -52,6 +54,11 @@ class KvManager:
     def num_blocks(self) -> int:
         """Blocks that all tiers can keep."""
         return sum(tier.num_blocks for tier in self.tiers)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `take_arrived` may return requests."""
+        return self._loader.has_arrived
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -117,6 +124,9 @@ class KvManager:
         self._loader.close()
         for tier in self.tiers:
             await tier.close()
+
+    def _measured_s(self, new_tokens: int, cached_tokens: int) -> float | None:  # noqa: ARG002 - depth is not measured
+        return self.prefill.seconds(new_tokens) if self.prefill.is_known else None
 
     def _changed(self) -> None:
         self._on_room()

@@ -72,11 +72,6 @@ class BlockPool:
         self._states = _make_states(num_blocks, eviction if eviction is not None else Lru())
 
     @property
-    def tiers(self) -> "tuple[BlockPool, ...]":
-        """Only this pool; a `TieredPool` has several."""
-        return (self,)
-
-    @property
     def native(self) -> "Pool | None":
         """The native state, for native code that shares it; None if the Python reference keeps the states."""
         return None if isinstance(self._states, ReferencePool) else self._states

@@ -12,7 +12,8 @@ from penstock.core.wire import token_list, unpack_hashes
 from penstock.kv.pool.pool import BlockPool
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.workers.member import Condition
-from penstock.sim.world.cluster import SimCluster
+from penstock.sim.engine.timed_tier import TimedTier
+from penstock.sim.world.cluster import SimCluster, SimEngine
 
 ALLOWED_ERRORS = (DeadlineExceeded, Overloaded, Unavailable, EngineError)
 """Errors that a valid request may end with under faults."""
@@ -57,7 +58,7 @@ def check_at_rest(cluster: SimCluster) -> None:
             continue
         announced = truth[worker.name].keys()
         for tier in Tier:
-            held = {h for pool in worker.engine.pool.tiers if pool.tier is tier for h in _names(pool)}
+            held = {h for pool in _pools(worker.engine) if pool.tier is tier for h in _names(pool)}
             on_tier = {block_hash for block_hash, of in announced if of is tier}
             assert held == on_tier, (
                 f"{worker.host}: {len(held)} blocks are cached on {tier}, and its events tell of {len(on_tier)}"
@@ -90,6 +91,12 @@ def _check_dispatcher_at_rest(dispatcher: Dispatcher, truth: dict[str, dict[tupl
             f"{view.name}: {len(held - expected)} blocks are indexed that it does not hold, and "
             f"{len(expected - held)} are not that it holds"
         )
+
+
+def _pools(engine: SimEngine) -> list[BlockPool]:
+    """List the pools of a device and of the tiers below it."""
+    lower = () if engine.kv is None else engine.kv.tiers
+    return [engine.pool, *(tier.pool for tier in lower if isinstance(tier, TimedTier))]
 
 
 def _names(pool: BlockPool) -> list[int]:

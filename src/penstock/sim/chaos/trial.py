@@ -139,16 +139,16 @@ def small_spec(trial: Trial | None = None) -> ClusterSpec:
         context_length=160,
         vocab_size=VOCAB_SIZE,
         kv_bytes_per_block=_BLOCK_BYTES,
-        lower_blocks=((Tier.HOST, trial.host_blocks),) if trial.host_blocks else (),
         kv_layout=no_layout(_BLOCK_BYTES, _BLOCK_SIZE, num_blocks=48),
     )
+    lower_blocks = ((Tier.HOST, trial.host_blocks),) if trial.host_blocks else ()
     scheduler = SchedulerConfig(max_batch_tokens=24, max_running_requests=6, max_waiting_requests=12)
 
     def make_engine(pace: Pace) -> SimEngine:
         pace.factor = _SLOWNESS
         if trial.exact or native is None:
-            return ExactEngine(model, info, scheduler, pace)
-        return JumpEngine(model, info, scheduler, _PositionStream, pace=pace)
+            return ExactEngine(model, info, scheduler, pace, lower_blocks=lower_blocks)
+        return JumpEngine(model, info, scheduler, _PositionStream, pace=pace, lower_blocks=lower_blocks)
 
     return ClusterSpec(
         card=ModelCard(name="trial", context_length=160, block_size=_BLOCK_SIZE, salt=_SALT),

@@ -18,10 +18,11 @@ from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.kv.pool.pool import BlockPool
 from penstock.perf.latency import LatencyModel
 from penstock.sim.engine.prices import DecodePrices
 from penstock.sim.engine.scheduler import JumpPlan, JumpScheduler
-from penstock.sim.engine.tier_copier import TimedTierCopier
+from penstock.sim.engine.timed_tier import LowerBlocks, timed_kv_manager
 from penstock.sim.engine.timing import Pace, no_memory
 from penstock.sim.workload.prompt import StreamOf
 
@@ -49,6 +50,7 @@ class JumpEngine:
         *,
         pace: Pace | None = None,
         prices: DecodePrices | None = None,
+        lower_blocks: LowerBlocks = (),
     ) -> None:
         """Create the engine; `start` starts it.
 
@@ -59,12 +61,16 @@ class JumpEngine:
             stream_of: gives the block names of a request.
             pace: speed of the host; None for a constant one.
             prices: decode sums of the same latency model; equal workers may share them.
+            lower_blocks: KV tiers below the device.
         """
         self._latency = latency
         self._prices = prices or DecodePrices(latency, info.context_length)
         self._pace = pace or Pace()
-        self._copier = TimedTierCopier(latency, info.block_size, self._pace) if info.lower_blocks else None
-        self._pace.watch(self._on_pace)  # after the tier copier, whose fetches the next plan takes in
+        self.pool = BlockPool(info.num_blocks, info.block_size)
+        """The block pool, for reports and checks."""
+        self.kv = timed_kv_manager(self.pool, lower_blocks, latency, self._pace, self._interrupt)
+        """The tiers below the device; None without."""
+        self._pace.watch(self._on_pace)  # after the tiers, whose loads the next plan takes in
         context_length = min(info.context_length, info.num_blocks * info.block_size)
         self._info = EngineInfo(
             block_size=info.block_size,
@@ -76,12 +82,10 @@ class JumpEngine:
             kv_bytes_per_block=info.kv_bytes_per_block,
             kv_layout=info.kv_layout,
             kv_by_chunk=True,
-            lower_tier_blocks=sum(count for _, count in info.lower_blocks),
+            lower_tier_blocks=0 if self.kv is None else self.kv.num_blocks,
         )
         self._memory = no_memory(info)
-        self.pool, onboarding = info.make_pool(self._copier, self._interrupt)
-        """The block pool, for reports and checks."""
-        self._scheduler = JumpScheduler(self.pool, context_length, config, stream_of, onboarding)
+        self._scheduler = JumpScheduler(self.pool, context_length, config, stream_of, self.kv)
         self._loop = asyncio.get_running_loop()
         self._jump: _Jump | None = None
         self._is_late = False  # the running jump's time is over, but the host is stopped
@@ -165,8 +169,8 @@ class JumpEngine:
     async def close(self) -> None:
         self._closed = True
         self._is_late = False
-        if self._copier is not None:
-            self._copier.close()
+        if self.kv is not None:
+            await self.kv.close()
         if self._jump is not None:
             self._jump.timer.cancel()
             self._jump = None

@@ -7,8 +7,10 @@ from penstock.core.types.requests import Request
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.kv.manager.manager import KvManager
+from penstock.kv.pool.pool import BlockPool
 from penstock.perf.latency import LatencyModel
-from penstock.sim.engine.tier_copier import TimedTierCopier
+from penstock.sim.engine.timed_tier import LowerBlocks, timed_kv_manager
 from penstock.sim.engine.timing import Pace, TimingRunner
 from penstock.sim.workload.prompt import StreamOf
 
@@ -23,6 +25,8 @@ class ExactEngine(BatchedEngine):
         config: SchedulerConfig,
         pace: Pace | None = None,
         stream_of: StreamOf | None = None,
+        *,
+        lower_blocks: LowerBlocks = (),
     ) -> None:
         """Create the engine; `start` starts it.
 
@@ -32,10 +36,12 @@ class ExactEngine(BatchedEngine):
             config: scheduler settings.
             pace: speed of the host; None for a constant one.
             stream_of: gives the names of output blocks; None hashes the tokens.
+            lower_blocks: KV tiers below the device.
         """
-        pace = pace or Pace()
-        self._timed = TimedTierCopier(latency, info.block_size, pace) if info.lower_blocks else None
-        super().__init__(TimingRunner(latency, info, pace), config, copier=self._timed)
+        self._latency = latency
+        self._pace = pace or Pace()
+        self._lower_blocks = lower_blocks
+        super().__init__(TimingRunner(latency, info, self._pace), config)
         self._block_size = info.block_size
         self._stream_of = stream_of
 
@@ -55,14 +61,12 @@ class ExactEngine(BatchedEngine):
             names = self._stream_of(request).block_hashes(self._block_size, first, end)
             sequence.block_hashes = np.concatenate((sequence.block_hashes, names))
 
-    async def close(self) -> None:
-        if self._timed is not None:
-            self._timed.close()
-        await super().close()
-
     def so_far(self) -> None:
         """Do nothing: every step is delivered at its end."""
 
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent."""
         self.scheduler.check()
+
+    async def _make_kv(self, pool: BlockPool, runner: RunnerInfo) -> KvManager | None:  # noqa: ARG002 - sizes are those given
+        return timed_kv_manager(pool, self._lower_blocks, self._latency, self._pace, self._wake.set)

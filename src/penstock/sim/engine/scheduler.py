@@ -14,17 +14,17 @@ import numpy as np
 
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.native import native
-from penstock.core.types.events import Tier
+from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import Role
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import PackedTokens, num_tokens, unpack_hashes
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.kv.manager.loader import KvRun
+from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pins import Pins
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.tiers.onboarding import Onboarding
-from penstock.kv.tiers.tiers import TierBlocks, TieredPool
 from penstock.sim.engine.bounds import check_bounds, check_fits
 from penstock.sim.workload.prompt import StreamOf
 
@@ -56,28 +56,30 @@ def _packed_positions(end: int) -> bytes:
 class _Tiers:
     """Answers the native scheduler about lower tiers. Requests are named by their number."""
 
-    def __init__(self, pool: TieredPool, onboarding: Onboarding) -> None:
-        self._onboarding = onboarding
-        self._runs: list[TierBlocks] = []
-        self.make_room = pool.make_room
+    def __init__(self, kv: KvManager) -> None:
+        self._kv = kv
+        self._runs: list[KvRun] = []
 
-    def find(self, hashes: bytes, hits: list[BlockId], known_tokens: int) -> tuple[list[BlockId], int]:
-        """Find blocks worth a fetch after `hits`; gives those of them on the device, and the number of all."""
-        self._runs = self._onboarding.worth(unpack_hashes(hashes).reshape(-1, 2), hits, known_tokens)
-        on_device = [b for run in self._runs if run.tier is Tier.DEVICE for b in run.block_ids]
-        return on_device, sum(len(run.block_ids) for run in self._runs)
+    def find(self, hashes: bytes, hits: list[BlockId], known_tokens: int) -> int:
+        """Count the blocks after `hits` that are worth loading."""
+        self._runs = self._kv.worth(unpack_hashes(hashes).reshape(-1, 2), hits, known_tokens)
+        return sum(run.num_blocks for run in self._runs)
 
-    def fetch(self, number: int, prompt_tokens: int | None) -> list[BlockId]:
-        """Start to fetch what `find` found last; counts up to `prompt_tokens` of it, None counts nothing."""
+    def load(self, number: int, prompt_tokens: int | None) -> list[BlockId]:
+        """Start to load what `find` found last; counts up to `prompt_tokens` of it, None counts nothing."""
         if prompt_tokens is not None:
-            self._onboarding.count(self._runs, prompt_tokens)
-        return self._onboarding.begin(RequestId(str(number)), self._runs)
+            self._kv.count(self._runs, prompt_tokens)
+        return self._kv.begin(RequestId(str(number)), self._runs)
 
     def cancel(self, number: int) -> None:
-        self._onboarding.cancel(RequestId(str(number)))
+        self._kv.cancel(RequestId(str(number)))
+
+    def offload(self, hashes: bytes) -> None:
+        """Keep a prefix of a request that leaves the batch."""
+        self._kv.offload(unpack_hashes(hashes).reshape(-1, 2))
 
     def take_arrived(self) -> list[int]:
-        return [int(number) for number, _ in self._onboarding.take_arrived()]
+        return [int(number) for number, _ in self._kv.take_arrived()]
 
 
 class JumpScheduler:
@@ -85,11 +87,11 @@ class JumpScheduler:
 
     def __init__(
         self,
-        pool: BlockPool | TieredPool,
+        pool: BlockPool,
         context_length: int,
         config: SchedulerConfig,
         stream_of: StreamOf,
-        onboarding: Onboarding | None = None,
+        kv: KvManager | None = None,
     ) -> None:
         """Create it without requests.
 
@@ -98,13 +100,13 @@ class JumpScheduler:
             context_length: most tokens of a request.
             config: a step must hold one token of every running request.
             stream_of: gives the block names of a request.
-            onboarding: onboarding of the same pool; None without lower tiers.
+            kv: the tiers below the same pool; None without.
         """
         check_bounds(config)
         assert native is not None, "without native code engines run every step"
         self._pool = pool
-        self._onboarding = onboarding
-        self._tiers = _Tiers(pool, onboarding) if isinstance(pool, TieredPool) and onboarding else None
+        self._kv = kv
+        self._tiers = None if kv is None else _Tiers(kv)
         self._context_length = context_length
         self._config = config
         self._stream_of = stream_of
@@ -112,7 +114,7 @@ class JumpScheduler:
         # The state cannot own its tiers: they know the engine, and the garbage collector sees no cycle through native code.
         tiers = () if self._tiers is None else (proxy(self._tiers),)
         self._states = native.JumpScheduler(
-            pool.tiers[0].native,
+            pool.native,
             pool.block_size,
             config.max_batch_tokens,
             config.prompt_budget,
@@ -121,6 +123,8 @@ class JumpScheduler:
         )
         self.pins = Pins(pool, self._states.look_again)
         """Blocks pinned for KV transfers."""
+        if kv is not None:
+            kv.watch(self._states.look_again)
         self._arrivals = count()
         self._numbers: dict[RequestId, int] = {}
         self._ids: dict[int, RequestId] = {}
@@ -159,7 +163,7 @@ class JumpScheduler:
     @property
     def wants_plan(self) -> bool:
         """Whether the next plan may differ from the current one: a request may be admitted or was dropped."""
-        has_arrived = self._onboarding is not None and self._onboarding.has_arrived
+        has_arrived = self._kv is not None and self._kv.has_arrived
         return has_arrived or bool(self._states.wants_plan)
 
     def plan(self) -> JumpPlan | None:
@@ -170,7 +174,7 @@ class JumpScheduler:
     def commit(self, steps: int) -> Step | None:
         """Commit the first `steps` steps of the plan; None if there is nothing to deliver."""
         deltas, prefilling, has_news = self._states.commit(steps)
-        events = self._pool.take_events()
+        events = self._take_events()
         if not (has_news or events):
             return None
         ids = tuple([self._ids[number] for number in prefilling])
@@ -185,11 +189,11 @@ class JumpScheduler:
     def so_far(self, plan: JumpPlan, steps: int) -> Step:
         """Settle, and deliver the tokens."""
         self.settle(plan, steps)
-        return Step(deltas=self._deltas(self._states.so_far()), events=self._pool.take_events())
+        return Step(deltas=self._deltas(self._states.so_far()), events=self._take_events())
 
     def take_step(self) -> Step | None:
         """Give the events that belong to no step: blocks moved between tiers."""
-        events = self._pool.take_events()
+        events = self._take_events()
         return Step(events=events) if events else None
 
     def reserve(self, count: int) -> list[BlockId] | None:
@@ -225,22 +229,27 @@ class JumpScheduler:
             prefilled_tokens=prefilled_tokens,
             prefix_hit_tokens=prefix_hit_tokens,
             generated_tokens=generated_tokens,
-            onboarded_tokens=() if self._onboarding is None else self._onboarding.tokens,
+            onboarded_tokens=() if self._kv is None else self._kv.tokens,
         )
 
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent."""
         self._pool.check()
         self._states.check()
-        if self._onboarding is not None:
-            self._onboarding.check()
         held = self.pins.holders()
+        if self._kv is not None:
+            self._kv.check()
+            held.update(self._kv.holders())
         for block_id, references in self._states.held().items():
             held[block_id] = held.get(block_id, 0) + references
         assert held == self._pool.references(), "sequences and pins hold other blocks than the pool thinks"
         assert self._ids == {number: request_id for request_id, number in self._numbers.items()}, (
             "requests: each has a number"
         )
+
+    def _take_events(self) -> tuple[KvEvent, ...]:
+        events = self._pool.take_events()
+        return events if self._kv is None else self._kv.with_events(events)
 
     def _deltas(self, deltas: Iterable[_NativeDelta]) -> tuple[Delta, ...]:
         """Make deltas; each token id is its position."""

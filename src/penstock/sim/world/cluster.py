@@ -14,8 +14,8 @@ from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Prices, Role
 from penstock.core.types.location import Location
 from penstock.core.types.steps import Step
+from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.tiers.tiers import TieredPool
 from penstock.perf.topology import NetworkPath
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
@@ -36,8 +36,13 @@ class SimEngine(Engine, KvBlocks, Protocol):
     """A simulated engine, which may deliver finished steps late."""
 
     @property
-    def pool(self) -> BlockPool | TieredPool:
+    def pool(self) -> BlockPool:
         """Its block pool, after `start`."""
+        ...
+
+    @property
+    def kv(self) -> KvManager | None:
+        """The tiers below its device, after `start`; None without."""
         ...
 
     def check(self) -> None:
