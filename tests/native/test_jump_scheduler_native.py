@@ -71,7 +71,15 @@ class HeldTier:
         load.done(arrived)
 
 
-class NoTimer:
+class Stopped:
+    """A clock that stands still."""
+
+    def time(self):
+        return 0.0
+
+    def call_later(self, _seconds, _call):
+        return self
+
     def cancel(self):
         pass
 
@@ -113,9 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.context_length = num_blocks * BLOCK_SIZE
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         tiers = [HeldTier(*each, self.loads) for each in zip((Tier.HOST, Tier.DISK), lower, strict=False)]
-        self.kv = (
-            KvManager(self.pool, tiers, lambda: None, call_later=lambda *_: NoTimer()) if tiers else None
-        )
+        self.kv = KvManager(self.pool, tiers, lambda: None, clock=Stopped()) if tiers else None
         self.scheduler = JumpScheduler(
             self.pool, self.context_length, self.config, lambda r: self.streams[r.request_id], self.kv
         )

@@ -28,7 +28,9 @@ class HeldTier:
 
     tier = Tier.HOST
     num_blocks = 1_000
+    block_bytes = 32
     num_corrupt = 0
+    is_off = False
 
     def __init__(self, keys: Iterable[int] = (), seconds_per_block: float = 0.0) -> None:
         self.keys = set(keys)
@@ -37,6 +39,10 @@ class HeldTier:
         self.offloads: list[tuple[list[int], list[BlockId], Callable[[Sequence[BlockId]], None]]] = []
         self.seconds_per_block = seconds_per_block
         self.is_closed = False
+
+    @property
+    def num_cached(self) -> int:
+        return len(self.keys)
 
     def locate(self, block_hashes: HashArray) -> int:
         count = 0

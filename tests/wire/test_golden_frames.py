@@ -138,6 +138,7 @@ DELTA = Delta(
     kv=HANDLE,
 )
 _COUNTS = WorkerLoad.__struct_fields__[:-8]
+_TIER_COUNTS = KvTierCounts.__struct_fields__
 LOAD = WorkerLoad(
     **{name: i + 1 for i, name in enumerate(_COUNTS)},
     onboarded_tokens=(14, 15, 16),
@@ -147,7 +148,12 @@ LOAD = WorkerLoad(
     kv_expired=18,
     kv_refused=19,
     failed_steps=20,
-    kv_tiers=KvTierCounts(1, 2, 3, 4, 5),
+    kv_tiers=(
+        KvTierCounts(
+            **{name: i + 1 for i, name in enumerate(_TIER_COUNTS)}
+            | {"tier": Tier.HOST, "is_off": True, "load_s": 0.5, "saved_s": -0.5}
+        ),
+    ),
 )
 STORED = BlockStored(block_hashes=pack_hashes([1, 2]), parent_block_hash=9, block_size=16, tier=Tier.HOST)
 BATCH = EventBatch(

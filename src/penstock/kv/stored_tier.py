@@ -23,6 +23,11 @@ class OwnedStore(BlockStore, Protocol):
     """A `BlockStore` of one worker."""
 
     @property
+    def num_cached(self) -> int:
+        """Blocks that can be loaded."""
+        ...
+
+    @property
     def num_mismatched(self) -> int:
         """Blocks that were not as they were stored, since it was opened."""
         ...
@@ -73,6 +78,7 @@ class StoredTier:
         """
         self.tier = tier
         self.num_blocks = num_blocks
+        self.block_bytes = device.block_bytes
         self._store = store
         self._device = device
         self._breaker = CircuitBreaker(tier.value)
@@ -81,6 +87,16 @@ class StoredTier:
         self._waiting_blocks = 0
         self._tasks: set[asyncio.Task[int]] = set()
         self._is_closed = False
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that it keeps, also while it is off."""
+        return self._store.num_cached
+
+    @property
+    def is_off(self) -> bool:
+        """Whether its store failed or hung, and has not answered since."""
+        return not self._breaker.is_on
 
     @property
     def num_corrupt(self) -> int:

@@ -9,6 +9,7 @@ from typing import Literal, Self, cast
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock.core.log import get_logger
+from penstock.router.kv_tier_metrics import KvTierMetrics
 
 _log = get_logger()
 
@@ -139,6 +140,9 @@ class RouterMetrics:
             "Age of a prefill worker's oldest prompt without a token",
             "worker",
             together="livemax",
+        )
+        self.kv_tiers = KvTierMetrics(
+            lambda noun, text: gauge(noun, text, "worker", "tier", together="livemax")
         )
         self.connections_lost = counter("connections_lost", "Connections to workers that ended")
         self.connect_failures = counter("connect_failures", "Tries to reach a worker that failed")

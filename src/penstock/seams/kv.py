@@ -26,10 +26,22 @@ class KvTier(Protocol):
     Attributes:
         tier: where it keeps them, for events.
         num_blocks: how many it can keep.
+        block_bytes: size of one.
     """
 
     tier: Tier
     num_blocks: int
+    block_bytes: int
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that it keeps."""
+        ...
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it is left alone for a while, since it failed or hung."""
+        ...
 
     @property
     def num_corrupt(self) -> int:

@@ -92,8 +92,10 @@ class KvTierSuite:
     def test_what_was_offloaded_is_loaded_byte_by_byte(self) -> None:
         async def scenario(stage: Stage) -> None:
             hashes, content = chain(1, 6), stage.write(range(6), 1)
-            assert stage.tier.locate(hashes) == 0
+            assert (stage.tier.locate(hashes), stage.tier.num_cached) == (0, 0)
             assert await stage.offload(hashes, range(6)) == list(range(6))
+            assert (stage.tier.num_cached, stage.tier.block_bytes) == (6, BLOCK_BYTES)
+            assert not stage.tier.is_off
             stage.memory[:] = 0
             assert stage.tier.locate(hashes) == 6
             assert await stage.load(hashes, range(40, 46)) == 6

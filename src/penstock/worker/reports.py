@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from functools import cached_property
 
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import KvTierCounts, WorkerLoad
 from penstock.worker.config import WorkerConfig
 
 
@@ -19,7 +19,7 @@ class LoadReports:
 
     A worker that becomes busy or idle reports at once. Any other change of the running requests is reported
     `load_interval_s` after the last report, or at once if that has passed. A busy worker without changes reports every
-    `load_refresh_s`, an idle one not at all. With several frontends, a new request is reported in the loop's next turn
+    `load_refresh_s`, an idle one only if KV still moves between its tiers. With several frontends, a new request is reported in the loop's next turn
     (`hurry`), since the other frontends cannot know of it.
     """
 
@@ -40,6 +40,7 @@ class LoadReports:
         self._send = send
         self._sent_s = float("-inf")
         self._sent = (0, 0, 0, 0)  # what ran as of the last report
+        self._sent_tiers: tuple[KvTierCounts, ...] = ()
         self._was_busy = False
         self._due_s = math.inf  # latest time of the next report
         self._timer: asyncio.Handle | None = None
@@ -66,6 +67,8 @@ class LoadReports:
                 self._report(load)
             else:
                 self._arm(due_s)
+        elif load.kv_tiers != self._sent_tiers:
+            self._arm(max(self._loop.time(), self._sent_s + self._refresh_s))
 
     def hurry(self) -> None:
         """Report in the next turn of the loop, once for all requests of this turn."""
@@ -84,6 +87,7 @@ class LoadReports:
         load = load or self._read()
         self._sent_s = self._loop.time()
         self._sent = self._what_runs(load)
+        self._sent_tiers = load.kv_tiers
         self._was_busy = _is_busy(load)
         self._due_s = math.inf
         if self._hurried is not None:

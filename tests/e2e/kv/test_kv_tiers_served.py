@@ -48,6 +48,21 @@ def test_histories_that_left_the_device_are_loaded_from_the_host(deploy, role):
         prompt_tokens = sum(usage.prompt_tokens for _, usage in again)
         assert load["onboarded_tokens"][0] > prompt_tokens / 2
         assert load["failed_steps"] == 0
+        (tier,) = load["kv_tiers"]
+        assert tier["hit_tokens"] == load["onboarded_tokens"][0]
+        assert tier["saved_s"] > 0
+        labels = f'{{tier="host",worker="{name}"}}'
+
+        async def is_told():
+            (tier,) = (await site.load(name))["kv_tiers"]
+            async with site.http.get(f"{site.url}/metrics") as response:
+                metrics = await response.text()
+            return (
+                tier["cached_blocks"] == tier["offloaded_blocks"]
+                and f"penstock_router_kv_tier_cached_blocks{labels} {float(tier['cached_blocks'])}" in metrics
+            )
+
+        await site.until(is_told)  # also what was copied after the last request
 
     deploy(scenario, role=role)
 
@@ -91,7 +106,7 @@ def test_a_disk_brings_histories_back_after_everything_was_restarted(deploy, tmp
         load = await site.load(name)
         assert load["onboarded_tokens"][1] > sum(usage.prompt_tokens for _, usage in again) / 2
         assert load["failed_steps"] == 0
-        assert (load.get("kv_tiers") or {}).get("corrupt_blocks", 0) == 0
+        assert [tier["corrupt_blocks"] for tier in load["kv_tiers"]] == [0]
 
     deploy(before, role=role)
     deploy(after, role=role)

@@ -29,7 +29,9 @@ class CellTier:
 
     tier = Tier.HOST
     num_blocks = ROOM
+    block_bytes = 1
     num_corrupt = 0
+    is_off = False
 
     def __init__(self, cells):
         self.cells = cells
@@ -38,6 +40,10 @@ class CellTier:
         self.offloads = []
         self.storing = set()
         self.loaded_blocks = 0
+
+    @property
+    def num_cached(self):
+        return len(self.kept)
 
     def locate(self, block_hashes):
         for count, key in enumerate(keys(block_hashes)):
@@ -105,6 +111,9 @@ class Timers:
     def __init__(self):
         self.due = {}
 
+    def time(self):
+        return 0.0
+
     def call_later(self, _seconds, call):
         timer = Timer(self)
         self.due[timer] = call
@@ -131,7 +140,7 @@ class TieredSchedulerMachine(SchedulerMachine):
         self.tier = CellTier(self.cells)
         self.timers = Timers()
         self.stepped = {}
-        self.kv = KvManager(pool, [self.tier], lambda: None, call_later=self.timers.call_later)
+        self.kv = KvManager(pool, [self.tier], lambda: None, clock=self.timers)
         self.scheduler = Scheduler(pool, LIMITS, config, eos_token_ids=[EOS], kv=self.kv)
 
     @precondition(lambda self: self.tier.loads)

@@ -7,7 +7,6 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import BlockStored, Tier
-from penstock.core.types.load import KvTierCounts
 from penstock.core.types.requests import FinishReason
 from penstock.engine.kv_tiers import KvConfig, TierSize, tier_maker
 from penstock.engine.mock.engine import MockConfig, mock_engine
@@ -71,7 +70,16 @@ def test_what_left_the_device_is_loaded_from_the_host():
             assert again.cached_tokens == 28, "all full blocks but the last token's"
             assert kv.tokens[0] == 28
             assert probe.engine.load().onboarded_tokens[0] == 28
-            assert kv.counts.lacking_blocks == kv.counts.corrupt_blocks == 0
+            (counts,) = kv.counts
+            assert counts.lacking_blocks == counts.corrupt_blocks == 0
+            assert (counts.tier, counts.hit_tokens, counts.loads, counts.loaded_blocks) == (
+                Tier.HOST,
+                28,
+                1,
+                7,
+            )
+            assert counts.cached_blocks == counts.offloaded_blocks == 9 * 7
+            assert (counts.total_blocks, counts.block_bytes) == (64 * 16, 8 * SIZE)
             probe.engine.scheduler.check()
 
     run_async(main())
@@ -103,7 +111,7 @@ def test_a_request_computes_what_did_not_arrive():
             again = await task
             assert again.token_ids == first.token_ids
             assert again.cached_tokens == 0
-            assert probe.engine.kv.counts.lacking_blocks == 7
+            assert probe.engine.kv.counts[0].lacking_blocks == 7
             probe.engine.scheduler.check()
 
     run_async(main())
@@ -166,7 +174,7 @@ def test_a_late_load_is_given_up_and_computed(monkeypatch):
             await until(lambda: tier.loads and tier.loads[0].is_cancelled)
             tier.loads[0].end(0)
             assert (await task).token_ids == first.token_ids
-            assert probe.engine.kv.counts.late_loads == 1
+            assert probe.engine.kv.counts[0].late_loads == 1
 
     run_async(main())
 
@@ -197,7 +205,7 @@ def test_few_device_blocks_are_pinned_for_offloads_and_the_others_follow():
                 sizes.append(len(tier.offloads[0][1]))
                 tier.end_offload()
             assert sum(sizes) == 14
-            assert probe.engine.kv.counts.shed_blocks == 0
+            assert probe.engine.kv.counts[0].shed_blocks == 0
 
     run_async(main())
 
@@ -210,7 +218,8 @@ def test_blocks_evicted_before_they_were_copied_are_shed():
             probe.engine.pool.reset()
             tier.end_offload()
             assert not tier.offloads
-            assert probe.engine.load().kv_tiers == KvTierCounts(offloaded_blocks=4, shed_blocks=3)
+            (counts,) = probe.engine.load().kv_tiers
+            assert (counts.offloaded_blocks, counts.shed_blocks) == (4, 3)
 
     run_async(main())
 
@@ -242,7 +251,7 @@ def test_bits_that_flip_in_the_host_are_found_and_computed():
             again = await answered(probe, "again", prompt(0))
             assert again.token_ids == first.token_ids
             assert again.cached_tokens == 8, "two blocks before the flipped one"
-            assert probe.engine.kv.counts.corrupt_blocks == 1
+            assert probe.engine.kv.counts[0].corrupt_blocks == 1
             await idle(probe)
             tier.check()
 
@@ -279,7 +288,7 @@ def test_the_same_blocks_are_copied_once():
             for number in range(3):
                 await answered(probe, f"r{number}", prompt(0))
                 await idle(probe)
-            assert probe.engine.kv.counts.offloaded_blocks == 7
+            assert probe.engine.kv.counts[0].offloaded_blocks == 7
 
     run_async(main())
 
@@ -293,7 +302,7 @@ def test_a_host_tier_smaller_than_the_load_keeps_the_newest():
                 probe.engine.scheduler.check()
             await idle(probe)
             assert probe.engine.kv.tokens[0] > 0
-            assert probe.engine.kv.counts.corrupt_blocks == 0
+            assert probe.engine.kv.counts[0].corrupt_blocks == 0
 
     run_async(main())
 

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.events import Tier
+from penstock.core.types.load import KvTierCounts, WorkerLoad
 from penstock.sim.loop.loop import run_virtual
 from penstock.worker.config import WorkerConfig
 from penstock.worker.reports import LoadReports
@@ -72,3 +73,24 @@ def test_a_loop_may_give_a_plain_handle_for_a_moment_that_has_come(monkeypatch):
         return [waiting for _, waiting in worker.sent]
 
     assert run_virtual(scenario()) == [0, 2]
+
+
+def test_an_idle_worker_tells_what_was_copied_to_a_tier_since():
+    async def scenario():
+        worker = Worker()
+        worker.wait_for(0)
+        worker.load = WorkerLoad(kv_tiers=(KvTierCounts(tier=Tier.HOST, cached_blocks=1),))
+        worker.reports.note()  # it becomes idle: at once
+        await asyncio.sleep(0.5)
+        for blocks in (2, 3):
+            worker.load = WorkerLoad(kv_tiers=(KvTierCounts(tier=Tier.HOST, cached_blocks=blocks),))
+            worker.reports.note()
+        assert len(worker.sent) == 2
+        await asyncio.sleep(5)
+        assert len(worker.sent) == 3
+        worker.reports.note()
+        await asyncio.sleep(5)
+        worker.reports.close()
+        return len(worker.sent)
+
+    assert run_virtual(scenario()) == 3

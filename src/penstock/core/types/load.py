@@ -1,6 +1,7 @@
 """A worker's load report."""
 
 from penstock.core.ids import WorkerId
+from penstock.core.types.events import Tier
 from penstock.core.wire import Wire
 
 
@@ -14,16 +15,33 @@ class KvRead(Wire, frozen=True):
 
 
 class KvTierCounts(Wire, frozen=True):
-    """What happened to KV between a worker's device and the tiers below it, since start.
+    """What a KV tier below a worker's device keeps, and what it has done since start.
 
     Attributes:
-        offloaded_blocks: copied to a tier, or being copied.
-        shed_blocks: evicted from the device before they could be copied.
+        total_blocks: how many blocks of `block_bytes` it can keep.
+        cached_blocks: how many it keeps.
+        is_off: it failed or hung, and is left alone for a while.
+        hit_tokens: prompt tokens that admitted requests found in it.
+        loads: runs of blocks asked of it; `loaded_blocks` of them arrived and were used.
+        load_s: seconds of these loads from their begin to their end; those that overlap count each.
+        saved_s: predicted seconds of computing the loaded blocks, less what requests waited for them; below 0 if it cost time.
+        offloaded_blocks: copied to it, or being copied.
+        shed_blocks: evicted from the device before they could be copied, or for which it had no room.
         late_loads: loads that took too long and were given up.
-        lacking_blocks: blocks that a load was to bring and did not; they were computed.
+        lacking_blocks: blocks that its loads were to bring and did not; they were computed.
         corrupt_blocks: blocks that were not as they were stored; they were dropped.
     """
 
+    tier: Tier
+    total_blocks: int = 0
+    cached_blocks: int = 0
+    block_bytes: int = 0
+    is_off: bool = False
+    hit_tokens: int = 0
+    loads: int = 0
+    loaded_blocks: int = 0
+    load_s: float = 0.0
+    saved_s: float = 0.0
     offloaded_blocks: int = 0
     shed_blocks: int = 0
     late_loads: int = 0
@@ -55,7 +73,7 @@ class WorkerLoad(Wire, frozen=True):
         kv_expired: prompts whose pinned KV no decode worker read in time.
         kv_refused: prompts that a prefill worker exported no KV of, since too many blocks were pinned.
         failed_steps: how many of `steps` failed.
-        kv_tiers: what happened to KV in tiers below the device; None without such tiers.
+        kv_tiers: the tiers below the device, nearest first.
     """
 
     running_requests: int = 0
@@ -83,4 +101,4 @@ class WorkerLoad(Wire, frozen=True):
     kv_expired: int = 0
     kv_refused: int = 0
     failed_steps: int = 0
-    kv_tiers: KvTierCounts | None = None
+    kv_tiers: tuple[KvTierCounts, ...] = ()

@@ -25,9 +25,9 @@ class Loading:
         return () if self._kv is None else self._kv.tokens
 
     @property
-    def counts(self) -> KvTierCounts | None:
-        """What happened to KV in tiers since start; None without tiers."""
-        return None if self._kv is None else self._kv.counts
+    def counts(self) -> tuple[KvTierCounts, ...]:
+        """What each tier keeps, and has done since start; empty without tiers."""
+        return () if self._kv is None else self._kv.counts
 
     def is_loading(self, slots: Int32s) -> NDArray[np.bool_]:
         """Mask the slots whose prefix is still being loaded."""

@@ -51,6 +51,7 @@ class HostTier:
     """
 
     tier = Tier.HOST
+    is_off = False
 
     def __init__(self, device: DeviceBlocks, num_blocks: int, block_size: int) -> None:
         """Allocate the memory; `close` releases it.
@@ -64,6 +65,7 @@ class HostTier:
             ConfigError: the host has not enough memory.
         """
         self.num_blocks = num_blocks
+        self.block_bytes = device.block_bytes
         self.num_corrupt = 0
         self._device = device
         self._arena = _allocate(num_blocks, device.block_bytes)
@@ -77,6 +79,11 @@ class HostTier:
         self._load_thread = ThreadPoolExecutor(1, "kv-host-load")
         self._store_thread = ThreadPoolExecutor(1, "kv-host-offload")
         self._is_closed = False
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that it keeps."""
+        return self._pool.num_cached
 
     def locate(self, block_hashes: HashArray) -> int:
         """Count the leading blocks that it keeps."""

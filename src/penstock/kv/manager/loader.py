@@ -3,16 +3,15 @@
 A load that fails, is late or finds a corrupt block ends with fewer blocks; the request computes the rest.
 """
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
+from penstock.kv.manager.tally import Clock, TierTally, Timer
 from penstock.kv.pool.pool import BlockPool
 from penstock.seams.kv import KvLoad, KvTier
 
@@ -20,17 +19,6 @@ _LATE_FACTOR = 4.0
 _LATE_MARGIN_S = 0.25
 """A load is late after `_LATE_FACTOR` times its predicted time and this."""
 
-
-class Timer(Protocol):
-    """A call that is due later."""
-
-    def cancel(self) -> None:
-        """Drop it; no error if it was made."""
-        ...
-
-
-CallLater = Callable[[float, Callable[[], None]], Timer]
-"""Calls a function after so many seconds."""
 ComputeSeconds = Callable[[int, int], float | None]
 """Predicts the seconds to compute so many tokens after so many cached ones; None before anything was measured."""
 
@@ -42,10 +30,12 @@ class KvRun:
     Attributes:
         source: the tier.
         block_hashes: (n, 2) uint64.
+        num_before: blocks of the prefix before these.
     """
 
     source: KvTier
     block_hashes: HashArray
+    num_before: int
 
     @property
     def tier(self) -> Tier:
@@ -64,22 +54,17 @@ class _Prefix:
 
     request_id: RequestId
     targets: list[BlockId]
-    sizes: list[int]
+    runs: Sequence[KvRun]
+    begun_s: float
     loaded: dict[int, int] = field(default_factory=dict)
     """By run: leading blocks that have arrived; missing while it loads."""
+    seconds: dict[int, float] = field(default_factory=dict)
+    """By run: how long it took."""
+    arrived: int = 0
+    """Leading blocks that are complete, once all loads have ended."""
     loads: list[KvLoad] = field(default_factory=list)
     is_wanted: bool = True
     deadline: Timer | None = None
-
-    @property
-    def arrived(self) -> int:
-        """Leading blocks that are complete."""
-        total = 0
-        for run, size in enumerate(self.sizes):
-            total += self.loaded[run]
-            if self.loaded[run] < size:
-                break
-        return total
 
     def cancel(self, *, is_late: bool = False) -> None:
         """Ask all loads to end."""
@@ -98,8 +83,10 @@ class Loader:
         pool: BlockPool,
         sources: Sequence[KvTier],
         compute_s: ComputeSeconds,
+        *,
         on_change: Callable[[], None],
-        call_later: CallLater | None,
+        tallies: Mapping[Tier, TierTally],
+        clock: Clock,
     ) -> None:
         """Make a loader without loads.
 
@@ -108,17 +95,15 @@ class Loader:
             sources: nearest first.
             compute_s: how long the engine computes.
             on_change: called when a prefix has arrived, or blocks were freed.
-            call_later: the clock of late loads; None is the event loop's.
+            tallies: what loads are counted in.
+            clock: of loads.
         """
-        self.num_late = 0
-        """Loads that took too long."""
-        self.num_lacking = 0
-        """Blocks that a load was to bring and did not; they were computed."""
         self._pool = pool
         self._sources = sources
         self._compute_s = compute_s
         self._on_change = on_change
-        self._call_later = call_later
+        self._tallies = tallies
+        self._clock = clock
         self._wanted: dict[RequestId, _Prefix] = {}
         self._ended: list[_Prefix] = []
         self._held: Counter[BlockId] = Counter()
@@ -137,7 +122,7 @@ class Loader:
             for source in self._sources:
                 found = source.locate(block_hashes[depth:])
                 if found:
-                    runs.append(KvRun(source, block_hashes[depth : depth + found]))
+                    runs.append(KvRun(source, block_hashes[depth : depth + found], depth))
                     depth += found
                     break
             else:
@@ -152,7 +137,7 @@ class Loader:
         """
         targets = self._pool.allocate(sum(run.num_blocks for run in runs))
         assert targets is not None, "begun without room"
-        prefix = _Prefix(request_id, targets, [run.num_blocks for run in runs])
+        prefix = _Prefix(request_id, targets, runs, self._clock.time())
         self._wanted[request_id] = prefix
         self._pool.acquire(targets)
         self._held.update(targets)
@@ -163,8 +148,7 @@ class Loader:
             done = partial(self._on_done, prefix, number)
             prefix.loads.append(run.source.load(run.block_hashes, targets[start:end], done))
             start = end
-        call_later = self._call_later or asyncio.get_running_loop().call_later
-        prefix.deadline = call_later(late_s, partial(self._on_late, prefix))
+        prefix.deadline = self._clock.call_later(late_s, partial(self._on_late, prefix))
         return list(targets)
 
     def is_under_way(self, request_id: RequestId) -> bool:
@@ -184,7 +168,6 @@ class Loader:
             if prefix.is_wanted:
                 del self._wanted[prefix.request_id]
                 arrived.append((prefix.request_id, prefix.arrived))
-                self.num_lacking += sum(prefix.sizes) - prefix.arrived
         return arrived
 
     def cancel(self, request_id: RequestId) -> None:
@@ -225,8 +208,10 @@ class Loader:
 
     def _on_done(self, prefix: _Prefix, run: int, count: int) -> None:
         prefix.loaded[run] = count
-        if len(prefix.loaded) < len(prefix.sizes):
+        prefix.seconds[run] = self._clock.time() - prefix.begun_s
+        if len(prefix.loaded) < len(prefix.runs):
             return
+        self._tally(prefix)
         if prefix.deadline is not None:
             prefix.deadline.cancel()
         self._held.subtract(prefix.targets)
@@ -238,5 +223,29 @@ class Loader:
 
     def _on_late(self, prefix: _Prefix) -> None:
         if prefix.is_wanted:
-            self.num_late += 1
+            for number, run in enumerate(prefix.runs):
+                self._tallies[run.tier].late_loads += number not in prefix.loaded
         prefix.cancel(is_late=True)
+
+    def _tally(self, prefix: _Prefix) -> None:
+        """Count a prefix whose loads have all ended. What follows the first block that did not arrive is of no use."""
+        waited_s = 0.0
+        is_whole = True
+        size = self._pool.block_size
+        for number, run in enumerate(prefix.runs):
+            tally, seconds = self._tallies[run.tier], prefix.seconds[number]
+            used = prefix.loaded[number] if is_whole else 0
+            prefix.arrived += used
+            tally.loads += 1
+            tally.loaded_blocks += used
+            tally.load_s += seconds
+            if not prefix.is_wanted:
+                continue
+            compute_s = self._compute_s(used * size, run.num_before * size)
+            if compute_s is not None:
+                # loads of one request run side by side
+                tally.saved_s += (compute_s if used else 0.0) - max(0.0, seconds - waited_s)
+            waited_s = max(waited_s, seconds)
+            if is_whole and used < run.num_blocks:
+                is_whole = False
+                tally.lacking_blocks += len(prefix.targets) - prefix.arrived

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from penstock.core.ids import BlockId
 from penstock.core.types.events import AllBlocksCleared, KvEvent, Tier
 from penstock.core.types.load import KvTierCounts
-from penstock.kv.manager.loader import CallLater, ComputeSeconds, KvRun, Loader
+from penstock.kv.manager.loader import ComputeSeconds, KvRun, Loader
 from penstock.kv.manager.offloader import Offloader
+from penstock.kv.manager.tally import Clock, LoopClock, TierTally
 from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
 from penstock.seams.kv import KvTier
@@ -23,7 +24,7 @@ class KvManager:
         on_change: Callable[[], None],
         *,
         compute_s: ComputeSeconds | None = None,
-        call_later: CallLater | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """Manage tiers, which `close` closes.
 
@@ -32,7 +33,7 @@ class KvManager:
             tiers: nearest first, at least one.
             on_change: called when `take_arrived` may return more, or blocks were freed.
             compute_s: how long the engine computes; None predicts it from `prefill`.
-            call_later: the clock of late loads; None is the event loop's.
+            clock: of loads; None is the event loop's.
         """
         self.tiers = tuple(tiers)
         self.prefill = MeasuredSpeed()
@@ -40,9 +41,16 @@ class KvManager:
         self._pool = pool
         self._on_change = on_change
         self._on_room: Callable[[], None] = lambda: None
-        self._loader = Loader(pool, self.tiers, compute_s or self._measured_s, self._changed, call_later)
-        self._offloader = Offloader(pool, self.tiers, self._changed)
-        self._tokens: dict[Tier, int] = dict.fromkeys((tier.tier for tier in tiers), 0)
+        self._tallies = {tier.tier: TierTally() for tier in tiers}
+        self._loader = Loader(
+            pool,
+            self.tiers,
+            compute_s or self._measured_s,
+            on_change=self._changed,
+            tallies=self._tallies,
+            clock=clock or LoopClock(),
+        )
+        self._offloader = Offloader(pool, self.tiers, self._changed, self._tallies)
         self.worth = self._loader.worth
         self.is_under_way = self._loader.is_under_way
         self.take_arrived = self._loader.take_arrived
@@ -63,18 +71,14 @@ class KvManager:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Tokens that `count` has counted in each lower `Tier`, host first."""
-        return tuple(self._tokens.get(tier, 0) for tier in tuple(Tier)[1:])
+        return tuple(
+            self._tallies[tier].hit_tokens if tier in self._tallies else 0 for tier in tuple(Tier)[1:]
+        )
 
     @property
-    def counts(self) -> KvTierCounts:
-        """What happened to blocks and loads since start."""
-        return KvTierCounts(
-            offloaded_blocks=self._offloader.num_offloaded,
-            shed_blocks=self._offloader.num_shed,
-            late_loads=self._loader.num_late,
-            lacking_blocks=self._loader.num_lacking,
-            corrupt_blocks=sum(tier.num_corrupt for tier in self.tiers),
-        )
+    def counts(self) -> tuple[KvTierCounts, ...]:
+        """What each tier keeps, and has done since start; nearest first."""
+        return tuple(_count(tier, self._tallies[tier.tier]) for tier in self.tiers)
 
     def watch(self, on_room: Callable[[], None]) -> None:
         """Also call `on_room` when blocks were freed."""
@@ -85,7 +89,7 @@ class KvManager:
         for run in runs:
             found = min(run.num_blocks * self._pool.block_size, prompt_tokens)
             prompt_tokens -= found
-            self._tokens[run.tier] += found
+            self._tallies[run.tier].hit_tokens += found
 
     def with_events(self, events: tuple[KvEvent, ...]) -> tuple[KvEvent, ...]:
         """Add the events of all tiers since the last call to those of the device.
@@ -131,3 +135,23 @@ class KvManager:
     def _changed(self) -> None:
         self._on_room()
         self._on_change()
+
+
+def _count(tier: KvTier, tally: TierTally) -> KvTierCounts:
+    return KvTierCounts(
+        tier=tier.tier,
+        total_blocks=tier.num_blocks,
+        cached_blocks=tier.num_cached,
+        block_bytes=tier.block_bytes,
+        is_off=tier.is_off,
+        hit_tokens=tally.hit_tokens,
+        loads=tally.loads,
+        loaded_blocks=tally.loaded_blocks,
+        load_s=tally.load_s,
+        saved_s=tally.saved_s,
+        offloaded_blocks=tally.offloaded_blocks,
+        shed_blocks=tally.shed_blocks,
+        late_loads=tally.late_loads,
+        lacking_blocks=tally.lacking_blocks,
+        corrupt_blocks=tier.num_corrupt,
+    )

@@ -1,10 +1,12 @@
 """The offloader: copies the full blocks of requests that leave the batch to KV tiers, in the background."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.core.ids import BlockId
+from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
+from penstock.kv.manager.tally import TierTally
 from penstock.kv.pool.pool import BlockPool
 from penstock.seams.kv import KvTier
 
@@ -21,20 +23,24 @@ class Offloader:
     requests.
     """
 
-    def __init__(self, pool: BlockPool, tiers: Sequence[KvTier], on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        tiers: Sequence[KvTier],
+        on_change: Callable[[], None],
+        tallies: Mapping[Tier, TierTally],
+    ) -> None:
         """Make an offloader without work.
 
         Args:
             pool: the device's blocks.
             tiers: each gets the blocks that it lacks.
             on_change: called when blocks were freed.
+            tallies: what copies are counted in.
         """
-        self.num_offloaded = 0
-        """Blocks copied or being copied."""
-        self.num_shed = 0
-        """Blocks that were evicted before they could be copied, or that a tier had no room for."""
         self._pool = pool
         self._on_change = on_change
+        self._tallies = tallies
         self._pinned_max = max(1, pool.num_blocks // _PINNED_SHARE)
         self._held: Counter[BlockId] = Counter()
         self._waiting: list[tuple[KvTier, deque[tuple[HashArray, int]]]] = [(tier, deque()) for tier in tiers]
@@ -50,7 +56,7 @@ class Offloader:
                 waiting.append((block_hashes, 0))
                 if len(waiting) > _WAITING_MAX:
                     lost, start = waiting.popleft()
-                    self.num_shed += len(lost) - start
+                    self._tallies[tier.tier].shed_blocks += len(lost) - start
         self._go_on()
 
     def holders(self) -> Counter[BlockId]:
@@ -83,10 +89,10 @@ class Offloader:
             read = tier.offload(hashes[:end], block_ids[:end], self._on_done)
             self._pool.acquire(read)
             self._held.update(read)
-            self.num_offloaded += len(read)
+            self._tallies[tier.tier].offloaded_blocks += len(read)
         if end < len(block_ids):
             return max(end, start)
-        self.num_shed += len(hashes) - max(end, start)
+        self._tallies[tier.tier].shed_blocks += len(hashes) - max(end, start)
         return len(hashes)
 
     def _on_done(self, block_ids: Sequence[BlockId]) -> None:

@@ -141,7 +141,7 @@ class Member:
             pid=instance.pid,
             connections=self.connections,
             open_requests=len(self.requests),
-            load=None if load is None else msgspec.structs.asdict(load),
+            load=None if load is None else _shown(load),
             reserved_requests=reserved.requests,
             reserved_prefill_tokens=reserved.prefill_tokens,
             reserved_blocks=reserved.blocks,
@@ -153,6 +153,12 @@ class Member:
             price_factor=None if instance.prices is None else self.price_correction.factor,
             price_trusted=self.price_correction.trusted,
         )
+
+
+def _shown(load: WorkerLoad) -> dict[str, Any]:
+    """Give all fields of a load, also those that are 0, which messages leave out."""
+    tiers = [msgspec.structs.asdict(counts) for counts in load.kv_tiers]
+    return {**msgspec.structs.asdict(load), "kv_tiers": tiers}
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):

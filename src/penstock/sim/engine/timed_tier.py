@@ -8,6 +8,7 @@ from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
 from penstock.core.wire import HashArray
 from penstock.kv.manager.manager import KvManager
+from penstock.kv.manager.tally import LoopClock, Timer
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import commit_runs, split_prefix
 from penstock.perf.latency import LatencyModel
@@ -39,6 +40,7 @@ class TimedTier(KvTier):
     """
 
     num_corrupt = 0
+    is_off = False
 
     def __init__(
         self, tier: Tier, num_blocks: int, latency: LatencyModel, *, block_size: int, pace: Pace
@@ -56,6 +58,7 @@ class TimedTier(KvTier):
         self.num_blocks = num_blocks
         self.pool = BlockPool(num_blocks, block_size, tier=tier)
         """Its index, for reports and checks."""
+        self.block_bytes = round(latency.kv_bytes_per_token * block_size)
         self._block_bytes = latency.kv_bytes_per_token * block_size
         self._latency = latency
         self._pace = pace
@@ -65,6 +68,11 @@ class TimedTier(KvTier):
         self._loads: set[_Load] = set()
         self._due: list[_Load] = []
         """Loads whose time is over while the host is stopped."""
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that it keeps."""
+        return self.pool.num_cached
 
     def locate(self, block_hashes: HashArray) -> int:
         """Count the leading blocks that it keeps."""
@@ -140,7 +148,12 @@ class TimedTier(KvTier):
                 self.end(load, arrived=len(load.sources))
 
 
-class _NoTimer:
+class _NeverLate(LoopClock):
+    """Tells the time, and calls nobody back."""
+
+    def call_later(self, delay: float, callback: Callable[[], None], /) -> Timer:  # noqa: ARG002
+        return self
+
     def cancel(self) -> None:
         """Do nothing."""
 
@@ -174,5 +187,5 @@ def timed_kv_manager(
         tiers,
         on_change,
         compute_s=lambda new, cached: pace.factor * latency.prefill_s(new, cached),
-        call_later=lambda _seconds, _call: _NoTimer(),
+        clock=_NeverLate(),
     )

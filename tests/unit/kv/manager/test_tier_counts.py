@@ -1,0 +1,103 @@
+"""What the manager counts of each tier, on a clock that the test sets."""
+
+import numpy as np
+import pytest
+
+from penstock.core.hashing import block_hashes
+from penstock.core.types.events import Tier
+from penstock.kv.manager.manager import KvManager
+from penstock.kv.pool.pool import BlockPool
+from tests.support.held_tier import HeldTier
+
+SIZE = 4
+HASHES = block_hashes(np.arange(10 * SIZE, dtype=np.int32), SIZE)
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+        self.calls = []
+
+    def time(self):
+        return self.now_s
+
+    def call_later(self, _delay, callback):
+        self.calls.append(callback)
+        return self
+
+    def cancel(self):
+        pass
+
+
+class Stage:
+    """A host tier with the first 6 blocks, a disk tier with all 10, and 10 ms for each prompt token."""
+
+    def __init__(self, *, is_measured=True):
+        self.clock = Clock()
+        self.host = HeldTier(HASHES[:6, 0].tolist())
+        self.disk = HeldTier(HASHES[:, 0].tolist())
+        self.disk.tier = Tier.DISK
+        self.kv = KvManager(BlockPool(64, SIZE), [self.host, self.disk], lambda: None, clock=self.clock)
+        if is_measured:
+            self.kv.prefill.measure(100, 1.0)
+
+    def load(self, host_s, disk_s, *, host_blocks=None, disk_blocks=None):
+        """Load all blocks, the host's after `host_s` and the disk's after `disk_s`; returns what arrived."""
+        self.kv.begin("r", self.kv.worth(HASHES, [], 41))
+        begun_s = self.clock.now_s
+        ends = [(host_s, self.host, host_blocks), (disk_s, self.disk, disk_blocks)]
+        for end_s, tier, blocks in sorted(ends, key=lambda end: end[0]):
+            self.clock.now_s = begun_s + end_s
+            tier.loads[-1].end(blocks)
+        return self.kv.take_arrived()
+
+
+def test_what_each_tier_brought_and_the_time_that_it_saved():
+    stage = Stage()
+    assert stage.load(0.03, 0.1) == [("r", 10)]
+    host, disk = stage.kv.counts
+    assert (host.tier, host.loads, host.loaded_blocks, host.load_s) == (Tier.HOST, 1, 6, 0.03)
+    assert (disk.tier, disk.loads, disk.loaded_blocks, disk.load_s) == (Tier.DISK, 1, 4, 0.1)
+    assert host.saved_s == pytest.approx(6 * SIZE * 0.01 - 0.03)
+    assert disk.saved_s == pytest.approx(4 * SIZE * 0.01 - 0.07), "both wait for the first 30 ms"
+    assert (host.cached_blocks, disk.cached_blocks) == (6, 10)
+
+
+def test_blocks_after_one_that_did_not_arrive_are_its_tiers_loss():
+    stage = Stage()
+    assert stage.load(0.03, 0.01, host_blocks=2) == [("r", 2)]
+    host, disk = stage.kv.counts
+    assert (host.loaded_blocks, host.lacking_blocks) == (2, 8)
+    assert (disk.loaded_blocks, disk.lacking_blocks) == (0, 0)
+
+
+def test_a_tier_that_delays_requests_saves_less_than_nothing():
+    stage = Stage()
+    stage.load(0.0, 9.0)
+    assert stage.kv.counts[1].saved_s == pytest.approx(4 * SIZE * 0.01 - 9.0)
+
+
+def test_nothing_is_saved_before_the_engine_was_measured():
+    stage = Stage(is_measured=False)
+    stage.load(0.03, 0.1)
+    assert [counts.saved_s for counts in stage.kv.counts] == [0, 0]
+
+
+def test_only_loads_under_way_are_late():
+    stage = Stage()
+    stage.kv.begin("r", stage.kv.worth(HASHES, [], 41))
+    stage.host.loads[0].end()
+    stage.clock.calls[0]()
+    assert [counts.late_loads for counts in stage.kv.counts] == [0, 1]
+    assert stage.disk.loads[0].is_cancelled
+
+
+def test_a_load_of_an_aborted_request_neither_saves_nor_lacks():
+    stage = Stage()
+    stage.kv.begin("r", stage.kv.worth(HASHES, [], 41))
+    stage.kv.cancel("r")
+    stage.clock.now_s = 0.5
+    stage.host.loads[0].end(1)
+    stage.disk.loads[0].end(0)
+    host = stage.kv.counts[0]
+    assert (host.loads, host.load_s, host.saved_s, host.lacking_blocks) == (1, 0.5, 0, 0)
