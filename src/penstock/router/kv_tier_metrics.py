@@ -24,9 +24,9 @@ _GAUGES: tuple[tuple[str, str, Callable[[KvTierCounts], float]], ...] = (
         lambda tier: tier.saved_s,
     ),
     ("offloaded_blocks", "Blocks copied to it", lambda tier: tier.offloaded_blocks),
-    ("shed_blocks", "Blocks evicted before they were copied to it", lambda tier: tier.shed_blocks),
+    ("dropped_blocks", "Blocks evicted before they were copied to it", lambda tier: tier.dropped_blocks),
     ("late_loads", "Loads that took too long and were given up", lambda tier: tier.late_loads),
-    ("lacking_blocks", "Blocks that loads did not bring, and that were computed", lambda tier: tier.lacking_blocks),
+    ("missing_blocks", "Blocks that loads did not bring, and that were computed", lambda tier: tier.missing_blocks),
     ("corrupt_blocks", "Blocks that did not match their checksum", lambda tier: tier.corrupt_blocks),
 )  # fmt: skip
 

@@ -71,7 +71,7 @@ def test_what_left_the_device_is_loaded_from_the_host():
             assert kv.tokens[0] == 28
             assert probe.engine.load().onboarded_tokens[0] == 28
             (counts,) = kv.counts
-            assert counts.lacking_blocks == counts.corrupt_blocks == 0
+            assert counts.missing_blocks == counts.corrupt_blocks == 0
             assert (counts.tier, counts.hit_tokens, counts.loads, counts.loaded_blocks) == (
                 Tier.HOST,
                 28,
@@ -111,7 +111,7 @@ def test_a_request_computes_what_did_not_arrive():
             again = await task
             assert again.token_ids == first.token_ids
             assert again.cached_tokens == 0
-            assert probe.engine.kv.counts[0].lacking_blocks == 7
+            assert probe.engine.kv.counts[0].missing_blocks == 7
             probe.engine.scheduler.check()
 
     run_async(main())
@@ -205,7 +205,7 @@ def test_few_device_blocks_are_pinned_for_offloads_and_the_others_follow():
                 sizes.append(len(tier.offloads[0][1]))
                 tier.end_offload()
             assert sum(sizes) == 14
-            assert probe.engine.kv.counts[0].shed_blocks == 0
+            assert probe.engine.kv.counts[0].dropped_blocks == 0
 
     run_async(main())
 
@@ -219,7 +219,7 @@ def test_blocks_evicted_before_they_were_copied_are_shed():
             tier.end_offload()
             assert not tier.offloads
             (counts,) = probe.engine.load().kv_tiers
-            assert (counts.offloaded_blocks, counts.shed_blocks) == (4, 3)
+            assert (counts.offloaded_blocks, counts.dropped_blocks) == (4, 3)
 
     run_async(main())
 

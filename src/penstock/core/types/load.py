@@ -26,9 +26,9 @@ class KvTierCounts(Wire, frozen=True):
         load_s: seconds of these loads from their begin to their end; those that overlap count each.
         saved_s: predicted seconds of computing the loaded blocks, less what requests waited for them; below 0 if it cost time.
         offloaded_blocks: copied to it, or being copied.
-        shed_blocks: evicted from the device before they could be copied, or for which it had no room.
+        dropped_blocks: evicted from the device before they could be copied, or for which it had no room.
         late_loads: loads that took too long and were given up.
-        lacking_blocks: blocks that its loads were to bring and did not; they were computed.
+        missing_blocks: blocks that its loads were to bring and did not; they were computed.
         corrupt_blocks: blocks that were not as they were stored; they were dropped.
     """
 
@@ -43,9 +43,9 @@ class KvTierCounts(Wire, frozen=True):
     load_s: float = 0.0
     saved_s: float = 0.0
     offloaded_blocks: int = 0
-    shed_blocks: int = 0
+    dropped_blocks: int = 0
     late_loads: int = 0
-    lacking_blocks: int = 0
+    missing_blocks: int = 0
     corrupt_blocks: int = 0
 
 

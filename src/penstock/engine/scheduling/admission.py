@@ -152,7 +152,7 @@ class Admission:
             return []
         known = len(sequence.token_ids)
         cacheable = (known - 1) // self._limits.block_size
-        return self._kv.worth(sequence.block_hashes[:cacheable], hits, known)
+        return self._kv.choose_runs(sequence.block_hashes[:cacheable], hits, known)
 
     def _admit_loading(self, sequence: Sequence, hits: list[BlockId], runs: SequenceOf[KvRun]) -> int:
         """Give a waiting request a slot and start to load its blocks from lower tiers; it computes once they have arrived."""

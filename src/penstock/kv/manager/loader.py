@@ -11,7 +11,8 @@ from functools import partial
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
-from penstock.kv.manager.tally import Clock, TierTally, Timer
+from penstock.kv.manager.clock import Clock, Timer
+from penstock.kv.manager.counters import TierCounters
 from penstock.kv.pool.pool import BlockPool
 from penstock.seams.kv import KvLoad, KvTier
 
@@ -85,7 +86,7 @@ class Loader:
         compute_s: ComputeSeconds,
         *,
         on_change: Callable[[], None],
-        tallies: Mapping[Tier, TierTally],
+        counters: Mapping[Tier, TierCounters],
         clock: Clock,
     ) -> None:
         """Make a loader without loads.
@@ -95,20 +96,20 @@ class Loader:
             sources: nearest first.
             compute_s: how long the engine computes.
             on_change: called when a prefix has arrived, or blocks were freed.
-            tallies: what loads are counted in.
+            counters: what loads are counted in.
             clock: of loads.
         """
         self._pool = pool
         self._sources = sources
         self._compute_s = compute_s
         self._on_change = on_change
-        self._tallies = tallies
+        self._counters = counters
         self._clock = clock
         self._wanted: dict[RequestId, _Prefix] = {}
         self._ended: list[_Prefix] = []
         self._held: Counter[BlockId] = Counter()
 
-    def worth(self, block_hashes: HashArray, hits: Sequence[BlockId], known_tokens: int) -> list[KvRun]:
+    def choose_runs(self, block_hashes: HashArray, hits: Sequence[BlockId], known_tokens: int) -> list[KvRun]:
         """Find the runs to load for a waiting request: as far as loading is predicted sooner than computing.
 
         Args:
@@ -130,7 +131,7 @@ class Loader:
         return runs[: self._best(runs, known_tokens, len(hits) * self._pool.block_size)] if runs else runs
 
     def begin(self, request_id: RequestId, runs: Sequence[KvRun]) -> list[BlockId]:
-        """Start to load runs that `worth` found; the device must have enough available blocks.
+        """Start to load runs that `choose_runs` found; the device must have enough available blocks.
 
         Returns:
             device blocks for all runs. The sequence releases them; they are not cached until it commits them.
@@ -211,7 +212,7 @@ class Loader:
         prefix.seconds[run] = self._clock.time() - prefix.begun_s
         if len(prefix.loaded) < len(prefix.runs):
             return
-        self._tally(prefix)
+        self._count(prefix)
         if prefix.deadline is not None:
             prefix.deadline.cancel()
         self._held.subtract(prefix.targets)
@@ -224,28 +225,28 @@ class Loader:
     def _on_late(self, prefix: _Prefix) -> None:
         if prefix.is_wanted:
             for number, run in enumerate(prefix.runs):
-                self._tallies[run.tier].late_loads += number not in prefix.loaded
+                self._counters[run.tier].late_loads += number not in prefix.loaded
         prefix.cancel(is_late=True)
 
-    def _tally(self, prefix: _Prefix) -> None:
+    def _count(self, prefix: _Prefix) -> None:
         """Count a prefix whose loads have all ended. What follows the first block that did not arrive is of no use."""
         waited_s = 0.0
         is_whole = True
         size = self._pool.block_size
         for number, run in enumerate(prefix.runs):
-            tally, seconds = self._tallies[run.tier], prefix.seconds[number]
+            counters, seconds = self._counters[run.tier], prefix.seconds[number]
             used = prefix.loaded[number] if is_whole else 0
             prefix.arrived += used
-            tally.loads += 1
-            tally.loaded_blocks += used
-            tally.load_s += seconds
+            counters.loads += 1
+            counters.loaded_blocks += used
+            counters.load_s += seconds
             if not prefix.is_wanted:
                 continue
             compute_s = self._compute_s(used * size, run.num_before * size)
             if compute_s is not None:
                 # loads of one request run side by side
-                tally.saved_s += (compute_s if used else 0.0) - max(0.0, seconds - waited_s)
+                counters.saved_s += (compute_s if used else 0.0) - max(0.0, seconds - waited_s)
             waited_s = max(waited_s, seconds)
             if is_whole and used < run.num_blocks:
                 is_whole = False
-                tally.lacking_blocks += len(prefix.targets) - prefix.arrived
+                counters.missing_blocks += len(prefix.targets) - prefix.arrived

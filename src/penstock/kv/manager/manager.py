@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from penstock.core.ids import BlockId
 from penstock.core.types.events import AllBlocksCleared, KvEvent, Tier
 from penstock.core.types.load import KvTierCounts
+from penstock.kv.manager.clock import Clock, LoopClock
+from penstock.kv.manager.counters import TierCounters
 from penstock.kv.manager.loader import ComputeSeconds, KvRun, Loader
 from penstock.kv.manager.offloader import Offloader
-from penstock.kv.manager.tally import Clock, LoopClock, TierTally
 from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
 from penstock.seams.kv import KvTier
@@ -41,17 +42,17 @@ class KvManager:
         self._pool = pool
         self._on_change = on_change
         self._on_room: Callable[[], None] = lambda: None
-        self._tallies = {tier.tier: TierTally() for tier in tiers}
+        self._counters = {tier.tier: TierCounters() for tier in tiers}
         self._loader = Loader(
             pool,
             self.tiers,
             compute_s or self._measured_s,
             on_change=self._changed,
-            tallies=self._tallies,
+            counters=self._counters,
             clock=clock or LoopClock(),
         )
-        self._offloader = Offloader(pool, self.tiers, self._changed, self._tallies)
-        self.worth = self._loader.worth
+        self._offloader = Offloader(pool, self.tiers, self._changed, self._counters)
+        self.choose_runs = self._loader.choose_runs
         self.is_under_way = self._loader.is_under_way
         self.take_arrived = self._loader.take_arrived
         self.cancel = self._loader.cancel
@@ -72,13 +73,13 @@ class KvManager:
     def tokens(self) -> tuple[int, ...]:
         """Tokens that `count` has counted in each lower `Tier`, host first."""
         return tuple(
-            self._tallies[tier].hit_tokens if tier in self._tallies else 0 for tier in tuple(Tier)[1:]
+            self._counters[tier].hit_tokens if tier in self._counters else 0 for tier in tuple(Tier)[1:]
         )
 
     @property
     def counts(self) -> tuple[KvTierCounts, ...]:
         """What each tier keeps, and has done since start; nearest first."""
-        return tuple(_count(tier, self._tallies[tier.tier]) for tier in self.tiers)
+        return tuple(_count(tier, self._counters[tier.tier]) for tier in self.tiers)
 
     def watch(self, on_room: Callable[[], None]) -> None:
         """Also call `on_room` when blocks were freed."""
@@ -89,7 +90,7 @@ class KvManager:
         for run in runs:
             found = min(run.num_blocks * self._pool.block_size, prompt_tokens)
             prompt_tokens -= found
-            self._tallies[run.tier].hit_tokens += found
+            self._counters[run.tier].hit_tokens += found
 
     def with_events(self, events: tuple[KvEvent, ...]) -> tuple[KvEvent, ...]:
         """Add the events of all tiers since the last call to those of the device.
@@ -137,21 +138,21 @@ class KvManager:
         self._on_change()
 
 
-def _count(tier: KvTier, tally: TierTally) -> KvTierCounts:
+def _count(tier: KvTier, counters: TierCounters) -> KvTierCounts:
     return KvTierCounts(
         tier=tier.tier,
         total_blocks=tier.num_blocks,
         cached_blocks=tier.num_cached,
         block_bytes=tier.block_bytes,
         is_off=tier.is_off,
-        hit_tokens=tally.hit_tokens,
-        loads=tally.loads,
-        loaded_blocks=tally.loaded_blocks,
-        load_s=tally.load_s,
-        saved_s=tally.saved_s,
-        offloaded_blocks=tally.offloaded_blocks,
-        shed_blocks=tally.shed_blocks,
-        late_loads=tally.late_loads,
-        lacking_blocks=tally.lacking_blocks,
+        hit_tokens=counters.hit_tokens,
+        loads=counters.loads,
+        loaded_blocks=counters.loaded_blocks,
+        load_s=counters.load_s,
+        saved_s=counters.saved_s,
+        offloaded_blocks=counters.offloaded_blocks,
+        dropped_blocks=counters.dropped_blocks,
+        late_loads=counters.late_loads,
+        missing_blocks=counters.missing_blocks,
         corrupt_blocks=tier.num_corrupt,
     )

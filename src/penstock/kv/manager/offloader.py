@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from penstock.core.ids import BlockId
 from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
-from penstock.kv.manager.tally import TierTally
+from penstock.kv.manager.counters import TierCounters
 from penstock.kv.pool.pool import BlockPool
 from penstock.seams.kv import KvTier
 
@@ -28,7 +28,7 @@ class Offloader:
         pool: BlockPool,
         tiers: Sequence[KvTier],
         on_change: Callable[[], None],
-        tallies: Mapping[Tier, TierTally],
+        counters: Mapping[Tier, TierCounters],
     ) -> None:
         """Make an offloader without work.
 
@@ -36,11 +36,11 @@ class Offloader:
             pool: the device's blocks.
             tiers: each gets the blocks that it lacks.
             on_change: called when blocks were freed.
-            tallies: what copies are counted in.
+            counters: what copies are counted in.
         """
         self._pool = pool
         self._on_change = on_change
-        self._tallies = tallies
+        self._counters = counters
         self._pinned_max = max(1, pool.num_blocks // _PINNED_SHARE)
         self._held: Counter[BlockId] = Counter()
         self._waiting: list[tuple[KvTier, deque[tuple[HashArray, int]]]] = [(tier, deque()) for tier in tiers]
@@ -56,7 +56,7 @@ class Offloader:
                 waiting.append((block_hashes, 0))
                 if len(waiting) > _WAITING_MAX:
                     lost, start = waiting.popleft()
-                    self._tallies[tier.tier].shed_blocks += len(lost) - start
+                    self._counters[tier.tier].dropped_blocks += len(lost) - start
         self._go_on()
 
     def holders(self) -> Counter[BlockId]:
@@ -89,10 +89,10 @@ class Offloader:
             read = tier.offload(hashes[:end], block_ids[:end], self._on_done)
             self._pool.acquire(read)
             self._held.update(read)
-            self._tallies[tier.tier].offloaded_blocks += len(read)
+            self._counters[tier.tier].offloaded_blocks += len(read)
         if end < len(block_ids):
             return max(end, start)
-        self._tallies[tier.tier].shed_blocks += len(hashes) - max(end, start)
+        self._counters[tier.tier].dropped_blocks += len(hashes) - max(end, start)
         return len(hashes)
 
     def _on_done(self, block_ids: Sequence[BlockId]) -> None:

@@ -62,7 +62,7 @@ class _Tiers:
 
     def find(self, hashes: bytes, hits: list[BlockId], known_tokens: int) -> int:
         """Count the blocks after `hits` that are worth loading."""
-        self._runs = self._kv.worth(unpack_hashes(hashes).reshape(-1, 2), hits, known_tokens)
+        self._runs = self._kv.choose_runs(unpack_hashes(hashes).reshape(-1, 2), hits, known_tokens)
         return sum(run.num_blocks for run in self._runs)
 
     def load(self, number: int, prompt_tokens: int | None) -> list[BlockId]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
 from penstock.core.wire import HashArray
+from penstock.kv.manager.clock import LoopClock, Timer
 from penstock.kv.manager.manager import KvManager
-from penstock.kv.manager.tally import LoopClock, Timer
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import commit_runs, split_prefix
 from penstock.perf.latency import LatencyModel

@@ -43,7 +43,7 @@ class Stage:
 
     def load(self, host_s, disk_s, *, host_blocks=None, disk_blocks=None):
         """Load all blocks, the host's after `host_s` and the disk's after `disk_s`; returns what arrived."""
-        self.kv.begin("r", self.kv.worth(HASHES, [], 41))
+        self.kv.begin("r", self.kv.choose_runs(HASHES, [], 41))
         begun_s = self.clock.now_s
         ends = [(host_s, self.host, host_blocks), (disk_s, self.disk, disk_blocks)]
         for end_s, tier, blocks in sorted(ends, key=lambda end: end[0]):
@@ -67,8 +67,8 @@ def test_blocks_after_one_that_did_not_arrive_are_its_tiers_loss():
     stage = Stage()
     assert stage.load(0.03, 0.01, host_blocks=2) == [("r", 2)]
     host, disk = stage.kv.counts
-    assert (host.loaded_blocks, host.lacking_blocks) == (2, 8)
-    assert (disk.loaded_blocks, disk.lacking_blocks) == (0, 0)
+    assert (host.loaded_blocks, host.missing_blocks) == (2, 8)
+    assert (disk.loaded_blocks, disk.missing_blocks) == (0, 0)
 
 
 def test_a_tier_that_delays_requests_saves_less_than_nothing():
@@ -85,7 +85,7 @@ def test_nothing_is_saved_before_the_engine_was_measured():
 
 def test_only_loads_under_way_are_late():
     stage = Stage()
-    stage.kv.begin("r", stage.kv.worth(HASHES, [], 41))
+    stage.kv.begin("r", stage.kv.choose_runs(HASHES, [], 41))
     stage.host.loads[0].end()
     stage.clock.calls[0]()
     assert [counts.late_loads for counts in stage.kv.counts] == [0, 1]
@@ -94,10 +94,10 @@ def test_only_loads_under_way_are_late():
 
 def test_a_load_of_an_aborted_request_neither_saves_nor_lacks():
     stage = Stage()
-    stage.kv.begin("r", stage.kv.worth(HASHES, [], 41))
+    stage.kv.begin("r", stage.kv.choose_runs(HASHES, [], 41))
     stage.kv.cancel("r")
     stage.clock.now_s = 0.5
     stage.host.loads[0].end(1)
     stage.disk.loads[0].end(0)
     host = stage.kv.counts[0]
-    assert (host.loads, host.load_s, host.saved_s, host.lacking_blocks) == (1, 0.5, 0, 0)
+    assert (host.loads, host.load_s, host.saved_s, host.missing_blocks) == (1, 0.5, 0, 0)

@@ -1,8 +1,7 @@
-"""What the loader and the offloader count of each tier, and the clock that they use."""
+"""The clock of loads: the event loop's, or a simulator's."""
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -36,18 +35,3 @@ class LoopClock:
     def call_later(self, delay: float, callback: Callable[[], None], /) -> Timer:
         """Call a function after so many seconds."""
         return asyncio.get_running_loop().call_later(delay, callback)
-
-
-@dataclass(slots=True)
-class TierTally:
-    """Counts of one tier since start, as `KvTierCounts` has them."""
-
-    hit_tokens: int = 0
-    loads: int = 0
-    loaded_blocks: int = 0
-    load_s: float = 0.0
-    saved_s: float = 0.0
-    offloaded_blocks: int = 0
-    shed_blocks: int = 0
-    late_loads: int = 0
-    lacking_blocks: int = 0
