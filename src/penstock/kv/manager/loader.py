@@ -13,15 +13,9 @@ from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
 from penstock.kv.manager.clock import Clock, Timer
 from penstock.kv.manager.counters import TierCounters
+from penstock.kv.manager.worth import ComputeSeconds, late_after_s, worth_loading
 from penstock.kv.pool.pool import BlockPool
 from penstock.seams.kv import KvLoad, KvTier
-
-_LATE_FACTOR = 4.0
-_LATE_MARGIN_S = 0.25
-"""A load is late after `_LATE_FACTOR` times its predicted time and this."""
-
-ComputeSeconds = Callable[[int, int], float | None]
-"""Predicts the seconds to compute so many tokens after so many cached ones; None before anything was measured."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +136,7 @@ class Loader:
         self._wanted[request_id] = prefix
         self._pool.acquire(targets)
         self._held.update(targets)
-        late_s = _LATE_MARGIN_S + _LATE_FACTOR * sum(run.source.load_s(run.num_blocks) for run in runs)
+        late_s = late_after_s(sum(run.source.load_s(run.num_blocks) for run in runs))
         start = 0
         for number, run in enumerate(runs):
             end = start + run.num_blocks
@@ -188,24 +182,15 @@ class Loader:
             self.cancel(request_id)
 
     def _best(self, runs: Sequence[KvRun], known_tokens: int, cached_tokens: int) -> int:
-        """Return how many leading runs to load for the earliest end; all of them before a prompt was ever computed.
-
-        Tiers load at the same time, and each of them its runs one after another.
-        """
-        best, best_s = 0, self._compute_s(known_tokens - cached_tokens, cached_tokens)
-        num_blocks: Counter[Tier] = Counter()
-        load_s = 0.0
-        for count, run in enumerate(runs, 1):
-            num_blocks[run.tier] += run.num_blocks
-            load_s = max(load_s, run.source.load_s(num_blocks[run.tier]))
-            cached_tokens += run.num_blocks * self._pool.block_size
-            compute_s = self._compute_s(known_tokens - cached_tokens, cached_tokens)
-            if best_s is None or compute_s is None:
-                return len(runs)
-            total_s = load_s + compute_s
-            if total_s < best_s:
-                best, best_s = count, total_s
-        return best
+        sources = {source.tier: source for source in self._sources}
+        return worth_loading(
+            [(run.tier, run.num_blocks) for run in runs],
+            lambda tier, num_blocks: sources[tier].load_s(num_blocks),
+            self._compute_s,
+            known_tokens=known_tokens,
+            cached_tokens=cached_tokens,
+            block_size=self._pool.block_size,
+        )
 
     def _on_done(self, prefix: _Prefix, run: int, count: int) -> None:
         prefix.loaded[run] = count

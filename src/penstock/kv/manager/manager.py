@@ -8,8 +8,9 @@ from penstock.core.types.events import AllBlocksCleared, KvEvent, Tier
 from penstock.core.types.load import KvTierCounts
 from penstock.kv.manager.clock import Clock, LoopClock
 from penstock.kv.manager.counters import TierCounters
-from penstock.kv.manager.loader import ComputeSeconds, KvRun, Loader
+from penstock.kv.manager.loader import KvRun, Loader
 from penstock.kv.manager.offloader import Offloader
+from penstock.kv.manager.worth import ComputeSeconds
 from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
 from penstock.seams.kv import KvTier
