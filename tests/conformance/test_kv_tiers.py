@@ -44,7 +44,7 @@ def test_device_blocks_are_found_in_the_engines_memory():
 @pytest.mark.parametrize(
     ("regions", "order", "why"),
     [
-        ([], "| block layer kv token head", "keeps no KV memory"),
+        ([], "| block layer kv token head", "has no KV memory"),
         (["region"] * 2, "| block layer kv token head", "has 2 regions"),
         (
             ["region"],

@@ -1,4 +1,4 @@
-"""A circuit breaker: a tier that fails or does not answer is left alone for a while, and tried again by one operation."""
+"""A circuit breaker: after failures in a row a tier is not used for a pause; then one operation tries it again."""
 
 import asyncio
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ class Attempt:
 
 
 class CircuitBreaker:
-    """On until `failures_max` operations in a row have failed; then off, and half open once a pause is over.
+    """On until `failures_max` operations in a row have failed, then off for a pause, then half open.
 
-    While half open one operation is let through, the probe. If it succeeds the breaker is on again, else the next pause is
-    twice as long. One task owns it; the event loop is its clock.
+    A half-open breaker lets one operation through, the probe. If the probe succeeds the breaker is on again; if it fails the
+    next pause is twice as long. One task owns it; the event loop is its clock.
 
     Attributes:
-        name: of the tier, for the log.
+        name: the tier's name in the log.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class CircuitBreaker:
         """Begin on.
 
         Args:
-            name: of the tier, for the log.
+            name: the tier's name in the log.
             failures_max: failures in a row that turn it off, at least 1.
             pause_s: how long it is off at first.
             pause_max_s: the longest pause.
@@ -54,14 +54,14 @@ class CircuitBreaker:
         return self.is_on or (not self._is_probing and asyncio.get_running_loop().time() >= self._retry_at_s)
 
     def begin(self) -> Attempt | None:
-        """Ask to run an operation; None if it may not run. Tell its end by one of the other methods."""
+        """Ask to run an operation; None if it must not run. Report its end with `succeeded`, `failed` or `abandoned`."""
         if not self.lets_through:
             return None
         self._is_probing = not self.is_on
         return Attempt(self._is_probing)
 
     def succeeded(self, attempt: Attempt) -> None:
-        """Tell that an operation succeeded. One that began before the breaker went off turns it on again too."""
+        """Report that an operation succeeded: the breaker is on, even if the operation began before it went off."""
         self._failures = 0
         self._is_probing &= not attempt.is_probe
         if not self.is_on:
@@ -69,7 +69,7 @@ class CircuitBreaker:
             get_logger().info("kv_tier_on", tier=self.name)
 
     def failed(self, attempt: Attempt, error: Exception) -> None:
-        """Tell that an operation failed, or did not end in time."""
+        """Report that an operation failed, or took too long."""
         self._failures += 1
         if attempt.is_probe:
             self._is_probing = False
@@ -80,12 +80,12 @@ class CircuitBreaker:
                 "kv_tier_off",
                 tier=self.name,
                 error=str(error),
-                effect="blocks are computed instead; the tier is tried again by itself",
+                effect="blocks are computed instead; the tier is tried again after the pause",
                 retry_s=self._pause_s,
             )
 
     def abandoned(self, attempt: Attempt) -> None:
-        """Tell that an operation was cancelled, which says nothing about the tier."""
+        """Report that an operation was cancelled, which says nothing about the tier."""
         self._is_probing &= not attempt.is_probe
 
     def _turn_off(self, pause_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The memory of blocks that a store reads or writes."""
+"""Buffers from which a store reads blocks, or into which it writes them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,15 +17,15 @@ def block_views(buffers: Buffers, block_bytes: int, *, writable: bool) -> list[B
     """View each buffer as (block_bytes,) uint8.
 
     Raises:
-        ValueError: a buffer has another size, is not contiguous, or is read-only and has to be writable.
+        ValueError: a buffer has another size, is not contiguous, or is read-only although `writable`.
     """
     views = []
     for buffer in buffers:
         memory = memoryview(buffer)
         if not memory.c_contiguous or memory.nbytes != block_bytes or (writable and memory.readonly):
             raise ValueError(
-                f"a buffer of {memory.nbytes} bytes, contiguous: {memory.c_contiguous}, read-only: {memory.readonly}; blocks"
-                f" have {block_bytes} contiguous bytes"
+                f"buffers: expected {block_bytes} contiguous{' writable' if writable else ''} bytes for each block, got"
+                f" {memory.nbytes} bytes, contiguous: {memory.c_contiguous}, read-only: {memory.readonly}"
             )
         views.append(np.frombuffer(memory, np.uint8))
     return views

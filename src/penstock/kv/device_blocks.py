@@ -1,4 +1,4 @@
-"""The memory of an engine's device blocks, as addresses that tiers copy from and to."""
+"""Addresses of an engine's device blocks, which tiers copy from and to."""
 
 import ctypes
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class DeviceBlocks:
     """Blocks of equal size, one after another.
 
     Attributes:
-        address: of block 0.
+        address: of the first byte of block 0.
         block_bytes: size of a block.
         owner: keeps the memory alive.
     """
@@ -44,18 +44,18 @@ class DeviceBlocks:
         regions = [region for rank in memory for region in rank]
         if layout is None or not regions:
             raise ConfigError(
-                "kv.host: the engine keeps no KV memory to copy; for engine mock, set mock.kv_bytes_per_block"
+                "kv: the engine has no KV memory to copy; for engine mock, set mock.kv_bytes_per_block"
             )
         if len(regions) != 1 or layout.ranks[0].order != BLOCK_FIRST:
             raise ConfigError(
-                f"kv.host: the engine's KV memory has {len(regions)} regions in order {layout.ranks[0].order!r}; expected one"
+                f"kv: the engine's KV memory has {len(regions)} regions in order {layout.ranks[0].order!r}; expected one"
                 " region in which all layers of a block are contiguous; leave kv out"
             )
         region = region_of(regions[0])
         if region.kind is MemoryKind.VRAM:
             raise ConfigError(
-                f"kv.host: the engine's KV is in the memory of GPU {region.device}; this version copies KV of engines on CPUs"
-                " only; leave kv out"
+                f"kv: the engine's KV is in the memory of GPU {region.device}; this version has tiers for engines on CPUs only;"
+                " leave kv out"
             )
         strides = layout.ranks[0].strides_bytes
         elements = (

@@ -1,4 +1,4 @@
-"""Keeps threads from using memory that its owner has taken back."""
+"""A gate in front of a caller's memory: once closed, no thread copies into or out of that memory."""
 
 import threading
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from penstock.kv.buffers import Bytes
 
 @dataclass(slots=True, eq=False)
 class Gate:
-    """Lets threads copy into or out of a caller's memory until the caller closes it."""
+    """Open until the caller, who owns the memory, closes it. Thread-safe."""
 
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _inside: int = 0
@@ -16,7 +16,7 @@ class Gate:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the memory is its owner's again."""
+        """Whether threads may no longer use the memory."""
         return self._is_closed
 
     def copy(self, target: Bytes, source: Bytes) -> bool:
@@ -32,7 +32,7 @@ class Gate:
         return True
 
     def close(self) -> None:
-        """Let nobody in any more, and wait for copies under way: microseconds."""
+        """Refuse further copies, and wait for those under way, which takes microseconds."""
         with self._changed:
             self._is_closed = True
             self._changed.wait_for(lambda: not self._inside)

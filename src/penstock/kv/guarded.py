@@ -1,4 +1,4 @@
-"""A store of blocks behind a circuit breaker: whatever happens to it, blocks are missing at worst."""
+"""A block store behind a circuit breaker: an operation that fails finds or stores no blocks, and raises nothing."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -44,7 +44,7 @@ class BlockStore(Protocol):
 
 
 class GuardedStore:
-    """A `BlockStore` that raises no errors of disks and networks, and holds nothing while its breaker is off."""
+    """A `BlockStore` without errors of disks and networks. While its breaker is off it holds no blocks."""
 
     def __init__(self, store: BlockStore, breaker: CircuitBreaker, *, timeout_s: float) -> None:
         """Guard a store.

@@ -1,22 +1,22 @@
-"""Speeds measured while serving: what predictions of load and compute times rest on."""
+"""Speeds measured while serving, from which load and compute times are predicted."""
 
 import asyncio
 from collections.abc import Callable
 
 _WEIGHT = 0.2
-"""Share of the latest measurement; older ones fade with it."""
+"""Weight of the latest measurement in the mean; that of each older one shrinks by 1 - `_WEIGHT`."""
 
 
 class MeasuredSpeed:
-    """Seconds for each unit of work, a mean in which older measurements fade. Not thread-safe."""
+    """Seconds per unit of work: an exponentially weighted mean of measurements. Not thread-safe."""
 
     def __init__(self, *, half_life_s: float | None = None, clock: Callable[[], float] | None = None) -> None:
         """Begin without a measurement.
 
         Args:
-            half_life_s: predictions are halved in so much time without a measurement, so that what was slow once is tried
-                again; None keeps them.
-            clock: seconds; None is the event loop's.
+            half_life_s: after so many seconds without a measurement the prediction is half, so that a tier that was slow once
+                is tried again; None: predictions do not change.
+            clock: returns seconds; None is the event loop's.
         """
         self._units = self._seconds = 0.0
         self._half_life_s = half_life_s
@@ -48,4 +48,4 @@ class MeasuredSpeed:
 
 
 LOAD_HALF_LIFE_S = 30.0
-"""Of predictions of tiers: a load that was slow once, and so is never chosen, is tried again after some minutes."""
+"""Half-life of tiers' predictions: a tier whose loads were slow is tried again after some minutes."""

@@ -1,4 +1,4 @@
-"""Namespaces: what has to be equal before stored KV of one block hash may be used."""
+"""A namespace: what must be equal, besides the block hash, before stored KV may be used."""
 
 import hashlib
 
@@ -10,14 +10,14 @@ DIGEST_BYTES = 16
 
 
 class Namespace(Wire, frozen=True):
-    """Names the KV that a store holds. Blocks of different namespaces are never mixed.
+    """Identifies the KV in a store. Blocks of different namespaces are never mixed.
 
     Attributes:
         model_digest: digest of all weights, as hex.
         dtype: of the stored KV.
         layout: order of layers, heads and tokens in a block, and which part of them (tensor parallelism).
         block_size: tokens in a block.
-        salt: sets tenants or deployments apart; only its digest is stored.
+        salt: separates tenants or deployments; only its digest is stored.
         adapter: digest of a LoRA adapter's weights; empty without one.
     """
 

@@ -16,7 +16,7 @@ from penstock.kv.guarded import BlockStore, GuardedStore
 from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
 
 _TIMEOUT_S = 10.0
-"""Longest time of an offload. Loads are given up earlier, by the loader."""
+"""Timeout of an offload. The loader cancels late loads earlier."""
 
 
 class OwnedStore(BlockStore, Protocol):
@@ -29,7 +29,7 @@ class OwnedStore(BlockStore, Protocol):
 
     @property
     def num_mismatched(self) -> int:
-        """Blocks that were not as they were stored, since it was opened."""
+        """Blocks whose bytes did not match their checksum, since it was opened."""
         ...
 
     def take_events(self) -> tuple[KvEvent, ...]:
@@ -53,22 +53,20 @@ class _Load:
     breaker: CircuitBreaker
 
     def cancel(self, *, is_late: bool = False) -> None:
-        """Ask it to end soon. A late one counts as a failure of the store."""
+        """Ask it to end soon; `is_late` counts as a failure of the store."""
         if self.task.done() or self.task.cancelling():
             return
         self.task.cancel()
         attempt = self.breaker.begin() if is_late else None
         if attempt is not None:
-            self.breaker.failed(
-                attempt, DeadlineExceeded("blocks did not arrive in the time that others took")
-            )
+            self.breaker.failed(attempt, DeadlineExceeded("blocks took much longer than predicted"))
 
 
 class StoredTier:
     """A `KvTier` over an `OwnedStore`, which a circuit breaker turns off while it fails or hangs."""
 
     def __init__(self, store: OwnedStore, tier: Tier, device: DeviceBlocks, num_blocks: int) -> None:
-        """Own a store, which `close` closes.
+        """Take over a store, which `close` closes.
 
         Args:
             store: keeps the blocks.
@@ -95,12 +93,12 @@ class StoredTier:
 
     @property
     def is_off(self) -> bool:
-        """Whether its store failed or hung, and has not answered since."""
+        """Whether it is not used for now, since its store failed or hung."""
         return not self._breaker.is_on
 
     @property
     def num_corrupt(self) -> int:
-        """Blocks that were not as they were stored, since start."""
+        """Blocks whose bytes did not match their checksum, since start."""
         return self._store.num_mismatched
 
     def locate(self, block_hashes: HashArray) -> int:
@@ -133,7 +131,7 @@ class StoredTier:
         block_ids: Sequence[BlockId],
         done: Callable[[Sequence[BlockId]], None],
     ) -> Sequence[BlockId]:
-        """Begin to store those of a prefix's blocks that it lacks."""
+        """Begin to store the blocks of a prefix that it does not keep yet."""
         kept = self._store.locate(block_hashes)
         read = list(block_ids[kept:])
         if not read or self._is_closed or not self._breaker.lets_through:
@@ -144,7 +142,7 @@ class StoredTier:
         return read
 
     def take_events(self) -> tuple[KvEvent, ...]:
-        """Return the KV events since the last call; at first those of all blocks that the store had."""
+        """Return the KV events since the last call; the first call also returns those of blocks from an earlier run."""
         return self._store.take_events()
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""The KV tier seam: blocks kept outside of an engine's device, and their copies to and from the device's blocks."""
+"""The KV tier seam: blocks kept outside an engine's device, and copied to and from its blocks."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,7 +15,7 @@ class KvLoad(Protocol):
         """Ask it to end soon; its `done` is still called. No error if it has ended.
 
         Args:
-            is_late: it took too long, which a tier may count as its failure.
+            is_late: the load took too long; a tier may count this as a failure.
         """
         ...
 
@@ -40,12 +40,12 @@ class KvTier(Protocol):
 
     @property
     def is_off(self) -> bool:
-        """Whether it is left alone for a while, since it failed or hung."""
+        """Whether it is not used for a while, since it failed or hung."""
         ...
 
     @property
     def num_corrupt(self) -> int:
-        """Blocks that were not as they were stored, since start; they are never served."""
+        """Blocks whose bytes did not match their checksum, since start; they are never served."""
         ...
 
     def locate(self, block_hashes: HashArray) -> int:
@@ -67,25 +67,25 @@ class KvTier(Protocol):
 
         Args:
             block_hashes: (n, 2) uint64, of blocks that `locate` has counted.
-            targets: (n,) device blocks, which nobody else writes until `done` is called.
-            done: called once, on the event loop, when targets are written no more, with the number of leading blocks that
-                are complete. It is called soon after `cancel`, and also after errors.
+            targets: (n,) device blocks, reserved until `done` is called.
+            done: called once on the event loop with the number of complete leading blocks, after the last write to a target;
+                soon after `cancel`, and after errors too.
         """
         ...
 
     def offload(
         self, block_hashes: HashArray, block_ids: Sequence[BlockId], done: Callable[[Sequence[BlockId]], None]
     ) -> Sequence[BlockId]:
-        """Begin to copy those of a prefix's blocks that it lacks from the device.
+        """Begin to copy the blocks of a prefix that it does not keep yet from the device.
 
         Args:
             block_hashes: (n, 2) uint64 of a prefix, from its first block on.
             block_ids: (n,) the device blocks.
-            done: called once with the returned blocks, on the event loop and later, when they are read no more; never if there
-                are none.
+            done: called once with the returned blocks, later on the event loop, after their last read; never if none are
+                returned.
 
         Returns:
-            the blocks it reads; empty if it has all of them, or no room.
+            the device blocks that it reads; empty if it keeps all of them already, or has no room.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""A tier over a store that fails or hangs: blocks are missing at worst, and it is left alone for a while."""
+"""A tier over a store that fails or hangs: blocks are missing, nothing is wrong, and the store is not used for a while."""
 
 import asyncio
 

@@ -20,16 +20,17 @@ class KvTierCounts(Wire, frozen=True):
     Attributes:
         total_blocks: how many blocks of `block_bytes` it can keep.
         cached_blocks: how many it keeps.
-        is_off: it failed or hung, and is left alone for a while.
+        is_off: it is not used for a while, since it failed or hung.
         hit_tokens: prompt tokens that admitted requests found in it.
-        loads: runs of blocks asked of it; `loaded_blocks` of them arrived and were used.
-        load_s: seconds of these loads from their begin to their end; those that overlap count each.
+        loads: runs of blocks requested from it.
+        loaded_blocks: blocks that arrived and were used.
+        load_s: sum of the seconds of all loads; overlapping loads count in full.
         saved_s: predicted seconds of computing the loaded blocks, less what requests waited for them; below 0 if it cost time.
-        offloaded_blocks: copied to it, or being copied.
-        dropped_blocks: evicted from the device before they could be copied, or for which it had no room.
+        offloaded_blocks: copied to it, or being copied now.
+        dropped_blocks: not copied, since they were evicted from the device first or the tier had no room.
         late_loads: loads that took too long and were given up.
-        missing_blocks: blocks that its loads were to bring and did not; they were computed.
-        corrupt_blocks: blocks that were not as they were stored; they were dropped.
+        missing_blocks: requested blocks that did not arrive and were computed.
+        corrupt_blocks: dropped, since their bytes did not match their checksum.
     """
 
     tier: Tier

@@ -1,4 +1,4 @@
-"""The data of a slot file: slots of one size, each read and written as a whole, with O_DIRECT where the file system has it."""
+"""The data of a slot file: slots of one size, each read and written whole, with O_DIRECT if the file system has it."""
 
 import contextlib
 import errno
@@ -18,7 +18,7 @@ _SECTOR_BYTES = 512  # of st_blocks
 
 
 class DataFile:
-    """The open file, as long as all slots. Methods block; several threads may call them.
+    """The open data file of all slots. Methods block; several threads may call them.
 
     Attributes:
         path: of the file.
@@ -30,7 +30,7 @@ class DataFile:
         """Open the file and reserve its space, which may take seconds.
 
         Raises:
-            ConfigError: there is not enough space, or a file that is no slot file.
+            ConfigError: there is not enough space, or the path is another kind of file.
             OSError: the disk failed.
         """
         self.path = path
@@ -42,8 +42,8 @@ class DataFile:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or (status.st_size and not may_exist):
                 raise ConfigError(
-                    f"{path} exists and is no slot file, since no records are beside it; name another file, or delete it if"
-                    " nobody needs it"
+                    f"{path} exists without a record file beside it, so it is no slot file; name another file, or delete it if nobody"
+                    " needs it"
                 )
             self.slots_before = status.st_size // slot_bytes
             self._reserve(fd, slot_bytes * num_slots, status)
@@ -52,7 +52,7 @@ class DataFile:
             get_logger().warning(
                 "slot_file_buffered",
                 path=str(path),
-                effect="the kernel's page cache keeps a second copy",
+                effect="the kernel's page cache keeps a second copy of each block",
                 fix="put it on a file system that has O_DIRECT, such as ext4 or xfs",
             )
 
@@ -81,9 +81,9 @@ class DataFile:
         offset = slot * self._slot_bytes
         while len(view):
             done = move(self._fd, [view], offset)
-            done -= done % ALIGNMENT  # O_DIRECT goes on at a block only
+            done -= done % ALIGNMENT  # O_DIRECT continues only at a multiple of the alignment
             if done == 0:
-                raise OSError(errno.EIO, f"nothing was moved at {offset}; was the file cut off?")
+                raise OSError(errno.EIO, f"no byte was read or written at {offset}; was the file truncated?")
             view, offset = view[done:], offset + done
 
     def _reserve(self, fd: int, size_bytes: int, before: os.stat_result) -> None:

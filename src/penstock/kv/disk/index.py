@@ -14,21 +14,21 @@ from penstock.kv.pool.pool import BlockPool
 
 
 class SlotIndex:
-    """Which slot has which block, and which was used last. Not thread-safe; one task owns it.
+    """Which block each slot has, and which blocks were used last. Not thread-safe; one task owns it.
 
     Attributes:
-        pool: the slots; who reads or writes a slot holds a reference.
-        is_on_disk: (num_slots,) whether the record file has anything for a slot.
+        pool: its blocks are the slots; each reader or writer of a slot holds a reference.
+        is_on_disk: (num_slots,) bool, whether the record file has a record that is not zero.
     """
 
     def __init__(
         self, records: Records, trusted: NDArray[np.bool_], block_size: int, eviction: EvictionPolicy | None
     ) -> None:
-        """Fill the pool, the most recently used blocks newest.
+        """Fill the pool with the trusted blocks, in the order of their last use.
 
         Args:
-            records: (num_slots,) of all slots; changed from now on.
-            trusted: (num_slots,) which of them count.
+            records: (num_slots,) of all slots; the index owns the array from now on.
+            trusted: (num_slots,) bool, whether the record is valid.
             block_size: tokens in a block.
             eviction: as in `BlockPool`.
         """
@@ -65,7 +65,7 @@ class SlotIndex:
         return sums
 
     def draft(self, slots: list[BlockId], hashes: HashArray, parents: NDArray[np.uint64]) -> Records:
-        """Draft the (n,) records of new blocks of one sequence; the writer fills in what the data decides."""
+        """Make the (n,) records of new blocks of one sequence, without length, namespace and checksums."""
         rows = np.zeros(len(slots), RECORD)
         rows["hash"], rows["parent"] = hashes, parents
         rows["slot"] = np.array(slots, np.intp) + 1
@@ -73,7 +73,7 @@ class SlotIndex:
         return rows
 
     def publish(self, slots: list[BlockId], rows: Records, published: NDArray[np.bool_]) -> None:
-        """Take in the records of held slots of which some were written."""
+        """Store the records of slots that the caller holds; blocks with `published` are in the cache from now on."""
         self.is_on_disk[slots] = True
         self._records[slots] = rows
         self._records[np.array(slots, np.intp)[~published]] = 0
@@ -99,7 +99,7 @@ class SlotIndex:
         self._touched.update(slots)
 
     def take_touched(self) -> tuple[list[BlockId], Records]:
-        """Hold the slots whose records have changed since the last call, and return them with (n,) records to write."""
+        """Reference the slots used since the last call; return them with the (n,) records to write."""
         slots = [slot for slot in sorted(self._touched) if self.pool.match(self._hash(slot)) == [slot]]
         self._touched.clear()
         self.pool.acquire(slots)

@@ -1,8 +1,8 @@
-"""The records of a slot file: one for each slot, which says whose bytes the slot has. They are the index.
+"""The record file beside a slot file: one record per slot says which block the slot has. The records are the index.
 
-The file begins with a page: magic, checksum and length of a JSON header, and where its last quarter begins the owner's name.
-Then come records of 64 bytes. A record of zeros is a free slot. A record is trusted if its own checksum fits, and names this
-slot and namespace.
+The file begins with a page of 4,096 bytes: magic, checksum and length of a JSON header, the header, and at byte 3,072 the
+owner's name. Then come records of 64 bytes. A record of zeros is a free slot. A record is trusted if its checksum, slot
+number and namespace are right.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ RECORD = np.dtype(
         ("length", "<u4"),  # bytes of data
         ("data_sum", "<u4"),  # CRC-32C of the data
         ("slot", "<u4"),  # number of this slot + 1
-        ("sum", "<u4"),  # CRC-32C of what stands before
+        ("sum", "<u4"),  # CRC-32C of the fields before it
     ]
 )
 Records = NDArray[np.void]
@@ -49,7 +49,7 @@ _FREE = bytes(RECORD.itemsize)
 
 
 class Disk(Protocol):
-    """The calls that read and write; module `os` has them."""
+    """The system calls that read and write, as in module `os`; tests replace them."""
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int: ...
 
@@ -77,7 +77,7 @@ class RecordFile:
 
         Raises:
             TransferRefused: another process has it open.
-            ConfigError: it holds other blocks, or is no file of records.
+            ConfigError: it holds blocks of another kind, or is no record file.
             OSError: the disk failed.
         """
         self.path = path
@@ -98,7 +98,7 @@ class RecordFile:
         """Read all records, and make the file as long as so many slots need.
 
         Returns:
-            (num_slots,) records, which may be changed; whether each can be trusted; whether each has any bytes on the disk.
+            (num_slots,) records, which the caller may change; (num_slots,) bool, trusted; (num_slots,) bool, not all zeros.
 
         Raises:
             OSError: the disk failed.
@@ -158,8 +158,8 @@ class RecordFile:
         except BlockingIOError as error:
             owner = os.pread(self._fd, _OWNER_BYTES, _OWNER_OFFSET).rstrip(b"\0").decode(errors="replace")
             raise TransferRefused(
-                f"{self.path} is open in {owner or 'another process'}; one at a time has a slot file: give each deployment a"
-                " directory of its own, or end that process"
+                f"{self.path} is open in {owner or 'another process'}; only one process may open a slot file: give each"
+                " deployment a directory of its own, or end that process"
             ) from error
 
     def _open(self) -> None:
@@ -217,7 +217,7 @@ def seal(records: Records) -> None:
 
 
 def failure(path: Path, doing: str, error: OSError) -> TransferError:
-    """Word what a disk said."""
+    """Make the error of a failed system call."""
     reason = (error.strerror or str(error)).lower()
     return TransferError(f"{path}: {doing} failed: {reason} (errno {error.errno})")
 

@@ -1,7 +1,7 @@
 """`SlotFile`: KV blocks in the slots of a file, found by their hash, kept across restarts.
 
-A slot is invalidated, written, then published by its record. Whatever is lost in between, a block is only served if its bytes
-fit the checksum in the record of its hash. So nothing has to be synced: after a power cut some blocks are missing, none is wrong.
+To store a block its slot's record is cleared, the data written, then the new record written. A block is only served if its
+bytes match the checksum in its record. So nothing has to be synced: after a power cut blocks may be missing, but none is wrong.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from penstock.transfer.regions.quarantine import call_after
 from penstock.transfer.storage.io_threads import Bounce, IoThreads, Job
 
 _CLOSE_S = 2.0
-"""The longest wait of `close`; then a disk that hangs closes the file when it answers."""
+"""Longest wait of `close`. If the disk hangs longer, the files are closed when it answers."""
 _TOUCHED_MAX = 4096
-"""Slots used since their generation was written, before all of these are."""
+"""So many slots may be used before their new generations are written."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class SlotCounts:
 
 
 class SlotFile:
-    """An open slot file with threads of its own, so that a disk that hangs delays no other.
+    """An open slot file with threads of its own, so that a hanging disk delays only its own file.
 
     One task owns it. Its index is a `BlockPool`, in which a slot is a block.
 
@@ -76,14 +76,14 @@ class SlotFile:
         """Open and lock the file, or create it; blocks as long as the disk does.
 
         Args:
-            path: its directory has to be there; networked file systems need a directory for each deployment.
-            size_bytes: of all slots; reserved at once. A file of another size is made longer or shorter.
+            path: of the data, in an existing directory; on a networked file system each deployment needs a directory of its own.
+            size_bytes: of all slots; the space is reserved now. A file of another size is extended or cut.
             block_bytes: of one block.
             namespace: of the blocks.
             threads: parallel reads and writes.
             storing_max: blocks that may be waiting to be written; further ones are not stored.
             eviction: as in `BlockPool`.
-            disk: reads and writes.
+            disk: the system calls.
 
         Raises:
             TransferRefused: another process has it open.
@@ -131,7 +131,7 @@ class SlotFile:
 
     @property
     def num_mismatched(self) -> int:
-        """Blocks that had other bytes than were written, since it was opened."""
+        """Blocks whose bytes did not match their checksum, since it was opened."""
         return self.counts.mismatched
 
     @property
@@ -148,11 +148,11 @@ class SlotFile:
         return len(self._index.pool.match(block_hashes))
 
     def take_events(self) -> tuple[KvEvent, ...]:
-        """Return the KV events since the last call; at first those of all blocks that the file had."""
+        """Return the KV events since the last call; the first call also returns those of blocks from an earlier run."""
         return self._index.pool.take_events()
 
     async def load(self, block_hashes: HashArray, targets: Buffers, *, timeout_s: float | None = None) -> int:
-        """Load leading blocks and verify them. A block whose bytes are not those that were stored is dropped.
+        """Load leading blocks and verify them. A block whose bytes do not match their checksum is dropped.
 
         After an error, a cancellation or a deadline nothing more is written to the targets.
 
@@ -213,12 +213,12 @@ class SlotFile:
         parent: int | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """Store the blocks that are not held, where the least recently used ones were.
+        """Store the blocks that are not held yet, in free slots or those of the least recently used blocks.
 
         Args:
             block_hashes: (n, 2) uint64, each block the child of the one before it.
-            sources: n buffers of `block_bytes`. After a deadline or a cancellation they may change at once: a block that was
-                being written meanwhile does not fit its checksum.
+            sources: n buffers of `block_bytes`. After a deadline or a cancellation the caller may change them at once: a
+                block being written then fails its checksum and is never served.
             parent: low64 of the first block's parent, None at the root.
             timeout_s: deadline, None for none.
 
@@ -256,7 +256,7 @@ class SlotFile:
         self._index.pool.reset()
 
     async def close(self) -> None:
-        """Write which blocks were used last, and close the files. A disk that hangs for `_CLOSE_S` closes them when it answers."""
+        """Write which blocks were used last, and close the files. Waits at most `_CLOSE_S` for a hanging disk."""
         closed = asyncio.Event()
 
         def close() -> None:
@@ -286,9 +286,9 @@ class SlotFile:
         *,
         gate: Gate,
     ) -> Job:
-        """Write blocks into allocated slots; these and the `held` ones are released at the end.
+        """Write blocks into allocated slots; at the end these slots and the `held` ones are released.
 
-        A block whose checksum was not computed before `gate` was closed is not published: its source may have changed.
+        A block is not published if `gate` was closed before its checksum was computed, since its source may have changed.
         """
         rows = self._index.draft(slots, hashes, parents)
         rows["length"], rows["namespace"] = self.block_bytes, self._record_file.namespace
@@ -325,7 +325,7 @@ class SlotFile:
         return self._begin(do, len(slots), end)
 
     def _write_touched(self) -> None:
-        """Write the records of blocks that were used, while nobody can evict them."""
+        """Write the records of blocks that were used; they are referenced meanwhile, so none is evicted."""
         slots, rows = self._index.take_touched()
 
         def do(_step: int, _bounce: Bounce) -> None:
@@ -335,7 +335,7 @@ class SlotFile:
         self._begin(do, 1, lambda: self._index.pool.release(slots))
 
     def _begin(self, do: Callable[[int, Bounce], None], steps: int, end: Callable[[], None]) -> Job:
-        """Run steps on the threads; `end` is called once no thread is at them, whether or not somebody still waits."""
+        """Run steps on the threads; `end` is called when no thread works on them, even if the caller has stopped waiting."""
 
         def worded(step: int, bounce: Bounce) -> None:
             try:

@@ -1,4 +1,4 @@
-"""The host tier: blocks that the device gives up stay in the machine's memory."""
+"""The host tier: keeps blocks of the device in the machine's memory."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ from penstock.transfer.regions.free_memory import free_memory_bytes
 from penstock.transfer.regions.ranges import Stop, copy_ranges
 
 _PIECE_BYTES = 8 << 20
-"""Copied and verified at once; a cancelled load ends within one piece."""
+"""Bytes copied, then verified, at a time; a cancelled load ends within one such piece."""
 _SPARED_BYTES = 1 << 28
-"""Free memory that the tier does not take, since a host without any kills processes."""
+"""Memory that stays free: a host without any kills processes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +112,7 @@ class HostTier:
     def offload(
         self, block_hashes: HashArray, block_ids: Sequence[BlockId], done: Callable[[Sequence[BlockId]], None]
     ) -> Sequence[BlockId]:
-        """Begin to copy those of a prefix's blocks that it lacks from the device."""
+        """Begin to copy the blocks of a prefix that it does not keep yet from the device."""
         held, new = split_prefix(self._pool, block_hashes, self._storing)
         self._pool.acquire(held)
         new = new[: self._pool.num_available]
@@ -175,7 +175,7 @@ class HostTier:
                 "kv_block_corrupt",
                 tier=self.tier,
                 corrupt=self.num_corrupt,
-                effect="it is dropped, and computed instead",
+                effect="the block is dropped, and computed instead",
             )
         if loaded:
             self._speed.measure(loaded, load.seconds)
@@ -232,8 +232,8 @@ def _allocate(num_blocks: int, block_bytes: int) -> Arena:
         free_bytes = free_memory_bytes()
         if free_bytes < lacking_bytes + _SPARED_BYTES:
             raise ConfigError(
-                f"{what}, {lacking_bytes / 2**30:.2f} of them still to be taken, and the host has {free_bytes / 2**30:.2f} GiB free, of"
-                f" which {_SPARED_BYTES / 2**30:g} are left alone; make it smaller"
+                f"{what}, of which {lacking_bytes / 2**30:.2f} are not allocated yet; the host has {free_bytes / 2**30:.2f} GiB free,"
+                f" and {_SPARED_BYTES / 2**30:g} must stay free; set a smaller kv.host"
             )
 
     try:

@@ -1,1 +1,1 @@
-"""The KV manager: loads prefixes from tiers below the device, and offloads what the device may give up."""
+"""The KV manager: loads prefixes from the tiers below the device, and offloads to them what the device may evict."""

@@ -1,6 +1,6 @@
 """The loader: brings a waiting request's prefix from KV tiers to the device while the batch runs.
 
-A load that fails, is late or finds a corrupt block ends with fewer blocks; the request computes the rest.
+A load that fails, is late or meets a corrupt block brings fewer blocks; the request computes the others.
 """
 
 from collections import Counter
@@ -70,7 +70,7 @@ class _Prefix:
 class Loader:
     """The loads under way, by request. Not thread-safe; one task owns it.
 
-    Targets stay referenced until their tier writes them no more, so that a cancelled load harms nobody.
+    Target blocks stay referenced until their tier has stopped writing, so a cancelled load never overwrites another request's KV.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Loader:
         Args:
             pool: the device's blocks.
             sources: nearest first.
-            compute_s: how long the engine computes.
+            compute_s: predicts how long the engine computes.
             on_change: called when a prefix has arrived, or blocks were freed.
             counters: what loads are counted in.
-            clock: of loads.
+            clock: times the loads.
         """
         self._pool = pool
         self._sources = sources
@@ -104,7 +104,7 @@ class Loader:
         self._held: Counter[BlockId] = Counter()
 
     def choose_runs(self, block_hashes: HashArray, hits: Sequence[BlockId], known_tokens: int) -> list[KvRun]:
-        """Find the runs to load for a waiting request: as far as loading is predicted sooner than computing.
+        """Choose the runs to load for a waiting request: as many as make its prompt ready soonest.
 
         Args:
             block_hashes: (n, 2) uint64, blocks of the request that may come from a cache.
@@ -125,7 +125,7 @@ class Loader:
         return runs[: self._best(runs, known_tokens, len(hits) * self._pool.block_size)] if runs else runs
 
     def begin(self, request_id: RequestId, runs: Sequence[KvRun]) -> list[BlockId]:
-        """Start to load runs that `choose_runs` found; the device must have enough available blocks.
+        """Start to load runs that `choose_runs` returned; the device must have enough available blocks.
 
         Returns:
             device blocks for all runs. The sequence releases them; they are not cached until it commits them.

@@ -34,12 +34,12 @@ class KvManager:
             pool: the device's blocks.
             tiers: nearest first, at least one.
             on_change: called when `take_arrived` may return more, or blocks were freed.
-            compute_s: how long the engine computes; None predicts it from `prefill`.
-            clock: of loads; None is the event loop's.
+            compute_s: predicts how long the engine computes; None predicts it from `prefill`.
+            clock: times the loads; None is the event loop's.
         """
         self.tiers = tuple(tiers)
         self.prefill = MeasuredSpeed()
-        """Seconds for each prompt token; the engine measures it."""
+        """Seconds per prompt token, which the engine measures."""
         self._pool = pool
         self._on_change = on_change
         self._on_room: Callable[[], None] = lambda: None
@@ -72,7 +72,7 @@ class KvManager:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Tokens that `count` has counted in each lower `Tier`, host first."""
+        """Prompt tokens found in each lower `Tier`, host first, as `count` was told."""
         return tuple(
             self._counters[tier].hit_tokens if tier in self._counters else 0 for tier in tuple(Tier)[1:]
         )
@@ -96,8 +96,8 @@ class KvManager:
     def with_events(self, events: tuple[KvEvent, ...]) -> tuple[KvEvent, ...]:
         """Add the events of all tiers since the last call to those of the device.
 
-        The lowest tier comes first, so that a block is told in a lower tier before it is gone from the device. Only what came
-        before a clearing is not told after it.
+        Events of the lowest tier come first, so that a router knows an offloaded block before the device evicts it. If the
+        device was cleared, its events come first, since a clearing removes the blocks of all tiers.
         """
         lower: list[KvEvent] = []
         for tier in reversed(self.tiers):
@@ -114,7 +114,7 @@ class KvManager:
         return self._offloader.holders()
 
     def clear(self) -> None:
-        """Forget all blocks of all tiers; the event is that of the device's pool, which is cleared too."""
+        """Forget all blocks of all tiers. The caller clears the device's pool too; its event covers the tiers."""
         self._offloader.clear()
         for tier in self.tiers:
             tier.clear()

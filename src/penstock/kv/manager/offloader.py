@@ -11,9 +11,9 @@ from penstock.kv.pool.pool import BlockPool
 from penstock.seams.kv import KvTier
 
 _PINNED_SHARE = 8
-"""At most one in so many device blocks is pinned for copies. Others wait unpinned, and are lost if they are evicted first."""
+"""At most one in so many device blocks is pinned for copies. Others wait unpinned, and are dropped if evicted first."""
 _WAITING_MAX = 4096
-"""Prefixes that wait for each tier; beyond it the oldest are not offloaded."""
+"""Most prefixes that wait for each tier; beyond it the oldest are dropped."""
 
 
 class Offloader:
@@ -34,9 +34,9 @@ class Offloader:
 
         Args:
             pool: the device's blocks.
-            tiers: each gets the blocks that it lacks.
+            tiers: each gets the blocks that it does not keep yet.
             on_change: called when blocks were freed.
-            counters: what copies are counted in.
+            counters: count the copies.
         """
         self._pool = pool
         self._on_change = on_change
@@ -46,7 +46,7 @@ class Offloader:
         self._waiting: list[tuple[KvTier, deque[tuple[HashArray, int]]]] = [(tier, deque()) for tier in tiers]
 
     def offload(self, block_hashes: HashArray) -> None:
-        """Copy what tiers lack of a prefix that is in the device's cache.
+        """Copy a prefix that is in the device's cache to each tier, without the blocks that the tier keeps.
 
         Args:
             block_hashes: (n, 2) uint64, from the first block on.
@@ -77,10 +77,10 @@ class Offloader:
                     waiting.appendleft((hashes, end))
 
     def _begin(self, tier: KvTier, hashes: HashArray, start: int) -> int:
-        """Begin to copy what may be pinned of a prefix, after `start` blocks that were begun before.
+        """Begin to copy as much of a prefix as may be pinned; its first `start` blocks were begun before.
 
         Returns:
-            how many blocks are begun or given up now; each is begun once.
+            number of leading blocks whose copy has begun or that were dropped.
         """
         block_ids = self._pool.match(hashes)
         start = max(start, tier.locate(hashes))

@@ -1,4 +1,4 @@
-"""Which packs a store has: lists them, reads the heads of new ones into the index, and deletes old ones."""
+"""Follows which packs an object store has: lists them, reads the heads of new ones into the index, deletes old ones."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ class PackCatalogue:
     """Keeps an index up to date with a store. One task owns it.
 
     Attributes:
-        folder: what keys of this namespace begin with.
+        folder: prefix of this namespace's keys.
         refused: names of objects that are no packs of this namespace.
     """
 
@@ -34,7 +34,7 @@ class PackCatalogue:
         index: PackIndex,
         counts: PackCounts,
     ) -> None:
-        """Begin without a list."""
+        """Make one that has listed nothing yet."""
         self.folder = f"{prefix}/{namespace.hex()}"
         self.refused: set[str] = set()
         self._bucket = bucket
@@ -48,7 +48,7 @@ class PackCatalogue:
         self._refreshing = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """List the packs of this namespace: take in those of other writers, forget those that went away.
+        """List the packs of this namespace: add those of other writers to the index, and remove deleted ones.
 
         Raises:
             TransferError: the object store failed.
@@ -72,7 +72,7 @@ class PackCatalogue:
     async def collect(self) -> int:
         """Delete packs of all namespaces under the prefix that are too old or beyond the budget, the oldest first.
 
-        Several writers may collect at once: they find the same packs. Age counts from the store's date to this host's.
+        Several writers may collect at once, since all choose the same packs. Age is this host's time less the store's date.
 
         Returns:
             how many packs were deleted.

@@ -1,4 +1,4 @@
-"""What may be set for packs."""
+"""Configuration of packs."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ class PacksConfig:
     """Sizes, times and bounds of packs.
 
     Attributes:
-        pack_bytes: a pack is put once it has so many bytes of blocks.
-        gather_s: or so many seconds after its first block.
+        pack_bytes: a pack is put once it has so many bytes of blocks,
+        gather_s: or so many seconds after its first block came.
         requests: parallel loads, and as many parallel puts; a load takes up to 8 MiB of memory, a put `pack_bytes`.
-        request_timeout_s: the longest time of one request with its retries.
+        request_timeout_s: timeout of one request with its retries.
         retries: of one request, after errors 5xx and lost connections.
         storing_max_bytes: blocks that may be waiting to be put; further ones are not stored.
         refresh_s: seconds between two lists, by which packs of other writers are found.
-        packs_max: packs that are known at most, the newest ones.
+        packs_max: most packs in the index; the newest ones.
         age_max_s: older packs are deleted; None for no such bound.
         budget_bytes: of all packs under the prefix; the oldest ones are deleted beyond it. None for no such bound.
         collect_s: seconds between two collections, if there is such a bound.

@@ -1,4 +1,4 @@
-"""The index of packs in memory: which pack has which block. It is built from the heads of packs that a list names."""
+"""The index of packs in memory: which packs have a block. It is built from the heads of listed packs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class Entry:
 
 
 class PackIndex:
-    """The packs of one namespace that are known, and the blocks in them. Not thread-safe; one task owns it.
+    """The known packs of one namespace and their blocks. Not thread-safe; one task owns it.
 
-    A block may be in several packs. It counts as held while one of them is known and was not found damaged there.
+    A block may be in several packs. It is held while at least one known pack has an undamaged copy.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class PackIndex:
 
     @property
     def names(self) -> set[str]:
-        """Of the packs that are known."""
+        """Names of the known packs."""
         return set(self._packs)
 
     def is_damaged(self, name: str) -> bool:
@@ -66,7 +66,7 @@ class PackIndex:
     def find(self, block_hashes: HashArray) -> list[Entry]:
         """Find the leading blocks that are held, in the order of `block_hashes`.
 
-        Where there is a choice, a block comes from the pack of the block before it, so that few requests load many blocks.
+        A block that is in several packs is taken from the pack of the block before it, so that one request loads many blocks.
         """
         found: list[Entry] = []
         for row in np.ascontiguousarray(block_hashes, "<u8"):
@@ -78,7 +78,7 @@ class PackIndex:
         return found
 
     def add(self, pack: Pack) -> None:
-        """Add a pack whose head was verified; one that is known is replaced, and counts as undamaged."""
+        """Add a pack with a verified head. It replaces a known pack of this name, and counts as undamaged."""
         self.remove([pack.name])
         self._packs[pack.name] = pack
         sums = pack.records["data_sum"].tolist()
@@ -95,7 +95,7 @@ class PackIndex:
                     self._forget(row.tobytes(), name)
 
     def drop(self, block_hash: bytes, name: str) -> None:
-        """Forget a block of a pack in which it has other bytes than were written; the pack's other blocks stay."""
+        """Forget a damaged copy of a block in a pack; the pack's other blocks stay."""
         if name in self._packs:
             self._damaged.add(name)
             self._forget(block_hash, name)

@@ -1,7 +1,8 @@
 """`ObjectPacks`: KV blocks in an object store, several to an object, shared by many writers.
 
-Packs are immutable and named by their content, so writers need no locks: two that put the same pack put the same bytes, and a
-pack may go away at any time, which is a miss. A block is only served if its bytes fit the checksum in its pack's verified head.
+Packs are immutable and named by their content, so writers need no locks: two writers that put the same pack put the same bytes.
+A pack may be deleted at any time; its blocks are then missing. A block is only served if its bytes match the checksum in the
+verified head of its pack.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from penstock.transfer.storage.bucket import Bucket
 from penstock.transfer.storage.io_threads import Bounce, IoThreads
 
 _CLOSE_S = 2.0
-"""How long leaving waits for packs that are being put."""
+"""How long the context's end waits for packs that are being put."""
 _THREADS = 2  # copy and verify
 _READ_BYTES = 8 << 20  # of blocks, by one request
 
@@ -41,7 +42,7 @@ class _Load:
         hashes: (n, 2) of the blocks.
         entries: where they are.
         views: their targets.
-        bad: steps that gave no block.
+        bad: indexes of blocks that are damaged or whose pack is gone.
     """
 
     hashes: HashArray
@@ -70,11 +71,11 @@ class ObjectPacks:
         """Describe it; nothing is sent before it is entered.
 
         Args:
-            store: a URL: `s3://bucket/path`, `gs://`, `az://`, `file:///directory`; or a store of obstore's.
+            store: a URL (`s3://bucket/path`, `gs://`, `az://`, `file:///directory`), or an obstore store.
             block_bytes: of one block.
             namespace: of the blocks.
             config: sizes, times and bounds.
-            prefix: what keys begin with; a digest of the namespace follows. Only packs may be under it.
+            prefix: of all keys; the namespace's digest follows. Only packs may be under it.
             options: keys, region, endpoint for a URL, as obstore names them.
 
         Raises:
@@ -132,7 +133,7 @@ class ObjectPacks:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Put what waits; a store that hangs is left alone after `_CLOSE_S`."""
+        """Put the packs that wait; after `_CLOSE_S` they are abandoned."""
         assert self._tasks is not None
         self._keeping.cancel()
         try:
@@ -148,7 +149,7 @@ class ObjectPacks:
         return len(self._index)
 
     def locate(self, block_hashes: HashArray) -> int:
-        """Count the leading blocks that are held, as far as is known; nothing is sent.
+        """Count the leading blocks that are held, as the index knows; nothing is sent.
 
         Args:
             block_hashes: (n, 2) uint64.
@@ -156,7 +157,7 @@ class ObjectPacks:
         return self._index.locate(block_hashes)
 
     async def load(self, block_hashes: HashArray, targets: Buffers, *, timeout_s: float | None = None) -> int:
-        """Load leading blocks and verify them. A block whose bytes are not those that were stored is dropped.
+        """Load leading blocks and verify them. A block whose bytes do not match their checksum is dropped.
 
         After an error, a cancellation or a deadline nothing more is written to the targets.
 
@@ -242,7 +243,7 @@ class ObjectPacks:
         return self.locate(hashes)
 
     async def refresh(self) -> None:
-        """List the packs of this namespace: take in those of other writers, forget those that went away.
+        """List the packs of this namespace: add those of other writers to the index, and remove deleted ones.
 
         Raises:
             TransferError: the object store failed.
@@ -252,7 +253,7 @@ class ObjectPacks:
     async def collect(self) -> int:
         """Delete packs of all namespaces under the prefix that are too old or beyond the budget, the oldest first.
 
-        Several writers may collect at once: they find the same packs. Age counts from the store's date to this host's.
+        Several writers may collect at once, since all choose the same packs. Age is this host's time less the store's date.
 
         Returns:
             how many packs were deleted.
@@ -272,7 +273,7 @@ class ObjectPacks:
         self.counts.stored += len(pack.records)
 
     def _choose(self, hashes: HashArray) -> list[int]:
-        """Choose the blocks to store: those that are not held and not being stored, as far as there is room."""
+        """Choose the blocks to store: neither held nor being stored, at most as many as `storing_max_bytes` allows."""
         keys = [row.tobytes() for row in hashes]
         new = [
             n
@@ -284,7 +285,7 @@ class ObjectPacks:
         return new[: max(room, 0)]
 
     async def _copy(self, views: list[Bytes], records: np.ndarray) -> list[Bytes]:
-        """Copy blocks and compute their checksums; a cancellation is raised once no thread reads them."""
+        """Copy blocks and compute their checksums. A cancellation is raised only when no thread reads the blocks any more."""
         copies = [np.empty(self.block_bytes, np.uint8) for _ in views]
 
         def do(step: int, _bounce: Bounce) -> None:
@@ -295,7 +296,7 @@ class ObjectPacks:
         return copies
 
     def _runs(self, entries: list[Entry]) -> list[list[int]]:
-        """Put the steps of a load together that one request gets: neighbours in a pack, `_READ_BYTES` at most."""
+        """Group the blocks of a load by request: neighbours in one pack, at most `_READ_BYTES`."""
         size = max(_READ_BYTES // self.block_bytes, 1)
         runs: list[list[int]] = []
         for step, entry in enumerate(entries):

@@ -1,4 +1,4 @@
-"""Gathers blocks into packs and puts them. Blocks of one store, and of stores at about the same time, share packs."""
+"""Gathers blocks into packs and puts the packs. Blocks that are stored within `gather_s` of each other share packs."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class _OpenPack:
     """Blocks that will be one pack.
 
     Attributes:
-        done: once it was put, or was there already; an error if that failed.
+        done: resolved when the pack is in the store; an error if the put failed.
     """
 
     done: "asyncio.Future[None]"
@@ -46,7 +46,7 @@ class PackWriter:
 
         Args:
             bucket: the store.
-            folder: what keys begin with.
+            folder: prefix of the keys.
             namespace: its digest.
             block_bytes: of one block.
             pack_blocks: blocks of a full pack.
@@ -70,7 +70,7 @@ class PackWriter:
     def add(
         self, records: Records, blocks: list[Bytes], tasks: asyncio.TaskGroup
     ) -> "list[asyncio.Future[None]]":
-        """Add (n,) blocks, which may not change any more; returns what to wait for: one future for each pack they are in.
+        """Add n blocks, which must not change any more; returns one future per pack that has any of them.
 
         Args:
             records: (n,) of the blocks.
@@ -90,7 +90,7 @@ class PackWriter:
         return waits
 
     def seal(self, tasks: asyncio.TaskGroup) -> None:
-        """Put the blocks that wait for more."""
+        """Put the open pack, although it is not full."""
         pack, self._open = self._open, None
         if pack is None:
             return
@@ -101,7 +101,7 @@ class PackWriter:
         put.add_done_callback(self._puts.discard)
 
     async def close(self, tasks: asyncio.TaskGroup, within_s: float) -> None:
-        """Put what waits, and abandon what is not put in time."""
+        """Put the open pack, and abandon puts that take longer than `within_s`."""
         self.seal(tasks)
         if self._puts:
             await asyncio.wait(self._puts, timeout=within_s)

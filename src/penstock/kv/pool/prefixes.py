@@ -1,4 +1,4 @@
-"""A tier's index over a `BlockPool`: which blocks of a prefix it keeps, and publishing those that it got."""
+"""A tier's index over a `BlockPool`: finds the blocks of a prefix, and publishes new ones."""
 
 from collections.abc import Collection, Sequence
 
@@ -18,16 +18,16 @@ def block_keys(hashes: HashArray) -> list[bytes]:
 def split_prefix(
     pool: BlockPool, hashes: HashArray, coming: Collection[bytes] = ()
 ) -> tuple[list[BlockId], list[int]]:
-    """Find the blocks of a prefix that a pool keeps, and the indexes of those that it lacks.
+    """Split a prefix into the blocks that a pool keeps, and the indexes of the missing ones.
 
     Args:
         pool: the tier's.
         hashes: (n, 2) uint64, of a prefix from its first block on.
-        coming: `block_keys` of blocks that are being copied to the tier, which it does not lack.
+        coming: `block_keys` of blocks that are being copied to the tier, which count as neither.
     """
     keys = block_keys(hashes) if coming else ()
     held: list[BlockId] = []
-    lacking: list[int] = []
+    missing: list[int] = []
     index = 0
     while index < len(hashes):
         found = pool.match(hashes[index:])
@@ -35,15 +35,15 @@ def split_prefix(
         index += len(found)
         if index < len(hashes):
             if not coming or keys[index] not in coming:
-                lacking.append(index)
+                missing.append(index)
             index += 1
-    return held, lacking
+    return held, missing
 
 
 def commit_runs(
     pool: BlockPool, hashes: HashArray, indexes: Sequence[int], block_ids: Sequence[BlockId]
 ) -> None:
-    """Publish blocks of a prefix, each run of neighbours as one event.
+    """Publish blocks of a prefix; each run of neighbours becomes one event.
 
     Args:
         pool: the tier's.

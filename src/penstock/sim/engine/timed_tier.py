@@ -101,14 +101,14 @@ class TimedTier(KvTier):
         block_ids: Sequence[BlockId],  # noqa: ARG002 - there are no bytes to copy
         done: Callable[[Sequence[BlockId]], None],  # noqa: ARG002 - it reads none
     ) -> Sequence[BlockId]:
-        """Keep what it lacks of a prefix at once."""
-        held, lacking = split_prefix(self.pool, block_hashes)
+        """Keep the missing blocks of a prefix at once."""
+        held, missing = split_prefix(self.pool, block_hashes)
         self.pool.acquire(held)
-        lacking = lacking[: self.pool.num_available]
-        taken = self.pool.allocate(len(lacking)) if lacking else None
+        missing = missing[: self.pool.num_available]
+        taken = self.pool.allocate(len(missing)) if missing else None
         self.pool.release(held)  # as the newest, and not evicted for their own children
         if taken:
-            commit_runs(self.pool, block_hashes, lacking, taken)
+            commit_runs(self.pool, block_hashes, missing, taken)
             self.pool.release(taken)
         return ()
 
@@ -149,7 +149,7 @@ class TimedTier(KvTier):
 
 
 class _NeverLate(LoopClock):
-    """Tells the time, and calls nobody back."""
+    """The loop's clock without timers."""
 
     def call_later(self, delay: float, callback: Callable[[], None], /) -> Timer:  # noqa: ARG002
         return self
@@ -167,7 +167,7 @@ def timed_kv_manager(
 ) -> KvManager | None:
     """Make the KV manager of a simulated engine; None without lower tiers.
 
-    Its loads are never late: they take the time that was predicted, unless the host is stopped, which ends none.
+    Its loads are never late: they take the predicted time, or longer while the host is stopped.
 
     Args:
         pool: the device's blocks.

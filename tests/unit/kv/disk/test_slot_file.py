@@ -57,7 +57,7 @@ def test_buffers_may_be_scattered_and_unaligned(tmp_path: Path) -> None:
         into = [bytearray(BLOCK_BYTES) for _ in range(3)]
         assert await slots.load(hashes, into) == 3
         assert [bytes(row) for row in blocks] == into
-        with pytest.raises(ValueError, match="8192 contiguous bytes"):
+        with pytest.raises(ValueError, match="expected 8192 contiguous writable bytes"):
             await slots.load(hashes, [bytearray(BLOCK_BYTES - 1)])
         with pytest.raises(ValueError, match="read-only: True"):
             await slots.load(hashes, [bytes(BLOCK_BYTES)])

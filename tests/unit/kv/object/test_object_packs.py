@@ -328,7 +328,7 @@ def test_buffers_may_be_scattered_and_have_the_right_size():
             into = [bytearray(BLOCK_BYTES) for _ in range(6)]
             assert await packs.load(HASHES, into) == 6
             assert [bytes(row) for row in BLOCKS] == into
-            with pytest.raises(ValueError, match="8192 contiguous bytes"):
+            with pytest.raises(ValueError, match="expected 8192 contiguous writable bytes"):
                 await packs.load(HASHES, [bytearray(BLOCK_BYTES - 1)])
             with pytest.raises(ValueError, match="read-only: True"):
                 await packs.load(HASHES, [bytes(BLOCK_BYTES)])
