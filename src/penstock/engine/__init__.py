@@ -1,1 +1,1 @@
-"""Floor 4: engines with one shared scheduler: mock (timing only) and paged (PyTorch)."""
+"""Floor 4: engines. `mock` and `paged` share one scheduler; `vllm`, `sglang` and `trtllm` drive those packages, `openai` a running server."""

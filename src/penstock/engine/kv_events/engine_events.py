@@ -1,4 +1,4 @@
-"""KV events as engines tell them, in one form for all engines and encodings. Hashes are the engine's own."""
+"""KV events of other engines, in one form for all engines and encodings. Hashes are the engine's own."""
 
 from collections import Counter
 from enum import StrEnum
@@ -49,23 +49,23 @@ EngineEvent = EngineStored | EngineRemoved | EngineCleared
 
 
 class Omission(StrEnum):
-    """Why something of an engine's events had no effect; the unit is in parentheses."""
+    """Why a part of an engine's events is ignored; the unit of its count is in parentheses."""
 
     MALFORMED = "malformed"  # (messages) not in any known encoding
     UNKNOWN_TYPE = "unknown_type"  # (events) of a type that this version does not know
     UNKNOWN_FIELD = "unknown_field"  # (fields) that this version does not know
     MEDIUM = "medium"  # (blocks) in a medium that this version does not know
-    GROUP = "group"  # (blocks) of sliding windows, states and further groups of layers
+    GROUP = "group"  # (blocks) of sliding windows, states, and any second group of layers
     CONTENT = "content"  # (blocks) whose content is not only tokens, and those after them
-    PARTIAL = "partial"  # (blocks) that are not full, or whose tokens were not all told
+    PARTIAL = "partial"  # (blocks) that are not full, or whose event has too few tokens
     BLOCK_SIZE = "block_size"  # (blocks) of another size than the model's
-    SALT = "salt"  # (blocks) with a salt or adapter that nobody here has
+    SALT = "salt"  # (blocks) with a salt or adapter that no request here has
     UNKNOWN_PARENT = "unknown_parent"  # (blocks) after one whose event was missed
     UNKNOWN_BLOCK = "unknown_block"  # (blocks) removed or named without having been described
     CONTRADICTION = "contradiction"  # (blocks) whose hash had other tokens before
     FULL = "full"  # (blocks) beyond `blocks_max`
-    LOST = "lost"  # (gaps) of events that nobody has any more: everything was forgotten
-    RESTART = "restart"  # (times) that the engine began anew
+    LOST = "lost"  # (gaps) of events that cannot be replayed: all blocks were forgotten
+    RESTART = "restart"  # (times) the engine restarted
 
 
 Omissions = Counter[Omission]

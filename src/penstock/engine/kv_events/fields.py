@@ -1,4 +1,4 @@
-"""Reads parts of msgpack messages, each once its length is known: 8 MiB of empty arrays would take seconds to decode."""
+"""Reads msgpack messages part by part, after a check of each part's length: 8 MiB of empty arrays take seconds to decode."""
 
 import reprlib
 from collections.abc import Mapping

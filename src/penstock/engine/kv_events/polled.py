@@ -27,7 +27,7 @@ _LEVELS = (Tier.DEVICE, Tier.HOST)
 class PolledEvents:
     """Reads the events of one data-parallel rank.
 
-    Where numbers are missing, what was known is cleared. Of several attention windows only the largest counts. A block is in one
+    After a gap in the numbers all blocks are cleared. Of several attention windows only the largest counts. A block is in one
     tier at a time, and has one copy.
     """
 
@@ -47,7 +47,7 @@ class PolledEvents:
         self._held: dict[EngineHash, Tier] = {}
 
     def read(self, events: Iterable[Mapping[str, Any]]) -> list[EngineEvent]:
-        """Read events in the order of their numbers. A malformed one clears what was known: it may have told of a removal."""
+        """Read events in the order of their numbers. A malformed one clears all blocks, since it may have been a removal."""
         out: list[EngineEvent] = []
         for event in events:
             try:

@@ -1,4 +1,4 @@
-"""One worker's events of an engine's data-parallel ranks, each of which has a cache of its own."""
+"""Merges the KV events of an engine's data-parallel ranks, each with its own cache, into one worker's events."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,9 +9,9 @@ from penstock.core.wire import hash_list, pack_hashes
 
 
 class RankedBlocks:
-    """Follows what each rank holds by its events. Not thread-safe.
+    """The blocks of each rank, from its events. Not thread-safe.
 
-    The worker holds what any rank holds. A rank that clears its cache leaves the others theirs.
+    The worker holds a block while any rank holds it. When one rank clears its cache, the blocks of others stay.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -21,7 +21,7 @@ class RankedBlocks:
         ]
 
     def merge(self, rank: int, events: Sequence[KvEvent]) -> Sequence[KvEvent]:
-        """Note one rank's events, and give them as events of the worker. The events of a single rank are not noted."""
+        """Apply one rank's events and return those of the worker. With a single rank, events are returned as they are."""
         if self.num_ranks == 1:
             return events
         return [each for event in events for each in self._merged(rank, event)]

@@ -27,19 +27,19 @@ _QUEUED_MESSAGES_MAX = 16
 """Messages that wait here in a socket, 128 MiB at most; further ones wait at the publisher, which drops some in the end: a gap."""
 _RECONNECT_S = 0.1
 _ABSENT_S = 10.0
-"""Warn where nobody publishes for so long after the start."""
+"""Log a warning if nobody publishes for so long after the start."""
 _REPLAY_S = 5.0
-"""A replay in which nothing comes for so long has failed."""
+"""A replay has failed if its first message does not come within this time."""
 _REPLAY_PAUSE_S = 0.5
-"""The same of one that has begun: the publisher dropped its end, as ROUTER sockets do, and is asked again."""
+"""The same for later messages of a replay: the publisher dropped the rest, as ROUTER sockets do, and is asked again."""
 _REPLAYS_S = 60.0
-"""All replays for one gap have failed after so long: one may never end."""
+"""Time limit of all replays for one gap, since a replay may never end."""
 _MESSAGES_AT_ONCE = 64
-"""Messages between two turns of the event loop."""
+"""Messages handled before other tasks of the event loop run."""
 _TOLD = (
     Omission.UNKNOWN_TYPE, Omission.MEDIUM, Omission.UNKNOWN_PARENT, Omission.CONTRADICTION, Omission.FULL,
 )  # fmt: skip
-"""Omissions that an operator may want to know of: routers know less than the engine has."""
+"""Omissions to warn about: routers know fewer blocks than the engine has."""
 _END = b"\xff" * 8
 _NUMBER_BYTES = 8
 _PORTS = 1 << 16
@@ -127,7 +127,7 @@ class KvEventSubscriber:
         )
         self._synced = False
         self._next: int | None = None
-        """Number of the next message; None: whichever comes."""
+        """Number of the next message; None: unknown, any number is right."""
         self._latest = b""
         """Payload of the message before."""
         self._live = -1
@@ -208,7 +208,7 @@ class KvEventSubscriber:
         await asyncio.sleep(0)
 
     async def _take(self, number: int, payload: bytes, context: Any) -> None:
-        """Apply a message in its turn, after what was missed before it."""
+        """Apply a message, after a replay of messages missed before it."""
         if not self._synced:
             await self._sync(context)
         elif self._next is not None and number <= self._live:
@@ -236,7 +236,7 @@ class KvEventSubscriber:
         """Apply the messages after the latest one, as far as the publisher keeps them.
 
         Returns:
-            whether what is known is what the publisher has told up to now; False: it has no replay, or the replay failed.
+            True: all messages up to now were applied. False: the publisher has no replay, or the replay failed.
         """
         if self._address.replay_endpoint is None:
             return False

@@ -1,4 +1,4 @@
-"""Translates an engine's block hashes into Penstock's, by hashing the tokens that its events tell.
+"""Translates an engine's block hashes into Penstock's, by hashing the tokens in its events.
 
 An engine hashes blocks its own way, with a seed or key that nobody else has. Its hashes only name blocks here: each is mapped to
 Penstock's hash of the same tokens, salt and parent, so one prefix index serves workers of all engines.
@@ -153,7 +153,7 @@ class KvEventTranslator:
         self._add(event, chain, out)
 
     def _store_named(self, event: EngineStored, out: list[KvEvent]) -> None:
-        """Store blocks told without tokens, as far as they were described before."""
+        """Store blocks of an event without tokens, if an earlier event had their tokens."""
         for block_hash in event.hashes:
             named = self._named.get(block_hash) or self._forgotten.get(block_hash)
             if named is None:
@@ -162,7 +162,7 @@ class KvEventTranslator:
                 self._add(EngineStored([block_hash], tier=event.tier), [named], out)
 
     def _add(self, event: EngineStored, chain: list[_Named], out: list[KvEvent]) -> None:
-        """Count one more copy of each block; tell those that were not in this tier."""
+        """Count one more copy of each block; make events of those that were not in this tier."""
         names, copies = self._named, self._copies[event.tier]
         run: list[int] = []
         run_parent: int | None = None

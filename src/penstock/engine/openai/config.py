@@ -1,4 +1,4 @@
-"""Settings of one server: where it is, what it speaks, and every bound on what it may do."""
+"""Settings of running servers: URL, API, limits and health checks."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ class LimitsConfig(Config):
 
 
 class HealthConfig(Config):
-    """When a server gets no requests, and when it gets them again."""
+    """When a failing server gets no more requests, and when it gets them again."""
 
     interval_s: float = pydantic.Field(default=2.0, gt=0)
     """Seconds between two health checks, each of which asks for `/health` and `/v1/models`."""
@@ -49,7 +49,7 @@ class ServerConfig(Config):
     model: str | None = pydantic.Field(default=None, min_length=1)
     """The model's name at the servers; None: the one in `/v1/models` that has the name or path of the graph's model."""
     api: ApiName = "auto"
-    """What the servers speak; `auto` asks them."""
+    """The servers' API; `auto` asks them."""
     api_key_file: str | None = pydantic.Field(default=None, min_length=1)
     """File whose first line is sent to the servers as a bearer token."""
     limits: LimitsConfig = LimitsConfig()

@@ -33,7 +33,7 @@ _log = get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What the deployment says of the worker, beside the server's own settings."""
+    """The deployment's settings of the worker, beside those of the server."""
 
     block_size: int
     context_length: int
@@ -44,14 +44,14 @@ class Serving:
     max_waiting_requests: int
     max_batch_tokens: int
     follow: Callable[[Publish], KvEventSubscriber] | None = None
-    """Makes what follows the server's KV events; None: routers guess what it has cached."""
+    """Makes the subscriber to the server's KV events; None: routers predict what it has cached."""
 
 
 class ServerEngine:
     """Implements `Engine`, `Announcing` and `HealthReporting` over a server. One event loop owns it.
 
-    The server batches and caches; `Step`s are what has come since the last one. A server that fails gets no requests
-    until it serves again.
+    The server batches and caches; a `Step` has all that came since the step before. A server that fails gets no requests
+    until a trial request succeeds.
     """
 
     def __init__(self, server: Server, config: ServerConfig, serving: Serving) -> None:
@@ -75,7 +75,7 @@ class ServerEngine:
         self._wake = asyncio.Event()
         self._closed = False
         self._outside = ServerLoad()
-        self._has_news = False
+        self._has_changed = False
         self._totals = WorkerLoad()
         self._on_begun: Callable[[Sequence[RequestId]], None] | None = None
         self._on_problem: Callable[[str | None], None] = lambda _problem: None
@@ -137,7 +137,7 @@ class ServerEngine:
             self._deltas = [delta for delta in self._deltas if delta.request_id != request_id]
             if stream.task is not None:
                 stream.task.cancel()
-            self._news()
+            self._changed()
 
     async def steps(self) -> AsyncIterator[Step]:
         """Yield what has come from the server, until `close`."""
@@ -151,7 +151,7 @@ class ServerEngine:
             self._waiting.clear()
             try:
                 while not self._closed:
-                    if self._deltas or self._has_news:
+                    if self._deltas or self._has_changed:
                         yield self._take_step()
                     else:
                         self._wake.clear()
@@ -270,9 +270,9 @@ class ServerEngine:
             self._forget(stream)
 
     async def _compute(self, stream: Stream) -> None:
-        """Pass the pieces of an answer on; its end waits for what follows it in the stream, the cached tokens.
+        """Make deltas of an answer. The last delta waits for the number of cached tokens, which follows in the stream.
 
-        Bytes that bring no token, such as comments, are silence too. A failure after the finish reason is none.
+        Bytes without a token, such as comments, count as silence. An error after the finish reason is ignored.
         """
         try:
             await self._read_answer(stream)
@@ -329,7 +329,7 @@ class ServerEngine:
         self._deltas.append(delta)
         if delta.finish_reason is not None:
             stream.is_background = True
-        self._news()
+        self._changed()
 
     def _count_prompt(self, tokens: int, cached: int) -> None:
         totals = self._totals
@@ -340,7 +340,7 @@ class ServerEngine:
         )
 
     def _fail(self, stream: Stream, error: PenstockError) -> None:
-        """End a request with an error; one of the server's own counts against the server."""
+        """End a request with an error; an error that the server caused counts as its failure."""
         if not isinstance(error, (RequestError, Overloaded, StepFailed)):
             error = StepFailed(error.message)  # another worker may serve it
         if not isinstance(error, (RequestError, Overloaded)):
@@ -358,7 +358,7 @@ class ServerEngine:
     def _take_step(self) -> Step:
         deltas, self._deltas = tuple(self._deltas), []
         events, self._events = tuple(self._events), []
-        self._has_news = False
+        self._has_changed = False
         for delta in deltas:
             if delta.finish_reason is not None:
                 stream = self._streams.get(delta.request_id)
@@ -372,10 +372,10 @@ class ServerEngine:
     def _on_events(self, events: Sequence[KvEvent]) -> None:
         if events:
             self._events += events
-            self._news()
+            self._changed()
 
-    def _news(self) -> None:
-        self._has_news = True
+    def _changed(self) -> None:
+        self._has_changed = True
         self._wake.set()
 
     def _others(self, ours: int) -> tuple[int, int]:
@@ -389,7 +389,7 @@ class ServerEngine:
         before = self.load()
         self._outside = load
         if self.load() != before:
-            self._news()
+            self._changed()
 
     def _on_health(self, problem: str | None, is_silent: bool) -> None:  # noqa: FBT001
         """Tell the worker, and fail the requests of a silent server: they go on elsewhere."""
@@ -409,7 +409,7 @@ class ServerEngine:
                     stream.task.cancel()
 
     def _check_role(self) -> None:
-        """Check that the server's language has what the role needs; any does for whole requests.
+        """Check that the server's API can do what the role needs; role aggregated needs nothing special.
 
         Raises:
             ConfigError: it has not.

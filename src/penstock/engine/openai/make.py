@@ -53,7 +53,7 @@ def make_engine(spec: EngineSpec) -> ServerEngine:
 
 
 def _follower(spec: EngineSpec, config: ServerConfig) -> Callable[[Publish], KvEventSubscriber] | None:
-    """Make the maker of what follows the server's KV events; None where they are not published.
+    """Return a function that makes the subscriber to the server's KV events; None if the server publishes none.
 
     Raises:
         ConfigError: the address is wrong, or pyzmq is missing.
@@ -72,7 +72,7 @@ def _subscriber(spec: EngineSpec, address: PublisherAddress, publish: Publish) -
 
 
 def _salts(spec: EngineSpec) -> SaltOf:
-    """Make the salts of the server's prompts: those of the model's card, and the clients' own behind them."""
+    """Return the function that finds a prompt's salt: the model card's or adapter's salt, then the client's `cache_salt`."""
     card = spec.card or ModelCard(name="", context_length=1, block_size=spec.block_size, salt=b"")
     adapters = {name: card.adapted(name).salt for name in spec.adapters}
 
@@ -84,6 +84,6 @@ def _salts(spec: EngineSpec) -> SaltOf:
 
 
 def _chosen(scheduler: SchedulerConfig, name: str, usual: int) -> int:
-    """Give a bound that the graph sets, else what servers usually have, which is more than Penstock's own engines do."""
+    """Return a limit that the graph sets, else the usual one of servers, which is higher than that of Penstock's engines."""
     chosen: int = getattr(scheduler, name)
     return usual if chosen == SchedulerConfig.model_fields[name].default else chosen

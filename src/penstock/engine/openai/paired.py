@@ -1,4 +1,4 @@
-"""A prefill or decode server: it transfers KV to servers of its own kind by itself."""
+"""A prefill or decode server, which transfers KV to or from servers of its own kind by itself."""
 
 import random
 
@@ -48,10 +48,10 @@ class PairedServerEngine(ServerEngine):
         content = await server.connection.post(
             api.path, body, timeout_s=self._config.limits.silence_s, on_sent=self._begun(stream)
         )
-        self._hand_over(stream, vllm_handle(content, num_tokens(request.token_ids)))
+        self._end_prefill(stream, vllm_handle(content, num_tokens(request.token_ids)))
 
     async def _prefill_beside(self, stream: Stream) -> None:
-        """Give the decode worker a room at once: SGLang's prefill ends when the decode server has come there for its KV."""
+        """Give the decode worker a bootstrap room at once: SGLang's prefill ends when the decode server has fetched the KV."""
         handle = sglang_handle(
             self._server.url, self._config, num_tokens(stream.request.token_ids), self._rng
         )
@@ -61,13 +61,13 @@ class PairedServerEngine(ServerEngine):
         def sent() -> None:
             begun()
             stream.keeps = True
-            self._hand_over(stream, handle)
+            self._end_prefill(stream, handle)
 
         async with self._server.answer(stream.request, room, sent) as pieces:
             async for _ in pieces:  # its one token is the decode server's to give
                 pass
 
-    def _hand_over(self, stream: Stream, handle: KvHandle) -> None:
+    def _end_prefill(self, stream: Stream, handle: KvHandle) -> None:
         self._push(
             stream,
             Delta(request_id=stream.request.request_id, finish_reason=FinishReason.LENGTH, kv=handle),
@@ -75,7 +75,7 @@ class PairedServerEngine(ServerEngine):
 
     def _check_role(self) -> None:
         api = self._server.api
-        if isinstance(api, SglangGenerate) or (isinstance(api, Completions) and api.manner == "vllm"):
+        if isinstance(api, SglangGenerate) or (isinstance(api, Completions) and api.dialect == "vllm"):
             return
         raise ConfigError(
             f"{self._server.url}: a prefill or decode server must be vLLM or SGLang; serve others with --url"

@@ -1,4 +1,4 @@
-"""Prefill and decode servers: what a prefill's answer, or its place, tells the decode server, as a KvHandle's payload.
+"""The payload of a KvHandle between a prefill server and a decode server of the same kind.
 
 vLLM: the prefill's answer has `kv_transfer_params`, which go into the decode request as they are. SGLang: both requests
 get one bootstrap host, port and room, and run at the same time.
@@ -15,7 +15,7 @@ from penstock.core.types.requests import KvHandle
 from penstock.engine.openai.config import ServerConfig
 
 KV_TTL_S = 60.0
-"""Until a decode worker must have asked; vLLM's own limit is longer (VLLM_NIXL_ABORT_REQUEST_TIMEOUT, 480 s)."""
+"""Time in which the decode worker must fetch the KV; vLLM's own limit is longer (VLLM_NIXL_ABORT_REQUEST_TIMEOUT, 480 s)."""
 VLLM_PREFILL: dict[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -46,7 +46,7 @@ def vllm_handle(answer: bytes, num_tokens: int) -> KvHandle:
 
 
 def sglang_handle(url: str, config: ServerConfig, num_tokens: int, rng: random.Random) -> KvHandle:
-    """Make a room at a SGLang prefill server."""
+    """Choose a bootstrap room at an SGLang prefill server."""
     host = config.bootstrap_host or urlsplit(url).hostname or ""
     room = {
         "bootstrap_host": host,

@@ -1,4 +1,4 @@
-"""One server: what it speaks, whether it serves the right model, and how its answers become pieces."""
+"""One server: finds its API, checks its model, and reads its answers."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -26,7 +26,7 @@ _SAMPLE = "Hello, world! 12345 naïve 你好 🎉\n\tdef f(x): return x"
 _OWNERS = {
     "vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "trtllm", "llamacpp": "llamacpp", "library": "ollama",
 }  # fmt: skip
-"""Languages by `owned_by` in `/v1/models`."""
+"""APIs by `owned_by` in `/v1/models`."""
 
 
 class WrongModelError(ConfigError):
@@ -34,7 +34,7 @@ class WrongModelError(ConfigError):
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class ServedModel:
     """What a server says of its model: its name there, and its context length, if it tells."""
 
     name: str
@@ -50,8 +50,8 @@ class Server:
 
         Args:
             url: where it answers.
-            config: bounds, and what it speaks if that is known.
-            names: what the model may be called there, paths included.
+            config: limits, and its API if that is known.
+            names: names that the model may have there, paths included.
             codec: the model's tokenizer.
 
         Raises:
@@ -66,7 +66,7 @@ class Server:
 
     @property
     def api(self) -> Api:
-        """What it speaks, once it was tried."""
+        """Its API, known after `try_out`."""
         assert self._api is not None, "tried at start"
         return self._api
 
@@ -78,7 +78,7 @@ class Server:
     async def close(self) -> None:
         await self.connection.close()
 
-    async def check(self) -> Described:
+    async def check(self) -> ServedModel:
         """Ask whether it is healthy and serves the model.
 
         Raises:
@@ -95,16 +95,16 @@ class Server:
             raise Unavailable(error.message) from error
         return await self._find_model(timeout_s)
 
-    async def try_out(self, described: Described) -> None:
-        """Find out what it speaks where that is not known, compare tokenizers, and ask for one token.
+    async def try_out(self, served: ServedModel) -> None:
+        """Find its API unless that is known, compare tokenizers, and ask for one token.
 
         Raises:
             Unavailable: it does not answer as such a server does.
             WrongModelError: its tokenizer gives other ids.
         """
-        await self._compare_tokenizers(described)
+        await self._compare_tokenizers(served)
         problem: PenstockError | None = None
-        for api in self._candidates(described):
+        for api in self._candidates(served):
             try:
                 async with asyncio.timeout(self._config.health.timeout_s):
                     await self._ask_for_one(api)
@@ -145,7 +145,7 @@ class Server:
         """Send a request and yield the pieces of its answer; leaving the context aborts it.
 
         Args:
-            request: tokens to go on from.
+            request: its tokens are the prompt.
             extra: fields to add to the body.
             on_sent: called when the request is on its way.
         """
@@ -192,7 +192,7 @@ class Server:
                 )
             yield piece
 
-    async def _find_model(self, timeout_s: float) -> Described:
+    async def _find_model(self, timeout_s: float) -> ServedModel:
         content = await self.connection.get("/v1/models", timeout_s=timeout_s)
         try:
             models = _models.decode(content).data
@@ -213,7 +213,7 @@ class Server:
                         context_length = await self._slot_context(timeout_s)
                     if context_length is not None and context_length < 1:
                         context_length = None  # some say 0 or -1 for what they do not know
-                    return Described(model.id, context_length, model.owned_by or "")
+                    return ServedModel(model.id, context_length, model.owned_by or "")
         served = ", ".join(repr(model.id[:_NAME_CHARACTERS_MAX]) for model in models[:8]) or "no model"
         raise WrongModelError(
             f"{self.url}: serves {served}, expected {' or '.join(map(repr, dict.fromkeys(wanted)))}; if it is the same"
@@ -228,7 +228,7 @@ class Server:
         except (NotThere, *UNREADABLE):
             return None
 
-    async def _compare_tokenizers(self, described: Described) -> None:
+    async def _compare_tokenizers(self, served: ServedModel) -> None:
         """Compare the ids of a sample where the server tokenizes.
 
         Raises:
@@ -236,7 +236,7 @@ class Server:
         """
         expected = self._codec.tokenize(_SAMPLE)
         for body in (
-            {"model": described.name, "prompt": _SAMPLE, "add_special_tokens": False},
+            {"model": served.name, "prompt": _SAMPLE, "add_special_tokens": False},
             {"content": _SAMPLE, "add_special": False},
         ):
             try:
@@ -254,9 +254,9 @@ class Server:
             if token_ids:
                 return
 
-    def _candidates(self, described: Described) -> list[Api]:
-        """List what the server may speak, the likeliest first."""
-        name = described.name
+    def _candidates(self, served: ServedModel) -> list[Api]:
+        """List the APIs that the server may have, the likeliest first."""
+        name = served.name
         makers: dict[str, Callable[[], Api]] = {
             "vllm": lambda: Completions(name, "vllm"),
             "trtllm": lambda: Completions(name, "trtllm"),
@@ -265,7 +265,7 @@ class Server:
             "ollama": lambda: Ollama(name),
             "text": lambda: Completions(name, "text"),
         }
-        known = _OWNERS.get(described.owner) if self._config.api == "auto" else self._config.api
+        known = _OWNERS.get(served.owner) if self._config.api == "auto" else self._config.api
         return [makers[known]() for known in ((known,) if known else ("vllm", "text"))]
 
     async def _ask_for_one(self, api: Api) -> None:

@@ -1,4 +1,4 @@
-"""One request under way at a server: its answer's pieces become deltas."""
+"""One request at a server: makes deltas of the pieces of its answer."""
 
 import asyncio
 from typing import Any
@@ -31,9 +31,9 @@ class Stream:
         self.num_tokens = 0
         """Tokens of the answer so far."""
         self.is_over = False
-        """Whether nothing more of the answer is of use."""
+        """Whether the rest of the answer is not needed."""
         self.keeps = False
-        """Whether the server goes on with it after its end for the worker."""
+        """Whether the server still computes it after its last delta, as SGLang does for a prefill."""
         self.is_background = False
         """Whether its last delta was made."""
         self.is_taken = False
@@ -58,14 +58,14 @@ class Stream:
         if piece.cached_tokens is not None:
             prompt = num_tokens(self.request.token_ids)
             self.cached_tokens = min(max(piece.cached_tokens, 0), prompt)
-        if self._finish is not None:  # tokens after the end are none
+        if self._finish is not None:  # tokens after the end do not count
             self.is_over |= piece.is_last or self.cached_tokens is not None
             return None
         left = self.request.sampling.max_tokens - self.request.num_emitted - self.num_tokens
         new = piece.token_ids[:left]
         self.num_tokens += len(new)
         self._finish = piece.finish_reason
-        if len(new) < len(piece.token_ids):  # the server does not keep to max_tokens
+        if len(new) < len(piece.token_ids):  # the server ignores max_tokens
             self._finish = FinishReason.LENGTH
             self.is_over = True
         self.is_over |= piece.is_last or (self._finish is not None and self.cached_tokens is not None)
@@ -104,7 +104,7 @@ class Stream:
         )
 
     def _tell_cached(self, *, at_end: bool = False) -> int | None:
-        """Give the cached tokens once: when they are known, if that is by the first tokens, else with the end."""
+        """Return the number of cached tokens once: with the first tokens if it is known then, else at the end; None otherwise."""
         is_first, self._has_begun = not self._has_begun, True
         if self._said_cached or not (at_end or is_first):
             return None

@@ -43,7 +43,7 @@ class VllmEngine:
         """vLLM's AsyncMPClient."""
         self._inputs: Inputs | None = None
         self._running: dict[str, Running] = {}
-        """By vLLM's id: an id of Penstock's may come again while vLLM still ends its first use."""
+        """By vLLM's id, which is never used twice: a request id may come again while vLLM still aborts its first use."""
         self._ids: dict[RequestId, str] = {}
         self._serial = count()
         self._sending: set[asyncio.Task[None]] = set()
@@ -55,7 +55,7 @@ class VllmEngine:
         self._events = VllmKvEvents(spec, self._events_came)
         self._ranks = RankChoice(self._events.blocks, spec.block_size)
         self._level = 0
-        """At which vLLM sleeps, or slept last."""
+        """Level of the current sleep, or of the last one."""
         self._closed = False
 
     async def start(self) -> EngineInfo:
@@ -230,13 +230,13 @@ class VllmEngine:
             raise EngineError(f"vLLM died: {self._output.reason() or error}") from error
 
     def _send(self, sending: Coroutine[Any, Any, None], vllm_id: str | None = None) -> None:
-        """Send a message in its turn; `vllm_id` is of the request that it starts, if it starts one."""
+        """Send a message after those before it; `vllm_id`: of the request that it starts, None if it starts none."""
         task = asyncio.get_running_loop().create_task(sending)
         self._sending.add(task)
         task.add_done_callback(partial(self._sent, vllm_id))
 
     def _sent(self, vllm_id: str | None, task: asyncio.Task[None]) -> None:
-        """End a request that could not be encoded; where the engine is dead, `steps` says so."""
+        """End a request that could not be encoded. `steps` reports an engine that died."""
         self._sending.discard(task)
         error = None if task.cancelled() else task.exception()
         if vllm_id in self._running and isinstance(error, _UNENCODABLE):

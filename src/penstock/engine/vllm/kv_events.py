@@ -1,4 +1,4 @@
-"""KV events of vLLM's engine core, over sockets in a private directory: they tell the tokens of all prompts."""
+"""KV events of vLLM's engine core, over sockets in a private directory, since events contain the tokens of all prompts."""
 
 import asyncio
 import os
@@ -105,7 +105,7 @@ class VllmKvEvents:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _ended(self, rank: int, following: asyncio.Task[None]) -> None:
-        """Where events cannot be followed, routers know of no block; requests go on."""
+        """Log that events cannot be followed, and clear the rank's blocks; requests go on."""
         if not following.cancelled() and (error := following.exception()) is not None:
             _log.error(
                 "kv_events_ended", exc_info=error, effect="routers know nothing of this worker's prefix cache"

@@ -25,7 +25,7 @@ class LoadCounts:
     by_rank: dict[int, tuple[int, float]] = field(default_factory=dict)
     """By data-parallel rank, (requests in its batch, share of its blocks in use) after its latest step."""
     cached_blocks: int = 0
-    """As its KV events tell."""
+    """From its KV events."""
 
     def count(self, running: Running, output: Any) -> None:
         """Count an output of a request, and note in `running` what it changes."""
@@ -46,9 +46,9 @@ class LoadCounts:
             self.by_rank[rank] = stats.num_running_reqs, stats.kv_cache_usage
 
     def load(self, requests: Collection[Running], now_s: float) -> WorkerLoad:
-        """Report the load: requests sent since the latest step count as waiting.
+        """Report the load. Requests sent since vLLM's latest step count as waiting.
 
-        Blocks in use are those of vLLM's latest step, prompt tokens to compute those that routers expected.
+        Blocks in use are from vLLM's latest step; prompt tokens to compute are what the router expected.
         """
         started = sum(each.has_output for each in requests)
         scheduled = sum(count for count, _ in self.by_rank.values())

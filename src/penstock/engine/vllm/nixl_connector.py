@@ -13,7 +13,7 @@ _PAUSE_US = 500
 
 
 class NixlConnector(VllmNixlConnector):  # type: ignore[misc]
-    """Leaves the cores to the model. It keeps the name, since vLLM asks for it by name elsewhere."""
+    """Leaves the CPU cores to the model. It has the name of vLLM's class, since vLLM compares connectors by name."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Make vLLM's connector for the scheduler, or for a device process."""
@@ -28,7 +28,7 @@ class NixlConnector(VllmNixlConnector):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _pausing_progress() -> Iterator[None]:
-    """Let the progress threads of NIXL agents made inside sleep between polls; nixl's Python API always polls without a pause.
+    """Make NIXL agents whose progress threads sleep between polls; nixl's Python API has no such option.
 
     On two cores, a prompt's transfer and 64 tokens took 8 s with the polling threads, and 0.5 s with pauses.
     """

@@ -21,7 +21,7 @@ from penstock.engine.vllm.launch.arguments import installed_version
 from penstock.engine.vllm.requests import Running
 
 LEASE_S = 60
-"""Seconds that a prefill worker keeps blocks for a decode worker. vLLM's decode side renews them while the request waits there."""
+"""Seconds that a prefill worker keeps blocks for a decode worker, whose vLLM renews the lease while the request waits."""
 _PAYLOAD_VERSION = 1
 _NIXL = ("NixlConnector", "NixlPullConnector")
 _CPU_CONNECTOR = "penstock.engine.vllm.nixl_connector"
@@ -102,7 +102,7 @@ def transfer_config(spec: EngineSpec) -> dict[str, Any]:
 
 
 def transfer_environment(spec: EngineSpec, present: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables for NIXL. The user's own stay; of several engines on a host each gets ports of its own.
+    """Give the variables for NIXL. Variables that the user has set stay; each engine on a host gets its own ports.
 
     Args:
         spec: the engine.
@@ -145,7 +145,7 @@ class NixlVllmEngine(VllmEngine):
         self._has_warned = False
 
     def kv_transfer_kind(self) -> str:
-        """Name the transfer: vLLM refuses another version of itself, and CPUs pack KV otherwise than GPUs."""
+        """Name the transfer by vLLM's version, which must be equal, and by the device, since CPUs and GPUs lay out KV differently."""
         return f"vllm-{installed_version()[1]}-nixl-{_PAYLOAD_VERSION}-{self._spec.device.partition(':')[0]}"
 
     def check_sleep(self, level: int) -> None:  # noqa: ARG002 - at none

@@ -1,4 +1,4 @@
-"""Which data-parallel rank of vLLM gets a request: routers see one worker, and its ranks have caches of their own."""
+"""Chooses the data-parallel rank of a request. Routers see one worker, but each of its ranks has its own prefix cache."""
 
 from collections.abc import Collection
 
@@ -8,11 +8,11 @@ from penstock.engine.kv_events.ranks import RankedBlocks
 from penstock.engine.vllm.requests import Running
 
 _RUNNING_TOKENS = 16
-"""A running request keeps a rank as busy as so many prompt tokens: a prefix of 1,000 tokens outweighs 60 requests."""
+"""Load of a running request in prompt tokens: a cached prefix of 1,000 tokens outweighs 60 running requests."""
 
 
 class RankChoice:
-    """Sends a request to the rank that has most of its prompt, unless it is busier by more than others would have to compute."""
+    """Chooses the rank with the least work: its queued prompt tokens, its running requests, and the prompt tokens it has not cached."""
 
     def __init__(self, blocks: RankedBlocks, block_size: int) -> None:
         self._blocks = blocks
@@ -27,7 +27,7 @@ class RankChoice:
             running: requests that were submitted and have not ended.
 
         Returns:
-            the rank, and how many tokens of the prompt it has; None where there is one rank, which the router knows as well.
+            the rank, and how many tokens of the prompt it has cached; None with one rank, since the router knows that number.
         """
         count = self._blocks.num_ranks
         if count == 1:

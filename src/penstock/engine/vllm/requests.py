@@ -1,4 +1,4 @@
-"""Requests in vLLM's words, and its outputs as deltas."""
+"""Converts requests to vLLM's sampling arguments, and vLLM's outputs to deltas."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ _SEEDS = 1 << 63
 _TOKENS_MAX = (1 << 31) - 1
 """More than any context or vocabulary holds. A number above 64 bits cannot be sent to vLLM's core."""
 _CONTINUED = 1_000_003
-"""Makes the seed of a continuation another one: else its first tokens would take the noise of the first ones."""
+"""Changes the seed of a continuation, which would otherwise reuse the random numbers of the answer's first tokens."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Running:
 
     @classmethod
     def of(cls, request: Request, arrived_s: float, rank: int = 0, cached: int | None = None) -> "Running":
-        """Begin a request on a data-parallel rank with so many tokens of it in its cache; None: as many as its router expected."""
+        """Begin a request on a data-parallel rank that has `cached` tokens of its prompt; None: as many as the router expected."""
         count = num_tokens(request.token_ids)
         known = request.expected_cached_tokens if cached is None else cached
         return cls(request, arrived_s, count, max(count - known, 1), rank=rank)
@@ -39,7 +39,7 @@ class Running:
 
 
 def check_tokens(request: Request, vocab_size: int) -> None:
-    """Check what vLLM takes as it is, or refuses in words that name no field.
+    """Check what vLLM does not check, or refuses without naming the field.
 
     Raises:
         RequestError: there is no token, one is outside of the vocabulary, or more were emitted than there are.
@@ -96,7 +96,7 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
 
 
 def _seed(request: Request) -> int | None:
-    """Give a seed to requests whose client set one: vLLM samples those row by row, the others as one batch."""
+    """Return a seed only if the client set one: vLLM samples seeded requests row by row, all others as one batch."""
     seed = request.sampling.seed
     if seed is None or request.sampling.seed_drawn:
         return None
@@ -129,7 +129,7 @@ _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition
 def _logprobs(lists: Any, number: int | None) -> tuple[TokenLogprob, ...]:
     """Make the logprobs of an output's tokens from rows whose first column is the sampled token.
 
-    Rows have as many alternatives as the request of the batch with the most asked for.
+    Rows may have more alternatives than this request asked for: as many as any request of the batch did.
     """
     if lists is None or number is None:
         return ()

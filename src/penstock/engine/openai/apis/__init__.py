@@ -1,1 +1,1 @@
-"""What servers speak: one file for each shape of request and streamed answer."""
+"""The HTTP APIs of servers: one file for each format of requests and streamed answers."""

@@ -1,4 +1,4 @@
-"""What every server's language has in common: a request body, and answers read line by line."""
+"""The common part of all servers' APIs: a request body, and an answer read line by line."""
 
 import math
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Answer(Protocol):
 
 
 class Api(Protocol):
-    """A server's language.
+    """A server's HTTP API.
 
     path:      where requests are posted
     takes_ids: whether a prompt goes as token ids, rather than as text
@@ -95,9 +95,11 @@ def is_end(line: bytes) -> bool:
 
 
 def garbage(line: bytes, why: object = "") -> StepFailed:
-    """Make the error for a line that no such server sends."""
+    """Make the error for a line that does not belong to this API."""
     shown = line[:80].decode("utf-8", "replace")
-    return StepFailed(f"the server sent what is no part of an answer: {shown!r}{f' ({why})' if why else ''}")
+    return StepFailed(
+        f"the server sent a line that is no part of an answer: {shown!r}{f' ({why})' if why else ''}"
+    )
 
 
 def decode(decoder: msgspec.json.Decoder[T], line: bytes) -> T:
@@ -146,7 +148,7 @@ def min_tokens_left(request: Request) -> int:
 
 
 def seed_of(request: Request) -> int | None:
-    """Give each choice a seed of its own, and each continuation another than the start had."""
+    """Return a seed that differs between the choices of a request, and between its start and a continuation."""
     seed = request.sampling.seed
     if seed is None or request.sampling.seed_drawn:  # servers sample faster without one
         return None

@@ -1,6 +1,6 @@
-"""`POST /v1/completions`: vLLM (and NIM), TensorRT-LLM, and any other server, which takes and gives text.
+"""`POST /v1/completions`: vLLM (and NIM), TensorRT-LLM, and any other server.
 
-vLLM and TensorRT-LLM take a prompt's ids and, asked to, give the answer's; all others get OpenAI's own fields only.
+vLLM and TensorRT-LLM take token ids and return them on request. Other servers take and return text, and get only OpenAI's fields.
 """
 
 from collections.abc import Sequence
@@ -33,15 +33,15 @@ _ID_DIGITS_MAX = 10
 
 
 class Completions:
-    """OpenAI's completions, in one of three manners: `vllm`, `trtllm` or `text`."""
+    """OpenAI's completions, in one of three dialects: `vllm`, `trtllm` or `text`."""
 
     path = "/v1/completions"
 
-    def __init__(self, model: str, manner: str) -> None:
-        """Speak to a server that calls the model `model`."""
+    def __init__(self, model: str, dialect: str) -> None:
+        """Make it for a server that calls the model `model`."""
         self.model = model
-        self.manner = manner
-        self.takes_ids = self.gives_ids = manner != "text"
+        self.dialect = dialect
+        self.takes_ids = self.gives_ids = dialect != "text"
 
     def body(self, request: Request, prompt: Sequence[int] | str) -> dict[str, Any]:
         """Make the JSON of a streamed request."""
@@ -52,7 +52,7 @@ class Completions:
         }
 
     def whole_body(self, request: Request, prompt: Sequence[int] | str) -> dict[str, Any]:
-        """Make the JSON of a request whose answer comes at once."""
+        """Make the JSON of a request whose answer is not streamed."""
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": request.adapter or self.model,
@@ -82,7 +82,7 @@ class Completions:
         )
         if sampling.logprobs is not None:
             body["logprobs"] = sampling.logprobs
-        if self.manner == "vllm":
+        if self.dialect == "vllm":
             body["return_token_ids"] = True
             if sampling.logprobs is not None:
                 body["return_tokens_as_token_ids"] = True

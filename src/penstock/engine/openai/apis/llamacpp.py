@@ -1,4 +1,4 @@
-"""llama.cpp's own `POST /completion`: token ids both ways, where its `/v1/completions` gives text alone.
+"""llama.cpp's own `POST /completion`: token ids in and out, which its `/v1/completions` does not have.
 
 Source: tools/server/README.md of llama.cpp, and `to_json_non_oaicompat` of its server-task.cpp, at build 10605.
 """

@@ -1,4 +1,4 @@
-"""Ollama's `POST /api/generate` with `raw`: text both ways, since its `/v1/completions` puts the prompt into a template.
+"""Ollama's `POST /api/generate` with `raw`: text in and out. Its `/v1/completions` would put the prompt into a template.
 
 Source: docs/api.md of Ollama, "Generate a completion".
 """

@@ -1,4 +1,4 @@
-"""SGLang's own `POST /generate`: token ids both ways, where its `/v1/completions` gives text alone."""
+"""SGLang's own `POST /generate`: token ids in and out, which its `/v1/completions` does not have."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,1 +1,1 @@
-"""What a spec says in vLLM's words, and vLLM's processes started with it."""
+"""Starts vLLM: converts a spec to vLLM's arguments and environment, and starts its processes."""

@@ -42,10 +42,10 @@ def lora_paths(spec: EngineSpec) -> dict[str, Path]:
 
 
 def lora_arguments(paths: dict[str, Path], *, on_cpu: bool) -> dict[str, Any]:
-    """Give vLLM's arguments for these adapters: room for all of them, at the largest of their ranks.
+    """Give vLLM's arguments for these adapters: a slot for each, of the largest of their ranks.
 
     On CPUs vLLM 0.32 computes a request without an adapter, beside one with, by the weights in the last place
-    (`vllm/lora/ops/torch_ops`: index -1). There one place more stays empty: zeros.
+    (`vllm/lora/ops/torch_ops`: index -1). So on CPUs there is one LoRA slot more, which stays zero.
     """
     if not paths:
         return {}

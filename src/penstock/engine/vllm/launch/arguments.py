@@ -1,4 +1,4 @@
-"""What a spec says, in vLLM's words: arguments and environment. Needs no vLLM, but to convert nested arguments."""
+"""Converts a spec to vLLM's arguments and environment variables. Only nested arguments need vLLM itself."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from penstock.engine.streams.package import numbers
 from penstock.engine.vllm.launch.adapters import LORA_MODULES, lora_arguments, lora_paths
 
 VERSIONS = "0.32"
-"""Versions of vLLM whose engine core this adapter speaks to; other ones change its messages."""
+"""The version of vLLM that this adapter drives; others have other messages of the engine core."""
 _CPU_BLOCK = 32
 _CPU_KV_BYTES = 1 << 30
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -26,7 +26,7 @@ _OWN = {
     "tensor_parallel_size": "tensor_parallel", "pipeline_parallel_size": "pipeline_parallel",
     "data_parallel_size": "data_parallel", "model": "model",
 }  # fmt: skip
-"""Arguments that a graph's own fields set, since Penstock needs their values too."""
+"""Arguments set by fields of the graph, since Penstock needs their values too."""
 
 
 def installed_version() -> tuple[str, str]:
@@ -69,7 +69,7 @@ def check_platform(device: str, platform: str) -> None:
 
 
 def environment(spec: EngineSpec, present: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables to set for vLLM's processes; of those that only tune, the user's own stay.
+    """Give the variables to set for vLLM's processes. Variables that only tune stay as the user has set them.
 
     Args:
         spec: the engine.

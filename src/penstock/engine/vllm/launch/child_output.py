@@ -1,4 +1,4 @@
-"""What vLLM's processes print: logged at debug level, and searched for the reason when one fails."""
+"""Captures what vLLM's processes print: logs it at debug level, and finds the reason when a process fails."""
 
 import contextlib
 import logging
@@ -21,14 +21,14 @@ _log = get_logger()
 
 
 class ChildOutput:
-    """Reads what processes print that are started within `taken`."""
+    """Reads the output of processes that are started within `taken`."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_LINES)
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Start processes inside: they inherit a pipe as stdout and stderr. This process's own log goes on as before."""
+        """Give processes started inside a pipe as stdout and stderr; this process's own log is not captured."""
         reading, writing = os.pipe()
         saved = os.dup(1), os.dup(2)
         sys.stdout.flush()
@@ -48,17 +48,17 @@ class ChildOutput:
             meanwhile.close()
 
     def take_log(self, name: str) -> None:
-        """Take what a logger of this process writes, too."""
+        """Capture a logger of this process too."""
         logger = logging.getLogger(name)
         logger.handlers = [_Lines(self._note)]
         logger.propagate = False
 
     def forget(self) -> None:
-        """Drop what was printed so far: it did no harm."""
+        """Drop the lines so far: vLLM has started, so they explain no later failure."""
         self._lines.clear()
 
     def reason(self) -> str | None:
-        """Give the last error that was printed and is no consequence of another; None if there is none."""
+        """Return the last printed error that was not caused by another one; None if there is none."""
         for line in reversed(self._lines):
             found = _ERROR.search(line)
             if found and not _CONSEQUENCE.search(line):
