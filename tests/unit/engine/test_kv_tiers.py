@@ -162,7 +162,7 @@ def test_targets_of_an_aborted_load_stay_referenced_until_it_ended():
 
 
 def test_a_late_load_is_given_up_and_computed(monkeypatch):
-    monkeypatch.setattr("penstock.kv.manager.loader._LATE_MARGIN_S", 0.0)
+    monkeypatch.setattr("penstock.kv.manager.worth._LATE_MARGIN_S", 0.0)
 
     async def main():
         tier = HeldTier()
