@@ -30,6 +30,8 @@ class Indexed:
         """Hashes of all blocks that requests can have had."""
         self.kinds: set[type] = set()
         self.number = 0
+        self.emitted: list[list[int]] = []
+        """Tokens of the latest requests."""
         self.next: asyncio.Task[Step] | None = None
 
     async def _run(self, requests: list[Request]) -> list[int]:
@@ -65,9 +67,12 @@ class Indexed:
         for request in requests:
             tokens = unpack_tokens(request.token_ids).tolist() + emitted[request.request_id]
             self.names |= set(hash_list(block_hashes(tokens, BLOCK, request.salt, key=KEY)[:, 0]))
+        self.emitted = [emitted[request.request_id] for request in requests]
         return [cached[request.request_id] for request in requests]
 
-    def run(self, *prompts: list[int], salt: bytes = b"", tokens: int = 4) -> list[int]:
+    def run(
+        self, *prompts: list[int], salt: bytes = b"", tokens: int = 4, adapter: str | None = None
+    ) -> list[int]:
         """Run prompts at the same time; return the tokens that vLLM found in its cache."""
         requests = []
         for ids in prompts:
@@ -79,6 +84,7 @@ class Indexed:
                     token_ids=pack_tokens(ids),
                     block_hashes=pack_hashes(block_hashes(ids, BLOCK, salt, key=KEY).ravel()),
                     salt=salt,
+                    adapter=adapter,
                     sampling=SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True),
                 )
             )

@@ -13,6 +13,7 @@ from penstock.engine.mock.engine import mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.spec import EngineSpec
 from penstock.engine.user_engine import check_user_engine_name, make_user_engine
+from penstock.engine.weights_digest import weights_digest
 from penstock.seams import Engine
 
 _MOCK_BLOCKS = 4096
@@ -125,7 +126,6 @@ def _paged(spec: EngineSpec) -> Engine:
         )
     from penstock.engine.paged.config import PagedConfig  # noqa: PLC0415 - its packages are an extra
     from penstock.engine.paged.engine import paged_engine  # noqa: PLC0415
-    from penstock.engine.paged.model.digest import weights_digest  # noqa: PLC0415
 
     settings = {
         "model": spec.model,
@@ -200,7 +200,7 @@ _KINDS = {
         is_elsewhere=True,
         count_workers=_count_urls,
     ),
-    "vllm": EngineKind(make=_vllm, has_adapters=True),
+    "vllm": EngineKind(make=_vllm, has_adapters=True, has_kv_tiers=True),
     "sglang": EngineKind(make=_sglang, has_adapters=True),
     "trtllm": EngineKind(make=_trtllm),
 }

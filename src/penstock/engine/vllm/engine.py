@@ -10,6 +10,8 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+import msgspec
+
 from penstock.core.errors import EngineError, Overloaded, RequestError, Unavailable
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import EngineInfo
@@ -17,7 +19,6 @@ from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Request
 from penstock.core.types.steps import Step
 from penstock.engine.spec import EngineSpec
-from penstock.engine.vllm.connector_counts import ConnectorCounts
 from penstock.engine.vllm.inputs import Inputs
 from penstock.engine.vllm.kv_events import VllmKvEvents
 from penstock.engine.vllm.launch.arguments import environment
@@ -27,6 +28,8 @@ from penstock.engine.vllm.load import LoadCounts
 from penstock.engine.vllm.ranks import RankChoice
 from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
 from penstock.engine.vllm.sleep import check_sleep, wake_up
+from penstock.engine.vllm.tiers.settings import HASH_KEY, check_tiers, with_tiers
+from penstock.engine.vllm.tiers.stats import TierStats
 
 _RETRY_AFTER_S = 1.0
 _UNENCODABLE = (OverflowError, TypeError, ValueError)
@@ -36,7 +39,13 @@ class VllmEngine:
     """Implements `Engine` and `Sleeping` with vLLM. Not thread-safe: call everything on one event loop."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        """Make an engine; `start` loads vLLM and the model."""
+        """Make an engine; `start` loads vLLM and the model.
+
+        Raises:
+            ConfigError: vLLM cannot have the KV tiers.
+        """
+        if spec.kv.present():
+            check_tiers(spec)
         self._spec = spec
         self._output = ChildOutput()
         self._core: Any = None
@@ -49,8 +58,7 @@ class VllmEngine:
         self._sending: set[asyncio.Task[None]] = set()
         self._unsent: list[Delta] = []
         self._counts = LoadCounts()
-        self.connectors = ConnectorCounts()
-        """What vLLM's KV connectors count."""
+        self._tiers = TierStats()
         self._wake = asyncio.Event()
         self._events = VllmKvEvents(spec, self._events_came)
         self._ranks = RankChoice(self._events.blocks, spec.block_size)
@@ -64,11 +72,15 @@ class VllmEngine:
         Raises:
             ConfigError: vLLM cannot run here, or refuses the model or an argument.
         """
+        spec, variables = self._spec, self._environment(os.environ)
+        if spec.kv.present():
+            spec = await asyncio.to_thread(with_tiers, spec)
+            variables[HASH_KEY] = spec.hash_key.hex()
         self._core, processor = await asyncio.to_thread(
             launch,
-            self._spec,
+            spec,
             self._output,
-            variables=self._environment(os.environ),
+            variables=variables,
             more=self._events.arguments,
         )
         self._inputs = Inputs(processor, await load_adapters(self._spec, self._core))
@@ -153,7 +165,10 @@ class VllmEngine:
                 await asyncio.gather(getting, return_exceptions=True)
 
     def load(self) -> WorkerLoad:
-        return self._counts.load(self._running.values(), asyncio.get_running_loop().time())
+        load = self._counts.load(self._running.values(), asyncio.get_running_loop().time())
+        return msgspec.structs.replace(
+            load, kv_tiers=self._tiers.counts, onboarded_tokens=self._tiers.hit_tokens
+        )
 
     async def close(self) -> None:
         """End vLLM's processes. Safe after a failed `start`, and twice."""
@@ -162,7 +177,6 @@ class VllmEngine:
         await self._events.close()
         core, self._core = self._core, None
         if core is not None:
-            self.connectors.log()
             await asyncio.to_thread(end, core)
 
     def check_sleep(self, level: int) -> None:
@@ -211,7 +225,9 @@ class VllmEngine:
         stats = outputs.scheduler_stats
         self._counts.stepped(stats, outputs.engine_index)
         if stats is not None:
-            self.connectors.count(stats.kv_connector_stats, asyncio.get_running_loop().time())
+            self._events.add(
+                outputs.engine_index, self._tiers.read(stats.kv_connector_stats, outputs.engine_index)
+            )
         return Step(deltas=tuple(deltas), events=self._events.take(), load=self.load())
 
     def _events_came(self) -> None:

@@ -94,6 +94,10 @@ class VllmKvEvents:
         events, self._events = tuple(self._events), []
         return events
 
+    def add(self, rank: int, events: Sequence[KvEvent]) -> None:
+        """Add a rank's events that vLLM does not tell: those of tiers."""
+        self._events += self.blocks.merge(rank, events)
+
     async def close(self) -> None:
         """Stop following, and remove the directory. Safe twice."""
         following, self._following = self._following, []

@@ -1,4 +1,4 @@
-"""A digest of a checkpoint's weights: KV on disks is of these weights alone."""
+"""A digest of a checkpoint's weights, or an adapter's: KV on disks is of these weights alone."""
 
 import hashlib
 from pathlib import Path
@@ -13,10 +13,15 @@ def weights_digest(directory: str) -> str:
     """Digest all bytes of the weight files and the config, as hex: about a second for each GB.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: there is no weight file, or it cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
     files = sorted({file for pattern in _WEIGHTS for file in Path(directory).glob(pattern)})
+    if not any(file.suffix in {".safetensors", ".bin"} for file in files):
+        raise ConfigError(
+            f"kv: {directory}: there is no *.safetensors or *.bin whose digest would name the KV that outlives the worker; give"
+            " the model as a directory with weights, or leave kv.disk out"
+        )
     try:
         for file in files:
             digest.update(f"{file.name} {file.stat().st_size} ".encode())

@@ -1,0 +1,314 @@
+"""Penstock's KV tiers as a connector of vLLM, alone or beside others in a MultiConnector.
+
+vLLM imports this in its own processes, by `kv_connector_module_path`. The scheduler's process matches prompts and pins blocks;
+device processes own the tiers and copy. Both talk with the messages of vLLM's steps.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+from penstock.core.errors import ConfigError
+from penstock.engine.vllm.tiers.device import HostMemory, TorchMemory
+from penstock.engine.vllm.tiers.prompts import PromptHashes
+from penstock.engine.vllm.tiers.settings import TierSettings
+from penstock.engine.vllm.tiers.stats import pack_stats
+from penstock.engine.vllm.tiers.storage import make_tiers
+from penstock.kv.connector.orders import Orders, Report
+from penstock.kv.connector.scheduler import KvConnectorScheduler
+from penstock.kv.connector.worker import KvConnectorWorker
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
+    """What goes with a step to all device processes."""
+
+    orders: Orders
+
+
+@dataclass
+class RankReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What comes back with a step, by device process."""
+
+    by_rank: dict[int, Report]
+
+    def aggregate(self, other: "RankReports") -> "RankReports":
+        return RankReports(self.by_rank | other.by_rank)
+
+
+@dataclass
+class TierReport(KVConnectorStats):  # type: ignore[misc]
+    """What `TierStats` reads in the worker."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: "TierReport") -> "TierReport":
+        events = [*self.data.get("events", ()), *other.data.get("events", ())]
+        self.data = {**self.data, **other.data, "events": events}
+        return self
+
+    def reduce(self) -> dict[str, int]:
+        return {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class PenstockConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """One class for both sides, as vLLM has it: `role` says which one an object is.
+
+    It does not support vLLM's hybrid memory allocator, so that all layers share one table of blocks.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Make a side.
+
+        Raises:
+            ConfigError: the model's layers do not share one table of blocks.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        groups = len(kv_cache_config.kv_cache_groups)
+        if groups != 1:
+            raise ConfigError(
+                f"kv: vLLM keeps {groups} groups of layers with blocks of their own for this model; tiers need one; leave kv out"
+            )
+        settings = TierSettings.read(self._kv_transfer_config.kv_connector_extra_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = _SchedulerSide(settings, vllm_config, kv_cache_config)
+        else:
+            self._worker = _WorkerSide(settings, vllm_config, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether a request must be computed again if a save was lost: no, tiers are a cache."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str:  # noqa: ARG003 - vLLM's signature
+        return "LBHNC"
+
+    # -- the scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._scheduler.pool = gpu_block_pool
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._scheduler.reserve(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        return self._scheduler.begin_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.end_step(connector_output.kv_connector_worker_meta)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
+        self._scheduler.finish(request)
+        return False, None  # the blocks are pinned while they are read
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.side.needs_steps
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.side.has_pinned
+
+    def reset_cache(self) -> bool:
+        self._scheduler.side.clear()
+        return True
+
+    # -- a device process
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._worker.open(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._worker.begin(self._get_connector_metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Wait for nothing: a request is scheduled once its load has ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Save nothing: whole blocks are saved when their request has ended."""
+
+    def wait_for_save(self) -> None:
+        """Wait for nothing: the blocks are pinned until a report says that they are read no more."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:  # noqa: ARG002
+        return None, self._worker.ended_requests()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_missing()
+
+    def build_connector_worker_meta(self) -> RankReports | None:
+        return self._worker.take_report()
+
+    def shutdown(self) -> None:
+        if self.role == KVConnectorRole.WORKER:
+            self._worker.close()
+
+    # -- both
+
+    def get_kv_connector_stats(self) -> TierReport | None:
+        return self._scheduler.take_stats() if self.role == KVConnectorRole.SCHEDULER else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierReport:
+        return TierReport(data=data or {})
+
+
+class _SchedulerSide:
+    """vLLM's requests, blocks and steps in the terms of `KvConnectorScheduler`."""
+
+    def __init__(self, settings: TierSettings, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._block_size: int = vllm_config.cache_config.block_size
+        self._hashes = PromptHashes(self._block_size, settings.hash_key)
+        self.pool: Any = None
+        self.side = KvConnectorScheduler(
+            self,
+            block_size=self._block_size,
+            num_blocks=kv_cache_config.num_blocks,
+            num_ranks=vllm_config.parallel_config.world_size,
+        )
+        self._steps: deque[tuple[float, int]] = deque()
+        """Begin of steps under way, and the prompt tokens that they compute."""
+        self._step_ended_s = 0.0
+        self._told: object = None
+
+    # -- DeviceCache
+
+    def pin(self, keys: Sequence[Any]) -> list[int]:
+        blocks = []
+        for key in keys:
+            found = self.pool.get_cached_block(key, [0])
+            if not found:
+                break
+            blocks += found
+        self.pool.touch(blocks)
+        return [block.block_id for block in blocks]
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        self.pool.free_blocks([self.pool.blocks[block_id] for block_id in reversed(block_ids)])
+
+    # -- requests
+
+    def match(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        hashes = self._hashes.of(request)
+        if hashes is None:
+            return 0, False
+        usable = hashes[: (request.num_tokens - 1) // self._block_size]  # one token at least is computed
+        count = self.side.match(
+            request.request_id, usable, num_computed_tokens // self._block_size, request.num_tokens
+        )
+        return (None, False) if count is None else (count * self._block_size, count > 0)
+
+    def reserve(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:
+        self.side.reserve(request.request_id, block_ids, num_tokens // self._block_size)
+
+    def finish(self, request: Any) -> None:
+        """Have the blocks offloaded that are complete: the last token is not computed, nor what is still in flight."""
+        request_id = request.request_id
+        if not self.side.is_loading(request_id) and (hashes := self._hashes.of(request)) is not None:
+            computed = request.num_computed_tokens - request.num_in_flight_tokens
+            count = min(
+                computed // self._block_size,
+                (request.num_tokens - 1) // self._block_size,
+                len(hashes),
+                len(request.block_hashes),
+            )
+            if count > 0:
+                self.side.commit(hashes[:count], list(request.block_hashes[:count]))
+        self.side.forget(request_id)
+        self._hashes.forget(request_id)
+
+    # -- steps
+
+    def begin_step(self, output: Any) -> StepOrders:
+        scheduled = output.num_scheduled_tokens
+        new = {request.req_id for request in output.scheduled_new_reqs}
+        prompt_tokens = sum(tokens for name, tokens in scheduled.items() if tokens > 1 or name in new)
+        self._steps.append((perf_counter(), prompt_tokens))
+        return StepOrders(self.side.take_orders())
+
+    def end_step(self, reports: RankReports | None) -> None:
+        now_s = perf_counter()
+        if self._steps:
+            begun_s, prompt_tokens = self._steps.popleft()
+            self.side.prefill.measure(prompt_tokens, now_s - max(begun_s, self._step_ended_s))
+        self._step_ended_s = now_s
+        if reports is not None:
+            self.side.take_reports(reports.by_rank)
+
+    def take_stats(self) -> TierReport | None:
+        events, counts = self.side.take_events(), self.side.counts()
+        if not events and counts == self._told:
+            return None
+        self._told = counts
+        return TierReport(data=pack_stats(counts, events))
+
+
+class _WorkerSide:
+    """A device process's tiers."""
+
+    def __init__(self, settings: TierSettings, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._settings = settings
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._rank: int = vllm_config.parallel_config.rank
+        self._memory: Any = None
+        self._side: KvConnectorWorker | None = None
+        self._report: Report | None = None
+        self._missing: set[int] = set()
+
+    def open(self, kv_caches: dict[str, Any]) -> None:
+        device = next(iter(kv_caches.values())).device
+        memory_type = HostMemory if device.type == "cpu" else TorchMemory
+        memory = memory_type(kv_caches, self._kv_cache_config.num_blocks)
+        self._memory = memory
+        self._side = KvConnectorWorker(
+            lambda staging: make_tiers(
+                self._settings, staging, memory, self._vllm_config, self._kv_cache_config
+            ),
+            memory,
+        )
+
+    def begin(self, step: StepOrders) -> None:
+        if self._side is not None:
+            self._memory.mark()
+            self._side.submit(step.orders)
+
+    def ended_requests(self) -> set[str]:
+        """Take a report, and give the requests whose loads it ends; called once in a step, before what tells the rest of it."""
+        self._report = self._side.take_report() if self._side is not None else None
+        if self._report is None:
+            return set()
+        self._missing = {block for loaded in self._report.loaded for block in loaded.missing}
+        return {loaded.request_id for loaded in self._report.loaded}
+
+    def take_missing(self) -> set[int]:
+        missing, self._missing = self._missing, set()
+        return missing
+
+    def take_report(self) -> RankReports | None:
+        report, self._report = self._report, None
+        return None if report is None else RankReports({self._rank: report})
+
+    def close(self) -> None:
+        side, self._side = self._side, None
+        if side is not None:
+            side.close()

@@ -1,0 +1,194 @@
+"""Both sides of a KV connector with a real host tier, or one that a test holds."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from penstock.core.types.events import BlockRemoved, BlockStored, Tier
+from penstock.core.wire import hash_list
+from penstock.kv.connector.mirror import TierMirror
+from penstock.kv.connector.staging import Staging
+from penstock.kv.host.host_tier import HostTier
+from penstock.seams.kv import KvTier
+from tests.support.connected import BLOCK_SIZE, Connected, hashes_of
+
+Maker = Callable[..., Connected]
+
+
+@pytest.fixture
+def connected() -> Iterator[Maker]:
+    made: list[Connected] = []
+
+    def make(num_host_blocks: int = 64, **fields: int) -> Connected:
+        def tiers(staging: Staging) -> Sequence[KvTier]:
+            return [HostTier(staging.blocks, num_host_blocks, BLOCK_SIZE)]
+
+        made.append(Connected(tiers, **fields))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def match(
+    scene: Connected, name: str, hashes: "np.ndarray[tuple[int, int], np.dtype[np.uint64]]", cached: int = 0
+) -> int | None:
+    return scene.scheduler.match(name, hashes, cached, len(hashes) * BLOCK_SIZE + 1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_was_offloaded_is_loaded_into_other_blocks(connected: Maker, num_ranks: int) -> None:
+    scene = connected(num_ranks=num_ranks)
+    hashes = scene.keep(1, 6)
+    assert not scene.pinned
+    assert match(scene, "a", hashes, cached=2) == 4
+    scene.scheduler.reserve("a", [0, 1, 20, 21, 22, 23], 4)
+    assert scene.scheduler.is_loading("a")
+    scene.step()
+    assert not scene.scheduler.is_loading("a")
+    whole = [60, 61, 20, 21, 22, 23]
+    scene.fill(whole[:2], 1)
+    assert scene.holds(whole, 1)
+    (counts,) = scene.scheduler.counts()
+    assert (counts.tier, counts.loads, counts.loaded_blocks, counts.missing_blocks) == (Tier.HOST, 1, 4, 0)
+    assert (counts.hit_tokens, counts.offloaded_blocks) == (4 * BLOCK_SIZE, 6)
+
+
+def test_prompts_longer_than_the_slots_come_in_pieces(connected: Maker) -> None:
+    scene = connected(num_host_blocks=400, num_blocks=1000)
+    hashes = scene.keep(2, 300)
+    assert match(scene, "a", hashes) == 300
+    targets = list(range(500, 800))
+    scene.scheduler.reserve("a", targets, 300)
+    scene.step()
+    assert scene.holds(targets, 2)
+
+
+def test_an_engine_that_gives_fewer_blocks_gets_so_many(connected: Maker) -> None:
+    scene = connected()
+    hashes = scene.keep(3, 4)
+    assert match(scene, "a", hashes) == 4
+    scene.scheduler.reserve("a", [30, 31, 32, 33], 2)
+    scene.step()
+    assert scene.holds([30, 31], 3)
+    assert not scene.memories[0].blocks[32:34].any()
+
+
+def test_a_request_waits_for_another_ones_load_of_the_same_prefix(connected: Maker) -> None:
+    scene = connected()
+    hashes = scene.keep(4, 3)
+    assert match(scene, "a", hashes) == 3
+    scene.scheduler.reserve("a", [30, 31, 32], 3)
+    assert match(scene, "b", hashes) is None
+    scene.step()
+    assert match(scene, "b", hashes) == 3, "unless the device has it by now, which the engine says"
+
+
+def test_a_corrupt_block_ends_the_load_and_the_request_loads_no_more(connected: Maker) -> None:
+    scene = connected()
+    hashes = scene.keep(5, 4)
+    tier = scene.workers[0].tiers[0]
+    assert isinstance(tier, HostTier)
+    slot = tier._pool.match(hashes)[2]
+    tier._arena.array[slot * tier.block_bytes + 7] ^= 1
+    assert match(scene, "a", hashes) == 4
+    scene.scheduler.reserve("a", [30, 31, 32, 33], 4)
+    scene.step()
+    (loaded,) = scene.reports[-1].loaded
+    assert (loaded.request_id, loaded.missing) == ("a", (32, 33))
+    assert scene.holds([30, 31], 5)
+    assert match(scene, "a", hashes, cached=2) == 0
+    assert match(scene, "b", hashes) == 2, "what is left of it serves others"
+    (counts,) = scene.scheduler.counts()
+    assert (counts.loaded_blocks, counts.missing_blocks, counts.corrupt_blocks) == (2, 2, 1)
+    scene.scheduler.forget("a")
+    assert match(scene, "a", hashes) == 2, "another request of this name"
+
+
+def test_loads_and_saves_are_compared_with_computing(connected: Maker) -> None:
+    scene = connected()
+    hashes = scene.keep(6, 4)
+    assert match(scene, "a", hashes) == 4, "tried once, before anything is known"
+    scene.scheduler.reserve("a", [30, 31, 32, 33], 4)
+    scene.step()
+    scene.scheduler.prefill.measure(1_000_000, 1e-9)
+    assert match(scene, "b", hashes) == 0
+    for _ in range(100):
+        scene.scheduler.prefill.measure(1, 10.0)
+    assert match(scene, "b", hashes) == 4
+
+
+def test_few_device_blocks_are_pinned_and_what_is_evicted_first_is_dropped(connected: Maker) -> None:
+    scene = connected(num_blocks=64)
+    hashes = hashes_of(7, 20)
+    scene.fill(range(20), 7)
+    scene.scheduler.commit(hashes, list(range(20)))
+    orders = scene.scheduler.take_orders()
+    assert [len(save.block_ids) for save in orders.saves] == [8]
+    assert scene.pinned == list(range(8))
+    assert scene.scheduler.has_pinned
+    assert scene.scheduler.needs_steps
+    scene.workers[0].submit(orders)
+    scene.evicted = {12}
+    while scene.scheduler.needs_steps:
+        scene.step()
+    (counts,) = scene.scheduler.counts()
+    assert (counts.cached_blocks, counts.dropped_blocks) == (12, 8)
+    assert not scene.pinned
+
+
+def test_clearing_forgets_everywhere(connected: Maker) -> None:
+    scene = connected()
+    hashes = scene.keep(8, 3)
+    scene.scheduler.take_events()
+    scene.scheduler.clear()
+    assert scene.scheduler.needs_steps
+    scene.step()
+    (removed,) = scene.scheduler.take_events()
+    assert isinstance(removed, BlockRemoved)
+    assert sorted(hash_list(removed.block_hashes)) == sorted(hashes[:, 0].tolist())
+    assert match(scene, "a", hashes) == 0
+
+
+def test_a_load_of_a_request_that_has_ended_is_cancelled_and_counted(connected: Maker) -> None:
+    scene = connected()
+    hashes = scene.keep(9, 3)
+    assert match(scene, "a", hashes) == 3
+    scene.scheduler.reserve("a", [30, 31, 32], 3)
+    scene.scheduler.forget("a")
+    orders = scene.step()
+    assert orders.cancelled == (orders.loads[0].load_id,)
+    assert not scene.scheduler.needs_steps
+    assert match(scene, "b", hashes) == 3
+
+
+def test_a_block_counts_once_every_process_has_its_part() -> None:
+    mirror = TierMirror(2)
+    hashes = hashes_of(10, 2)
+    stored = BlockStored(
+        block_hashes=_packed(hashes), parent_block_hash=None, block_size=BLOCK_SIZE, tier=Tier.HOST
+    )
+    assert mirror.apply(0, [stored]) == []
+    assert mirror.locate(Tier.HOST, hashes) == 0
+    told = mirror.apply(1, [stored])
+    assert [
+        (hash_list(each.block_hashes), each.parent_block_hash)
+        for each in told
+        if isinstance(each, BlockStored)
+    ] == [
+        ([int(hashes[0, 0])], None),
+        ([int(hashes[1, 0])], int(hashes[0, 0])),
+    ]
+    assert mirror.locate(Tier.HOST, hashes) == 2
+    removed = BlockRemoved(block_hashes=_packed(hashes[1:]), tier=Tier.HOST)
+    assert mirror.apply(0, [removed]) == [removed]
+    assert mirror.apply(1, [removed]) == []
+    assert mirror.locate(Tier.HOST, hashes) == 1
+
+
+def _packed(hashes):  # type: ignore[no-untyped-def]
+    from penstock.core.wire import pack_hashes
+
+    return pack_hashes(np.ascontiguousarray(hashes[:, 0]))

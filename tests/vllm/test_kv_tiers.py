@@ -1,0 +1,176 @@
+"""KV tiers below a real vLLM: outputs, hits after eviction, what routers hear, loads that fail, and restarts."""
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.core.types.events import Tier
+from penstock.engine.kv_tiers import KvConfig
+from tests.vllm.conftest import BLOCK, vllm_processes
+from tests.vllm.indexed import KEY, Indexed
+from tests.vllm.test_adapters import merged
+from tests.vllm.test_engine import greedy, request_of
+from tests.vllm.test_engine import prompt as random_prompt
+
+KV_BLOCKS = 40
+LENGTH = 400
+CACHED = LENGTH // BLOCK * BLOCK
+BLOCKS = LENGTH // BLOCK
+TOKENS = 8
+
+
+def tiers(**kv):
+    return {"kv_blocks": KV_BLOCKS, "hash_key": KEY, "kv": KvConfig.model_validate(kv)}
+
+
+@pytest.fixture(scope="module")
+def model(model_dir):
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tiered(started, spec_of, adapter_dir):
+    args = {"lora_modules": {"shift": str(adapter_dir)}}
+    return Indexed(started(spec_of(**tiers(host="25x"), adapters=("shift",), args=args)))
+
+
+def counts_of(indexed, tier=Tier.HOST):
+    return next(counts for counts in indexed.running.load().kv_tiers if counts.tier is tier)
+
+
+def evict(indexed, seed):
+    """Run prompts that take all of the device's blocks; `seed` and the next ones are theirs."""
+    for number in range(KV_BLOCKS // BLOCKS + 1):
+        indexed.run(random_prompt(LENGTH, seed + number), tokens=1)
+
+
+def test_what_was_evicted_comes_from_the_host_and_gives_the_same_tokens(tiered, model):
+    prompts = [random_prompt(LENGTH, seed) for seed in range(3)]
+    expected = [greedy(model, ids, TOKENS) for ids in prompts]
+    assert tiered.run(*prompts, tokens=TOKENS) == [0, 0, 0]
+    assert tiered.emitted == expected
+    evict(tiered, 100)
+    before = counts_of(tiered)
+    assert tiered.run(*prompts, tokens=TOKENS) == [CACHED] * 3
+    assert tiered.emitted == expected
+    after = counts_of(tiered)
+    assert after.hit_tokens - before.hit_tokens == 3 * CACHED
+    assert after.loaded_blocks - before.loaded_blocks == 3 * BLOCKS
+    assert (after.missing_blocks, after.corrupt_blocks, after.is_off) == (0, 0, False)
+    assert tiered.running.load().onboarded_tokens == (after.hit_tokens, 0, 0)
+
+
+def test_routers_hear_of_blocks_that_only_the_host_has(tiered):
+    ids = random_prompt(LENGTH, 200)
+    tiered.run(ids)
+    evict(tiered, 210)
+    found = tiered.tree.match_tokens(ids, BLOCK, key=KEY).tiers[:, 0]
+    assert found.tolist() == [0, BLOCKS, 0, 0], "blocks by tier, the device first"
+    tiered.check()
+
+
+def test_salts_and_adapters_share_nothing(tiered, model, model_dir, adapter_dir):
+    ids = random_prompt(LENGTH, 300)
+    adapted = merged(model_dir, adapter_dir)
+    cases = [
+        ({}, greedy(model, ids, TOKENS)),
+        ({"salt": b"tenant"}, greedy(model, ids, TOKENS)),
+        ({"adapter": "shift"}, greedy(adapted, ids, TOKENS)),
+    ]
+    for fields, expected in cases:
+        assert tiered.run(ids, tokens=TOKENS, **fields) == [0], "nobody else's blocks"
+        assert tiered.emitted == [expected]
+    evict(tiered, 310)
+    for fields, expected in cases:
+        assert tiered.run(ids, tokens=TOKENS, **fields) == [CACHED], "its own, from the host"
+        assert tiered.emitted == [expected]
+
+
+def test_requests_that_are_aborted_with_a_load_under_way_leave_nothing(tiered, model):
+    prompts = [random_prompt(LENGTH, seed) for seed in range(400, 403)]
+    expected = [greedy(model, ids, TOKENS) for ids in prompts]
+    tiered.run(*prompts)
+    for _ in range(4):
+        evict(tiered, 410)
+
+        async def submit_and_abort():
+            for number, ids in enumerate(prompts):
+                request = request_of(ids, max_tokens=TOKENS)
+                tiered.running.engine.submit(request)
+                for _ in range(number):  # one before it is begun, others at some point of their load
+                    await tiered.running.next_step()
+                tiered.running.engine.abort(request.request_id)
+
+        tiered.running.do(submit_and_abort())
+    assert tiered.run(*prompts, tokens=TOKENS) == [CACHED] * 3
+    assert tiered.emitted == expected
+    load = tiered.running.load()
+    assert (load.running_requests, load.waiting_requests, load.active_blocks) == (0, 0, 0)
+
+
+def test_preempted_requests_go_on_the_same(tiered, model):
+    prompts = [random_prompt(LENGTH, seed) for seed in range(500, 503)]
+    expected = [greedy(model, ids, 100) for ids in prompts]
+    tiered.run(*prompts)
+    evict(tiered, 510)
+    before = tiered.running.load().preemptions
+    tiered.run(*prompts, tokens=100)
+    assert tiered.emitted == expected
+    assert tiered.running.load().preemptions > before, (
+        "three contexts of 500 tokens are more than the device has"
+    )
+
+
+def test_corrupt_blocks_are_computed(tiered, model):
+    ids = random_prompt(LENGTH, 600)
+    tiered.run(ids)
+    evict(tiered, 610)
+    before = counts_of(tiered)
+    damage_host()
+    tiered.run(ids, tokens=TOKENS)
+    assert tiered.emitted == [greedy(model, ids, TOKENS)]
+    after = counts_of(tiered)
+    assert after.corrupt_blocks > before.corrupt_blocks
+    assert after.missing_blocks > before.missing_blocks
+    evict(tiered, 620)
+    assert tiered.run(ids, tokens=TOKENS) == [CACHED], "it was offloaded again"
+    assert tiered.emitted == [greedy(model, ids, TOKENS)]
+
+
+def test_a_killed_worker_is_warm_again_from_its_disk(started, spec_of, tmp_path, model):
+    prompts = [random_prompt(LENGTH, seed) for seed in range(700, 704)]
+    expected = [greedy(model, ids, TOKENS) for ids in prompts]
+    spec = spec_of(**tiers(host="2x", disk=f"{tmp_path}/kv:64MiB"))
+    first = Indexed(started(spec))
+    first.run(*prompts, tokens=TOKENS)
+    assert first.emitted == expected
+    assert counts_of(first, Tier.DISK).cached_blocks >= 4 * BLOCKS
+    for process in vllm_processes():
+        process.send_signal(signal.SIGKILL)
+    again = Indexed(started(spec))
+    assert again.run(*prompts, tokens=TOKENS) == [CACHED] * 4
+    assert again.emitted == expected
+    disk = counts_of(again, Tier.DISK)
+    assert (disk.hit_tokens, disk.corrupt_blocks) == (4 * CACHED, 0)
+    assert again.known(prompts[0]) == CACHED
+
+
+def damage_host():
+    """Flip bits of all blocks in the largest arena of vLLM's processes: the host tier's."""
+    files = []
+    for process in vllm_processes():
+        for fd in Path(f"/proc/{process.pid}/fd").iterdir():
+            try:
+                if "penstock-arena" in str(fd.readlink()):
+                    files.append((fd.stat().st_size, str(fd)))
+            except FileNotFoundError:
+                continue
+    size, path = max(files)
+    memory = np.memmap(path, np.uint8, "r+", shape=(size,))
+    memory[:: 1 << 12] ^= 1
+    memory.flush()
