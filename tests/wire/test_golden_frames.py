@@ -38,7 +38,7 @@ from penstock.core.types.instances import (
 )
 from penstock.core.types.kv_exchange import KvExchange, KvSource
 from penstock.core.types.kv_layout import KvLayout
-from penstock.core.types.load import KvRead, KvTierCounts, WorkerLoad
+from penstock.core.types.load import KvRead, KvTierCounts, SessionCounts, WorkerLoad
 from penstock.core.types.requests import (
     Delta,
     FinishReason,
@@ -46,6 +46,8 @@ from penstock.core.types.requests import (
     Prefetch,
     Request,
     SamplingParams,
+    SessionAction,
+    SessionControl,
     TokenLogprob,
 )
 from penstock.core.wire import pack_hashes, pack_tokens
@@ -127,6 +129,8 @@ REQUEST = Request(
     kv=HANDLE,
     expected_cached_tokens=4,
     known_peer_arrivals=7,
+    session="agent",
+    session_control=SessionControl(action=SessionAction.OPEN, ttl_s=30.5, is_ephemeral=True),
 )
 DELTA = Delta(
     request_id="r-0",
@@ -137,7 +141,7 @@ DELTA = Delta(
     error=ERROR,
     kv=HANDLE,
 )
-_COUNTS = WorkerLoad.__struct_fields__[:-8]
+_COUNTS = WorkerLoad.__struct_fields__[:-9]
 _TIER_COUNTS = KvTierCounts.__struct_fields__
 LOAD = WorkerLoad(
     **{name: i + 1 for i, name in enumerate(_COUNTS)},
@@ -154,6 +158,7 @@ LOAD = WorkerLoad(
             | {"tier": Tier.HOST, "is_off": True, "load_s": 0.5, "saved_s": -0.5}
         ),
     ),
+    sessions=SessionCounts(**{name: i + 1 for i, name in enumerate(SessionCounts.__struct_fields__)}),
 )
 STORED = BlockStored(block_hashes=pack_hashes([1, 2]), parent_block_hash=9, block_size=16, tier=Tier.HOST)
 BATCH = EventBatch(

@@ -85,6 +85,7 @@ class BatchedEngine:
         self._kv = await self._make_kv(pool, runner)
         eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
         scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids, kv=self._kv)
+        scheduler.sessions.on_change = self._wake.set
         info = EngineInfo(
             block_size=runner.block_size,
             total_blocks=runner.num_blocks,
@@ -147,6 +148,8 @@ class BatchedEngine:
         """Wait for the current step and release everything; requests get no further delta. Safe twice."""
         self._closed = True
         self._wake.set()
+        if self._started is not None:
+            self.scheduler.sessions.clear()
         if self._kv is not None:
             await self._kv.close()
         await self._runner.close()
@@ -186,6 +189,7 @@ class BatchedEngine:
 
     def clear_cache(self) -> None:
         """Empty the prefix cache; blocks of running requests stay theirs."""
+        self.scheduler.sessions.clear()
         self.pool.reset()
         if self._kv is not None:
             self._kv.clear()

@@ -101,9 +101,9 @@ class RouterConfig(Config):
     """`kv` (fewest predicted seconds), `least-loaded`, `power-of-two`, `round-robin`, `random`, `session` (the session's worker, else as `kv`), an entry point of
     the group `penstock.policies`, or `package.module:Class`."""
     sessions_max: int = pydantic.Field(default=SESSIONS_MAX, ge=1)
-    """For `session`: sessions remembered; past it the least recently used is forgotten."""
+    """Sessions remembered, those that agents opened and those of the policy `session`; past it the least recently used is forgotten."""
     session_idle_s: float = pydantic.Field(default=SESSION_IDLE_S, gt=0)
-    """For `session`: how long a session without requests is remembered."""
+    """How long such a session without requests is remembered."""
     busy_kv_share: float | None = pydantic.Field(default=None, gt=0, le=1)
     """A worker with a larger share of its KV blocks in use gets requests only if all are as busy; None: no limit."""
     busy_queued_tokens: int | None = pydantic.Field(default=None, ge=1)

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock.core.log import get_logger
 from penstock.router.kv_tier_metrics import KvTierMetrics
+from penstock.router.session_metrics import SessionMetrics
 
 _log = get_logger()
 
@@ -143,6 +144,9 @@ class RouterMetrics:
         )
         self.kv_tiers = KvTierMetrics(
             lambda noun, text: gauge(noun, text, "worker", "tier", together="livemax")
+        )
+        self.sessions = SessionMetrics(
+            lambda noun, text, *labels: gauge(noun, text, *labels, together="livemax")
         )
         self.connections_lost = counter("connections_lost", "Connections to workers that ended")
         self.connect_failures = counter("connect_failures", "Tries to reach a worker that failed")

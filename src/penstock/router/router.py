@@ -25,6 +25,7 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.index.radix import PrefixMatch
 from penstock.router.metrics import RouterMetrics
+from penstock.router.policy.open_sessions import OpenSessions
 from penstock.router.policy.policies import mix, recomputed_blocks, tie_of
 from penstock.router.policy.selector import Choice, WorkerSelector
 from penstock.seams import RoutingContext
@@ -63,6 +64,7 @@ class Router:
             self._turn
         )  # its own count: with one for both, of two prefill workers only one would be used
         self.decisions = Decisions(config.explain)
+        self.sessions = OpenSessions(config.sessions_max, config.session_idle_s)
         self._log_below = config.explain.logged_share * _HASHES if is_debugging() else 0.0
 
     @cached_property
@@ -97,8 +99,10 @@ class Router:
         follows = slot is not None and bool(eligible[slot])
         if follows:
             eligible = np.arange(len(eligible)) == slot
-        hashes = unpack_hashes(request.block_hashes)[::2]
         now_s = self._loop.time()
+        if not follows:
+            eligible = self._at_session(request, eligible, now_s)
+        hashes = unpack_hashes(request.block_hashes)[::2]
         context = self._context(request, pool, eligible, self.fleet.tree.match(hashes), now_s)
         tie = tie_of(hashes, request.token_ids, context.block_size)
 
@@ -134,6 +138,15 @@ class Router:
             ready = self._without_busy(ready)
         return ready if np.count_nonzero(ready) else None  # 0.2 us, where any() takes 2
 
+    def _at_session(self, request: Request, eligible: NDArray[np.bool_], now_s: float) -> NDArray[np.bool_]:
+        """Leave only the worker that keeps the KV of the request's open session, if it is eligible."""
+        worker_id = self.sessions.worker_of(request, now_s)
+        slot = None if worker_id is None else self.fleet.slot_of(worker_id)
+        if slot is None or not eligible[slot]:
+            return eligible
+        only: NDArray[np.bool_] = np.arange(len(eligible)) == slot
+        return only
+
     def _prefill_mask(
         self, request: Request, pool: WorkerPool, exclude: Collection[WorkerId], context: RoutingContext
     ) -> NDArray[np.bool_] | None:
@@ -158,11 +171,14 @@ class Router:
         """Take the cheapest of the scored candidates; `again` replaces an earlier plan for the same request, which was counted."""
         choices, decision = candidates.choices(), candidates.decision
         cached = candidates.whole_context.overlap_blocks
-        parts = [self._part(context, choice, cached) for context, choice in choices]
+        session_worker = self.sessions.worker_of(candidates.request, candidates.context.now_s)
+        parts = [self._part(context, choice, cached, session_worker) for context, choice in choices]
         if decision is not None:
             self.disagg.taken(decision, candidates.tie, again=again)
         for context, choice in choices:
             self._selector.chosen(context, choice.slot)
+        context, choice = choices[-1]
+        self.sessions.taken(candidates.request, WorkerId(int(context.worker_ids[choice.slot])), context.now_s)
         self._turn += 1
         self._prompt_turn += candidates.is_disaggregated
         if self.decisions.keeps_any:
@@ -224,6 +240,7 @@ class Router:
     def check(self) -> None:
         """Raise AssertionError where too much is kept."""
         self.decisions.check()
+        self.sessions.check()
         self.disagg.check()
 
     def _without(self, ready: NDArray[np.bool_], exclude: Collection[WorkerId]) -> NDArray[np.bool_]:
@@ -288,11 +305,25 @@ class Router:
             now_s=now_s,
         )
 
-    def _part(self, context: RoutingContext, choice: Choice, cached: NDArray[np.int32]) -> Part:
-        """Keep the inputs of a choice; `cached` (num_slots,) are the blocks cached before any KV transfer."""
+    def _part(
+        self,
+        context: RoutingContext,
+        choice: Choice,
+        cached: NDArray[np.int32],
+        session_worker: WorkerId | None,
+    ) -> Part:
+        """Keep the inputs of a choice.
+
+        Args:
+            context: that it was chosen in.
+            choice: what was chosen.
+            cached: (num_slots,) blocks cached before any KV transfer.
+            session_worker: keeps the KV of the request's open session; None where none is open.
+        """
+        follows = session_worker is not None and context.worker_ids[choice.slot] == session_worker
         return Part(
             slot=choice.slot,
-            reason=self._reason(context, choice.slot, cached),
+            reason=RouteReason.SESSION if follows else self._reason(context, choice.slot, cached),
             overlap_blocks=context.overlap_blocks,
             tier_blocks=context.tier_blocks,
             terms=choice.terms,

@@ -46,6 +46,24 @@ class SamplingParams(Wire, frozen=True):
     seed_drawn: bool = False
 
 
+class SessionAction(StrEnum):
+    OPEN = "open"  # from this request on its KV is kept between requests
+    CLOSE = "close"  # this request is the last
+
+
+class SessionControl(Wire, frozen=True):
+    """Opens or closes the session that `Request.session` names, for its tenant; open is idempotent.
+
+    Attributes:
+        ttl_s: seconds without a request after which an open session ends; None: the worker's default.
+        is_ephemeral: the KV that only this session has used is freed when the session ends.
+    """
+
+    action: SessionAction
+    ttl_s: float | None = None
+    is_ephemeral: bool = False
+
+
 class KvHandle(Wire, frozen=True):
     """The right to read the KV blocks of a finished prefill once, within `ttl_s` seconds.
 
@@ -83,7 +101,7 @@ class Request(Wire, frozen=True):
         block_hashes: (n, 2) uint64 row-major, one row per full block of `token_ids`, hashed with `salt`.
         deadline_s: seconds that remain, since clocks differ between hosts; None: no deadline.
         kv: blocks that a prefill worker holds for this request.
-        session: the client's name for its session, for session-aware policies.
+        session: the client's name for its session, for session-aware policies and for `session_control`.
         tenant: whose fair share the request counts against in a router's request queue.
         priority: above 0: sooner, below: later.
         adapter: LoRA adapter of `model`; its `salt` differs.
@@ -95,6 +113,7 @@ class Request(Wire, frozen=True):
         slo_itl_s: the client's limit between two tokens.
         prefill_only: end after the first token with `FinishReason.PREFILLED`, if more tokens would follow.
         transfer_id: 16 random bytes that name the KV transfer; a secret of the router and the two workers.
+        session_control: opens or closes `session`; None: an open session stays open.
     """
 
     request_id: RequestId
@@ -117,6 +136,7 @@ class Request(Wire, frozen=True):
     slo_itl_s: float | None = None
     prefill_only: bool = False
     transfer_id: bytes = b""
+    session_control: SessionControl | None = None
 
 
 class Prefetch(Wire, frozen=True):

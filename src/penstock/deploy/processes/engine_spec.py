@@ -103,5 +103,6 @@ def _scheduler(role: RoleSpec) -> SchedulerConfig:
         max_running_requests=role.max_running_requests,
         order=role.prompt_order,
         ageing=role.prompt_ageing,
+        sessions=role.sessions,
         **{name: value for name, value in others.items() if value is not None},
     )

@@ -14,6 +14,7 @@ from penstock.kv.manager.loader import KvRun
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pins import Pins
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.sessions.sessions import Sessions
 
 
 class Admission:
@@ -37,6 +38,8 @@ class Admission:
         """Blocks pinned for KV transfers."""
         self.partial_blocks = PartialBlocks(self.pins)
         """Pinned partial blocks, which have no hash."""
+        self.sessions = Sessions(pool, self.pins, config.sessions)
+        """Blocks kept for sessions of agents."""
         self.prefix_hit_tokens = 0
         """Tokens found in the prefix cache, since start."""
         self._waiting = waiting
@@ -82,6 +85,8 @@ class Admission:
             if needed + reserved > free:
                 if self.partial_blocks.free_all_lent():
                     continue
+                if not self._slots.running and self.sessions.give_way():
+                    continue  # nothing else would free blocks
                 self._is_blocked = True
                 break
             if runs:

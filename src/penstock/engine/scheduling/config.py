@@ -6,6 +6,7 @@ from pydantic import Field
 
 from penstock.core.config import Config
 from penstock.core.types.instances import Role
+from penstock.kv.sessions.config import SessionsConfig
 
 Order = Literal["fcfs", "shortest"]
 AGEING = 0.03
@@ -30,6 +31,9 @@ class SchedulerConfig(Config):
     """Ageing credit of `shortest`, in tokens per prompt token that the engine computes meanwhile. A prompt that lacks n tokens is overtaken only by prompts that arrive within the next n / ageing computed tokens."""
     failed_steps_max: int = Field(default=3, ge=1)
     """Failed steps in a row after which the engine ends, unless one request was in all of them. The requests of each failed step migrate to other workers."""
+
+    sessions: SessionsConfig = SessionsConfig()
+    """KV that sessions of agents keep between requests."""
 
     @classmethod
     def of_ranks(

@@ -79,12 +79,12 @@ class Loading:
             arrived.append(slot)
         return arrived, lacking
 
-    def leave(self, slot: int) -> None:
-        """Cancel the load of a slot that is about to be freed, and offload its full blocks."""
+    def leave(self, slot: int, *, offloads: bool) -> None:
+        """Cancel the load of a slot that is about to be freed, and offload its full blocks if it `offloads`."""
         if self._kv is None:
             return
         self._unstepped.discard(slot)
         self._kv.cancel(self._slots.request_ids[slot])
         count = int(self._slots.num_published[slot])
-        if count:
+        if count and offloads:
             self._kv.offload(self._slots.sequence(slot).block_hashes[:count])

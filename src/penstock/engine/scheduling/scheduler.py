@@ -21,6 +21,7 @@ from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.types.steps import Step
 from penstock.engine.scheduling.admission import Admission
+from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.loading import Loading
 from penstock.engine.scheduling.queue import WaitingQueue
@@ -71,6 +72,8 @@ class Scheduler:
         self._aborted_slots: set[int] = set()  # aborted during the current step
         self._admission = Admission(self._waiting, self._slots, pool, limits=limits, config=config, kv=kv)
         self.pins, self.partial_blocks = self._admission.pins, self._admission.partial_blocks
+        self.sessions = self._admission.sessions
+        self._budget = Budget(self._waiting, self._slots, self._admission, config)
         self._loading = Loading(kv, self._slots, limits)
         if kv is not None:
             kv.watch(self._admission.look_again)
@@ -85,9 +88,10 @@ class Scheduler:
 
     def assume(self, role: Role, config: SchedulerConfig) -> None:
         """Apply the token budget and queue order of a role; the number of slots stays the same."""
-        self._config = self._admission.config = config
+        self._config = self._admission.config = self._budget.config = config
         self._waiting.reorder(ShortestFirstQueue(config.ageing) if config.is_shortest_first(role) else None)
         self._admission.look_again()
+        self.sessions.clear()
 
     # ---- requests in and out --------------------------------------------------------------------------
 
@@ -95,7 +99,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            RequestError: it can never run here.
+            RequestError: it can never run here, or its session's TTL is too long.
             Overloaded: the queue is full.
         """
         if request.request_id in self._by_id:
@@ -108,6 +112,7 @@ class Scheduler:
                 f"{len(self._waiting)} requests wait already, max_waiting_requests; try again later",
                 retry_after_s=1.0,
             )
+        self.sessions.begin(request)
         self._by_id[request.request_id] = sequence
         self._waiting.push(sequence)
         if self._waiting.shortest_first is not None:
@@ -142,7 +147,7 @@ class Scheduler:
         slots = self._slots.running_array()
         remaining = table.num_tokens[slots] - table.num_computed[slots]
         remaining[self._loading.is_loading(slots)] = 0
-        num_new, new_slots, new_counts = self._share_budget(slots, remaining)
+        num_new, new_slots, new_counts = self._budget.share(slots, remaining)
         kept = self._grow(slots, num_new)
         if kept == len(slots):
             left = self._config.max_batch_tokens - int(num_new.sum()) - sum(new_counts)
@@ -217,9 +222,13 @@ class Scheduler:
         return self._make_step(self._end_rows(plan, dict.fromkeys(range(len(plan.slots)), error)))
 
     def take_step(self) -> Step | None:
-        """Return KV events that occurred without a step, such as imported blocks and evictions for them; None if there are none."""
+        """Return what occurred without a step: KV events, as of imported blocks and evictions for them, and sessions that ended.
+
+        None if there is nothing.
+        """
+        has_news, self.sessions.has_news = self.sessions.has_news, False
         step = self._make_step([])
-        return step if step.events else None
+        return step if step.events or has_news else None
 
     def check_between_steps(self) -> None:
         """Raise AssertionError during a step."""
@@ -253,6 +262,7 @@ class Scheduler:
             failed_steps=self._failed_steps,
             kv_tiers=self._loading.counts,
             onboarded_tokens=self._loading.tokens,
+            sessions=self.sessions.counts,
         )
 
     def check(self) -> None:
@@ -264,6 +274,7 @@ class Scheduler:
             self._kv.check()
         waiting = {request_id for request_id, sequence in self._by_id.items() if sequence.slot is None}
         self.partial_blocks.check(waiting)
+        self.sessions.check()
         held = Counter(self._slots.holders())
         held.update(self.pins.holders())
         if self._kv is not None:
@@ -281,46 +292,6 @@ class Scheduler:
 
     # ---- planning -------------------------------------------------------------------------------------
 
-    def _share_budget(self, slots: Int32s, remaining: Int32s) -> tuple[Int32s, list[int], list[int]]:
-        """Distribute the token budget: one token for each decode row, the rest to prefill rows in order.
-
-        Decode rows never exceed the budget: a request is admitted only if a token is left after one for each row.
-
-        Returns:
-            tokens of each row; with shortest first also the slots admitted before some running prefill, and their tokens.
-        """
-        decode = remaining == 1
-        left = self._config.max_batch_tokens - int(np.count_nonzero(decode))
-        if self._waiting.shortest_first is not None:
-            return self._share_by_turn(slots, remaining, left)
-        prefill = np.where(remaining > 1, np.minimum(remaining, self._config.prompt_budget), 0)
-        before = np.cumsum(prefill) - prefill
-        shared: Int32s = (decode + np.clip(left - before, 0, prefill)).astype(np.int32)
-        return shared, [], []
-
-    def _share_by_turn(
-        self, slots: Int32s, remaining: Int32s, left: int
-    ) -> tuple[Int32s, list[int], list[int]]:
-        """Distribute like `_share_budget`, with waiting and running prompts ranked in one order."""
-        shortest_first = self._waiting.shortest_first
-        assert shortest_first is not None, "asked only with shortest prompts first"
-        shared = (remaining == 1).astype(np.int32)
-        new_slots: list[int] = []
-        new_counts: list[int] = []
-        lacking = [(row, int(remaining[row])) for row in np.flatnonzero(remaining > 1).tolist()]
-        ranks = [
-            (shortest_first.rank_of(self._slots.sequence(int(slots[row])), left), row, left)
-            for row, left in lacking
-        ]
-        for rank, row, tokens in sorted(ranks):
-            more_slots, more_counts = self._admission.admit(left, before=rank)
-            new_slots += more_slots
-            new_counts += more_counts
-            left -= sum(more_counts)
-            shared[row] = min(left, self._config.prompt_budget, tokens)
-            left -= int(shared[row])
-        return shared, new_slots, new_counts
-
     def _grow(self, slots: Int32s, num_new: Int32s) -> int:
         """Allocate blocks for the rows' new tokens, oldest row first; preempt the newest rows when blocks run out.
 
@@ -337,6 +308,8 @@ class Scheduler:
                     self._slots.add_blocks(int(slots[row]), block_ids)
                     break
                 if self.partial_blocks.free_all_lent():
+                    continue
+                if len(self._slots.running) == 1 and self.sessions.give_way():
                     continue
                 self._preempt(self._slots.running[-1])
         return min(len(self._slots.running), len(slots))
@@ -383,7 +356,7 @@ class Scheduler:
         for slot in slots[ended].tolist():
             del self._by_id[self._slots.request_ids[slot]]
             self._keep_partial_block(slot)
-            self._vacate(slot)
+            self._end(slot)
         return deltas
 
     def _keep_partial_block(self, slot: int) -> None:
@@ -416,7 +389,7 @@ class Scheduler:
             if request is None:
                 continue  # it was aborted
             del self._by_id[request.request_id]
-            self._vacate(slot)
+            self._end(slot, is_done=False)
             deltas.append(
                 Delta(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=error.to_info())
             )
@@ -424,19 +397,33 @@ class Scheduler:
 
     def _drop(self, sequence: Sequence) -> None:
         if sequence.slot is not None:
-            self._vacate(sequence.slot)
+            self._end(sequence.slot, is_done=False)
         else:
             self._waiting.remove(sequence)
             self.partial_blocks.free_lent(sequence.request.request_id)
+            self.sessions.end(sequence.request, is_done=False)
             self._admission.look_again()
 
     def _vacate_aborted(self) -> None:
         for slot in self._aborted_slots:
-            self._vacate(slot)
+            self._end(slot, is_done=False)
         self._aborted_slots.clear()
+
+    def _end(self, slot: int, *, is_done: bool = True) -> None:
+        """Free the slot and blocks of a request that has ended, but for what its session keeps."""
+        sequence, size = self._slots.sequence(slot), self._limits.block_size
+        self.sessions.hold(
+            sequence.request,
+            sequence.block_hashes[: self._slots.num_published[slot]],
+            num_prompt=sequence.num_prompt // size,
+            num_shared=(sequence.cached_tokens or 0) // size,
+        )
+        self._vacate(slot)
+        self.sessions.end(sequence.request, is_done=is_done)
 
     def _vacate(self, slot: int) -> None:
         """Free a slot and its blocks."""
-        self._loading.leave(slot)
+        request = self._slots.sequence(slot).request
+        self._loading.leave(slot, offloads=not self.sessions.is_ephemeral(request))
         self._pool.release(self._slots.vacate(slot))
         self._admission.look_again()

@@ -23,12 +23,12 @@ class RequestOptions:
     """Options of one request from its headers.
 
     `session` is the client's session id. `explains`: the answer includes the routing decision. `tenant`, `priority`
-    and SLO targets as in `Request`.
+    and SLO targets as in `Request`; a `priority` of None was not given.
     """
 
     session: str | None = None
     tenant: str = ""
-    priority: int = 0
+    priority: int | None = None
     slo_ttft_s: float | None = None
     slo_itl_s: float | None = None
     explains: bool = False
@@ -107,8 +107,10 @@ def _name_in(headers: Mapping[str, str], header: str) -> str:
     return name
 
 
-def _priority_in(headers: Mapping[str, str], header: str) -> int:
-    name = headers.get(header, "normal")
+def _priority_in(headers: Mapping[str, str], header: str) -> int | None:
+    name = headers.get(header)
+    if name is None:
+        return None
     priority = _PRIORITIES.get(name.strip().lower())
     if priority is None:
         raise RequestError(

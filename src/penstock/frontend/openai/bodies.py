@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.frontend.openai.agents import AgentHintsBody, PeerBody, SessionBody
 from penstock.frontend.openai.body_error import body_error
 from penstock.frontend.openai.explaining import Explanation
 
@@ -51,6 +52,10 @@ class GenerationRequest(Body, kw_only=True):
     stop_token_ids: list[int] | None = None
     cache_salt: str | None = None
     structured_outputs: Any = None
+    # What agents say (`agents.py`).
+    session: SessionBody | None = None
+    agent_hints: AgentHintsBody | None = None
+    nvext: PeerBody | None = None
     # Accepted, no effect on the answer.
     user: Any = None
     metadata: Any = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.core.errors import RequestError
+from penstock.frontend.openai.agents import agent_options
 from penstock.frontend.openai.bodies import (
     STOP_CHARACTERS_MAX,
     STOPS_MAX,
@@ -127,6 +128,7 @@ def _check_generation(request: GenerationRequest, choices_max: int) -> None:
         if not request.cache_salt:
             raise RequestError("cache_salt: must not be empty; leave it out", param="cache_salt")
         _check_length("cache_salt", request.cache_salt, CACHE_SALT_CHARACTERS_MAX, "characters")
+    agent_options(request)
 
 
 def _is_ruled_out(request: GenerationRequest, name: str) -> bool:

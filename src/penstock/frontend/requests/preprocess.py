@@ -14,6 +14,7 @@ from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import num_tokens
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.limits.headers import NO_OPTIONS, RequestOptions
+from penstock.frontend.openai.agents import AgentOptions, agent_options
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.frontend.openai.structured import structured_of
 from penstock.frontend.openai.validation import stop_strings
@@ -89,12 +90,15 @@ class Preprocessor:
         """Prepare a request from its encoded prompts.
 
         Raises:
-            RequestError: a prompt is empty or exceeds the context.
+            RequestError: a prompt is empty or exceeds the context, or the body names another session than a header.
         """
         card, n = model.card, request.n or 1
         limit, logprobs = _limits(request)
         salt = request_salt(card.salt, request.cache_salt)
         seed = self._rng.getrandbits(63) if request.seed is None else request.seed & (2**63 - 1)
+        agent, options = agent_options(request), metadata.options
+        session = _session(agent, options)
+        priority = options.priority if options.priority is not None else agent.priority
         deadline_s = max(metadata.deadline - asyncio.get_running_loop().time(), 0.0)
         requests: list[Request] = []
         for prompt in prompts:
@@ -112,11 +116,12 @@ class Preprocessor:
                         salt=salt,
                         choice=len(requests),
                         deadline_s=deadline_s,
-                        session=metadata.options.session,
-                        tenant=metadata.options.tenant,
-                        priority=metadata.options.priority,
-                        slo_ttft_s=metadata.options.slo_ttft_s,
-                        slo_itl_s=metadata.options.slo_itl_s,
+                        session=session,
+                        session_control=agent.control,
+                        tenant=options.tenant,
+                        priority=priority or 0,
+                        slo_ttft_s=options.slo_ttft_s,
+                        slo_itl_s=options.slo_itl_s,
                     )
                 )
         return PreparedRequest(
@@ -125,11 +130,25 @@ class Preprocessor:
             requests=tuple(requests),
             choices_per_prompt=n,
             prompt_tokens=sum(num_tokens(prompt.token_ids) for prompt in prompts),
-            options=metadata.options,
+            options=options,
             stops=stop_strings(request),
             logprobs=logprobs,
             begins_text=isinstance(request, ChatRequest),
         )
+
+
+def _session(agent: AgentOptions, options: RequestOptions) -> str | None:
+    """Give the request's session, from its body or from a header.
+
+    Raises:
+        RequestError: the two name different ones.
+    """
+    if agent.session is None or options.session is None or agent.session == options.session:
+        return agent.session or options.session
+    raise RequestError(
+        f"session.id: {agent.session!r} contradicts the session {options.session!r} in the header; send one of them",
+        param="session.id",
+    )
 
 
 def _limits(request: GenerationRequest) -> tuple[int | None, int | None]:

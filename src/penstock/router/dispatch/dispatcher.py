@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import Unavailable
@@ -99,6 +100,9 @@ class Dispatcher:
         Missing block hashes are computed. Requests opened `beside` each other share one prompt, which is computed once.
         """
         siblings = beside.siblings if isinstance(beside, OpenRequest) else Siblings()
+        control = self._shared.router.sessions.control_for(request, asyncio.get_running_loop().time())
+        if control is not request.session_control:
+            request = msgspec.structs.replace(request, session_control=control)
         return OpenRequest(self._shared, request, siblings)
 
     def models(self) -> Mapping[str, ModelCard]:

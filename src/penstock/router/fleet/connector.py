@@ -223,6 +223,7 @@ class Connector:
         if member.noted is Condition.PREFILL_ONLY:
             self._metrics.show_prefill_worker(member.instance.name, load.waiting_requests, load.oldest_wait_s)
         self._metrics.kv_tiers.show(member.instance.name, load.kv_tiers)
+        self._metrics.sessions.show(member.instance.name, load.sessions)
 
     def _detach(self, member: Member, error: WorkerLost) -> None:
         """Forget the member's blocks and loads, and end the requests on its connection."""
@@ -235,6 +236,7 @@ class Connector:
         self._indexer.forget(member.slot)
         self._loads.reset(member.slot)
         self._metrics.kv_tiers.forget(member.instance.name)
+        self._metrics.sessions.forget(member.instance.name)
         self._on_change(member)
         requests, member.requests = member.requests, {}
         for handler in requests.values():

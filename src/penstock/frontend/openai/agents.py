@@ -1,0 +1,136 @@
+"""What agents say of a request: its session, and hints. NVIDIA Dynamo's names for the same, in `nvext`, are taken too."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.core.errors import RequestError
+from penstock.core.types.requests import SessionAction, SessionControl
+
+SESSION_CHARACTERS_MAX = 256
+PRIORITY_MAX = 1000
+_OUTPUT_TOKENS_MAX = (1 << 31) - 1
+_ACTIONS = tuple(action.value for action in SessionAction)
+
+
+class SessionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`session` of a body. Without an action the request belongs to a session that another request opened, if one did."""
+
+    id: str
+    action: str | None = None
+    ttl_s: float | None = None
+    ephemeral: bool = False
+
+
+class AgentHintsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`agent_hints` of a body. None: not given."""
+
+    priority: int | None = None
+    osl: int | None = None
+
+
+class PeerSessionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`nvext.session_control`: a session whose KV is freed when it is closed, or `timeout` seconds after its last request."""
+
+    session_id: str
+    action: str | None = None
+    timeout: float | None = None
+
+
+class PeerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`nvext` of a body, as far as it is served."""
+
+    session_control: PeerSessionBody | None = None
+    agent_hints: AgentHintsBody | None = None
+    # Accepted, no effect on the answer.
+    agent_context: Any = None
+    annotations: Any = None
+    extra_fields: Any = None
+
+
+class AgentRequest(Protocol):
+    """The fields of a body that are read here."""
+
+    session: SessionBody | None
+    agent_hints: AgentHintsBody | None
+    nvext: PeerBody | None
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """What a body says of its session, and its hints; None where it says nothing."""
+
+    session: str | None = None
+    control: SessionControl | None = None
+    priority: int | None = None
+    output_tokens: int | None = None
+
+
+def agent_options(request: AgentRequest) -> AgentOptions:
+    """Check the fields and give what they say.
+
+    Raises:
+        RequestError: a value is out of its range, or is given twice.
+    """
+    peer = request.nvext or PeerBody()
+    session, control = _session(request, peer)
+    hints, where = _hints(request, peer)
+    priority, output_tokens = hints.priority, hints.osl
+    if priority is not None and abs(priority) > PRIORITY_MAX:
+        raise _wrong(f"{where}.priority", f"must be >= -{PRIORITY_MAX} and <= {PRIORITY_MAX}, got {priority}")
+    if output_tokens is not None and not 1 <= output_tokens <= _OUTPUT_TOKENS_MAX:
+        raise _wrong(f"{where}.osl", f"must be >= 1 and < 2^31 tokens, got {output_tokens}")
+    return AgentOptions(session, control, priority, output_tokens)
+
+
+def _session(request: AgentRequest, peer: PeerBody) -> tuple[str | None, SessionControl | None]:
+    own, its = request.session, peer.session_control
+    if own is not None and its is not None:
+        raise _wrong("nvext.session_control", "session is given too; send one of the two")
+    if own is not None:
+        control = _control(
+            "session.action", own.action, "session.ttl_s", own.ttl_s, is_ephemeral=own.ephemeral
+        )
+        if own.ephemeral and control is None:
+            raise _wrong("session.ephemeral", "is said with an action; add action: open or close")
+        return _name("session.id", own.id), control
+    if its is None:
+        return None, None
+    where = "nvext.session_control"
+    control = _control(f"{where}.action", its.action, f"{where}.timeout", its.timeout, is_ephemeral=True)
+    return _name(f"{where}.session_id", its.session_id), control
+
+
+def _hints(request: AgentRequest, peer: PeerBody) -> tuple[AgentHintsBody, str]:
+    """Give the hints, and where they stand in the body."""
+    if request.agent_hints is not None and peer.agent_hints is not None:
+        raise _wrong("nvext.agent_hints", "agent_hints is given too; send one of the two")
+    if peer.agent_hints is not None:
+        return peer.agent_hints, "nvext.agent_hints"
+    return request.agent_hints or AgentHintsBody(), "agent_hints"
+
+
+def _name(where: str, name: str) -> str:
+    if not 1 <= len(name) <= SESSION_CHARACTERS_MAX:
+        raise _wrong(where, f"must have 1 to {SESSION_CHARACTERS_MAX} characters, got {len(name)}")
+    return name
+
+
+def _control(
+    where: str, action: str | None, where_ttl: str, ttl_s: float | None, *, is_ephemeral: bool
+) -> SessionControl | None:
+    if action is not None and action not in _ACTIONS:
+        raise _wrong(where, f"must be one of {', '.join(map(repr, _ACTIONS))}, got {action[:40]!r}")
+    if ttl_s is not None and not (ttl_s > 0 and math.isfinite(ttl_s)):
+        raise _wrong(where_ttl, f"must be > 0 seconds, got {ttl_s:g}")
+    if ttl_s is not None and action != SessionAction.OPEN:
+        raise _wrong(where_ttl, f"is said when a session is opened; add {where.rsplit('.', 1)[1]}: open")
+    if action is None:
+        return None
+    return SessionControl(action=SessionAction(action), ttl_s=ttl_s, is_ephemeral=is_ephemeral)
+
+
+def _wrong(where: str, problem: str) -> RequestError:
+    return RequestError(f"{where}: {problem}", param=where)

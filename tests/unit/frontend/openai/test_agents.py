@@ -1,0 +1,81 @@
+"""What bodies say of sessions, and agents' hints, by both names."""
+
+import msgspec
+import pytest
+
+from penstock.core.errors import RequestError
+from penstock.core.types.requests import SessionAction, SessionControl
+from penstock.frontend.openai.agents import AgentOptions, agent_options
+from penstock.frontend.openai.bodies import CompletionRequest, encode, parse_completion
+
+OPEN = SessionControl(action=SessionAction.OPEN)
+
+
+def read(**fields) -> AgentOptions:
+    return agent_options(parse_completion(encode({"model": "m", "prompt": "hi", **fields})))
+
+
+def refusal(**fields) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        read(**fields)
+    return caught.value
+
+
+def test_a_body_without_them_says_nothing():
+    assert read() == read(nvext={}) == read(agent_hints={}) == AgentOptions()
+
+
+def test_a_session_is_opened_used_and_closed():
+    assert read(session={"id": "a", "action": "open"}) == AgentOptions("a", OPEN)
+    assert read(session={"id": "a"}) == AgentOptions("a")
+    closing = SessionControl(action=SessionAction.CLOSE, is_ephemeral=True)
+    assert read(session={"id": "a", "action": "close", "ephemeral": True}).control == closing
+    assert read(session={"id": "a", "action": "open", "ttl_s": 1}).control == msgspec.structs.replace(
+        OPEN, ttl_s=1
+    )
+
+
+def test_the_peers_names_say_the_same_of_an_ephemeral_session():
+    peer = {
+        "session_control": {"session_id": "a", "action": "open", "timeout": 30},
+        "agent_hints": {"priority": 5},
+    }
+    control = SessionControl(action=SessionAction.OPEN, ttl_s=30, is_ephemeral=True)
+    assert read(nvext=peer) == AgentOptions("a", control, priority=5)
+    assert read(nvext={"session_control": {"session_id": "a"}, "annotations": ["x"]}) == AgentOptions("a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"session": {"id": "x" * 257}}, "session.id"),
+        ({"session": {"id": "a", "action": ""}}, "session.action"),
+        ({"session": {"id": "a", "action": "open", "ttl_s": 0}}, "session.ttl_s"),
+        ({"session": {"id": "a", "action": "close", "ttl_s": 5}}, "session.ttl_s"),
+        ({"session": {"id": "a", "ttl_s": 5}}, "session.ttl_s"),
+        ({"session": {"id": "a", "ephemeral": True}}, "session.ephemeral"),
+        ({"session": {"id": "a"}, "nvext": {"session_control": {"session_id": "a"}}}, "nvext.session_control"),
+        ({"nvext": {"session_control": {"session_id": ""}}}, "nvext.session_control.session_id"),
+        ({"nvext": {"session_control": {"session_id": "a", "action": "x"}}}, "nvext.session_control.action"),
+        ({"nvext": {"session_control": {"session_id": "a", "timeout": -1}}}, "nvext.session_control.timeout"),
+        ({"nvext": {"token_data": [1]}}, "nvext.token_data"),
+        ({"agent_hints": {"priority": 1001}}, "agent_hints.priority"),
+        ({"agent_hints": {"osl": 0}}, "agent_hints.osl"),
+        ({"agent_hints": {"osl": 1 << 31}}, "agent_hints.osl"),
+        ({"agent_hints": {}, "nvext": {"agent_hints": {}}}, "nvext.agent_hints"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_refused_by_its_name(fields, param):
+    error = refusal(**fields)
+    assert (error.param, error.http_status) == (param, 400)
+    assert error.message.startswith(f"{param}: ")
+
+
+def test_the_fields_reach_an_encoded_body():
+    body = msgspec.convert(
+        {"model": "m", "prompt": "", "session": {"id": "a", "action": "open"}}, CompletionRequest
+    )
+    assert (
+        agent_options(msgspec.msgpack.decode(msgspec.msgpack.encode(body), type=CompletionRequest)).control
+        == OPEN
+    )

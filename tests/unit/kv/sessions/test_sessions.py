@@ -1,0 +1,280 @@
+"""Blocks that sessions of agents keep: until they close, expire, are displaced or give way."""
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from penstock.core.errors import RequestError
+from penstock.core.types.requests import SessionAction, SessionControl
+from penstock.kv.pool.pins import Pins
+from penstock.kv.pool.pool import BlockPool
+from penstock.kv.sessions.config import SessionsConfig
+from penstock.kv.sessions.session import SessionKey
+from penstock.kv.sessions.sessions import Sessions
+from penstock.testing.engines.probe import make_request
+from tests.support.manual_clock import ManualClock
+
+OPEN = SessionControl(action=SessionAction.OPEN)
+CLOSE = SessionControl(action=SessionAction.CLOSE)
+
+
+class Scene:
+    """A pool whose requests are chains of numbers; equal leading numbers are equal blocks."""
+
+    def __init__(self, num_blocks=16, **config):
+        self.pool = BlockPool(num_blocks, 4)
+        self.pins = Pins(self.pool, lambda: None)
+        self.clock = ManualClock()
+        self.told = []
+        self.sessions = Sessions(
+            self.pool,
+            self.pins,
+            SessionsConfig(**config),
+            on_change=lambda: self.told.append(1),
+            clock=self.clock,
+        )
+        self.served = 0
+
+    @staticmethod
+    def hashes(numbers):
+        chained = [hash(tuple(numbers[: end + 1])) & (2**64 - 1) for end in range(len(numbers))]
+        return np.array([(low, low ^ 5) for low in chained], dtype=np.uint64).reshape(-1, 2)
+
+    def begin(self, session, control=None, tenant=""):
+        self.served += 1
+        request = replace(
+            make_request(f"r{self.served}", [1]), session=session, session_control=control, tenant=tenant
+        )
+        self.sessions.begin(request)
+        return request
+
+    def run(self, request, numbers, num_prompt=None, *, is_done=True):
+        """Compute a begun request's blocks, as a scheduler does; returns how many were cached."""
+        hashes = self.hashes(numbers)
+        hits = self.pool.match(hashes)
+        self.pool.acquire(hits)
+        fresh = self.pool.allocate(len(hashes) - len(hits))
+        parent = int(hashes[len(hits) - 1, 0]) if hits else None
+        self.pool.commit(fresh, hashes[len(hits) :], parent)
+        self.sessions.hold(
+            request,
+            hashes,
+            num_prompt=len(numbers) if num_prompt is None else num_prompt,
+            num_shared=len(hits),
+        )
+        self.pool.release([*hits, *fresh])
+        self.sessions.end(request, is_done=is_done)
+        self.check()
+        return len(hits)
+
+    def ask(self, session, numbers, control=None, **options):
+        return self.run(self.begin(session, control), numbers, **options)
+
+    def check(self):
+        self.sessions.check()
+        self.pool.check()
+
+    def cached(self, numbers):
+        return len(self.pool.match(self.hashes(numbers)))
+
+    def flood(self, start=1000):
+        """Let a request without a session use all blocks that it can get."""
+        request = self.begin(None)
+        self.run(request, list(range(start, start + self.pool.num_available)))
+
+
+def test_an_open_sessions_blocks_stay_while_others_pass_by():
+    scene = Scene()
+    scene.ask("a", [1, 2, 3], OPEN)
+    scene.ask(None, [7, 8, 9])
+    scene.flood()
+    assert scene.cached([1, 2, 3]) == 3
+    assert scene.cached([7, 8, 9]) == 0
+
+
+def test_requests_without_an_action_belong_to_the_session_that_was_opened():
+    scene = Scene()
+    scene.ask("a", [1, 2], OPEN)
+    assert scene.ask("a", [1, 2, 3, 4]) == 2
+    scene.flood()
+    assert scene.cached([1, 2, 3, 4]) == 4
+    scene.ask("b", [1, 9])
+    scene.flood(2000)
+    assert scene.cached([1, 9]) == 1
+
+
+def test_closing_lets_the_blocks_go_once_the_last_request_is_done():
+    scene = Scene()
+    scene.ask("a", [1, 2], OPEN)
+    last = scene.begin("a", CLOSE)
+    assert len(scene.sessions) == 1
+    scene.run(last, [1, 2, 3])
+    assert scene.sessions.counts.closed == 1
+    scene.flood()
+    assert scene.cached([1, 2, 3]) == 0
+
+
+def test_a_closing_request_that_was_aborted_does_not_close():
+    scene = Scene()
+    scene.ask("a", [1, 2], OPEN)
+    scene.run(scene.begin("a", CLOSE), [1, 2, 3], is_done=False)
+    assert len(scene.sessions) == 1
+
+
+def test_a_session_expires_after_its_last_request_and_not_during_one():
+    scene = Scene(ttl_s=10)
+    scene.ask("a", [1], OPEN)
+    scene.clock.advance(9)
+    request = scene.begin("a")
+    scene.clock.advance(100)
+    scene.run(request, [1, 2])
+    scene.clock.advance(9)
+    assert (len(scene.sessions), scene.told) == (1, [])
+    scene.clock.advance(2)
+    scene.check()
+    assert (len(scene.sessions), scene.told) == (0, [1])
+    assert scene.sessions.counts.expired == 1
+
+
+def test_a_clients_ttl_is_bounded():
+    scene = Scene(ttl_s=10, ttl_s_max=50)
+    scene.ask("a", [1], SessionControl(action=SessionAction.OPEN, ttl_s=40))
+    scene.clock.advance(39)
+    assert len(scene.sessions) == 1
+    with pytest.raises(RequestError, match=r"session\.ttl_s: must be <= 50, sessions\.ttl_s_max, got 51"):
+        scene.begin("b", SessionControl(action=SessionAction.OPEN, ttl_s=51))
+    assert len(scene.sessions) == 1
+
+
+def test_past_the_quota_the_session_unused_for_longest_ends():
+    scene = Scene(kv_share=0.5)
+    for name, first in (("a", 10), ("b", 20)):
+        scene.ask(name, [first, first + 1, first + 2, first + 3], OPEN)
+    scene.ask("a", [10, 11, 12, 13])
+    scene.ask("c", [30, 31], OPEN)
+    assert [session.key.name for session in scene.sessions] == ["a", "c"]
+    assert scene.sessions.counts.displaced == 1
+    assert scene.sessions.counts.pinned_blocks == 6
+
+
+def test_a_session_larger_than_the_quota_keeps_its_beginning():
+    scene = Scene(kv_share=0.25)
+    scene.ask("a", [1, 2, 3, 4, 5, 6], OPEN)
+    scene.flood()
+    assert scene.cached([1, 2, 3, 4, 5, 6]) == 4
+
+
+def test_a_prefix_that_sessions_share_counts_once():
+    scene = Scene(kv_share=0.25)
+    scene.ask("a", [1, 2, 3], OPEN)
+    scene.ask("b", [1, 2, 4], OPEN)
+    assert (len(scene.sessions), scene.sessions.counts.pinned_blocks) == (2, 4)
+
+
+def test_sessions_are_bounded_in_number():
+    scene = Scene(sessions_max=2)
+    for name in "abc":
+        scene.ask(name, [ord(name)], OPEN)
+    assert [session.key.name for session in scene.sessions] == ["b", "c"]
+    used = [scene.begin(name) for name in "bc"]
+    scene.ask("d", [9], OPEN)  # all others are in use
+    assert [session.key.name for session in scene.sessions] == ["b", "c"]
+    for request in used:
+        scene.run(request, [5])
+
+
+def test_the_next_turn_replaces_the_answer_that_its_template_writes_otherwise():
+    scene = Scene()
+    scene.ask("a", [1, 2, 3], OPEN, num_prompt=2)
+    scene.ask("a", [1, 2, 4, 5], num_prompt=4)
+    assert scene.sessions.counts.pinned_blocks == 4
+    scene.ask("a", [8, 9])  # a request beside, such as one for a title
+    assert scene.sessions.counts.pinned_blocks == 6
+    for first in range(50, 53):
+        scene.ask("a", [first])
+    assert scene.sessions.counts.pinned_blocks == 5  # four chains: the oldest is dropped
+    assert scene.cached([1, 2, 4, 5]) == 4
+
+
+def test_an_ephemeral_session_leaves_no_trace():
+    def others(scene):
+        scene.ask(None, [1, 2])
+        scene.ask(None, [5, 6])
+
+    def evicted(scene):
+        return [scene.pool.make_room(count)[0].block_hashes.tolist() for count in range(13, 17)]
+
+    scene, without = Scene(), Scene()
+    others(scene)
+    others(without)
+    agent = SessionControl(action=SessionAction.OPEN, is_ephemeral=True)
+    scene.ask("sub", [20, 21], agent)
+    scene.ask("sub", [20, 21, 22, 23], num_prompt=3)
+    assert scene.pool.num_cached == 8
+    scene.ask("sub", [20, 21, 22, 24, 25], CLOSE)
+    assert (scene.pool.num_cached, scene.sessions.counts.closed) == (4, 1)
+    assert evicted(scene) == evicted(without)
+
+
+def test_an_ephemeral_session_frees_only_what_it_computed():
+    scene = Scene()
+    scene.ask(None, [1, 2])
+    scene.ask("sub", [1, 2, 3], SessionControl(action=SessionAction.CLOSE, is_ephemeral=True))
+    assert scene.cached([1, 2, 3]) == 2
+    user = scene.begin("sub", SessionControl(action=SessionAction.OPEN, is_ephemeral=True))
+    scene.run(user, [1, 4])
+    held = scene.pool.match(scene.hashes([1, 4]))
+    scene.pool.acquire(held)  # another request uses the prefix
+    assert scene.sessions.unpin(SessionKey("", "sub"))
+    assert scene.cached([1, 4]) == 2
+    scene.pool.release(held)
+    scene.check()
+
+
+def test_tenants_do_not_close_each_others_sessions():
+    scene = Scene()
+    scene.run(scene.begin("a", OPEN, tenant="one"), [1, 2])
+    scene.run(scene.begin("a", CLOSE, tenant="two"), [1, 2])
+    assert [session.key.tenant for session in scene.sessions] == ["one"]
+
+
+def test_sessions_give_way_the_idle_ones_first():
+    scene = Scene()
+    scene.ask("a", [1, 2], OPEN)
+    running = scene.begin("a")
+    scene.ask("b", [3, 4], OPEN)
+    assert scene.sessions.give_way()
+    assert [session.key.name for session in scene.sessions] == ["a"]
+    assert scene.sessions.give_way()
+    assert (scene.sessions.counts.yielded, scene.sessions.counts.pinned_blocks) == (2, 0)
+    assert not scene.sessions.give_way()
+    scene.run(running, [1, 2, 3])
+    assert scene.sessions.counts.pinned_blocks == 3  # it goes on
+
+
+def test_an_operators_pin_is_displaced_by_no_session():
+    scene = Scene(kv_share=0.25)
+    scene.ask(None, [1, 2, 3])
+    assert scene.sessions.pin("system", scene.hashes([1, 2, 3, 4]), None) == 3
+    scene.ask("a", [5, 6, 7, 8], OPEN)
+    assert scene.cached([1, 2, 3]) == 3
+    assert scene.sessions.counts.pinned_blocks == 4
+    assert scene.sessions.unpin(SessionKey("", "system", is_pin=True))
+    assert not scene.sessions.unpin(SessionKey("", "system", is_pin=True))
+
+
+def test_without_a_share_nothing_is_kept():
+    scene = Scene(kv_share=0)
+    scene.ask("a", [1, 2], OPEN)
+    assert (len(scene.sessions), scene.sessions.counts) == (0, None)
+    with pytest.raises(RequestError, match=r"sessions\.kv_share 0"):
+        scene.sessions.pin("p", scene.hashes([1]), None)
+
+
+def test_a_cleared_session_ends_while_its_request_runs():
+    scene = Scene()
+    request = scene.begin("a", OPEN)
+    scene.sessions.clear()
+    scene.begin("a", OPEN)  # another one of this name
+    scene.run(request, [1, 2])
+    assert (scene.sessions.counts.cleared, scene.sessions.counts.pinned_blocks) == (1, 0)
