@@ -82,8 +82,12 @@ EXPERIMENTS = Benches(
             "bytes moved by every transport between two processes, beside NIXL, memcpy and fio",
         ),
         "vllm": (
-            "benchmarks.processes.vllm",
-            "vLLM behind Penstock: prefix hits, overhead over vLLM's own server, a killed worker",
+            "benchmarks.vllm.routed",
+            "two vLLM workers behind the router: prefix hits by policy, a killed worker",
+        ),
+        "vllm-overhead": (
+            "benchmarks.vllm.overhead",
+            "one vLLM worker behind Penstock beside vLLM's own server: tokens per second, TTFT, CPU time",
         ),
     },
 )
