@@ -59,7 +59,7 @@ class Gateway:
                 choice = await answer.json()
         except FAILURES as error:
             return refusal(503, f"the router {self.router} does not answer: {error!r}; try again later")
-        response = web.StreamResponse()
+        response, stage = web.StreamResponse(), "finished"
         try:
             await self.forward(request, response, body, choice)
         except FAILURES as error:
@@ -68,9 +68,10 @@ class Gateway:
                     request.transport.abort()
                 return response
             # A real one asks the router again, with "exclude": [choice["worker"]].
+            stage = "failed"
             return refusal(502, f"{choice['worker']} does not answer: {error!r}; try again")
         finally:
-            await self.tell(choice["id"], "finished")
+            await self.tell(choice["id"], stage)
         return response
 
     async def forward(
@@ -118,7 +119,7 @@ def cached_tokens(body: bytes) -> int | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("router")
-    parser.add_argument("servers", nargs="+")
+    parser.add_argument("servers", nargs="*", help="none where the router has --url")
     parser.add_argument("--port", type=int, default=8200)
     options = parser.parse_args()
     gateway = Gateway(options.router.rstrip("/"), [server.rstrip("/") for server in options.servers])

@@ -22,6 +22,20 @@ def add(commands: Any) -> None:
         description="Run the standalone router: an HTTP service that chooses a server for each request of another gateway."
         " See docs/router.md.",
     )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="of the running servers: a checkpoint's directory, or a hub name; needed with --url",
+    )
+    parser.add_argument(
+        "--url",
+        dest="urls",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a running server to route to, as of `penstock serve`; may be repeated",
+    )
     for flag, (place, metavar, text) in _FLAGS.items():
         parser.add_argument(flag, dest=place, metavar=metavar, help=text)
     add_set(parser, "set any other field, as service.router.predicted_s=60")
@@ -31,16 +45,19 @@ def add(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from penstock.core import log  # noqa: PLC0415
-    from penstock.deploy.commands.router import run_router  # noqa: PLC0415
-    from penstock.frontend.http.routing_http import RoutingHttpConfig  # noqa: PLC0415
+    from penstock.deploy.commands.router import RouterCommandConfig, run_router  # noqa: PLC0415
     from penstock.graph import Overrides  # noqa: PLC0415
 
     overrides = Overrides(options.set)
     for flag, (place, _, _) in _FLAGS.items():
         if (value := getattr(options, place)) is not None:
             overrides.assign(place, value, flag=flag)
+    if options.urls:
+        overrides.assign("servers.url", options.urls, flag="--url")
+    if options.model is not None:
+        overrides.assign("model", options.model, flag="MODEL")
     data = overrides.apply({})
-    config = RoutingHttpConfig.parse(data, source=lambda path: overrides.source_of(path, "router"))
+    config = RouterCommandConfig.parse(data, source=lambda path: overrides.source_of(path, "router"))
     log.configure(options.log_level, process="router")
     run_router(config)
     return 0

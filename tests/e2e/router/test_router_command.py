@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.cli import main
 from penstock.deploy.commands import router as router_command
+from penstock.deploy.commands.router import RouterCommandConfig
 from penstock.deploy.state import load_admin_token
 from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
 from penstock.frontend.limits.access import Access
@@ -29,7 +30,7 @@ from penstock.router.service.routing_service import RoutingService
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 60.0
-STAGES = "stage: must be one of 'started', 'first_token', 'finished', got 'done'"
+STAGES = "stage: must be one of 'started', 'first_token', 'finished', 'failed', got 'done'"
 STATES = "state: must be one of 'ready', 'draining', 'asleep', got 'dead'"
 
 
@@ -410,7 +411,7 @@ def test_an_open_router_that_others_reach_is_said(monkeypatch, tmp_path):
                 os.kill(os.getpid(), signal.SIGTERM)
 
         monkeypatch.setattr(router_command, "say", say)
-        router_command.run_router(RoutingHttpConfig(host=host, port=0, api_key_file=key_file))
+        router_command.run_router(RouterCommandConfig(host=host, port=0, api_key_file=key_file))
         return [line for line in lines if line.startswith("warning")]
 
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)

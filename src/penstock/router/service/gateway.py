@@ -67,11 +67,12 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(StrEnum):
-    """Stages of a request in feedback; all but FINISHED are optional."""
+    """Stages of a request in feedback; all but FINISHED or FAILED, which end it, are optional."""
 
     STARTED = "started"
     FIRST_TOKEN = "first_token"  # noqa: S105 - no password
     FINISHED = "finished"
+    FAILED = "failed"  # the server broke off or answered with 5xx; its own refusals are FINISHED
 
 
 def tokens_of(token_ids: TokenArray | Sequence[int]) -> TokenArray:

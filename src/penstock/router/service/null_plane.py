@@ -1,4 +1,4 @@
-"""A request plane to servers to which the gateway sends requests itself: always connected, carries nothing."""
+"""A request plane to servers to which the gateway sends requests itself: always connected, carries load reports only."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.instances import Instance
+from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Prefetch, Request
 from penstock.seams import Connection, WorkerSink
 
@@ -13,13 +14,24 @@ from penstock.seams import Connection, WorkerSink
 class NullPlane:
     """A `seams.RequestPlaneClient` whose connections succeed at once."""
 
-    async def connect(self, instance: Instance, sink: WorkerSink) -> Connection:  # noqa: ARG002 - nothing comes
-        return _NullConnection(instance.worker_id)
+    def __init__(self) -> None:
+        self._sinks: dict[WorkerId, WorkerSink] = {}
+
+    async def connect(self, instance: Instance, sink: WorkerSink) -> Connection:
+        self._sinks[instance.worker_id] = sink
+        return _NullConnection(instance.worker_id, self._sinks)
+
+    def report(self, worker_id: WorkerId, load: WorkerLoad) -> None:
+        """Report a server's load to the router, if it is connected."""
+        sink = self._sinks.get(worker_id)
+        if sink is not None:
+            sink.push_load(worker_id, load)
 
 
 @dataclass(frozen=True, slots=True)
 class _NullConnection:
     worker_id: WorkerId
+    sinks: dict[WorkerId, WorkerSink]
 
     def submit(self, request: Request) -> None:
         """Leave it to the gateway."""
@@ -45,4 +57,4 @@ class _NullConnection:
         )
 
     async def close(self) -> None:
-        """Have nothing to close."""
+        self.sinks.pop(self.worker_id, None)

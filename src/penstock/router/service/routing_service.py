@@ -7,12 +7,13 @@ Any server with a prefix cache will do; nothing is sent to servers. The router p
 import asyncio
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
 from typing import Self
 
+import msgspec
 import numpy as np
 import pydantic
 from prometheus_client import CollectorRegistry
@@ -23,6 +24,7 @@ from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import EngineInfo, Instance, Role
+from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Request, SamplingParams
 from penstock.core.wire import TokenArray, pack_hashes, pack_tokens
 from penstock.router.candidates import Route
@@ -112,11 +114,14 @@ class RoutingService:
             registry: where the metrics go; None makes a registry.
         """
         self.config = config or RoutingServiceConfig()
+        self.on_end: Callable[[str, bool], None] = lambda _name, _failed: None
+        """Called with (server's name, whether the server failed) when feedback ends a request."""
         self._rng = rng
         self._metrics = RouterMetrics(registry or CollectorRegistry())
         self._discovery = MemoryDiscovery()
         router = self.config.router
-        self._fleet = Fleet(self._discovery, NullPlane(), config=router, metrics=self._metrics, rng=rng)
+        self._plane = NullPlane()
+        self._fleet = Fleet(self._discovery, self._plane, config=router, metrics=self._metrics, rng=rng)
         self._router = Router(self._fleet, router, metrics=self._metrics, rng=rng)
         self._servers: dict[str, tuple[Instance, MemoryRegistration]] = {}
         self._numbers = count(1)
@@ -173,6 +178,43 @@ class RoutingService:
             await registration.update(instance)
         self._servers[name] = instance, registration
         return await self._shown(instance)
+
+    async def note_problem(self, name: str, problem: str | None) -> None:
+        """Give a server no requests while it has a problem; None: it serves again. An unknown name is ignored."""
+        async with self._changing:
+            if name in self._servers:
+                instance, registration = self._servers[name]
+                instance = msgspec.structs.replace(instance, problem=problem or "")
+                await registration.update(instance)
+                self._servers[name] = instance, registration
+                await self._shown(instance)
+
+    def note_load(self, name: str, running: int, waiting: int, kv_usage: float | None) -> None:
+        """Note a server's own word of its load. What exceeds this router's requests there is other clients'.
+
+        Args:
+            name: of the server; an unknown one is ignored.
+            running: requests in its batch.
+            waiting: requests in its queue.
+            kv_usage: share of its KV cache in use, 0 to 1; None: unknown.
+        """
+        if name not in self._servers:
+            return
+        instance = self._servers[name][0]
+        slot = self._fleet.slot_of(instance.worker_id)
+        ours = 0 if slot is None else self._fleet.loads.open_requests(slot)
+        others = max(running + waiting - ours, 0)
+        queued, total = min(others, waiting), instance.engine.total_blocks
+        used = round(kv_usage * total) if others and kv_usage is not None else 0
+        self._plane.report(
+            instance.worker_id,
+            WorkerLoad(
+                running_requests=others - queued,
+                waiting_requests=queued,
+                active_blocks=used,
+                total_blocks=total,
+            ),
+        )
 
     async def remove(self, name: str) -> None:
         """Remove a server; its requests stay open until their feedback.
@@ -275,10 +317,12 @@ class RoutingService:
             self._metrics.cached_tokens.inc(cached_tokens)
         if stage == Stage.FIRST_TOKEN:
             self._fleet.loads.prefill_done(routed.reservation)
-        elif stage == Stage.FINISHED:
+        elif stage in {Stage.FINISHED, Stage.FAILED}:
             if output_tokens is not None:
                 self._fleet.pools[routed.model].traffic.ended(output_tokens, routed.heard_s)
-            self._close(RequestId(request_id), "finished")
+            name = self._fleet.slots.at(routed.route.slot).instance.name
+            self._close(RequestId(request_id), str(stage))
+            self.on_end(name, stage == Stage.FAILED)
 
     def explain(self, request_id: str) -> Sequence[Explanation]:
         """Explain the choice for a request; empty where it is not known."""
