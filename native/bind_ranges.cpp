@@ -120,9 +120,16 @@ std::tuple<std::uint64_t, int, int> stream(int socket, const Numbers& addresses,
     return {streamed.bytes, static_cast<int>(streamed.end), streamed.error};
 }
 
+using SumArray = nb::ndarray<nb::numpy, std::uint32_t, nb::ndim<1>, nb::c_contig>;
+
+SumArray as_array(std::unique_ptr<std::uint32_t[]> sums, std::size_t size) {
+    std::uint32_t* data = sums.release();
+    const nb::capsule owner(data, [](void* pointer) noexcept { delete[] static_cast<std::uint32_t*>(pointer); });
+    return {data, {size}, owner};
+}
+
 template <Crc32c* kSum>
-nb::ndarray<nb::numpy, std::uint32_t, nb::ndim<1>, nb::c_contig> checksum(const Numbers& addresses,
-                                                                         const Numbers& lengths) {
+SumArray checksum(const Numbers& addresses, const Numbers& lengths) {
     expect_size(addresses, "addresses", lengths.size());
     auto sums = std::make_unique_for_overwrite<std::uint32_t[]>(lengths.size());
     without_gil(is_long(lengths), [&] {
@@ -130,9 +137,18 @@ nb::ndarray<nb::numpy, std::uint32_t, nb::ndim<1>, nb::c_contig> checksum(const 
             sums[i] = kSum(0, {reinterpret_cast<const std::byte*>(addresses.data()[i]), lengths.data()[i]});
         }
     });
-    std::uint32_t* data = sums.release();
-    const nb::capsule owner(data, [](void* pointer) noexcept { delete[] static_cast<std::uint32_t*>(pointer); });
-    return {data, {lengths.size()}, owner};
+    return as_array(std::move(sums), lengths.size());
+}
+
+std::optional<SumArray> copy_with_sums(const Numbers& targets, const Numbers& sources, const Numbers& lengths,
+                                       const std::optional<Flag>& stop) {
+    expect_size(targets, "targets", lengths.size());
+    expect_size(sources, "sources", lengths.size());
+    auto sums = std::make_unique_for_overwrite<std::uint32_t[]>(lengths.size());
+    const bool is_done = without_gil(is_long(lengths), [&, flag = as_stop(stop)] {
+        return copy_summed(as_column(targets), as_column(sources), as_column(lengths), sums.get(), flag);
+    });
+    return is_done ? std::optional(as_array(std::move(sums), lengths.size())) : std::nullopt;
 }
 
 nb::tuple coalesce_all(const Numbers& local, const Numbers& remote, const Numbers& lengths) {
@@ -171,6 +187,8 @@ void bind_ranges(nb::module_& module) {
                nb::arg("lengths").noconvert(), "skip"_a, "idle_s"_a, "deadline_s"_a);
     module.def("receive_ranges", &stream<receive_ranges>, "socket"_a, nb::arg("addresses").noconvert(),
                nb::arg("lengths").noconvert(), "skip"_a, "idle_s"_a, "deadline_s"_a);
+    module.def("copy_summed", &copy_with_sums, nb::arg("targets").noconvert(), nb::arg("sources").noconvert(),
+               nb::arg("lengths").noconvert(), "stop"_a.none() = nb::none());
     module.def("checksum_ranges", &checksum<crc32c>, nb::arg("addresses").noconvert(),
                nb::arg("lengths").noconvert());
     module.def("checksum_ranges_portable", &checksum<crc32c_portable>, nb::arg("addresses").noconvert(),

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <span>
 
+#include "ranges.hpp"
+
 namespace penstock {
 
 // Go on from `crc`, 0 at the start: crc32c(crc32c(0, a), b) is that of a followed by b.
@@ -18,5 +20,9 @@ Crc32c crc32c;
 
 // One without instructions of its own, for CPUs that have none.
 Crc32c crc32c_portable;
+
+// Copy each range, and give the sum of what its target then holds, read while it is in the cache. Returns whether all was
+// copied: it is not where `stop` was set before the end, at which it looks every 4 MiB.
+bool copy_summed(Column targets, Column sources, Column lengths, std::uint32_t* sums, Stop stop);
 
 }  // namespace penstock

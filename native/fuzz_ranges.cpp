@@ -119,6 +119,14 @@ void compare_copies(std::mt19937_64& random) {
     expect(penstock::copy_ranges(targets, sources, lengths, random() % 4, random() % 2 == 0 ? &stop : nullptr),
            "copy_ranges: stopped");
     expect(target == expected, "copy_ranges");
+    std::ranges::fill(target, std::byte{0});
+    std::vector<std::uint32_t> sums(lengths.size());
+    expect(penstock::copy_summed(targets, sources, lengths, sums.data(), &stop), "copy_summed: stopped");
+    for (std::size_t i = 0; i < lengths.size(); ++i) {
+        expect(sums[i] == penstock::crc32c(0, {reinterpret_cast<const std::byte*>(sources[i]), lengths[i]}),
+               "copy_summed: sum");
+    }
+    expect(target == expected, "copy_summed");
 }
 
 void compare_checksums(std::mt19937_64& random) {

@@ -84,6 +84,12 @@ def receive_ranges(
     idle_s: float,
     deadline_s: float,
 ) -> tuple[int, int, int]: ...
+def copy_summed(
+    targets: NDArray[np.uint64],
+    sources: NDArray[np.uint64],
+    lengths: NDArray[np.uint64],
+    stop: NDArray[np.uint8] | None = None,
+) -> NDArray[np.uint32] | None: ...
 def checksum_ranges(addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> NDArray[np.uint32]: ...
 def checksum_ranges_portable(
     addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]

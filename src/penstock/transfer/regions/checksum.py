@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.native import native
-from penstock.transfer.regions.ranges import Numbers, expect_columns
+from penstock.transfer.regions.ranges import Numbers, Stop, copy_ranges_python, expect_columns
 
 Sums: TypeAlias = NDArray[np.uint32]
 
@@ -42,6 +42,39 @@ def checksum_ranges(addresses: Numbers, lengths: Numbers) -> Sums:
         return checksum_ranges_python(addresses, lengths)
     sums: Sums = native.checksum_ranges(addresses, lengths)
     return sums
+
+
+def copy_summed(targets: Numbers, sources: Numbers, lengths: Numbers, stop: Stop | None = None) -> Sums | None:
+    """Copy ranges of memory, and compute the checksum of what each target then holds.
+
+    One pass on the caller's thread: the target is summed while it is in the cache.
+
+    Args:
+        targets: (n,) addresses; trusted.
+        sources: (n,) addresses; trusted.
+        lengths: (n,) bytes.
+        stop: checked every 4 MiB.
+
+    Returns:
+        (n,) uint32; None if stopped.
+
+    Raises:
+        ValueError: the arrays differ in length.
+        TypeError: they are not contiguous uint64.
+    """
+    if native is None:
+        return copy_summed_python(targets, sources, lengths, stop)
+    sums: Sums | None = native.copy_summed(targets, sources, lengths, stop)
+    return sums
+
+
+def copy_summed_python(
+    targets: Numbers, sources: Numbers, lengths: Numbers, stop: Stop | None = None
+) -> Sums | None:
+    """Do what the native `copy_summed` does."""
+    if not copy_ranges_python(targets, sources, lengths, stop):
+        return None
+    return checksum_ranges_python(targets, lengths)
 
 
 def checksum_ranges_python(addresses: Numbers, lengths: Numbers) -> Sums:
