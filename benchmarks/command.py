@@ -37,6 +37,10 @@ EXPERIMENTS = Benches(
             "benchmarks.processes.kv_offload",
             "conversations of more KV than the device holds: without a host tier, with one, and with its bytes on the device",
         ),
+        "kv-stores": (
+            "benchmarks.kv_stores",
+            "KV blocks into host memory and a file and back, beside LMCache, memcpy and fio",
+        ),
         "mock": (
             "benchmarks.processes.mock",
             "everything but the model: requests per second through frontend, router and workers",

@@ -44,7 +44,9 @@ def checksum_ranges(addresses: Numbers, lengths: Numbers) -> Sums:
     return sums
 
 
-def copy_summed(targets: Numbers, sources: Numbers, lengths: Numbers, stop: Stop | None = None) -> Sums | None:
+def copy_summed(
+    targets: Numbers, sources: Numbers, lengths: Numbers, stop: Stop | None = None
+) -> Sums | None:
     """Copy ranges of memory, and compute the checksum of what each target then holds.
 
     One pass on the caller's thread: the target is summed while it is in the cache.
