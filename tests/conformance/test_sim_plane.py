@@ -17,8 +17,6 @@ LEASE_S = 0.6
 
 
 class SimPlaneHarness(PlaneHarness):
-    crosses_processes = False
-
     def __init__(self, config=None, events=None):
         self._config = config
         self._events = events

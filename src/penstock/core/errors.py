@@ -1,6 +1,6 @@
 """The error tree. Every error text says what happened, with values, what was expected, and the fix.
 
-PenstockError (code, http_status, retryable)
+PenstockError (code, http_status)
   ConfigError             a flag, file or field is wrong; the command exits with 2
   RequestError            the caller's fault: 400, 404, 413
   Overloaded              429 or 503, with retry_after_s
@@ -39,7 +39,6 @@ class ErrorInfo(Wire, frozen=True):
 class PenstockError(Exception):
     code: ClassVar[str] = "internal_error"
     http_status: int = 500
-    retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -80,7 +79,6 @@ class RequestError(PenstockError):
 class Overloaded(PenstockError):  # noqa: N818 - a state of the server
     code = "overloaded"
     http_status = 503
-    retryable = True
 
 
 class DeadlineExceeded(PenstockError):  # noqa: N818
@@ -91,7 +89,6 @@ class DeadlineExceeded(PenstockError):  # noqa: N818
 class Unavailable(PenstockError):  # noqa: N818
     code = "unavailable"
     http_status = 503
-    retryable = True
 
 
 class WorkerLost(Unavailable):
@@ -116,12 +113,10 @@ class PeerLost(TransferError):  # noqa: N818
 
 class TransferRefused(TransferError):  # noqa: N818
     code = "transfer_refused"
-    retryable = False
 
 
 class TransferCancelled(TransferError):  # noqa: N818
     code = "transfer_cancelled"
-    retryable = False
 
 
 class MemoryInUse(TransferError):  # noqa: N818
@@ -135,13 +130,11 @@ class ChecksumMismatch(TransferError):  # noqa: N818
 class StaleRoute(PenstockError):  # noqa: N818
     code = "stale_route"
     http_status = 503
-    retryable = True
 
 
 class Parked(PenstockError):  # noqa: N818 - a state of a request
     code = "parked"
     http_status = 503
-    retryable = True
 
 
 class EngineError(PenstockError):

@@ -99,7 +99,6 @@ class TrialResult:
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: list[Fault] = field(default_factory=list)
     migrations: int = 0
-    streamed_tokens: int = 0
     onboarded_tokens: int = 0
     kv_transfers: int = 0
     """Requests whose prompt ran on a prefill worker."""
@@ -316,7 +315,6 @@ class _Client:
         result.outcomes[outcome] += 1
         result.migrations += stream.migrations
         result.kv_transfers += stream.kv_transfers
-        result.streamed_tokens += witness.received
 
 
 def _request(name: str, prompt: list[int], max_tokens: int, deadline_s: float | None = None) -> Request:

@@ -20,8 +20,6 @@ SECRET = b"of the suite"
 class PlaneHarness(Protocol):
     """What a suite needs of a plane. Leaving the context ends everything it started."""
 
-    crosses_processes: bool
-
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(
@@ -43,8 +41,6 @@ class PlaneHarness(Protocol):
 
 class MemoryPlaneHarness:
     """Workers on the test's own event loop."""
-
-    crosses_processes = False
 
     def __init__(self, config: PlaneConfig | None = None, events: EventConfig | None = None) -> None:
         self._plane = MemoryPlane(config)
@@ -82,8 +78,6 @@ class MemoryPlaneHarness:
 
 class TcpPlaneHarness:
     """Each worker in a separate process, on sockets."""
-
-    crosses_processes = True
 
     def __init__(
         self,
