@@ -32,10 +32,17 @@ def test_a_room_has_one_idea_and_few_files(room: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("tests", ["e2e", "properties", "sim"])
+@pytest.mark.parametrize("tests", ["e2e", "properties", "sim", "unit"])
 def test_folders_of_tests_have_few_files(tests: str) -> None:
     counts = Counter(path.parent for path in (ROOT / "tests" / tests).rglob("*.py"))
     assert {folder: count for folder, count in counts.items() if count > FILES_MAX} == {}
+
+
+def test_unit_tests_are_in_the_rooms_of_what_they_test() -> None:
+    unit = ROOT / "tests" / "unit"
+    folders = {path.parent.relative_to(unit) for path in unit.rglob("test_*.py")}
+    ours = {folder for folder in folders if folder.parts and folder.parts[0] not in {"benchmarks", "plugins"}}
+    assert [str(folder) for folder in sorted(ours) if not (PACKAGE / folder).is_dir()] == []
 
 
 def test_no_module_has_the_name_of_a_room_beside_it() -> None:

@@ -212,7 +212,7 @@ async def disaggregated():
         yield source, target
 
 
-async def hand_over(source: EngineProbe, request) -> KvHandle:
+async def prefilled_handle(source: EngineProbe, request) -> KvHandle:
     source.submit(replace(request, prefill_only=True))
     while True:
         for delta in (await source.step()).deltas:
@@ -232,7 +232,7 @@ def test_kv_goes_from_a_prefill_to_a_decode_engine(sglang) -> None:
             )
             request = make_request("a", range(100, 140), max_tokens=12)
             (expected,) = await alone.run(request)
-            kv = await hand_over(source, request)
+            kv = await prefilled_handle(source, request)
             assert source.engine.load().queued_prefill_tokens == 40, "the prompt is still computed"
             (answer,) = await target.run(replace(request, kv=kv))
             assert answer.token_ids == expected.token_ids
@@ -251,7 +251,7 @@ def test_a_decode_engine_refuses_prompts_without_their_kv(sglang) -> None:
     async def main() -> None:
         async with disaggregated() as (source, target):
             request = make_request("a", range(100, 140), max_tokens=12)
-            kv = await hand_over(source, request)
+            kv = await prefilled_handle(source, request)
             other = json.dumps("not this kind").encode()
             for handle in (
                 replace(kv, payload=kv.payload.replace(b"room", b"rOOm")),
@@ -273,13 +273,13 @@ def test_a_room_that_nobody_fills_fails_the_request_alone(sglang, monkeypatch) -
             with monkeypatch.context() as lost:
                 lost.setattr(sglang, "_fill", lambda room: None)
                 lost.setattr(fake, "_fill", lambda room: None)  # as if the prefill worker had been lost
-                kv = await hand_over(source, request)
+                kv = await prefilled_handle(source, request)
                 while source.engine.load().running_requests:
                     await source.step()
             (answer,) = await target.run(replace(request, kv=kv))
             assert answer.error is not None
             assert answer.error.code == "step_failed"
-            kv = await hand_over(source, request)
+            kv = await prefilled_handle(source, request)
             (answer,) = await target.run(replace(request, kv=kv))
             assert len(answer.token_ids) == 12
 

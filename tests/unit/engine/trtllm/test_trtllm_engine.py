@@ -203,7 +203,7 @@ async def disaggregated():
         yield source, target
 
 
-async def hand_over(source: EngineProbe, request) -> KvHandle:
+async def prefilled_handle(source: EngineProbe, request) -> KvHandle:
     source.submit(replace(request, prefill_only=True))
     while True:
         for delta in (await source.step()).deltas:
@@ -221,7 +221,7 @@ def test_kv_goes_from_a_prefill_to_a_decode_engine(trtllm) -> None:
             assert source.engine.kv_transfer_kind() == target.engine.kv_transfer_kind() == "trtllm-context-1"
             request = make_request("a", range(100, 140), max_tokens=12)
             (expected,) = await alone.run(request)
-            kv = await hand_over(source, request)
+            kv = await prefilled_handle(source, request)
             (answer,) = await target.run(replace(request, kv=kv))
             assert answer.token_ids == expected.token_ids
             assert not fake.CONTEXTS, "the decode engine took the KV"
@@ -251,7 +251,7 @@ def test_without_kv_a_decode_engine_computes_the_prompt(trtllm) -> None:
         async with disaggregated() as (source, target):
             request = make_request("a", range(100, 140), max_tokens=12)
             (answer,) = await target.run(request)
-            kv = await hand_over(source, request)
+            kv = await prefilled_handle(source, request)
             (again,) = await target.run(replace(request, kv=replace(kv, payload=b"\xc1")))
             assert answer.token_ids == again.token_ids
             fake.CONTEXTS.clear()  # as if the prefill worker had been lost
@@ -266,7 +266,7 @@ def test_an_abort_waits_for_kv_that_is_on_its_way(trtllm) -> None:
     async def main() -> None:
         async with disaggregated() as (source, target):
             request = make_request("a", range(100, 140), max_tokens=100)
-            kv = await hand_over(source, request)
+            kv = await prefilled_handle(source, request)
             target.submit(replace(request, kv=kv))
             target.abort("a")
             assert not fake.ABORTED
