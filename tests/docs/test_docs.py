@@ -160,7 +160,7 @@ def test_every_flag_of_simulate_is_in_the_simulation_page() -> None:
     assert {flag for flag in flags if flag not in page} == set()
 
 
-def test_every_field_of_a_made_up_workload_is_in_the_simulation_page() -> None:
+def test_every_field_of_a_synthetic_workload_is_in_the_simulation_page() -> None:
     page = (ROOT / "docs" / "simulation.md").read_text()
     assert [name for name in WorkloadConfig.model_fields if f"\n{name}: " not in page] == []
     for path in (ROOT / "examples" / "workloads").glob("*.yaml"):

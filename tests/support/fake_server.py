@@ -1,4 +1,4 @@
-"""A server like vLLM, SGLang, TensorRT-LLM, llama.cpp, Ollama or a plain OpenAI one, with made-up text and faults on demand.
+"""A server like vLLM, SGLang, TensorRT-LLM, llama.cpp, Ollama or a plain OpenAI one, with synthetic text and faults on demand.
 
 The next token depends on the tokens before it (and on the seed) only, so an answer that goes on elsewhere is the same.
 """

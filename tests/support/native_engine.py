@@ -32,7 +32,7 @@ class NativeEngine:
         self._early = early
         self._kind = kind
         self._prefills: set[RequestId] = set()
-        self._handed: list[Delta] = []
+        self._prefilled: list[Delta] = []
 
     def kv_transfer_kind(self) -> str:
         return self._kind
@@ -49,7 +49,7 @@ class NativeEngine:
         elif request.prefill_only:
             self._prefills.add(request.request_id)
             if self._early:
-                self._handed.append(self._hand_over(request.request_id))
+                self._prefilled.append(self._end_prefill(request.request_id))
                 self.inner._wake.set()
         self.inner.submit(msgspec.structs.replace(request, kv=None))
 
@@ -59,8 +59,8 @@ class NativeEngine:
 
     async def steps(self) -> AsyncIterator[Step]:
         async for step in self.inner.steps():
-            deltas = [*self._handed, *map(self._without_token, step.deltas)]
-            self._handed.clear()
+            deltas = [*self._prefilled, *map(self._without_token, step.deltas)]
+            self._prefilled.clear()
             yield msgspec.structs.replace(step, deltas=tuple(deltas), prefilling=())
 
     def load(self) -> WorkerLoad:
@@ -73,9 +73,9 @@ class NativeEngine:
         if delta.finish_reason is not FinishReason.LENGTH or delta.request_id not in self._prefills:
             return delta
         self._prefills.discard(delta.request_id)
-        return self._hand_over(delta.request_id, delta)
+        return self._end_prefill(delta.request_id, delta)
 
-    def _hand_over(self, request_id: RequestId, delta: Delta | None = None) -> Delta:
+    def _end_prefill(self, request_id: RequestId, delta: Delta | None = None) -> Delta:
         payload = request_id.encode()
         self._table.setdefault(payload, 0)
         delta = delta or Delta(request_id=request_id, finish_reason=FinishReason.LENGTH)

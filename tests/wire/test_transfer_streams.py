@@ -37,9 +37,9 @@ class Two:
         ranges = self.local.ranges(index * PART, PART), self.owned.ranges(index * PART, PART)
         return self.agent.post(op, *ranges, self.peer, **options)
 
-    def guest(self):
-        (guest,) = self.owner._transports["tcp"]._sessions.values()
-        return guest
+    def session(self):
+        (session,) = self.owner._transports["tcp"]._sessions.values()
+        return session
 
     def streams(self, agent):
         return agent._transports["tcp"]._room.streams
@@ -108,7 +108,7 @@ def test_what_is_beyond_the_owners_bounds_waits_in_order(op):
             while len(ended) < PARTS:
                 await asyncio.sleep(0)
                 if both.owner._transports["tcp"]._sessions:
-                    assert len(both.guest()._pushes) <= 2
+                    assert len(both.session()._pushes) <= 2
         assert len(both.streams(both.owner)) == 2
         for place, index in enumerate(ended):
             # They begin in order, two at a time: of two that are done at once either may be heard of first.
@@ -155,7 +155,7 @@ def test_a_cancelled_transfer_leaves_others_alone():
                 await handle.wait()
                 part = slice(index * PART, (index + 1) * PART)
                 assert np.array_equal(both.here[part], both.there[part])
-        await both.until(lambda: not both.guest()._pushes)
+        await both.until(lambda: not both.session()._pushes)
         await both.post(READ, 1).wait()
         assert len(both.streams(both.owner)) <= 3
 
@@ -209,7 +209,7 @@ def test_an_idle_stream_that_ends_is_replaced():
         (stream,) = both.streams(both.owner)
         stream._socket.shutdown(socket.SHUT_RDWR)
         await both.until(lambda: not both.streams(both.agent) and not both.streams(both.owner))
-        assert not both.guest()._streams
+        assert not both.session()._streams
         await both.post(WRITE, 1).wait()
         assert np.array_equal(both.here[: 2 * PART], both.there[: 2 * PART])
 

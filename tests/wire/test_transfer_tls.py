@@ -66,12 +66,12 @@ def test_bytes_go_over_tls(files, op):
     run_async(scenario())
 
 
-@pytest.mark.parametrize("wrong", ["listener", "visitor"])
+@pytest.mark.parametrize("wrong", ["listener", "connecting"])
 def test_another_authoritys_certificate_is_refused_on_both_sides(files, wrong):
     async def scenario():
         ours, theirs = files["a"], files["stranger"]
         async with (
-            TransferAgent("a", _config(theirs if wrong == "visitor" else ours)) as agent,
+            TransferAgent("a", _config(theirs if wrong == "connecting" else ours)) as agent,
             TransferAgent("b", _config(theirs if wrong == "listener" else ours)) as other,
         ):
             with pytest.raises((ProtocolError, PeerLost), match=r"(?i)certificate|unknown ca"):

@@ -38,7 +38,7 @@ class EngineDriver:
         """Context length served; a prompt that fills it is not disaggregated."""
         self._engine = engine
         self._on_failure = on_failure
-        self._handed_over: dict[RequestId, Hashable] = {}
+        self._native_prefills: dict[RequestId, Hashable] = {}
         """Prefills whose KV the engine itself transfers, and their owners, until these abort them."""
 
     async def prepare(self, role: Role) -> None:
@@ -140,15 +140,15 @@ class EngineDriver:
 
     def forget(self, request_id: RequestId, owner: Hashable) -> None:
         """Release what KV transfers hold for a request that its owner dropped, prefilled here or prefetched."""
-        if self._handed_over.get(request_id) is owner:
-            del self._handed_over[request_id]
+        if self._native_prefills.get(request_id) is owner:
+            del self._native_prefills[request_id]
             self._abort_engine(request_id)
         if self.kv_transfer is not None:
             self.kv_transfer.forget(request_id, owner)
 
     def drop_owner(self, owner: Hashable) -> None:
         """Release what KV transfers hold for all requests of an owner that has disconnected."""
-        for request_id in [name for name, its in self._handed_over.items() if its is owner]:
+        for request_id in [name for name, its in self._native_prefills.items() if its is owner]:
             self.forget(request_id, owner)
         if self.kv_transfer is not None:
             self.kv_transfer.drop_owner(owner)
@@ -163,7 +163,7 @@ class EngineDriver:
         if not request.prefill_only or delta.finish_reason is None:
             return delta
         if delta.kv is not None:  # the engine transfers it
-            self._handed_over[request.request_id] = owner
+            self._native_prefills[request.request_id] = owner
             return msgspec.structs.replace(delta, finish_reason=FinishReason.PREFILLED)
         kv_transfer = self.kv_transfer
         if delta.finish_reason is not FinishReason.LENGTH or not self._continues(request):

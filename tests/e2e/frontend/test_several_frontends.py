@@ -14,7 +14,7 @@ STREAMS = 6
 WORKERS = ("worker-1", "worker-2")
 
 
-class Door:
+class FrontendConnection:
     """One connection, and so one frontend process: the kernel deals connections out by their ports."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -50,17 +50,17 @@ class Door:
         self.writer.close()
 
 
-async def doors(site) -> dict[int, Door]:
+async def connections(site) -> dict[int, FrontendConnection]:
     """Connect until both processes have been met; give a connection to each, by its pid."""
     host, port = site.url.removeprefix("http://").split(":")
-    found: dict[int, Door] = {}
+    found: dict[int, FrontendConnection] = {}
     while len(found) < 2:
-        door = Door(*await asyncio.open_connection(host, int(port)))
-        pid, workers = await door.workers()
+        connection = FrontendConnection(*await asyncio.open_connection(host, int(port)))
+        pid, workers = await connection.workers()
         if pid in found or len(workers) < len(WORKERS):
-            door.close()
+            connection.close()
         else:
-            found[pid] = door
+            found[pid] = connection
     return found
 
 
@@ -70,35 +70,35 @@ def of_peers(workers: dict[str, dict], name: str) -> int:
 
 def test_a_frontend_sees_its_peers_requests_and_they_go_with_its_peer(deploy):
     async def scenario(site):
-        met = await doors(site)
-        (mine, my_door), (theirs, their_door) = met.items()
+        met = await connections(site)
+        (mine, my_connection), (theirs, their_connection) = met.items()
 
-        async def sees(door, **figures):
-            _, workers = await door.workers()
+        async def sees(connection, **figures):
+            _, workers = await connection.workers()
             return all(of_peers(workers, f"peer_{name}") == value for name, value in figures.items())
 
-        assert await sees(my_door, requests=0)
+        assert await sees(my_connection, requests=0)
         host, port = site.url.removeprefix("http://").split(":")
         streams = []
         while len(streams) < STREAMS:
-            door = Door(*await asyncio.open_connection(host, int(port)))
-            pid, _ = await door.workers()
+            connection = FrontendConnection(*await asyncio.open_connection(host, int(port)))
+            pid, _ = await connection.workers()
             if pid == theirs:
-                await door.begin(f"Tell me of river {len(streams)}. " * 20)
-                streams.append(door)
+                await connection.begin(f"Tell me of river {len(streams)}. " * 20)
+                streams.append(connection)
             else:
-                door.close()
-        await site.until(lambda: sees(my_door, requests=STREAMS, arrivals=STREAMS))
-        assert await sees(their_door, requests=0, arrivals=0)
-        _, workers = await my_door.workers()
+                connection.close()
+        await site.until(lambda: sees(my_connection, requests=STREAMS, arrivals=STREAMS))
+        assert await sees(their_connection, requests=0, arrivals=0)
+        _, workers = await my_connection.workers()
         assert [workers[name]["load"]["peers"] for name in WORKERS] == [1, 1]
         assert not any(workers[name]["open_requests"] for name in WORKERS), "none of them are its own"
 
         psutil.Process(theirs).kill()
-        gone_s = await site.until(lambda: sees(my_door, requests=0, prefill_tokens=0))
+        gone_s = await site.until(lambda: sees(my_connection, requests=0, prefill_tokens=0))
         assert gone_s < 5.0, "a worker hears at once that a process is gone"
-        for door in (*streams, my_door, their_door):
-            door.close()
+        for connection in (*streams, my_connection, their_connection):
+            connection.close()
         assert (await site.tell("Are you still there?", max_tokens=4))[1].completion_tokens == 4
         pids = site.deployment.pids().values()
         assert mine in pids
@@ -109,19 +109,19 @@ def test_a_frontend_sees_its_peers_requests_and_they_go_with_its_peer(deploy):
 
 def test_a_frontend_that_is_started_again_knows_the_workers_before_it_answers(deploy):
     async def scenario(site):
-        met = await doors(site)
-        for door in met.values():
-            door.close()
+        met = await connections(site)
+        for connection in met.values():
+            connection.close()
         psutil.Process(min(met)).kill()
         host, port = site.url.removeprefix("http://").split(":")
         seen = set(met)
         while seen == set(met):
             try:
-                door = Door(*await asyncio.open_connection(host, int(port)))
-                pid, workers = await door.workers()
+                connection = FrontendConnection(*await asyncio.open_connection(host, int(port)))
+                pid, workers = await connection.workers()
             except (ConnectionError, asyncio.IncompleteReadError):  # it went to the one that was killed
                 continue
-            door.close()
+            connection.close()
             seen.add(pid)
             assert {name: worker["condition"] for name, worker in workers.items()} == dict.fromkeys(
                 WORKERS, "ready"

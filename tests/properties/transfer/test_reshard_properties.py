@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
         num_layers=draw(st.integers(1, 4)),
         num_kv_heads=draw(st.sampled_from([1, 2, 4, 8])),
         head_dim=draw(st.integers(1, 2)),
-        dtype="made-up",
+        dtype="unknown",
         element_bytes=draw(st.sampled_from([1, 2])),
         block_size=draw(st.integers(1, 3)),
         planes=draw(st.integers(1, 2)),

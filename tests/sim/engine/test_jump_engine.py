@@ -66,7 +66,7 @@ PROFILED = ProfiledModel(
 
 
 def requests(seed, count, **fields):
-    """Give (at_s, request, stream) of a made-up workload; some are aborted later."""
+    """Give (at_s, request, stream) of a synthetic workload; some are aborted later."""
     rng = random.Random(seed)
     config = WorkloadConfig(**{"requests": count, "rate_per_s": 20.0, "length_sigma": 0.8} | fields)
     for number, session in enumerate(make_sessions(config, rng)):

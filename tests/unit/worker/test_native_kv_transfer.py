@@ -73,7 +73,7 @@ def test_engines_of_other_kinds_are_not_paired():
     run(scene, decode=lambda table: NativeEngine(table, kind="native-2"))
 
 
-def test_a_prefill_worker_killed_after_its_hand_over_costs_nothing():
+def test_a_prefill_worker_killed_after_its_prefill_costs_nothing():
     async def scene(cluster, dispatcher, _, __):
         async with dispatcher.open(tiny_request("a")) as stream:
             await anext(stream)

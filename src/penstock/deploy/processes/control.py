@@ -10,7 +10,7 @@ import msgspec
 from penstock.deploy.messages import Assignment, Beat, ProcessFailed, Report
 
 _RECEIVE_BYTES = 65536
-_news: msgspec.json.Decoder[ProcessFailed] = msgspec.json.Decoder(ProcessFailed)
+_failure: msgspec.json.Decoder[ProcessFailed] = msgspec.json.Decoder(ProcessFailed)
 
 
 class Control:
@@ -20,7 +20,7 @@ class Control:
         """Take ownership of a connected socket."""
         self.pulse: Callable[[], Beat] = Beat
         """Makes the next heartbeat."""
-        self.on_process_failed: Callable[[ProcessFailed], None] = lambda _news: None
+        self.on_process_failed: Callable[[ProcessFailed], None] = lambda _failure: None
         """Called for each failure of another process."""
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
@@ -55,4 +55,4 @@ class Control:
             return
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
-            self.on_process_failed(_news.decode(line))
+            self.on_process_failed(_failure.decode(line))

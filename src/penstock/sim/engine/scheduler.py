@@ -173,9 +173,9 @@ class JumpScheduler:
 
     def commit(self, steps: int) -> Step | None:
         """Commit the first `steps` steps of the plan; None if there is nothing to deliver."""
-        deltas, prefilling, has_news = self._states.commit(steps)
+        deltas, prefilling, has_changed = self._states.commit(steps)
         events = self._take_events()
-        if not (has_news or events):
+        if not (has_changed or events):
             return None
         ids = tuple([self._ids[number] for number in prefilling])
         return Step(deltas=self._deltas(deltas), events=events, prefilling=ids)

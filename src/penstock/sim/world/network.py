@@ -68,7 +68,7 @@ class SimNetwork:
         self._cuts: dict[tuple[str, str], int] = {}
         self._frozen: dict[str, int] = {}
         self._links: dict[Link, None] = {}
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._topology = topology or Topology()
         self._locations: dict[str, Location] = {}
 
@@ -93,7 +93,7 @@ class SimNetwork:
     async def opened(self, one: str, other: str) -> None:
         """Wait while a path is cut."""
         while not self.is_open(one, other):
-            await self._news.wait()
+            await self._changed.wait()
 
     def latency_s(self, one: str, other: str) -> float:
         """Draw the latency of one message between two hosts."""
@@ -138,8 +138,8 @@ class SimNetwork:
         assert not self._frozen, f"hosts still frozen: {sorted(self._frozen)}"
 
     def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
         for link in tuple(self._links):
             link.on_path(is_open=self.is_open(*link.ends))
 

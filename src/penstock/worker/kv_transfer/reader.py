@@ -44,7 +44,7 @@ class Growth:
     tail:           (0 or 1,) uint32, the partial block
     is_whole:       no more blocks follow
     error:          why no more will come
-    news:           set when anything has changed
+    changed:        set when anything has changed
     """
 
     num_blocks_max: int
@@ -53,7 +53,7 @@ class Growth:
     tail: HashArray = field(default_factory=lambda: np.zeros(0, dtype="<u4"))
     is_whole: bool = False
     error: PenstockError | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, message: PinGrown) -> None:
         """Add the blocks of a message; a malformed message fails the transfer."""
@@ -80,11 +80,11 @@ class Growth:
         self.pin_id = message.pin_id
         self.block_ids = np.concatenate((self.block_ids, more))
         self.is_whole = message.is_whole
-        self.news.set()
+        self.changed.set()
 
     def complete(self, handle: KvHandle, block_size: int) -> None:
         """Replace the known blocks by those of the request's handle, which names the whole prompt."""
-        self.news.set()
+        self.changed.set()
         if len(handle.block_ids) % _ID_BYTES:
             self.error = ProtocolError(
                 f"pin {handle.pin_id}: its handle has {len(handle.block_ids)} bytes of block ids, expected a multiple of"
@@ -101,7 +101,7 @@ class Growth:
         """Note that no more blocks will come; ignored once all are known."""
         if not self.is_whole:
             self.error = error
-            self.news.set()
+            self.changed.set()
 
 
 class Reader:
@@ -175,13 +175,13 @@ class Reader:
             PeerLost: the prefill worker is gone.
             ProtocolError: the prefill worker sent a malformed message.
         """
-        while not growth.news.is_set():
+        while not growth.changed.is_set():
             peer.check_alive()
             # `wait_for` of Python 3.11 loses a cancellation that arrives together with the event
             with suppress(TimeoutError):
                 async with asyncio.timeout(_FOLLOW_LOOK_S):
-                    await growth.news.wait()
-        growth.news.clear()
+                    await growth.changed.wait()
+        growth.changed.clear()
         if growth.error is not None:
             raise growth.error
 

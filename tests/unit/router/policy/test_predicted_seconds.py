@@ -161,7 +161,7 @@ def test_requests_behind_wait_for_this_prefill_as_long_as_the_middle_worker_is_b
 def test_who_may_not_get_a_request_says_nothing_of_the_wait():
     columns = {"running_requests": [1, 1, 1], "request_rate_per_s": 200.0}
     columns |= {"queued_prefill_tokens": [400, 900, 900], "eligible": [True, False, True]}
-    # two get 100 a second each; of two waits, 4 and 9 ms, the middle one is the shorter
+    # two get 100 a second each; of two waits, 4 and 9 ms, the median is the shorter
     assert term("queue_externality", **columns)[::2] == pytest.approx([100 * 2 * 0.005 * 0.001] * 2)
     assert term("queue_externality", **columns | {"eligible": [False] * 3}) == pytest.approx([0.0] * 3)
 
@@ -178,7 +178,7 @@ def test_kv_pressure_is_the_wait_of_requests_that_lack_the_held_blocks():
     # 7 and 3 of 100 blocks for 64 ms; half of all are in use then: to the eighth power, 2 wait if anybody does
     half = term("kv_pressure", active_blocks=[43, 47, 93], **columns)
     assert half == pytest.approx([0.07 * 0.064 * 2 / 256, 0.03 * 0.064 * 2 / 256, 0.0])
-    # 10, 6 and no blocks are lacking, 6.4, 3.84 and 0 ms; of 100 requests a second, those of twice the middle one wait as well
+    # 10, 6 and no blocks are missing, 6.4, 3.84 and 0 ms; of 100 requests a second, those of twice the median wait as well
     short = term("kv_pressure", active_blocks=[103, 103, 103], request_rate_per_s=300.0, **columns)
     assert short == pytest.approx([0.07 * 0.064 * (2 + 0.768), 0.03 * 0.064 * (2 + 0.768), 0.0])
 
