@@ -1,6 +1,7 @@
 """The suite of KV tiers, and what is the host tier's own."""
 
 import numpy as np
+import obstore
 import pytest
 
 from penstock.core.descriptors import MemoryKind, Region
@@ -12,6 +13,8 @@ from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.host.host_tier import HostTier
 from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.namespace import Namespace
+from penstock.kv.object.config import PacksConfig
+from penstock.kv.object.packs import ObjectPacks
 from penstock.kv.stored_tier import StoredTier
 from penstock.testing.kv_tier import KvTierSuite
 
@@ -32,6 +35,14 @@ class TestDiskTier(KvTierSuite):
         namespace = Namespace(model_digest="m", dtype="float32", layout="l", block_size=block_size)
         store = SlotFile(self.path, 32 * device.block_bytes, device.block_bytes, namespace)
         return StoredTier(store, Tier.DISK, device, 32)
+
+
+class TestObjectTier(KvTierSuite):
+    def make_tier(self, device, block_size):
+        namespace = Namespace(model_digest="m", dtype="float32", layout="l", block_size=block_size)
+        config = PacksConfig(gather_s=0.001, blocks_max=32)
+        store = obstore.store.MemoryStore()
+        return StoredTier(ObjectPacks(store, device.block_bytes, namespace, config), Tier.OBJECT, device, 32)
 
 
 def test_device_blocks_are_found_in_the_engines_memory():

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
 from penstock.core.wire import HashArray
+from penstock.seams.kv import OffloadPolicy
 
 
 class HeldLoad:
@@ -31,14 +32,24 @@ class HeldTier:
     block_bytes = 32
     num_corrupt = 0
     is_off = False
+    offload_room = 1_000
 
-    def __init__(self, keys: Iterable[int] = (), seconds_per_block: float = 0.0) -> None:
+    def __init__(
+        self,
+        keys: Iterable[int] = (),
+        seconds_per_block: float = 0.0,
+        offload_policy: OffloadPolicy | None = None,
+    ) -> None:
+        self.offload_policy = offload_policy or OffloadPolicy()
         self.keys = set(keys)
         self.storing: set[int] = set()
         self.loads: list[HeldLoad] = []
         self.offloads: list[tuple[list[int], list[BlockId], Callable[[Sequence[BlockId]], None]]] = []
         self.seconds_per_block = seconds_per_block
         self.is_closed = False
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        self.on_change = on_change
 
     @property
     def num_cached(self) -> int:

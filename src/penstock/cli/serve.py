@@ -48,6 +48,11 @@ FLAGS = {
         "PATH:SIZE",
         "files for KV that leaves the device, as /var/cache/kv:100GiB; kept across restarts",
     ),
+    "--kv-object": (
+        "roles.aggregated.kv.object",
+        "URL[:SIZE]",
+        "object store for KV that all workers share, as s3://bucket/path:1TiB or file:///mnt/kv",
+    ),
     "--policy": ("router.policy", "NAME", "routing policy, such as kv or least-loaded (default kv)"),
 }
 """Flag: (path in the graph, placeholder, help). Each is short for `--set PATH=VALUE`."""

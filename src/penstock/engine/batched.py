@@ -127,6 +127,8 @@ class BatchedEngine:
         scheduler = self.scheduler
         while not self._closed:
             plan = scheduler.plan()
+            if self._kv is not None:
+                self._kv.set_idle(not scheduler.has_requests)
             if plan is not None:
                 await self._announce(scheduler.begin(plan))
                 step: Step | None = await self._run(scheduler, plan)

@@ -59,7 +59,7 @@ def create_engine(name: str, spec: EngineSpec) -> Engine:
         given = ", ".join(sorted(spec.args))
         raise ConfigError(f"engine_args: engine {name!r} takes none, got {given}; leave them out")
     if spec.kv.present() and not kind.has_kv_tiers:
-        given = ", ".join(f"{tier} {size}" for tier, size in spec.kv.present().items())
+        given = ", ".join(spec.kv.present())
         having = ", ".join(each for each, kind in _KINDS.items() if kind.has_kv_tiers)
         raise ConfigError(
             f"kv: engine {name!r} has no KV tiers below its device, got {given}; use engine {having}, or leave kv out"
@@ -144,7 +144,8 @@ def _paged(spec: EngineSpec) -> Engine:
 
 
 def _tiers(spec: EngineSpec, digest: Callable[[], str]) -> TierMaker | None:
-    return tier_maker(spec.kv, worker=f"{spec.role}.{spec.index}", model_digest=digest)
+    worker = f"{spec.role}.{spec.index}"
+    return tier_maker(spec.kv, worker=worker, model_digest=digest, hash_key=spec.hash_key)
 
 
 def _openai(spec: EngineSpec) -> Engine:

@@ -1,4 +1,4 @@
-"""A digest of a checkpoint's weights, or an adapter's: KV on disks is of these weights alone."""
+"""A digest of a checkpoint's weights, or an adapter's: KV that outlives a worker is of these weights alone."""
 
 import hashlib
 from pathlib import Path
@@ -29,5 +29,5 @@ def weights_digest(directory: str) -> str:
                 while piece := opened.read(_PIECE_BYTES):
                     digest.update(piece)
     except OSError as error:
-        raise ConfigError(f"kv.disk: the weights cannot be read for their digest: {error}") from error
+        raise ConfigError(f"kv: the weights cannot be read for their digest: {error}") from error
     return digest.hexdigest()

@@ -75,18 +75,24 @@ class CircuitBreaker:
             self._is_probing = False
             self._turn_off(min(2 * self._pause_s, self._pause_max_s))
         elif self.is_on and self._failures >= self._failures_max:
-            self._turn_off(self._first_pause_s)
-            get_logger().warning(
-                "kv_tier_off",
-                tier=self.name,
-                error=str(error),
-                effect="blocks are computed instead; the tier is tried again after the pause",
-                retry_s=self._pause_s,
-            )
+            self.trip(error)
 
     def abandoned(self, attempt: Attempt) -> None:
         """Report that an operation was cancelled, which says nothing about the tier."""
         self._is_probing &= not attempt.is_probe
+
+    def trip(self, error: Exception) -> None:
+        """Turn it off at once, with one warning; no effect if it is off."""
+        if not self.is_on:
+            return
+        self._turn_off(self._first_pause_s)
+        get_logger().warning(
+            "kv_tier_off",
+            tier=self.name,
+            error=str(error),
+            effect="blocks are computed instead; the tier is tried again by itself",
+            retry_s=self._pause_s,
+        )
 
     def _turn_off(self, pause_s: float) -> None:
         self._pause_s = pause_s

@@ -33,8 +33,16 @@ class BlockStore(Protocol):
         *,
         parent: int | None = None,
         timeout_s: float | None = None,
+        on_copied: Callable[[], None] | None = None,
     ) -> int:
         """Store blocks; returns how many leading ones are held, or will be.
+
+        Args:
+            block_hashes: (n, 2) uint64, each block the child of the one before it.
+            sources: n buffers.
+            parent: low64 of the first block's parent, None at the root.
+            timeout_s: deadline, None for none.
+            on_copied: called once if sources are read no more some time before this ends.
 
         Raises:
             TransferError: it failed.
@@ -72,14 +80,23 @@ class GuardedStore:
             return 0  # says nothing about the tier
         return await self._try(lambda: self._store.load(block_hashes, targets, timeout_s=self._timeout_s))
 
-    async def store(self, block_hashes: HashArray, sources: Buffers, *, parent: int | None = None) -> int:
-        """Store blocks; returns how many leading ones are held, 0 after an error.
+    async def store(
+        self,
+        block_hashes: HashArray,
+        sources: Buffers,
+        *,
+        parent: int | None = None,
+        on_copied: Callable[[], None] | None = None,
+    ) -> int:
+        """Store blocks, with arguments as above; returns how many leading ones are held, 0 after an error.
 
         Raises:
             ValueError: a source has another size.
         """
         return await self._try(
-            lambda: self._store.store(block_hashes, sources, parent=parent, timeout_s=self._timeout_s)
+            lambda: self._store.store(
+                block_hashes, sources, parent=parent, timeout_s=self._timeout_s, on_copied=on_copied
+            )
         )
 
     async def _try(self, operation: Callable[[], Awaitable[int]]) -> int:

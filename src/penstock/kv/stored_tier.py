@@ -1,4 +1,4 @@
-"""A KV tier over a store of blocks with its own threads or connections: a `SlotFile` on a disk."""
+"""A KV tier over a store of blocks with its own threads or connections: a `SlotFile` on a disk, `ObjectPacks` in an object store."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,9 +14,13 @@ from penstock.kv.breaker import CircuitBreaker
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.guarded import BlockStore, GuardedStore
 from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
+from penstock.seams.kv import OffloadPolicy
 
 _TIMEOUT_S = 10.0
 """Timeout of an offload. The loader cancels late loads earlier."""
+_AHEAD_S = 2.0
+"""Offloads under way are at most what the store takes in so many seconds."""
+_AHEAD_BLOCKS_MIN = 32
 
 
 class OwnedStore(BlockStore, Protocol):
@@ -30,6 +34,24 @@ class OwnedStore(BlockStore, Protocol):
     @property
     def num_mismatched(self) -> int:
         """Blocks whose bytes did not match their checksum, since it was opened."""
+        ...
+
+    @property
+    def storing_room(self) -> int:
+        """Blocks that `store` would take now."""
+        ...
+
+    def start(self, on_change: Callable[[], None], on_failed: Callable[[Exception], None]) -> None:
+        """Begin, on the event loop.
+
+        Args:
+            on_change: called when `take_events` may return more without a load or store.
+            on_failed: called if it cannot be reached at the start; it goes on trying.
+        """
+        ...
+
+    def newest(self, count: int) -> HashArray:
+        """Give the hashes of up to `count` held blocks to measure loads with: (n, 2) uint64, empty if it knows none."""
         ...
 
     def take_events(self) -> tuple[KvEvent, ...]:
@@ -65,7 +87,14 @@ class _Load:
 class StoredTier:
     """A `KvTier` over an `OwnedStore`, which a circuit breaker turns off while it fails or hangs."""
 
-    def __init__(self, store: OwnedStore, tier: Tier, device: DeviceBlocks, num_blocks: int) -> None:
+    def __init__(
+        self,
+        store: OwnedStore,
+        tier: Tier,
+        device: DeviceBlocks,
+        num_blocks: int,
+        offload_policy: OffloadPolicy | None = None,
+    ) -> None:
         """Take over a store, which `close` closes.
 
         Args:
@@ -73,16 +102,21 @@ class StoredTier:
             tier: where it is, for events.
             device: the engine's blocks.
             num_blocks: how many it can keep.
+            offload_policy: how blocks are offloaded to it; None for all of them at once.
         """
         self.tier = tier
         self.num_blocks = num_blocks
         self.block_bytes = device.block_bytes
+        self.offload_policy = offload_policy or OffloadPolicy()
         self._store = store
         self._device = device
         self._breaker = CircuitBreaker(tier.value)
         self._guarded = GuardedStore(store, self._breaker, timeout_s=_TIMEOUT_S)
         self._speed = MeasuredSpeed(half_life_s=LOAD_HALF_LIFE_S)
-        self._waiting_blocks = 0
+        self._store_speed = MeasuredSpeed()
+        self._on_change: Callable[[], None] = lambda: None
+        self._waiting_blocks = 0  # of loads
+        self._storing_blocks = 0
         self._tasks: set[asyncio.Task[int]] = set()
         self._is_closed = False
 
@@ -100,6 +134,23 @@ class StoredTier:
     def num_corrupt(self) -> int:
         """Blocks whose bytes did not match their checksum, since start."""
         return self._store.num_mismatched
+
+    @property
+    def offload_room(self) -> int:
+        """Blocks that `offload` would take now: as many as the store takes in two seconds, none while it is off."""
+        if self._is_closed or not self._breaker.lets_through:
+            return 0
+        ahead = self._store.storing_room
+        if self._store_speed.is_known:
+            each_s = self._store_speed.seconds(1)
+            soon = int(_AHEAD_S / each_s) if each_s else ahead
+            ahead = min(ahead, max(soon, _AHEAD_BLOCKS_MIN) - self._storing_blocks)
+        return max(ahead, 0)
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Begin; a store that cannot be reached turns it off with one warning."""
+        self._on_change = on_change
+        self._store.start(on_change, self._breaker.trip)
 
     def locate(self, block_hashes: HashArray) -> int:
         """Count the leading blocks that it keeps; none while it is off."""
@@ -133,12 +184,31 @@ class StoredTier:
     ) -> Sequence[BlockId]:
         """Begin to store the blocks of a prefix that it does not keep yet."""
         kept = self._store.locate(block_hashes)
-        read = list(block_ids[kept:])
-        if not read or self._is_closed or not self._breaker.lets_through:
+        end = min(len(block_ids), kept + self.offload_room)
+        read = list(block_ids[kept:end])
+        if not read:
             return ()
         parent = int(block_hashes[kept - 1, 0]) if kept else None
-        task = self._begin(self._guarded.store(block_hashes[kept:], self._device.views(read), parent=parent))
-        task.add_done_callback(lambda _: done(read))
+        started_s = perf_counter()
+        self._storing_blocks += len(read)
+        is_copied = False
+
+        def on_copied() -> None:
+            nonlocal is_copied
+            if not is_copied:
+                is_copied = True
+                done(read)
+
+        def on_end(ended: "asyncio.Task[int]") -> None:
+            self._storing_blocks -= len(read)
+            if _result(ended):
+                self._store_speed.measure(len(read), perf_counter() - started_s)
+            on_copied()
+            self._on_change()
+
+        views = self._device.views(read)
+        store = self._guarded.store(block_hashes[kept:end], views, parent=parent, on_copied=on_copied)
+        self._begin(store).add_done_callback(on_end)
         return read
 
     def take_events(self) -> tuple[KvEvent, ...]:
@@ -146,7 +216,7 @@ class StoredTier:
         return self._store.take_events()
 
     def clear(self) -> None:
-        """Forget all blocks."""
+        """Forget all blocks; those that are shared with other workers stay theirs."""
         self._store.clear()
 
     async def close(self) -> None:

@@ -1,11 +1,33 @@
 """The KV tier seam: blocks kept outside an engine's device, and copied to and from its blocks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
 from penstock.core.wire import HashArray
+
+
+class Admission(StrEnum):
+    """Which blocks a tier is given."""
+
+    ALL = "all"
+    SEEN_TWICE = "seen-twice"
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPolicy:
+    """How blocks are offloaded to a tier.
+
+    Attributes:
+        admission: all blocks, or those that a second request has used.
+        bytes_per_s: most bytes copied to it each second while requests are running; None for no such bound.
+    """
+
+    admission: Admission = Admission.ALL
+    bytes_per_s: float | None = None
 
 
 class KvLoad(Protocol):
@@ -27,11 +49,21 @@ class KvTier(Protocol):
         tier: where it keeps them, for events.
         num_blocks: how many it can keep.
         block_bytes: size of one.
+        offload_policy: how blocks are offloaded to it.
     """
 
     tier: Tier
     num_blocks: int
     block_bytes: int
+    offload_policy: OffloadPolicy
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Begin, on the event loop and before any other method.
+
+        Args:
+            on_change: to be called when it has events or room that no `done` tells of.
+        """
+        ...
 
     @property
     def num_cached(self) -> int:
@@ -46,6 +78,11 @@ class KvTier(Protocol):
     @property
     def num_corrupt(self) -> int:
         """Blocks whose bytes did not match their checksum, since start; they are never served."""
+        ...
+
+    @property
+    def offload_room(self) -> int:
+        """Blocks that `offload` would take now; others wait on the device."""
         ...
 
     def locate(self, block_hashes: HashArray) -> int:

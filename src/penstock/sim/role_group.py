@@ -207,6 +207,11 @@ def _lower_blocks(
     role: Role, spec: RoleSpec, num_blocks: int, block_bytes: float
 ) -> Iterator[tuple[Tier, int]]:
     for tier, size in spec.kv.present().items():
+        if not size:
+            raise ConfigError(
+                f"roles.{role}.kv.{tier}: {spec.kv.object.url} has no size, which a simulation needs; give it, as"
+                f" {spec.kv.object.url}:100GiB"
+            )
         try:
             yield tier, size.blocks(num_blocks, block_bytes)
         except ConfigError as error:

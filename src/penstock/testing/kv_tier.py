@@ -44,12 +44,14 @@ class Stage:
         return content
 
     async def offload(self, hashes: HashArray, block_ids: Sequence[int]) -> list[int]:
-        """Offload and wait; returns the blocks that were read."""
+        """Offload and wait until the tier keeps all of them; returns the blocks that were read."""
         done: asyncio.Future[Sequence[BlockId]] = asyncio.get_running_loop().create_future()
         read = self.tier.offload(hashes, [BlockId(number) for number in block_ids], done.set_result)
         if read:
             async with asyncio.timeout(_TIMEOUT_S):
                 assert list(await done) == list(read), "done gets the blocks that offload returned"
+                while self.tier.locate(hashes) < len(hashes):  # noqa: ASYNC110 - it may be kept after the copy
+                    await asyncio.sleep(0.001)
         return list(read)
 
     async def load(self, hashes: HashArray, targets: Sequence[int], *, cancels: bool = False) -> int:
@@ -76,6 +78,7 @@ class KvTierSuite:
     async def stage(self) -> AsyncIterator[Stage]:
         memory = np.zeros((DEVICE_BLOCKS, BLOCK_BYTES), np.uint8)
         tier = self.make_tier(DeviceBlocks(memory.ctypes.data, BLOCK_BYTES, memory), BLOCK_SIZE)
+        tier.start(lambda: None)
         try:
             yield Stage(tier, memory)
         finally:
@@ -96,6 +99,7 @@ class KvTierSuite:
             assert await stage.offload(hashes, range(6)) == list(range(6))
             assert (stage.tier.num_cached, stage.tier.block_bytes) == (6, BLOCK_BYTES)
             assert not stage.tier.is_off
+            assert stage.tier.offload_room > 0
             stage.memory[:] = 0
             assert stage.tier.locate(hashes) == 6
             assert await stage.load(hashes, range(40, 46)) == 6

@@ -343,7 +343,7 @@ def test_sizes_that_no_tier_can_have_are_refused(text, why):
 def test_tiers_that_are_only_simulated_are_refused():
     with pytest.raises(ConfigError, match=r"disk: 5x and no path; give both"):
         tier_maker(KvConfig.model_validate({"disk": "5x"}))
-    with pytest.raises(ConfigError, match=r"simulates the object tier alone"):
+    with pytest.raises(ConfigError, match=r"object: 5x and no url; give both"):
         tier_maker(KvConfig.model_validate({"object": "5x"}))
     assert tier_maker(KvConfig()) is None
 

@@ -28,7 +28,7 @@ class Store:
     async def load(self, block_hashes, targets, *, timeout_s=None):
         return await self._answer(block_hashes, timeout_s)
 
-    async def store(self, block_hashes, sources, *, parent=None, timeout_s=None):
+    async def store(self, block_hashes, sources, *, parent=None, timeout_s=None, on_copied=None):
         return await self._answer(block_hashes, timeout_s)
 
     async def _answer(self, block_hashes, timeout_s):

@@ -31,7 +31,7 @@ class Store:
             raise TransferError("the disk is gone")
         return len(targets)
 
-    async def store(self, block_hashes, sources, *, parent=None, timeout_s=None):
+    async def store(self, block_hashes, sources, *, parent=None, timeout_s=None, on_copied=None):
         return len(sources)
 
     def take_events(self):

@@ -1,21 +1,54 @@
 """What may be set for the KV tiers of a role."""
 
-from typing import Any
+import re
+from typing import Any, Self
+from urllib.parse import urlsplit
 
 import pydantic
 
-from penstock.core.config import Config
+from penstock.core.config import Config, wrong
 from penstock.core.types.events import Tier
 from penstock.engine.kv_tiers.size import Size, TierSize
+from penstock.seams.kv import Admission, OffloadPolicy
+
+_NONE = TierSize(0, "B")
+_SCHEMES = ("s3", "gs", "az", "file")
+_SECRET = re.compile(r"secret|token|password|credential|access_key|account_key|sas")
 
 
-class DiskConfig(Config):
+class _LowerTier(Config):
+    """What tiers below the host have in common."""
+
+    size: Size = _NONE
+    admit: Admission = Admission.ALL
+    offload_bytes_per_s: Size = _NONE
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        """How blocks are offloaded to it."""
+        return OffloadPolicy(self.admit, float(self.offload_bytes_per_s.num_bytes) or None)
+
+    @pydantic.field_validator("offload_bytes_per_s")
+    @classmethod
+    def _check_bytes(cls, size: TierSize) -> TierSize:
+        try:
+            _ = size.num_bytes
+        except ValueError as error:
+            raise wrong(str(error)) from error
+        return size
+
+
+class DiskConfig(_LowerTier):
     """A KV tier on a local drive; `PATH:SIZE` is short for both fields, and a size alone is only simulated."""
 
     path: str = ""
     """File of the tier; each worker has one of its own, PATH.ROLE.NUMBER. Its content is kept across restarts."""
-    size: Size = TierSize(0, "B")
+    size: Size = _NONE
     """Of each worker's file, reserved at the start."""
+    admit: Admission = Admission.ALL
+    """Blocks to write: `all`, or those that a second request has used (`seen-twice`)."""
+    offload_bytes_per_s: Size = _NONE
+    """Most bytes written in a second while requests are running, as 200MB; 0 is no bound."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -26,17 +59,96 @@ class DiskConfig(Config):
         return data
 
 
+class ObjectConfig(_LowerTier):
+    """A KV tier in an object store, which all workers with the same URL share; `URL:SIZE` is short for both fields, and a size alone is only simulated."""
+
+    url: str = ""
+    """`s3://bucket/path`, `gs://bucket/path`, `az://container/path` or `file:///directory`; packs of blocks are under `kv/` there. Credentials come from the environment, such as AWS_ACCESS_KEY_ID."""
+    size: Size = _NONE
+    """Of all packs under `kv/`, also of other models; beyond it workers delete the oldest. 0 is no bound: the bucket's own rules may delete packs."""
+    options: dict[str, str] = pydantic.Field(default_factory=dict)
+    """Settings of the store that are no secrets, by obstore's names, such as `endpoint` and `region`."""
+    pack_size: Size = TierSize(16, "MiB")
+    """Of one object: blocks that are offloaded at about the same time share one."""
+    refresh_s: float = pydantic.Field(default=15.0, ge=0.1, le=3600)
+    """Seconds between two lists of the store, by which a worker finds the packs of others."""
+    admit: Admission = Admission.ALL
+    """Blocks to put: `all`, or those that a second request has used (`seen-twice`)."""
+    offload_bytes_per_s: Size = _NONE
+    """Most bytes that each worker puts in a second while requests are running, as 200MB; 0 is no bound."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _unfold(cls, data: Any) -> Any:
+        if not isinstance(data, str | int | float) or isinstance(data, bool):
+            return data
+        text = str(data)
+        url, _, size = text.rpartition(":")
+        if "://" not in text:
+            return {"size": data}
+        return {"url": url, "size": size} if TierSize.is_size(size) else {"url": text}
+
+    @pydantic.field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        if not url:
+            return url
+        parts = urlsplit(url)
+        if parts.scheme == "memory":
+            raise wrong(f"{url} is memory of one process, which nobody shares; set kv.host instead")
+        if parts.scheme not in _SCHEMES:
+            raise wrong(f"must begin with {', '.join(f'{each}://' for each in _SCHEMES)}, got {url!r}")
+        if parts.scheme == "file" and (parts.netloc or parts.path in {"", "/"}):
+            raise wrong(f"must name a directory from the root, as file:///mnt/kv, got {url!r}")
+        if parts.scheme != "file" and not parts.netloc:
+            raise wrong(f"must name a bucket, as {parts.scheme}://bucket/path, got {url!r}")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise wrong(
+                f"must be {parts.scheme}://bucket/path alone; credentials go into the environment, settings into options"
+            )
+        return url
+
+    @pydantic.field_validator("options")
+    @classmethod
+    def _check_options(cls, options: dict[str, str]) -> dict[str, str]:
+        for name in options:
+            if _SECRET.search(name.lower()):
+                raise wrong(
+                    f"{name} is a secret, and graphs are not; set it in the environment, as AWS_{name.upper().removeprefix('AWS_')}"
+                )
+        return options
+
+    @pydantic.field_validator("pack_size")
+    @classmethod
+    def _check_pack_size(cls, size: TierSize) -> TierSize:
+        try:
+            num_bytes = size.num_bytes
+        except ValueError as error:
+            raise wrong(str(error)) from error
+        if not 1 <= num_bytes <= 1 << 30:
+            raise wrong(f"must be more than 0 and at most 1GiB, got {size}")
+        return size
+
+    @pydantic.model_validator(mode="after")
+    def _check_options_have_a_url(self) -> Self:
+        if self.options and not self.url:
+            raise wrong("options: are of a store; give its url too")
+        return self
+
+
 class KvConfig(Config):
     """KV tiers below the devices of each worker: a size as `8GiB`, or a multiple of the device's blocks as `5x`; 0 is no tier."""
 
-    host: Size = TierSize(0, "B")
+    host: Size = _NONE
     """Memory of the worker's machine: keeps blocks of requests that leave the batch, and loads them where that is quicker than computing."""
     disk: DiskConfig = DiskConfig()
     """Local drive, likewise."""
-    object: Size = TierSize(0, "B")
-    """Object store. Only simulated in this version."""
+    object: ObjectConfig = ObjectConfig()
+    """Object store, likewise: what one worker puts there, all load."""
 
     def present(self) -> dict[Tier, TierSize]:
-        """Return the configured tiers, nearest first."""
-        sizes = {Tier.HOST: self.host, Tier.DISK: self.disk.size, Tier.OBJECT: self.object}
-        return {tier: size for tier, size in sizes.items() if size}
+        """Return the configured tiers, nearest first. An object store may have size 0: no bound."""
+        sizes = {Tier.HOST: self.host, Tier.DISK: self.disk.size, Tier.OBJECT: self.object.size}
+        return {
+            tier: size for tier, size in sizes.items() if size or (tier == Tier.OBJECT and self.object.url)
+        }

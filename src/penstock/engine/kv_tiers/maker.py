@@ -1,11 +1,15 @@
 """Makes the KV tiers of an engine from its configuration."""
 
+import hashlib
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError, TransferError
 from penstock.core.types.events import Tier
-from penstock.engine.kv_tiers.config import KvConfig
+from penstock.engine.kv_tiers.config import DiskConfig, KvConfig, ObjectConfig
 from penstock.engine.kv_tiers.size import TierSize
 from penstock.engine.runner import RunnerInfo
 from penstock.kv.device_blocks import DeviceBlocks
@@ -13,36 +17,37 @@ from penstock.kv.disk.data import ALIGNMENT
 from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.host.host_tier import HostTier
 from penstock.kv.namespace import Namespace
+from penstock.kv.object.config import PacksConfig
+from penstock.kv.object.packs import ObjectPacks
 from penstock.kv.stored_tier import StoredTier
 from penstock.seams.kv import KvTier
 
 TierMaker = Callable[[RunnerInfo, Sequence[Sequence[object]]], Sequence[KvTier]]
 """Makes tiers for an engine that has loaded its model, from its info and its KV memory; raises ConfigError."""
 
+_KNOWN_BLOCKS_MAX = 1 << 20
+"""Blocks of an object store that a worker knows at most: 250 MB of memory, and with blocks of 2 MiB 2 TiB of KV."""
+
 
 def tier_maker(
-    config: KvConfig, *, worker: str = "worker", model_digest: Callable[[], str] = lambda: ""
+    config: KvConfig,
+    *,
+    worker: str = "worker",
+    model_digest: Callable[[], str] = lambda: "",
+    hash_key: bytes = b"",
 ) -> TierMaker | None:
     """Return what makes the configured tiers; None without any.
 
     Args:
         config: the tiers.
         worker: name of the worker, which its file on a disk ends with.
-        model_digest: computes a digest of all weights; called for a tier that outlives the worker.
+        model_digest: computes a digest of all weights; called once, for tiers that outlive the worker.
+        hash_key: the deployment's key of block hashes; workers with another key cannot use its blocks.
 
     Raises:
-        ConfigError: a tier is only simulated, or a disk has no path.
+        ConfigError: a tier can only be simulated, or its packages are missing.
     """
-    if config.object:
-        raise ConfigError(
-            f"kv.object: {config.object}: this version simulates the object tier alone; set kv.host or kv.disk, or run"
-            " `penstock simulate`"
-        )
-    if config.disk.size and not config.disk.path:
-        raise ConfigError(
-            f"kv.disk: {config.disk.size} and no path; give both, as /var/cache/kv:{config.disk.size}; a size alone can only"
-            " be simulated"
-        )
+    _check(config)
     if not config.present():
         return None
 
@@ -51,13 +56,35 @@ def tier_maker(
         tiers: list[KvTier] = []
         if config.host:
             tiers.append(HostTier(device, _blocks("host", config.host, info, device), info.block_size))
+        if not (config.disk.size or config.object.url):
+            return tiers
+        namespace = _namespace(model_digest(), info)
         if config.disk.size:
-            num_blocks = _blocks("disk", config.disk.size, info, device)
             path = Path(f"{config.disk.path}.{worker}")
-            tiers.append(_disk_tier(path, model_digest(), info=info, device=device, num_blocks=num_blocks))
+            tiers.append(_disk_tier(path, config.disk, namespace, info=info, device=device))
+        if config.object.url:
+            salt = hashlib.blake2b(hash_key, digest_size=16).digest()
+            tiers.append(_object_tier(config.object, replace(namespace, salt=salt), info=info, device=device))
         return tiers
 
     return make
+
+
+def _check(config: KvConfig) -> None:
+    disk, store = config.disk, config.object
+    if disk.size and not disk.path:
+        raise ConfigError(
+            f"kv.disk: {disk.size} and no path; give both, as /var/cache/kv:{disk.size}; a size alone can only be simulated"
+        )
+    if store.size and not store.url:
+        raise ConfigError(
+            f"kv.object: {store.size} and no url; give both, as s3://bucket/path:{store.size}; a size alone can only be"
+            " simulated"
+        )
+    if store.url and find_spec("obstore") is None:
+        raise ConfigError(
+            f"kv.object: {store.url} needs obstore, which is not installed: pip install 'penstock[object]'"
+        )
 
 
 def _blocks(tier: str, size: TierSize, info: RunnerInfo, device: DeviceBlocks) -> int:
@@ -67,24 +94,57 @@ def _blocks(tier: str, size: TierSize, info: RunnerInfo, device: DeviceBlocks) -
         raise ConfigError(f"kv.{tier}: {error.message}") from error
 
 
-def _disk_tier(path: Path, digest: str, *, info: RunnerInfo, device: DeviceBlocks, num_blocks: int) -> KvTier:
-    """Open a worker's slot file.
-
-    Raises:
-        ConfigError: the file cannot be opened, is another process's, or holds KV of another model.
-    """
+def _namespace(digest: str, info: RunnerInfo) -> Namespace:
     assert info.kv_layout is not None, "DeviceBlocks found one"
     layout = info.kv_layout
-    namespace = Namespace(
+    return Namespace(
         model_digest=digest,
         dtype=layout.dtype,
         layout=f"{layout.ranks[0].order} {layout.num_layers} {layout.num_kv_heads} {layout.head_dim}",
         block_size=info.block_size,
     )
+
+
+def _disk_tier(
+    path: Path, config: DiskConfig, namespace: Namespace, *, info: RunnerInfo, device: DeviceBlocks
+) -> KvTier:
+    """Open a worker's slot file.
+
+    Raises:
+        ConfigError: the file cannot be opened, is another process's, or holds KV of another model.
+    """
+    num_blocks = _blocks("disk", config.size, info, device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         slot_bytes = -(-device.block_bytes // ALIGNMENT) * ALIGNMENT
         store = SlotFile(path, num_blocks * slot_bytes, device.block_bytes, namespace)
     except (OSError, TransferError) as error:
         raise ConfigError(f"kv.disk: {path}: {error}") from error
-    return StoredTier(store, Tier.DISK, device, num_blocks)
+    return StoredTier(store, Tier.DISK, device, num_blocks, config.offload_policy)
+
+
+def _object_tier(
+    config: ObjectConfig, namespace: Namespace, *, info: RunnerInfo, device: DeviceBlocks
+) -> KvTier:
+    """Make the tier of an object store; nothing is sent yet.
+
+    Raises:
+        ConfigError: the URL or an option is wrong.
+    """
+    num_blocks = _KNOWN_BLOCKS_MAX
+    budget_bytes = None
+    if config.size:
+        num_blocks = _blocks("object", config.size, info, device)
+        budget_bytes = num_blocks * device.block_bytes
+        num_blocks = min(num_blocks, _KNOWN_BLOCKS_MAX)
+    packs = PacksConfig(
+        pack_bytes=config.pack_size.num_bytes,
+        refresh_s=config.refresh_s,
+        blocks_max=num_blocks,
+        budget_bytes=budget_bytes,
+    )
+    try:
+        store = ObjectPacks(config.url, device.block_bytes, namespace, packs, options=config.options)
+    except TransferError as error:
+        raise ConfigError(f"kv.object: {error}") from error
+    return StoredTier(store, Tier.OBJECT, device, num_blocks, config.offload_policy)

@@ -37,6 +37,12 @@ class TierSize:
             )
         return cls(float(match[1]), match[2] or "B")
 
+    @staticmethod
+    def is_size(text: str) -> bool:
+        """Say whether `parse` would read it."""
+        match = _SIZE.fullmatch(text.strip())
+        return match is not None and (match[2] is not None or not float(match[1]))
+
     def __bool__(self) -> bool:
         return self.number > 0
 
@@ -73,6 +79,17 @@ class TierSize:
                 f" {_MULTIPLE_MAX:,} times"
             )
         return count
+
+    @property
+    def num_bytes(self) -> int:
+        """In bytes.
+
+        Raises:
+            ValueError: it is a multiple of the device's blocks.
+        """
+        if self.unit == "x":
+            raise ValueError(f"must be bytes, as 16MiB, got {self}, a multiple of the device's blocks")
+        return int(self.number * _UNITS[self.unit])
 
 
 Size = Annotated[

@@ -138,6 +138,11 @@ class Scheduler:
 
     # ---- one step -------------------------------------------------------------------------------------
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request runs or waits."""
+        return bool(self._by_id)
+
     def plan(self) -> StepPlan | None:
         """Choose what to compute next; None if there is nothing (`take_step` may still return events)."""
         self.check_between_steps()

@@ -12,6 +12,8 @@ from penstock.kv.disk.records import RECORD, Records
 from penstock.kv.pool.eviction import EvictionPolicy
 from penstock.kv.pool.pool import BlockPool
 
+_NEWEST = 64
+
 
 class SlotIndex:
     """Which block each slot has, and which blocks were used last. Not thread-safe; one task owns it.
@@ -19,6 +21,7 @@ class SlotIndex:
     Attributes:
         pool: its blocks are the slots; each reader or writer of a slot holds a reference.
         is_on_disk: (num_slots,) bool, whether the record file has a record that is not zero.
+        newest: (n, 2) uint64, a few blocks that were used last when the file was opened.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class SlotIndex:
         self.pool.allocate(len(records))
         rows = records[order]
         hashes, parents = np.ascontiguousarray(rows["hash"]), rows["parent"]
+        self.newest: HashArray = hashes[:_NEWEST]
         slots = [BlockId(slot) for slot in order.tolist()]
         begins = np.concatenate([[True], parents[1:] != hashes[:-1, 0]])[: len(slots)]
         for start, end in pairwise([*np.flatnonzero(begins).tolist(), len(slots)]):

@@ -135,9 +135,22 @@ class SlotFile:
         return self.counts.mismatched
 
     @property
+    def storing_room(self) -> int:
+        """Blocks that `store` would take now."""
+        return max(self._storing_max - len(self._storing), 0)
+
+    @property
     def is_direct(self) -> bool:
         """Whether it is read and written with O_DIRECT."""
         return self._data.is_direct
+
+    def start(self, on_change: Callable[[], None], on_failed: Callable[[Exception], None]) -> None:
+        """Do nothing: it opens the file when it is made, and changes by loads and stores alone."""
+
+    def newest(self, count: int) -> HashArray:
+        """Give the hashes of up to `count` held neighbours that were used last when it was opened: (n, 2) uint64."""
+        hashes = self._index.newest[:count]
+        return hashes[: self.locate(hashes)]
 
     def locate(self, block_hashes: HashArray) -> int:
         """Count the leading blocks that are held.
@@ -212,6 +225,7 @@ class SlotFile:
         *,
         parent: int | None = None,
         timeout_s: float | None = None,
+        on_copied: Callable[[], None] | None = None,  # noqa: ARG002 - sources are written to the disk themselves
     ) -> int:
         """Store the blocks that are not held yet, in free slots or those of the least recently used blocks.
 
@@ -221,6 +235,7 @@ class SlotFile:
                 block being written then fails its checksum and is never served.
             parent: low64 of the first block's parent, None at the root.
             timeout_s: deadline, None for none.
+            on_copied: never called.
 
         Returns:
             how many leading blocks are held now.

@@ -18,6 +18,7 @@ from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import block_keys, commit_runs, split_prefix
+from penstock.seams.kv import OffloadPolicy
 from penstock.transfer.regions.arena import Arena
 from penstock.transfer.regions.checksum import checksum_ranges
 from penstock.transfer.regions.free_memory import free_memory_bytes
@@ -52,6 +53,7 @@ class HostTier:
 
     tier = Tier.HOST
     is_off = False
+    offload_policy = OffloadPolicy()
 
     def __init__(self, device: DeviceBlocks, num_blocks: int, block_size: int) -> None:
         """Allocate the memory; `close` releases it.
@@ -84,6 +86,14 @@ class HostTier:
     def num_cached(self) -> int:
         """Blocks that it keeps."""
         return self._pool.num_cached
+
+    @property
+    def offload_room(self) -> int:
+        """Blocks that it can keep: copies within a host are quick."""
+        return self.num_blocks
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Do nothing: it changes by loads and offloads alone."""
 
     def locate(self, block_hashes: HashArray) -> int:
         """Count the leading blocks that it keeps."""

@@ -28,7 +28,7 @@ class KvManager:
         compute_s: ComputeSeconds | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Manage tiers, which `close` closes.
+        """Manage tiers, which it starts and `close` closes.
 
         Args:
             pool: the device's blocks.
@@ -44,21 +44,25 @@ class KvManager:
         self._on_change = on_change
         self._on_room: Callable[[], None] = lambda: None
         self._counters = {tier.tier: TierCounters() for tier in tiers}
+        clock = clock or LoopClock()
         self._loader = Loader(
             pool,
             self.tiers,
             compute_s or self._measured_s,
             on_change=self._changed,
             counters=self._counters,
-            clock=clock or LoopClock(),
+            clock=clock,
         )
-        self._offloader = Offloader(pool, self.tiers, self._changed, self._counters)
+        self._offloader = Offloader(pool, self.tiers, self._changed, self._counters, clock)
+        for tier in self.tiers:
+            tier.start(self._on_tier_change)
         self.choose_runs = self._loader.choose_runs
         self.is_under_way = self._loader.is_under_way
         self.take_arrived = self._loader.take_arrived
         self.cancel = self._loader.cancel
         self.begin = self._loader.begin
         self.offload = self._offloader.offload
+        self.set_idle = self._offloader.set_idle
 
     @property
     def num_blocks(self) -> int:
@@ -128,11 +132,16 @@ class KvManager:
     async def close(self) -> None:
         """Cancel all loads and close the tiers. Safe twice."""
         self._loader.close()
+        self._offloader.close()
         for tier in self.tiers:
             await tier.close()
 
     def _measured_s(self, new_tokens: int, cached_tokens: int) -> float | None:  # noqa: ARG002 - depth is not measured
         return self.prefill.seconds(new_tokens) if self.prefill.is_known else None
+
+    def _on_tier_change(self) -> None:
+        self._offloader.go_on()
+        self._on_change()
 
     def _changed(self) -> None:
         self._on_room()

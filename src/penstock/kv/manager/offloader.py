@@ -2,18 +2,34 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from penstock.core.ids import BlockId
 from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
+from penstock.kv.manager.admission import SeenBlocks
+from penstock.kv.manager.budget import Budget
+from penstock.kv.manager.clock import Clock, Timer
 from penstock.kv.manager.counters import TierCounters
 from penstock.kv.pool.pool import BlockPool
-from penstock.seams.kv import KvTier
+from penstock.seams.kv import Admission, KvTier
 
 _PINNED_SHARE = 8
 """At most one in so many device blocks is pinned for copies. Others wait unpinned, and are dropped if evicted first."""
 _WAITING_MAX = 4096
 """Most prefixes that wait for each tier; beyond it the oldest are dropped."""
+
+
+@dataclass(slots=True, eq=False)
+class _Queue:
+    """What waits for one tier: prefixes, with how many of their blocks were begun before."""
+
+    tier: KvTier
+    counters: TierCounters
+    seen: SeenBlocks | None
+    budget: Budget | None
+    waiting: deque[tuple[HashArray, int]] = field(default_factory=deque)
+    timer: Timer | None = None
 
 
 class Offloader:
@@ -29,21 +45,32 @@ class Offloader:
         tiers: Sequence[KvTier],
         on_change: Callable[[], None],
         counters: Mapping[Tier, TierCounters],
+        clock: Clock,
     ) -> None:
         """Make an offloader without work.
 
         Args:
             pool: the device's blocks.
-            tiers: each gets the blocks that it does not keep yet.
+            tiers: each gets the blocks that it lacks and admits.
             on_change: called when blocks were freed.
             counters: count the copies.
+            clock: of bandwidth budgets.
         """
         self._pool = pool
         self._on_change = on_change
-        self._counters = counters
+        self._clock = clock
         self._pinned_max = max(1, pool.num_blocks // _PINNED_SHARE)
         self._held: Counter[BlockId] = Counter()
-        self._waiting: list[tuple[KvTier, deque[tuple[HashArray, int]]]] = [(tier, deque()) for tier in tiers]
+        self._is_idle = False
+        self._queues = [
+            _Queue(
+                tier,
+                counters[tier.tier],
+                SeenBlocks() if tier.offload_policy.admission is Admission.SEEN_TWICE else None,
+                Budget(rate, clock) if (rate := tier.offload_policy.bytes_per_s) else None,
+            )
+            for tier in tiers
+        ]
 
     def offload(self, block_hashes: HashArray) -> None:
         """Copy a prefix that is in the device's cache to each tier, without the blocks that the tier keeps.
@@ -51,53 +78,86 @@ class Offloader:
         Args:
             block_hashes: (n, 2) uint64, from the first block on.
         """
-        for tier, waiting in self._waiting:
-            if tier.locate(block_hashes) < len(block_hashes):
-                waiting.append((block_hashes, 0))
-                if len(waiting) > _WAITING_MAX:
-                    lost, start = waiting.popleft()
-                    self._counters[tier.tier].dropped_blocks += len(lost) - start
-        self._go_on()
+        for queue in self._queues:
+            hashes = block_hashes
+            if queue.seen is not None:
+                hashes = block_hashes[: queue.seen.see(block_hashes)]
+            if queue.tier.locate(hashes) < len(hashes):
+                queue.waiting.append((hashes, 0))
+                if len(queue.waiting) > _WAITING_MAX:
+                    lost, start = queue.waiting.popleft()
+                    queue.counters.dropped_blocks += len(lost) - start
+        self.go_on()
 
     def holders(self) -> Counter[BlockId]:
         """Count its references to each device block."""
         return self._held
 
+    def set_idle(self, is_idle: bool) -> None:  # noqa: FBT001
+        """Tell whether no request runs or waits: then copies take no bandwidth from any, and need no budget."""
+        if is_idle != self._is_idle:
+            self._is_idle = is_idle
+            self.go_on()
+
     def clear(self) -> None:
         """Forget the prefixes that wait."""
-        for _, waiting in self._waiting:
-            waiting.clear()
+        for queue in self._queues:
+            queue.waiting.clear()
 
-    def _go_on(self) -> None:
-        for tier, waiting in self._waiting:
-            while waiting and self._held.total() < self._pinned_max:
-                hashes, start = waiting.popleft()
-                end = self._begin(tier, hashes, start)
+    def close(self) -> None:
+        """Begin no more copies."""
+        self.clear()
+        for queue in self._queues:
+            if queue.timer is not None:
+                queue.timer.cancel()
+
+    def go_on(self) -> None:
+        """Begin the copies that there is room for now."""
+        for queue in self._queues:
+            while queue.waiting and (room := self._room(queue)) > 0:
+                hashes, start = queue.waiting.popleft()
+                end = self._begin(queue, hashes, start, room)
                 if end < len(hashes):
-                    waiting.appendleft((hashes, end))
+                    queue.waiting.appendleft((hashes, end))
 
-    def _begin(self, tier: KvTier, hashes: HashArray, start: int) -> int:
-        """Begin to copy as much of a prefix as may be pinned; its first `start` blocks were begun before.
+    def _room(self, queue: _Queue) -> int:
+        """Count the blocks that may be begun for a tier now; sets a timer if its budget says later."""
+        room = min(self._pinned_max - self._held.total(), queue.tier.offload_room)
+        if room <= 0 or queue.budget is None or self._is_idle:
+            return room
+        wait_s = queue.budget.wait_s
+        if wait_s > 0:
+            if queue.timer is not None:
+                queue.timer.cancel()
+            queue.timer = self._clock.call_later(wait_s, self.go_on)
+            return 0
+        return min(room, max(int(queue.budget.piece_bytes / queue.tier.block_bytes), 1))
+
+    def _begin(self, queue: _Queue, hashes: HashArray, start: int, room: int) -> int:
+        """Begin to copy at most `room` blocks of a prefix; its first `start` blocks were begun before.
 
         Returns:
             number of leading blocks whose copy has begun or that were dropped.
         """
+        tier = queue.tier
         block_ids = self._pool.match(hashes)
         start = max(start, tier.locate(hashes))
-        end = min(len(block_ids), start + self._pinned_max - self._held.total())
+        end = min(len(block_ids), start + room)
         if end > start:
             read = tier.offload(hashes[:end], block_ids[:end], self._on_done)
             self._pool.acquire(read)
             self._held.update(read)
-            self._counters[tier.tier].offloaded_blocks += len(read)
+            queue.counters.offloaded_blocks += len(read)
+            if queue.budget is not None:
+                queue.budget.take(len(read) * tier.block_bytes)
         if end < len(block_ids):
             return max(end, start)
-        self._counters[tier.tier].dropped_blocks += len(hashes) - max(end, start)
+        queue.counters.dropped_blocks += len(hashes) - max(end, start)
         return len(hashes)
 
     def _on_done(self, block_ids: Sequence[BlockId]) -> None:
         self._held.subtract(block_ids)
         self._held = +self._held
         self._pool.release(block_ids)
-        self._go_on()
+        self.go_on()
         self._on_change()

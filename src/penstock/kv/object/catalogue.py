@@ -140,13 +140,20 @@ class PackCatalogue:
             self.refused.add(name)
             self._counts.packs_refused += 1
         else:
-            self._index.add(pack)
+            self._index.add(pack, info.modified_s)
 
     def _newest(self, infos: list[ObjectInfo]) -> dict[str, ObjectInfo]:
-        """Take the newest packs of a list, `packs_max` at most."""
+        """Take the newest packs of a list: `packs_max` and about `blocks_max` blocks at most."""
         packs = [info for info in infos if info.key.startswith(f"{self.folder}/") and self._is_pack(info.key)]
         packs.sort(key=lambda info: info.modified_s, reverse=True)
-        return {info.key.rpartition("/")[2]: info for info in packs[: self._config.packs_max]}
+        newest: dict[str, ObjectInfo] = {}
+        left_bytes = self._config.blocks_max * self._block_bytes
+        for info in packs[: self._config.packs_max]:
+            left_bytes -= info.size_bytes
+            if left_bytes < 0 and newest:
+                break
+            newest[info.key.rpartition("/")[2]] = info
+        return newest
 
     def _is_pack(self, key: str) -> bool:
         """Whether a key is PREFIX/namespace/name; others are left alone."""

@@ -18,6 +18,7 @@ class PacksConfig:
         storing_max_bytes: blocks that may be waiting to be put; further ones are not stored.
         refresh_s: seconds between two lists, by which packs of other writers are found.
         packs_max: most packs in the index; the newest ones.
+        blocks_max: most blocks in the index, of the newest packs.
         age_max_s: older packs are deleted; None for no such bound.
         budget_bytes: of all packs under the prefix; the oldest ones are deleted beyond it. None for no such bound.
         collect_s: seconds between two collections, if there is such a bound.
@@ -31,6 +32,7 @@ class PacksConfig:
     storing_max_bytes: int = 256 << 20
     refresh_s: float = 15.0
     packs_max: int = 1 << 16
+    blocks_max: int = 1 << 18
     age_max_s: float | None = None
     budget_bytes: int | None = None
     collect_s: float = 300.0
@@ -43,6 +45,7 @@ class PacksConfig:
             "storing_max_bytes",
             "refresh_s",
             "packs_max",
+            "blocks_max",
         ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"packs: {name} must be above 0; got {getattr(self, name)}")

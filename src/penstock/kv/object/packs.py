@@ -6,7 +6,7 @@ verified head of its pack.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -14,8 +14,10 @@ from typing import Self
 
 import numpy as np
 
+from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError, DeadlineExceeded
 from penstock.core.log import get_logger
+from penstock.core.types.events import KvEvent
 from penstock.core.wire import HashArray
 from penstock.kv.buffers import Buffers, Bytes, block_views, crc32c
 from penstock.kv.namespace import Namespace
@@ -30,6 +32,8 @@ from penstock.transfer.storage.io_threads import Bounce, IoThreads
 
 _CLOSE_S = 2.0
 """How long the context's end waits for packs that are being put."""
+_FIRST_AGAIN_S = 1.0
+"""A first list that fails is tried again after this, then after twice as long, up to `refresh_s`."""
 _THREADS = 2  # copy and verify
 _READ_BYTES = 8 << 20  # of blocks, by one request
 
@@ -96,7 +100,7 @@ class ObjectPacks:
             request_timeout_s=self._config.request_timeout_s,
             retries=self._config.retries,
         )
-        self._index = PackIndex()
+        self._index = PackIndex(namespace.block_size, self._config.blocks_max)
         self._catalogue = PackCatalogue(
             self._bucket,
             prefix,
@@ -121,9 +125,13 @@ class ObjectPacks:
         )
         self._threads = IoThreads(_THREADS, 1, "kv-object")
         self._storing: set[bytes] = set()
-        self._fails = False
+        self._was_listed = self._fails = False
+        self._on_change: Callable[[], None] = lambda: None
+        self._on_failed: Callable[[Exception], None] = lambda _: None
         self._stack = AsyncExitStack()
         self._tasks: asyncio.TaskGroup | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
@@ -143,10 +151,53 @@ class ObjectPacks:
             self._tasks = None
             await self._stack.__aexit__(None, None, None)  # no task fails: the body's error stays as it is
 
+    def start(self, on_change: Callable[[], None], on_failed: Callable[[Exception], None]) -> None:
+        """Enter it in a task of its own, until `close`.
+
+        Args:
+            on_change: called when `take_events` may return more.
+            on_failed: called if the store cannot be listed at the start; it is tried again.
+        """
+        self._on_change, self._on_failed = on_change, on_failed
+        self._running = asyncio.get_running_loop().create_task(self._run(), name="object packs")
+
+    async def close(self) -> None:
+        """Put what waits for `_CLOSE_S` at most, and leave it. Safe twice."""
+        self._over.set()
+        if self._running is None:
+            self._threads.close()
+        else:
+            await self._running
+
+    def clear(self) -> None:
+        """Forget all packs until the next list. They stay in the store, for other workers and for this one."""
+        self._index.clear()
+
+    def take_events(self) -> tuple[KvEvent, ...]:
+        """Return the KV events since the last call; the packs of other writers count too."""
+        events = self._index.take_events()
+        if self._index.has_events:
+            self._on_change()
+        return events
+
+    def newest(self, count: int) -> HashArray:
+        """Give the hashes of up to `count` neighbours in the pack that was found last: (n, 2) uint64, empty without packs."""
+        return self._index.newest(count)
+
     @property
     def num_cached(self) -> int:
         """Blocks that can be loaded."""
         return len(self._index)
+
+    @property
+    def num_mismatched(self) -> int:
+        """Blocks that had other bytes than were written, since it was made."""
+        return self.counts.mismatched
+
+    @property
+    def storing_room(self) -> int:
+        """Blocks that `store` would take now."""
+        return max(max(self._config.storing_max_bytes // self.block_bytes, 1) - len(self._storing), 0)
 
     def locate(self, block_hashes: HashArray) -> int:
         """Count the leading blocks that are held, as the index knows; nothing is sent.
@@ -197,6 +248,7 @@ class ObjectPacks:
         *,
         parent: int | None = None,
         timeout_s: float | None = None,
+        on_copied: Callable[[], None] | None = None,
     ) -> int:
         """Store the blocks that are not held, in as few packs as `pack_bytes` allows.
 
@@ -205,6 +257,7 @@ class ObjectPacks:
             sources: n buffers of `block_bytes`; they are copied, and may change once this returns or raises.
             parent: low64 of the first block's parent, None at the root.
             timeout_s: deadline, None for none.
+            on_copied: called once the sources were copied, before anything is put.
 
         Returns:
             how many leading blocks are held now.
@@ -230,6 +283,8 @@ class ObjectPacks:
         except BaseException:
             self._storing -= keys
             raise
+        if on_copied is not None:
+            on_copied()
         waits = self._writer.add(records, blocks, self._tasks)
         if waits:
             whole = asyncio.gather(*waits, return_exceptions=True)
@@ -269,8 +324,9 @@ class ObjectPacks:
 
     def _take_in(self, pack: Pack) -> None:
         self._catalogue.refused.discard(pack.name)
-        self._index.add(pack)
+        self._index.add(pack, wall_time_s())
         self.counts.stored += len(pack.records)
+        self._on_change()
 
     def _choose(self, hashes: HashArray) -> list[int]:
         """Choose the blocks to store: neither held nor being stored, at most as many as `storing_max_bytes` allows."""
@@ -280,9 +336,8 @@ class ObjectPacks:
             for n, key in enumerate(keys)
             if key not in self._storing and not self._index.locate(hashes[n : n + 1]) and key not in keys[:n]
         ]
-        room = max(self._config.storing_max_bytes // self.block_bytes, 1) - len(self._storing)
-        self.counts.refused += len(new[max(room, 0) :])
-        return new[: max(room, 0)]
+        self.counts.refused += len(new[self.storing_room :])
+        return new[: self.storing_room]
 
     async def _copy(self, views: list[Bytes], records: np.ndarray) -> list[Bytes]:
         """Copy blocks and compute their checksums. A cancellation is raised only when no thread reads the blocks any more."""
@@ -346,21 +401,34 @@ class ObjectPacks:
             effect="these blocks are computed again",
         )
 
+    async def _run(self) -> None:
+        async with self:
+            await self._over.wait()
+
     async def _keep_fresh(self) -> None:
         config = self._config
         collects = config.age_max_s is not None or config.budget_bytes is not None
         loop = asyncio.get_running_loop()
         collect_at_s = loop.time() + config.collect_s
+        first_s = _FIRST_AGAIN_S
         while True:
             try:
                 await self.refresh()
+                if self._index.has_events:
+                    self._on_change()
                 if collects and loop.time() >= collect_at_s:
                     collect_at_s = loop.time() + config.collect_s
                     await self.collect()
-                self._fails = False
+                self._was_listed, self._fails = True, False
             except Exception as error:  # noqa: BLE001 - loads and stores go on with the packs that are known
                 self.counts.refreshes_failed += 1
                 if not self._fails:
                     get_logger().info("packs_refresh_failed", store=self._bucket.name, error=repr(error))
+                    if not self._was_listed:
+                        self._on_failed(error)
                 self._fails = True
-            await asyncio.sleep(config.refresh_s)
+            if self._was_listed:
+                await asyncio.sleep(config.refresh_s)
+            else:
+                await asyncio.sleep(min(first_s, config.refresh_s))
+                first_s *= 2

@@ -12,7 +12,7 @@ from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import commit_runs, split_prefix
 from penstock.perf.latency import LatencyModel
-from penstock.seams.kv import KvTier
+from penstock.seams.kv import KvTier, OffloadPolicy
 from penstock.sim.engine.timing import Pace
 
 LowerBlocks = tuple[tuple[Tier, int], ...]
@@ -41,6 +41,7 @@ class TimedTier(KvTier):
 
     num_corrupt = 0
     is_off = False
+    offload_policy = OffloadPolicy()
 
     def __init__(
         self, tier: Tier, num_blocks: int, latency: LatencyModel, *, block_size: int, pace: Pace
@@ -73,6 +74,14 @@ class TimedTier(KvTier):
     def num_cached(self) -> int:
         """Blocks that it keeps."""
         return self.pool.num_cached
+
+    @property
+    def offload_room(self) -> int:
+        """All blocks: offloads take no time."""
+        return self.num_blocks
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Do nothing: it changes by loads and offloads alone."""
 
     def locate(self, block_hashes: HashArray) -> int:
         """Count the leading blocks that it keeps."""
