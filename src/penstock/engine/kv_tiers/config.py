@@ -19,9 +19,10 @@ _SECRET = re.compile(r"secret|token|password|credential|access_key|account_key|s
 class _LowerTier(Config):
     """What tiers below the host have in common."""
 
-    size: Size = _NONE
     admit: Admission = Admission.ALL
+    """Blocks to write: `all`, or those that a second request has used (`seen-twice`)."""
     offload_bytes_per_s: Size = _NONE
+    """Most bytes that a worker writes in a second while requests are running, as 200MB; 0 is no bound. Not simulated."""
 
     @property
     def offload_policy(self) -> OffloadPolicy:
@@ -45,10 +46,6 @@ class DiskConfig(_LowerTier):
     """File of the tier; each worker has one of its own, PATH.ROLE.NUMBER. Its content is kept across restarts."""
     size: Size = _NONE
     """Of each worker's file, reserved at the start."""
-    admit: Admission = Admission.ALL
-    """Blocks to write: `all`, or those that a second request has used (`seen-twice`)."""
-    offload_bytes_per_s: Size = _NONE
-    """Most bytes written in a second while requests are running, as 200MB; 0 is no bound."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -72,10 +69,6 @@ class ObjectConfig(_LowerTier):
     """Of one object: blocks that are offloaded at about the same time share one."""
     refresh_s: float = pydantic.Field(default=15.0, ge=0.1, le=3600)
     """Seconds between two lists of the store, by which a worker finds the packs of others."""
-    admit: Admission = Admission.ALL
-    """Blocks to put: `all`, or those that a second request has used (`seen-twice`)."""
-    offload_bytes_per_s: Size = _NONE
-    """Most bytes that each worker puts in a second while requests are running, as 200MB; 0 is no bound."""
 
     @pydantic.model_validator(mode="before")
     @classmethod

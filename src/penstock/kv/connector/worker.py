@@ -164,6 +164,8 @@ class KvConnectorWorker:
         self._offloaded.set()
         self._staging = Staging(self._memory.block_bytes)
         self.tiers = tuple(make_tiers(self._staging))
+        for tier in self.tiers:
+            tier.start(self._tell)
         self._tell()
         return self.tiers
 

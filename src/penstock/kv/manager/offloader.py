@@ -148,7 +148,7 @@ class Offloader:
             self._pool.acquire(read)
             self._held.update(read)
             queue.counters.offloaded_blocks += len(read)
-            if queue.budget is not None:
+            if queue.budget is not None and not self._is_idle:
                 queue.budget.take(len(read) * tier.block_bytes)
         if end < len(block_ids):
             return max(end, start)

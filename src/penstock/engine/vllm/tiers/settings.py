@@ -54,6 +54,10 @@ def check_tiers(spec: EngineSpec) -> None:
     Raises:
         ConfigError: vLLM cannot have them.
     """
+    if spec.kv.object.url:
+        raise ConfigError(
+            f"kv.object: {spec.kv.object.url}: engine vllm has no tier in object stores in this version; use kv.host or kv.disk"
+        )
     tier_maker(spec.kv)
     if spec.args.get("enable_prefix_caching") is False:
         raise ConfigError(

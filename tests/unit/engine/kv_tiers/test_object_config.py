@@ -1,0 +1,103 @@
+"""What `kv.object` may say, and how mistakes are answered."""
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.core.types.events import Tier
+from penstock.engine.kv_tiers import KvConfig, tier_maker
+from penstock.engine.mock.engine import MockConfig, mock_engine
+from penstock.engine.runner import RunnerInfo
+from penstock.graph import Graph
+from penstock.seams.kv import Admission
+from penstock.testing.loop import run_async
+
+
+def parse(value):
+    return KvConfig.parse({"object": value}, source="t").object
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "size"),
+    [
+        ("s3://bucket/path:2TiB", "s3://bucket/path", "2TiB"),
+        ("s3://bucket/path", "s3://bucket/path", "0"),
+        ("gs://bucket:5x", "gs://bucket", "5x"),
+        ("file:///mnt/kv:100GiB", "file:///mnt/kv", "100GiB"),
+        ("file:///mnt/a:b", "file:///mnt/a:b", "0"),
+        ("5x", "", "5x"),
+        (0, "", "0"),
+    ],
+)
+def test_a_url_and_a_size_may_be_one_text(text, url, size):
+    config = parse(text)
+    assert (config.url, str(config.size)) == (url, size)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("bucket/path", "with its unit"),
+        ("http://host/bucket", "must begin with s3://, gs://, az://, file://"),
+        ("memory://", "set kv.host instead"),
+        ("s3://", "must name a bucket, as s3://bucket/path"),
+        ("s3://key:word@bucket/path", "credentials go into the environment"),
+        ("file://mnt/kv", "a directory from the root"),
+        ({"url": "s3://b", "options": {"secret_access_key": "x"}}, "AWS_SECRET_ACCESS_KEY"),
+        ({"options": {"region": "x"}}, "give its url too"),
+        ({"url": "s3://b", "pack_size": "2GiB"}, "at most 1GiB"),
+        ({"url": "s3://b", "pack_size": "2x"}, "must be bytes"),
+        ({"url": "s3://b", "offload_bytes_per_s": "2x"}, "must be bytes"),
+        ({"url": "s3://b", "admit": "some"}, "admit"),
+        ({"url": "s3://b", "sise": "5x"}, "did you mean 'size'"),
+    ],
+)
+def test_mistakes_are_said_with_what_was_expected(value, why):
+    with pytest.raises(ConfigError, match=why):
+        parse(value)
+
+
+def test_the_offload_policy_is_that_of_the_configuration():
+    config = KvConfig.parse(
+        {
+            "object": {"url": "s3://b", "admit": "seen-twice", "offload_bytes_per_s": "200MB"},
+            "disk": {"path": "p", "size": "5x"},
+        },
+        source="t",
+    )
+    assert config.object.offload_policy.admission is Admission.SEEN_TWICE
+    assert config.object.offload_policy.bytes_per_s == 200e6
+    assert config.disk.offload_policy.bytes_per_s is None
+    assert list(config.present()) == [Tier.DISK, Tier.OBJECT]
+
+
+def test_a_graph_takes_the_flag_and_fields_beside_it():
+    kv = {"object": {"url": "s3://bucket/kv", "options": {"endpoint": "http://host:9000"}}}
+    graph = Graph.model_validate({"model": "demo", "roles": {"aggregated": {"kv": kv}}})
+    assert graph.roles.aggregated.kv.object.options["endpoint"] == "http://host:9000"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"url": "s3://bucket/kv", "options": {"regio": "x"}}, r"kv\.object: s3://bucket/kv: .*regio"),
+        ({"url": "s3://bucket/kv", "size": "1B"}, r"kv\.object: 1B is less than one block"),
+    ],
+)
+def test_what_only_the_store_knows_is_said_at_the_start(fields, why):
+    shape = RunnerInfo(num_blocks=8, block_size=4, context_length=32, vocab_size=500, kv_bytes_per_block=32)
+
+    async def main():
+        engine = mock_engine(
+            shape, MockConfig(), make_tiers=tier_maker(KvConfig.model_validate({"object": fields}))
+        )
+        with pytest.raises(ConfigError, match=why):
+            await engine.start()
+        await engine.close()
+
+    run_async(main())
+
+
+def test_a_missing_package_is_said_before_the_model_is_loaded(monkeypatch):
+    monkeypatch.setattr("penstock.engine.kv_tiers.maker.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"s3://b needs obstore, .*pip install 'penstock\[object\]'"):
+        tier_maker(KvConfig.model_validate({"object": "s3://b"}))
