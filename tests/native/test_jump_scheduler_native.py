@@ -19,6 +19,7 @@ from penstock.core.wire import PackedHashes, PackedTokens, unpack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
+from penstock.seams.kv import OffloadPolicy
 from penstock.sim.engine.scheduler import JumpScheduler
 from penstock.sim.engine.timed_tier import TimedTier
 from penstock.sim.workload.prompt import Prompt
@@ -43,7 +44,10 @@ class HeldTier:
     """A tier whose loads end when the test says so."""
 
     num_corrupt = 0
+    offload_policy = OffloadPolicy()
     offload = TimedTier.offload
+    offload_room = TimedTier.offload_room
+    start = TimedTier.start
     take_events = TimedTier.take_events
 
     def __init__(self, tier, num_blocks, loads):

@@ -12,6 +12,7 @@ from penstock.core.types.events import Tier
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
+from penstock.seams.kv import OffloadPolicy
 from tests.properties.engine.test_scheduler_machine import (
     BLOCK_SIZE,
     EOS,
@@ -32,6 +33,8 @@ class CellTier:
     block_bytes = 1
     num_corrupt = 0
     is_off = False
+    offload_room = 100
+    offload_policy = OffloadPolicy()
 
     def __init__(self, cells):
         self.cells = cells
@@ -40,6 +43,9 @@ class CellTier:
         self.offloads = []
         self.storing = set()
         self.loaded_blocks = 0
+
+    def start(self, on_change):
+        pass
 
     @property
     def num_cached(self):
