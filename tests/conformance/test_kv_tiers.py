@@ -17,6 +17,8 @@ from penstock.kv.object.config import PacksConfig
 from penstock.kv.object.packs import ObjectPacks
 from penstock.kv.stored_tier import StoredTier
 from penstock.testing.kv_tier import KvTierSuite
+from tests.support.shared_host import SharedHost
+from tests.support.slots import NAMESPACE
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", element_bytes=4, block_size=4)
 
@@ -24,6 +26,18 @@ LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", ele
 class TestHostTier(KvTierSuite):
     def make_tier(self, device, block_size):
         return HostTier(device, 32, block_size)
+
+
+class TestSharedHostTier(KvTierSuite):
+    """A part of an arena that another worker, without blocks, shares."""
+
+    @pytest.fixture(autouse=True)
+    def _share(self):
+        self.host = SharedHost()
+
+    def make_tier(self, device, block_size):
+        self.other = self.host.worker(1)
+        return HostTier(device, 32, block_size, part=self.host.part(0), namespace=NAMESPACE)
 
 
 class TestDiskTier(KvTierSuite):

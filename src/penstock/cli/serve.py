@@ -41,7 +41,7 @@ FLAGS = {
     "--kv-host": (
         "roles.aggregated.kv.host",
         "SIZE",
-        "memory of each worker for KV that leaves its device, as 8GiB, or 5x: five times the device's blocks",
+        "memory of the host for KV that leaves devices, shared by its workers, as 8GiB, or 5x: five times each device's blocks",
     ),
     "--kv-disk": (
         "roles.aggregated.kv.disk",

@@ -9,6 +9,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.wire import Wire
+from penstock.kv.host.memory import HostPart
 
 
 class WorkerJob(Wire, frozen=True, tag="worker"):
@@ -16,7 +17,7 @@ class WorkerJob(Wire, frozen=True, tag="worker"):
 
     `card` is the model it serves, from the files in `model_dir`. `index` is its number among its role's workers. `device`
     is the index of its first device on this machine. `core` is the CPU core of its engine, None for any. `adapters` are its
-    LoRA adapters.
+    LoRA adapters. `host_part` is its part of the memory that workers share for KV, None without.
     """
 
     worker_id: WorkerId
@@ -27,6 +28,7 @@ class WorkerJob(Wire, frozen=True, tag="worker"):
     device: int = 0
     core: int | None = None
     adapters: tuple[str, ...] = ()
+    host_part: HostPart | None = None
 
 
 class FrontendJob(Wire, frozen=True, tag="frontend"):

@@ -13,7 +13,7 @@ from penstock.engine.mock.engine import mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.spec import EngineSpec
 from penstock.engine.user_engine import check_user_engine_name, make_user_engine
-from penstock.engine.weights_digest import weights_digest
+from penstock.engine.weights_digest import weights_digest, weights_stamp
 from penstock.seams import Engine
 
 _MOCK_BLOCKS = 4096
@@ -112,7 +112,7 @@ def _mock(spec: EngineSpec) -> Engine:
         eos_token_ids=spec.eos_token_ids,
         kv_bytes_per_block=spec.mock.kv_bytes_per_block,
     )
-    make_tiers = _tiers(spec, lambda: "mock")
+    make_tiers = _tiers(spec, lambda: "mock", lambda: "mock")
     engine = mock_engine(shape, spec.mock, spec.scheduler, hash_key=spec.hash_key, make_tiers=make_tiers)
     engine.by_role = spec.schedulers
     return engine
@@ -137,15 +137,21 @@ def _paged(spec: EngineSpec) -> Engine:
         "context_length": spec.context_length,
     }
     config = PagedConfig.parse(settings, source="engine paged")
-    make_tiers = _tiers(spec, lambda: weights_digest(spec.model))
+    make_tiers = _tiers(spec, lambda: weights_digest(spec.model), lambda: weights_stamp(spec.model))
     engine = paged_engine(config, spec.scheduler, hash_key=spec.hash_key, make_tiers=make_tiers)
     engine.by_role = spec.schedulers
     return engine
 
 
-def _tiers(spec: EngineSpec, digest: Callable[[], str]) -> TierMaker | None:
-    worker = f"{spec.role}.{spec.index}"
-    return tier_maker(spec.kv, worker=worker, model_digest=digest, hash_key=spec.hash_key)
+def _tiers(spec: EngineSpec, digest: Callable[[], str], stamp: Callable[[], str]) -> TierMaker | None:
+    return tier_maker(
+        spec.kv,
+        worker=f"{spec.role}.{spec.index}",
+        model_digest=digest,
+        hash_key=spec.hash_key,
+        model_stamp=stamp,
+        host_part=spec.host_part,
+    )
 
 
 def _openai(spec: EngineSpec) -> Engine:

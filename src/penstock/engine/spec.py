@@ -10,6 +10,7 @@ from penstock.core.types.instances import Role
 from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.mock.engine import MockConfig
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.kv.host.memory import HostPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,8 @@ class EngineSpec:
     """None: the engine chooses."""
     kv: KvConfig = field(default_factory=KvConfig)
     """Tiers below the device."""
+    host_part: HostPart | None = None
+    """The worker's part of the memory that its host's workers share for KV; None: it shares none."""
     sharing_engines: int = 1
     """Engines that take memory from this machine at the same time, this one included."""
     max_batch_tokens: int | None = None

@@ -1,4 +1,4 @@
-"""A digest of a checkpoint's weights, or an adapter's: KV that outlives a worker is of these weights alone."""
+"""Digests of a checkpoint's weights, or an adapter's: stored KV is of these weights alone."""
 
 import hashlib
 from pathlib import Path
@@ -16,7 +16,7 @@ def weights_digest(directory: str) -> str:
         ConfigError: there is no weight file, or it cannot be read.
     """
     digest = hashlib.blake2b(digest_size=16)
-    files = sorted({file for pattern in _WEIGHTS for file in Path(directory).glob(pattern)})
+    files = _files(directory)
     if not any(file.suffix in {".safetensors", ".bin"} for file in files):
         raise ConfigError(
             f"kv: {directory}: there is no *.safetensors or *.bin whose digest would name the KV that outlives the worker; give"
@@ -31,3 +31,23 @@ def weights_digest(directory: str) -> str:
     except OSError as error:
         raise ConfigError(f"kv: the weights cannot be read for their digest: {error}") from error
     return digest.hexdigest()
+
+
+def weights_stamp(directory: str) -> str:
+    """Digest the names, sizes and times of the same files, as hex: another one after they were changed on this machine.
+
+    Raises:
+        ConfigError: a file cannot be found.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        for file in _files(directory):
+            status = file.stat()
+            digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns} {status.st_ino} ".encode())
+    except OSError as error:
+        raise ConfigError(f"kv.host: the weights cannot be found: {error}") from error
+    return digest.hexdigest()
+
+
+def _files(directory: str) -> list[Path]:
+    return sorted({file for pattern in _WEIGHTS for file in Path(directory).glob(pattern)})

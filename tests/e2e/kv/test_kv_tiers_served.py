@@ -127,3 +127,31 @@ def test_another_deployments_disk_is_refused_with_its_owner(deploy, tmp_path):
         await engine.close()
 
     deploy(scenario, role=role)
+
+
+@pytest.mark.parametrize("size", ["1MiB", "40x"])
+def test_workers_of_a_host_load_what_a_killed_one_has_kept_and_it_finds_it_again(deploy, size):
+    async def scenario(site):
+        first = [text for text, _ in await told(site, TEXTS)]
+        kept = {name: (await site.load(name))["kv_tiers"][0] for name in await site.workers()}
+        assert all(tier["cached_blocks"] for tier in kept.values()), "both have computed some"
+        victim, other = sorted(kept)
+        site.kill(victim)
+        again = await told(site, TEXTS)
+        assert [text for text, _ in again] == first
+        cached = sum(usage.prompt_tokens_details.cached_tokens for _, usage in again)
+        assert cached >= 0.8 * sum(usage.prompt_tokens for _, usage in again)
+        hits = (await site.load(other))["kv_tiers"][0]["hit_tokens"]
+        assert hits > 16 * 0.8 * kept[victim]["cached_blocks"]
+
+        async def is_back():
+            return await site.ready_workers() == 2
+
+        await site.until(is_back)
+        (tier,) = (await site.load(victim))["kv_tiers"]
+        assert tier["cached_blocks"] >= 0.8 * kept[victim]["cached_blocks"]
+        for name in (victim, other):
+            load = await site.load(name)
+            assert (load["failed_steps"], load["kv_tiers"][0]["corrupt_blocks"]) == (0, 0)
+
+    deploy(scenario, role={**MOCK, "kv": {"host": size}}, workers=2)

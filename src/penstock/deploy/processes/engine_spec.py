@@ -10,6 +10,7 @@ from penstock.engine.spec import EngineSpec
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.engine_prices import engine_prices
 from penstock.graph.step_size import with_step_size
+from penstock.kv.host.memory import HostPart
 
 _VOCABULARY = 32_000  # assumed where the checkpoint has none
 
@@ -25,6 +26,7 @@ def engine_spec(
     core: int | None = None,
     adapters: tuple[str, ...] = (),
     hash_key: bytes = DEFAULT_KEY,
+    host_part: HostPart | None = None,
 ) -> EngineSpec:
     """Make the engine spec of a role's workers.
 
@@ -38,6 +40,7 @@ def engine_spec(
         core: CPU core of an engine on a CPU; None for any.
         adapters: the worker's LoRA adapters.
         hash_key: the deployment's key of block hashes.
+        host_part: the worker's part of the memory that its host's workers share for KV.
 
     Raises:
         ConfigError: the checkpoint lacks a field that the engine needs, or the engine does not support the role's settings.
@@ -58,6 +61,7 @@ def engine_spec(
         eos_token_ids=checkpoint.eos_token_ids,
         kv_blocks=role.kv_blocks,
         kv=role.kv,
+        host_part=host_part,
         sharing_engines=_sharing(graph, role),
         max_batch_tokens=_sized(own, role, checkpoint).max_batch_tokens,
         max_running_requests=role.max_running_requests,

@@ -56,6 +56,7 @@ async def run_worker(
         core=job.core,
         adapters=job.adapters,
         hash_key=common.hash_key,
+        host_part=job.host_part,
     )
     engine = create_engine(role.engine, spec)
     async with LocalDiscovery(common.hub_address, identity, rng=random.Random()) as discovery:

@@ -23,6 +23,7 @@ from penstock.deploy.state import RuntimeDirectory, load_admin_token, load_hash_
 from penstock.deploy.supervisor.child import Child
 from penstock.deploy.supervisor.devices import device_numbers
 from penstock.deploy.supervisor.group_guard import GroupGuard
+from penstock.deploy.supervisor.host_arena import HostArena
 from penstock.deploy.supervisor.member import Member
 from penstock.deploy.supervisor.port import Port
 from penstock.deploy.supervisor.process_cores import ProcessCores, usable_cores
@@ -81,6 +82,7 @@ class LocalDeployment:
         self._has_started = False
         self._guard = GroupGuard()
         self._spares = SpareProcesses(graph.supervision.spare_processes, _imports(self._roles), self._guard)
+        self._host_arena: HostArena
         self._unsent_failures: Counter[tuple[str, str]] = Counter()
         """Process failures by (name, reason) that were not sent to a frontend yet."""
         self._context = self._run()
@@ -131,6 +133,7 @@ class LocalDeployment:
                 for name, role in self._roles.items()
             }
             expect_same_blocks(cards)
+            self._host_arena = stack.enter_context(HostArena(self._roles))
             common = await self._create_common(stack)
             await stack.enter_async_context(self._guard)
             await stack.enter_async_context(self._spares)
@@ -194,6 +197,7 @@ class LocalDeployment:
                 device=device,
                 core=self._cores.of_engine(role, index),
                 adapters=self._roles[role].adapters_of(index),
+                host_part=self._host_arena.part(role, index),
             )
 
         def frontend_job() -> FrontendJob:

@@ -133,7 +133,7 @@ class KvConfig(Config):
     """KV tiers below the devices of each worker: a size as `8GiB`, or a multiple of the device's blocks as `5x`; 0 is no tier."""
 
     host: Size = _NONE
-    """Memory of the worker's machine: keeps blocks of requests that leave the batch, and loads them where that is quicker than computing."""
+    """Memory of the workers' host: keeps blocks of requests that leave the batch, and loads them where that is quicker than computing. Bytes are divided among the role's workers on a host, and each worker loads the blocks of all of them."""
     disk: DiskConfig = DiskConfig()
     """Local drive, likewise."""
     object: ObjectConfig = ObjectConfig()

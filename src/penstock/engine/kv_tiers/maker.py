@@ -16,6 +16,7 @@ from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.disk.data import ALIGNMENT
 from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.host.host_tier import HostTier
+from penstock.kv.host.memory import HostPart
 from penstock.kv.namespace import Namespace
 from penstock.kv.object.config import PacksConfig
 from penstock.kv.object.packs import ObjectPacks
@@ -35,14 +36,18 @@ def tier_maker(
     worker: str = "worker",
     model_digest: Callable[[], str] = lambda: "",
     hash_key: bytes = b"",
+    model_stamp: Callable[[], str] = lambda: "",
+    host_part: HostPart | None = None,
 ) -> TierMaker | None:
     """Return what makes the configured tiers; None without any.
 
     Args:
         config: the tiers.
         worker: name of the worker, which its file on a disk ends with.
-        model_digest: computes a digest of all weights; called once, for tiers that outlive the worker.
+        model_digest: computes a digest of all weights; called once, for tiers that outlive the deployment.
         hash_key: the deployment's key of block hashes; workers with another key cannot use its blocks.
+        model_stamp: computes a string that changes with the weights on this machine; called for the host tier.
+        host_part: the worker's part of its host's arena; None: the host tier is the worker's alone.
 
     Raises:
         ConfigError: a tier can only be simulated, or its packages are missing.
@@ -55,7 +60,10 @@ def tier_maker(
         device = DeviceBlocks.of(memory, info.kv_layout, num_blocks=info.num_blocks)
         tiers: list[KvTier] = []
         if config.host:
-            tiers.append(HostTier(device, _blocks("host", config.host, info, device), info.block_size))
+            size = config.host.shared_by(host_part.sharing if host_part is not None else 1)
+            num_blocks = _blocks("host", size, info, device)
+            kept = _namespace(model_stamp(), info)
+            tiers.append(HostTier(device, num_blocks, info.block_size, part=host_part, namespace=kept))
         if not (config.disk.size or config.object.url):
             return tiers
         namespace = _namespace(model_digest(), info)

@@ -55,6 +55,15 @@ class TierSize:
     def __repr__(self) -> str:
         return f"{self.number:g}{self.unit}" if self else "0"
 
+    @property
+    def is_multiple(self) -> bool:
+        """Whether it depends on the device's blocks."""
+        return self.unit == "x"
+
+    def shared_by(self, workers: int) -> "TierSize":
+        """Return one worker's share of bytes; a multiple is each worker's own."""
+        return self if self.is_multiple else TierSize(self.number / workers, self.unit)
+
     def blocks(self, num_blocks: int, block_bytes: float) -> int:
         """Convert to blocks.
 

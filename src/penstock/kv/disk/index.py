@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from penstock.core.ids import BlockId
 from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
-from penstock.kv.disk.records import RECORD, Records
 from penstock.kv.pool.eviction import EvictionPolicy
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.records import RECORD, Records
 
 _NEWEST = 64
 

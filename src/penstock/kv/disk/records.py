@@ -22,21 +22,7 @@ from penstock.core.log import get_logger
 from penstock.core.wire import Wire
 from penstock.kv.buffers import crc32c
 from penstock.kv.namespace import Namespace
-from penstock.transfer.regions.checksum import Sums, checksum_ranges
-
-RECORD = np.dtype(
-    [
-        ("hash", "<u8", 2),
-        ("namespace", "<u8", 2),
-        ("generation", "<u8"),  # higher: used later
-        ("parent", "<u8"),  # low64 of the block before; 0: none
-        ("length", "<u4"),  # bytes of data
-        ("data_sum", "<u4"),  # CRC-32C of the data
-        ("slot", "<u4"),  # number of this slot + 1
-        ("sum", "<u4"),  # CRC-32C of the fields before it
-    ]
-)
-Records = NDArray[np.void]
+from penstock.kv.records import RECORD, Records, are_trusted, seal
 
 SUFFIX = ".records"
 VERSION = 1
@@ -116,10 +102,7 @@ class RecordFile:
         used = np.logical_or.reduce(records.view("<u8").reshape(num_slots, -1) != 0, axis=1)
         numbers = np.flatnonzero(used)
         some = records[numbers]
-        fits = some["slot"] == numbers + 1
-        fits &= (some["namespace"] == self.namespace).all(axis=1)
-        fits &= some["length"] == self._block_bytes
-        fits &= some["sum"] == _sums(some)
+        fits = are_trusted(some, numbers, self.namespace, self._block_bytes)
         trusted = np.zeros(num_slots, np.bool_)
         trusted[numbers[fits]] = True
         return records, trusted, used
@@ -211,21 +194,10 @@ class RecordFile:
                 )
 
 
-def seal(records: Records) -> None:
-    """Write the checksum into each of (n,) contiguous records."""
-    records["sum"] = _sums(records)
-
-
 def failure(path: Path, doing: str, error: OSError) -> TransferError:
     """Make the error of a failed system call."""
     reason = (error.strerror or str(error)).lower()
     return TransferError(f"{path}: {doing} failed: {reason} (errno {error.errno})")
-
-
-def _sums(records: Records) -> Sums:
-    first = records.ctypes.data
-    addresses = np.arange(len(records), dtype=np.uint64) * np.uint64(RECORD.itemsize) + np.uint64(first)
-    return checksum_ranges(addresses, np.full(len(records), RECORD.itemsize - 4, np.uint64))
 
 
 def _parse(page: bytes) -> _Header | None:

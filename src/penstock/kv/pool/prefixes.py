@@ -1,12 +1,15 @@
 """A tier's index over a `BlockPool`: finds the blocks of a prefix, and publishes new ones."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.records import Records
 
 
 def block_keys(hashes: HashArray) -> list[bytes]:
@@ -15,17 +18,13 @@ def block_keys(hashes: HashArray) -> list[bytes]:
     return keys
 
 
-def split_prefix(
-    pool: BlockPool, hashes: HashArray, coming: Collection[bytes] = ()
-) -> tuple[list[BlockId], list[int]]:
+def split_prefix(pool: BlockPool, hashes: HashArray) -> tuple[list[BlockId], list[int]]:
     """Split a prefix into the blocks that a pool keeps, and the indexes of the missing ones.
 
     Args:
         pool: the tier's.
         hashes: (n, 2) uint64, of a prefix from its first block on.
-        coming: `block_keys` of blocks that are being copied to the tier, which count as neither.
     """
-    keys = block_keys(hashes) if coming else ()
     held: list[BlockId] = []
     missing: list[int] = []
     index = 0
@@ -34,8 +33,7 @@ def split_prefix(
         held += found
         index += len(found)
         if index < len(hashes):
-            if not coming or keys[index] not in coming:
-                missing.append(index)
+            missing.append(index)
             index += 1
     return held, missing
 
@@ -58,3 +56,19 @@ def commit_runs(
             parent = int(hashes[first - 1, 0]) if first else None
             pool.commit(block_ids[start:end], hashes[first : last + 1], parent)
             start = end
+
+
+def commit_chains(pool: BlockPool, slots: NDArray[np.intp], records: Records) -> None:
+    """Publish blocks in the order in which they were stored, each chain of them as one event.
+
+    Args:
+        pool: the tier's.
+        slots: (n,) the pool's blocks, referenced.
+        records: (n,) of them.
+    """
+    order = np.argsort(records["generation"], kind="stable")
+    numbers = [BlockId(slot) for slot in slots[order].tolist()]
+    hashes, parents = np.ascontiguousarray(records["hash"][order]), records["parent"][order]
+    begins = np.concatenate([[True], parents[1:] != hashes[:-1, 0]])[: len(numbers)]
+    for start, end in pairwise([*np.flatnonzero(begins).tolist(), len(numbers)]):
+        pool.commit(numbers[start:end], hashes[start:end], int(parents[start]) or None)

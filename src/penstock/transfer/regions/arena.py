@@ -44,13 +44,13 @@ class Arena:
         is_resident: whether all its pages were allocated at creation.
     """
 
-    def __init__(self, fd: int, size_bytes: int, *, writable: bool) -> None:
+    def __init__(self, fd: int, size_bytes: int, *, writable: bool, offset_bytes: int = 0) -> None:
         """Map a checked descriptor and take ownership of it. Use `create` or `map`."""
         self.size_bytes = size_bytes
         self.is_resident = False
         self._peers_write: bool | None = None
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
+        self._mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access, offset=offset_bytes)
         self.array: NDArray[np.uint8] = np.frombuffer(self._mapping, np.uint8)
         self.address: int = self.array.ctypes.data
         _advise(self.array, _MADV_HUGEPAGE)  # a wish; most hosts have no huge pages for shared memory
@@ -100,20 +100,21 @@ class Arena:
         return arena
 
     @classmethod
-    def map(cls, fd: int, size_bytes: int, *, writable: bool = True) -> Self:
-        """Map an arena of another process. Pages are mapped at first access, or by `touch`.
+    def map(cls, fd: int, size_bytes: int, *, writable: bool = True, offset_bytes: int = 0) -> Self:
+        """Map an arena of another process, or a part of it. Pages are mapped at first access, or by `touch`.
 
         Args:
             fd: its descriptor; closed with the arena, or if this raises.
-            size_bytes: as its owner says.
+            size_bytes: as its owner says; of the part.
             writable: False to map it read-only; `fd` may then be open for reading only.
+            offset_bytes: where the part begins, a multiple of the page size.
 
         Raises:
             TransferRefused: it is no sealed memory of that size.
         """
         try:
-            expect_sealed(fd, size_bytes)
-            return cls(fd, size_bytes, writable=writable)
+            expect_sealed(fd, offset_bytes + size_bytes)
+            return cls(fd, size_bytes, writable=writable, offset_bytes=offset_bytes)
         except OSError as error:
             os.close(fd)
             raise TransferRefused(f"an arena of {size_bytes} bytes cannot be mapped: {error}") from error

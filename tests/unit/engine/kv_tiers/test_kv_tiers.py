@@ -12,7 +12,7 @@ from penstock.engine.kv_tiers import KvConfig, TierSize, tier_maker
 from penstock.engine.mock.engine import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.kv.host import host_tier
+from penstock.kv.host import memory
 from penstock.testing.engines.probe import EngineProbe, make_request
 from penstock.testing.loop import run_async
 from tests.support.held_tier import HeldTier
@@ -247,7 +247,7 @@ def test_bits_that_flip_in_the_host_are_found_and_computed():
             await idle(probe)
             probe.engine.pool.reset()
             (tier,) = probe.engine.kv.tiers
-            tier._arena.array.reshape(-1, 8 * SIZE)[2, 5] ^= 1
+            tier._memory.own[tier._extent.layout.data_offset :].reshape(-1, 8 * SIZE)[2, 5] ^= 1
             again = await answered(probe, "again", prompt(0))
             assert again.token_ids == first.token_ids
             assert again.cached_tokens == 8, "two blocks before the flipped one"
@@ -360,7 +360,7 @@ def test_an_engine_without_kv_memory_is_refused():
 
 
 def test_a_tier_larger_than_the_hosts_memory_is_refused_before_it_takes_any(monkeypatch):
-    monkeypatch.setattr(host_tier, "free_memory_bytes", lambda: 1 << 29)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 1 << 29)
 
     async def main():
         probe = engine(blocks=2_000, host="9000x")

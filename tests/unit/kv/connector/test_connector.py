@@ -92,7 +92,8 @@ def test_a_corrupt_block_ends_the_load_and_the_request_loads_no_more(connected: 
     tier = scene.workers[0].tiers[0]
     assert isinstance(tier, HostTier)
     slot = tier._pool.match(hashes)[2]
-    tier._arena.array[slot * tier.block_bytes + 7] ^= 1
+    at = tier._extent.layout.data_offset + slot * tier.block_bytes + 7
+    tier._memory.own[at] ^= 1
     assert match(scene, "a", hashes) == 4
     scene.scheduler.reserve("a", [30, 31, 32, 33], 4)
     scene.step()

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import DeadlineExceeded, PenstockError, TransferError
-from penstock.kv.disk.records import RECORD, SUFFIX
+from penstock.kv.disk.records import SUFFIX
 from penstock.kv.disk.slot_file import SlotFile
+from penstock.kv.records import RECORD
 from penstock.testing.loop import run_async
 from tests.support.slots import BLOCK_BYTES, NAMESPACE, chain, content, targets
 

@@ -73,6 +73,8 @@ def with_tiers(spec: EngineSpec) -> EngineSpec:
     Raises:
         ConfigError: the weights cannot be read.
     """
+    sharing = spec.host_part.sharing if spec.host_part is not None else 1
+    kv = spec.kv.model_copy(update={"host": spec.kv.host.shared_by(sharing)})
     digest = _digest(spec) if spec.kv.present().keys() & _OUTLIVING else ""
     own: dict[str, Any] = {
         "kv_connector": CONNECTOR,
@@ -80,7 +82,7 @@ def with_tiers(spec: EngineSpec) -> EngineSpec:
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            "kv": spec.kv.model_dump(mode="json"),
+            "kv": kv.model_dump(mode="json"),
             "worker": f"{spec.role}.{spec.index}",
             "model_digest": digest,
         },

@@ -1,0 +1,82 @@
+"""The memory that the workers of this host share for KV; it outlives each of them, and ends with the deployment."""
+
+import mmap
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from penstock.core.errors import ConfigError, TransferError
+from penstock.core.types.instances import Role
+from penstock.graph import RoleSpec
+from penstock.kv.host.memory import HostPart
+from penstock.transfer.regions.arena import Arena
+
+_RECORDS_FACTOR = 4
+"""An extent has room for so many times its blocks: records take at most three times the bytes of the smallest blocks."""
+_RECORDS_BYTES = 1 << 20
+
+
+class HostArena:
+    """One sealed arena with an extent for each worker of this host. Workers take its pages; it opens them for each other.
+
+    An extent is a worker's by its role and number, so that a restarted worker finds its blocks again.
+    """
+
+    def __init__(self, roles: Mapping[Role, RoleSpec]) -> None:
+        """Create it, if a role has a host tier.
+
+        Args:
+            roles: the roles that run on this host.
+
+        Raises:
+            ConfigError: the host refuses so much address space.
+        """
+        self._numbers: dict[tuple[Role, int], int] = {}
+        self._sharing: dict[Role, int] = {}
+        self._arena: Arena | None = None
+        extents: list[tuple[int, int]] = []
+        end = 0
+        for name, role in roles.items():
+            if role.kv.host and role.replicas:
+                self._sharing[name] = role.replicas
+                size = _extent_bytes(role)
+                for index in range(role.replicas):
+                    self._numbers[name, index] = len(extents)
+                    extents.append((end, size))
+                    end += size
+        self._extents = tuple(extents)
+        if extents:
+            try:
+                self._arena = Arena.create(end, prefault=False)
+            except TransferError as error:
+                raise ConfigError(f"kv.host: {error.message}") from error
+
+    def part(self, role: Role, index: int) -> HostPart | None:
+        """Return what a worker is told of it; None if its role has no host tier."""
+        number = self._numbers.get((role, index))
+        if number is None or self._arena is None:
+            return None
+        return HostPart(
+            path=f"/proc/{os.getpid()}/fd/{self._arena.fd}",
+            number=number,
+            extents=self._extents,
+            sharing=self._sharing[role],
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._arena is not None:
+            self._arena.close()
+
+
+def _extent_bytes(role: RoleSpec) -> int:
+    """Give the room of a worker's extent: of all memory where the size is a multiple of blocks, whose bytes only workers know."""
+    size = role.kv.host
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    share = memory if size.is_multiple else size.shared_by(role.replicas).num_bytes * _RECORDS_FACTOR
+    return -(-(share + _RECORDS_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,87 @@
+"""Host tiers of several workers over one arena, for tests; content follows from the hash, so that any block can be checked."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.ids import BlockId
+from penstock.core.wire import HashArray
+from penstock.kv.device_blocks import DeviceBlocks
+from penstock.kv.host.host_tier import HostTier
+from penstock.kv.host.memory import HostPart
+from penstock.kv.namespace import Namespace
+from penstock.transfer.regions.arena import Arena
+from tests.support.slots import NAMESPACE, content
+
+BLOCK_SIZE = 4
+BLOCK_BYTES = 4096
+DEVICE_BLOCKS = 64
+SLOTS = 32
+
+
+class SharedHost:
+    """An arena with two extents, and the workers on it."""
+
+    def __init__(self, *, slots: int = SLOTS, block_bytes: int = BLOCK_BYTES, workers: int = 2) -> None:
+        self.slots, self.block_bytes = slots, block_bytes
+        size = (slots * (block_bytes + 128) + (1 << 18)) // 4096 * 4096
+        self.arena = Arena.create(workers * size, prefault=False)
+        self.extents = tuple((number * size, size) for number in range(workers))
+
+    def part(self, number: int) -> HostPart:
+        return HostPart(
+            path=f"/proc/{os.getpid()}/fd/{self.arena.fd}", number=number, extents=self.extents, sharing=2
+        )
+
+    def worker(
+        self, number: int, *, namespace: Namespace = NAMESPACE, slots: int | None = None
+    ) -> "HostWorker":
+        return HostWorker(self.part(number), slots or self.slots, self.block_bytes, namespace)
+
+    def extent(self, number: int) -> NDArray[np.uint8]:
+        """Return the memory of an extent, writable."""
+        offset, size = self.extents[number]
+        return self.arena.array[offset : offset + size]
+
+
+class HostWorker:
+    """A device and a host tier below it."""
+
+    def __init__(
+        self, part: HostPart, slots: int, block_bytes: int, namespace: Namespace = NAMESPACE
+    ) -> None:
+        self.block_bytes = block_bytes
+        self.memory = np.zeros((DEVICE_BLOCKS, block_bytes), np.uint8)
+        device = DeviceBlocks(self.memory.ctypes.data, block_bytes, self.memory)
+        self.tier = HostTier(device, slots, BLOCK_SIZE, part=part, namespace=namespace)
+
+    async def offload(self, hashes: HashArray) -> int:
+        """Write a prefix's content to the device and offload it; returns how many blocks were read."""
+        done: asyncio.Future[Sequence[BlockId]] = asyncio.get_running_loop().create_future()
+        self.memory[: len(hashes)] = content(hashes, self.block_bytes)
+        read = self.tier.offload(hashes, [BlockId(n) for n in range(len(hashes))], done.set_result)
+        if read:
+            await done
+        return len(read)
+
+    def begin_load(self, hashes: HashArray) -> "asyncio.Future[int]":
+        """Begin to load a prefix to the device's last blocks."""
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        targets = [BlockId(DEVICE_BLOCKS - len(hashes) + n) for n in range(len(hashes))]
+        self.memory[-len(hashes) :] = 0
+        self.tier.load(hashes, targets, done.set_result)
+        return done
+
+    def check_loaded(self, hashes: HashArray, count: int) -> None:
+        """Check the content of leading blocks of `begin_load`."""
+        found = self.memory[-len(hashes) :][:count]
+        np.testing.assert_array_equal(found, content(hashes[:count], self.block_bytes))
+
+    async def load(self, hashes: HashArray) -> int:
+        """Load a prefix and check what arrived; returns how many blocks did."""
+        count = await self.begin_load(hashes)
+        self.check_loaded(hashes, count)
+        return count

@@ -1,0 +1,364 @@
+"""Host tiers of one host's workers: what one offloads another loads, whatever the first does meanwhile."""
+
+import asyncio
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.core.types.events import BlockRemoved, BlockStored, Tier
+from penstock.core.wire import unpack_hashes
+from penstock.kv.host import memory
+from penstock.kv.host.extent import NOTES, ExtentLayout
+from penstock.kv.records import RECORD
+from penstock.testing.loop import run_async
+from tests.support.shared_host import BLOCK_BYTES, SLOTS, HostWorker, SharedHost
+from tests.support.slots import NAMESPACE, chain
+
+LAYOUT = ExtentLayout(SLOTS, BLOCK_BYTES)
+
+
+def known(events, held=()):
+    """Apply events to a set of hashes."""
+    held = set(held)
+    for event in events:
+        hashes = unpack_hashes(event.block_hashes).tolist()
+        assert event.tier is Tier.HOST
+        if isinstance(event, BlockStored):
+            held.update(hashes)
+        elif isinstance(event, BlockRemoved):
+            held.difference_update(hashes)
+    return held
+
+
+async def closed(*workers):
+    for worker in workers:
+        worker.tier.check()
+        await worker.tier.close()
+
+
+def test_what_one_worker_offloads_another_loads():
+    async def main():
+        host = SharedHost()
+        one, two = host.worker(0), host.worker(1)
+        assert two.tier.locate(chain(6)) == 0
+        assert await one.offload(chain(6)) == 6
+        assert two.tier.locate(chain(8)) == 6
+        assert await two.load(chain(6)) == 6
+        assert (one.tier.num_cached, two.tier.num_cached, two.tier.num_shared) == (6, 0, 6)
+        assert known(two.tier.take_events()) == set(chain(6)[:, 0].tolist())
+        await closed(one, two)
+
+    run_async(main())
+
+
+def test_a_prefix_may_lie_in_several_extents_and_is_stored_once():
+    async def main():
+        host = SharedHost(workers=3)
+        workers = [host.worker(number) for number in range(3)]
+        hashes = chain(9)
+        for number, worker in enumerate(workers):
+            assert await worker.offload(hashes[: 3 * number + 3]) == 3, "the others have what comes before"
+        for worker in workers:
+            assert await worker.load(hashes) == 9
+            assert await worker.offload(hashes) == 0
+        await closed(*workers)
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_blocks_survive_their_worker_and_its_successor_adopts_them(has_ended):
+    async def main():
+        host = SharedHost()
+        one, two = host.worker(0), host.worker(1)
+        await one.offload(chain(6))
+        await one.offload(chain(4, 1))
+        assert await one.load(chain(6)) == 6
+        two.tier.locate(chain(6))
+        if has_ended:
+            await one.tier.close()
+        else:
+            one.tier._memory.close()  # what the kernel does for a killed process
+        assert await two.load(chain(6)) == 6
+        again = host.worker(0)
+        stored = known(again.tier.take_events())
+        assert stored == {*chain(6)[:, 0].tolist(), *chain(4, 1)[:, 0].tolist()}
+        assert await again.load(chain(6)) == 6
+        assert two.tier.locate(chain(6)) == 6
+        assert await again.offload(chain(SLOTS - 6, 2)) == SLOTS - 6
+        assert again.tier.locate(chain(6)) == 6, "it was used last"
+        assert two.tier.locate(chain(4, 1)) == 0
+        await closed(again, two)
+
+    run_async(main())
+
+
+def test_a_block_that_is_overwritten_while_another_worker_loads_it_is_only_missing():
+    async def main():
+        host = SharedHost()
+        one, two = host.worker(0), host.worker(1)
+        await one.offload(chain(8))
+        assert two.tier.locate(chain(8)) == 8
+        go_on = threading.Event()
+        two.tier._load_thread.submit(go_on.wait)
+        loading = two.begin_load(chain(8))
+        for number in range(1, 5):
+            await one.offload(chain(8, number))
+        go_on.set()
+        assert await loading == 0
+        assert two.tier.num_corrupt == 0
+        assert two.tier.locate(chain(8)) == 0
+        assert await two.load(chain(8, 4)) == 8
+        await closed(one, two)
+
+    run_async(main())
+
+
+def test_equal_bytes_under_another_record_do_not_count_as_loaded():
+    """A record may change after the bytes were copied; whoever loads does not rely on the checksum alone."""
+
+    async def main():
+        host = SharedHost()
+        one, two = host.worker(0), host.worker(1)
+        await one.offload(chain(4))
+        assert two.tier.locate(chain(4)) == 4
+        go_on = threading.Event()
+        two.tier._load_thread.submit(go_on.wait)
+        loading = two.begin_load(chain(4))
+        one.tier._extent.clear([one.tier._pool.match(chain(4))[2]])
+        go_on.set()
+        assert await loading == 2
+        assert two.tier.num_corrupt == 0
+        await closed(two)
+        await one.tier.close()
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("finder", [0, 1])
+def test_bits_that_flip_are_found_by_whoever_loads_them_and_dropped_by_their_worker(finder):
+    async def main():
+        host = SharedHost()
+        workers = host.worker(0), host.worker(1)
+        await workers[0].offload(chain(6))
+        slot = workers[0].tier._pool.match(chain(6))[3]
+        host.extent(0)[LAYOUT.data_offset :][slot * BLOCK_BYTES + 7] ^= 1
+        assert await workers[finder].load(chain(6)) == 3
+        assert workers[finder].tier.num_corrupt == 1
+        for worker in workers:
+            assert worker.tier.locate(chain(6)) == 3
+        assert await workers[0].offload(chain(6)) == 1
+        assert await workers[1].load(chain(6)) == 6
+        await closed(*workers)
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("change", [{"model_digest": "0ther"}, {"dtype": "float32"}, {"layout": "heads"}])
+def test_blocks_of_another_namespace_are_neither_seen_nor_adopted(change):
+    async def main():
+        host = SharedHost()
+        other = type(NAMESPACE)(
+            **{**{f: getattr(NAMESPACE, f) for f in NAMESPACE.__struct_fields__}, **change}
+        )
+        one, two = host.worker(0), host.worker(1, namespace=other)
+        await one.offload(chain(6))
+        assert two.tier.locate(chain(6)) == 0
+        assert await two.offload(chain(6)) == 6
+        assert await one.offload(chain(6)) == 0
+        await one.tier.close()
+        again = host.worker(0, namespace=other)
+        assert again.tier.num_cached == 0
+        assert again.tier.locate(chain(6)) == 6, "those of the other worker, which it may use now"
+        await again.offload(chain(5, 1))
+        assert two.tier.locate(chain(5, 1)) == 5
+        await closed(again, two)
+
+    run_async(main())
+
+
+def test_an_extent_of_another_size_is_begun_anew_and_the_others_hear_of_it():
+    async def main():
+        host = SharedHost()
+        one, two = host.worker(0), host.worker(1)
+        await one.offload(chain(6))
+        held = known(two.tier.take_events(), ()) | (known(()) if two.tier.locate(chain(6)) else set())
+        held = known(two.tier.take_events(), held)
+        assert len(held) == 6
+        await one.tier.close()
+        again = host.worker(0, slots=SLOTS // 2)
+        assert (again.tier.num_cached, two.tier.locate(chain(6))) == (0, 0)
+        assert known(two.tier.take_events(), held) == set()
+        await again.offload(chain(3, 1))
+        assert await two.load(chain(3, 1)) == 3
+        await closed(again, two)
+
+    run_async(main())
+
+
+def test_another_process_on_the_same_extent_is_refused(monkeypatch):
+    monkeypatch.setattr(memory, "_LOCK_PAUSE_S", 0)
+
+    async def main():
+        host = SharedHost()
+        one = host.worker(0)
+        with pytest.raises(ConfigError, match=r"kv\.host: another process has the extent at byte 0 "):
+            host.worker(0)
+        await closed(one)
+        await closed(host.worker(0))
+
+    run_async(main())
+
+
+def test_an_arena_that_is_gone_or_too_small_is_refused():
+    host = SharedHost()
+    with pytest.raises(ConfigError, match=r"kv\.host: 1,000 blocks of 4,096 bytes .* the host's arena has"):
+        host.worker(0, slots=1_000)
+    part = host.part(0)
+    host.arena.close()
+    with pytest.raises(ConfigError, match=r"kv\.host: .*(No such file|not sealed)"):
+        HostWorker(part, SLOTS, BLOCK_BYTES)
+
+
+def test_a_workers_extent_cannot_be_written_by_another():
+    async def main():
+        host = SharedHost()
+        one, two = host.worker(0), host.worker(1)
+        with pytest.raises(ValueError, match="read-only"):
+            two.tier._siblings[0]._memory[0] = 1
+        await closed(one, two)
+
+    run_async(main())
+
+
+def test_a_block_that_another_worker_uses_is_not_the_next_to_be_evicted():
+    async def main():
+        host = SharedHost()
+        one, two = host.worker(0), host.worker(1)
+        await one.offload(chain(8))
+        for number in range(1, 12):
+            await one.offload(chain(6, number))
+            if number % 2:
+                assert await two.load(chain(8)) == 8
+            else:
+                assert await two.offload(chain(8)) == 0
+        await closed(one, two)
+
+    run_async(main())
+
+
+def test_a_worker_that_missed_notes_reads_all_records():
+    rounds = NOTES // 60 + 1
+
+    async def main():
+        host = SharedHost()
+        one, two = host.worker(0), host.worker(1)
+        await one.offload(chain(6))
+        assert two.tier.locate(chain(6)) == 6
+        for number in range(rounds):
+            await one.offload(chain(30, number + 1))
+        assert one.tier._extent.count > NOTES
+        assert two.tier.locate(chain(6)) == 0
+        assert two.tier.locate(chain(30, rounds)) == 30
+        assert known(two.tier.take_events()) == known(one.tier.take_events())
+        await closed(one, two)
+
+    run_async(main())
+
+
+def test_clearing_forgets_what_others_keep_but_not_what_they_store_afterwards():
+    async def main():
+        host = SharedHost()
+        one, two = host.worker(0), host.worker(1)
+        await one.offload(chain(6))
+        await two.offload(chain(6, 1))
+        two.tier.clear()
+        assert [two.tier.locate(chain(6, number)) for number in (0, 1)] == [0, 0]
+        assert [one.tier.locate(chain(6, number)) for number in (0, 1)] == [6, 0]
+        await one.offload(chain(6, 2))
+        assert two.tier.locate(chain(6, 2)) == 6
+        await one.tier.close()
+        again = host.worker(0)
+        assert [two.tier.locate(chain(6, number)) for number in (0, 2)] == [0, 6]
+        await closed(again, two)
+
+    run_async(main())
+
+
+def test_an_offload_under_way_while_the_tier_is_cleared_is_not_kept():
+    async def main():
+        host = SharedHost()
+        one, two = host.worker(0), host.worker(1)
+        go_on = threading.Event()
+        one.tier._store_thread.submit(go_on.wait)
+        storing = asyncio.get_running_loop().create_task(one.offload(chain(6)))
+        await asyncio.sleep(0)
+        one.tier.clear()
+        go_on.set()
+        assert await storing == 6
+        assert (one.tier.locate(chain(6)), two.tier.locate(chain(6))) == (0, 0)
+        await closed(one, two)
+
+    run_async(main())
+
+
+def test_a_worker_without_requests_says_what_others_store():
+    async def main():
+        host = SharedHost()
+        one, two = host.worker(0), host.worker(1)
+        told = asyncio.Event()
+        two.tier.start(told.set)
+        await one.offload(chain(6))
+        async with asyncio.timeout(10):
+            await told.wait()
+        assert len(known(two.tier.take_events())) == 6
+        await closed(one, two)
+
+    run_async(main())
+
+
+def test_no_damage_to_records_notes_or_header_serves_a_wrong_block():
+    """Whatever a killed or mad process leaves: workers load right blocks or none, and raise nothing."""
+    rng = random.Random(1)
+
+    async def main():
+        loaded = 0
+        for _ in range(150):
+            host = SharedHost()
+            one, two = host.worker(0), host.worker(1)
+            await one.offload(chain(8))
+            await one.offload(chain(8, 1))
+            two.tier.locate(chain(8))
+            for _ in range(rng.randrange(1, 6)):
+                damage(host.extent(0), rng)
+            for number in range(3):
+                loaded += await two.load(chain(8, number))
+            one.tier._memory.close()
+            again = host.worker(0)
+            for worker in (again, two):
+                for number in range(3):
+                    loaded += await worker.load(chain(8, number))
+            await again.offload(chain(8, 2))
+            assert await two.load(chain(8, 2)) == 8
+            await closed(again, two)
+        assert loaded > 1_000
+
+    def damage(extent, rng):
+        where = rng.choice(["header", "epoch", "notes", "used", "record", "records", "data"])
+        at = {
+            "header": rng.randrange(48), "epoch": 1024 + rng.randrange(2), "notes": 4096 + rng.randrange(400),
+            "used": LAYOUT.used_offset + rng.randrange(8 * SLOTS),
+            "record": LAYOUT.records_offset + rng.randrange(RECORD.itemsize * SLOTS),
+            "records": LAYOUT.records_offset + RECORD.itemsize * rng.randrange(SLOTS),
+            "data": LAYOUT.data_offset + rng.randrange(SLOTS * BLOCK_BYTES),
+        }[where]  # fmt: skip
+        if where == "records":  # one slot's record in the place of another's
+            other = LAYOUT.records_offset + RECORD.itemsize * rng.randrange(SLOTS)
+            extent[at : at + RECORD.itemsize] = np.array(extent[other : other + RECORD.itemsize])
+        else:
+            extent[at] ^= 1 << rng.randrange(8)
+
+    run_async(main(), timeout_s=60)
