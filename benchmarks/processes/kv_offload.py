@@ -1,4 +1,4 @@
-"""Conversations of more KV than the device holds, on a served paged engine: without a host tier, and with one.
+"""Conversations of more KV than the device holds, on a served engine: without a host tier, and with one.
 
 Every user's turn comes after a turn of all others, so that without a host tier most histories are evicted when they are
 needed. The third deployment has the host tier's bytes as device blocks: on a CPU that is the same memory, and the least
@@ -7,48 +7,53 @@ that any tier could take. Deployments take turns; figures are medians over the r
 
 import argparse
 import asyncio
+import contextlib
+import os
 import statistics
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from benchmarks.processes.chats import Answer, Asked, Chats, Conversations, chatting
+from benchmarks.processes.engine import SIZES
 from benchmarks.processes.served import served
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 
-_COMMON = (
-    "--demo",
-    "--workers",
-    "1",
-    "--log-level",
-    "error",
-    "--set",
-    "roles.aggregated.weight_dtype=float32",
-)
+_PAGED = ("--demo", "--set", "roles.aggregated.weight_dtype=float32")
 """float32: in bfloat16 a cached prefix changes the rounding, and with it an answer now and then."""
+_COMMON = ("--workers", "1", "--log-level", "error")
+_VLLM = (
+    "--engine", "vllm", "--engine-arg=enforce_eager=true", "--set=roles.aggregated.weight_dtype=float32", "--set=block_size=32",
+    "--set=context_length=4096", "--set=roles.aggregated.max_running_requests=64", "--set=roles.aggregated.max_batch_tokens=2048",
+)  # fmt: skip
+_VLLM_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 _LESS_TTFT_WANTED = 0.5
 _ITL_RATIO_MAX = 1.1
 _TIER_FACTOR = 4
 """Blocks of the host tier for each of the device."""
+_FULL = {
+    "paged": {"users": 80, "turns": 10, "kv_blocks": 2000, "rounds": 2},
+    "vllm": {"users": 24, "turns": 6, "kv_blocks": 330, "rounds": 1},
+}
+"""Device blocks for about a quarter of all KV. vLLM takes the better part of a minute to start."""
 _QUICK = {"users": 24, "turns": 4, "kv_blocks": 220, "rounds": 1}
 _NONE, _HOST, _DEVICE = "device", "host", "all_on_device"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--users", type=int, default=80, metavar="N", help="conversations (default 80)")
-    parser.add_argument(
-        "--turns", type=int, default=10, metavar="N", help="of each conversation (default 10)"
+    add = parser.add_argument
+    add(
+        "--engine",
+        choices=tuple(_FULL),
+        default="paged",
+        help="default paged; vllm runs where vLLM is installed",
     )
-    parser.add_argument(
-        "--kv-blocks",
-        type=int,
-        default=2000,
-        metavar="N",
-        help="on the device (default 2000, about a quarter of all KV)",
-    )
-    parser.add_argument(
-        "--concurrency", type=int, default=4, metavar="N", help="requests at a time (default 4)"
-    )
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="of all deployments (default 2)")
+    add("--users", type=int, metavar="N", help="conversations (default 80, with vllm 24)")
+    add("--turns", type=int, metavar="N", help="of each conversation (default 10, with vllm 6)")
+    add("--kv-blocks", type=int, metavar="N", help="on the device (default about a quarter of all KV)")
+    add("--concurrency", type=int, default=4, metavar="N", help="requests at a time (default 4)")
+    add("--rounds", type=int, metavar="N", help="of all deployments (default 2, with vllm 1)")
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -58,8 +63,8 @@ def run(options: argparse.Namespace) -> Report:
         ConfigError: an option makes no sense.
         Unavailable: a deployment does not start.
     """
-    if options.quick:
-        for name, value in _QUICK.items():
+    for name, value in (_QUICK if options.quick else _FULL[options.engine]).items():
+        if options.quick or getattr(options, name) is None:
             setattr(options, name, value)
     for name in ("users", "turns", "kv_blocks", "concurrency", "rounds"):
         if getattr(options, name) < 1:
@@ -75,25 +80,39 @@ def run(options: argparse.Namespace) -> Report:
         answer_tokens=24, concurrency=options.concurrency,
     )  # fmt: skip
     runs: dict[str, list[Asked]] = {name: [] for name in deployments}
-    for _ in range(options.rounds):
-        for name, flags in deployments.items():
-            with served(*_COMMON, *flags, spare_processes=0) as server:
+    with _engine(options.engine) as engine:
+        for _ in range(options.rounds):
+            for name, flags in deployments.items():
+                with served(*engine, *_COMMON, *flags, spare_processes=0) as server:
 
-                async def work(chats: Chats) -> Asked:
-                    return await chats.converse(load)
+                    async def work(chats: Chats) -> Asked:
+                        return await chats.converse(load)
 
-                runs[name].append(asyncio.run(chatting(server, work)))
+                    runs[name].append(asyncio.run(chatting(server, work)))
     figures, problems = judge(runs)
     return Report(
         name="kv-offload",
         config={
-            "users": options.users, "turns": options.turns, "kv_blocks": blocks, "host": tier,
+            "engine": options.engine, "users": options.users, "turns": options.turns, "kv_blocks": blocks, "host": tier,
             "concurrency": options.concurrency, "rounds": options.rounds, "quick": options.quick,
         },
         figures=figures,
         samples={f"ttft_mean_ms_{name}": [_mean_ttft_ms(one) for one in each] for name, each in runs.items()},
         problems=problems,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _engine(name: str) -> Iterator[Sequence[str]]:
+    """Give the flags of an engine; of vLLM with a random model of 5 million parameters."""
+    if name == "paged":
+        yield _PAGED
+        return
+    from tests.support.checkpoints import make_checkpoint  # noqa: PLC0415 - its packages are an extra
+
+    os.environ.update(_VLLM_CPU)
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
+        yield str(make_checkpoint(Path(directory) / "llama-5m", "llama", **SIZES)), *_VLLM
 
 
 def judge(runs: dict[str, list[Asked]]) -> tuple[dict[str, float], list[str]]:

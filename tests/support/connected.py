@@ -14,6 +14,7 @@ from penstock.kv.connector.scheduler import KvConnectorScheduler
 from penstock.kv.connector.staging import Staging
 from penstock.kv.connector.worker import KvConnectorWorker
 from penstock.kv.device_blocks import DeviceBlocks
+from penstock.kv.host.host_tier import HostTier
 from penstock.seams.kv import KvTier
 
 BLOCK_SIZE = 4
@@ -125,6 +126,13 @@ class Connected:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+
+
+def damage(tier: KvTier, block_hash: HashArray | None = None, *, byte: int = 7) -> None:
+    """Flip a bit in a host tier: at `byte` of the block with a (1, 2) hash, or of all blocks together."""
+    assert isinstance(tier, HostTier)
+    slot = 0 if block_hash is None else tier._pool.match(block_hash)[0]
+    tier._memory.own[tier._extent.layout.data_offset + slot * tier.block_bytes + byte] ^= 1
 
 
 def hashes_of(seed: int, count: int) -> HashArray:

@@ -34,6 +34,32 @@ class Indexed:
         """Tokens of the latest requests."""
         self.next: asyncio.Task[Step] | None = None
 
+    def _note(self, step: Step) -> None:
+        for event in step.events:
+            self.kinds.add(type(event))
+            match event:
+                case BlockStored():
+                    assert event.block_size == BLOCK
+                    self.tree.store(0, event.block_hashes, event.parent_block_hash, event.tier)
+                case BlockRemoved():
+                    self.tree.remove(0, event.block_hashes, event.tier)
+                case AllBlocksCleared():
+                    self.tree.clear(0)
+
+    def _request(
+        self, ids: list[int], salt: bytes = b"", tokens: int = 4, adapter: str | None = None
+    ) -> Request:
+        self.number += 1
+        return Request(
+            request_id=f"k{self.number}",
+            model="tiny",
+            token_ids=pack_tokens(ids),
+            block_hashes=pack_hashes(block_hashes(ids, BLOCK, salt, key=KEY).ravel()),
+            salt=salt,
+            adapter=adapter,
+            sampling=SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True),
+        )
+
     async def _run(self, requests: list[Request]) -> list[int]:
         cached, open_ = {}, {request.request_id: request for request in requests}
         emitted: dict[Any, list[int]] = {request.request_id: [] for request in requests}
@@ -49,45 +75,39 @@ class Indexed:
                 continue
             step, self.next = self.next.result(), None
             for delta in step.deltas:
+                if delta.request_id not in emitted:
+                    continue  # of a request that was aborted
                 emitted[delta.request_id] += unpack_tokens(delta.token_ids).tolist()
                 if delta.cached_tokens is not None:
                     cached[delta.request_id] = delta.cached_tokens
                 if delta.finish_reason is not None:
                     open_.pop(delta.request_id)
-            for event in step.events:
-                self.kinds.add(type(event))
-                match event:
-                    case BlockStored():
-                        assert event.block_size == BLOCK
-                        self.tree.store(0, event.block_hashes, event.parent_block_hash, event.tier)
-                    case BlockRemoved():
-                        self.tree.remove(0, event.block_hashes, event.tier)
-                    case AllBlocksCleared():
-                        self.tree.clear(0)
+            self._note(step)
         for request in requests:
             tokens = unpack_tokens(request.token_ids).tolist() + emitted[request.request_id]
             self.names |= set(hash_list(block_hashes(tokens, BLOCK, request.salt, key=KEY)[:, 0]))
         self.emitted = [emitted[request.request_id] for request in requests]
         return [cached[request.request_id] for request in requests]
 
+    async def _abort(self, request: Request, steps: int) -> None:
+        self.running.engine.submit(request)
+        for _ in range(steps):
+            if self.next is None:
+                self.next = asyncio.create_task(self.running.next_step())
+            await asyncio.wait([self.next])
+            step, self.next = self.next.result(), None
+            self._note(step)
+        self.running.engine.abort(request.request_id)
+
+    def abort(self, ids: list[int], *, steps: int) -> None:
+        """Submit a prompt, and abort it after so many steps."""
+        self.running.do(self._abort(self._request(ids), steps))
+
     def run(
         self, *prompts: list[int], salt: bytes = b"", tokens: int = 4, adapter: str | None = None
     ) -> list[int]:
         """Run prompts at the same time; return the tokens that vLLM found in its cache."""
-        requests = []
-        for ids in prompts:
-            self.number += 1
-            requests.append(
-                Request(
-                    request_id=f"k{self.number}",
-                    model="tiny",
-                    token_ids=pack_tokens(ids),
-                    block_hashes=pack_hashes(block_hashes(ids, BLOCK, salt, key=KEY).ravel()),
-                    salt=salt,
-                    adapter=adapter,
-                    sampling=SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True),
-                )
-            )
+        requests = [self._request(ids, salt, tokens, adapter) for ids in prompts]
         return self.running.do(self._run(requests))
 
     def known(self, ids: list[int], salt: bytes = b"") -> int:

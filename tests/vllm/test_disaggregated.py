@@ -1,4 +1,4 @@
-"""`penstock serve --engine vllm --prefill 1 --decode 2`: vLLM's NixlConnector moves the KV, whoever is killed."""
+"""`penstock serve --engine vllm --prefill 1 --decode 2`: vLLM's NixlConnector moves the KV, whoever is killed, beside KV tiers."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from tests.vllm.test_engine import greedy, prompt
 
 TOKENS = 48
 LONG_TOKENS = 300
-ROLE = {"kv_blocks": 64, "weight_dtype": "float32"}
+ROLE = {"kv_blocks": 64, "weight_dtype": "float32", "kv.host": "8x"}
 GRAPH = {
     "block_size": 32,
     "context_length": 512,
@@ -131,6 +131,19 @@ def test_greedy_output_is_that_of_one_model_and_decode_computes_no_prompt(site):
     site.until(lambda: site.decoding("generated_tokens") == 8 * TOKENS)
     assert site.decoding("prefilled_tokens") == 0, "vLLM counts the prompts as received"
     assert site.decoding("prefix_hit_tokens") == 0
+    assert site.decoding("kv_failures") == 0
+
+
+def test_prefill_workers_load_what_they_evicted_and_decode_workers_take_what_they_send(site):
+    prompts = [prompt(400, 250 + seed) for seed in range(6)]
+    expected = [site.expected(ids, 8) for ids in prompts]
+    received = site.decoding("prefilled_tokens")
+    for _ in range(2):  # six prompts of 13 blocks are more than the device has
+        assert [site.tell(ids, 8) for ids in prompts] == expected
+    (host,) = site.loads()["prefill-1"]["kv_tiers"]
+    assert host["hit_tokens"] >= 4 * 384
+    assert (host["missing_blocks"], host["corrupt_blocks"]) == (0, 0)
+    assert site.decoding("prefilled_tokens") == received
     assert site.decoding("kv_failures") == 0
 
 

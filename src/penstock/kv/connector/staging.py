@@ -9,8 +9,8 @@ from penstock.core.ids import BlockId
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.transfer.regions.arena import Arena
 
-_BYTES = 64 << 20
-_SLOTS_MAX = 256
+STAGING_BYTES = 64 << 20
+_SLOTS_MAX = 1024
 _SLOTS_MIN = 4
 
 
@@ -50,6 +50,11 @@ class Slots:
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
+    def take_now(self, count: int) -> list[BlockId]:
+        """Return up to `count` slots that are free now."""
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
     def give_back(self, slot_ids: Sequence[BlockId]) -> None:
         """Give slots back that nobody reads or writes any more."""
         self._free += slot_ids
@@ -68,13 +73,17 @@ class Staging:
         memory: (num_slots * block_bytes,) uint8.
     """
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, size_bytes: int = STAGING_BYTES) -> None:
         """Allocate them.
+
+        Args:
+            block_bytes: size of one.
+            size_bytes: of all, if that is enough for some and not more than copies can use.
 
         Raises:
             TransferError: the host refuses so much memory.
         """
-        self.num_slots = min(_SLOTS_MAX, max(_SLOTS_MIN, _BYTES // block_bytes))
+        self.num_slots = min(_SLOTS_MAX, max(_SLOTS_MIN, size_bytes // block_bytes))
         self._arena = Arena.create(self.num_slots * block_bytes)
         self.memory = self._arena.array
         self.blocks = DeviceBlocks(self._arena.address, block_bytes, self._arena.array)

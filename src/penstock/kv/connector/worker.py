@@ -8,7 +8,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.core.ids import BlockId
@@ -16,58 +15,40 @@ from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent
 from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import HashArray
+from penstock.kv.connector.loads import Held, Loads
+from penstock.kv.connector.offloads import Offloads
 from penstock.kv.connector.orders import Loaded, LoadOrder, LoadRun, Orders, Report, SaveOrder
-from penstock.kv.connector.staging import DeviceMemory, Staging
-from penstock.kv.manager.worth import late_after_s
-from penstock.seams.kv import KvLoad, KvTier
+from penstock.kv.connector.staging import STAGING_BYTES, DeviceMemory, Staging
+from penstock.seams.kv import KvTier
 
 _CLOSE_S = 15.0
-_PROBE_S = 1.0
-"""A tier that is off is offered blocks so often, so that it is tried again."""
-_UNSTAGED = BlockId(-1)
-"""For blocks that a tier has already; an address cannot be made of it."""
 _T = TypeVar("_T")
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    """A load under way."""
-
-    order: LoadOrder
-    is_stopped: bool = False
-    is_late: bool = False
-    loads: set[KvLoad] = field(default_factory=set)
-
-    def stop(self, *, is_late: bool = False) -> None:
-        """Ask it to end soon."""
-        self.is_stopped = True
-        self.is_late |= is_late
-        for each in self.loads:
-            each.cancel(is_late=is_late)
 
 
 class KvConnectorWorker:
     """Loads, saves and waits. Its methods may be called from any thread but its own."""
 
     def __init__(
-        self, make_tiers: Callable[[Staging], Sequence[KvTier]], memory: DeviceMemory, *, name: str = "kv"
+        self,
+        make_tiers: Callable[[Staging], Sequence[KvTier]],
+        memory: DeviceMemory,
+        *,
+        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         """Allocate the slots, make the tiers, and start.
 
         Args:
             make_tiers: makes them over the slots; called on the loop.
             memory: the engine's.
-            name: of the threads.
+            staging_bytes: of the slots.
 
         Raises:
             ConfigError: a tier cannot be made.
             TransferError: the host has not enough memory.
         """
         self._memory = memory
-        self._copies = ThreadPoolExecutor(1, f"{name}-copy")
-        self._loads: dict[int, _Load] = {}
-        self._probed_s = -_PROBE_S
-        self._lock = threading.Condition()
+        self._copies = ThreadPoolExecutor(1, "kv-copy")
+        self._changed = threading.Condition()
         """Guards what other threads read: the next report, and what is under way."""
         self._loaded: list[Loaded] = []
         self._saved: list[int] = []
@@ -77,23 +58,23 @@ class KvConnectorWorker:
         self._told_busy: bool | None = None
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{name}-loop", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kv-connector", daemon=True)
         self._thread.start()
         try:
-            self.tiers = self._call(self._open(make_tiers))
+            self._call(self._open(make_tiers, staging_bytes))
         except BaseException:
             self._stop_loop()
             raise
 
-    # -- from other threads
+    # -- with a scheduler's side
 
     def submit(self, orders: Orders) -> None:
         """Begin what the scheduler's side ordered; returns at once."""
-        if not orders.loads and not orders.saves and not orders.cancelled and not orders.is_clearing:
-            return
-        with self._lock:
-            self._under_way += len(orders.loads) + len(orders.saves) + orders.is_clearing
-        self._loop.call_soon_threadsafe(self._begin, orders)
+        begun = len(orders.loads) + len(orders.saves) + orders.is_clearing
+        if begun or orders.cancelled:
+            with self._changed:
+                self._under_way += begun
+            self._loop.call_soon_threadsafe(self._begin, orders)
 
     def load(self, order: LoadOrder) -> None:
         """Begin to load blocks; a `Loaded` tells its end."""
@@ -105,12 +86,12 @@ class KvConnectorWorker:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until no load and no save is under way; returns whether that came true in time."""
-        with self._lock:
-            return self._lock.wait_for(lambda: not self._under_way, timeout_s)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._under_way, timeout_s)
 
     def take_report(self) -> Report | None:
         """Return what was done since the last report; None if that is nothing."""
-        with self._lock:
+        with self._changed:
             is_busy = self._under_way > 0
             if not (self._loaded or self._saved or self._events or is_busy != self._told_busy):
                 return None
@@ -121,19 +102,61 @@ class KvConnectorWorker:
             self._loaded, self._saved, self._events = [], [], []
             return report
 
+    # -- for engines that ask, and wait for the answer
+
     def locate(self, block_hashes: HashArray) -> int:
-        """Count the leading blocks that some tier keeps; waits for the loop."""
+        """Count the leading blocks that some tier keeps."""
 
         async def locate() -> int:
-            depth = 0
-            while depth < len(block_hashes):
-                found = max(tier.locate(block_hashes[depth:]) for tier in self.tiers)
-                if not found:
-                    break
-                depth += found
-            return depth
+            runs = self._loads.find(block_hashes)
+            return runs[-1][2] if runs else 0
 
         return self._call(locate())
+
+    def load_now(self, block_hashes: HashArray, targets: Sequence[int]) -> int:
+        """Load leading blocks from whatever tier keeps them, as long as a load may take; returns how many have arrived.
+
+        Args:
+            block_hashes: (n, 2) uint64.
+            targets: (n,) device blocks.
+        """
+
+        async def load() -> int:
+            runs = tuple(
+                LoadRun(tier.tier, block_hashes[start:end], list(targets[start:end]))
+                for tier, start, end in self._loads.find(block_hashes)
+            )
+            loaded = await self._loads.load(LoadOrder(0, "", runs))
+            self._tell()
+            return sum(len(run.targets) for run in runs) - len(loaded.missing)
+
+        with self._asking:
+            return self._call(load())
+
+    def hold(self, block_hashes: HashArray) -> Held:
+        """Load and verify leading blocks into slots, as many as are free, and wait; `put` cannot find them wrong later."""
+
+        async def hold() -> Held:
+            held = await self._loads.hold(block_hashes)
+            self._tell()
+            return held
+
+        return self._call(hold())
+
+    def put(self, held: Held, targets: Sequence[int]) -> None:
+        """Copy leading held blocks to the device, wait, and give the slots back."""
+
+        async def put() -> None:
+            try:
+                await self._write(list(targets), held.slots[: len(targets)])
+            finally:
+                self._loads.drop(held)
+
+        self._call(put())
+
+    def drop(self, held: Held) -> None:
+        """Give the slots of held blocks back."""
+        self._loop.call_soon_threadsafe(lambda: self._loads.drop(held))
 
     def close(self) -> None:
         """End all copies, and close the tiers. Safe twice."""
@@ -158,20 +181,21 @@ class KvConnectorWorker:
 
     # -- on the loop
 
-    async def _open(self, make_tiers: Callable[[Staging], Sequence[KvTier]]) -> tuple[KvTier, ...]:
+    async def _open(self, make_tiers: Callable[[Staging], Sequence[KvTier]], staging_bytes: int) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
-        self._saving, self._offloaded = asyncio.Lock(), asyncio.Event()
-        self._offloaded.set()
-        self._staging = Staging(self._memory.block_bytes)
+        self._asking = threading.Lock()
+        self._staging = Staging(self._memory.block_bytes, staging_bytes)
         self.tiers = tuple(make_tiers(self._staging))
+        self._loads = Loads(self.tiers, self._staging, self._write)
+        self._offloads = Offloads(
+            self.tiers, self._staging, self._read, on_begin=self._offload_begun, on_end=self._ended
+        )
         for tier in self.tiers:
             tier.start(self._tell)
         self._tell()
-        return self.tiers
 
     async def _close(self) -> None:
-        for load in self._loads.values():
-            load.stop()
+        self._loads.cancel_all()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_S / 2)
         for tier in self.tiers:
@@ -184,11 +208,9 @@ class KvConnectorWorker:
                 tier.clear()
             self._ended()
         for load_id in orders.cancelled:
-            if load_id in self._loads:
-                self._loads[load_id].stop()
+            self._loads.cancel(load_id)
         for load in orders.loads:
-            self._loads[load.load_id] = _Load(load)
-            self._start(self._load(self._loads[load.load_id]))
+            self._start(self._load(load))
         for save in orders.saves:
             self._start(self._save(save))
 
@@ -197,129 +219,37 @@ class KvConnectorWorker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _load(self, load: _Load) -> None:
-        runs = load.order.runs
-        by_tier = {tier.tier: tier for tier in self.tiers}
-        late_s = late_after_s(sum(by_tier[run.tier].load_s(len(run.targets)) for run in runs))
-        deadline = self._loop.call_later(late_s, lambda: load.stop(is_late=True))
-        begun_s = self._loop.time()
-
-        async def timed(run: LoadRun) -> tuple[int, float]:
-            return await self._load_run(load, by_tier[run.tier], run), self._loop.time() - begun_s
-
-        results = await asyncio.gather(*(timed(run) for run in runs))
-        deadline.cancel()
-        order = load.order
-        del self._loads[order.load_id]
-        targets = [target for run in runs for target in run.targets]
-        arrived = _arrived(runs, results)
-        self._ended(
-            Loaded(order.load_id, order.request_id, tuple(results), tuple(targets[arrived:]), load.is_late)
-        )
-
-    async def _load_run(self, load: _Load, tier: KvTier, run: LoadRun) -> int:
-        """Load one tier's blocks, as many at once as there are slots; returns how many leading ones have arrived."""
-        at = 0
-        while at < len(run.targets) and not load.is_stopped:
-            slots = await self._staging.loads.take(len(run.targets) - at)
-            try:
-                count = await self._load_piece(load, tier, run.block_hashes[at : at + len(slots)], slots)
-                targets = run.targets[at : at + count]
-                if count and not load.is_stopped:
-                    await self._copy(self._memory.write, targets, slots[:count])
-                    at += count
-            except Exception as error:  # noqa: BLE001 - whatever a device or a tier raises, the blocks are computed
-                get_logger().error("kv_load_failed", tier=tier.tier, error=str(error), effect="computed")
-                count = 0
-            finally:
-                self._staging.loads.give_back(slots)
-            if count < len(slots):
-                break
-        return at
-
-    async def _load_piece(self, load: _Load, tier: KvTier, hashes: HashArray, slots: list[BlockId]) -> int:
-        held = tier.locate(hashes)
-        if not held or load.is_stopped:
-            return 0
-        done: asyncio.Future[int] = self._loop.create_future()
-        loading = tier.load(hashes[:held], slots[:held], done.set_result)
-        load.loads.add(loading)
-        try:
-            return await done
-        finally:
-            load.loads.discard(loading)
+    async def _load(self, order: LoadOrder) -> None:
+        self._ended(await self._loads.load(order))
 
     async def _save(self, order: SaveOrder) -> None:
-        try:
-            async with self._saving:  # a tier takes a block after its parent
-                await self._save_pieces(order)
-        except Exception as error:  # noqa: BLE001 - likewise: they are not kept
-            get_logger().error("kv_save_failed", error=str(error), effect="blocks are not offloaded")
+        await self._offloads.save(order)
         self._ended(order.save_id)
 
-    async def _save_pieces(self, order: SaveOrder) -> None:
-        hashes, at = order.block_hashes, order.start
-        wanted = [tier for tier in self.tiers if not tier.is_off]
-        if len(wanted) < len(self.tiers) and self._loop.time() - self._probed_s >= _PROBE_S:
-            self._probed_s = self._loop.time()
-            wanted = list(self.tiers)
-        while True:
-            at = max(at, min((tier.locate(hashes) for tier in wanted), default=len(hashes)))
-            if at >= len(hashes):
-                return
-            slots = await self._staging.saves.take(len(hashes) - at)
-            try:
-                block_ids = order.block_ids[at - order.start : at - order.start + len(slots)]
-                await self._copy(self._memory.read, block_ids, slots)
-            except BaseException:
-                self._staging.saves.give_back(slots)
-                raise
-            await self._offloaded.wait()  # of the piece before
-            self._offload(wanted, hashes[: at + len(slots)], at, slots)
-            at += len(slots)
-
-    def _offload(self, tiers: Sequence[KvTier], hashes: HashArray, start: int, slots: list[BlockId]) -> None:
-        """Give staged blocks to the tiers; the slots are given back once all tiers have read them."""
-        readers = 1
-        self._offloaded.clear()
-
-        def release(_: object = None) -> None:
-            nonlocal readers
-            readers -= 1
-            if not readers:
-                self._staging.saves.give_back(slots)
-                self._offloaded.set()
-
-        def done(read: object) -> None:
-            release(read)
-            self._ended()
-
-        for tier in tiers:
-            if tier.locate(hashes) < start:
-                continue  # the blocks between were evicted meanwhile, and are not staged
-            if tier.offload(hashes, [_UNSTAGED] * start + slots, done):
-                readers += 1
-                with self._lock:
-                    self._under_way += 1
-        release()
-
-    async def _copy(
-        self, copy: Callable[..., None], block_ids: Sequence[int], slot_ids: Sequence[int]
-    ) -> None:
+    async def _read(self, block_ids: Sequence[int], slots: Sequence[BlockId]) -> None:
         await self._loop.run_in_executor(
-            self._copies, copy, list(block_ids), self._staging.blocks, list(slot_ids)
+            self._copies, self._memory.read, block_ids, self._staging.blocks, slots
         )
+
+    async def _write(self, block_ids: Sequence[int], slots: Sequence[BlockId]) -> None:
+        await self._loop.run_in_executor(
+            self._copies, self._memory.write, block_ids, self._staging.blocks, slots
+        )
+
+    def _offload_begun(self) -> None:
+        with self._changed:
+            self._under_way += 1
 
     def _ended(self, ended: Loaded | int | None = None) -> None:
         """Report a load, or a save by its id; None is a tier's part of a save, or a clearing."""
         self._tell()
-        with self._lock:
+        with self._changed:
             if isinstance(ended, Loaded):
                 self._loaded.append(ended)
             elif ended is not None:
                 self._saved.append(ended)
             self._under_way -= 1
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def _tell(self) -> None:
         """Take the tiers' events and counts into the next report."""
@@ -335,16 +265,6 @@ class KvConnectorWorker:
             )
             for tier in self.tiers
         )
-        with self._lock:
+        with self._changed:
             self._events += events
             self._counts = counts
-
-
-def _arrived(runs: Sequence[LoadRun], results: Sequence[tuple[int, float]]) -> int:
-    """Count the leading blocks of all runs that have arrived."""
-    total = 0
-    for run, (count, _) in zip(runs, results, strict=True):
-        total += count
-        if count < len(run.targets):
-            break
-    return total

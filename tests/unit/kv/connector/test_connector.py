@@ -1,6 +1,7 @@
 """Both sides of a KV connector with a real host tier, or one that a test holds."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +10,12 @@ from penstock.core.types.events import BlockRemoved, BlockStored, Tier
 from penstock.core.wire import hash_list
 from penstock.kv.connector.mirror import TierMirror
 from penstock.kv.connector.staging import Staging
+from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.host.host_tier import HostTier
+from penstock.kv.namespace import Namespace
+from penstock.kv.stored_tier import StoredTier
 from penstock.seams.kv import KvTier
-from tests.support.connected import BLOCK_SIZE, Connected, hashes_of
+from tests.support.connected import BLOCK_BYTES, BLOCK_SIZE, Connected, damage, hashes_of
 
 Maker = Callable[..., Connected]
 
@@ -32,7 +36,7 @@ def connected() -> Iterator[Maker]:
         each.close()
 
 
-def match(
+def matched(
     scene: Connected, name: str, hashes: "np.ndarray[tuple[int, int], np.dtype[np.uint64]]", cached: int = 0
 ) -> int | None:
     return scene.scheduler.match(name, hashes, cached, len(hashes) * BLOCK_SIZE + 1)
@@ -43,7 +47,7 @@ def test_what_was_offloaded_is_loaded_into_other_blocks(connected: Maker, num_ra
     scene = connected(num_ranks=num_ranks)
     hashes = scene.keep(1, 6)
     assert not scene.pinned
-    assert match(scene, "a", hashes, cached=2) == 4
+    assert matched(scene, "a", hashes, cached=2) == 4
     scene.scheduler.reserve("a", [0, 1, 20, 21, 22, 23], 4)
     assert scene.scheduler.is_loading("a")
     scene.step()
@@ -59,7 +63,7 @@ def test_what_was_offloaded_is_loaded_into_other_blocks(connected: Maker, num_ra
 def test_prompts_longer_than_the_slots_come_in_pieces(connected: Maker) -> None:
     scene = connected(num_host_blocks=400, num_blocks=1000)
     hashes = scene.keep(2, 300)
-    assert match(scene, "a", hashes) == 300
+    assert matched(scene, "a", hashes) == 300
     targets = list(range(500, 800))
     scene.scheduler.reserve("a", targets, 300)
     scene.step()
@@ -69,7 +73,7 @@ def test_prompts_longer_than_the_slots_come_in_pieces(connected: Maker) -> None:
 def test_an_engine_that_gives_fewer_blocks_gets_so_many(connected: Maker) -> None:
     scene = connected()
     hashes = scene.keep(3, 4)
-    assert match(scene, "a", hashes) == 4
+    assert matched(scene, "a", hashes) == 4
     scene.scheduler.reserve("a", [30, 31, 32, 33], 2)
     scene.step()
     assert scene.holds([30, 31], 3)
@@ -79,46 +83,42 @@ def test_an_engine_that_gives_fewer_blocks_gets_so_many(connected: Maker) -> Non
 def test_a_request_waits_for_another_ones_load_of_the_same_prefix(connected: Maker) -> None:
     scene = connected()
     hashes = scene.keep(4, 3)
-    assert match(scene, "a", hashes) == 3
+    assert matched(scene, "a", hashes) == 3
     scene.scheduler.reserve("a", [30, 31, 32], 3)
-    assert match(scene, "b", hashes) is None
+    assert matched(scene, "b", hashes) is None
     scene.step()
-    assert match(scene, "b", hashes) == 3, "unless the device has it by now, which the engine says"
+    assert matched(scene, "b", hashes) == 3, "unless the device has it by now, which the engine says"
 
 
 def test_a_corrupt_block_ends_the_load_and_the_request_loads_no_more(connected: Maker) -> None:
     scene = connected()
     hashes = scene.keep(5, 4)
-    tier = scene.workers[0].tiers[0]
-    assert isinstance(tier, HostTier)
-    slot = tier._pool.match(hashes)[2]
-    at = tier._extent.layout.data_offset + slot * tier.block_bytes + 7
-    tier._memory.own[at] ^= 1
-    assert match(scene, "a", hashes) == 4
+    damage(scene.workers[0].tiers[0], hashes[2:3])
+    assert matched(scene, "a", hashes) == 4
     scene.scheduler.reserve("a", [30, 31, 32, 33], 4)
     scene.step()
     (loaded,) = scene.reports[-1].loaded
     assert (loaded.request_id, loaded.missing) == ("a", (32, 33))
     assert scene.holds([30, 31], 5)
-    assert match(scene, "a", hashes, cached=2) == 0
-    assert match(scene, "b", hashes) == 2, "what is left of it serves others"
+    assert matched(scene, "a", hashes, cached=2) == 0
+    assert matched(scene, "b", hashes) == 2, "what is left of it serves others"
     (counts,) = scene.scheduler.counts()
     assert (counts.loaded_blocks, counts.missing_blocks, counts.corrupt_blocks) == (2, 2, 1)
     scene.scheduler.forget("a")
-    assert match(scene, "a", hashes) == 2, "another request of this name"
+    assert matched(scene, "a", hashes) == 2, "another request of this name"
 
 
 def test_loads_and_saves_are_compared_with_computing(connected: Maker) -> None:
     scene = connected()
     hashes = scene.keep(6, 4)
-    assert match(scene, "a", hashes) == 4, "tried once, before anything is known"
+    assert matched(scene, "a", hashes) == 4, "tried once, before anything is known"
     scene.scheduler.reserve("a", [30, 31, 32, 33], 4)
     scene.step()
     scene.scheduler.prefill.measure(1_000_000, 1e-9)
-    assert match(scene, "b", hashes) == 0
+    assert matched(scene, "b", hashes) == 0
     for _ in range(100):
         scene.scheduler.prefill.measure(1, 10.0)
-    assert match(scene, "b", hashes) == 4
+    assert matched(scene, "b", hashes) == 4
 
 
 def test_few_device_blocks_are_pinned_and_what_is_evicted_first_is_dropped(connected: Maker) -> None:
@@ -150,19 +150,19 @@ def test_clearing_forgets_everywhere(connected: Maker) -> None:
     (removed,) = scene.scheduler.take_events()
     assert isinstance(removed, BlockRemoved)
     assert sorted(hash_list(removed.block_hashes)) == sorted(hashes[:, 0].tolist())
-    assert match(scene, "a", hashes) == 0
+    assert matched(scene, "a", hashes) == 0
 
 
 def test_a_load_of_a_request_that_has_ended_is_cancelled_and_counted(connected: Maker) -> None:
     scene = connected()
     hashes = scene.keep(9, 3)
-    assert match(scene, "a", hashes) == 3
+    assert matched(scene, "a", hashes) == 3
     scene.scheduler.reserve("a", [30, 31, 32], 3)
     scene.scheduler.forget("a")
     orders = scene.step()
     assert orders.cancelled == (orders.loads[0].load_id,)
     assert not scene.scheduler.needs_steps
-    assert match(scene, "b", hashes) == 3
+    assert matched(scene, "b", hashes) == 3
 
 
 def test_a_block_counts_once_every_process_has_its_part() -> None:
@@ -193,3 +193,73 @@ def _packed(hashes):  # type: ignore[no-untyped-def]
     from penstock.core.wire import pack_hashes
 
     return pack_hashes(np.ascontiguousarray(hashes[:, 0]))
+
+
+def test_a_prefix_in_two_tiers_is_loaded_from_both_and_ends_at_the_first_gap(tmp_path: Path) -> None:
+    namespace = Namespace(model_digest="m", dtype="u8", layout="slots", block_size=BLOCK_SIZE)
+
+    def tiers(staging: Staging) -> Sequence[KvTier]:
+        disk = SlotFile(tmp_path / "disk", 64 * BLOCK_BYTES, BLOCK_BYTES, namespace)
+        host = HostTier(staging.blocks, 4, BLOCK_SIZE)
+        return [host, StoredTier(disk, Tier.DISK, staging.blocks, 64)]
+
+    scene = Connected(tiers)
+    hashes = scene.keep(1, 8)
+    targets = list(range(20, 28))
+    for number, damaged in enumerate((None, 2)):
+        if damaged is not None:
+            damage(scene.workers[0].tiers[0], hashes[damaged : damaged + 1])
+        assert matched(scene, f"r{number}", hashes) == 8
+        scene.scheduler.reserve(f"r{number}", targets, 8)
+        orders = scene.step()
+        assert [(run.tier, len(run.targets)) for run in orders.loads[0].runs] == [
+            (Tier.HOST, 4),
+            (Tier.DISK, 4),
+        ]
+        good = targets if damaged is None else targets[:damaged]
+        (loaded,) = scene.reports[-1].loaded
+        assert list(loaded.missing) == targets[len(good) :]
+        assert scene.holds(good, 1)
+    host_counts, disk_counts = scene.scheduler.counts()
+    assert (host_counts.loaded_blocks, host_counts.missing_blocks) == (4 + 2, 6)
+    assert (disk_counts.loaded_blocks, disk_counts.missing_blocks) == (4, 0)
+    scene.close()
+    again = Connected(tiers)
+    assert matched(again, "a", hashes) == 8, "all of it is on the disk, and the scheduler heard so"
+    again.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_is_evicted_damaged_or_cancelled_no_wrong_block_arrives(connected: Maker, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scene = connected(num_host_blocks=24, num_blocks=200, num_ranks=1 + seed % 2)
+    lengths = [int(length) for length in rng.integers(1, 12, 6)]
+    arrived_blocks = 0
+    for turn in range(60):
+        prompt = int(rng.integers(len(lengths)))
+        hashes = hashes_of(prompt, lengths[prompt])
+        name, targets = f"r{turn}", list(range(100, 100 + lengths[prompt]))
+        match rng.integers(5):
+            case 0 | 1:
+                scene.keep(prompt, lengths[prompt])
+            case 2:
+                damage(scene.workers[0].tiers[0], byte=int(rng.integers(24 * BLOCK_BYTES)))
+            case kind:
+                if not (count := matched(scene, name, hashes)):
+                    continue
+                scene.scheduler.reserve(name, targets, count)
+                if kind == 3:
+                    scene.scheduler.forget(name)
+                scene.reports.clear()
+                while scene.scheduler.needs_steps:
+                    scene.step()
+                missing = {
+                    block for report in scene.reports for loaded in report.loaded for block in loaded.missing
+                }
+                good = [block for block in targets[:count] if block not in missing]
+                assert good == targets[: len(good)], "the first that is missing and all after it"
+                assert scene.holds(good, prompt)
+                arrived_blocks += len(good)
+                scene.scheduler.forget(name)
+        assert not scene.pinned
+    assert arrived_blocks > 20

@@ -19,11 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from penstock.core.errors import ConfigError
-from penstock.engine.vllm.tiers.device import HostMemory, TorchMemory
+from penstock.engine.kv_tiers.memory import HostMemory, TorchMemory
+from penstock.engine.kv_tiers.staged import staged_tiers
 from penstock.engine.vllm.tiers.prompts import PromptHashes
 from penstock.engine.vllm.tiers.settings import TierSettings
 from penstock.engine.vllm.tiers.stats import pack_stats
-from penstock.engine.vllm.tiers.storage import make_tiers
+from penstock.engine.vllm.tiers.storage import device_process
 from penstock.kv.connector.orders import Orders, Report
 from penstock.kv.connector.scheduler import KvConnectorScheduler
 from penstock.kv.connector.worker import KvConnectorWorker
@@ -280,11 +281,9 @@ class _WorkerSide:
         memory_type = HostMemory if device.type == "cpu" else TorchMemory
         memory = memory_type(kv_caches, self._kv_cache_config.num_blocks)
         self._memory = memory
+        process = device_process(self._settings, memory.block_bytes, self._vllm_config, self._kv_cache_config)
         self._side = KvConnectorWorker(
-            lambda staging: make_tiers(
-                self._settings, staging, memory, self._vllm_config, self._kv_cache_config
-            ),
-            memory,
+            lambda staging: staged_tiers(self._settings.kv, process, staging), memory
         )
 
     def begin(self, step: StepOrders) -> None:

@@ -12,6 +12,7 @@ from penstock.engine.kv_tiers import KvConfig, tier_maker
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.launch.adapters import lora_paths
 from penstock.engine.weights_digest import weights_digest
+from penstock.seams.kv import OffloadPolicy
 
 CONNECTOR = "PenstockConnector"
 _MODULE = "penstock.engine.vllm.tiers.connector"
@@ -57,6 +58,10 @@ def check_tiers(spec: EngineSpec) -> None:
     if spec.kv.object.url:
         raise ConfigError(
             f"kv.object: {spec.kv.object.url}: engine vllm has no tier in object stores in this version; use kv.host or kv.disk"
+        )
+    if spec.kv.disk.offload_policy != OffloadPolicy():
+        raise ConfigError(
+            "kv.disk: admit and offload_bytes_per_s: engine vllm offloads all blocks without a bound in this version; leave them out"
         )
     tier_maker(spec.kv)
     if spec.args.get("enable_prefix_caching") is False:

@@ -1,4 +1,4 @@
-"""Copies between vLLM's layers and slots, by address and by torch."""
+"""Copies between an engine's layers and slots, by address and by torch."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.engine.vllm.tiers.device import HostMemory, TorchMemory
+from penstock.engine.kv_tiers.memory import HostMemory, TorchMemory
 from penstock.kv.connector.staging import Staging
 
 torch = pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""vLLM's KV memory in a device process: how blocks of all layers are copied to and from slots in host memory."""
+"""An engine's KV memory in a device process: how blocks of all layers are copied to and from slots in host memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -139,7 +139,7 @@ def piece_bytes(tensor: Any, num_blocks: int) -> int:
     )
     if rest or not is_dense:
         raise ConfigError(
-            f"kv: vLLM's KV memory has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())} for {num_blocks} blocks;"
+            f"kv: the engine's KV memory has shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())} for {num_blocks} blocks;"
             " expected a layout in which a block of one layer is one piece of memory (LBHNC or LBNHC); leave kv out"
         )
     return int(size)

@@ -1,0 +1,106 @@
+"""Saves of a device process: from the device into slots, and from there to the tiers that lack the blocks."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from penstock.core.ids import BlockId
+from penstock.core.log import get_logger
+from penstock.core.wire import HashArray
+from penstock.kv.connector.loads import Copy
+from penstock.kv.connector.orders import SaveOrder
+from penstock.kv.connector.staging import Staging
+from penstock.seams.kv import KvTier
+
+_PROBE_S = 1.0
+"""A tier that is off is offered blocks so often, so that it is tried again."""
+_UNSTAGED = BlockId(-1)
+"""For blocks that a tier has already; an address cannot be made of it."""
+
+
+class Offloads:
+    """Saves in the order in which they were asked for, since a tier takes a block after its parent. One event loop owns it."""
+
+    def __init__(
+        self,
+        tiers: Sequence[KvTier],
+        staging: Staging,
+        read: Copy,
+        *,
+        on_begin: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        """Make it without work.
+
+        Args:
+            tiers: each gets the blocks that it lacks.
+            staging: its slots for saves are used.
+            read: copies device blocks to slots.
+            on_begin: called when a tier begins to read slots.
+            on_end: called when it has ended.
+        """
+        self._tiers = tiers
+        self._slots = staging.saves
+        self._read = read
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._probed_s = -_PROBE_S
+        self._turn, self._is_offloaded = asyncio.Lock(), asyncio.Event()
+        self._is_offloaded.set()
+
+    async def save(self, order: SaveOrder) -> None:
+        """Copy blocks into slots; the tiers go on by themselves when it returns."""
+        try:
+            async with self._turn:
+                await self._save(order)
+        except Exception as error:  # noqa: BLE001 - whatever a device or a tier raises, the blocks are not kept
+            get_logger().error("kv_save_failed", error=str(error), effect="blocks are not offloaded")
+
+    async def _save(self, order: SaveOrder) -> None:
+        hashes, at = order.block_hashes, order.start
+        tiers = self._wanted()
+        while True:
+            at = max(at, min((tier.locate(hashes) for tier in tiers), default=len(hashes)))
+            if at >= len(hashes):
+                return
+            slots = await self._slots.take(len(hashes) - at)
+            try:
+                await self._read(order.block_ids[at - order.start :][: len(slots)], slots)
+                await self._is_offloaded.wait()  # the piece before
+            except BaseException:
+                self._slots.give_back(slots)
+                raise
+            self._offload(tiers, hashes[: at + len(slots)], at, slots)
+            at += len(slots)
+
+    def _wanted(self) -> Sequence[KvTier]:
+        """Return the tiers that are not off, and now and then all."""
+        wanted = [tier for tier in self._tiers if not tier.is_off]
+        now_s = asyncio.get_running_loop().time()
+        if len(wanted) < len(self._tiers) and now_s - self._probed_s >= _PROBE_S:
+            self._probed_s = now_s
+            return self._tiers
+        return wanted
+
+    def _offload(self, tiers: Sequence[KvTier], hashes: HashArray, start: int, slots: list[BlockId]) -> None:
+        """Give staged blocks to the tiers; the slots are given back once all tiers have read them."""
+        readers = 1
+        self._is_offloaded.clear()
+
+        def release() -> None:
+            nonlocal readers
+            readers -= 1
+            if not readers:
+                self._slots.give_back(slots)
+                self._is_offloaded.set()
+
+        def done(_: object) -> None:
+            release()
+            self._on_end()
+
+        for tier in tiers:
+            if tier.locate(hashes) < start:
+                continue  # the blocks between were evicted meanwhile, and are not staged
+            if tier.offload(hashes, [_UNSTAGED] * start + slots, done):
+                readers += 1
+                self._on_begin()
+        release()

@@ -1,0 +1,109 @@
+"""Penstock's tiers as TensorRT-LLM's KV cache connector, by an executor that keeps to its interface."""
+
+import json
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from tests.support.connected import damage
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
+    from tests.fakes import kv_cache_connector as fake
+
+    names = ["tensorrt_llm", "tensorrt_llm._torch", "tensorrt_llm._torch.pyexecutor"]
+    for name in names:
+        package = ModuleType(name)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setitem(sys.modules, f"{names[-1]}.kv_cache_connector", fake)
+    sys.modules.pop("penstock.engine.trtllm.kv_connector", None)
+    monkeypatch.setenv("PENSTOCK_KV_CONNECTOR", json.dumps({"kv": {"host": "1MiB"}, "model": "m"}))
+    from penstock.engine.trtllm import kv_connector
+
+    monkeypatch.setattr(kv_connector, "_STAGING_BYTES", 1 << 20)
+    yield kv_connector
+    if kv_connector._SHARED.tiers is not None:
+        kv_connector._SHARED.tiers.close()
+    sys.modules.pop("penstock.engine.trtllm.kv_connector", None)
+
+
+@pytest.fixture
+def executor(connector: Any) -> Any:
+    from tests.fakes.kv_cache_connector import Executor
+
+    return Executor(connector.PenstockScheduler, connector.PenstockWorker)
+
+
+def request(number: int, tokens: list[int], **fields: Any) -> Any:
+    from tests.fakes.kv_cache_connector import Request
+
+    return Request(number, tokens, **fields)
+
+
+def test_a_prefix_that_was_saved_arrives_before_the_forward_pass(executor: Any) -> None:
+    tokens = list(range(23))
+    assert executor.run(request(1, tokens)) == 0
+    executor.settle()
+    assert executor.run(request(2, tokens)) == 20, "its full blocks"
+    assert executor.run(request(3, [*tokens[:16], 99, 98, 97, 96, 95])) == 16
+    executor.settle()
+    assert executor.computed_blocks == 5 + 1
+
+
+def test_a_prompt_of_full_blocks_computes_its_last_one(executor: Any) -> None:
+    tokens = list(range(16))
+    executor.run(request(1, [*tokens, 1, 2, 3, 4, 5]))
+    executor.settle()
+    assert executor.run(request(2, tokens)) == 12
+
+
+@pytest.mark.parametrize("fields", [{"lora_task_id": 1}, {"cache_salt_id": 7}, {"multimodal_hashes": [[1]]}])
+def test_adapters_salts_and_images_are_set_apart(executor: Any, fields: dict[str, Any]) -> None:
+    tokens = list(range(20))
+    executor.run(request(1, tokens))
+    executor.settle()
+    assert executor.run(request(2, tokens, **fields)) == 0
+    executor.settle()
+
+
+def test_a_corrupt_block_is_never_promised(executor: Any, connector: Any) -> None:
+    tokens = list(range(24))
+    executor.run(request(1, tokens))
+    executor.settle()
+    (tier,) = connector._SHARED.tiers.tiers
+    hashes = executor.scheduler._hashes(request(0, tokens))
+    damage(tier, hashes[2:3])
+    assert executor.run(request(2, tokens)) == 8
+    executor.settle()
+
+
+def test_a_request_that_is_asked_for_and_never_run_holds_nothing(executor: Any, connector: Any) -> None:
+    tokens = list(range(40))
+    executor.run(request(1, tokens))
+    executor.settle()
+    free = len(connector._SHARED.tiers._staging.loads._free)
+    for number in range(2, 30):
+        assert executor.scheduler.get_num_new_matched_tokens(request(number, tokens), 0)[0] == 36
+        executor.scheduler.request_finished(request(number, tokens), [])
+    connector._SHARED.tiers.locate(executor.scheduler._hashes(request(0, tokens)))  # a turn of its loop
+    assert len(connector._SHARED.tiers._staging.loads._free) == free
+
+
+def test_several_devices_and_missing_settings_are_refused(
+    connector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.fakes.kv_cache_connector import Executor
+
+    with pytest.raises(ConfigError, match="a model on 2 devices"):
+        Executor(connector.PenstockScheduler, connector.PenstockWorker, tensor_parallel_size=2)
+    monkeypatch.delenv("PENSTOCK_KV_CONNECTOR")
+    with pytest.raises(ConfigError, match="must be JSON with kv and model"):
+        Executor(connector.PenstockScheduler, connector.PenstockWorker)
