@@ -1,10 +1,12 @@
 """Saves of a device process: from the device into slots, and from there to the tiers that lack the blocks."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 
 from penstock.core.ids import BlockId
 from penstock.core.log import get_logger
+from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
 from penstock.kv.connector.loads import Copy
 from penstock.kv.connector.orders import SaveOrder
@@ -13,6 +15,8 @@ from penstock.seams.kv import KvTier
 
 _PROBE_S = 1.0
 """A tier that is off is offered blocks so often, so that it is tried again."""
+_STORING_S = 1.0
+"""A piece waits so long for the one before it to be stored; a tier that has not stored it then does without what follows."""
 _UNSTAGED = BlockId(-1)
 """For blocks that a tier has already; an address cannot be made of it."""
 
@@ -46,6 +50,9 @@ class Offloads:
         self._probed_s = -_PROBE_S
         self._turn, self._is_offloaded = asyncio.Lock(), asyncio.Event()
         self._is_offloaded.set()
+        self._change = asyncio.Event()
+        self._taken: dict[Tier, bytes] = {}
+        """The last block that each tier has taken."""
 
     async def save(self, order: SaveOrder) -> None:
         """Copy blocks into slots; the tiers go on by themselves when it returns."""
@@ -66,11 +73,32 @@ class Offloads:
             try:
                 await self._read(order.block_ids[at - order.start :][: len(slots)], slots)
                 await self._is_offloaded.wait()  # the piece before
+                await self._wait_for_parents(tiers, hashes[:at])
             except BaseException:
                 self._slots.give_back(slots)
                 raise
             self._offload(tiers, hashes[: at + len(slots)], at, slots)
             at += len(slots)
+
+    def changed(self) -> None:
+        """Note that a tier has other blocks than before."""
+        self._change.set()
+
+    async def _wait_for_parents(self, tiers: Sequence[KvTier], parents: HashArray) -> None:
+        """Wait, for a while, until tiers keep the piece before that they have taken: they may have read and not yet stored it."""
+
+        def is_behind(tier: KvTier) -> bool:
+            return (
+                len(parents) > 0
+                and self._taken.get(tier.tier) == parents[-1].tobytes()
+                and tier.locate(parents) < len(parents)
+            )
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STORING_S):
+                while any(is_behind(tier) for tier in tiers):
+                    self._change.clear()
+                    await self._change.wait()
 
     def _wanted(self) -> Sequence[KvTier]:
         """Return the tiers that are not off, and now and then all."""
@@ -100,7 +128,9 @@ class Offloads:
         for tier in tiers:
             if tier.locate(hashes) < start:
                 continue  # the blocks between were evicted meanwhile, and are not staged
-            if tier.offload(hashes, [_UNSTAGED] * start + slots, done):
+            read = tier.offload(hashes, [_UNSTAGED] * start + slots, done)
+            if read:
                 readers += 1
+                self._taken[tier.tier] = hashes[slots.index(read[-1]) + start].tobytes()
                 self._on_begin()
         release()

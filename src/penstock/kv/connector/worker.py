@@ -253,6 +253,7 @@ class KvConnectorWorker:
 
     def _tell(self) -> None:
         """Take the tiers' events and counts into the next report."""
+        self._offloads.changed()
         events = [event for tier in reversed(self.tiers) for event in tier.take_events()]
         counts = tuple(
             KvTierCounts(

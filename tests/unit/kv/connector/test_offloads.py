@@ -1,0 +1,48 @@
+"""Saves of a device process, with a tier that a test holds."""
+
+import asyncio
+from collections.abc import Sequence
+
+from penstock.core.ids import BlockId
+from penstock.kv.connector.offloads import Offloads
+from penstock.kv.connector.orders import SaveOrder
+from penstock.kv.connector.staging import Staging
+from tests.support.connected import hashes_of
+from tests.support.held_tier import HeldTier
+
+_TURNS = 20
+"""Of the event loop: more than anything here takes."""
+
+
+def test_a_piece_waits_until_the_one_before_it_is_stored_and_not_only_read() -> None:
+    async def scene() -> None:
+        tier, staging = HeldTier(), Staging(HeldTier.block_bytes, 32 * 16)
+        at_once = 4
+        hashes, read_ids = hashes_of(1, 3 * at_once), list[int]()
+
+        async def read(block_ids: Sequence[int], slots: Sequence[BlockId]) -> None:
+            read_ids.extend(block_ids)
+
+        offloads = Offloads([tier], staging, read, on_begin=lambda: None, on_end=lambda: None)
+        saving = asyncio.get_running_loop().create_task(
+            offloads.save(SaveOrder(1, hashes, 0, list(range(100, 112))))
+        )
+        for number in range(3):
+            await _turns()
+            assert len(tier.offloads) == number + 1
+            keys, block_ids, done = tier.offloads[-1]
+            done(block_ids)
+            await _turns()
+            assert len(tier.offloads) == number + 1, "it has read the slots, and not stored the blocks"
+            tier.keys |= set(keys)
+            offloads.changed()
+        await saving
+        assert read_ids == list(range(100, 112))
+        staging.close()
+
+    asyncio.run(scene())
+
+
+async def _turns() -> None:
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
