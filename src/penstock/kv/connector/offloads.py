@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from penstock.core.ids import BlockId
@@ -53,6 +54,8 @@ class Offloads:
         self._change = asyncio.Event()
         self._taken: dict[Tier, bytes] = {}
         """The last block that each tier has taken."""
+        self.dropped: Counter[Tier] = Counter()
+        """Blocks that each tier did not take, of those that it was offered."""
 
     async def save(self, order: SaveOrder) -> None:
         """Copy blocks into slots; the tiers go on by themselves when it returns."""
@@ -69,11 +72,12 @@ class Offloads:
             at = max(at, min((tier.locate(hashes) for tier in tiers), default=len(hashes)))
             if at >= len(hashes):
                 return
-            slots = await self._slots.take(len(hashes) - at)
+            room = min((room for tier in tiers if (room := tier.offload_room)), default=1)
+            slots = await self._slots.take(min(len(hashes) - at, room))
             try:
                 await self._read(order.block_ids[at - order.start :][: len(slots)], slots)
                 await self._is_offloaded.wait()  # the piece before
-                await self._wait_for_parents(tiers, hashes[:at])
+                await self._wait_for_tiers(tiers, hashes[:at])
             except BaseException:
                 self._slots.give_back(slots)
                 raise
@@ -84,19 +88,16 @@ class Offloads:
         """Note that a tier has other blocks than before."""
         self._change.set()
 
-    async def _wait_for_parents(self, tiers: Sequence[KvTier], parents: HashArray) -> None:
-        """Wait, for a while, until tiers keep the piece before that they have taken: they may have read and not yet stored it."""
+    async def _wait_for_tiers(self, tiers: Sequence[KvTier], parents: HashArray) -> None:
+        """Wait, for a while, until tiers have room, and keep the piece before that they have taken: they may only have read it."""
 
         def is_behind(tier: KvTier) -> bool:
-            return (
-                len(parents) > 0
-                and self._taken.get(tier.tier) == parents[-1].tobytes()
-                and tier.locate(parents) < len(parents)
-            )
+            is_storing = len(parents) > 0 and self._taken.get(tier.tier) == parents[-1].tobytes()
+            return (is_storing and tier.locate(parents) < len(parents)) or not tier.offload_room
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STORING_S):
-                while any(is_behind(tier) for tier in tiers):
+                while any(is_behind(tier) for tier in tiers if not tier.is_off):
                     self._change.clear()
                     await self._change.wait()
 
@@ -126,9 +127,10 @@ class Offloads:
             self._on_end()
 
         for tier in tiers:
-            if tier.locate(hashes) < start:
-                continue  # the blocks between were evicted meanwhile, and are not staged
-            read = tier.offload(hashes, [_UNSTAGED] * start + slots, done)
+            kept = tier.locate(hashes)
+            # where kept < start the blocks between were evicted meanwhile, and are not staged
+            read = tier.offload(hashes, [_UNSTAGED] * start + slots, done) if kept >= start else ()
+            self.dropped[tier.tier] += len(hashes) - max(kept, start) - len(read)
             if read:
                 readers += 1
                 self._taken[tier.tier] = hashes[slots.index(read[-1]) + start].tobytes()

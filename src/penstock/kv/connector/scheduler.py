@@ -269,10 +269,18 @@ class KvConnectorScheduler:
                 block_bytes=sum(each.block_bytes for each in ranks),
                 is_off=any(each.is_off for each in ranks),
                 corrupt_blocks=sum(each.corrupt_blocks for each in ranks),
-                **{name: getattr(self._counters[ranks[0].tier], name) for name in _COUNTED},
+                **self._counted(ranks[0].tier, max(each.dropped_blocks for each in ranks)),
             )
             for ranks in by_tier
         )
+
+    def _counted(self, tier: Tier, not_taken: int) -> dict[str, Any]:
+        """Return what this side counts of a tier; blocks that the tier did not take were dropped, and not offloaded."""
+        counters = self._counters[tier]
+        counted = {name: getattr(counters, name) for name in _COUNTED}
+        counted["offloaded_blocks"] = max(counters.offloaded_blocks - not_taken, 0)
+        counted["dropped_blocks"] += not_taken
+        return counted
 
     def check(self) -> None:
         """Raise AssertionError if blocks are held although nothing is under way."""

@@ -263,6 +263,7 @@ class KvConnectorWorker:
                 block_bytes=tier.block_bytes,
                 is_off=tier.is_off,
                 corrupt_blocks=tier.num_corrupt,
+                dropped_blocks=self._offloads.dropped[tier.tier],
             )
             for tier in self.tiers
         )

@@ -46,3 +46,34 @@ def test_a_piece_waits_until_the_one_before_it_is_stored_and_not_only_read() -> 
 async def _turns() -> None:
     for _ in range(_TURNS):
         await asyncio.sleep(0)
+
+
+def test_pieces_are_no_larger_than_a_tiers_room_and_what_it_does_not_take_is_counted() -> None:
+    async def scene() -> None:
+        tier, staging = HeldTier(), Staging(HeldTier.block_bytes, 32 * 64)
+        tier.offload_room = 3
+
+        async def read(block_ids: Sequence[int], slots: Sequence[BlockId]) -> None:
+            assert len(block_ids) == len(slots)
+
+        offloads = Offloads([tier], staging, read, on_begin=lambda: None, on_end=lambda: None)
+        hashes = hashes_of(1, 5)
+        saving = asyncio.get_running_loop().create_task(
+            offloads.save(SaveOrder(1, hashes, 0, list(range(5))))
+        )
+        sizes = []
+        while not saving.done():
+            await _turns()
+            if tier.offloads:
+                sizes.append(len(tier.offloads[0][1]))
+                tier.end_offload()
+                offloads.changed()
+        assert sizes == [3, 2]
+        assert tier.num_cached == 5
+        assert not +offloads.dropped
+        tier.storing = set(hashes_of(2, 2)[:, 0].tolist())
+        await offloads.save(SaveOrder(2, hashes_of(2, 2), 0, [7, 8]))
+        assert offloads.dropped[tier.tier] == 2
+        staging.close()
+
+    asyncio.run(scene())
