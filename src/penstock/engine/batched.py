@@ -20,6 +20,7 @@ from penstock.engine.runner import Runner, RunnerInfo, end_tokens_within
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import SequenceLimits, StepPlan
+from penstock.kv.manager.break_even import BreakEven
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
 
@@ -55,6 +56,7 @@ class BatchedEngine:
         self._runner = runner
         self._make_tiers = make_tiers
         self._kv: KvManager | None = None
+        self._break_even: BreakEven | None = None
         self._own = self._config = config or SchedulerConfig()
         self._hash_key = hash_key
         self._started: tuple[EngineInfo, BlockPool, Scheduler] | None = None
@@ -220,7 +222,9 @@ class BatchedEngine:
             return None
         # on a thread: memory is taken, files are opened, and weights may be read for their digest
         tiers = await asyncio.to_thread(self._make_tiers, runner, self._runner.kv_memory())
-        return KvManager(pool, tiers, self._wake.set)
+        kv = KvManager(pool, tiers, self._wake.set)
+        self._break_even = BreakEven(kv.tiers, kv.prefill, pool.block_size)
+        return kv
 
     async def _announce(self, begun: Sequence[RequestId]) -> None:
         if begun and self._on_begun is not None:
@@ -232,9 +236,10 @@ class BatchedEngine:
             started_s = perf_counter()
             sampled = await self._runner.run(plan, scheduler.table)
             if self._kv is not None:
-                self._kv.prefill.measure(
-                    float(plan.num_new[plan.num_decode :].sum()), perf_counter() - started_s
-                )
+                num_tokens = int(plan.num_new[plan.num_decode :].sum())
+                self._kv.prefill.measure(num_tokens, perf_counter() - started_s)
+                if self._break_even is not None:
+                    self._break_even.computed(num_tokens)
             step = scheduler.commit(plan, sampled)
         except Exception as error:  # noqa: BLE001 - any error of a runner ends the requests of the step
             return self._fail(scheduler, plan, error)

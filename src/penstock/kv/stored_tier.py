@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
+import numpy as np
+
 from penstock.core.errors import DeadlineExceeded
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
@@ -13,7 +15,7 @@ from penstock.core.wire import HashArray
 from penstock.kv.breaker import CircuitBreaker
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.guarded import BlockStore, GuardedStore
-from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
+from penstock.kv.measured import MeasuredSpeed
 from penstock.seams.kv import OffloadPolicy
 
 _TIMEOUT_S = 10.0
@@ -21,6 +23,9 @@ _TIMEOUT_S = 10.0
 _AHEAD_S = 2.0
 """Offloads under way are at most what the store takes in so many seconds."""
 _AHEAD_BLOCKS_MIN = 32
+_SAMPLE_BLOCKS = 16
+_SAMPLE_S = 30.0
+"""A speed that was not measured for so long is measured again in the background, so that no request has to try the tier."""
 
 
 class OwnedStore(BlockStore, Protocol):
@@ -112,7 +117,8 @@ class StoredTier:
         self._device = device
         self._breaker = CircuitBreaker(tier.value)
         self._guarded = GuardedStore(store, self._breaker, timeout_s=_TIMEOUT_S)
-        self._speed = MeasuredSpeed(half_life_s=LOAD_HALF_LIFE_S)
+        self._speed = MeasuredSpeed()
+        self._sample_at_s = 0.0
         self._store_speed = MeasuredSpeed()
         self._on_change: Callable[[], None] = lambda: None
         self._waiting_blocks = 0  # of loads
@@ -150,7 +156,8 @@ class StoredTier:
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin; a store that cannot be reached turns it off with one warning."""
         self._on_change = on_change
-        self._store.start(on_change, self._breaker.trip)
+        self._store.start(self._on_store_change, self._breaker.trip)
+        self._sample()
 
     def locate(self, block_hashes: HashArray) -> int:
         """Count the leading blocks that it keeps; none while it is off."""
@@ -158,6 +165,7 @@ class StoredTier:
 
     def load_s(self, num_blocks: int) -> float:
         """Predict the seconds until so many blocks are loaded."""
+        self._sample()
         return self._speed.seconds(self._waiting_blocks + num_blocks)
 
     def load(self, block_hashes: HashArray, targets: Sequence[BlockId], done: Callable[[int], None]) -> _Load:
@@ -169,8 +177,7 @@ class StoredTier:
         def on_end(ended: "asyncio.Task[int]") -> None:
             self._waiting_blocks -= len(targets)
             count = _result(ended)
-            if count:
-                self._speed.measure(count, perf_counter() - started_s)
+            self._measure(count, perf_counter() - started_s)
             done(count)
 
         task.add_done_callback(on_end)
@@ -204,7 +211,7 @@ class StoredTier:
             if _result(ended):
                 self._store_speed.measure(len(read), perf_counter() - started_s)
             on_copied()
-            self._on_change()
+            self._on_store_change()
 
         views = self._device.views(read)
         store = self._guarded.store(block_hashes[kept:end], views, parent=parent, on_copied=on_copied)
@@ -229,6 +236,31 @@ class StoredTier:
         if self._tasks:
             await asyncio.wait(self._tasks)
         await self._store.close()
+
+    def _on_store_change(self) -> None:
+        if not self._speed.is_known:
+            self._sample()
+        self._on_change()
+
+    def _measure(self, num_blocks: int, seconds: float) -> None:
+        if num_blocks:
+            self._speed.measure(num_blocks, seconds)
+            self._sample_at_s = asyncio.get_running_loop().time() + _SAMPLE_S
+
+    def _sample(self) -> None:
+        """Load a few blocks to nowhere, if the speed of loads was not measured for a while."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._sample_at_s or self._waiting_blocks or self._is_closed or not self._breaker.is_on:
+            return
+        hashes = self._store.newest(_SAMPLE_BLOCKS)
+        if not len(hashes):
+            return
+        self._sample_at_s = now_s + _SAMPLE_S
+        started_s = perf_counter()
+        nowhere = np.empty((len(hashes), self.block_bytes), np.uint8)
+        self._begin(self._guarded.load(hashes, nowhere)).add_done_callback(
+            lambda ended: self._measure(_result(ended), perf_counter() - started_s)
+        )
 
     def _begin(self, operation: Coroutine[Any, Any, int]) -> "asyncio.Task[int]":
         task = asyncio.get_running_loop().create_task(operation)

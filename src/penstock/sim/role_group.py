@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.events import Tier
 from penstock.core.types.instances import Role
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
@@ -23,6 +22,7 @@ from penstock.perf.roofline.speculation import price_per_token
 from penstock.sim.engine.engine import JumpEngine
 from penstock.sim.engine.exact import ExactEngine
 from penstock.sim.engine.prices import DecodePrices
+from penstock.sim.engine.timed_tier import LowerTier
 from penstock.sim.engine.timing import VOCAB_SIZE, Pace, no_layout
 from penstock.sim.workload.prompt import StreamOf
 from penstock.sim.world.cluster import SimEngine
@@ -49,7 +49,7 @@ class RoleGroup:
     """How to increase the KV capacity, as text."""
     profile: Profile | None = None
     """Measured profile of the engines; None is the roofline alone."""
-    lower_blocks: tuple[tuple[Tier, int], ...] = ()
+    lower_tiers: tuple[LowerTier, ...] = ()
     """(tier, blocks) of each tier below a worker's device, nearest first."""
 
     @property
@@ -91,7 +91,7 @@ class RoleGroup:
             ConfigError: it does not fit; the text has the arithmetic.
         """
         capacity = self.num_blocks * self.block_size
-        beneath = "; lower tiers hold only what does not run" if self.lower_blocks else ""
+        beneath = "; lower tiers hold only what does not run" if self.lower_tiers else ""
         whose = "a worker" if self.role is Role.AGGREGATED else f"a {self.role} worker"
         if longest_tokens > capacity:
             raise ConfigError(
@@ -124,7 +124,7 @@ class RoleGroup:
             ageing=self.spec.prompt_ageing,
         )
         if exact:
-            return ExactEngine(self.latency, info, scheduler, pace, stream_of, lower_blocks=self.lower_blocks)
+            return ExactEngine(self.latency, info, scheduler, pace, stream_of, lower_tiers=self.lower_tiers)
         return JumpEngine(
             self.latency,
             info,
@@ -132,7 +132,7 @@ class RoleGroup:
             stream_of,
             pace=pace,
             prices=self.prices,
-            lower_blocks=self.lower_blocks,
+            lower_tiers=self.lower_tiers,
         )
 
 
@@ -199,13 +199,11 @@ def plan_role_group(
         arithmetic,
         remedy,
         profile,
-        tuple(_lower_blocks(role, spec, num_blocks, latency.kv_bytes_per_token * block_size)),
+        tuple(_lower_tiers(role, spec, num_blocks, latency.kv_bytes_per_token * block_size)),
     )
 
 
-def _lower_blocks(
-    role: Role, spec: RoleSpec, num_blocks: int, block_bytes: float
-) -> Iterator[tuple[Tier, int]]:
+def _lower_tiers(role: Role, spec: RoleSpec, num_blocks: int, block_bytes: float) -> Iterator[LowerTier]:
     for tier, size in spec.kv.present().items():
         if not size:
             raise ConfigError(
@@ -213,7 +211,7 @@ def _lower_blocks(
                 f" {spec.kv.object.url}:100GiB"
             )
         try:
-            yield tier, size.blocks(num_blocks, block_bytes)
+            yield LowerTier(tier, size.blocks(num_blocks, block_bytes), spec.kv.policy_of(tier).admission)
         except ConfigError as error:
             raise ConfigError(f"roles.{role}.kv.{tier}: {error.message}") from error
 

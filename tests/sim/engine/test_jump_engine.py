@@ -23,6 +23,7 @@ from penstock.perf.roofline.speculation import price_per_token
 from penstock.sim.engine.engine import JumpEngine
 from penstock.sim.engine.exact import ExactEngine
 from penstock.sim.engine.prices import DecodePrices
+from penstock.sim.engine.timed_tier import LowerTier
 from penstock.sim.engine.timing import Pace
 from penstock.sim.loop.loop import run_virtual
 from penstock.sim.workload.workload import WorkloadConfig, make_sessions
@@ -136,7 +137,7 @@ async def drive(engine, work, block_size, *, abort_every=0, disturb=()):
 
 def both(
     latency, *, num_blocks=512, block_size=16, scheduler=None, count=150, seed=1, abort_every=0,
-    disturb=lambda _: (), lower_blocks=(), **fields,
+    disturb=lambda _: (), lower_tiers=(), **fields,
 ):  # fmt: skip
     info = RunnerInfo(
         num_blocks=num_blocks, block_size=block_size, context_length=8192, vocab_size=1 << 16,
@@ -147,14 +148,14 @@ def both(
 
     async def exact():
         pace = Pace()
-        engine = ExactEngine(latency, info, scheduler, pace, lower_blocks=lower_blocks)
+        engine = ExactEngine(latency, info, scheduler, pace, lower_tiers=lower_tiers)
         return await drive(engine, work, block_size, abort_every=abort_every, disturb=disturb(pace))
 
     async def jump():
         pace = Pace()
         engine = JumpEngine(
             latency, info, scheduler, lambda request: streams[request.request_id], pace=pace,
-            lower_blocks=lower_blocks,
+            lower_tiers=lower_tiers,
         )  # fmt: skip
         return await drive(engine, work, block_size, abort_every=abort_every, disturb=disturb(pace))
 
@@ -226,7 +227,7 @@ def test_they_agree_where_a_prompt_runs_on_one_of_several_ranks():
         {"input_tokens": 300, "output_tokens": 200, "num_blocks": 300, "abort_every": 5},
         {
             "input_tokens": 300, "output_tokens": 60, "shared_prefix_tokens": 1024, "prefix_groups": 20,
-            "lower_blocks": ((Tier.HOST, 2048),), "rate_per_s": 12.0,
+            "lower_tiers": (LowerTier(Tier.HOST, 2048),), "rate_per_s": 12.0,
         },
     ],
     ids=["prompts alone", "out of blocks", "tiers"],
@@ -246,7 +247,7 @@ def test_they_agree_where_the_shortest_prompt_is_first(fields, seed, ageing):
     assert exact[0] != as_they_came[0]
 
 
-HOST = ((Tier.HOST, 2048),)
+HOST = (LowerTier(Tier.HOST, 2048),)
 SHARED = {
     "input_tokens": 200, "output_tokens": 60, "shared_prefix_tokens": 1024, "prefix_groups": 20, "rate_per_s": 12.0,
 }  # fmt: skip
@@ -254,7 +255,7 @@ SHARED = {
 
 @pytest.mark.parametrize("seed", range(4))
 def test_they_agree_where_the_host_holds_what_the_device_gave_up(seed):
-    exact, jump = both(H100, seed=seed, lower_blocks=HOST, **SHARED)
+    exact, jump = both(H100, seed=seed, lower_tiers=HOST, **SHARED)
     assert_equal(exact, jump)
     (without, _) = both(H100, seed=seed, **SHARED)
     assert exact[1].onboarded_tokens[0] > 20_000
@@ -270,8 +271,8 @@ def test_they_agree_where_the_host_holds_what_the_device_gave_up(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_they_agree_on_three_lower_tiers_that_all_run_full(seed):
-    lower = ((Tier.HOST, 300), (Tier.DISK, 500), (Tier.OBJECT, 600))
-    exact, jump = both(QUICK_TIERS, seed=seed, lower_blocks=lower, num_blocks=300, **SHARED)
+    lower = (LowerTier(Tier.HOST, 300), LowerTier(Tier.DISK, 500), LowerTier(Tier.OBJECT, 600))
+    exact, jump = both(QUICK_TIERS, seed=seed, lower_tiers=lower, num_blocks=300, **SHARED)
     assert_equal(exact, jump)
     assert all(tokens > 2000 for tokens in exact[1].onboarded_tokens)
 
@@ -279,14 +280,14 @@ def test_they_agree_on_three_lower_tiers_that_all_run_full(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_they_agree_where_fetches_are_slow_and_blocks_run_out(seed):
     fields = SHARED | {"output_tokens": 300, "rate_per_s": 20.0}
-    exact, jump = both(SLOW_HOST, seed=seed, lower_blocks=HOST, num_blocks=300, count=100, **fields)
+    exact, jump = both(SLOW_HOST, seed=seed, lower_tiers=HOST, num_blocks=300, count=100, **fields)
     assert_equal(exact, jump)
     assert exact[1].onboarded_tokens[0] > 10_000
     assert exact[1].preemptions > 3
 
 
 def test_they_agree_when_requests_are_aborted_while_their_prefix_comes():
-    exact, jump = both(SLOW_HOST, abort_every=3, lower_blocks=HOST, **SHARED)
+    exact, jump = both(SLOW_HOST, abort_every=3, lower_tiers=HOST, **SHARED)
     for name, times in exact[0].items():
         if times != ("aborted",):
             assert jump[0][name] == pytest.approx(times, rel=1e-3), name
@@ -294,13 +295,13 @@ def test_they_agree_when_requests_are_aborted_while_their_prefix_comes():
 
 
 def test_they_agree_on_a_host_that_stops_and_slows_down_while_prefixes_come():
-    exact, jump = both(SLOW_HOST, disturb=disturbed, lower_blocks=HOST, **SHARED)
+    exact, jump = both(SLOW_HOST, disturb=disturbed, lower_tiers=HOST, **SHARED)
     assert_equal(exact, jump)
     assert exact[1].onboarded_tokens[0] > 10_000
 
 
 def test_what_takes_longer_to_fetch_than_to_compute_is_computed():
-    exact, jump = both(NO_USE, lower_blocks=HOST, **SHARED)
+    exact, jump = both(NO_USE, lower_tiers=HOST, **SHARED)
     assert_equal(exact, jump)
     assert exact[1].onboarded_tokens == (0, 0, 0)
     without, _ = both(NO_USE, **SHARED)

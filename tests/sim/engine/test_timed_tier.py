@@ -11,7 +11,7 @@ from penstock.perf.model.hardware import find_hardware
 from penstock.perf.model.model_config import shape_of
 from penstock.perf.roofline.factors import Factors
 from penstock.perf.roofline.roofline import Roofline
-from penstock.sim.engine.timed_tier import TimedTier, timed_kv_manager
+from penstock.sim.engine.timed_tier import LowerTier, TimedTier, timed_kv_manager
 from penstock.sim.engine.timing import Pace
 from penstock.sim.loop.loop import run_virtual
 
@@ -35,7 +35,7 @@ def hashes(*names):
 
 
 def tier_of(pace, num_blocks=8):
-    return TimedTier(Tier.HOST, num_blocks, MODEL, block_size=16, pace=pace)
+    return TimedTier(LowerTier(Tier.HOST, num_blocks), MODEL, block_size=16, pace=pace)
 
 
 def filled(pace, *prefixes):

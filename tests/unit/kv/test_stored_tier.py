@@ -92,3 +92,88 @@ def test_a_store_that_fails_brings_no_blocks_and_is_turned_off():
         assert stage.tier.locate(chain(1, 4)) == 0
 
     staged(scenario)
+
+
+class Timed(Store):
+    """Has blocks to measure loads with."""
+
+    def __init__(self):
+        super().__init__()
+        self.mode = "answer"
+        self.loads = 0
+        self.storing_room = 100
+
+    def start(self, on_change, on_failed):
+        self.on_change, self.on_failed = on_change, on_failed
+
+    def newest(self, count):
+        return chain(1, 4)[:count]
+
+    async def load(self, block_hashes, targets, *, timeout_s=None):
+        self.loads += 1
+        await asyncio.sleep(0.001)
+        return await super().load(block_hashes, targets, timeout_s=timeout_s)
+
+
+def timed(scenario):
+    async def main():
+        memory = np.zeros((8, BLOCK_BYTES), np.uint8)
+        store = Timed()
+        tier = StoredTier(store, Tier.DISK, DeviceBlocks(memory.ctypes.data, BLOCK_BYTES, memory), 8)
+        tier.start(lambda: None)
+        await scenario(tier, store)
+        await tier.close()
+
+    run_async(main())
+
+
+async def turns(count=20):
+    for _ in range(count):
+        await asyncio.sleep(0.001)
+
+
+def test_the_speed_of_loads_is_known_before_a_request_has_loaded(monkeypatch):
+    async def scenario(tier, store):
+        assert tier.load_s(4) == 0
+        await turns()
+        assert tier.load_s(4) > 0
+        assert store.loads == 1
+        for _ in range(5):
+            tier.load_s(4)
+        await turns()
+        assert store.loads == 1, "it was measured a moment ago"
+        monkeypatch.setattr("penstock.kv.stored_tier._SAMPLE_S", 0.0)
+        done = asyncio.get_running_loop().create_future()
+        tier.load(chain(1, 4), [0, 1, 2, 3], done.set_result)
+        await done
+        tier.load_s(4)
+        await turns()
+        assert store.loads == 3, "old measurements are made again in the background"
+
+    timed(scenario)
+
+
+def test_a_store_that_cannot_be_reached_at_the_start_is_off_at_once(capsys):
+    async def scenario(tier, store):
+        store.on_failed(TransferError("no such bucket"))
+        assert tier.is_off
+        assert tier.offload_room == 0
+        store.on_failed(TransferError("no such bucket"))
+
+    timed(scenario)
+    assert "".join(capsys.readouterr()).count("kv_tier_off") == 1
+
+
+def test_it_takes_no_more_than_it_writes_in_two_seconds():
+    async def scenario(tier, store):
+        store.storing_room = 10_000
+        assert tier.offload_room == 10_000
+        tier._store_speed.measure(100, 1.0)
+        assert tier.offload_room == 200
+        tier._storing_blocks = 150
+        assert tier.offload_room == 50
+        tier._store_speed.measure(100_000, 1e6)
+        tier._storing_blocks = 0
+        assert tier.offload_room == 32, "a slow store still gets a few"
+
+    timed(scenario)

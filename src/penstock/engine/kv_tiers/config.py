@@ -145,3 +145,8 @@ class KvConfig(Config):
         return {
             tier: size for tier, size in sizes.items() if size or (tier == Tier.OBJECT and self.object.url)
         }
+
+    def policy_of(self, tier: Tier) -> OffloadPolicy:
+        """Return how blocks are offloaded to a tier."""
+        policies = {Tier.DISK: self.disk.offload_policy, Tier.OBJECT: self.object.offload_policy}
+        return policies.get(tier, OffloadPolicy())

@@ -21,7 +21,7 @@ class SlotIndex:
     Attributes:
         pool: its blocks are the slots; each reader or writer of a slot holds a reference.
         is_on_disk: (num_slots,) bool, whether the record file has a record that is not zero.
-        newest: (n, 2) uint64, a few blocks that were used last when the file was opened.
+        newest: (n, 2) uint64, a few blocks that were written last, or used last before the file was opened.
     """
 
     def __init__(
@@ -82,6 +82,8 @@ class SlotIndex:
         self._records[slots] = rows
         self._records[np.array(slots, np.intp)[~published]] = 0
         hashes, parents = np.ascontiguousarray(rows["hash"]), rows["parent"]
+        if published.any():
+            self.newest = hashes[published][:_NEWEST]
         follows = published & np.roll(published, 1) & (parents == np.roll(hashes[:, 0], 1))
         follows[:1] = False
         starts = np.flatnonzero(published & ~follows).tolist()

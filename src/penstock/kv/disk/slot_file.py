@@ -148,7 +148,7 @@ class SlotFile:
         """Do nothing: it opens the file when it is made, and changes by loads and stores alone."""
 
     def newest(self, count: int) -> HashArray:
-        """Give the hashes of up to `count` held neighbours that were used last when it was opened: (n, 2) uint64."""
+        """Give the hashes of up to `count` blocks that were written last: (n, 2) uint64, empty if they are not held any more."""
         hashes = self._index.newest[:count]
         return hashes[: self.locate(hashes)]
 

@@ -37,6 +37,7 @@ from penstock.sim.chaos.invariants import (
 )
 from penstock.sim.engine.engine import JumpEngine
 from penstock.sim.engine.exact import ExactEngine
+from penstock.sim.engine.timed_tier import LowerTier
 from penstock.sim.engine.timing import VOCAB_SIZE, Pace, no_layout, reference
 from penstock.sim.loop.loop import SimLoop, run
 from penstock.sim.world.cluster import ClusterSpec, SimCluster, SimEngine, WorkerSpec
@@ -140,14 +141,14 @@ def small_spec(trial: Trial | None = None) -> ClusterSpec:
         kv_bytes_per_block=_BLOCK_BYTES,
         kv_layout=no_layout(_BLOCK_BYTES, _BLOCK_SIZE, num_blocks=48),
     )
-    lower_blocks = ((Tier.HOST, trial.host_blocks),) if trial.host_blocks else ()
+    lower_tiers = (LowerTier(Tier.HOST, trial.host_blocks),) if trial.host_blocks else ()
     scheduler = SchedulerConfig(max_batch_tokens=24, max_running_requests=6, max_waiting_requests=12)
 
     def make_engine(pace: Pace) -> SimEngine:
         pace.factor = _SLOWNESS
         if trial.exact or native is None:
-            return ExactEngine(model, info, scheduler, pace, lower_blocks=lower_blocks)
-        return JumpEngine(model, info, scheduler, _PositionStream, pace=pace, lower_blocks=lower_blocks)
+            return ExactEngine(model, info, scheduler, pace, lower_tiers=lower_tiers)
+        return JumpEngine(model, info, scheduler, _PositionStream, pace=pace, lower_tiers=lower_tiers)
 
     return ClusterSpec(
         card=ModelCard(name="trial", context_length=160, block_size=_BLOCK_SIZE, salt=_SALT),

@@ -22,7 +22,7 @@ from penstock.kv.pool.pool import BlockPool
 from penstock.perf.latency import LatencyModel
 from penstock.sim.engine.prices import DecodePrices
 from penstock.sim.engine.scheduler import JumpPlan, JumpScheduler
-from penstock.sim.engine.timed_tier import LowerBlocks, timed_kv_manager
+from penstock.sim.engine.timed_tier import LowerTier, timed_kv_manager
 from penstock.sim.engine.timing import Pace, no_memory
 from penstock.sim.workload.prompt import StreamOf
 
@@ -50,7 +50,7 @@ class JumpEngine:
         *,
         pace: Pace | None = None,
         prices: DecodePrices | None = None,
-        lower_blocks: LowerBlocks = (),
+        lower_tiers: Sequence[LowerTier] = (),
     ) -> None:
         """Create the engine; `start` starts it.
 
@@ -61,14 +61,14 @@ class JumpEngine:
             stream_of: gives the block names of a request.
             pace: speed of the host; None for a constant one.
             prices: decode sums of the same latency model; equal workers may share them.
-            lower_blocks: KV tiers below the device.
+            lower_tiers: KV tiers below the device.
         """
         self._latency = latency
         self._prices = prices or DecodePrices(latency, info.context_length)
         self._pace = pace or Pace()
         self.pool = BlockPool(info.num_blocks, info.block_size)
         """The block pool, for reports and checks."""
-        self.kv = timed_kv_manager(self.pool, lower_blocks, latency, self._pace, self._interrupt)
+        self.kv = timed_kv_manager(self.pool, lower_tiers, latency, self._pace, self._interrupt)
         """The tiers below the device; None without."""
         self._pace.watch(self._on_pace)  # after the tiers, whose loads the next plan takes in
         context_length = min(info.context_length, info.num_blocks * info.block_size)

@@ -1,5 +1,7 @@
 """The exact engine: the real scheduler and pool, with steps that only take time."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from penstock.core.types.instances import EngineInfo
@@ -10,7 +12,7 @@ from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
 from penstock.perf.latency import LatencyModel
-from penstock.sim.engine.timed_tier import LowerBlocks, timed_kv_manager
+from penstock.sim.engine.timed_tier import LowerTier, timed_kv_manager
 from penstock.sim.engine.timing import Pace, TimingRunner
 from penstock.sim.workload.prompt import StreamOf
 
@@ -26,7 +28,7 @@ class ExactEngine(BatchedEngine):
         pace: Pace | None = None,
         stream_of: StreamOf | None = None,
         *,
-        lower_blocks: LowerBlocks = (),
+        lower_tiers: Sequence[LowerTier] = (),
     ) -> None:
         """Create the engine; `start` starts it.
 
@@ -36,11 +38,11 @@ class ExactEngine(BatchedEngine):
             config: scheduler settings.
             pace: speed of the host; None for a constant one.
             stream_of: gives the names of output blocks; None hashes the tokens.
-            lower_blocks: KV tiers below the device.
+            lower_tiers: KV tiers below the device.
         """
         self._latency = latency
         self._pace = pace or Pace()
-        self._lower_blocks = lower_blocks
+        self._lower_tiers = lower_tiers
         super().__init__(TimingRunner(latency, info, self._pace), config)
         self._block_size = info.block_size
         self._stream_of = stream_of
@@ -69,4 +71,4 @@ class ExactEngine(BatchedEngine):
         self.scheduler.check()
 
     async def _make_kv(self, pool: BlockPool, runner: RunnerInfo) -> KvManager | None:  # noqa: ARG002 - sizes are those given
-        return timed_kv_manager(pool, self._lower_blocks, self._latency, self._pace, self._wake.set)
+        return timed_kv_manager(pool, self._lower_tiers, self._latency, self._pace, self._wake.set)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
@@ -12,11 +13,22 @@ from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import commit_runs, split_prefix
 from penstock.perf.latency import LatencyModel
-from penstock.seams.kv import KvTier, OffloadPolicy
+from penstock.seams.kv import Admission, KvTier, OffloadPolicy
 from penstock.sim.engine.timing import Pace
 
-LowerBlocks = tuple[tuple[Tier, int], ...]
-"""(tier, blocks) of each tier below a device, nearest first."""
+
+class LowerTier(NamedTuple):
+    """A tier below a device.
+
+    Attributes:
+        tier: where it is.
+        num_blocks: how many it keeps.
+        admission: which blocks it is given.
+    """
+
+    tier: Tier
+    num_blocks: int
+    admission: Admission = Admission.ALL
 
 
 @dataclass(slots=True, eq=False)
@@ -41,23 +53,20 @@ class TimedTier(KvTier):
 
     num_corrupt = 0
     is_off = False
-    offload_policy = OffloadPolicy()
 
-    def __init__(
-        self, tier: Tier, num_blocks: int, latency: LatencyModel, *, block_size: int, pace: Pace
-    ) -> None:
+    def __init__(self, kind: LowerTier, latency: LatencyModel, *, block_size: int, pace: Pace) -> None:
         """Make an empty tier.
 
         Args:
-            tier: where it keeps blocks.
-            num_blocks: how many.
+            kind: where it keeps how many blocks.
             latency: gives the time of a load.
             block_size: tokens in a block.
             pace: speed of the host.
         """
-        self.tier = tier
-        self.num_blocks = num_blocks
-        self.pool = BlockPool(num_blocks, block_size, tier=tier)
+        self.tier = kind.tier
+        self.num_blocks = kind.num_blocks
+        self.offload_policy = OffloadPolicy(kind.admission)
+        self.pool = BlockPool(kind.num_blocks, block_size, tier=kind.tier)
         """Its index, for reports and checks."""
         self.block_bytes = round(latency.kv_bytes_per_token * block_size)
         self._block_bytes = latency.kv_bytes_per_token * block_size
@@ -169,7 +178,7 @@ class _NeverLate(LoopClock):
 
 def timed_kv_manager(
     pool: BlockPool,
-    lower_blocks: LowerBlocks,
+    lower_tiers: Sequence[LowerTier],
     latency: LatencyModel,
     pace: Pace,
     on_change: Callable[[], None],
@@ -180,17 +189,14 @@ def timed_kv_manager(
 
     Args:
         pool: the device's blocks.
-        lower_blocks: the tiers below.
+        lower_tiers: the tiers below, nearest first.
         latency: gives the time of loads and of computing.
         pace: speed of the host.
         on_change: called when a prefix has arrived, or blocks were freed.
     """
-    if not lower_blocks:
+    if not lower_tiers:
         return None
-    tiers = [
-        TimedTier(tier, num_blocks, latency, block_size=pool.block_size, pace=pace)
-        for tier, num_blocks in lower_blocks
-    ]
+    tiers = [TimedTier(kind, latency, block_size=pool.block_size, pace=pace) for kind in lower_tiers]
     return KvManager(
         pool,
         tiers,

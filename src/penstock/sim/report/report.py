@@ -78,7 +78,7 @@ def make_report(
 def _hit_ratios(recording: Recording, deployment: Deployment, prompt_tokens: int) -> dict[str, float | None]:
     """Split the hit ratio by tier; None for tiers that no worker has."""
     device, *lower = Tier
-    there = {device, *(tier for role_group in deployment.role_groups for tier, _ in role_group.lower_blocks)}
+    there = {device, *(kind.tier for role_group in deployment.role_groups for kind in role_group.lower_tiers)}
     found = dict(zip(lower, recording.onboarded_tokens, strict=False))
     found[device] = int(np.asarray(recording.cached_tokens).sum()) - sum(found.values())
     return {tier: ratio(found[tier], prompt_tokens) if tier in there else None for tier in Tier}

@@ -1,0 +1,83 @@
+"""Says what bandwidth a tier needs to be worth its loads, and warns of one that has less."""
+
+import asyncio
+from collections.abc import Sequence
+
+from penstock.core.log import get_logger
+from penstock.core.types.events import Tier
+from penstock.kv.measured import MeasuredSpeed
+from penstock.seams.kv import KvTier
+
+_TOKENS_MIN = 256
+"""Prompt tokens to be computed before their speed counts as known."""
+_LOOK_S = 5.0
+_SAMPLE_BLOCKS = 64
+_RECOVERED = 1.25
+"""A tier that was too slow has to be so much faster than the break-even before it is warned of again."""
+
+
+class BreakEven:
+    """Compares tiers with computing: a tier helps while its bytes per second exceed KV bytes per token x prompt tokens per second.
+
+    One line a tier, once prompts were computed, and one warning when a tier's measured speed falls below. Computing a token
+    takes longer after a long prefix, so a tier a little below the line still helps long prompts. One task owns it.
+    """
+
+    def __init__(self, tiers: Sequence[KvTier], prefill: MeasuredSpeed, block_size: int) -> None:
+        """Compare nothing yet.
+
+        Args:
+            tiers: of one engine.
+            prefill: seconds per prompt token, measured.
+            block_size: tokens in a block.
+        """
+        self._tiers = tiers
+        self._prefill = prefill
+        self._block_size = block_size
+        self._tokens = 0
+        self._is_said = False
+        self._slow: set[Tier] = set()
+        self._look_at_s = 0.0
+
+    def computed(self, num_tokens: int) -> None:
+        """Note that so many prompt tokens were computed; looks at the tiers every few seconds."""
+        self._tokens += num_tokens
+        now_s = asyncio.get_running_loop().time()
+        if self._tokens >= _TOKENS_MIN and now_s >= self._look_at_s:
+            self._look_at_s = now_s + _LOOK_S
+            self.look()
+
+    def look(self) -> None:
+        """Compare all tiers now."""
+        token_s = self._prefill.seconds(1)
+        if not token_s:
+            return
+        for tier in self._tiers:
+            needed = tier.block_bytes / self._block_size / token_s
+            load_s = tier.load_s(_SAMPLE_BLOCKS)
+            measured = _SAMPLE_BLOCKS * tier.block_bytes / load_s if load_s else None
+            if not self._is_said:
+                get_logger().info(
+                    "kv_tier_break_even",
+                    tier=tier.tier.value,
+                    needed_bytes_per_s=round(needed),
+                    measured_bytes_per_s="not yet" if measured is None else round(measured),
+                    kv_bytes_per_token=round(tier.block_bytes / self._block_size),
+                    prompt_tokens_per_s=round(1 / token_s),
+                )
+            if measured is not None:
+                self._warn(tier.tier, measured, needed)
+        self._is_said = True
+
+    def _warn(self, tier: Tier, measured: float, needed: float) -> None:
+        if measured >= _RECOVERED * needed:
+            self._slow.discard(tier)
+        elif measured < needed and tier not in self._slow:
+            self._slow.add(tier)
+            get_logger().warning(
+                "kv_tier_too_slow",
+                tier=tier.value,
+                measured_bytes_per_s=round(measured),
+                needed_bytes_per_s=round(needed),
+                effect="computing is quicker than loading, so its blocks are computed; it costs writes and brings little",
+            )

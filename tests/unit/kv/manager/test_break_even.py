@@ -1,0 +1,54 @@
+"""What is said of a tier's bandwidth: one line each, and a warning where it cannot help."""
+
+from penstock.kv.manager.break_even import BreakEven
+from penstock.kv.measured import MeasuredSpeed
+from penstock.testing.loop import run_async
+from tests.support.held_tier import HeldTier
+
+BLOCK_SIZE = 4
+NEEDED = 8000.0  # 32 bytes a block, 4 tokens a block, 1000 tokens a second
+
+
+def said(capsys):
+    return "".join(capsys.readouterr())
+
+
+def scene(seconds_per_block):
+    tier = HeldTier(seconds_per_block=seconds_per_block)
+    prefill = MeasuredSpeed()
+    return tier, prefill, BreakEven([tier], prefill, BLOCK_SIZE)
+
+
+def test_one_line_a_tier_once_prompts_were_computed(capsys):
+    async def main():
+        _, prefill, break_even = scene(32 / 16000)
+        break_even.look()
+        break_even.computed(255)
+        assert said(capsys) == ""
+        prefill.measure(1000, 1.0)
+        break_even.computed(1)
+        text = said(capsys)
+        assert text.count("kv_tier_break_even") == 1
+        assert "needed_bytes_per_s=8000" in text
+        assert "measured_bytes_per_s=16000" in text
+        assert "kv_bytes_per_token=8" in text
+        break_even.look()
+        assert said(capsys) == ""
+
+    run_async(main())
+
+
+def test_a_tier_that_cannot_help_is_warned_of_once_until_it_recovers(capsys):
+    async def main():
+        tier, prefill, break_even = scene(0.0)
+        prefill.measure(1000, 1.0)
+        break_even.look()
+        assert "measured_bytes_per_s='not yet'" in said(capsys)
+        warned = []
+        for speed in (4000, 4000, 9000, 4000, 11000, 4000):
+            tier.seconds_per_block = 32 / speed
+            break_even.look()
+            warned.append("kv_tier_too_slow" in said(capsys))
+        assert warned == [True, False, False, False, False, True]
+
+    run_async(main())
