@@ -12,7 +12,7 @@ from penstock.core.errors import TransferError, TransferRefused
 
 _TEXT_MAX = 300
 _YES = frozenset({"1", "on", "true", "y", "yes"})
-"""As obstore reads AWS_ALLOW_HTTP where nobody gives it client options."""
+"""Values of AWS_ALLOW_HTTP that allow HTTP; obstore reads the variable itself only without client options."""
 _BACKOFF = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2}
 _CONNECT_S = 5.0
 _LIST_PAGE = 1000
@@ -52,8 +52,8 @@ class Bucket:
             store: a URL (`s3://`, `gs://`, `az://`, `file://`, `memory://`), or a store of obstore's, which has its own
                 timeouts and retries.
             options: for a URL: keys, region, endpoint, as obstore names them.
-            request_timeout_s: the longest time of one request with its retries.
-            retries: after errors 5xx and lost connections.
+            request_timeout_s: timeout of one request with its retries.
+            retries: of one request, after errors 5xx and lost connections.
 
         Raises:
             TransferRefused: obstore is not installed, or the URL or an option is wrong.
@@ -113,12 +113,12 @@ class Bucket:
             raise self._worded(what, error) from error
 
     async def create(self, key: str, pieces: Sequence[Any], *, may_replace: bool = False) -> bool:
-        """Put an object of these pieces unless there is one; returns whether it was put. A cancellation abandons the request.
+        """Put an object of these pieces unless the key exists; returns whether it was put. A cancellation abandons the request.
 
         Args:
             key: of the object.
             pieces: buffers, one after the other.
-            may_replace: put it even if there is one.
+            may_replace: put it even if the key exists.
 
         Raises:
             TransferError: it failed, or took too long; the object may have been put, or be put later.
@@ -229,6 +229,6 @@ def _settings(
 
 
 def _text(error: Exception) -> str:
-    """Take the first part of obstore's message; a debug dump follows it."""
+    """Return the first part of obstore's message, without the debug dump after it."""
     text = " ".join(str(error).partition("\n\nDebug source")[0].split())
     return text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]}..."

@@ -30,9 +30,9 @@ from penstock.transfer.storage.slab import Disk, Slab
 
 _log = get_logger()
 _GRACE_S = 0.1
-"""The longest wait of a cancelled transfer for its running I/Os; a disk that works takes milliseconds."""
+"""Longest wait of a cancelled transfer for its running I/Os, which take milliseconds on a healthy disk."""
 _CLOSE_S = 2.0
-"""The longest wait for a file to close; then its thread goes on alone."""
+"""Longest wait for a file to close; afterwards its thread closes it in the background."""
 _COST = TransferCost(start_s=2e-4, range_s=5e-6, bytes_per_s=2e9)
 """A virtio disk with O_DIRECT, 1 MiB at a time: 1 to 4 GB/s, measured."""
 
@@ -55,7 +55,7 @@ class FileRegion(Region):
         """Describe it; `register` opens it.
 
         Args:
-            path: its directory has to be there.
+            path: in an existing directory.
             size_bytes: a multiple of 4096; reserved on the disk at once.
             name: as in `Region`.
 

@@ -77,7 +77,7 @@ class ObjectRegion(Region):
         Args:
             store: a URL: `s3://bucket/path`, `gs://`, `az://`, `file:///directory`, `memory://`; or a store of obstore's.
             size_bytes: a multiple of 4096.
-            prefix: sets this region apart from others in the same store.
+            prefix: distinguishes this region from others in the same store.
             object_bytes: a multiple of 4096, at least 1 MiB; read a region with the value it was written with.
             options: keys, region, endpoint for a URL, as obstore names them; what is left out comes from the
                 environment.

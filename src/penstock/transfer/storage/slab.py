@@ -1,4 +1,4 @@
-"""A slab: a preallocated file that is read and written like memory, with a checksum for every block.
+"""A slab: a preallocated file that is read and written like memory, with a checksum for each block.
 
 Whole blocks of aligned memory go to the disk directly (O_DIRECT), everything else through a thread's aligned buffer. A
 partial write of a block reads, checks, changes and writes the block under a lock.
@@ -174,7 +174,7 @@ class Slab:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise TransferError(
-                f"{self.path} is open in another agent or process; one at a time has it: end that one, or name another file"
+                f"{self.path} is open in another agent or process; only one may have it open: end that process, or name another file"
             ) from error
 
     def _open_sums(self) -> SlabSums:
@@ -293,7 +293,7 @@ class Slab:
         )
 
     def _read_locked(self, start: int, block: int, bounce: Bounce) -> bool:
-        """Read a block under its lock and say whether its checksum fits."""
+        """Read a block under its lock; return whether it matches its checksum."""
         at = block * BLOCK_BYTES
         with self._locked([start // BLOCK_BYTES + block]):
             self._transfer(self._disk.preadv, "reading", start + at, [bounce.view[at : at + BLOCK_BYTES]])

@@ -1,7 +1,7 @@
 """The checksums of a slab, in a file beside it.
 
 The file is not mapped, since SIGBUS would end the process when it is truncated or the disk fails. A block's checksum is
-recorded after its data, so a process that dies in between leaves a block that does not fit its checksum. The kernel's cache
+recorded after its data, so a process that dies in between leaves a block that does not match its checksum. The kernel's cache
 keeps both. After a power cut, data and checksum of a block may both be from before the last write and fit each other. So the
 file names the boot of the machine that opened it, and a slab that was not closed in an earlier boot is forgotten.
 """
@@ -174,7 +174,7 @@ class SlabSums:
 
 
 def _this_boot() -> bytes:
-    """Give the boot id of this machine, 16 bytes; random bytes if the kernel does not say it."""
+    """Give the boot id of this machine, 16 bytes; random bytes if the kernel has none."""
     try:
         return bytes.fromhex(_BOOT_ID.read_text().strip().replace("-", ""))
     except OSError:

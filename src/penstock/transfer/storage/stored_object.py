@@ -74,8 +74,8 @@ class StoredObject:
             raise ChecksumMismatch(f"{self._name}: its head is damaged; write the whole object anew")
         if first + len(stretch) < end:
             raise ChecksumMismatch(
-                f"{self._name} ends after {first + len(stretch)} bytes of data, and not after {self._data_bytes}: somebody"
-                " cut it off; write the whole object anew"
+                f"{self._name} ends after {first + len(stretch)} bytes of data, and not after {self._data_bytes}: it"
+                " was truncated; write the whole object again"
             )
         self._first = first
         self._loaded = head, stretch
