@@ -8,6 +8,7 @@ from typing import Self, cast
 from penstock.core.errors import RequestError
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
+from penstock.core.types.kv_actions import KvAction
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_tokens
 from penstock.seams import RequestStream
@@ -37,6 +38,7 @@ class ScriptedDispatcher:
         self.fetches = 0
         self.busy_s = 1.0
         self.away: set[str] = set()
+        self.acted: list[tuple[KvAction, str | None]] = []
 
     def open(self, request: Request, *, beside: RequestStream | None = None) -> "ScriptedStream":
         self.beside.append(None if beside is None else cast("ScriptedStream", beside).request_id)
@@ -56,6 +58,10 @@ class ScriptedDispatcher:
         if file.name not in self.files:
             raise RequestError(f"{card.name}: no file {file.name}", http_status=404)
         return self.files[file.name]
+
+    async def act_on_kv(self, action: KvAction, worker: str | None) -> Sequence[object]:
+        self.acted.append((action, worker))
+        return [{"worker": worker or "worker-1", "blocks": 3}]
 
     def workers(self) -> Sequence[object]:
         return [{"name": "scripted", "models": sorted(self.cards)}]

@@ -36,6 +36,15 @@ from penstock.core.types.instances import (
     Role,
     WatchSynced,
 )
+from penstock.core.types.kv_actions import (
+    KvEvict,
+    KvFlush,
+    KvHeld,
+    KvList,
+    KvPin,
+    KvReport,
+    KvUnpin,
+)
 from penstock.core.types.kv_exchange import KvExchange, KvSource
 from penstock.core.types.kv_layout import KvLayout
 from penstock.core.types.load import KvRead, KvTierCounts, SessionCounts, WorkerLoad
@@ -214,6 +223,24 @@ PLANE = {
     "load": frames.Load(load=LOAD),
     "change_role": frames.Change(call_id=2, change=BecomeRole(role=Role.DECODE)),
     "change_sleep": frames.Change(call_id=2, change=Sleep(level=1)),
+    "change_kv_list": frames.Change(call_id=2, change=KvList()),
+    "change_kv_pin": frames.Change(
+        call_id=2, change=KvPin(name="system", block_hashes=pack_hashes([1, 2**63]), ttl_s=2.5)
+    ),
+    "change_kv_unpin": frames.Change(call_id=2, change=KvUnpin(name="a", is_session=True, tenant="t")),
+    "change_kv_evict": frames.Change(call_id=2, change=KvEvict(block_hashes=pack_hashes([1, 2**63]))),
+    "change_kv_flush": frames.Change(call_id=2, change=KvFlush(tier=Tier.DEVICE)),
+    "changed_kv": frames.Changed(
+        call_id=2,
+        report=KvReport(
+            blocks=3,
+            held=(
+                KvHeld(
+                    name="a", tenant="t", is_pin=True, is_ephemeral=True, blocks=2, requests=1, expires_s=2.5
+                ),
+            ),
+        ),
+    ),
     "change_wake_up": frames.Change(call_id=2, change=WakeUp()),
     "changed": frames.Changed(call_id=2, error=ERROR),
     "event_batch": frames.Event(message=BATCH),

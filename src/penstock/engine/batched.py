@@ -11,6 +11,7 @@ from penstock.core.errors import EngineError, PenstockError, StepFailed, Unavail
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.instances import EngineInfo, Role
+from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Request
 from penstock.core.types.steps import Step
@@ -23,12 +24,13 @@ from penstock.engine.scheduling.sequences import SequenceLimits, StepPlan
 from penstock.kv.manager.break_even import BreakEven
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.sessions.actions import KvActions
 
 _log = log.get_logger()
 
 
 class BatchedEngine:
-    """Implements `Engine`, `Announcing`, `KvBlocks`, `KvPartialBlocks` and `RoleAware` over a runner.
+    """Implements `Engine`, `Announcing`, `KvBlocks`, `KvPartialBlocks`, `KvManaged` and `RoleAware` over a runner.
 
     A failed step ends the requests of its batch with `StepFailed`, so that routers retry them on other workers.
     `failed_steps_max` failed steps in a row end the engine, unless one request was in all of them: then the request is
@@ -190,6 +192,14 @@ class BatchedEngine:
 
     def lend_partial_block(self, request_id: RequestId, block_id: BlockId, num_tokens: int) -> None:
         self.scheduler.lend_partial_block(request_id, block_id, num_tokens)
+
+    def act(self, action: KvAction) -> KvReport:
+        """Act on the cache for an operator."""
+        scheduler = self.scheduler
+        report = KvActions(self.pool, scheduler.sessions, self.clear_cache).act(action)
+        scheduler.sessions.has_news = True
+        self._wake.set()
+        return report
 
     def clear_cache(self) -> None:
         """Empty the prefix cache; blocks of running requests stay theirs."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from penstock.core.clock import wall_time_s
+from penstock.core.errors import RequestError
 from penstock.core.types.cards import ModelCard
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.limits.access import Access
@@ -30,7 +31,7 @@ from penstock.frontend.requests.completion import Completion
 from penstock.frontend.requests.encoders import LARGE_BYTES, Encoders
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
 from penstock.frontend.requests.sse import Envelope, EventStream, WholeAnswer
-from penstock.frontend.text.models import ModelCache
+from penstock.frontend.text.models import ModelCache, ServedModel
 from penstock.seams import RequestDispatcher
 
 
@@ -93,6 +94,7 @@ class Frontend:
         )
         self.budget = ReceiveBudget(config.receive.bytes_max, self.metrics)
         self.bodies = BodyReader(config.body_bytes_max, self.metrics)
+        self.hash_key = hash_key
         self._rng = rng if rng is not None else random.Random()
         self._models = ModelCache(dispatcher, config.models_max)
         self._preprocessor = Preprocessor(hash_key=hash_key, rng=self._rng)
@@ -169,6 +171,21 @@ class Frontend:
     async def close(self) -> None:
         """End the encoder processes. Safe twice."""
         await self._encoders.close()
+
+    async def served_model(self, name: str | None) -> ServedModel:
+        """Give a model with its tokenizer; None: the only one, without its adapters.
+
+        Raises:
+            RequestError: nobody serves it, or there are several and none is named.
+        """
+        if name is None:
+            names = sorted(name for name, card in self.dispatcher.models().items() if card.parent is None)
+            if len(names) != 1:
+                raise RequestError(
+                    f"model: name one of {', '.join(names) or 'none, as no worker is ready'}", param="model"
+                )
+            (name,) = names
+        return await self._models.get(name)
 
     def models(self) -> ModelList:
         return ModelList(data=[_entry(card) for card in self.dispatcher.models().values()])

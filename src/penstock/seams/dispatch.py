@@ -6,6 +6,7 @@ from typing import Protocol, Self
 
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
+from penstock.core.types.kv_actions import KvAction
 from penstock.core.types.requests import Delta, Request
 
 
@@ -74,6 +75,15 @@ class RequestDispatcher(Protocol):
 
     def latest_decisions(self, most: int) -> Sequence[object]:
         """Describe the latest `most` routing decisions, oldest first."""
+        ...
+
+    async def act_on_kv(self, action: KvAction, worker: str | None) -> Sequence[object]:
+        """Act on the KV cache of a worker, or of every worker for None; describe each result, as `workers` does.
+
+        Raises:
+            RequestError: there is no worker of this name (404), it refuses, or all refuse.
+            Unavailable: the worker cannot be reached, or no worker is there.
+        """
         ...
 
     async def change_role(self, worker: str, role: Role) -> object:

@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.instances import EngineInfo, Role
+from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Request
 from penstock.core.types.steps import Step
@@ -158,6 +159,19 @@ class Sleeping(Protocol):
 
     async def wake_up(self) -> None:
         """Take the memory again; when this returns, `submit` accepts requests. The engine still sleeps if this raises."""
+        ...
+
+
+@runtime_checkable
+class KvManaged(Protocol):
+    """An engine whose KV cache an operator can list, pin, evict and flush. Call from the event loop."""
+
+    def act(self, action: KvAction) -> KvReport:
+        """Act on the cache at once.
+
+        Raises:
+            RequestError: it cannot, as it was started (409), or a value is out of its range.
+        """
         ...
 
 

@@ -9,11 +9,12 @@ from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage
 from penstock.core.types.instances import Instance
+from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Prefetch, Request
 
-Answer = Callable[[PenstockError | None], None]
-"""Called once when an operation ends: with None on success, else with the error."""
+Answer = Callable[[PenstockError | KvReport | None], None]
+"""Called once when an operation ends: with a report or None on success, else with the error."""
 
 
 class FrontendSink(Protocol):
@@ -71,8 +72,8 @@ class WorkerService(Protocol):
         """Read a file of the worker's model card by its content hash; None if there is no such file."""
         ...
 
-    def change(self, change: WorkerChange, answer: Answer) -> None:
-        """Make a change, register as changed and call `answer`.
+    def change(self, change: WorkerChange | KvAction, answer: Answer) -> None:
+        """Make a change, register as changed and call `answer`; or act on the KV cache and report.
 
         The change continues if the frontend that asked for it disconnects.
         """
@@ -148,8 +149,10 @@ class Connection(Protocol):
         """
         ...
 
-    async def change(self, change: WorkerChange) -> None:
+    async def change(self, change: WorkerChange | KvAction) -> KvReport | None:
         """Have the worker make a change; return once it has registered as changed. The caller sets a timeout.
+
+        An action on its KV cache returns a report.
 
         Raises:
             RequestError: the worker refuses; the text says why (409).

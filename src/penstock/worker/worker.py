@@ -27,6 +27,7 @@ from penstock.core.types.cards import ModelCard
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import AllBlocksCleared, EventMessage
 from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
+from penstock.core.types.kv_actions import KvAction
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request
 from penstock.core.types.steps import Step
@@ -48,6 +49,7 @@ from penstock.worker.config import WorkerConfig
 from penstock.worker.engine_driver import EngineDriver
 from penstock.worker.frontends import Frontend, Frontends, Running
 from penstock.worker.identity import WorkerIdentity
+from penstock.worker.kv_actions import act
 from penstock.worker.kv_transfer.kv_transfer import KvTransfer
 from penstock.worker.registration import WorkerRegistration
 from penstock.worker.reports import LoadReports
@@ -251,8 +253,10 @@ class Worker:
     def read_file(self, sha256: str) -> asyncio.Future[bytes | None]:
         return asyncio.get_running_loop().run_in_executor(None, self._read_file, sha256)
 
-    def change(self, change: WorkerChange, answer: Answer) -> None:
-        if self._changes is None or self._group is None or self._stopping.is_set():
+    def change(self, change: WorkerChange | KvAction, answer: Answer) -> None:
+        if isinstance(change, KvAction):
+            answer(act(self._engine, change, worker=self._name, engine_name=self._identity.engine))
+        elif self._changes is None or self._group is None or self._stopping.is_set():
             answer(Unavailable(f"{self._name} is about to start or to stop; choose another worker"))
         else:
             self._changes.begin(change, self._group, answer)

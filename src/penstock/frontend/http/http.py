@@ -25,6 +25,7 @@ from penstock.frontend.errors import (
 )
 from penstock.frontend.frontend import Frontend, PendingAnswer
 from penstock.frontend.http.connection import Connection
+from penstock.frontend.http.kv_routes import KvRoutes
 from penstock.frontend.http.sse_response import SseResponse
 from penstock.frontend.limits.admission import Slot
 from penstock.frontend.limits.headers import RequestOptions, read_options
@@ -72,6 +73,7 @@ class HttpSurface:
                 web.post("/admin/workers/{name}/wake", self._wake_up),
                 web.get("/admin/explain", self._explain_latest),
                 web.get("/admin/explain/{id}", self._explain_one),
+                *KvRoutes(self._frontend, self._wish).routes(),
             ]
         )
         return app

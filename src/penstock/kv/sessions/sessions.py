@@ -158,7 +158,10 @@ class Sessions:
             )
         chain = Chain(block_hashes, len(block_hashes), [])
         self._keep(session, chain)
-        self._touch(session)
+        if chain.block_ids:
+            self._touch(session)
+        else:
+            self._close(session, SessionEnd.CLOSED)
         return len(chain.block_ids)
 
     def unpin(self, key: SessionKey) -> bool:
@@ -191,6 +194,15 @@ class Sessions:
             self._close(session, SessionEnd.CLEARED)
 
     # ---- reports --------------------------------------------------------------------------------------
+
+    @property
+    def num_kept(self) -> int:
+        """Device blocks that sessions keep."""
+        return len(self._kept)
+
+    def expires_in_s(self, session: Session) -> float | None:
+        """Give the seconds until a session ends; None while a request of it runs."""
+        return None if session.expires_s is None else max(session.expires_s - self._clock.time(), 0.0)
 
     @property
     def counts(self) -> SessionCounts | None:

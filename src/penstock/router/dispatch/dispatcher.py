@@ -16,8 +16,10 @@ from penstock.core.errors import Unavailable
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
+from penstock.core.types.kv_actions import KvAction
 from penstock.core.types.requests import Request
 from penstock.router.config import RouterConfig
+from penstock.router.dispatch.kv_actions import KvActed, KvActions
 from penstock.router.dispatch.open_request import OpenRequest
 from penstock.router.dispatch.shared import Shared
 from penstock.router.dispatch.siblings import Siblings
@@ -69,6 +71,7 @@ class Dispatcher:
             hash_key=hash_key,
         )
         self._worker_changes = WorkerChanges(fleet)
+        self._kv_actions = KvActions(fleet)
         self._group = asyncio.TaskGroup()
         self._running: asyncio.Task[None] | None = None
 
@@ -151,6 +154,10 @@ class Dispatcher:
     def latest_decisions(self, most: int) -> Sequence[Explanation]:
         """Explain the latest routing decisions, oldest first."""
         return self._shared.router.decisions.latest(most)
+
+    async def act_on_kv(self, action: KvAction, worker: str | None) -> Sequence[KvActed]:
+        """Act on workers' KV caches; see `KvActions`."""
+        return await self._kv_actions.act(action, worker)
 
     async def change_role(self, worker: str, role: Role) -> RoleChanged:
         """Have a worker become one of another role; see `WorkerChanges`."""

@@ -13,6 +13,7 @@ from penstock.core.errors import RequestError, Unavailable
 from penstock.core.ids import WorkerId
 from penstock.core.types.changes import BecomeRole, Sleep, WakeUp, WorkerChange
 from penstock.core.types.instances import InstanceState, Role
+from penstock.router.dispatch.named_workers import connection_of, find_worker
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.workers.member import Condition, Member
 from penstock.seams import Connection
@@ -20,7 +21,6 @@ from penstock.seams import Connection
 _ANSWER_S_MAX = 600.0
 """Longest wait for a worker's answer; draining takes less, unless set otherwise."""
 _HEARD_S_MAX = 10.0
-_NAMED_MAX = 16
 
 
 class RoleChanged(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,9 +56,9 @@ class WorkerChanges:
         """
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
-        member = self._find(name)
+        member = find_worker(self._fleet, name)
         before = member.instance.role
-        connection = _connection_of(member)
+        connection = connection_of(member)
         others = self._others_that_answer(member)
         if before is Role.PREFILL:
             _check_context(member, others)
@@ -93,31 +93,10 @@ class WorkerChanges:
     async def _change_state(self, name: str, change: WorkerChange, state: InstanceState) -> StateChanged:
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
-        member = self._find(name)
-        await _ask(member, _connection_of(member), change, state)
+        member = find_worker(self._fleet, name)
+        await _ask(member, connection_of(member), change, state)
         await self._heard(member, state, member.instance.role, state)
         return StateChanged(worker=name, state=state, took_s=loop.time() - asked_s)
-
-    def _find(self, name: str) -> Member:
-        """Find the worker of this name; of several, as during a restart, the connected one."""
-        listed = [member for member in self._fleet.slots.now() if member is not None and member.listed]
-        named = [member for member in listed if member.instance.name == name]
-        found = [member for member in named if member.connection is not None] or named
-        if not found:
-            names = sorted({member.instance.name for member in listed})
-            known = ", ".join(names[:_NAMED_MAX]) + (" ..." if len(names) > _NAMED_MAX else "")
-            raise RequestError(
-                f"there is no worker {name[:100]!r}; known: {known or 'none'}",
-                http_status=404,
-                param="worker",
-            )
-        if len(found) > 1:
-            ids = ", ".join(str(member.worker_id) for member in found)
-            raise RequestError(
-                f"{len(found)} workers are called {name} ({ids}); give each a name of its own",
-                http_status=409,
-            )
-        return found[0]
 
     def _others_that_answer(self, member: Member) -> list[Member]:
         """Find the other workers of the model that answer requests and are not becoming prefill workers."""
@@ -145,18 +124,6 @@ class WorkerChanges:
                 f"worker {member.instance.name} has become {what}, but discovery has not said so here within"
                 f" {_HEARD_S_MAX:g} s; is the registry there?"
             ) from error
-
-
-def _connection_of(member: Member) -> Connection:
-    """Give the connection to a worker.
-
-    Raises:
-        Unavailable: there is none.
-    """
-    if member.connection is None:
-        why = "" if member.problem is None else f": {member.problem.message}"
-        raise Unavailable(f"worker {member.instance.name} cannot be reached{why}; try again when it is back")
-    return member.connection
 
 
 async def _ask(member: Member, connection: Connection, change: WorkerChange, what: str) -> None:

@@ -6,6 +6,7 @@ from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.instances import Instance
+from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Prefetch, Request
 from penstock.seams import Connection, WorkerSink
@@ -51,7 +52,7 @@ class _NullConnection:
     async def fetch(self, sha256: str) -> bytes:
         raise RequestError(f"file {sha256}: nothing is fetched from servers of a gateway", http_status=404)
 
-    async def change(self, change: WorkerChange) -> None:
+    async def change(self, change: WorkerChange | KvAction) -> KvReport | None:
         raise RequestError(
             f"{type(change).__name__}: servers of a gateway cannot be changed", http_status=409
         )

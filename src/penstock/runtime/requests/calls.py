@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import count
 
 from penstock.core.errors import PenstockError
+from penstock.core.types.kv_actions import KvReport
 
 
 class Calls:
@@ -12,10 +13,10 @@ class Calls:
 
     def __init__(self) -> None:
         self._ids = count(1)
-        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._waiting: dict[int, asyncio.Future[KvReport | None]] = {}
 
-    async def ask(self, send: Callable[[int], None]) -> None:
-        """Send a call with a new id, and wait for its answer. The caller sets a timeout.
+    async def ask(self, send: Callable[[int], None]) -> KvReport | None:
+        """Send a call with a new id, and return its answer. The caller sets a timeout.
 
         Raises:
             PenstockError: the error passed to `answered` or `fail`.
@@ -24,19 +25,20 @@ class Calls:
         self._waiting[call_id] = future = asyncio.get_running_loop().create_future()
         try:
             send(call_id)
-            await future
+            report: KvReport | None = await future
+            return report
         finally:
             del self._waiting[call_id]
 
-    def answered(self, call_id: int, error: PenstockError | None) -> None:
-        """Resolve a call: None for success, else its error; ignored if nothing waits for it any more."""
+    def answered(self, call_id: int, outcome: PenstockError | KvReport | None) -> None:
+        """Resolve a call with its report, None for one without, or its error; ignored if nothing waits for it any more."""
         future = self._waiting.get(call_id)
         if future is None or future.done():
             return
-        if error is None:
-            future.set_result(None)
+        if isinstance(outcome, PenstockError):
+            future.set_exception(outcome)
         else:
-            future.set_exception(error)
+            future.set_result(outcome)
 
     def fail(self, error: PenstockError) -> None:
         """Fail all pending calls: no answers will arrive."""

@@ -6,6 +6,7 @@ from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.net.handshake import Challenge
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage
+from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import Wire
@@ -54,14 +55,15 @@ class Change(Wire, frozen=True, tag="change"):
     """Change the worker; `Changed` answers, perhaps much later."""
 
     call_id: int
-    change: WorkerChange
+    change: WorkerChange | KvAction
 
 
 class Changed(Wire, frozen=True, tag="changed"):
-    """The change is made, or `error` says why not."""
+    """The change is made, or `error` says why not. `report` answers an action on the KV cache."""
 
     call_id: int
     error: ErrorInfo | None = None
+    report: KvReport | None = None
 
 
 class Deltas(Wire, frozen=True, tag="deltas"):

@@ -11,6 +11,7 @@ from penstock.core.log import get_logger
 from penstock.core.net.channel import FrameChannel
 from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
 from penstock.core.types.events import EventMessage
+from penstock.core.types.kv_actions import KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta
 from penstock.runtime import handshake
@@ -241,8 +242,11 @@ class FrontendPeer:
         else:
             self.channel.abort("the peer does not even read that there is no such file")
 
-    def _answer(self, call_id: int, error: PenstockError | None) -> None:
-        self.channel.send(Changed(call_id=call_id, error=None if error is None else error.to_info()))
+    def _answer(self, call_id: int, outcome: PenstockError | KvReport | None) -> None:
+        if isinstance(outcome, PenstockError):
+            self.channel.send(Changed(call_id=call_id, error=outcome.to_info()))
+        else:
+            self.channel.send(Changed(call_id=call_id, report=outcome))
 
     def _refuse_fetch(self, fetch: Fetch, error: PenstockError) -> None:
         if not self.channel.writable:

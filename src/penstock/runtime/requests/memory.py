@@ -17,6 +17,7 @@ from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage
 from penstock.core.types.instances import Instance
+from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import encode
@@ -157,11 +158,11 @@ class _Link:
                 self.push_event(message)
         self.server.service.subscribe(self)
 
-    def change(self, change: WorkerChange, call_id: int) -> None:
+    def change(self, change: WorkerChange | KvAction, call_id: int) -> None:
         self.server.service.change(change, partial(self._answer, call_id))
 
-    def _answer(self, call_id: int, error: PenstockError | None) -> None:
-        heard = None if error is None else from_info(error.to_info())
+    def _answer(self, call_id: int, outcome: PenstockError | KvReport | None) -> None:
+        heard = from_info(outcome.to_info()) if isinstance(outcome, PenstockError) else outcome
         self.later(self.calls.answered, call_id, heard)
 
     def break_off(self, why: str, *, tell_service: bool) -> None:
@@ -229,11 +230,11 @@ class MemoryConnection:
         file.add(content)
         return file.finish()
 
-    async def change(self, change: WorkerChange) -> None:
+    async def change(self, change: WorkerChange | KvAction) -> KvReport | None:
         if not self._link.up:
             raise WorkerLost(f"worker {self.worker_id}: the connection has ended; ask over another one")
         link = self._link
-        await link.calls.ask(lambda call_id: link.later(link.change, change, call_id))
+        return await link.calls.ask(lambda call_id: link.later(link.change, change, call_id))
 
     async def close(self) -> None:
         self._link.hang_up(tell_service=True)

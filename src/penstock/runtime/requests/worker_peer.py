@@ -20,6 +20,7 @@ from penstock.core.net.channel import FrameChannel
 from penstock.core.net.handshake import Challenge
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.instances import Instance
+from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.requests import Prefetch, Request
 from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
@@ -167,10 +168,12 @@ class WorkerPeer:
         finally:
             self._fetches.pop(fetch_id, None)
 
-    async def change(self, change: WorkerChange) -> None:
+    async def change(self, change: WorkerChange | KvAction) -> KvReport | None:
         if not self.channel.is_open:
             raise self._lost("before this change")
-        await self._calls.ask(lambda call_id: self.channel.send(Change(call_id=call_id, change=change)))
+        return await self._calls.ask(
+            lambda call_id: self.channel.send(Change(call_id=call_id, change=change))
+        )
 
     async def close(self) -> None:
         """Close the connection; the worker aborts the frontend's unfinished requests."""
@@ -198,8 +201,8 @@ class WorkerPeer:
                 self._sink.push_event(self.worker_id, event)
             case FetchChunk():
                 self._on_chunk(message)
-            case Changed(call_id=call_id, error=info):
-                self._calls.answered(call_id, None if info is None else from_info(info))
+            case Changed(call_id=call_id, error=info, report=report):
+                self._calls.answered(call_id, report if info is None else from_info(info))
             case Challenge():
                 self._on_challenge(message)
             case handshake.HelloReply():

@@ -15,6 +15,7 @@ from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import AllBlocksCleared, EventMessage
 from penstock.core.types.instances import Instance
+from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import NO_TOKENS, PackedHashes, encode
@@ -229,11 +230,11 @@ class _Link:
         self._outbox.grant(request_id, tokens)
         self._send_down(self._outbox.take())
 
-    def change(self, change: WorkerChange, call_id: int) -> None:
+    def change(self, change: WorkerChange | KvAction, call_id: int) -> None:
         self.server.service.change(change, partial(self._answer, call_id))
 
-    def _answer(self, call_id: int, error: PenstockError | None) -> None:
-        self.down.send(_FRAME_BYTES, self.calls.answered, call_id, error)
+    def _answer(self, call_id: int, outcome: PenstockError | KvReport | None) -> None:
+        self.down.send(_FRAME_BYTES, self.calls.answered, call_id, outcome)
 
     # -- ends
 
@@ -349,11 +350,11 @@ class SimConnection:
         await link.network.reach(worker, frontend)
         return file.finish()
 
-    async def change(self, change: WorkerChange) -> None:
+    async def change(self, change: WorkerChange | KvAction) -> KvReport | None:
         if not self._link.frontend_up:
             raise WorkerLost(f"worker {self.worker_id}: the connection has ended; ask over another one")
         link = self._link
-        await link.calls.ask(lambda call_id: link.up.send(_FRAME_BYTES, link.change, change, call_id))
+        return await link.calls.ask(lambda call_id: link.up.send(_FRAME_BYTES, link.change, change, call_id))
 
     async def close(self) -> None:
         self._link.hang_up()

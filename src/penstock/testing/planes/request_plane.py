@@ -28,9 +28,10 @@ from penstock.core.errors import (
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import BecomeRole, Sleep, WakeUp, WorkerChange
 from penstock.core.types.instances import Role
+from penstock.core.types.kv_actions import KvEvict, KvReport
 from penstock.core.types.kv_exchange import KvSource
 from penstock.core.types.requests import FinishReason, Prefetch, TokenLogprob
-from penstock.core.wire import num_tokens
+from penstock.core.wire import PackedHashes, num_tokens
 from penstock.runtime.config import EventConfig, PlaneConfig
 from penstock.seams import Connection
 from penstock.testing.loop import run_async
@@ -380,6 +381,14 @@ class RequestPlaneSuite:
             error = refused.result()
             assert isinstance(error, RequestError)
             assert (error.message, error.http_status) == ("it is one already", 409)
+
+        self.run(scenario)
+
+    def test_an_action_on_the_cache_is_answered_with_a_report(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            evict = KvEvict(block_hashes=PackedHashes(bytes(48)))
+            assert await scene.connection.change(evict) == KvReport(blocks=3)
+            await scene.connection.change(BecomeRole(role=Role.DECODE))
 
         self.run(scenario)
 

@@ -18,6 +18,7 @@ from penstock.core.types.cards import ModelCard
 from penstock.core.types.changes import BecomeRole, Sleep, WorkerChange
 from penstock.core.types.events import BlockRemoved, BlockStored, EventMessage
 from penstock.core.types.instances import EngineInfo, Instance, Role
+from penstock.core.types.kv_actions import KvAction, KvEvict, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request, SamplingParams, TokenLogprob
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
@@ -172,11 +173,13 @@ class ScriptedWorker:
         loop.call_soon(content.set_result, files.get(sha256))
         return content
 
-    def change(self, change: WorkerChange, answer: Answer) -> None:
-        """Accept role decode after a tick, refuse to sleep, and never answer for waking up."""
+    def change(self, change: WorkerChange | KvAction, answer: Answer) -> None:
+        """Accept role decode after a tick, report evicted blocks, refuse to sleep, and never answer for waking up."""
         loop = asyncio.get_running_loop()
         if change == BecomeRole(role=Role.DECODE):
             loop.call_later(TICK_S, answer, None)
+        elif isinstance(change, KvEvict):
+            loop.call_later(TICK_S, answer, KvReport(blocks=len(change.block_hashes) // 16))
         elif isinstance(change, Sleep):
             loop.call_later(TICK_S, answer, RequestError("it is one already", http_status=409))
 

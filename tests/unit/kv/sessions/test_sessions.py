@@ -1,86 +1,12 @@
 """Blocks that sessions of agents keep: until they close, expire, are displaced or give way."""
 
-import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import SessionAction, SessionControl
-from penstock.kv.pool.pins import Pins
-from penstock.kv.pool.pool import BlockPool
-from penstock.kv.sessions.config import SessionsConfig
 from penstock.kv.sessions.session import SessionKey
-from penstock.kv.sessions.sessions import Sessions
-from penstock.testing.engines.probe import make_request
-from tests.support.manual_clock import ManualClock
-
-OPEN = SessionControl(action=SessionAction.OPEN)
-CLOSE = SessionControl(action=SessionAction.CLOSE)
-
-
-class Scene:
-    """A pool whose requests are chains of numbers; equal leading numbers are equal blocks."""
-
-    def __init__(self, num_blocks=16, **config):
-        self.pool = BlockPool(num_blocks, 4)
-        self.pins = Pins(self.pool, lambda: None)
-        self.clock = ManualClock()
-        self.told = []
-        self.sessions = Sessions(
-            self.pool,
-            self.pins,
-            SessionsConfig(**config),
-            on_change=lambda: self.told.append(1),
-            clock=self.clock,
-        )
-        self.served = 0
-
-    @staticmethod
-    def hashes(numbers):
-        chained = [hash(tuple(numbers[: end + 1])) & (2**64 - 1) for end in range(len(numbers))]
-        return np.array([(low, low ^ 5) for low in chained], dtype=np.uint64).reshape(-1, 2)
-
-    def begin(self, session, control=None, tenant=""):
-        self.served += 1
-        request = replace(
-            make_request(f"r{self.served}", [1]), session=session, session_control=control, tenant=tenant
-        )
-        self.sessions.begin(request)
-        return request
-
-    def run(self, request, numbers, num_prompt=None, *, is_done=True):
-        """Compute a begun request's blocks, as a scheduler does; returns how many were cached."""
-        hashes = self.hashes(numbers)
-        hits = self.pool.match(hashes)
-        self.pool.acquire(hits)
-        fresh = self.pool.allocate(len(hashes) - len(hits))
-        parent = int(hashes[len(hits) - 1, 0]) if hits else None
-        self.pool.commit(fresh, hashes[len(hits) :], parent)
-        self.sessions.hold(
-            request,
-            hashes,
-            num_prompt=len(numbers) if num_prompt is None else num_prompt,
-            num_shared=len(hits),
-        )
-        self.pool.release([*hits, *fresh])
-        self.sessions.end(request, is_done=is_done)
-        self.check()
-        return len(hits)
-
-    def ask(self, session, numbers, control=None, **options):
-        return self.run(self.begin(session, control), numbers, **options)
-
-    def check(self):
-        self.sessions.check()
-        self.pool.check()
-
-    def cached(self, numbers):
-        return len(self.pool.match(self.hashes(numbers)))
-
-    def flood(self, start=1000):
-        """Let a request without a session use all blocks that it can get."""
-        request = self.begin(None)
-        self.run(request, list(range(start, start + self.pool.num_available)))
+from tests.support.session_scene import CLOSE, OPEN
+from tests.support.session_scene import SessionScene as Scene
 
 
 def test_an_open_sessions_blocks_stay_while_others_pass_by():

@@ -1,0 +1,42 @@
+"""Workers by the names that operators know."""
+
+from penstock.core.errors import RequestError, Unavailable
+from penstock.router.fleet.fleet import Fleet
+from penstock.router.workers.member import Member
+from penstock.seams import Connection
+
+_NAMED_MAX = 16
+
+
+def find_worker(fleet: Fleet, name: str) -> Member:
+    """Find the worker of this name; of several, as during a restart, the connected one."""
+    listed = [member for member in fleet.slots.now() if member is not None and member.listed]
+    named = [member for member in listed if member.instance.name == name]
+    found = [member for member in named if member.connection is not None] or named
+    if not found:
+        names = sorted({member.instance.name for member in listed})
+        known = ", ".join(names[:_NAMED_MAX]) + (" ..." if len(names) > _NAMED_MAX else "")
+        raise RequestError(
+            f"there is no worker {name[:100]!r}; known: {known or 'none'}",
+            http_status=404,
+            param="worker",
+        )
+    if len(found) > 1:
+        ids = ", ".join(str(member.worker_id) for member in found)
+        raise RequestError(
+            f"{len(found)} workers are called {name} ({ids}); give each a name of its own",
+            http_status=409,
+        )
+    return found[0]
+
+
+def connection_of(member: Member) -> Connection:
+    """Give the connection to a worker.
+
+    Raises:
+        Unavailable: there is none.
+    """
+    if member.connection is None:
+        why = "" if member.problem is None else f": {member.problem.message}"
+        raise Unavailable(f"worker {member.instance.name} cannot be reached{why}; try again when it is back")
+    return member.connection

@@ -1,0 +1,82 @@
+"""What operators do to a cache."""
+
+import pytest
+
+from penstock.core.errors import RequestError
+from penstock.core.types.events import Tier
+from penstock.core.types.kv_actions import KvEvict, KvFlush, KvHeld, KvList, KvPin, KvReport, KvUnpin
+from penstock.core.wire import PackedHashes, pack_hashes
+from penstock.kv.sessions.actions import KvActions
+from tests.support.session_scene import OPEN, SessionScene
+
+
+class Stage(SessionScene):
+    def __init__(self):
+        super().__init__(ttl_s=60)
+        self.cleared = 0
+        self.actions = KvActions(self.pool, self.sessions, self.clear)
+
+    def clear(self):
+        self.cleared += 1
+        self.sessions.clear()
+        self.pool.reset()
+
+    def act(self, action):
+        report = self.actions.act(action)
+        self.check()
+        return report
+
+    def packed(self, numbers):
+        return pack_hashes(self.hashes(numbers).ravel())
+
+
+def test_sessions_and_pins_are_listed():
+    stage = Stage()
+    stage.ask(None, [1, 2, 3])
+    assert stage.act(KvPin(name="p", block_hashes=stage.packed([1, 2]), ttl_s=40)) == KvReport(blocks=2)
+    stage.ask("a", [1, 5], OPEN)
+    stage.begin("a")
+    stage.clock.advance(10)
+    pin = KvHeld(name="p", is_pin=True, blocks=2, expires_s=30.0)
+    assert stage.act(KvList()).held == (pin, KvHeld(name="a", blocks=2, requests=1))
+
+
+def test_a_prefix_that_is_not_there_is_not_pinned():
+    stage = Stage()
+    assert stage.act(KvPin(name="p", block_hashes=stage.packed([1, 2]))) == KvReport()
+    assert stage.act(KvList()).held == ()
+
+
+def test_what_is_used_is_not_evicted():
+    stage = Stage()
+    stage.ask(None, [1, 2, 3])
+    stage.act(KvPin(name="p", block_hashes=stage.packed([1])))
+    assert stage.act(KvEvict(block_hashes=stage.packed([1, 2, 3]))) == KvReport(blocks=2)
+    assert stage.cached([1, 2, 3]) == 1
+    assert stage.act(KvUnpin(name="p")) == KvReport(blocks=1)
+    with pytest.raises(RequestError, match="there is no pin 'p' here"):
+        stage.act(KvUnpin(name="p"))
+    with pytest.raises(RequestError, match="there is no open session 'p' here"):
+        stage.act(KvUnpin(name="p", is_session=True))
+
+
+def test_the_device_alone_is_flushed_block_by_block():
+    stage = Stage()
+    stage.ask(None, [1, 2, 3])
+    stage.ask("a", [4, 5], OPEN)
+    running = stage.pool.match(stage.hashes([1]))
+    stage.pool.acquire(running)
+    stage.pool.take_events()
+    assert stage.act(KvFlush(tier=Tier.DEVICE)) == KvReport(blocks=4)
+    assert (stage.pool.num_cached, stage.cleared, len(stage.sessions)) == (1, 0, 0)
+    assert sum(len(event.block_hashes) // 8 for event in stage.pool.take_events()) == 4
+    assert stage.act(KvFlush()) == KvReport(blocks=1)
+    assert stage.cleared == 1
+    with pytest.raises(RequestError, match="tier: must be device, or left out for all tiers, got disk"):
+        stage.act(KvFlush(tier=Tier.DISK))
+
+
+@pytest.mark.parametrize("packed", [b"", b"1234"])
+def test_hashes_that_are_none_are_refused(packed):
+    with pytest.raises(RequestError, match="block_hashes: must be hashes of 16 bytes"):
+        Stage().act(KvEvict(block_hashes=PackedHashes(packed)))

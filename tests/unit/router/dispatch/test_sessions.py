@@ -1,0 +1,140 @@
+"""Sessions of agents through routers and workers, on virtual time, with mock engines."""
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.core.errors import RequestError
+from penstock.core.hashing import block_hashes
+from penstock.core.types.kv_actions import KvEvict, KvList, KvPin, KvUnpin
+from penstock.core.types.requests import SessionAction, SessionControl
+from penstock.core.wire import pack_hashes
+from penstock.router.config import RouterConfig
+from penstock.sim.loop.loop import run_virtual
+from tests.support.cluster import MemoryCluster
+from tests.support.kv_transfer import tiny_engine, tiny_request, whole_answer
+from tests.support.kv_transfer_scene import run_scenario
+from tests.support.manual_engine import ManualEngine
+
+OPEN = SessionControl(action=SessionAction.OPEN, ttl_s=20)
+CLOSE = SessionControl(action=SessionAction.CLOSE)
+ROUND_ROBIN = RouterConfig(policy="round-robin")
+TWO = ("a0", "a1")
+
+
+def ask(name, control=None, *, session="agent", seed=0):
+    return replace(tiny_request(name, seed=seed), session=session, session_control=control)
+
+
+def keepers(cluster):
+    return [name for name in cluster.names if len(cluster.engine(name).scheduler.sessions)]
+
+
+def worker_of(dispatcher, request_id):
+    return dispatcher.explain(request_id)[-1].worker
+
+
+def test_a_session_stays_at_one_worker_under_any_policy():
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, ask("first", OPEN))
+        (keeper,) = keepers(cluster)
+        for number in range(5):
+            await whole_answer(dispatcher, ask(f"other{number}", session=None, seed=number))
+            await whole_answer(dispatcher, ask(f"next{number}"))
+            assert worker_of(dispatcher, f"next{number}") == keeper
+            assert dispatcher.explain(f"next{number}")[-1].reason == "session"
+        await whole_answer(dispatcher, ask("last", CLOSE))
+        assert keepers(cluster) == []
+        after = {
+            worker_of(dispatcher, f"after{n}")
+            for n in range(2)
+            if await whole_answer(dispatcher, ask(f"after{n}"))
+        }
+        assert len(after) == 2
+
+    run_scenario(scene, TWO, router=ROUND_ROBIN)
+
+
+def test_a_session_of_a_lost_worker_goes_on_at_another_that_keeps_it_too():
+    async def scene(cluster, dispatcher):
+        text, *_ = await whole_answer(dispatcher, ask("first", OPEN))
+        (keeper,) = keepers(cluster)
+        cluster.kill(keeper)
+        assert (await whole_answer(dispatcher, ask("second")))[0] == text
+        (other,) = keepers(cluster)
+        assert other != keeper
+
+    run_scenario(scene, TWO, router=ROUND_ROBIN)
+
+
+def test_another_frontends_requests_find_the_session_by_its_prefix():
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, ask("first", OPEN))
+        (keeper,) = keepers(cluster)
+        async with cluster.dispatcher(RouterConfig()) as other:
+            await other.looked()
+            await asyncio.sleep(0.2)
+            await whole_answer(other, ask("second"))
+            assert worker_of(other, "second") == keeper
+            assert keepers(cluster) == [keeper]
+
+    run_scenario(scene, TWO, router=ROUND_ROBIN)
+
+
+def test_the_decode_worker_keeps_a_sessions_kv():
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, ask("first", OPEN))
+        await whole_answer(dispatcher, ask("second", seed=1))
+        assert keepers(cluster) == ["d0"]
+        assert cluster.engine("d0").load().sessions.pinned_blocks > 12
+        await asyncio.sleep(21)
+        assert keepers(cluster) == []
+
+    run_scenario(scene, ("p0", "d0"))
+
+
+def test_operators_act_on_one_worker_or_on_all():
+    async def scene(cluster, dispatcher):
+        request = tiny_request("first")
+        await whole_answer(dispatcher, request)
+        holder = worker_of(dispatcher, "first")
+        hashes = pack_hashes(block_hashes(request.token_ids, 4, request.salt).ravel())
+        pinned = {
+            acted.worker: acted.blocks
+            for acted in await dispatcher.act_on_kv(KvPin(name="p", block_hashes=hashes, ttl_s=5), None)
+        }
+        assert pinned == {name: 12 if name == holder else 0 for name in TWO}
+        listed = {acted.worker: acted.held for acted in await dispatcher.act_on_kv(KvList(), None)}
+        assert [held.name for held in listed[holder]] == ["p"]
+        (acted,) = await dispatcher.act_on_kv(KvUnpin(name="p"), holder)
+        assert (acted.worker, acted.blocks) == (holder, 12)
+        with pytest.raises(RequestError, match="no pin 'p' here") as caught:
+            await dispatcher.act_on_kv(KvUnpin(name="p"), None)
+        assert caught.value.http_status == 404
+        with pytest.raises(RequestError, match="there is no worker 'nobody'; known: a0, a1"):
+            await dispatcher.act_on_kv(KvList(), "nobody")
+        (acted,) = await dispatcher.act_on_kv(KvEvict(block_hashes=hashes), holder)
+        assert acted.blocks == 12
+        await asyncio.sleep(0.2)
+        await whole_answer(dispatcher, tiny_request("again"))
+
+    run_scenario(scene, TWO, router=ROUND_ROBIN)
+
+
+def test_engines_without_a_cache_of_ours_refuse_in_one_line():
+    async def main():
+        async with MemoryCluster() as cluster:
+            await cluster.start("manual", ManualEngine())
+            async with cluster.dispatcher() as dispatcher:
+                await dispatcher.serving()
+                with pytest.raises(RequestError, match="has no KV cache that operators can manage") as caught:
+                    await dispatcher.act_on_kv(KvList(), None)
+                assert caught.value.http_status == 409
+                await cluster.start("mock", tiny_engine())
+                await asyncio.sleep(0.1)
+                acted = {each.worker: each.problem for each in await dispatcher.act_on_kv(KvList(), None)}
+                assert acted["mock"] is None
+                assert "\n" not in acted["manual"]
+
+    run_virtual(main())
