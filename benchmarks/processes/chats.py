@@ -29,6 +29,11 @@ class Answer:
     pieces: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    talk: int = 0
+    """Number of its conversation."""
+    turn: int = 0
+    worker: str = ""
+    """Where it came from, if the server explains that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,19 @@ class Conversations:
     answer_tokens: int
     concurrency: int
     seed: int = 0
+
+    def begin(self) -> "Talks":
+        """Return all conversations before their first turn."""
+        systems = [text(f"system {self.seed} {group}", self.system_words) for group in range(self.groups)]
+        return [
+            [{"role": "system", "content": system}]
+            for system in systems
+            for _ in range(self.conversations_per_group)
+        ]
+
+
+Talks = list[list[dict[str, str]]]
+"""The messages of each conversation so far."""
 
 
 @dataclass(slots=True)
@@ -59,9 +77,11 @@ class Asked:
 class Chats:
     """Sends chats to one server. One event loop owns it."""
 
-    def __init__(self, server: Served, http: aiohttp.ClientSession) -> None:
+    def __init__(self, server: Served, http: aiohttp.ClientSession, *, explains: bool = False) -> None:
+        """Send to a server, which tells the workers of its answers if it `explains`."""
         self._server = server
         self._http = http
+        self._headers = {"X-Penstock-Explain": "1"} if explains else {}
 
     async def ask(
         self, messages: Sequence[dict[str, str]], tokens: int, *, on_piece: Callable[[], None] = lambda: None
@@ -79,7 +99,8 @@ class Chats:
         }  # fmt: skip
         answer, begin_s = Answer(), perf_counter()
         last_s = begin_s
-        async with self._http.post(f"{self._server.url}/v1/chat/completions", json=body) as response:
+        url = f"{self._server.url}/v1/chat/completions"
+        async with self._http.post(url, json=body, headers=self._headers) as response:
             if response.status != _OK:
                 raise Unavailable(f"the server answered with {response.status}: {await response.text()}")
             async for line in response.content:
@@ -87,6 +108,8 @@ class Chats:
                     continue
                 chunk = msgspec.json.decode(line[6:])
                 piece = "".join(choice["delta"].get("content") or "" for choice in chunk.get("choices", ()))
+                if explained := chunk.get("penstock"):
+                    answer.worker = explained["decisions"][-1]["worker"]
                 if usage := chunk.get("usage"):
                     answer.prompt_tokens = usage["prompt_tokens"]
                     answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get(
@@ -104,37 +127,43 @@ class Chats:
                     on_piece()
         return answer
 
-    async def converse(self, load: Conversations) -> Asked:
-        """Hold all conversations; each turn waits for the one before it, and turns of different ones mix."""
+    async def converse(
+        self, load: Conversations, talks: Talks | None = None, turns: range | None = None
+    ) -> Asked:
+        """Hold all conversations; each turn waits for the one before it, and turns of different ones mix.
+
+        Args:
+            load: what to say.
+            talks: conversations that `load.begin` has begun, and that go on here; None begins them.
+            turns: which turns to take; None is all.
+        """
         rng = random.Random(load.seed)
-        systems = [text(f"system {load.seed} {group}", load.system_words) for group in range(load.groups)]
-        open_ = [
-            [{"role": "system", "content": system}]
-            for system in systems
-            for _ in range(load.conversations_per_group)
-        ]
+        open_ = load.begin() if talks is None else talks
         asked, begin_s = Asked(), perf_counter()
         free = asyncio.Semaphore(load.concurrency)
 
-        async def turn(messages: list[dict[str, str]], words: str) -> None:
+        async def turn(number: int, talk: int, words: str) -> None:
             async with free:
+                messages = open_[talk]
                 messages.append({"role": "user", "content": words})
                 answer = await self.ask(messages, load.answer_tokens)
+                answer.talk, answer.turn = talk, number
                 messages.append({"role": "assistant", "content": answer.text})
                 asked.answers.append(answer)
 
         for number in range(load.turns):
-            order = list(enumerate(open_))
+            order = list(range(len(open_)))
             rng.shuffle(order)
-            words = {index: text(f"{load.seed} {number} {index}", load.turn_words) for index, _ in order}
-            await asyncio.gather(*(turn(messages, words[index]) for index, messages in order))
+            if turns is None or number in turns:
+                words = {talk: text(f"{load.seed} {number} {talk}", load.turn_words) for talk in order}
+                await asyncio.gather(*(turn(number, talk, words[talk]) for talk in order))
         asked.duration_s = perf_counter() - begin_s
         return asked
 
 
-async def chatting(server: Served, work: Callable[[Chats], Awaitable[Any]]) -> Any:
-    """Run `work` with a client of the server."""
+async def chatting(server: Served, work: Callable[[Chats], Awaitable[Any]], *, explains: bool = False) -> Any:
+    """Run `work` with a client of the server, which tells the workers of its answers if it `explains`."""
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 20) as http:
-        return await work(Chats(server, http))
+        return await work(Chats(server, http, explains=explains))

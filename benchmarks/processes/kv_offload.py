@@ -1,8 +1,9 @@
-"""Conversations of more KV than the device holds, on a served engine: without a host tier, and with one.
+"""Conversations of more KV than devices hold, on served engines: without a host tier, and with one.
 
 Every user's turn comes after a turn of all others, so that without a host tier most histories are evicted when they are
 needed. The third deployment has the host tier's bytes as device blocks: on a CPU that is the same memory, and the least
-that any tier could take. Deployments take turns; figures are medians over the rounds.
+that any tier could take. Deployments take turns; figures are medians over the rounds. With engine paged, shorter
+conversations then go on with two workers of a host, and across a SIGKILL of everything (`kv_survival`).
 """
 
 import argparse
@@ -12,10 +13,12 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.processes.chats import Answer, Asked, Chats, Conversations, chatting
 from benchmarks.processes.engine import SIZES
+from benchmarks.processes.kv_survival import restart, share_host
 from benchmarks.processes.served import served
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
@@ -33,10 +36,12 @@ _ITL_RATIO_MAX = 1.1
 _TIER_FACTOR = 4
 """Blocks of the host tier for each of the device."""
 _FULL = {
-    "paged": {"users": 80, "turns": 10, "kv_blocks": 2000, "rounds": 2},
+    "paged": {"users": 80, "turns": 10, "kv_blocks": 2000, "rounds": 1},
     "vllm": {"users": 24, "turns": 6, "kv_blocks": 330, "rounds": 1},
 }
 """Device blocks for about a quarter of all KV. vLLM takes the better part of a minute to start."""
+_SHORTER = 3
+"""Conversations of two workers and of a restart: a third of the users, half of the turns, and a sixth of the blocks."""
 _QUICK = {"users": 24, "turns": 4, "kv_blocks": 220, "rounds": 1}
 _NONE, _HOST, _DEVICE = "device", "host", "all_on_device"
 
@@ -53,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--turns", type=int, metavar="N", help="of each conversation (default 10, with vllm 6)")
     add("--kv-blocks", type=int, metavar="N", help="on the device (default about a quarter of all KV)")
     add("--concurrency", type=int, default=4, metavar="N", help="requests at a time (default 4)")
-    add("--rounds", type=int, metavar="N", help="of all deployments (default 2, with vllm 1)")
+    add("--rounds", type=int, metavar="N", help="of all deployments (default 1)")
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -90,6 +95,15 @@ def run(options: argparse.Namespace) -> Report:
 
                     runs[name].append(asyncio.run(chatting(server, work)))
     figures, problems = judge(runs)
+    shorter = replace(load, groups=max(load.groups // _SHORTER, 2), turns=max(load.turns // 2, 2))
+    few = max(blocks // _SHORTER // 2, 100)
+    if options.engine == "paged":
+        for more, wrong in (
+            share_host(shorter, few, f"{_TIER_FACTOR}x"),
+            restart(shorter, few, "1x", 4 * _TIER_FACTOR),
+        ):
+            figures |= more
+            problems += wrong
     return Report(
         name="kv-offload",
         config={

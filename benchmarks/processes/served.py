@@ -2,12 +2,13 @@
 
 import argparse
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.bench import serve
 from penstock.bench.report import Report
@@ -21,6 +22,11 @@ _STOP_TIMEOUT_S = 30.0
 class Served:
     url: str
     model: str
+    pid: int = 0
+
+    def kill(self) -> None:
+        """End it by SIGKILL; the kernel then kills its workers and frontends."""
+        os.kill(self.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -32,7 +38,7 @@ def served(*flags: str, spare_processes: int = 0) -> Iterator[Served]:
         spare_processes: none where speed is measured, since their start would be measured as well.
 
     Raises:
-        Unavailable: it did not become ready, or did not stop with exit code 0.
+        Unavailable: it did not become ready, or did not stop with exit code 0, unless it was killed.
     """
     command = [
         sys.executable,
@@ -49,13 +55,13 @@ def served(*flags: str, spare_processes: int = 0) -> Iterator[Served]:
         watchdog = threading.Timer(_START_TIMEOUT_S, process.kill)
         watchdog.start()
         try:
-            ready = _wait_ready(process)
+            ready = replace(_wait_ready(process), pid=process.pid)
             watchdog.cancel()
             yield ready
         finally:
             watchdog.cancel()
             _stop(process)
-    if process.returncode:
+    if process.returncode not in {0, -signal.SIGKILL}:
         raise Unavailable(f"`penstock serve {' '.join(flags)}` ended with exit code {process.returncode}")
 
 
