@@ -87,6 +87,18 @@ def _engines() -> Iterator[list[str]]:
         "`equal_answers_share`, the same, float32", of("kv_offload", "equal_answers_share", ".1f", 100) + " %",
         "answers without the host tier", "", "all", file,
     ]  # fmt: skip
+    yield [
+        "`moved_ttft_mean_ms_host`, two workers of a host, turns whose history the other one computed",
+        of("kv_offload", "moved_ttft_mean_ms_host", ".1f") + " ms",
+        of("kv_offload", "moved_ttft_mean_ms_device", ".1f") + " ms, without the host tier",
+        of("kv_offload", "moved_ttft_with_host", ".2f"), "0.7", file,
+    ]  # fmt: skip
+    yield [
+        "`restart_cached_share_second_half`, after a SIGKILL of everything, with a disk",
+        of("kv_offload", "restart_cached_share_second_half", ".0f", 100) + " %",
+        of("kv_offload", "restart_cached_share_first_half", ".0f", 100) + " %, first half",
+        of("kv_offload", "restart_cached_share_ratio", ".2f"), "at least 0.9", file,
+    ]  # fmt: skip
     for latency in ("ttft", "itl"):
         yield [
             f"`profile_{latency}_median_error`, 12 held-out points, demo model",

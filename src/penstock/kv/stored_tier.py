@@ -132,6 +132,11 @@ class StoredTier:
         return self._store.num_cached
 
     @property
+    def num_indexed(self) -> int:
+        """As many as it can keep."""
+        return self.num_blocks
+
+    @property
     def is_off(self) -> bool:
         """Whether it is not used for now, since its store failed or hung."""
         return not self._breaker.is_on

@@ -71,6 +71,11 @@ class KvTier(Protocol):
         ...
 
     @property
+    def num_indexed(self) -> int:
+        """Blocks that its KV events may name at a time: more than it keeps if it loads what other workers keep."""
+        ...
+
+    @property
     def is_off(self) -> bool:
         """Whether it is not used for a while, since it failed or hung."""
         ...

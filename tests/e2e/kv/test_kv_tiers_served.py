@@ -155,3 +155,41 @@ def test_workers_of_a_host_load_what_a_killed_one_has_kept_and_it_finds_it_again
             assert (load["failed_steps"], load["kv_tiers"][0]["corrupt_blocks"]) == (0, 0)
 
     deploy(scenario, role={**MOCK, "kv": {"host": size}}, workers=2)
+
+
+def test_routers_count_a_hosts_blocks_for_each_of_its_workers_also_after_one_was_killed(deploy):
+    async def scenario(site):
+        await told(site, TEXTS[:4])
+
+        async def tiers_by_worker():
+            """Ask a prompt again; returns each worker's blocks of it by tier, as the router knows them."""
+            reply = await site.client.chat.completions.create(
+                model=(await site.client.models.list()).data[0].id,
+                messages=[{"role": "user", "content": TEXTS[0]}],
+                max_tokens=2,
+                extra_headers={"X-Penstock-Explain": "1"},
+            )
+            (decision,) = reply.model_extra["penstock"]["decisions"]
+            return {one["worker"]: one["tier_blocks"] for one in decision["candidates"]}
+
+        async def both_have_it():
+            tiers = await tiers_by_worker()
+            return len(tiers) == 2 and all(blocks["host"] or blocks["device"] for blocks in tiers.values())
+
+        await site.until(both_have_it)
+        assert sum(blocks["host"] > 0 for blocks in (await tiers_by_worker()).values()), "one loads it"
+        first, second = sorted(await site.workers())
+        site.kill(first)
+
+        async def the_other_has_it():
+            return any((await tiers_by_worker())[second].values())
+
+        await site.until(the_other_has_it)
+
+        async def successor_is_known():
+            return await site.ready_workers() == 2 and await both_have_it()
+
+        await site.until(successor_is_known)
+
+    frontend = {"port": 0, "drain_timeout_s": 10, "explains": True}
+    deploy(scenario, role={**MOCK, "kv_blocks": 48}, workers=2, frontend=frontend)

@@ -97,6 +97,11 @@ class HostTier:
         return self._pool.num_cached
 
     @property
+    def num_indexed(self) -> int:
+        """Blocks of all extents, as if the others were as large as its own."""
+        return self.num_blocks * (1 + len(self._siblings))
+
+    @property
     def num_shared(self) -> int:
         """Blocks that the other workers of the host keep, of which it can load those of its namespace."""
         return sum(sibling.pool.num_cached for sibling in self._siblings if sibling.pool is not None)

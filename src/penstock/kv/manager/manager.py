@@ -70,6 +70,11 @@ class KvManager:
         return sum(tier.num_blocks for tier in self.tiers)
 
     @property
+    def num_indexed(self) -> int:
+        """Blocks that KV events of all tiers may name at a time."""
+        return sum(tier.num_indexed for tier in self.tiers)
+
+    @property
     def has_arrived(self) -> bool:
         """Whether `take_arrived` may return requests."""
         return self._loader.has_arrived

@@ -85,6 +85,11 @@ class TimedTier(KvTier):
         return self.pool.num_cached
 
     @property
+    def num_indexed(self) -> int:
+        """As many as it can keep."""
+        return self.num_blocks
+
+    @property
     def offload_room(self) -> int:
         """All blocks: offloads take no time."""
         return self.num_blocks

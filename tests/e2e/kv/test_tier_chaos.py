@@ -1,0 +1,251 @@
+"""Chaos with real tiers: two engines share an arena and have a disk each, while bits flip, disks fail, and engines restart.
+
+The mock engine's KV says of every token which prefix it belongs to, so an engine that gets wrong KV fails its step. Planted
+bugs show that the trial finds them.
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import random
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from penstock.core.types.events import Tier
+from penstock.core.types.requests import FinishReason
+from penstock.engine.mock.engine import MockConfig, mock_engine
+from penstock.engine.runner import RunnerInfo
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.kv.device_blocks import DeviceBlocks
+from penstock.kv.disk.slot_file import SlotFile
+from penstock.kv.host.host_tier import HostTier
+from penstock.kv.manager.offloader import Offloader
+from penstock.kv.namespace import Namespace
+from penstock.kv.stored_tier import StoredTier
+from penstock.testing.engines.probe import make_request
+from penstock.testing.loop import run_async
+from tests.support.shared_host import SharedHost
+
+SIZE, BLOCKS, SLOTS, DISK_SLOTS = 4, 32, 24, 160
+BLOCK_BYTES = 8 * SIZE
+NAMESPACE = Namespace(model_digest="m", dtype="digests", layout="l", block_size=SIZE)
+SHAPE = RunnerInfo(
+    num_blocks=BLOCKS, block_size=SIZE, context_length=80, vocab_size=500, kv_bytes_per_block=BLOCK_BYTES
+)
+
+
+class SickDisk:
+    """Fails, hangs, or flips bits of what it reads."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.mode = "well"
+        self.healed = threading.Event()
+
+    def be(self, mode):
+        self.healed.set()
+        self.healed = threading.Event()
+        self.mode = mode
+
+    def preadv(self, fd, buffers, offset):
+        self._suffer(errno.EIO)
+        done = os.preadv(fd, buffers, offset)
+        if self.mode == "flips":
+            view = np.frombuffer(buffers[0], np.uint8)
+            view[self.rng.randrange(min(len(view), BLOCK_BYTES))] ^= 1 << self.rng.randrange(8)
+        return done
+
+    def pwritev(self, fd, buffers, offset):
+        self._suffer(errno.ENOSPC)
+        return os.pwritev(fd, buffers, offset)
+
+    def _suffer(self, number):
+        if self.mode == "hangs":
+            self.healed.wait(5)
+        if self.mode == "fails":
+            raise OSError(number, os.strerror(number))
+
+
+class Worker:
+    """An engine with tiers, restarted now and then."""
+
+    def __init__(self, host, number, path, rng):
+        self.host, self.number, self.path = host, number, path
+        self.disk = SickDisk(rng)
+        self.answers = {}
+        self.counts = dict.fromkeys((Tier.HOST, Tier.DISK), (0, 0))
+        self.preemptions = 0
+
+    def make_tiers(self, info, memory):
+        device = DeviceBlocks.of(memory, info.kv_layout, num_blocks=info.num_blocks)
+        slots = SlotFile(self.path, DISK_SLOTS * 4096, BLOCK_BYTES, NAMESPACE, disk=self.disk, threads=2)
+        host = HostTier(device, SLOTS, SIZE, part=self.host.part(self.number), namespace=NAMESPACE)
+        return [host, StoredTier(slots, Tier.DISK, device, DISK_SLOTS)]
+
+    async def start(self):
+        self.disk.be("well")
+        self.engine = mock_engine(
+            SHAPE, MockConfig(speedup=1e6), SchedulerConfig(max_batch_tokens=24), make_tiers=self.make_tiers
+        )
+        await self.engine.start()
+        self.taking = asyncio.get_running_loop().create_task(self._take())
+
+    async def stop(self):
+        self.disk.be("well")
+        await self.engine.close()
+        await self.taking
+        self.engine.scheduler.check()
+        for counts in self.engine.kv.counts:
+            loaded, corrupt = self.counts[counts.tier]
+            self.counts[counts.tier] = (loaded + counts.loaded_blocks, corrupt + counts.corrupt_blocks)
+        self.preemptions += self.engine.load().preemptions
+
+    async def _take(self):
+        async for step in self.engine.steps():
+            for delta in step.deltas:
+                tokens, end = self.answers.get(delta.request_id, (b"", None))
+                if end is None:
+                    continue  # aborted
+                tokens += delta.token_ids
+                self.answers[delta.request_id] = (tokens, end)
+                if delta.finish_reason is FinishReason.LENGTH:
+                    end.set_result(tokens)
+                elif delta.finish_reason is not None:
+                    end.set_exception(AssertionError(delta.error))
+
+    def submit(self, name, tokens, length):
+        self.answers[name] = (b"", asyncio.get_running_loop().create_future())
+        self.engine.submit(make_request(name, tokens, max_tokens=length))
+        return self.answers[name][1]
+
+    def abort(self, name):
+        self.engine.abort(name)
+        del self.answers[name]
+
+
+def prompts(rng):
+    """Conversations that share beginnings."""
+    roots = [[rng.randrange(1, 500) for _ in range(24)] for _ in range(6)]
+    return [
+        root + [rng.randrange(1, 500) for _ in range(rng.randrange(1, 36))]
+        for root in roots
+        for _ in range(3)
+    ]
+
+
+async def trial(seed, directory):
+    rng = random.Random(seed)
+    host = SharedHost(slots=SLOTS, block_bytes=BLOCK_BYTES)
+    workers = [Worker(host, number, directory / f"{seed}.{number}", rng) for number in range(2)]
+    expected = {}
+    known = prompts(rng)
+    async with contextlib.AsyncExitStack() as stack:
+        for worker in workers:
+            await worker.start()
+            stack.push_async_callback(worker.stop)
+        await turns(rng, host, workers, known, expected)
+    return workers
+
+
+async def turns(rng, host, workers, known, expected):
+    """Ask, abort, damage and restart at random; all answers to a prompt are equal."""
+    for turn in range(40):
+        asked = []
+        for n in range(rng.randrange(1, 9)):
+            worker, which = rng.choice(workers), rng.randrange(len(known))
+            name = f"{turn}.{n}"
+            asked.append((worker, which, name, worker.submit(name, known[which], 8)))
+        for worker, which, name, answer in asked:
+            if rng.random() < 0.15:
+                for _ in range(rng.randrange(4)):
+                    await asyncio.sleep(0)
+                if not answer.done():
+                    worker.abort(name)
+                    continue
+            async with asyncio.timeout(20):
+                tokens = await answer
+            assert tokens == expected.setdefault(which, tokens), "another answer"
+        for worker in workers:
+            worker.disk.be(rng.choice(["well"] * 9 + ["flips", "flips", "fails", "hangs"]))
+        for extent in range(2):
+            if rng.random() < 0.5:
+                view = host.extent(extent)
+                layout = workers[extent].engine.kv.tiers[0]._extent.layout
+                view[layout.records_offset + rng.randrange(layout.size_bytes - layout.records_offset)] ^= (
+                    1 << rng.randrange(8)
+                )
+        if rng.random() < 0.15:
+            worker = rng.choice(workers)
+            await worker.stop()
+            await worker.start()
+        if rng.random() < 0.05:
+            rng.choice(workers).engine.clear_cache()
+
+
+def run_trials(seeds, directory, monkeypatch):
+    monkeypatch.setattr("penstock.kv.manager.worth._LATE_MARGIN_S", 0.02)
+    loaded = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
+    corrupt = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
+    preemptions = 0
+    for seed in seeds:
+        for worker in run_async(trial(seed, directory), timeout_s=60):
+            preemptions += worker.preemptions
+            for tier, (blocks, wrong) in worker.counts.items():
+                loaded[tier] += blocks
+                corrupt[tier] += wrong
+    return loaded, corrupt, preemptions
+
+
+def test_answers_are_exact_whatever_happens_to_tiers(tmp_path, monkeypatch):
+    loaded, corrupt, preemptions = run_trials(range(12), tmp_path, monkeypatch)
+    assert loaded[Tier.HOST] > 1000, loaded
+    assert loaded[Tier.DISK] > 100, loaded
+    assert min(corrupt.values()) > 3, corrupt
+    assert preemptions > 20
+
+
+def host_unverified(monkeypatch):
+    """Loads from hosts compare no checksum."""
+    monkeypatch.setattr(
+        "penstock.kv.host.copies.checksum_ranges", lambda addresses, _: np.zeros(len(addresses), np.uint32)
+    )
+
+
+def disk_unverified(monkeypatch):
+    """Loads from disks compare no checksum."""
+    monkeypatch.setattr("penstock.kv.disk.slot_file.crc32c", lambda _: 0)
+
+
+def offloads_unpinned(monkeypatch):
+    """Blocks may be evicted and overwritten while an offload reads them."""
+    make = Offloader.__init__
+
+    class Unpinned:
+        def __init__(self, pool):
+            self._pool = pool
+
+        def __getattr__(self, name):
+            return getattr(self._pool, name)
+
+        def acquire(self, _):
+            pass
+
+        release = acquire
+
+    def plant(self, pool, *arguments, **options):
+        make(self, pool, *arguments, **options)
+        self._pool = Unpinned(pool)
+        self.holders = Counter
+
+    monkeypatch.setattr(Offloader, "__init__", plant)
+
+
+@pytest.mark.parametrize("plant", [host_unverified, disk_unverified, offloads_unpinned])
+def test_a_planted_bug_is_caught(plant, tmp_path, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        run_trials(range(12), tmp_path, monkeypatch)
