@@ -6,7 +6,7 @@ device processes own the tiers and copy. Both talk with the messages of vLLM's s
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -139,7 +139,7 @@ class PenstockConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.open(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        self._worker.begin(self._get_connector_metadata())
+        self._worker.load(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait for nothing: a request is scheduled once its load has ended."""
@@ -148,7 +148,8 @@ class PenstockConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Save nothing: whole blocks are saved when their request has ended."""
 
     def wait_for_save(self) -> None:
-        """Wait for nothing: the blocks are pinned until a report says that they are read no more."""
+        """Begin saves, after the step's forward pass: it may write their blocks. They are pinned until a report releases them."""
+        self._worker.save(self._get_connector_metadata())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:  # noqa: ARG002
         return None, self._worker.ended_requests()
@@ -286,10 +287,15 @@ class _WorkerSide:
             lambda staging: staged_tiers(self._settings.kv, process, staging), memory
         )
 
-    def begin(self, step: StepOrders) -> None:
+    def load(self, step: StepOrders) -> None:
         if self._side is not None:
             self._memory.mark()
-            self._side.submit(step.orders)
+            self._side.submit(replace(step.orders, saves=()))
+
+    def save(self, step: StepOrders) -> None:
+        if self._side is not None:
+            self._memory.mark()
+            self._side.submit(Orders(saves=step.orders.saves))
 
     def ended_requests(self) -> set[str]:
         """Take a report, and give the requests whose loads it ends; called once in a step, before what tells the rest of it."""
