@@ -33,6 +33,10 @@ EXPERIMENTS = Benches(
             "benchmarks.micro.hashing",
             "token ids into block hashes, against the Python reference",
         ),
+        "kv-fleet": (
+            "benchmarks.processes.kv_fleet",
+            "four workers that share an object store over slow links: what each loads of the others, and TTFT beside no store",
+        ),
         "kv-offload": (
             "benchmarks.processes.kv_offload",
             "conversations of more KV than the device holds: without a host tier, with one, and with its bytes on the device",

@@ -32,6 +32,7 @@ def _run(options: argparse.Namespace) -> int:
     from penstock.deploy.supervisor.local import expect_same_blocks, runnable_roles  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
     from penstock.graph.partners import say_empty, say_small_kv  # noqa: PLC0415
+    from penstock.sim.break_even import say_break_even  # noqa: PLC0415
     from penstock.sim.deployment import (  # noqa: PLC0415
         hardware_hint,
         plan_deployment,
@@ -58,9 +59,11 @@ def _run(options: argparse.Namespace) -> int:
         simulated_roles(graph)
         simulated_shape(graph, beside)
         try:
-            plan_deployment(graph, beside=beside)
+            deployment = plan_deployment(graph, beside=beside)
         except ConfigError as error:
             raise ConfigError(error.message + hardware_hint(graph, error.message)) from error
+        for line in say_break_even(deployment.role_groups):
+            print(f"{options.file}: {line}")  # noqa: T201
 
     is_taken = False
     for command, check in (("serve", check_serve), ("simulate", check_simulate)):

@@ -23,7 +23,8 @@ _TIMEOUT_S = 10.0
 _AHEAD_S = 2.0
 """Offloads under way are at most what the store takes in so many seconds."""
 _AHEAD_BLOCKS_MIN = 32
-_SAMPLE_BLOCKS = 16
+_SAMPLE_BLOCKS = 64
+_SAMPLE_BYTES = 8 << 20
 _SAMPLE_S = 30.0
 """A speed that was not measured for so long is measured again in the background, so that no request has to try the tier."""
 
@@ -257,7 +258,7 @@ class StoredTier:
         now_s = asyncio.get_running_loop().time()
         if now_s < self._sample_at_s or self._waiting_blocks or self._is_closed or not self._breaker.is_on:
             return
-        hashes = self._store.newest(_SAMPLE_BLOCKS)
+        hashes = self._store.newest(min(_SAMPLE_BLOCKS, max(_SAMPLE_BYTES // self.block_bytes, 1)))
         if not len(hashes):
             return
         self._sample_at_s = now_s + _SAMPLE_S

@@ -1,54 +1,20 @@
-"""moto's S3 server in a process of its own, and a proxy before it that spoils requests."""
+"""An S3 server in a process of its own, and a proxy before it that spoils requests."""
 
 import asyncio
 import io
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
-import moto  # noqa: F401 - its server is started as a process
 from aiohttp import web
+
+from benchmarks.processes.s3 import S3Server
+
+__all__ = ["Proxy", "S3Server", "proxy_of"]
 
 BODY_MAX = 64 << 20
 KEPT = {"etag", "content-range", "last-modified", "content-type"}
-
-
-class S3Server:
-    """One bucket, named `bucket`."""
-
-    def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.start()
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(600):
-            try:
-                self.put("/bucket", b"")
-            except (urllib.error.URLError, ConnectionError):
-                assert self.process.poll() is None, "the S3 server has ended"
-                time.sleep(0.05)
-            else:
-                return
-        raise AssertionError("the S3 server does not answer")
-
-    def put(self, path: str, data: bytes) -> None:
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, method="PUT"), timeout=5):
-            pass
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @dataclass

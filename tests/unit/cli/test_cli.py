@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -216,6 +217,24 @@ def test_graph_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert complaint(capsys, "graph", "check", str(path), "--set", "roles.decode.replicas=-1") == (
         "--set: roles.decode.replicas: must be >= 0, got -1"
     )
+
+
+def test_graph_check_says_what_bandwidth_a_tier_needs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text(
+        "model: llama-3.1-8b\nroles: {aggregated: {hardware: h100, kv: {host: 2x, object: 's3://bucket/kv:9x'}}}\n"
+    )
+    assert cli.main(["graph", "check", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"kv\.host: loading pays above \d\.?\d* GB/s \(131 kB of KV a token x .*at 40 GB/s\n", out
+    )
+    assert re.search(r"kv\.object: loading pays above .* simulated at 1 GB/s, so it helps only", out)
+    path.write_text(path.read_text().replace(":9x", ""))
+    assert cli.main(["graph", "check", str(path)]) == 2
+    assert "s3://bucket/kv has no size, which a simulation needs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
