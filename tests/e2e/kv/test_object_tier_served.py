@@ -171,8 +171,10 @@ def test_a_corrupt_pack_is_computed_again_with_the_same_output(deploy, tmp_path)
 
 
 @pytest.mark.usefixtures("credentials")
-def test_a_store_that_is_not_there_is_warned_of_once_and_serving_begins(deploy, capfd):
-    role = with_store(MOCK, "s3://bucket/fleet", "http://127.0.0.1:9")
+def test_a_store_that_is_not_there_is_warned_of_once_and_serving_begins(deploy, monkeypatch, capfd):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    role = with_store(MOCK, "s3://bucket/fleet")
 
     async def scenario(site):
         assert all(text for text, _ in await told(site, TEXTS[:3]))
@@ -183,3 +185,4 @@ def test_a_store_that_is_not_there_is_warned_of_once_and_serving_begins(deploy, 
     text = "".join(capfd.readouterr())
     assert text.count("kv_tier_off") == 1
     assert "listing s3://bucket/fleet" in text
+    assert "127.0.0.1:9" in text
