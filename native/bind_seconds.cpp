@@ -90,6 +90,7 @@ Terms price(nb::handle context, double itl_weight, double ttft_target_s, double 
         .request_blocks = number("request_blocks"),
         .block_size = number("block_size"),
         .output_tokens = std::max(nb::cast<double>(context.attr("mean_output_tokens")), 1.0),
+        .own_output_tokens = std::max(nb::cast<double>(context.attr("own_output_tokens")), 1.0),
         .request_rate_per_s = nb::cast<double>(context.attr("request_rate_per_s")),
         .itl_weight = itl_weight,
         .ttft_target_s = ttft_target_s,

@@ -24,6 +24,7 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
     const std::size_t slots = columns.eligible.size();
     const auto size = static_cast<double>(asked.block_size);
     const double output = asked.output_tokens;
+    const double own_output = asked.own_output_tokens;
     const auto speed_of = [&](std::size_t i) {
         return (columns.eligible[i] ? columns.prompts_at_once[i] : 0.0) / std::max(columns.prefill_token_s[i], asked.token_s_min);
     };
@@ -87,8 +88,8 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
         const double kv_wait = std::max(wanted - total, 0.0) * of_all * answer_s;
 
         const double more_s = columns.decode_sequence_s[i] +
-                              (static_cast<double>(asked.request_tokens) + output / 2) * columns.decode_token_s[i];
-        const double slowdown = asked.itl_weight * running * (prefill / output + more_s);
+                              (static_cast<double>(asked.request_tokens) + own_output / 2) * columns.decode_token_s[i];
+        const double slowdown = asked.itl_weight * running * (prefill / output + more_s * (own_output / output));
 
         const double network = columns.round_trip_s[i] + asked.request_bytes * columns.byte_s[i];
 
@@ -102,7 +103,7 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
         row(Term::kPrefill)[i] = prefill;
         row(Term::kItl)[i] = asked.itl_weight * step_s;
         row(Term::kSlowdown)[i] = slowdown;
-        row(Term::kKvPressure)[i] = new_blocks * of_all * answer_s;
+        row(Term::kKvPressure)[i] = new_blocks * of_all * (own_output * step_s);
         row(Term::kNetwork)[i] = network;
         row(Term::kSloViolation)[i] = violation;
         use[i] = std::min(wanted * of_all, 1.0);

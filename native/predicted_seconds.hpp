@@ -23,7 +23,8 @@ struct Asked {
     std::int64_t request_tokens;
     std::int64_t request_blocks;
     std::int64_t block_size;  // > 0
-    double output_tokens;     // of a mean answer, >= 1
+    double output_tokens;      // of a mean answer, >= 1
+    double own_output_tokens;  // expected of this request's answer, >= 1
     double request_rate_per_s;
     double itl_weight;
     double ttft_target_s;  // infinite: none

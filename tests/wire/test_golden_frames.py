@@ -139,6 +139,7 @@ REQUEST = Request(
     expected_cached_tokens=4,
     known_peer_arrivals=7,
     session="agent",
+    expected_output_tokens=100,
     session_control=SessionControl(action=SessionAction.OPEN, ttl_s=30.5, is_ephemeral=True),
 )
 DELTA = Delta(

@@ -86,6 +86,7 @@ class RoutingContext:
         mean_output_tokens: mean output length of these.
         turn: counts decisions, for policies that take turns.
         prompt_only: another worker decodes the request once this one has computed its prompt.
+        output_tokens: expected length of this request's answer, as its client says; None: as the mean.
     """
 
     request_tokens: int
@@ -118,6 +119,12 @@ class RoutingContext:
     turn: int
     now_s: float
     prompt_only: bool = False
+    output_tokens: float | None = None
+
+    @property
+    def own_output_tokens(self) -> float:
+        """Expected length of this request's answer."""
+        return self.mean_output_tokens if self.output_tokens is None else self.output_tokens
 
     def step_s(self) -> NDArray[np.float64]:
         """(num_slots,) seconds of a step that decodes one token for each running request."""

@@ -96,7 +96,7 @@ class ScoredCandidates:
         context = self.context
         prices, eligible = context.prices, context.eligible
         speeds = prices.prompts_at_once / np.maximum(prices.prefill_token_s, TOKEN_S_MIN)
-        output = min(context.mean_output_tokens, self.request.sampling.max_tokens - self.request.num_emitted)
+        output = min(context.own_output_tokens, self.request.sampling.max_tokens - self.request.num_emitted)
         answer_s = max(output, 1.0) * np.maximum(context.step_s(), TOKEN_S_MIN)
         places = prices.batch_requests / answer_s
         return max(float(context.request_tokens / speeds[eligible].sum()), float(1 / places[eligible].sum()))

@@ -303,6 +303,7 @@ class Router:
             mean_output_tokens=pool.traffic.mean_output_tokens,
             turn=self._turn,
             now_s=now_s,
+            output_tokens=_output_tokens(request),
         )
 
     def _part(
@@ -387,3 +388,11 @@ class Router:
             session_idle_s=self._config.session_idle_s,
         )
         _log.debug(EVENT, **msgspec.structs.asdict(recorded))
+
+
+def _output_tokens(request: Request) -> float | None:
+    """Give the tokens that the client expects of the answer and that are still to come; None where it expects nothing."""
+    expected = request.expected_output_tokens
+    if expected is None:
+        return None
+    return float(max(min(expected, request.sampling.max_tokens) - request.num_emitted, 1))

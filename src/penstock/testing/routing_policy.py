@@ -53,6 +53,7 @@ def make_context(num_slots: int = 3, **columns: Any) -> RoutingContext:
         "turn": 0,
         "now_s": 0.0,
         "prompt_only": False,
+        "output_tokens": None,
     }
     for column in fields(RoutingContext):
         values.setdefault(column.name, [0] * num_slots)
@@ -109,6 +110,7 @@ def some_contexts(seed: int = 0) -> Iterator[RoutingContext]:
                 mean_output_tokens=float(rng.choice([1.0, 30.0, 4000.0])),
                 turn=turn,
                 now_s=float(turn),
+                output_tokens=(None, 1.0, 50.0, 9000.0)[turn % 4],
             )
 
 

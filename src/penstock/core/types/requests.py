@@ -114,6 +114,7 @@ class Request(Wire, frozen=True):
         prefill_only: end after the first token with `FinishReason.PREFILLED`, if more tokens would follow.
         transfer_id: 16 random bytes that name the KV transfer; a secret of the router and the two workers.
         session_control: opens or closes `session`; None: an open session stays open.
+        expected_output_tokens: length of the answer that the client expects; None: unknown.
     """
 
     request_id: RequestId
@@ -137,6 +138,7 @@ class Request(Wire, frozen=True):
     prefill_only: bool = False
     transfer_id: bytes = b""
     session_control: SessionControl | None = None
+    expected_output_tokens: int | None = None
 
 
 class Prefetch(Wire, frozen=True):

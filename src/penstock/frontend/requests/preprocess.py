@@ -118,6 +118,7 @@ class Preprocessor:
                         deadline_s=deadline_s,
                         session=session,
                         session_control=agent.control,
+                        expected_output_tokens=agent.output_tokens,
                         tenant=options.tenant,
                         priority=priority or 0,
                         slo_ttft_s=options.slo_ttft_s,

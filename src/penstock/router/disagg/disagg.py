@@ -162,7 +162,9 @@ class DisaggDecision:
 
 def prompt_alone(context: RoutingContext, prefill_mask: NDArray[np.bool_], turn: int) -> RoutingContext:
     """Give the context of a request's prompt alone, to price the prompt on prefill workers."""
-    return context.changed(eligible=prefill_mask, mean_output_tokens=1.0, prompt_only=True, turn=turn)
+    return context.changed(
+        eligible=prefill_mask, mean_output_tokens=1.0, output_tokens=None, prompt_only=True, turn=turn
+    )
 
 
 def as_transferred(context: RoutingContext, move: Move) -> RoutingContext:

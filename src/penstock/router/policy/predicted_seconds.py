@@ -92,6 +92,7 @@ def _with_places(terms: Column, context: RoutingContext) -> Column:
 def _priced(context: RoutingContext) -> Column:
     """Reference of the native `predicted_seconds`: the same numbers to the last bit. 17 workers take 47 us, natively 5 us."""
     prices, size, output = context.prices, context.block_size, max(context.mean_output_tokens, 1.0)
+    own_output = max(context.own_output_tokens, 1.0)
     running, total = context.running_requests, context.total_blocks
     step_s = context.step_s()
     # A step that prefills decodes as well: its decode time is spread over the prompt tokens that fit into the step. Where
@@ -119,10 +120,10 @@ def _priced(context: RoutingContext) -> Column:
     answer_s = output * step_s
     kv_wait = np.maximum(asked - total, 0.0) * of_all * answer_s
 
-    # Each decoding request is delayed by this prefill once, and by one more sequence in every step.
-    more_s = prices.decode_sequence_s + (context.request_tokens + output / 2) * prices.decode_token_s
+    # Each decoding request is delayed by this prefill once, and by one more sequence in every step of this request's answer.
+    more_s = prices.decode_sequence_s + (context.request_tokens + own_output / 2) * prices.decode_token_s
     weight = _itl_weight(context)
-    slowdown = weight * running * (prefill / output + more_s)
+    slowdown = weight * running * (prefill / output + more_s * (own_output / output))
 
     # Requests arrive at a worker in proportion to its speed. This request keeps one rank busy. Requests that arrive meanwhile
     # are routed too, so each waits at most as long as at the median worker.
@@ -132,7 +133,7 @@ def _priced(context: RoutingContext) -> Column:
     delayed = rate_per_s * _BUSY_PERIOD * (_middle(queue + kv_wait, context) + shared)
     queue_externality = shared * np.minimum(delayed, _DELAYED_MAX)
 
-    # The request holds its blocks for the time of one answer. A request that lacks KV memory meanwhile waits for that part of it.
+    # The request holds its blocks for the time of its answer. A request that lacks KV memory meanwhile waits for that part of it.
     # The probability of that is about use^(sqrt(2 (n + 1)) - 1) where n requests fit: use^8 for forty (Sakasegawa 1977).
     # No request waits longer than at the median worker.
     use = np.minimum(asked * of_all, 1.0)
@@ -142,7 +143,7 @@ def _priced(context: RoutingContext) -> Column:
     crowded *= crowded
     wanting_s = np.minimum(kv_wait, _middle(kv_wait, context))
     wanting = np.minimum(rate_per_s * _BUSY_PERIOD * wanting_s, _DELAYED_MAX)
-    kv_pressure = new_blocks * of_all * answer_s * (_BUSY_PERIOD * crowded + wanting)
+    kv_pressure = new_blocks * of_all * (own_output * step_s) * (_BUSY_PERIOD * crowded + wanting)
 
     network = prices.round_trip_s + _request_bytes(context) * prices.byte_s
 

@@ -138,3 +138,14 @@ def test_engines_without_a_cache_of_ours_refuse_in_one_line():
                 assert "\n" not in acted["manual"]
 
     run_virtual(main())
+
+
+def test_an_expected_length_enters_the_price_of_what_is_still_to_come():
+    async def scene(cluster, dispatcher):
+        request = replace(tiny_request("r", max_tokens=100), expected_output_tokens=300, num_emitted=40)
+        context = dispatcher._shared.router.score(request).context
+        assert (context.output_tokens, context.own_output_tokens) == (60.0, 60.0)
+        context = dispatcher._shared.router.score(tiny_request("s")).context
+        assert (context.output_tokens, context.own_output_tokens) == (None, context.mean_output_tokens)
+
+    run_scenario(scene, TWO, router=RouterConfig())

@@ -66,6 +66,29 @@ def test_queued_pairs_count_as_far_as_their_tokens_are_left():
     assert found == pytest.approx([0.08, 0.02, 0.0])
 
 
+def test_an_expected_length_prices_the_requests_own_answer_alone():
+    columns = {
+        "total_blocks": [100, 100, 100],
+        "active_blocks": [95, 95, 95],
+        "running_requests": [2, 2, 2],
+        "own_requests": [2, 2, 2],
+        "mean_output_tokens": 64.0,
+        "request_rate_per_s": 5.0,
+        "prices": make_prices(decode_sequence_s=[1e-4] * 3),
+    }
+    for name in ("slowdown", "kv_pressure"):
+        mean, same, short, long = (
+            term(name, **columns, output_tokens=tokens)[0] for tokens in (None, 64.0, 8.0, 640.0)
+        )
+        assert mean == same
+        assert short < mean < long
+    assert term("kv_pressure", **columns, output_tokens=640.0) == pytest.approx(
+        [10 * pressure for pressure in term("kv_pressure", **columns)]
+    )
+    for name in ("queue", "kv_wait", "prefill", "itl", "queue_externality"):  # matters of others' answers
+        assert term(name, **columns, output_tokens=640.0) == term(name, **columns)
+
+
 def test_kv_wait_is_the_time_in_which_the_lacking_blocks_are_freed():
     columns = {
         "total_blocks": [100, 100, 0],
