@@ -33,6 +33,10 @@ EXPERIMENTS = Benches(
             "benchmarks.micro.hashing",
             "token ids into block hashes, against the Python reference",
         ),
+        "kv-agents": (
+            "benchmarks.simulated.agents",
+            "agents that call tools beside chats on 8 H100, simulated: TTFT and GPU-hours with and without sessions and a host tier",
+        ),
         "kv-fleet": (
             "benchmarks.processes.kv_fleet",
             "four workers that share an object store over slow links: what each loads of the others, and TTFT beside no store",

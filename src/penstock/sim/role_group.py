@@ -122,6 +122,7 @@ class RoleGroup:
             max_waiting_requests=_QUEUE_MAX,
             order=self.spec.prompt_order,
             ageing=self.spec.prompt_ageing,
+            sessions=self.spec.sessions,
         )
         if exact:
             return ExactEngine(self.latency, info, scheduler, pace, stream_of, lower_tiers=self.lower_tiers)
