@@ -49,6 +49,13 @@ class SessionScene:
         self.sessions.begin(request)
         return request
 
+    def begin_speculative(self) -> Request:
+        """Begin a request without a session, whose answer is to be kept for its next turn."""
+        self.served += 1
+        request = replace(make_request(f"r{self.served}", [1]), speculative_prefill=True)
+        self.sessions.begin(request)
+        return request
+
     def run(
         self, request: Request, numbers: Sequence[int], num_prompt: int | None = None, *, is_done: bool = True
     ) -> int:

@@ -140,6 +140,7 @@ REQUEST = Request(
     known_peer_arrivals=7,
     session="agent",
     expected_output_tokens=100,
+    speculative_prefill=True,
     session_control=SessionControl(action=SessionAction.OPEN, ttl_s=30.5, is_ephemeral=True),
 )
 DELTA = Delta(
@@ -237,7 +238,14 @@ PLANE = {
             blocks=3,
             held=(
                 KvHeld(
-                    name="a", tenant="t", is_pin=True, is_ephemeral=True, blocks=2, requests=1, expires_s=2.5
+                    name="a",
+                    tenant="t",
+                    is_pin=True,
+                    is_ephemeral=True,
+                    blocks=2,
+                    requests=1,
+                    expires_s=2.5,
+                    is_speculative=True,
                 ),
             ),
         ),

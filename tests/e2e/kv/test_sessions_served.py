@@ -126,6 +126,18 @@ def test_a_session_stays_with_its_worker_and_goes_on_elsewhere_when_that_is_lost
     deploy(scenario, role=MOCK, workers=2)
 
 
+def test_an_answer_stays_for_its_next_turn_by_a_hint(deploy):
+    async def scenario(site):
+        history = "the agent's plan " + WORDS
+        await ask(site, history, agent_hints={"speculative_prefill": True, "osl": 4})
+        await pass_by(site)
+        _, cached, prompt = await ask(site, history + " and then the tool said so")
+        assert cached >= prompt // 2
+        await sessions(site, open=0, opened=0, speculative=1, speculative_used=1)
+
+    deploy(scenario, role=MOCK)
+
+
 REFUSALS = [
     ({"session": {"id": ""}}, "session.id", "must have 1 to 256 characters, got 0"),
     ({"session": {"id": "a", "action": "stop"}}, "session.action", "'open', 'close', got 'stop'"),

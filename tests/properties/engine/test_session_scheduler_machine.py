@@ -65,8 +65,13 @@ class SessionSchedulerMachine(SchedulerMachine):
             request = replace(request, session=session, session_control=control, prefill_only=False)
         super().submit_one(request, prompt)
 
-    @rule(family=st.integers(0, 3), length=st.integers(8, 24), max_tokens=st.integers(1, 8))
-    def take_turn(self, family, length, max_tokens):
+    @rule(
+        family=st.integers(0, 3),
+        length=st.integers(8, 24),
+        max_tokens=st.integers(1, 8),
+        is_speculative=st.booleans(),
+    )
+    def take_turn(self, family, length, max_tokens, *, is_speculative):
         """Have a request of a session that is open run, often to its end."""
         self.num_submitted += 1
         prompt = [(family + 7 * index) % VOCAB for index in range(length)]
@@ -75,8 +80,9 @@ class SessionSchedulerMachine(SchedulerMachine):
             model="m",
             token_ids=pack_tokens(prompt),
             sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-            session="abc"[family % 3],
-            session_control=SessionControl(action=OPEN, is_ephemeral=family == 3),
+            session=None if is_speculative else "abc"[family % 3],
+            session_control=None if is_speculative else SessionControl(action=OPEN, is_ephemeral=family == 3),
+            speculative_prefill=is_speculative,
         )
         SchedulerMachine.submit_one(self, request, prompt)
         self.run_steps(15)

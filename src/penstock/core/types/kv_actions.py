@@ -47,6 +47,7 @@ class KvHeld(Wire, frozen=True):
         blocks: that it keeps now.
         requests: of the session, waiting or running.
         expires_s: seconds until it ends; None while a request runs.
+        is_speculative: a request's answer, kept for its next turn; `name` is the request's id.
     """
 
     name: str
@@ -56,6 +57,7 @@ class KvHeld(Wire, frozen=True):
     blocks: int = 0
     requests: int = 0
     expires_s: float | None = None
+    is_speculative: bool = False
 
 
 class KvReport(Wire, frozen=True):

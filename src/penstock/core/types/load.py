@@ -62,6 +62,9 @@ class SessionCounts(Wire, frozen=True):
         displaced: by newer sessions, past the quota of blocks or of sessions.
         yielded: as a request needed their blocks to run at all.
         cleared: with the whole cache.
+        speculative: answers kept for a next turn without a session; not among `opened`, nor in the counts of ends above.
+        speculative_used: of these, found by their next turn.
+        speculative_wasted: of these, ended before.
     """
 
     open: int = 0
@@ -73,6 +76,9 @@ class SessionCounts(Wire, frozen=True):
     displaced: int = 0
     yielded: int = 0
     cleared: int = 0
+    speculative: int = 0
+    speculative_used: int = 0
+    speculative_wasted: int = 0
 
 
 class WorkerLoad(Wire, frozen=True):

@@ -115,6 +115,7 @@ class Request(Wire, frozen=True):
         transfer_id: 16 random bytes that name the KV transfer; a secret of the router and the two workers.
         session_control: opens or closes `session`; None: an open session stays open.
         expected_output_tokens: length of the answer that the client expects; None: unknown.
+        speculative_prefill: keep the prompt and its answer for the next turn, while nothing else needs their room.
     """
 
     request_id: RequestId
@@ -139,6 +140,7 @@ class Request(Wire, frozen=True):
     transfer_id: bytes = b""
     session_control: SessionControl | None = None
     expected_output_tokens: int | None = None
+    speculative_prefill: bool = False
 
 
 class Prefetch(Wire, frozen=True):

@@ -13,7 +13,17 @@ from penstock.deploy.commands.admin import ask, base_of
 
 _TIMEOUT_S = 630.0  # a prefix may have to be computed
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_SESSION_FIELDS = ("opened", "closed", "expired", "displaced", "yielded", "cleared")
+_SESSION_FIELDS = (
+    "opened",
+    "closed",
+    "expired",
+    "displaced",
+    "yielded",
+    "cleared",
+    "speculative",
+    "speculative_used",
+    "speculative_wasted",
+)
 _TIER_FIELDS = ("hit_tokens", "loads", "loaded_blocks", "offloaded_blocks", "dropped_blocks", "late_loads", "missing_blocks", "corrupt_blocks")  # fmt: skip
 _DONE = {"pin": "pinned", "unpin": "unpinned", "evict": "evicted", "flush": "flushed"}
 
@@ -122,7 +132,15 @@ def _held(load: dict[str, Any], acted: dict[str, Any]) -> Iterable[str]:
     if problem := acted.get("problem"):
         yield f"  {problem}"
     for held in acted.get("held") or ():
-        kind = "pin" if held.get("is_pin") else "sub-agent" if held.get("is_ephemeral") else "session"
+        kind = (
+            "pin"
+            if held.get("is_pin")
+            else "for a next turn,"
+            if held.get("is_speculative")
+            else "sub-agent"
+            if held.get("is_ephemeral")
+            else "session"
+        )
         tenant = f" of tenant {held['tenant']}" if held.get("tenant") else ""
         expires_s = held.get("expires_s")
         until = f"{held.get('requests', 0)} requests" if expires_s is None else f"ends in {expires_s:.0f} s"

@@ -314,6 +314,8 @@ class Scheduler:
                     break
                 if self.partial_blocks.free_all_lent():
                     continue
+                if self.sessions.give_way_for_load():
+                    continue
                 if len(self._slots.running) == 1 and self.sessions.give_way():
                     continue
                 self._preempt(self._slots.running[-1])

@@ -29,6 +29,7 @@ class AgentHintsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     priority: int | None = None
     osl: int | None = None
+    speculative_prefill: bool | None = None
 
 
 class PeerSessionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +67,7 @@ class AgentOptions:
     control: SessionControl | None = None
     priority: int | None = None
     output_tokens: int | None = None
+    speculative_prefill: bool = False
 
 
 def agent_options(request: AgentRequest) -> AgentOptions:
@@ -82,7 +84,7 @@ def agent_options(request: AgentRequest) -> AgentOptions:
         raise _wrong(f"{where}.priority", f"must be >= -{PRIORITY_MAX} and <= {PRIORITY_MAX}, got {priority}")
     if output_tokens is not None and not 1 <= output_tokens <= _OUTPUT_TOKENS_MAX:
         raise _wrong(f"{where}.osl", f"must be >= 1 and < 2^31 tokens, got {output_tokens}")
-    return AgentOptions(session, control, priority, output_tokens)
+    return AgentOptions(session, control, priority, output_tokens, bool(hints.speculative_prefill))
 
 
 def _session(request: AgentRequest, peer: PeerBody) -> tuple[str | None, SessionControl | None]:

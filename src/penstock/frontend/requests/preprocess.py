@@ -119,6 +119,7 @@ class Preprocessor:
                         session=session,
                         session_control=agent.control,
                         expected_output_tokens=agent.output_tokens,
+                        speculative_prefill=agent.speculative_prefill,
                         tenant=options.tenant,
                         priority=priority or 0,
                         slo_ttft_s=options.slo_ttft_s,

@@ -94,6 +94,7 @@ class KvActions:
             blocks=len(blocks),
             requests=session.requests,
             expires_s=self._sessions.expires_in_s(session),
+            is_speculative=session.key.is_speculative,
         )
 
 

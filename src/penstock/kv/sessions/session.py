@@ -20,14 +20,16 @@ class SessionEnd(StrEnum):
     DISPLACED = "displaced"
     YIELDED = "yielded"
     CLEARED = "cleared"
+    USED = "used"
 
 
 class SessionKey(NamedTuple):
-    """A session's name. Tenants do not see each other's sessions; an operator's pins are apart from all."""
+    """A session's name. Tenants do not see each other's sessions; an operator's pins, and answers kept for a next turn, are apart from all."""
 
     tenant: str
     name: str
     is_pin: bool = False
+    is_speculative: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -56,7 +56,9 @@ class Sessions:
         self._by_request: dict[RequestId, Session] = {}
         self._kept: Counter[BlockId] = Counter()  # by how many chains
         self._ends: Counter[SessionEnd] = Counter()
-        self._opened = 0
+        self._opened = self._speculative = self._wasted = 0
+        self._awaited: dict[bytes, Session] = {}
+        """Answers kept for a next turn, by the last hash of their prompts."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -73,8 +75,22 @@ class Sessions:
         Raises:
             RequestError: its TTL is longer than `ttl_s_max`; nothing was noted.
         """
-        if request.session is None or request.prefill_only:  # the decode worker keeps the KV
+        if request.prefill_only:  # the decode worker keeps the KV
             return
+        session = self._begun(request)
+        if session is None and request.speculative_prefill and self.blocks_max:
+            key = SessionKey(request.tenant, request.request_id, is_speculative=True)
+            session = self._open(key, None, is_ephemeral=False)
+        if session is None:
+            return
+        session.requests += 1
+        self._touch(session)
+        self._by_request[request.request_id] = session
+
+    def _begun(self, request: Request) -> Session | None:
+        """Find or open the session that a request names; None without one."""
+        if request.session is None:
+            return None
         control = request.session_control
         if control is not None and control.ttl_s is not None:
             self._check_ttl(control.ttl_s)
@@ -85,11 +101,7 @@ class Sessions:
                 session = self._open(key, control.ttl_s, is_ephemeral=control.is_ephemeral)
         elif control is not None and session is not None and control.ttl_s is not None:
             session.ttl_s = control.ttl_s
-        if session is None:
-            return
-        session.requests += 1
-        self._touch(session)
-        self._by_request[request.request_id] = session
+        return session
 
     def hold(self, request: Request, block_hashes: HashArray, *, num_prompt: int, num_shared: int) -> None:
         """Keep the blocks of a request that is about to leave the batch.
@@ -100,6 +112,8 @@ class Sessions:
             num_prompt: how many of them are the prompt's.
             num_shared: leading ones that were cached before it.
         """
+        if self._awaited:
+            self._note_next_turn(block_hashes[:num_shared])
         session = self._by_request.get(request.request_id)
         if session is None or not len(block_hashes):
             return
@@ -110,6 +124,8 @@ class Sessions:
                 session.dropped += own
         if session.is_open:
             self._keep(session, Chain(block_hashes, min(num_prompt, len(block_hashes)), []))
+            if session.key.is_speculative and session.chains:
+                self._await_next_turn(session)
 
     def end(self, request: Request, *, is_done: bool) -> None:
         """Note that a request holds no blocks any more. One that closes its session does so if it `is_done`, not aborted."""
@@ -119,6 +135,9 @@ class Sessions:
         session.requests -= 1
         self._free_dropped(session)
         if not session.is_open:
+            return
+        if session.key.is_speculative and not session.chains:
+            self._close(session, SessionEnd.CLOSED)
             return
         self._touch(session)
         control = request.session_control
@@ -175,6 +194,14 @@ class Sessions:
 
     # ---- pressure -------------------------------------------------------------------------------------
 
+    def give_way_for_load(self) -> bool:
+        """End what is kept for a next turn without a session, the oldest first, so that a request has room; False if there is none."""
+        for session in self:
+            if session.key.is_speculative and not session.requests:
+                self._close(session, SessionEnd.YIELDED)
+                return True
+        return False
+
     def give_way(self) -> bool:
         """End the session unused for longest, so that a request can run that needs its blocks; False if none keeps any."""
         keeping = [session for session in self if session.chains]
@@ -209,12 +236,15 @@ class Sessions:
         """What is kept, and how sessions have ended; None before the first one."""
         if not self._opened:
             return None
-        ends = {reason.value: self._ends[reason] for reason in SessionEnd}
+        ends = {reason.value: self._ends[reason] for reason in SessionEnd if reason is not SessionEnd.USED}
         return SessionCounts(
             open=len(self),
             pinned_blocks=len(self._kept),
             pinned_blocks_max=self.blocks_max,
-            opened=self._opened,
+            opened=self._opened - self._speculative,
+            speculative=self._speculative,
+            speculative_used=self._ends[SessionEnd.USED],
+            speculative_wasted=self._wasted,
             **ends,
         )
 
@@ -256,6 +286,7 @@ class Sessions:
         ttl_s = self.config.ttl_s if ttl_s is None else ttl_s
         session = self._sessions[key] = Session(key, ttl_s, is_ephemeral, self._clock.time())
         self._opened += 1
+        self._speculative += key.is_speculative
         return session
 
     def _touch(self, session: Session) -> None:
@@ -281,16 +312,52 @@ class Sessions:
             session.timer = None
         session.is_open = False
         del self._sessions[session.key]
-        self._ends[reason] += 1
+        if session.key.is_speculative:
+            self._forget_awaited(session)
+            self._wasted += reason is not SessionEnd.USED
+        if reason is SessionEnd.USED or not session.key.is_speculative:
+            self._ends[reason] += 1
         self._drop(session, list(session.chains))
 
     def _displace(self, beside: Session | None = None) -> bool:
-        """End the session unused for longest that no request uses, other than `beside` and pins; False if there is none."""
-        for session in self:
-            if session is not beside and not session.requests and not session.key.is_pin:
-                self._close(session, SessionEnd.DISPLACED)
-                return True
-        return False
+        """End the session unused for longest that no request uses, other than `beside` and pins; False if there is none.
+
+        Answers kept for a next turn end first.
+        """
+        idle = (
+            session
+            for session in self
+            if session is not beside and not session.requests and not session.key.is_pin
+        )
+        first = min(idle, key=lambda session: not session.key.is_speculative, default=None)
+        if first is None:
+            return False
+        self._close(first, SessionEnd.DISPLACED)
+        return True
+
+    # ---- next turns without a session -----------------------------------------------------------------
+
+    def _await_next_turn(self, session: Session) -> None:
+        """Keep a request's answer until a request begins with its prompt."""
+        chain = session.chains[-1]
+        if not chain.num_prompt:
+            return
+        (key,) = block_keys(chain.hashes[chain.num_prompt - 1 : chain.num_prompt])
+        before = self._awaited.pop(key, None)
+        if before is not None and before is not session:
+            self._close(before, SessionEnd.DISPLACED)
+        self._awaited[key] = session
+
+    def _note_next_turn(self, shared: HashArray) -> None:
+        """End what was kept for a request that found the blocks `shared`."""
+        for key in block_keys(shared):
+            session = self._awaited.get(key)
+            if session is not None and not session.requests:
+                self._close(session, SessionEnd.USED)
+
+    def _forget_awaited(self, session: Session) -> None:
+        for key in [key for key, its in self._awaited.items() if its is session]:
+            del self._awaited[key]
 
     # ---- blocks ---------------------------------------------------------------------------------------
 

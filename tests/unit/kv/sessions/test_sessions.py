@@ -1,10 +1,12 @@
 """Blocks that sessions of agents keep: until they close, expire, are displaced or give way."""
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import SessionAction, SessionControl
 from penstock.kv.sessions.session import SessionKey
+from penstock.testing.engines.probe import make_request
 from tests.support.session_scene import CLOSE, OPEN
 from tests.support.session_scene import SessionScene as Scene
 
@@ -204,3 +206,59 @@ def test_a_cleared_session_ends_while_its_request_runs():
     scene.begin("a", OPEN)  # another one of this name
     scene.run(request, [1, 2])
     assert (scene.sessions.counts.cleared, scene.sessions.counts.pinned_blocks) == (1, 0)
+
+
+def test_an_answer_is_kept_for_its_next_turn_and_let_go_when_that_has_come():
+    scene = Scene()
+    scene.run(scene.begin_speculative(), [1, 2, 3], num_prompt=2)
+    scene.flood()
+    assert scene.cached([1, 2, 3]) == 3
+    assert scene.ask(None, [1, 2, 3, 4]) == 3
+    counts = scene.sessions.counts
+    assert (counts.open, counts.opened, counts.speculative) == (0, 0, 1)
+    assert (counts.speculative_used, counts.speculative_wasted) == (1, 0)
+    scene.flood()
+    assert scene.cached([1, 2, 3]) == 0
+
+
+def test_each_turn_is_kept_in_place_of_the_one_before():
+    scene = Scene()
+    scene.run(scene.begin_speculative(), [1, 2], num_prompt=1)
+    scene.run(scene.begin_speculative(), [1, 2, 3], num_prompt=2)
+    counts = scene.sessions.counts
+    assert (counts.open, counts.pinned_blocks, counts.speculative_used) == (1, 3, 1)
+
+
+def test_what_is_kept_for_a_next_turn_ends_first():
+    scene = Scene(kv_share=0.25, ttl_s=10)
+    scene.ask("a", [1, 2], OPEN)
+    scene.run(scene.begin_speculative(), [5, 6])
+    scene.ask("b", [7, 8], OPEN)
+    assert [session.key.name for session in scene.sessions] == ["a", "b"]
+    scene.sessions.unpin(SessionKey("", "b"))
+    scene.run(scene.begin_speculative(), [5, 6])
+    assert scene.sessions.give_way_for_load()
+    assert not scene.sessions.give_way_for_load()
+    assert [session.key.name for session in scene.sessions] == ["a"]
+    scene.run(scene.begin_speculative(), [5, 6])
+    scene.clock.advance(11)
+    counts = scene.sessions.counts
+    assert (counts.open, counts.speculative, counts.speculative_wasted) == (0, 3, 3)
+    assert (counts.displaced, counts.yielded, counts.expired) == (0, 0, 1)  # those of sessions
+
+
+def test_a_request_of_an_open_session_needs_no_speculation():
+    scene = Scene()
+    scene.ask("a", [1, 2], OPEN)
+    request = replace(make_request("x", [1]), session="a", speculative_prefill=True)
+    scene.sessions.begin(request)
+    scene.run(request, [1, 2, 3])
+    assert scene.sessions.counts.speculative == 0
+
+
+def test_an_answer_that_was_not_computed_is_not_kept():
+    scene = Scene()
+    request = scene.begin_speculative()
+    scene.sessions.end(request, is_done=False)
+    scene.check()
+    assert (len(scene.sessions), scene.sessions.counts.speculative_wasted) == (0, 1)
