@@ -1,0 +1,40 @@
+"""The workload of agents, and one of its simulations."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.simulated.agents import CASES, _Cell, _simulate, sessions_of
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def test_agents_and_chats_are_the_same_whether_or_not_sessions_are_opened():
+    plain = sessions_of(agents=5, rate_per_s=0.2, opens=False, seed=3)
+    opened = sessions_of(agents=5, rate_per_s=0.2, opens=True, seed=3)
+    assert [(each.at_s, each.turns, each.tenant) for each in plain] == [
+        (each.at_s, each.turns, each.tenant) for each in opened
+    ]
+    assert {each.opens for each in plain} == {False}
+    assert {each.tenant for each in opened if each.opens} == {"agents"}
+    agents = [each for each in plain if each.tenant == "agents"]
+    assert [len(each.turns) for each in agents] == [8] * 5
+    assert all(2 <= turn.think_s <= 60 for each in agents for turn in each.turns[1:])
+    assert len(plain) > 3 * len(agents)
+    for each in agents:
+        lengths = [turn.input_tokens for turn in each.turns]
+        assert lengths == sorted(lengths)
+
+
+def test_sessions_find_what_was_evicted_without_them(monkeypatch):
+    small = (
+        "roles.aggregated.replicas=1",
+        "roles.aggregated.kv_blocks=4000",  # 64,000 tokens
+        "roles.aggregated.sessions.kv_share=0.8",
+    )
+    monkeypatch.setitem(CASES, "plain", (False, small))
+    monkeypatch.setitem(CASES, "sessions", (True, small))
+    cell = _Cell("plain", 0.03, 1, 3, EXAMPLES)
+    plain, sessions = _simulate(cell), _simulate(replace(cell, case="sessions"))
+    assert plain["failed"] == sessions["failed"] == 0
+    assert sessions["hit_share"] > plain["hit_share"] + 0.02
+    assert sessions["ttft_mean_s"] < plain["ttft_mean_s"]
