@@ -9,7 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.core.types.events import Tier
+from penstock.core.types.instances import Role
+from penstock.deploy.supervisor.host_arena import HostArena
 from penstock.engine.kv_tiers import KvConfig
+from penstock.graph import RoleSpec
 from tests.vllm.conftest import BLOCK, vllm_processes
 from tests.vllm.indexed import KEY, Indexed
 from tests.vllm.test_adapters import merged
@@ -156,6 +159,31 @@ def test_a_killed_worker_is_warm_again_from_its_disk(started, spec_of, tmp_path,
     disk = counts_of(again, Tier.DISK)
     assert (disk.hit_tokens, disk.corrupt_blocks) == (4 * CACHED, 0)
     assert again.known(prompts[0]) == CACHED
+
+
+def test_a_workers_blocks_in_the_hosts_arena_outlive_it_and_serve_another(started, spec_of, model):
+    prompts = [random_prompt(LENGTH, seed) for seed in range(800, 804)]
+    expected = [greedy(model, ids, TOKENS) for ids in prompts]
+    role = RoleSpec.model_validate({"engine": "vllm", "replicas": 2, "kv": {"host": "128MiB"}})
+    with HostArena({Role.AGGREGATED: role}) as arena:
+        first, second = (
+            spec_of(**tiers(host="128MiB"), host_part=arena.part(Role.AGGREGATED, number), index=number)
+            for number in range(2)
+        )
+        one = Indexed(started(first))
+        for ids, tokens in zip(prompts, expected, strict=True):
+            one.run(ids, tokens=TOKENS)
+            assert one.emitted == [tokens]
+        kept = counts_of(one)
+        for process in vllm_processes():
+            process.send_signal(signal.SIGKILL)
+        other = Indexed(started(second))
+        assert other.run(*prompts, tokens=TOKENS) == [CACHED] * 4
+        assert other.emitted == expected
+        host = counts_of(other)
+        assert (host.hit_tokens, host.corrupt_blocks) == (4 * CACHED, 0)
+        assert host.total_blocks == kept.total_blocks
+        assert other.known(prompts[0]) == CACHED
 
 
 def damage_host():

@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from penstock.core.types.kv_layout import BLOCK_FIRST, KvLayout, RankLayout
 from penstock.engine.kv_tiers.config import KvConfig
 from penstock.engine.kv_tiers.maker import tier_maker
 from penstock.engine.kv_tiers.size import TierSize
 from penstock.engine.runner import RunnerInfo
 from penstock.kv.connector.staging import Staging
+from penstock.kv.host.memory import HostPart
 from penstock.seams.kv import KvTier
 
 
@@ -26,6 +29,8 @@ class DeviceProcess:
             layers it has.
         number: of this process, below `processes`.
         processes: of the worker; each has an equal share of every tier.
+        model_stamp: of the weights on this machine, as in `tier_maker`.
+        host_part: the worker's part of its host's arena; used by a worker of one process.
     """
 
     worker: str
@@ -36,6 +41,8 @@ class DeviceProcess:
     content: str
     number: int = 0
     processes: int = 1
+    model_stamp: str = ""
+    host_part: HostPart | None = None
 
 
 def staged_tiers(kv: KvConfig, process: DeviceProcess, staging: Staging) -> Sequence[KvTier]:
@@ -47,7 +54,14 @@ def staged_tiers(kv: KvConfig, process: DeviceProcess, staging: Staging) -> Sequ
     name = process.worker
     if process.processes > 1:
         name += f".{process.number}-of-{process.processes}"
-    maker = tier_maker(_share(kv, process), worker=name, model_digest=lambda: process.model_digest)
+    part = process.host_part if process.processes == 1 else None  # an extent is one process's
+    maker = tier_maker(
+        _share(kv, process),
+        worker=name,
+        model_digest=lambda: process.model_digest,
+        model_stamp=lambda: process.model_stamp,
+        host_part=None if part is None else replace(part, sharing=1),  # `kv` is the worker's share already
+    )
     assert maker is not None, "made for tiers alone"
     rank = RankLayout(
         layers=(),

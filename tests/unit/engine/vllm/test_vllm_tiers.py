@@ -18,6 +18,7 @@ from penstock.engine.vllm.engine import VllmEngine
 from penstock.engine.vllm.tiers.prompts import PromptHashes
 from penstock.engine.vllm.tiers.settings import HASH_KEY, TierSettings, with_tiers
 from penstock.engine.vllm.tiers.stats import TierStats, pack_stats
+from penstock.kv.host.memory import HostPart
 
 KEY = bytes(range(16))
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
@@ -43,6 +44,22 @@ def test_settings_reach_vllms_processes_but_for_the_key(monkeypatch: pytest.Monk
     monkeypatch.setenv(HASH_KEY, KEY.hex())
     read = TierSettings.read(config["kv_connector_extra_config"])
     assert read == TierSettings(spec.kv, "aggregated.3", "", KEY)
+
+
+def test_workers_divide_the_hosts_bytes_and_get_their_extents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights.safetensors").write_bytes(b"weights")
+    part = HostPart(path="/proc/1/fd/5", number=1, extents=((0, 4096), (4096, 4096)), sharing=2)
+    spec = spec_of({"host": "8GiB"}, host_part=part, model=str(tmp_path))
+    monkeypatch.setenv(HASH_KEY, KEY.hex())
+    read = TierSettings.read(config_of(spec)["kv_connector_extra_config"])
+    assert str(read.kv.host) == "4GiB"
+    assert read.host_part == part
+    stamps = {read.model_stamp}
+    (tmp_path / "weights.safetensors").write_bytes(b"other weights")
+    stamps.add(config_of(spec)["kv_connector_extra_config"]["model_stamp"])
+    assert len(stamps) == 2, "KV of other weights is not shared"
 
 
 def test_connectors_that_are_there_come_first() -> None:

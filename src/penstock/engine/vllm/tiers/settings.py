@@ -3,15 +3,18 @@
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import Tier
 from penstock.engine.kv_tiers import KvConfig, tier_maker
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.launch.adapters import lora_paths
-from penstock.engine.weights_digest import weights_digest
+from penstock.engine.weights_digest import weights_digest, weights_stamp
+from penstock.kv.host.memory import HostPart
 from penstock.seams.kv import OffloadPolicy
 
 CONNECTOR = "PenstockConnector"
@@ -31,12 +34,16 @@ class TierSettings:
         worker: its name, which its file on a disk ends with.
         model_digest: of weights and adapters; empty without a tier that outlives the worker.
         hash_key: the deployment's.
+        model_stamp: of weights and adapters on this machine; empty without a host tier.
+        host_part: the worker's part of its host's arena; None without.
     """
 
     kv: KvConfig
     worker: str
     model_digest: str
     hash_key: bytes
+    model_stamp: str = ""
+    host_part: HostPart | None = None
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> "TierSettings":
@@ -46,6 +53,8 @@ class TierSettings:
             extra["worker"],
             extra["model_digest"],
             bytes.fromhex(os.environ[HASH_KEY]),
+            extra["model_stamp"],
+            msgspec.convert(extra["host_part"], HostPart | None),
         )
 
 
@@ -80,7 +89,8 @@ def with_tiers(spec: EngineSpec) -> EngineSpec:
     """
     sharing = spec.host_part.sharing if spec.host_part is not None else 1
     kv = spec.kv.model_copy(update={"host": spec.kv.host.shared_by(sharing)})
-    digest = _digest(spec) if spec.kv.present().keys() & _OUTLIVING else ""
+    digest = _digest(spec, weights_digest) if spec.kv.present().keys() & _OUTLIVING else ""
+    stamp = _digest(spec, weights_stamp) if spec.host_part is not None else ""
     own: dict[str, Any] = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": _MODULE,
@@ -90,6 +100,8 @@ def with_tiers(spec: EngineSpec) -> EngineSpec:
             "kv": kv.model_dump(mode="json"),
             "worker": f"{spec.role}.{spec.index}",
             "model_digest": digest,
+            "model_stamp": stamp,
+            "host_part": msgspec.to_builtins(spec.host_part),
         },
     }
     given = spec.args.get("kv_transfer_config")
@@ -111,8 +123,8 @@ def _combined(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     return whole
 
 
-def _digest(spec: EngineSpec) -> str:
-    digest = hashlib.blake2b(weights_digest(spec.model).encode(), digest_size=16)
+def _digest(spec: EngineSpec, digest_of: Callable[[str], str]) -> str:
+    digest = hashlib.blake2b(digest_of(spec.model).encode(), digest_size=16)
     for name, path in sorted(lora_paths(spec).items()):
-        digest.update(f"{name} {weights_digest(str(path))} ".encode())
+        digest.update(f"{name} {digest_of(str(path))} ".encode())
     return digest.hexdigest()

@@ -26,4 +26,6 @@ def device_process(
         content=content,
         number=parallel.data_parallel_index * parallel.world_size + parallel.rank,
         processes=parallel.world_size * parallel.data_parallel_size,
+        model_stamp=settings.model_stamp,
+        host_part=settings.host_part,
     )
