@@ -1,10 +1,12 @@
 """A role group: the simulated workers of one role, with latency model, KV capacity and engines."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
+from penstock.core.types.events import Tier
 from penstock.core.types.instances import Role
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
@@ -211,10 +213,21 @@ def _lower_tiers(role: Role, spec: RoleSpec, num_blocks: int, block_bytes: float
                 f"roles.{role}.kv.{tier}: {spec.kv.object.url} has no size, which a simulation needs; give it, as"
                 f" {spec.kv.object.url}:100GiB"
             )
+        workers = _workers_on_a_host(spec) if tier is Tier.HOST else 1
         try:
-            yield LowerTier(tier, size.blocks(num_blocks, block_bytes), spec.kv.policy_of(tier).admission)
+            yield LowerTier(
+                tier,
+                size.shared_by(workers).blocks(num_blocks, block_bytes),
+                spec.kv.policy_of(tier).admission,
+            )
         except ConfigError as error:
             raise ConfigError(f"roles.{role}.kv.{tier}: {error.message}") from error
+
+
+def _workers_on_a_host(spec: RoleSpec) -> int:
+    """Count the role's workers on the host with most of them; a worker without a named host has one of its own."""
+    hosts = Counter(spec.location_of(number).host for number in range(spec.replicas))
+    return max((count for host, count in hosts.items() if host), default=1)
 
 
 def _memory_arithmetic(roofline: Roofline, spec: RoleSpec) -> str:
