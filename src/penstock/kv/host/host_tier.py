@@ -89,6 +89,7 @@ class HostTier:
         self._load_thread = ThreadPoolExecutor(1, "kv-host-load")
         self._store_thread = ThreadPoolExecutor(1, "kv-host-offload")
         self._polling: asyncio.TimerHandle | None = None
+        self._has_changed = False  # other extents, since events were taken
         self._is_closed = False
 
     @property
@@ -116,7 +117,8 @@ class HostTier:
 
         def poll() -> None:
             self._polling = asyncio.get_running_loop().call_later(_POLL_S, poll)
-            if self._poll():
+            self._poll()
+            if self._has_changed:
                 on_change()
 
         if self._siblings and self._polling is None:
@@ -192,6 +194,7 @@ class HostTier:
 
     def take_events(self) -> tuple[KvEvent, ...]:
         """Return the KV events since the last call, in order: of all extents."""
+        self._has_changed = False
         events = self._pool.take_events()
         for sibling in self._siblings:
             events += sibling.take_events()
@@ -239,20 +242,18 @@ class HostTier:
         for slot in slots.tolist():  # least recently used first
             self._pool.release([BlockId(slot)])
 
-    def _poll(self) -> bool:
-        """Take in what the other workers have told; says whether there may be events."""
-        has_changed = False
+    def _poll(self) -> None:
+        """Take in what the other workers have told."""
         for sibling in self._siblings:
             epoch = sibling.epoch
             notes = sibling.poll()
-            has_changed |= notes is not None or sibling.epoch != epoch
+            self._has_changed |= notes is not None or sibling.epoch != epoch
             if notes is None:
                 continue
             for slot in slots_of(notes, USED, self._number).tolist():
                 self._touch(slot)
             for slot in slots_of(notes, WRONG, self._number).tolist():
                 self._drop(slot)
-        return has_changed
 
     def _find(self, hashes: HashArray) -> list[Piece]:
         """Find where leading blocks are."""

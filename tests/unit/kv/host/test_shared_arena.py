@@ -312,6 +312,7 @@ def test_a_worker_without_requests_says_what_others_store():
         told = asyncio.Event()
         two.tier.start(told.set)
         await one.offload(chain(6))
+        assert two.tier.locate(chain(6)) == 6, "who asks takes notes in, and the events are still to be told"
         async with asyncio.timeout(10):
             await told.wait()
         assert len(known(two.tier.take_events())) == 6
