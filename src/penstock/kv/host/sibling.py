@@ -56,7 +56,7 @@ class Sibling:
         """Blocks of generations up to this one are not used."""
 
     def poll(self) -> Numbers | None:
-        """Take in what it has told since the last call; returns its new notes, None without any."""
+        """Take in what it has told since the last call; returns its new notes, none if some were missed; None if it has told nothing."""
         if self._probe.epoch != self.epoch:
             self._begin()
         if self.extent is None or self.extent.count == self._count:
@@ -65,7 +65,7 @@ class Sibling:
         notes = self.extent.notes(start, self._count) if self._count - start <= NOTES else None
         if notes is None:
             self._read(np.arange(self.extent.layout.num_slots))
-            return None
+            return np.zeros(0, np.uint64)
         changed = slots_of(notes, CHANGED, self.number)
         if len(changed):
             self._read(np.unique(changed[changed < self.extent.layout.num_slots]))
