@@ -2,11 +2,12 @@ from penstock.engine.kv_tiers import KvConfig, tier_maker
 from penstock.testing.engines.batched import BatchedEngineSuite
 from penstock.testing.engines.caching import CachingEngineSuite
 from penstock.testing.engines.engine import EngineSuite
+from penstock.testing.engines.kv_managed import KvManagedSuite
 from penstock.testing.engines.movable_kv.suite import MovableKvSuite
 from penstock.testing.engines.reference import reference_engine
 
 
-class TestMockEngine(EngineSuite, CachingEngineSuite, MovableKvSuite, BatchedEngineSuite):
+class TestMockEngine(EngineSuite, CachingEngineSuite, MovableKvSuite, KvManagedSuite, BatchedEngineSuite):
     eos_token_ids = (7, 9)
 
     def make_engine(self, setup):

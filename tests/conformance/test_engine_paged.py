@@ -12,6 +12,7 @@ from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.testing.engines.batched import BatchedEngineSuite
 from penstock.testing.engines.caching import CachingEngineSuite
 from penstock.testing.engines.engine import EngineSuite
+from penstock.testing.engines.kv_managed import KvManagedSuite
 from penstock.testing.engines.movable_kv.suite import MovableKvSuite
 from penstock.testing.engines.probe import EngineSetup
 from tests.support.late_runner import LateFence, LateRunner
@@ -47,7 +48,7 @@ def configs(checkpoint: Path, setup: EngineSetup) -> tuple[PagedConfig, Schedule
     return config, scheduling
 
 
-class TestPagedEngine(EngineSuite, CachingEngineSuite, MovableKvSuite, BatchedEngineSuite):
+class TestPagedEngine(EngineSuite, CachingEngineSuite, MovableKvSuite, KvManagedSuite, BatchedEngineSuite):
     vocab_size: ClassVar[int] = 512
     eos_token_ids: ClassVar[tuple[int, ...]] = (EOS_TOKEN_ID,)
 
