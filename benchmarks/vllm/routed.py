@@ -1,8 +1,9 @@
 """Two vLLM workers behind the router: prefix hits by policy, and streams whose worker is killed.
 
-Prefix hits are measured with two loads. Of the first, the KV blocks of one worker hold half: two workers have room for all
-conversations if each conversation stays with one worker. The second fits into each worker as well, so that
-round-robin finds most prefixes too. Each vLLM takes the better part of a minute to start, with `--quick` as well.
+Prefix hits are measured with two loads. The KV blocks of one worker hold 0.6 of the larger load: two workers have room for
+all conversations if each stays with one worker. The other load, whose conversations share system prompts, fits nearly
+into each worker, so that round-robin finds most prefixes too. Each vLLM takes the better part of a minute to start,
+with `--quick` as well.
 """
 
 import argparse
@@ -21,31 +22,33 @@ from penstock.bench.report import Report
 from penstock.core.errors import Unavailable
 
 _STREAMS, _STREAM_TOKENS, _KILL_AT_PIECE = 8, 160, 20
-_FULL = Conversations(
-    groups=9,
+_LARGER = Conversations(
+    groups=54,
+    conversations_per_group=1,
+    turns=6,
+    system_words=8,
+    turn_words=32,
+    answer_tokens=16,
+    concurrency=6,
+    seed=1,
+)
+"""54 conversations with nothing in common."""
+_FITTING = Conversations(
+    groups=6,
     conversations_per_group=6,
     turns=6,
     system_words=96,
     turn_words=32,
     answer_tokens=16,
     concurrency=6,
-    seed=1,
+    seed=2,
 )
-_QUICK = Conversations(
-    groups=4,
-    conversations_per_group=2,
-    turns=2,
-    system_words=96,
-    turn_words=32,
-    answer_tokens=8,
-    concurrency=4,
-    seed=1,
-)
-_TOKENS_PER_WORD = 4.4  # of these prompts, by the tokenizer of the checkpoint
+"""36 conversations in six groups, each with a system prompt of its own."""
+_TURN_TOKENS = 217
+"""Tokens of a turn and its answer, as counted by the servers."""
+_WORD_TOKENS = 4.4  # of these prompts, by the tokenizer of the checkpoint
 _ROOM = 0.6
-"""KV blocks of one worker, as a share of what all conversations take at their end."""
-_FITTING_GROUPS = 6
-"""Of nine: so many groups take nine tenths of one worker's blocks."""
+"""KV blocks of one worker, as a share of what all conversations of the larger load take at their end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,18 +61,20 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         ConfigError: vLLM or the packages for its checkpoint are not installed.
     """
-    load = _QUICK if options.quick else _FULL
-    fitting = dataclasses.replace(
-        load, groups=max(load.groups * _FITTING_GROUPS // _FULL.groups, 1), seed=load.seed + 1
-    )
-    blocks = _blocks(load)
+    loads = {"larger": _LARGER, "fitting": _FITTING}
+    if options.quick:
+        loads = {
+            name: dataclasses.replace(load, groups=4, conversations_per_group=2, turns=2)
+            for name, load in loads.items()
+        }
+    blocks = _blocks(loads["larger"])
     held: dict[str, Asked] = {}
     with checkpoint(options.seed) as model:
         for policy in ("kv", "round-robin"):
             name = policy.replace("-", "_")
             with penstock(model, blocks, workers=2, policy=policy) as deployment:
-                for kind, conversations in (("fitting", fitting), ("shared", load)):
-                    work = partial(Chats.converse, load=conversations)
+                for kind, load in loads.items():
+                    work = partial(Chats.converse, load=load)
                     held[f"{name}_{kind}"] = asyncio.run(chatting(deployment, work))
                 if policy == "kv":
                     streams = asyncio.run(chatting(deployment, _kill_midstream))
@@ -78,8 +83,7 @@ def run(options: argparse.Namespace) -> Report:
         name="vllm",
         config=described(blocks)
         | {
-            "conversations": {name: getattr(load, name) for name in Conversations.__slots__},
-            "fitting_groups": fitting.groups,
+            "conversations": {name: dataclasses.asdict(load) for name, load in loads.items()},
             "streams": _STREAMS,
             "seed": options.seed,
             "quick": options.quick,
@@ -92,8 +96,7 @@ def run(options: argparse.Namespace) -> Report:
 
 def _blocks(load: Conversations) -> int:
     """Give each worker's KV blocks: `_ROOM` of what all conversations take, each group's system prompt once."""
-    turns = load.turns * (load.turn_words * _TOKENS_PER_WORD + load.answer_tokens)
-    group = load.system_words * _TOKENS_PER_WORD + load.conversations_per_group * turns
+    group = load.system_words * _WORD_TOKENS + load.conversations_per_group * load.turns * _TURN_TOKENS
     return max(round(_ROOM * load.groups * group / BLOCK), CONTEXT // BLOCK)
 
 
@@ -134,7 +137,7 @@ def _hit_figures(held: dict[str, Asked]) -> dict[str, float]:
         figures[f"{name}_hit_tokens"] = asked.total("cached_tokens")
         figures[f"{name}_chat_ttft_ms_p50"] = statistics.median(one.ttft_s for one in asked.answers) * 1000
         figures[f"{name}_turns_per_s"] = len(asked.answers) / asked.duration_s
-    for kind in ("shared", "fitting"):
+    for kind in ("larger", "fitting"):
         figures[f"{kind}_hit_tokens_kv_over_round_robin"] = figures[f"kv_{kind}_hit_tokens"] / max(
             figures[f"round_robin_{kind}_hit_tokens"], 1
         )
