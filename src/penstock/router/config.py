@@ -104,6 +104,8 @@ class RouterConfig(Config):
     """Sessions remembered, those that agents opened and those of the policy `session`; past it the least recently used is forgotten."""
     session_idle_s: float = pydantic.Field(default=SESSION_IDLE_S, gt=0)
     """How long such a session without requests is remembered."""
+    session_stay_s: float = pydantic.Field(default=0.25, ge=0)
+    """An open session of an agent stays at its worker while that costs at most so many predicted seconds more than another, by a policy that predicts them; other policies keep it there always."""
     busy_kv_share: float | None = pydantic.Field(default=None, gt=0, le=1)
     """A worker with a larger share of its KV blocks in use gets requests only if all are as busy; None: no limit."""
     busy_queued_tokens: int | None = pydantic.Field(default=None, ge=1)

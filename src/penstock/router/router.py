@@ -100,11 +100,11 @@ class Router:
         if follows:
             eligible = np.arange(len(eligible)) == slot
         now_s = self._loop.time()
-        if not follows:
-            eligible = self._at_session(request, eligible, now_s)
         hashes = unpack_hashes(request.block_hashes)[::2]
         context = self._context(request, pool, eligible, self.fleet.tree.match(hashes), now_s)
         tie = tie_of(hashes, request.token_ids, context.block_size)
+        if not follows:
+            context = self._at_session(request, context, tie)
 
         prefill_mask = None if follows else self._prefill_mask(request, pool, exclude, context)
         wait_terms = self._selector.wait_terms
@@ -138,14 +138,21 @@ class Router:
             ready = self._without_busy(ready)
         return ready if np.count_nonzero(ready) else None  # 0.2 us, where any() takes 2
 
-    def _at_session(self, request: Request, eligible: NDArray[np.bool_], now_s: float) -> NDArray[np.bool_]:
-        """Leave only the worker that keeps the KV of the request's open session, if it is eligible."""
-        worker_id = self.sessions.worker_of(request, now_s)
+    def _at_session(self, request: Request, context: RoutingContext, tie: int) -> RoutingContext:
+        """Leave only the worker that keeps the KV of the request's open session, if it is eligible.
+
+        Where the policy predicts seconds, a session moves to a worker that is cheaper by more than `session_stay_s`: what it
+        saves there, recomputing included, is more than its place is worth.
+        """
+        worker_id = self.sessions.worker_of(request, context.now_s)
         slot = None if worker_id is None else self.fleet.slot_of(worker_id)
-        if slot is None or not eligible[slot]:
-            return eligible
-        only: NDArray[np.bool_] = np.arange(len(eligible)) == slot
-        return only
+        if slot is None or not context.eligible[slot]:
+            return context
+        if self._selector.wait_terms:
+            choice = self._selector.choose(context, tie)
+            if choice.slot != slot and choice.costs_more(slot) > self._config.session_stay_s:
+                return context
+        return context.changed(eligible=np.arange(len(context.eligible)) == slot)
 
     def _prefill_mask(
         self, request: Request, pool: WorkerPool, exclude: Collection[WorkerId], context: RoutingContext

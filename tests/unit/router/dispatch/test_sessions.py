@@ -23,8 +23,10 @@ ROUND_ROBIN = RouterConfig(policy="round-robin")
 TWO = ("a0", "a1")
 
 
-def ask(name, control=None, *, session="agent", seed=0):
-    return replace(tiny_request(name, seed=seed), session=session, session_control=control)
+def ask(name, control=None, *, session="agent", seed=0, max_tokens=20):
+    return replace(
+        tiny_request(name, seed=seed, max_tokens=max_tokens), session=session, session_control=control
+    )
 
 
 def keepers(cluster):
@@ -149,3 +151,18 @@ def test_an_expected_length_enters_the_price_of_what_is_still_to_come():
         assert (context.output_tokens, context.own_output_tokens) == (None, context.mean_output_tokens)
 
     run_scenario(scene, TWO, router=RouterConfig())
+
+
+@pytest.mark.parametrize(("stay_s", "stays"), [(0.0, False), (100.0, True)])
+def test_a_session_moves_where_staying_costs_too_much(stay_s, stays):
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, ask("first", OPEN))
+        (keeper,) = keepers(cluster)
+        async with dispatcher.open(ask("beside", max_tokens=200)) as stream:  # keeps its worker busy
+            await anext(stream)
+            await asyncio.sleep(0.3)
+            await whole_answer(dispatcher, ask("next", seed=5, max_tokens=2))  # of which nothing is cached
+            assert (worker_of(dispatcher, "next") == keeper) is stays
+            assert len(keepers(cluster)) == 2 - stays
+
+    run_scenario(scene, TWO, router=RouterConfig(session_stay_s=stay_s))
