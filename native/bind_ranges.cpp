@@ -141,12 +141,12 @@ SumArray checksum(const Numbers& addresses, const Numbers& lengths) {
 }
 
 std::optional<SumArray> copy_with_sums(const Numbers& targets, const Numbers& sources, const Numbers& lengths,
-                                       const std::optional<Flag>& stop) {
+                                       std::size_t threads, const std::optional<Flag>& stop) {
     expect_size(targets, "targets", lengths.size());
     expect_size(sources, "sources", lengths.size());
     auto sums = std::make_unique_for_overwrite<std::uint32_t[]>(lengths.size());
     const bool is_done = without_gil(is_long(lengths), [&, flag = as_stop(stop)] {
-        return copy_summed(as_column(targets), as_column(sources), as_column(lengths), sums.get(), flag);
+        return copy_summed(as_column(targets), as_column(sources), as_column(lengths), sums.get(), threads, flag);
     });
     return is_done ? std::optional(as_array(std::move(sums), lengths.size())) : std::nullopt;
 }
@@ -188,7 +188,7 @@ void bind_ranges(nb::module_& module) {
     module.def("receive_ranges", &stream<receive_ranges>, "socket"_a, nb::arg("addresses").noconvert(),
                nb::arg("lengths").noconvert(), "skip"_a, "idle_s"_a, "deadline_s"_a);
     module.def("copy_summed", &copy_with_sums, nb::arg("targets").noconvert(), nb::arg("sources").noconvert(),
-               nb::arg("lengths").noconvert(), "stop"_a.none() = nb::none());
+               nb::arg("lengths").noconvert(), "threads"_a, "stop"_a.none() = nb::none());
     module.def("checksum_ranges", &checksum<crc32c>, nb::arg("addresses").noconvert(),
                nb::arg("lengths").noconvert());
     module.def("checksum_ranges_portable", &checksum<crc32c_portable>, nb::arg("addresses").noconvert(),

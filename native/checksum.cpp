@@ -6,8 +6,12 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstring>
+#include <numeric>
+
+#include "crew.hpp"
 
 #if defined(__x86_64__)
 #include <nmmintrin.h>
@@ -134,6 +138,36 @@ Crc32c* fastest() { return crc32c_portable; }
 
 #endif
 
+struct OneCopy {
+    std::uint64_t target;
+    std::uint64_t source;
+    std::uint64_t bytes;
+};
+
+// `until_look` bytes are copied before it looks at `stop` again.
+bool copy_one_summed(OneCopy copy, std::uint32_t& sum, std::uint64_t& until_look, Stop stop) {
+    constexpr std::uint64_t kPieceBytes = 32U << 10U;  // stays in the nearest cache with its source
+    constexpr std::uint64_t kLookBytes = 4U << 20U;
+    auto* const target = reinterpret_cast<std::byte*>(copy.target);
+    const auto* const source = reinterpret_cast<const std::byte*>(copy.source);
+    const std::uint64_t distance = std::max(copy.target, copy.source) - std::min(copy.target, copy.source);
+    const std::uint64_t piece = distance < copy.bytes ? copy.bytes : kPieceBytes;
+    sum = 0;
+    for (std::uint64_t at = 0; at < copy.bytes; at += piece) {
+        if (until_look == 0) {
+            if (stop != nullptr && __atomic_load_n(stop, __ATOMIC_RELAXED) != 0) {
+                return false;
+            }
+            until_look = kLookBytes;
+        }
+        const std::uint64_t bytes = std::min(piece, copy.bytes - at);
+        std::memmove(target + at, source + at, bytes);
+        sum = crc32c(sum, {target + at, bytes});
+        until_look -= std::min(bytes, until_look);
+    }
+    return true;
+}
+
 }  // namespace
 
 std::uint32_t crc32c_portable(std::uint32_t crc, std::span<const std::byte> bytes) {
@@ -157,30 +191,22 @@ std::uint32_t crc32c(std::uint32_t crc, std::span<const std::byte> bytes) {
     return chosen(crc, bytes);
 }
 
-bool copy_summed(Column targets, Column sources, Column lengths, std::uint32_t* sums, Stop stop) {
-    constexpr std::uint64_t kPieceBytes = 32U << 10U;  // stays in the nearest cache with its source
-    constexpr std::uint64_t kLookBytes = 4U << 20U;
-    std::uint64_t until_look = 0;
-    for (std::size_t i = 0; i < lengths.size(); ++i) {
-        auto* const target = reinterpret_cast<std::byte*>(targets[i]);
-        const auto* const source = reinterpret_cast<const std::byte*>(sources[i]);
-        const std::uint64_t distance = std::max(targets[i], sources[i]) - std::min(targets[i], sources[i]);
-        const std::uint64_t piece = distance < lengths[i] ? lengths[i] : kPieceBytes;
-        sums[i] = 0;
-        for (std::uint64_t at = 0; at < lengths[i]; at += piece) {
-            if (until_look == 0) {
-                if (stop != nullptr && __atomic_load_n(stop, __ATOMIC_RELAXED) != 0) {
-                    return false;
-                }
-                until_look = kLookBytes;
+bool copy_summed(Column targets, Column sources, Column lengths, std::uint32_t* sums, std::size_t threads, Stop stop) {
+    constexpr std::uint64_t kShareBytes = 256U << 10U;  // waking a thread for less costs more than it brings
+    const std::uint64_t total = std::accumulate(lengths.begin(), lengths.end(), std::uint64_t{0});
+    const std::size_t parts = std::clamp<std::size_t>(total / kShareBytes, 1, std::max<std::size_t>(lengths.size(), 1));
+    std::atomic<bool> stopped{false};
+    spread(threads, parts, [&](std::size_t part) {
+        std::uint64_t until_look = 0;
+        const std::size_t end = (part + 1) * lengths.size() / parts;
+        for (std::size_t i = part * lengths.size() / parts; i < end; ++i) {
+            if (!copy_one_summed({targets[i], sources[i], lengths[i]}, sums[i], until_look, stop)) {
+                stopped.store(true, std::memory_order_relaxed);
+                return;
             }
-            const std::uint64_t bytes = std::min(piece, lengths[i] - at);
-            std::memmove(target + at, source + at, bytes);
-            sums[i] = crc32c(sums[i], {target + at, bytes});
-            until_look -= std::min(bytes, until_look);
         }
-    }
-    return true;
+    });
+    return !stopped.load();
 }
 
 }  // namespace penstock

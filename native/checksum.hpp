@@ -21,8 +21,8 @@ Crc32c crc32c;
 // One without instructions of its own, for CPUs that have none.
 Crc32c crc32c_portable;
 
-// Copy each range, and give the sum of what its target then holds, read while it is in the cache. Returns whether all was
-// copied: it is not where `stop` was set before the end, at which it looks every 4 MiB.
-bool copy_summed(Column targets, Column sources, Column lengths, std::uint32_t* sums, Stop stop);
+// Copy each range, on at most `threads` threads, and give the sum of what its target then holds, read while it is in the
+// cache. Returns whether all was copied: it is not where `stop` was set before the end, at which each thread looks every 4 MiB.
+bool copy_summed(Column targets, Column sources, Column lengths, std::uint32_t* sums, std::size_t threads, Stop stop);
 
 }  // namespace penstock

@@ -121,7 +121,7 @@ void compare_copies(std::mt19937_64& random) {
     expect(target == expected, "copy_ranges");
     std::ranges::fill(target, std::byte{0});
     std::vector<std::uint32_t> sums(lengths.size());
-    expect(penstock::copy_summed(targets, sources, lengths, sums.data(), &stop), "copy_summed: stopped");
+    expect(penstock::copy_summed(targets, sources, lengths, sums.data(), random() % 4, &stop), "copy_summed: stopped");
     for (std::size_t i = 0; i < lengths.size(); ++i) {
         expect(sums[i] == penstock::crc32c(0, {reinterpret_cast<const std::byte*>(sources[i]), lengths[i]}),
                "copy_summed: sum");

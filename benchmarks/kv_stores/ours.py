@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import mmap
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -24,8 +25,9 @@ _NAMESPACE = Namespace(model_digest="bench", dtype="uint8", layout="bytes", bloc
 
 
 def _device(block_bytes: int, count: int) -> DeviceBlocks:
-    """Make device blocks of random bytes."""
-    memory = np.random.default_rng(0).integers(0, 256, count * block_bytes, dtype=np.uint8)
+    """Make device blocks of random bytes, in memory that begins with a page as that of engines does."""
+    memory = np.frombuffer(mmap.mmap(-1, count * block_bytes), np.uint8)
+    memory[:] = np.random.default_rng(0).integers(0, 256, count * block_bytes, dtype=np.uint8)
     return DeviceBlocks(memory.ctypes.data, block_bytes, memory)
 
 

@@ -88,6 +88,7 @@ def copy_summed(
     targets: NDArray[np.uint64],
     sources: NDArray[np.uint64],
     lengths: NDArray[np.uint64],
+    threads: int,
     stop: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.uint32] | None: ...
 def checksum_ranges(addresses: NDArray[np.uint64], lengths: NDArray[np.uint64]) -> NDArray[np.uint32]: ...
