@@ -11,11 +11,13 @@ from penstock.core.ids import BlockId
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.host.sibling import Sibling
 from penstock.kv.records import Records
-from penstock.transfer.regions.checksum import checksum_ranges
-from penstock.transfer.regions.ranges import Numbers, Stop, copy_ranges
+from penstock.transfer.regions.checksum import copy_summed
+from penstock.transfer.regions.ranges import Numbers, Stop
 
 _PIECE_BYTES = 8 << 20
 """Copied and verified at once; a cancelled load ends within one piece."""
+_THREADS = 2
+"""Of one copy: one core of most machines does not use up their memory's bandwidth."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,9 +74,10 @@ def _copy_pieces(device: DeviceBlocks, load: HostLoad) -> int:
         piece = slice(start, start + each)
         targets = device.addresses(load.targets[piece])
         lengths = np.full(len(targets), device.block_bytes, np.uint64)
-        if load.stop[0] or not copy_ranges(targets, load.sources[piece], lengths, stop=load.stop):
+        sums = copy_summed(targets, load.sources[piece], lengths, _THREADS, load.stop)
+        if sums is None:
             return start
-        wrong = np.flatnonzero(checksum_ranges(targets, lengths) != load.records["data_sum"][piece])
+        wrong = np.flatnonzero(sums != load.records["data_sum"][piece])
         if len(wrong):
             return start + int(wrong[0])
     return len(load.targets)
@@ -88,5 +91,6 @@ def copy_from_device(
     for start in range(0, len(sources), each):
         piece = slice(start, start + each)
         lengths: NDArray[np.uint64] = np.full(len(targets[piece]), device.block_bytes, np.uint64)
-        copy_ranges(targets[piece], device.addresses(sources[piece]), lengths)
-        records["data_sum"][piece] = checksum_ranges(targets[piece], lengths)
+        sums = copy_summed(targets[piece], device.addresses(sources[piece]), lengths, _THREADS)
+        assert sums is not None, "nothing stops it"
+        records["data_sum"][piece] = sums
