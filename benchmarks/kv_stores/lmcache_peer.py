@@ -1,6 +1,7 @@
 """LMCache as a peer, in a process of its own."""
 
 import asyncio
+import contextlib
 import json
 import os
 from contextlib import AsyncExitStack
@@ -65,9 +66,13 @@ class LmcachePeer:
 
     async def _line(self) -> dict[str, float]:
         assert self._driver.stdout
-        async with asyncio.timeout(_ANSWER_S):
-            line = await self._driver.stdout.readline()
+        line = b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                line = await self._driver.stdout.readline()
         if not line:
-            raise ConfigError(f"{DRIVER.name} ended; run it by hand to see why: {DRIVER} DIRECTORY 262144 64")
+            raise ConfigError(
+                f"{DRIVER.name} ended, or gave no answer in {_ANSWER_S} s; run it by hand: {DRIVER} DIRECTORY 262144 64"
+            )
         answer: dict[str, float] = json.loads(line)
         return answer

@@ -27,7 +27,8 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
-_FILES_S = 120
+_FILES_S = 100
+_DISK_GIB = 1000  # its count of bytes does not fall when files are removed
 
 
 class Stores:
@@ -109,7 +110,7 @@ class Stores:
         if direct not in self.disks:
             config = self.config(
                 local_cpu=False, local_disk=f"{self.directory}/direct-{direct}",
-                max_local_disk_size=4 * self.count * self.block_bytes / 2**30, extra_config={"use_odirect": direct},
+                max_local_disk_size=_DISK_GIB, extra_config={"use_odirect": direct},
             )  # fmt: skip
             self.disks[direct] = LocalDiskBackend(config, self.loop, self.host, dst_device="cpu")
         return self.disks[direct]
