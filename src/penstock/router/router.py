@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 
 import msgspec
@@ -65,6 +65,8 @@ class Router:
         )  # its own count: with one for both, of two prefill workers only one would be used
         self.decisions = Decisions(config.explain)
         self.sessions = OpenSessions(config.sessions_max, config.session_idle_s)
+        self.on_session_left: Callable[[WorkerId, Request], None] = lambda _worker_id, _request: None
+        """Called with a worker that the session of this request goes away from."""
         self._log_below = config.explain.logged_share * _HASHES if is_debugging() else 0.0
 
     @cached_property
@@ -185,7 +187,10 @@ class Router:
         for context, choice in choices:
             self._selector.chosen(context, choice.slot)
         context, choice = choices[-1]
-        self.sessions.taken(candidates.request, WorkerId(int(context.worker_ids[choice.slot])), context.now_s)
+        worker_id = WorkerId(int(context.worker_ids[choice.slot]))
+        left = self.sessions.taken(candidates.request, worker_id, context.now_s)
+        if left is not None:
+            self.on_session_left(left, candidates.request)
         self._turn += 1
         self._prompt_turn += candidates.is_disaggregated
         if self.decisions.keeps_any:

@@ -14,9 +14,10 @@ from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import Unavailable
 from penstock.core.hashing import DEFAULT_KEY
+from penstock.core.ids import WorkerId
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
-from penstock.core.types.kv_actions import KvAction
+from penstock.core.types.kv_actions import KvAction, KvUnpin
 from penstock.core.types.requests import Request
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.kv_actions import KvActed, KvActions
@@ -72,6 +73,7 @@ class Dispatcher:
         )
         self._worker_changes = WorkerChanges(fleet)
         self._kv_actions = KvActions(fleet)
+        self._shared.router.on_session_left = self._leave_session
         self._group = asyncio.TaskGroup()
         self._running: asyncio.Task[None] | None = None
 
@@ -154,6 +156,12 @@ class Dispatcher:
     def latest_decisions(self, most: int) -> Sequence[Explanation]:
         """Explain the latest routing decisions, oldest first."""
         return self._shared.router.decisions.latest(most)
+
+    def _leave_session(self, worker_id: WorkerId, request: Request) -> None:
+        """Have the worker that a session has left keep its KV no longer."""
+        assert request.session is not None, "it has a session"
+        unpin = KvUnpin(name=request.session, is_session=True, tenant=request.tenant)
+        self._group.create_task(self._kv_actions.try_at(worker_id, unpin))
 
     async def act_on_kv(self, action: KvAction, worker: str | None) -> Sequence[KvActed]:
         """Act on workers' KV caches; see `KvActions`."""

@@ -1,10 +1,12 @@
 """An operator's actions on the KV caches of workers."""
 
 import asyncio
+import contextlib
 
 import msgspec
 
 from penstock.core.errors import PenstockError, RequestError, Unavailable
+from penstock.core.ids import WorkerId
 from penstock.core.types.kv_actions import KvAction, KvHeld, KvReport
 from penstock.router.dispatch.named_workers import connection_of, find_worker
 from penstock.router.fleet.fleet import Fleet
@@ -64,6 +66,14 @@ class KvActions:
         if len(refused) == len(members):
             raise refused[0]
         return acted
+
+    async def try_at(self, worker_id: WorkerId, action: KvAction) -> None:
+        """Act at a worker if it is there; what it answers does not matter."""
+        slot = self._fleet.slot_of(worker_id)
+        member = None if slot is None else self._fleet.slots.now()[slot]
+        if member is not None and member.connection is not None:
+            with contextlib.suppress(PenstockError):
+                await _ask(member, action)
 
 
 def _acted(member: Member, report: KvReport) -> KvActed:

@@ -45,17 +45,19 @@ class OpenSessions:
         place = self._find(request, now_s)
         return None if place is None else place.control
 
-    def taken(self, request: Request, worker_id: WorkerId, now_s: float) -> None:
-        """Note where a request goes."""
+    def taken(self, request: Request, worker_id: WorkerId, now_s: float) -> WorkerId | None:
+        """Note where a request goes; give the worker that its session leaves behind, None for none."""
         if request.session is None:
-            return
+            return None
         key = request.tenant, request.session
         control = request.session_control
         if control is not None and control.action is SessionAction.CLOSE:
-            self._places.pop(key, None)
-            return
+            closed = self._places.pop(key, None)
+            return None if closed is None or closed.worker_id == worker_id else closed.worker_id
+        left = None
         place = self._find(request, now_s)
         if place is not None:
+            left = None if place.worker_id == worker_id else place.worker_id
             place.worker_id, place.last_s = worker_id, now_s
             if control is not None:
                 place.control = control
@@ -64,8 +66,9 @@ class OpenSessions:
             if len(self._places) > self._sessions_max:
                 self._places.popitem(last=False)
         else:
-            return
+            return None
         self._places.move_to_end(key)
+        return left
 
     def check(self) -> None:
         """Raise AssertionError where too much is kept, or in the wrong order."""

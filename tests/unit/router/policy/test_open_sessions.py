@@ -38,8 +38,10 @@ def test_later_requests_are_sent_as_those_of_an_open_session():
 def test_a_session_follows_its_latest_request():
     known = OpenSessions(10, 100)
     known.taken(ask("a", OPEN), 1, 0)
-    known.taken(ask("a"), 2, 1)  # its worker was lost
+    assert known.taken(ask("a"), 1, 1) is None
+    assert known.taken(ask("a"), 2, 1) == 1  # its worker was lost
     assert known.worker_of(ask("a"), 2) == 2
+    assert known.taken(ask("a", CLOSE), 3, 4) == 2
 
 
 def test_what_is_remembered_is_bounded_in_number_and_time():
