@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=int, default=8, metavar="N", help="asked of each worker (default 8)"
     )
-    parser.add_argument("--words", type=int, default=900, metavar="N", help="of a prompt (default 900)")
+    parser.add_argument("--words", type=int, default=1200, metavar="N", help="of a prompt (default 1200)")
     parser.add_argument("--passes", type=int, default=1, metavar="N", help="of all deployments (default 1)")
 
 
@@ -190,7 +190,7 @@ def _name(gb_per_s: float) -> str:
 
 
 def _store_flags(url: str, link: str) -> tuple[str, ...]:
-    fields = {"url": url, "refresh_s": "0.5", "pack_size": "512KiB", "options.endpoint": link}
+    fields = {"url": url, "refresh_s": "0.5", "pack_size": "1MiB", "options.endpoint": link}
     return tuple(
         part
         for name, value in fields.items()

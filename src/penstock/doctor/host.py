@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from penstock.core.errors import TransferError
@@ -23,7 +24,7 @@ def inspect_host(root: Path = Path("/")) -> tuple[HostFinding, ...]:
     Args:
         root: directory that holds `proc`, `sys` and `dev`.
     """
-    found = (_native, _memfd, _dev_shm, _ptrace, _huge_pages, _memlock, _open_files, _cpus)
+    found = (_native, _memfd, _dev_shm, _ptrace, _huge_pages, _memlock, _open_files, _cpus, _object_stores)
     return tuple(finding for look in found for finding in look(root))
 
 
@@ -107,6 +108,20 @@ def _open_files(_: Path) -> Iterator[HostFinding]:
 def _cpus(_: Path) -> Iterator[HostFinding]:
     count = len(os.sched_getaffinity(0))
     yield HostFinding(name="CPUs for this process", value=str(count))
+
+
+def _object_stores(_: Path) -> Iterator[HostFinding]:
+    name = "object stores (obstore)"
+    try:
+        found = version("obstore")
+    except PackageNotFoundError:
+        yield HostFinding(
+            name=name,
+            value="not installed",
+            advice="kv.object and transfers to stores need it: pip install 'penstock[object]'",
+        )
+    else:
+        yield HostFinding(name=name, value=found)
 
 
 def _limit(value: int, *, sized: bool) -> str:

@@ -120,3 +120,14 @@ def test_what_works_is_a_table_and_what_does_not_is_said_once() -> None:
         ("object", "no obstore"),
         (f"shm, {PROCESS}, dram - dram", "not permitted"),
     ]
+
+
+def test_what_object_stores_need_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(tmp_path)["object stores (obstore)"].advice == ""
+
+    def absent(name: str) -> str:
+        raise host.PackageNotFoundError(name)
+
+    monkeypatch.setattr(host, "version", absent)
+    finding = found(tmp_path)["object stores (obstore)"]
+    assert (finding.value, "penstock[object]" in finding.advice) == ("not installed", True)

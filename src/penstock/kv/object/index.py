@@ -101,12 +101,14 @@ class PackIndex:
         return found
 
     def newest(self, count: int) -> HashArray:
-        """Give the hashes of up to `count` held neighbours of the pack that was added last: (n, 2) uint64, empty without any."""
+        """Give the hashes of up to `count` held blocks, of the packs that were added last: (n, 2) uint64, empty without any."""
+        found = [np.zeros((0, 2), np.uint64)]
         for pack, _, _ in reversed(self._packs.values()):
-            hashes = pack.hashes[:count]
-            if found := self.locate(hashes):
-                return hashes[:found]
-        return np.zeros((0, 2), np.uint64)
+            hashes = pack.hashes[: count - sum(map(len, found))]
+            found.append(hashes[: self.locate(hashes)])
+            if sum(map(len, found)) >= count:
+                break
+        return np.concatenate(found)
 
     def add(self, pack: Pack, modified_s: float) -> None:
         """Add a pack whose head was verified; one that is known is replaced, and counts as undamaged.

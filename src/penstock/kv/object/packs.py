@@ -181,7 +181,7 @@ class ObjectPacks:
         return events
 
     def newest(self, count: int) -> HashArray:
-        """Give the hashes of up to `count` neighbours in the pack that was found last: (n, 2) uint64, empty without packs."""
+        """Give the hashes of up to `count` blocks in the packs that were found last: (n, 2) uint64, empty without packs."""
         return self._index.newest(count)
 
     @property

@@ -1,7 +1,6 @@
 """The index of packs: what is held, and the events that tell it."""
 
 import numpy as np
-import pytest
 
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
 from penstock.core.wire import unpack_hashes
@@ -95,10 +94,11 @@ def test_a_cleared_index_has_and_tells_nothing():
     assert told(index) == [("stored", None, [0, 1])]
 
 
-@pytest.mark.parametrize("rows", [[0, 1, 2], [3]])
-def test_the_newest_blocks_are_neighbours_of_the_last_pack(rows):
+def test_the_newest_blocks_are_of_the_packs_that_were_added_last():
     index = PackIndex(16, 100)
     assert len(index.newest(2)) == 0
     index.add(pack("a", [5, 6]), 1.0)
-    index.add(pack("b", rows), 2.0)
-    assert index.newest(2).tolist() == HASHES[rows[:2]].tolist()
+    index.add(pack("b", [0, 1, 2]), 2.0)
+    assert index.newest(2).tolist() == HASHES[[0, 1]].tolist()
+    assert index.newest(4).tolist() == HASHES[[0, 1, 2, 5]].tolist()
+    assert len(index.newest(100)) == len(index.find(index.newest(100))) == 5

@@ -1,0 +1,76 @@
+"""What kv-fleet makes of its runs, and the link that it slows them with."""
+
+import asyncio
+
+import pytest
+
+from benchmarks.processes.chats import Answer
+from benchmarks.processes.kv_fleet import Fleet, judge
+from benchmarks.processes.slow_link import Direction
+from penstock.testing.loop import run_async
+
+
+def fleet(ttft_s, *, words="same", workers=4, block_bytes=40_960, hits=100):
+    answers = (Answer(text=words, ttft_s=ttft_s), Answer(text="b", ttft_s=ttft_s))
+    return Fleet((answers, answers), block_bytes, hits, hits // 16, workers)
+
+
+def runs(**changed):
+    usual = {
+        "none": [fleet(0.1, block_bytes=0, hits=0, workers=0)],
+        "0.2_gb_per_s": [fleet(0.1, hits=0, workers=0)],
+        "1_gb_per_s": [fleet(0.1)],
+        "5_gb_per_s": [fleet(0.06)],
+    }
+    return usual | {f"{name}_gb_per_s": [one] for name, one in changed.items()}
+
+
+def test_a_fleet_that_gains_has_no_problems():
+    figures, problems = judge(runs())
+    assert problems == []
+    assert figures["ttft_ratio_5_gb_per_s"] == pytest.approx(0.6)
+    assert figures["equal_answers_share"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"1": fleet(0.12)}, "TTFT with the store at 1_gb_per_s is 1.20"),
+        ({"5": fleet(0.06, workers=3)}, "3 of 4 workers found blocks of others"),
+        ({"5": fleet(0.06, words="other")}, "of the answers are equal"),
+        ({"5": fleet(0.06, block_bytes=20_480)}, "expected 40960"),
+    ],
+)
+def test_what_is_not_as_it_must_be_is_said(changed, why):
+    _, problems = judge(runs(**changed))
+    assert len(problems) == 1
+    assert why in problems[0]
+
+
+def test_connections_share_a_links_bandwidth():
+    class Sink:
+        def __init__(self):
+            self.got = 0
+
+        def write(self, data):
+            self.got += len(data)
+
+        async def drain(self):
+            pass
+
+        def close(self):
+            pass
+
+    async def main():
+        direction, sinks = Direction(1e6), [Sink(), Sink()]
+        began_s = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as group:
+            for sink in sinks:
+                reader = asyncio.StreamReader()
+                reader.feed_data(bytes(20_000))
+                reader.feed_eof()
+                group.create_task(direction.copy(reader, sink))
+        assert [sink.got for sink in sinks] == [20_000, 20_000]
+        assert asyncio.get_running_loop().time() - began_s >= 0.035
+
+    run_async(main())
