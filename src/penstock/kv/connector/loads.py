@@ -76,7 +76,14 @@ class Loads:
             if count < len(run.targets):
                 break
         targets = [target for run in order.runs for target in run.targets]
-        return Loaded(order.load_id, order.request_id, tuple(results), tuple(targets[arrived:]), load.is_late)
+        return Loaded(
+            order.load_id,
+            order.request_id,
+            tuple(results),
+            missing=tuple(targets[arrived:]),
+            is_late=load.is_late,
+            is_awaited=order.is_awaited,
+        )
 
     def cancel(self, load_id: int) -> None:
         """Ask a load to end soon, if it is under way."""

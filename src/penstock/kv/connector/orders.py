@@ -24,11 +24,19 @@ class LoadRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadOrder:
-    """A load of a request's prefix; its runs follow each other."""
+    """A load of a request's prefix; its runs follow each other.
+
+    Attributes:
+        load_id: names the order.
+        request_id: of the request.
+        runs: what is loaded.
+        is_awaited: the step that it comes with waits for it.
+    """
 
     load_id: int
     request_id: str
     runs: tuple[LoadRun, ...]
+    is_awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +78,7 @@ class Loaded:
         runs: by run, (leading blocks that have arrived, seconds).
         missing: targets that have no content, the first of them and all after it.
         is_late: it was given up.
+        is_awaited: as in its order.
     """
 
     load_id: int
@@ -77,6 +86,7 @@ class Loaded:
     runs: tuple[tuple[int, float], ...]
     missing: tuple[int, ...] = ()
     is_late: bool = False
+    is_awaited: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ from penstock.kv.manager.counters import TierCounters
 from penstock.kv.manager.worth import worth_loading
 from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
 
+_QUICK_S = 0.01
+"""A step may wait so long for loads from the host: a load beside the steps is heard of one or two steps later."""
 _LINGER_S = 1.0
 """Steps are asked for so long after the last order, so that events are told although no request comes."""
 
@@ -141,7 +143,17 @@ class KvConnectorScheduler:
         self._matches[request_id] = _Match(block_hashes, runs[:count])
         return runs[count - 1].end - num_cached
 
-    def reserve(self, request_id: str, block_ids: Sequence[int], num_blocks: int) -> None:
+    def is_quick(self, request_id: str) -> bool:
+        """Say whether the load that `match` found is predicted so short that the next step may wait for it."""
+        runs = self._matches[request_id].runs
+        if any(run.tier is not Tier.HOST for run in runs) or not self._speeds[Tier.HOST].is_known:
+            return False
+        blocks = self._waiting[Tier.HOST] + sum(run.end - run.start for run in runs)
+        return self._speeds[Tier.HOST].seconds(blocks) <= _QUICK_S
+
+    def reserve(
+        self, request_id: str, block_ids: Sequence[int], num_blocks: int, *, is_awaited: bool = False
+    ) -> None:
         """Order the load that `match` found.
 
         Args:
@@ -149,6 +161,7 @@ class KvConnectorScheduler:
             block_ids: its device blocks, from the first one on. Those that are loaded stay the load's until it has ended in
                 all processes.
             num_blocks: as many as `match` returned, or fewer.
+            is_awaited: the next step waits for it.
         """
         match = self._matches.pop(request_id)
         start = match.runs[0].start
@@ -174,7 +187,7 @@ class KvConnectorScheduler:
         self._loads[self._next_id] = _Load(request_id, runs, names, self._clock())
         self._load_of[request_id] = self._next_id
         self._loading.add(names[0])
-        self._orders.append(LoadOrder(self._next_id, request_id, tuple(orders)))
+        self._orders.append(LoadOrder(self._next_id, request_id, tuple(orders), is_awaited))
 
     def is_loading(self, request_id: str) -> bool:
         """Say whether a request's load is under way."""

@@ -54,7 +54,7 @@ class KvConnectorWorker:
         self._saved: list[int] = []
         self._events: list[KvEvent] = []
         self._counts: tuple[KvTierCounts, ...] = ()
-        self._under_way = 0
+        self._under_way = self._awaited = 0
         self._told_busy: bool | None = None
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
@@ -74,6 +74,7 @@ class KvConnectorWorker:
         if begun or orders.cancelled:
             with self._changed:
                 self._under_way += begun
+                self._awaited += sum(load.is_awaited for load in orders.loads)
             self._loop.call_soon_threadsafe(self._begin, orders)
 
     def load(self, order: LoadOrder) -> None:
@@ -88,6 +89,11 @@ class KvConnectorWorker:
         """Wait until no load and no save is under way; returns whether that came true in time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._under_way, timeout_s)
+
+    def wait_for_awaited(self, timeout_s: float | None = None) -> bool:
+        """Wait until no load that a step waits for is under way; returns whether that came true in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._awaited, timeout_s)
 
     def take_report(self) -> Report | None:
         """Return what was done since the last report; None if that is nothing."""
@@ -246,6 +252,7 @@ class KvConnectorWorker:
         with self._changed:
             if isinstance(ended, Loaded):
                 self._loaded.append(ended)
+                self._awaited -= ended.is_awaited
             elif ended is not None:
                 self._saved.append(ended)
             self._under_way -= 1

@@ -15,7 +15,7 @@ from penstock.kv.host.host_tier import HostTier
 from penstock.kv.namespace import Namespace
 from penstock.kv.stored_tier import StoredTier
 from penstock.seams.kv import KvTier
-from tests.support.connected import BLOCK_BYTES, BLOCK_SIZE, Connected, damage, hashes_of
+from tests.support.connected import BLOCK_BYTES, BLOCK_SIZE, WAIT_S, Connected, damage, hashes_of
 
 Maker = Callable[..., Connected]
 
@@ -119,6 +119,28 @@ def test_loads_and_saves_are_compared_with_computing(connected: Maker) -> None:
     for _ in range(100):
         scene.scheduler.prefill.measure(1, 10.0)
     assert matched(scene, "b", hashes) == 4
+
+
+def test_a_short_load_from_the_host_may_be_awaited_by_its_step(connected: Maker) -> None:
+    scene = connected()
+    hashes = scene.keep(11, 4)
+    assert matched(scene, "a", hashes) == 4
+    assert not scene.scheduler.is_quick("a"), "nobody knows how long it takes"
+    scene.scheduler.reserve("a", [30, 31, 32, 33], 4)
+    scene.step()
+    assert matched(scene, "b", hashes) == 4
+    assert scene.scheduler.is_quick("b")
+    scene.scheduler.reserve("b", [40, 41, 42, 43], 4, is_awaited=True)
+    scene.workers[0].submit(scene.scheduler.take_orders())
+    assert scene.workers[0].wait_for_awaited(WAIT_S)
+    assert scene.holds([40, 41, 42, 43], 11)
+    report = scene.workers[0].take_report()
+    assert report is not None
+    assert [loaded.is_awaited for loaded in report.loaded] == [True]
+    scene.scheduler.take_reports({0: report})
+    scene.scheduler._speeds[Tier.HOST].measure(1, 10.0)
+    assert matched(scene, "c", hashes) == 4
+    assert not scene.scheduler.is_quick("c")
 
 
 def test_few_device_blocks_are_pinned_and_what_is_evicted_first_is_dropped(connected: Maker) -> None:

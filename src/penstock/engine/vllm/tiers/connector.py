@@ -29,6 +29,9 @@ from penstock.kv.connector.orders import Orders, Report
 from penstock.kv.connector.scheduler import KvConnectorScheduler
 from penstock.kv.connector.worker import KvConnectorWorker
 
+_AWAITED_S = 30.0
+"""A late load ends in far less; after that its blocks may still be written, and the step must not begin."""
+
 
 @dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
@@ -187,6 +190,8 @@ class _SchedulerSide:
             num_blocks=kv_cache_config.num_blocks,
             num_ranks=vllm_config.parallel_config.world_size,
         )
+        self._quick: set[str] = set()
+        """Requests whose step waits for their load, as vLLM was told."""
         self._steps: deque[tuple[float, int]] = deque()
         """Begin of steps under way, and the prompt tokens that they compute."""
         self._step_ended_s = 0.0
@@ -217,10 +222,18 @@ class _SchedulerSide:
         count = self.side.match(
             request.request_id, usable, num_computed_tokens // self._block_size, request.num_tokens
         )
-        return (None, False) if count is None else (count * self._block_size, count > 0)
+        self._quick.discard(request.request_id)
+        if not count:
+            return (None if count is None else 0), False
+        is_quick = self.side.is_quick(request.request_id)
+        if is_quick:
+            self._quick.add(request.request_id)
+        return count * self._block_size, not is_quick
 
     def reserve(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:
-        self.side.reserve(request.request_id, block_ids, num_tokens // self._block_size)
+        request_id = request.request_id
+        is_awaited = request_id in self._quick
+        self.side.reserve(request_id, block_ids, num_tokens // self._block_size, is_awaited=is_awaited)
 
     def finish(self, request: Any) -> None:
         """Have the blocks offloaded that are complete: the last token is not computed, nor what is still in flight."""
@@ -236,6 +249,7 @@ class _SchedulerSide:
             if count > 0:
                 self.side.commit(hashes[:count], list(request.block_hashes[:count]))
         self.side.forget(request_id)
+        self._quick.discard(request_id)
         self._hashes.forget(request_id)
 
     # -- steps
@@ -291,6 +305,10 @@ class _WorkerSide:
         if self._side is not None:
             self._memory.mark()
             self._side.submit(replace(step.orders, saves=()))
+            if any(load.is_awaited for load in step.orders.loads) and not self._side.wait_for_awaited(
+                _AWAITED_S
+            ):
+                raise TimeoutError(f"a load from host memory did not end within {_AWAITED_S:g} s")
 
     def save(self, step: StepOrders) -> None:
         if self._side is not None:
@@ -303,7 +321,7 @@ class _WorkerSide:
         if self._report is None:
             return set()
         self._missing = {block for loaded in self._report.loaded for block in loaded.missing}
-        return {loaded.request_id for loaded in self._report.loaded}
+        return {loaded.request_id for loaded in self._report.loaded if not loaded.is_awaited}
 
     def take_missing(self) -> set[int]:
         missing, self._missing = self._missing, set()
