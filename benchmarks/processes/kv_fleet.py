@@ -40,7 +40,7 @@ _BLOCK_TOKENS = 16
 _ROUNDS = _WORKERS  # each worker is asked each prompt once
 _ANSWER_TOKENS = 4
 _SLOWER_MAX = 1.05
-_SETTLED_S = 1.5
+_SETTLED_S = 3.0
 _SETTLE_MAX_S = 45.0
 _QUICK = {"prompts": 4, "words": 150, "passes": 1}
 _NONE = "none"
@@ -190,7 +190,7 @@ def _name(gb_per_s: float) -> str:
 
 
 def _store_flags(url: str, link: str) -> tuple[str, ...]:
-    fields = {"url": url, "refresh_s": "0.5", "pack_size": "1MiB", "options.endpoint": link}
+    fields = {"url": url, "refresh_s": "2", "pack_size": "1MiB", "options.endpoint": link}
     return tuple(
         part
         for name, value in fields.items()
