@@ -25,8 +25,9 @@ _AHEAD_S = 2.0
 _AHEAD_BLOCKS_MIN = 32
 _SAMPLE_BLOCKS = 64
 _SAMPLE_BYTES = 8 << 20
-_SAMPLE_S = 30.0
-"""A speed that was not measured for so long is measured again in the background, so that no request has to try the tier."""
+_SAMPLE_S, _SAMPLE_FIRST_S = 30.0, 1.0
+"""A speed that was not measured for so long is measured again in the background, so that no request has to try the tier.
+At first sooner, since workers that find a store's first packs at one time measure it together."""
 
 
 class OwnedStore(BlockStore, Protocol):
@@ -120,6 +121,7 @@ class StoredTier:
         self._guarded = GuardedStore(store, self._breaker, timeout_s=_TIMEOUT_S)
         self._speed = MeasuredSpeed()
         self._sample_at_s = 0.0
+        self._sample_s = _SAMPLE_FIRST_S  # until the next sample
         self._store_speed = MeasuredSpeed()
         self._on_change: Callable[[], None] = lambda: None
         self._waiting_blocks = 0  # of loads
@@ -251,7 +253,7 @@ class StoredTier:
     def _measure(self, num_blocks: int, seconds: float) -> None:
         if num_blocks:
             self._speed.measure(num_blocks, seconds)
-            self._sample_at_s = asyncio.get_running_loop().time() + _SAMPLE_S
+            self._sample_at_s = asyncio.get_running_loop().time() + min(self._sample_s, _SAMPLE_S)
 
     def _sample(self) -> None:
         """Load a few blocks to nowhere, if the speed of loads was not measured for a while."""
@@ -264,9 +266,14 @@ class StoredTier:
         self._sample_at_s = now_s + _SAMPLE_S
         started_s = perf_counter()
         nowhere = np.empty((len(hashes), self.block_bytes), np.uint8)
-        self._begin(self._guarded.load(hashes, nowhere)).add_done_callback(
-            lambda ended: self._measure(_result(ended), perf_counter() - started_s)
-        )
+
+        def on_end(ended: "asyncio.Task[int]") -> None:
+            if count := _result(ended):
+                self._speed = MeasuredSpeed()  # the ones before are old
+                self._measure(count, perf_counter() - started_s)
+                self._sample_s = min(2 * self._sample_s, _SAMPLE_S)
+
+        self._begin(self._guarded.load(hashes, nowhere)).add_done_callback(on_end)
 
     def _begin(self, operation: Coroutine[Any, Any, int]) -> "asyncio.Task[int]":
         task = asyncio.get_running_loop().create_task(operation)
