@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tables import deployments, disagg, placements, policies, readme, results
+from tables import deployments, disagg, kv_stores, placements, policies, readme, results
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # for `benchmarks`
@@ -21,7 +21,13 @@ END = "<!-- end of table -->"
 _TABLE = re.compile(rf"<!-- table ([\w-]+): made by tools/docs_tables.py -->\n.*?{END}", re.DOTALL)
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = (
-    readme.TABLES | results.TABLES | disagg.TABLES | placements.TABLES | policies.TABLES | deployments.TABLES
+    readme.TABLES
+    | results.TABLES
+    | disagg.TABLES
+    | kv_stores.TABLES
+    | placements.TABLES
+    | policies.TABLES
+    | deployments.TABLES
 )
 """What makes each table, line by line, by its name."""
 
