@@ -33,7 +33,7 @@ CASES = {
     "both": (True, (*_DEVICES_8, *_HOST)),
 }
 """Whether agents open sessions, and settings of the graph."""
-RATES = (0.1, 0.15, 0.2, 0.25)
+RATES = (0.1, 0.2, 0.25)
 """Agents that start per second, over 8 GPUs; six times as many chats come beside them."""
 TARGET_S = 1.0
 """Limit of the 90th percentile of agents' TTFT."""
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a run, with 8 turns each (default %(default)s)",
     )
     parser.add_argument(
-        "--seeds", type=int, default=2, metavar="N", help="runs of each kind (default %(default)s)"
+        "--seeds", type=int, default=1, metavar="N", help="runs of each kind (default %(default)s)"
     )
     parser.add_argument(
         "--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)"
