@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tables import deployments, disagg, kv_stores, placements, policies, readme, results
+from tables import agents, deployments, disagg, kv_stores, placements, policies, readme, results
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # for `benchmarks`
@@ -22,6 +22,7 @@ _TABLE = re.compile(rf"<!-- table ([\w-]+): made by tools/docs_tables.py -->\n.*
 
 TABLES: dict[str, Callable[[], Iterator[str]]] = (
     readme.TABLES
+    | agents.TABLES
     | results.TABLES
     | disagg.TABLES
     | kv_stores.TABLES
