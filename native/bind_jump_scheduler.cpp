@@ -103,13 +103,17 @@ class BoundScheduler {
     }
 
     void submit(Count number, std::pair<Count, Count> tokens, Count end_tokens, nb::handle hashes, nb::object stream,
-                bool kv_transfer) {
+                bool kv_transfer, int use_kind) {
         const auto [num_prompt, known] = tokens;
         if (num_prompt < 1 || known < num_prompt) {
             throw nb::value_error("tokens: there must be some in the prompt, and none of it unknown");
         }
+        if (use_kind < 0 || use_kind >= static_cast<int>(ReuseTable::kKinds)) {
+            throw nb::value_error("use_kind: must be from 0 to 3");
+        }
         scheduler_.submit({number, known, num_prompt, end_tokens, kv_transfer, copy_hashes(hashes),
-                           std::make_unique<StreamNames>(std::move(stream), block_size_)});
+                           std::make_unique<StreamNames>(std::move(stream), block_size_),
+                           BlockUse{.kind = static_cast<std::uint8_t>(use_kind)}});
     }
 
     void abort(Count number) { scheduler_.abort(number); }
@@ -186,7 +190,7 @@ void bind_jump_scheduler(nb::module_& module) {
         .def("look_again", &BoundScheduler::look_again)
         .def("reorder", &BoundScheduler::reorder, "ageing"_a.none())
         .def("submit", &BoundScheduler::submit, "number"_a, "tokens"_a, "end_tokens"_a, "hashes"_a, "stream"_a,
-             "kv_transfer"_a = false)
+             "kv_transfer"_a = false, "use_kind"_a = 0)
         .def("abort", &BoundScheduler::abort, "number"_a)
         .def("plan", &BoundScheduler::plan)
         .def("commit", &BoundScheduler::commit, "steps"_a)

@@ -3,7 +3,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
 
 #include "pool.hpp"
 
@@ -43,6 +48,21 @@ nb::list make_room(Pool& pool, std::size_t count) {
     return given_up;
 }
 
+// A use of blocks at their release; without a kind there was none.
+void release(Pool& pool, const Ids& ids, std::optional<int> kind, int priority, double until_s) {
+    if (!kind) {
+        pool.release(ids);
+        return;
+    }
+    if (*kind < 0 || *kind >= static_cast<int>(ReuseTable::kKinds) || priority < -8 || priority > 7 ||
+        std::isnan(until_s)) {
+        throw std::invalid_argument("use: needs a kind from 0 to 3, a priority from -8 to 7 and a time, got " +
+                                    std::to_string(*kind) + ", " + std::to_string(priority) + " and " +
+                                    std::to_string(until_s));
+    }
+    pool.release(ids, BlockUse{static_cast<std::uint8_t>(*kind), static_cast<std::int8_t>(priority), until_s});
+}
+
 nb::dict references(const Pool& pool) {
     nb::dict held;
     for (const auto& [id, count] : pool.references()) {
@@ -63,6 +83,13 @@ void bind_pool(nb::module_& module) {
     });
     nb::class_<Pool>(module, "Pool")
         .def(nb::init<std::size_t>(), "num_blocks"_a)
+        .def(
+            "__init__",
+            [](Pool* self, std::size_t num_blocks, const std::string& policy, std::size_t block_size, double token_s,
+               double deeper_s, double load_s) {
+                new (self) Pool(num_blocks, policy_named(policy), block_size, {token_s, deeper_s, load_s});
+            },
+            "num_blocks"_a, "policy"_a, "block_size"_a, "token_s"_a, "deeper_s"_a, "load_s"_a)
         .def_prop_ro("num_available", &Pool::num_available)
         .def_prop_ro("num_active", &Pool::num_active)
         .def_prop_ro("num_cached", &Pool::num_cached)
@@ -71,7 +98,9 @@ void bind_pool(nb::module_& module) {
         .def("acquire", [](Pool& pool, const Ids& ids) { pool.acquire(ids); }, "ids"_a)
         .def("make_room", &make_room, "count"_a)
         .def("allocate", &Pool::allocate, "count"_a)
-        .def("release", [](Pool& pool, const Ids& ids) { pool.release(ids); }, "ids"_a)
+        .def("release", &release, "ids"_a, "kind"_a.none() = nb::none(), "priority"_a = 0,
+             "until_s"_a = std::numeric_limits<double>::infinity())
+        .def("expire", &Pool::expire, "now_s"_a)
         .def(
             "commit",
             [](Pool& pool, const Ids& ids, const Hashes& hashes, std::optional<std::uint64_t> parent) {

@@ -20,7 +20,7 @@ void JumpScheduler::submit(Arrival arrival) {
     auto sequence = std::make_unique<JumpSequence>(
         JumpSequence{arrival.number, arrival.known, arrival.num_prompt, arrival.end_tokens,
                      arrival.known - arrival.num_prompt, arrival.kv_transfer, std::move(arrival.hashes),
-                     std::move(arrival.names)});
+                     std::move(arrival.names), arrival.use});
     sequence->since_tokens = clock_tokens_;
     waiting_.push(*sequence);
     if (waiting_.is_shortest_first()) {
@@ -152,7 +152,7 @@ Count JumpScheduler::longest_jump() const {
 
 // Put a running sequence back to the front of the queue.
 void JumpScheduler::preempt(JumpSequence& sequence) {
-    leave(sequence);
+    leave(sequence, true);
     waiting_.push_front(sequence);
     ++preemptions_;
 }
@@ -242,8 +242,8 @@ void JumpScheduler::publish(JumpSequence& sequence, Count computed) {
     sequence.parent = hashes.back().low;
 }
 
-// Take a sequence out of the batch, and give its blocks back.
-void JumpScheduler::leave(JumpSequence& sequence) {
+// Take a sequence out of the batch, and give its blocks back; one that does not come back has used them.
+void JumpScheduler::leave(JumpSequence& sequence, bool comes_back) {
     batch_.leave(sequence);
     if (tiers_ != nullptr) {
         tiers_->cancel(sequence.number);
@@ -253,7 +253,7 @@ void JumpScheduler::leave(JumpSequence& sequence) {
         sequence.name(sequence.published);
         tiers_->offload(std::span(sequence.hashes).first(at(sequence.published)));
     }
-    pool_.release(sequence.blocks);
+    pool_.release(sequence.blocks, comes_back ? std::nullopt : std::optional(sequence.use));
     sequence.blocks.clear();
     sequence.published = sequence.computed = 0;
     sequence.parent.reset();

@@ -28,6 +28,7 @@ struct Arrival {
     bool kv_transfer; // its KV goes to another worker, which is told how far its prompt is
     std::vector<Hash> hashes;
     std::unique_ptr<const Names> names;
+    BlockUse use = {}; // what it uses its blocks for
 };
 
 // What comes next: `steps` decode steps, or one step that computes parts of prompts beside decoding.
@@ -151,7 +152,7 @@ class JumpScheduler {
     void preempt(JumpSequence& sequence);
     void take_prompt(JumpSequence& sequence, Count amount);
     void publish(JumpSequence& sequence, Count computed);
-    void leave(JumpSequence& sequence);
+    void leave(JumpSequence& sequence, bool comes_back = false);
     void drop_aborted();
     Told tell(JumpSequence& sequence, Count known, bool is_end);
 

@@ -1,14 +1,11 @@
 #include "pool.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <ranges>
 #include <string>
 
 namespace penstock {
 namespace {
-
-constexpr std::size_t kFirstSlots = 64;
 
 std::string name(BlockId id) { return "block " + std::to_string(id); }
 
@@ -21,51 +18,9 @@ void require(bool condition, const std::string& otherwise) {
 
 }  // namespace
 
-void HashIndex::insert(Hash hash, BlockId id) {
-    if (2 * (size_ + 1) > slots_.size()) {
-        grow();
-    }
-    place({tag_of(hash), id});
-    ++size_;
-}
-
-void HashIndex::erase(Hash hash, BlockId id) {
-    std::size_t gap = home(tag_of(hash));
-    while (slots_[gap].id != id) {
-        gap = next(gap);
-    }
-    // What follows moves up, unless that would be before its home.
-    const std::size_t mask = slots_.size() - 1;
-    for (std::size_t at = next(gap); slots_[at].id != kEmpty; at = next(at)) {
-        if (((at - home(slots_[at].tag)) & mask) >= ((at - gap) & mask)) {
-            slots_[gap] = slots_[at];
-            gap = at;
-        }
-    }
-    slots_[gap] = {};
-    --size_;
-}
-
-void HashIndex::clear() {
-    std::ranges::fill(slots_, Slot{});
-    size_ = 0;
-}
-
-void HashIndex::place(Slot slot) {
-    std::size_t at = home(slot.tag);
-    while (slots_[at].id != kEmpty) {
-        at = next(at);
-    }
-    slots_[at] = slot;
-}
-
-void HashIndex::grow() {
-    const std::vector<Slot> old = std::exchange(slots_, std::vector<Slot>(std::max(kFirstSlots, 2 * slots_.size())));
-    shift_ = 32 - std::countr_zero(slots_.size());
-    for (const Slot slot : old) {
-        if (slot.id != kEmpty) {
-            place(slot);
-        }
+Pool::Pool(std::size_t num_blocks, PolicyKind policy, std::size_t block_size, PrefillPrice price) : num_blocks_(num_blocks) {
+    if (policy != PolicyKind::kLru) {
+        eviction_.emplace(policy, num_blocks, block_size, price);
     }
 }
 
@@ -104,11 +59,7 @@ std::vector<GivenUp> Pool::make_room(std::size_t count) {
     if (count > num_available() || count <= num_without_eviction()) {
         return given_up;
     }
-    count -= num_without_eviction();
-    std::vector<BlockId> victims;
-    for (BlockId id = first_idle_; victims.size() < count; id = at(id).after) {
-        victims.push_back(id);
-    }
+    const std::vector<BlockId> victims = evict(count - num_without_eviction());
     for (const BlockId id : std::views::reverse(victims)) {  // of one sequence the first block is unused for the least time
         const Block& block = at(id);
         if (given_up.empty() || !block.has_parent || block.parent != given_up.back().hashes.back().low) {
@@ -118,7 +69,6 @@ std::vector<GivenUp> Pool::make_room(std::size_t count) {
         given_up.back().hashes.push_back(block.hash);
     }
     std::ranges::reverse(given_up);
-    evict(count);
     return given_up;
 }
 
@@ -143,12 +93,15 @@ std::optional<std::vector<BlockId>> Pool::allocate(std::size_t count) {
     return ids;
 }
 
-void Pool::release(std::span<const BlockId> ids) {
+void Pool::release(std::span<const BlockId> ids, const std::optional<BlockUse>& use) {
     for (std::size_t index = ids.size(); index-- > 0;) {
         const BlockId id = ids[index];
         Block& block = at(id);
         if (block.references == 0) {
             throw Broken(name(id) + " was released more often than it was taken");
+        }
+        if (use && eviction_ && block.is_cached) {
+            eviction_->use(id, *use);
         }
         if (--block.references == 0) {
             if (block.is_cached) {
@@ -183,6 +136,9 @@ void Pool::commit(std::span<const BlockId> ids, std::span<const Hash> hashes, st
         block.has_parent = before.has_value();
         block.parent = before.value_or(0);
         index_.insert(block.hash, id);
+        if (eviction_) {
+            enter_cache(id, block);
+        }
     }
     tell_stored(hashes, run_begin, hashes.size(), parent);
 }
@@ -196,15 +152,25 @@ void Pool::forget(std::span<const BlockId> ids) {
         if (block.is_cached) {
             index_.erase(block.hash, id);
             block.is_cached = false;
+            if (eviction_) {
+                eviction_->forgotten(id);
+                leave_cache(block);
+            }
             tell_removed(block.hash);
         }
     }
 }
 
 void Pool::reset() {
+    if (eviction_) {
+        eviction_->reset();
+        nodes_ = {};
+    }
     while (first_idle_ != kNone) {
-        free_.push_back(first_idle_);
-        unlink_idle(first_idle_);
+        const BlockId id = first_idle_;
+        free_.push_back(id);
+        at(id).is_cached = false;
+        unlink_idle(id);
     }
     for (Block& block : blocks_) {
         block.is_cached = false;
@@ -269,6 +235,9 @@ void Pool::check() const {
     }
     require(num_idle == num_idle_, "an idle block is not in the list");
     require(num_cached == index_.size(), "a hash names no block");
+    if (eviction_) {
+        check_leaves();
+    }
 }
 
 Pool::Block& Pool::at(BlockId id) { return const_cast<Block&>(std::as_const(*this).at(id)); }
@@ -291,6 +260,9 @@ void Pool::append_idle(BlockId id) {
     (last_idle_ == kNone ? first_idle_ : at(last_idle_).after) = id;
     last_idle_ = id;
     ++num_idle_;
+    if (eviction_) {
+        enter_idle(id, block);
+    }
 }
 
 void Pool::unlink_idle(BlockId id) {
@@ -298,18 +270,109 @@ void Pool::unlink_idle(BlockId id) {
     (block.before == kNone ? first_idle_ : at(block.before).after) = block.after;
     (block.after == kNone ? last_idle_ : at(block.after).before) = block.before;
     --num_idle_;
+    if (eviction_ && block.is_cached) {
+        leave_idle(id, block);
+    }
 }
 
-void Pool::evict(std::size_t count) {
-    for (; count > 0; --count) {
-        const BlockId id = first_idle_;
+std::vector<BlockId> Pool::evict(std::size_t count) {
+    std::vector<BlockId> gone;
+    gone.reserve(count);
+    while (gone.size() < count) {
+        // Without a leaf the parents lead in a circle: no chain of hashes does, but callers may err.
+        const BlockId id = eviction_ ? eviction_->victim().value_or(first_idle_) : first_idle_;
         Block& block = at(id);
         unlink_idle(id);
         index_.erase(block.hash, id);
         block.is_cached = false;
+        if (eviction_) {
+            eviction_->evicted(id, block.hash);
+            leave_cache(block);
+        }
         free_.push_back(id);
         tell_removed(block.hash);
+        gone.push_back(id);
     }
+    return gone;
+}
+
+// ---- Leaves: idle blocks that are no idle block's parent
+
+void Pool::enter_cache(BlockId id, const Block& block) {
+    const Node* parent = block.has_parent ? nodes_.find(block.parent) : nullptr;
+    const std::int32_t depth = parent != nullptr && parent->num_cached > 0 ? parent->depth + 1 : 0;
+    Node& node = nodes_.find_or_insert(block.hash.low);
+    ++node.num_cached;
+    node.depth = depth;
+    eviction_->commit(id, block.hash, depth);
+}
+
+void Pool::leave_cache(const Block& block) {
+    Node& node = *nodes_.find(block.hash.low);
+    if (node.num_cached == 1 && node.idle_children == 0) {
+        nodes_.erase(block.hash.low);
+    } else {
+        --node.num_cached;
+    }
+}
+
+void Pool::enter_idle(BlockId id, const Block& block) {
+    Node& node = *nodes_.find(block.hash.low);
+    node.idle = id;
+    if (node.idle_children == 0) {
+        eviction_->add_leaf(id);
+    }
+    if (block.has_parent) {
+        Node& parent = nodes_.find_or_insert(block.parent);
+        if (++parent.idle_children == 1 && parent.idle != kNone && eviction_->is_leaf(parent.idle)) {
+            eviction_->remove_leaf(parent.idle);
+        }
+    }
+}
+
+void Pool::leave_idle(BlockId id, const Block& block) {
+    Node& node = *nodes_.find(block.hash.low);
+    if (node.idle == id) {
+        node.idle = kNone;
+    }
+    if (eviction_->is_leaf(id)) {
+        eviction_->remove_leaf(id);
+    }
+    eviction_->hold(id);
+    if (block.has_parent) {
+        Node& parent = *nodes_.find(block.parent);
+        if (parent.idle_children == 1 && parent.idle != kNone && !eviction_->is_leaf(parent.idle)) {
+            eviction_->add_leaf(parent.idle);
+        }
+        if (parent.idle_children == 1 && parent.num_cached == 0) {
+            nodes_.erase(block.parent);
+        } else {
+            --parent.idle_children;
+        }
+    }
+}
+
+void Pool::check_leaves() const {
+    std::size_t num_children = 0;
+    std::size_t num_with_parent = 0;
+    std::size_t num_nodes = 0;
+    nodes_.for_each([&](std::uint64_t, const Node& node) {
+        num_children += static_cast<std::size_t>(node.idle_children);
+        num_nodes += static_cast<std::size_t>(node.num_cached);
+        if (node.idle != kNone) {
+            require(at(node.idle).is_idle(), name(node.idle) + " is known as idle");
+            require(eviction_->is_leaf(node.idle) == (node.idle_children == 0), name(node.idle) + ": a leaf has no idle children");
+        }
+    });
+    for (std::size_t index = 0; index < blocks_.size(); ++index) {
+        const Block& block = blocks_[index];
+        num_with_parent += block.is_idle() && block.has_parent;
+        require(block.is_idle() || !eviction_->is_leaf(static_cast<BlockId>(index)),
+                name(static_cast<BlockId>(index)) + " may go, but is not idle");
+    }
+    require(num_children == num_with_parent, "a parent's children are counted wrong");
+    require(num_nodes == index_.size(), "a cached block has no node");
+    eviction_->check();
 }
 
 void Pool::tell_removed(Hash hash) {

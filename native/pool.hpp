@@ -4,7 +4,6 @@
 
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -13,11 +12,12 @@
 #include <utility>
 #include <vector>
 
+#include "eviction.hpp"
+#include "flat_map.hpp"
+#include "hash_index.hpp"
 #include "hashing.hpp"
 
 namespace penstock {
-
-using BlockId = std::int32_t;
 
 // A caller broke the contract, or the state contradicts itself.
 struct Broken : std::logic_error {
@@ -40,66 +40,17 @@ struct GivenUp {
     std::optional<std::uint64_t> parent;  // low half of the block before the first
 };
 
-// Finds blocks by their hash: open addressing with linear probing, never more than half full.
-//
-// A slot holds 32 bits of the hash, which say where it belongs and are all that most probes read, and a block's id.
-class HashIndex {
-  public:
-    std::size_t size() const { return size_; }
-
-    // The block of that hash, or -1; `hash_of(id)` gives the hash of a block in the index.
-    template <class HashOf>
-    BlockId find(Hash hash, const HashOf& hash_of) const {
-        if (slots_.empty()) {
-            return kEmpty;
-        }
-        const std::uint32_t tag = tag_of(hash);
-        for (std::size_t at = home(tag);; at = next(at)) {
-            const Slot slot = slots_[at];
-            if (slot.id == kEmpty || (slot.tag == tag && hash_of(slot.id) == hash)) {
-                return slot.id;
-            }
-        }
-    }
-
-    // The hash must not be there yet.
-    void insert(Hash hash, BlockId id);
-
-    // The block must be there under that hash.
-    void erase(Hash hash, BlockId id);
-
-    void clear();
-
-  private:
-    static constexpr BlockId kEmpty = -1;
-
-    struct Slot {
-        std::uint32_t tag = 0;
-        BlockId id = kEmpty;
-    };
-
-    // Hashes may be anything: the high bits of a product depend on all bits of its factors.
-    static std::uint32_t tag_of(Hash hash) {
-        return static_cast<std::uint32_t>(((hash.low ^ std::rotl(hash.high, 32)) * 0x9e3779b97f4a7c15) >> 32);
-    }
-
-    std::size_t home(std::uint32_t tag) const { return tag >> shift_; }
-    std::size_t next(std::size_t at) const { return (at + 1) & (slots_.size() - 1); }
-    void place(Slot slot);
-    void grow();
-
-    std::vector<Slot> slots_;  // a power of two
-    std::size_t size_ = 0;
-    int shift_ = 32;
-};
-
 // Reference-counted blocks with a prefix cache; its memory grows with the blocks that were ever used.
 //
 // A block is free, referenced by at least one sequence, or idle: cached and referenced by nobody. Idle blocks are in
-// a list, longest unused first, and are given up from there when free ones run out.
+// a list, longest unused first, and are given up from there when free ones run out; with another policy than lru
+// `Eviction` says which goes, and none before the idle blocks that have it as their parent.
 class Pool {
   public:
     explicit Pool(std::size_t num_blocks) : num_blocks_(num_blocks) {}
+
+    // With a policy; `block_size` and the price are for those that ask what a block costs.
+    Pool(std::size_t num_blocks, PolicyKind policy, std::size_t block_size, PrefillPrice price);
 
     std::size_t num_available() const { return num_blocks_ - blocks_.size() + free_.size() + num_idle_; }
     std::size_t num_active() const { return num_blocks_ - num_available(); }
@@ -120,8 +71,16 @@ class Pool {
     // Take blocks with one reference each, evicting as needed; nothing if there are not as many.
     std::optional<std::vector<BlockId>> allocate(std::size_t count);
 
-    // Drop one reference each, the last block first. Throws Broken at one that nobody holds.
-    void release(std::span<const BlockId> ids);
+    // Drop one reference each, the last block first, at the end of a request's use of them if there was one. Throws
+    // Broken at one that nobody holds.
+    void release(std::span<const BlockId> ids, const std::optional<BlockUse>& use = std::nullopt);
+
+    // Priorities of uses up to that time end.
+    void expire(double now_s) {
+        if (eviction_) {
+            eviction_->expire(now_s);
+        }
+    }
 
     // Publish blocks; those of hashes that are resident stay private. `parent` comes before the first. Throws
     // std::invalid_argument without as many hashes, Broken at a block that was published before or nobody holds.
@@ -159,13 +118,28 @@ class Pool {
         bool is_idle() const { return references == 0 && is_cached; }
     };
 
+    // A cached block by the low half of its hash, and the idle ones that have it as their parent.
+    struct Node {
+        std::int32_t num_cached = 0;
+        std::int32_t idle_children = 0;
+        std::int32_t depth = 0;
+        BlockId idle = kNone;
+
+        bool vacant() const { return num_cached == 0 && idle_children == 0; }
+    };
+
     Block& at(BlockId id);
     const Block& at(BlockId id) const;
     BlockId find(Hash hash) const;
     void append_idle(BlockId id);
     void unlink_idle(BlockId id);
     std::size_t num_without_eviction() const { return num_available() - num_idle_; }
-    void evict(std::size_t count);
+    std::vector<BlockId> evict(std::size_t count);
+    void enter_cache(BlockId id, const Block& block);
+    void leave_cache(const Block& block);
+    void enter_idle(BlockId id, const Block& block);
+    void leave_idle(BlockId id, const Block& block);
+    void check_leaves() const;
     void tell_removed(Hash hash);
     void tell_stored(std::span<const Hash> hashes, std::size_t begin, std::size_t end,
                      std::optional<std::uint64_t> parent);
@@ -178,6 +152,8 @@ class Pool {
     std::size_t num_idle_ = 0;
     HashIndex index_;
     std::vector<Change> changes_;
+    std::optional<Eviction> eviction_;  // nothing: lru
+    FlatMap<Node> nodes_;               // with a policy
 };
 
 }  // namespace penstock

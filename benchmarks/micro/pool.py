@@ -14,8 +14,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.ids import BlockId
 from penstock.core.native import native
 from penstock.core.wire import HashArray
-from penstock.kv.pool.eviction import Lru
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool.use import BlockUse
 
 _POOL_REQUESTS = 37
 """Requests that fill the pool: about those of an 8B model on one H100 with prompts of 12,000 tokens."""
@@ -24,10 +24,7 @@ _CHUNK_BLOCKS = 128
 """Blocks committed at once: 8,192 tokens of 64 a block."""
 _PREFIXES = 40
 _OUTPUT_BLOCKS = 4
-
-
-class _LruReference(Lru):
-    """A policy that the native pool does not know, so that the Python reference runs."""
+_USE = BlockUse()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +43,12 @@ def run(options: argparse.Namespace) -> Report:
     figures: dict[str, float] = {}
     for blocks in options.blocks:
         prompts = list(_prompts(np.random.default_rng(options.seed), blocks, rounds * requests))
-        for name, eviction in (("pool", Lru()), ("pool_reference", _LruReference())):
-            pool = BlockPool(_POOL_REQUESTS * blocks, block_size=64, eviction=eviction)
+        pools = {
+            "pool": BlockPool(_POOL_REQUESTS * blocks, block_size=64),
+            "pool_seconds": BlockPool(_POOL_REQUESTS * blocks, block_size=64, eviction="seconds"),
+            "pool_reference": BlockPool(_POOL_REQUESTS * blocks, block_size=64, in_python=True),
+        }
+        for name, pool in pools.items():
             seconds = _serve(pool, prompts, requests)
             samples[f"{name}_request_s_{blocks}_blocks"] = seconds
             figures[f"{name}_request_us_{blocks}_blocks"] = statistics.median(seconds) * 1e6
@@ -94,7 +95,7 @@ def _serve(pool: BlockPool, prompts: list[HashArray], requests: int) -> list[flo
         for hashes in prompts[start : start + requests]:
             live.append(_admit(pool, hashes))
             if len(live) > _LIVE_REQUESTS:
-                pool.release(live.popleft())
+                pool.release(live.popleft(), _USE)
                 pool.take_events()
         seconds.append((time.process_time() - begin) / requests)
     return seconds

@@ -1,22 +1,16 @@
-import random
+"""Every eviction policy, native and in Python."""
 
-from penstock.kv.pool.eviction import Lru
+from typing import get_args
+
+import pytest
+
+from penstock.kv.pool.use import EvictionPolicy
 from penstock.testing.eviction import EvictionPolicySuite
 
 
-class TestLru(EvictionPolicySuite):
-    def make(self):
-        return Lru()
-
-
-class Anything:
-    def __init__(self):
-        self.random = random.Random(0)
-
-    def victims(self, candidates, count):
-        return self.random.sample(list(candidates), count)
-
-
-class TestAnything(EvictionPolicySuite):
-    def make(self):
-        return Anything()
+@pytest.mark.parametrize("in_python", [False, True], ids=["native", "reference"])
+@pytest.mark.parametrize("policy", get_args(EvictionPolicy))
+class TestPolicies(EvictionPolicySuite):
+    @pytest.fixture(autouse=True)
+    def choose(self, policy, in_python):
+        self.policy, self.in_python = policy, in_python

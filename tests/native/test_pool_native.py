@@ -1,5 +1,7 @@
 """The native block pool beside its Python reference, call by call: good calls in any order, and bad ones."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -7,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.core.native import native
-from penstock.kv.pool.eviction import Lru
 from penstock.kv.pool.reference import ReferencePool
+from penstock.kv.pool.use import PrefillPrice
 
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 NUM_BLOCKS = 12
@@ -16,14 +18,23 @@ block_ids = st.integers(0, NUM_BLOCKS - 1)
 # Few names, so that they come again; halves of them differ in one word only, or are in each other's place.
 halves = st.sampled_from([0, 1, 2, 1 << 63, (1 << 64) - 1])
 names = st.tuples(halves, halves)
+until = st.sampled_from([1.0, 2.0, math.inf])
+
+
+def make_pools(num_blocks, policy):
+    price = (1.0, 0.01, 4.0)
+    native_pool = native.Pool(num_blocks, policy, 16, *price)
+    return native_pool, ReferencePool(num_blocks, policy, 16, PrefillPrice(*price))
 
 
 class PoolPair(RuleBasedStateMachine):
     """Calls that no engine makes in this order; whatever the reference answers, the native pool does too."""
 
+    policy = "lru"
+
     def __init__(self):
         super().__init__()
-        self.pools = (native.Pool(NUM_BLOCKS), ReferencePool(NUM_BLOCKS, Lru()))
+        self.pools = make_pools(NUM_BLOCKS, self.policy)
         self.held = []
 
     def both(self, method, *arguments):
@@ -58,11 +69,11 @@ class PoolPair(RuleBasedStateMachine):
         self.both("acquire", found)
         self.held += found
 
-    @rule(data=st.data())
-    def release(self, data):
+    @rule(data=st.data(), use=st.none() | st.tuples(st.integers(0, 3), st.integers(-8, 7), until))
+    def release(self, data, use):
         count = data.draw(st.integers(0, len(self.held)))
         given = data.draw(st.permutations(self.held))[:count]
-        self.both("release", given)
+        self.both("release", given, *(use or ()))
         for block_id in given:
             self.held.remove(block_id)
 
@@ -79,6 +90,10 @@ class PoolPair(RuleBasedStateMachine):
     @rule(block_id=block_ids)
     def forget_any(self, block_id):
         self.both("forget", [block_id])
+
+    @rule(now_s=st.integers(0, 3))
+    def expire(self, now_s):
+        self.both("expire", float(now_s))
 
     @rule()
     def reset(self):
@@ -102,15 +117,63 @@ class PoolPair(RuleBasedStateMachine):
         self.take_changes()
 
 
+class LfuPair(PoolPair):
+    policy = "lfu"
+
+
+class ArcPair(PoolPair):
+    policy = "arc"
+
+
+class S3FifoPair(PoolPair):
+    policy = "s3-fifo"
+
+
+class SecondsPair(PoolPair):
+    policy = "seconds"
+
+
 PoolPair.TestCase.settings = settings(max_examples=3 * settings.default.max_examples, stateful_step_count=50)
 TestPoolPair = PoolPair.TestCase
+TestLfuPair = LfuPair.TestCase
+TestArcPair = ArcPair.TestCase
+TestS3FifoPair = S3FifoPair.TestCase
+TestSecondsPair = SecondsPair.TestCase
+for pair in (TestLfuPair, TestArcPair, TestS3FifoPair, TestSecondsPair):
+    pair.settings = settings(stateful_step_count=50)
+
+
+@pytest.mark.parametrize("policy", ["lfu", "arc", "s3-fifo", "seconds"])
+def test_policies_evict_alike_through_thousands_of_requests(policy):
+    """Chats, one-shot prompts behind shared prefixes and scans: enough that `seconds` learns and forgets."""
+    rng = np.random.default_rng(0)
+    pools = make_pools(400, policy)
+    chats = [rng.integers(0, 1 << 63, (60, 2), dtype=np.uint64) for _ in range(40)]
+    for number in range(1500):
+        chat = (
+            chats[int(rng.integers(40))] if number % 3 else rng.integers(0, 1 << 63, (20, 2), dtype=np.uint64)
+        )
+        hashes = chat[: int(rng.integers(1, len(chat)))]
+        use = (int(rng.integers(4)), 0 if number % 7 else int(rng.integers(-8, 8)), float(number + 50))
+        answers = []
+        for pool in pools:
+            hits = pool.match(hashes)
+            pool.acquire(hits)
+            blocks = hits + pool.allocate(len(hashes) - len(hits))
+            pool.commit(blocks, hashes, None)
+            pool.release(blocks, *use)
+            pool.expire(float(number))
+            answers.append((blocks, pool.take_changes()))
+        assert answers[0] == answers[1]
+    for pool in pools:
+        pool.check()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_pool_of_thousands_through_many_evictions(seed):
     """Enough that the index grows, moves its entries up and wraps around."""
     rng = np.random.default_rng(seed)
-    pools = native.Pool(3000), ReferencePool(3000, Lru())
+    pools = make_pools(3000, "lru")
     names = rng.integers(0, 1 << 63, (8000, 2), dtype=np.uint64)
     for _ in range(300):
         start = int(rng.integers(0, 7900))
@@ -151,6 +214,9 @@ def test_arrays_need_not_be_writable_or_contiguous():
         ("acquire", [[-1]], AssertionError),
         ("acquire", [[8]], AssertionError),
         ("release", [[1 << 31]], TypeError),
+        ("release", [[0], 4], ValueError),
+        ("release", [[0], 0, 8], ValueError),
+        ("release", [[0], 0, 0, math.nan], ValueError),
         ("count_idle", [[8]], AssertionError),
         ("allocate", [-1], TypeError),
         ("make_room", [-1], TypeError),

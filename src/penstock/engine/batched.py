@@ -24,6 +24,7 @@ from penstock.engine.scheduling.sequences import SequenceLimits, StepPlan
 from penstock.kv.manager.break_even import BreakEven
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool.use import PrefillPrice
 from penstock.kv.sessions.actions import KvActions
 
 _log = log.get_logger()
@@ -44,6 +45,7 @@ class BatchedEngine:
         *,
         hash_key: bytes = DEFAULT_KEY,
         make_tiers: TierMaker | None = None,
+        price: PrefillPrice | None = None,
     ) -> None:
         """Make an engine; `start` loads the model.
 
@@ -52,11 +54,13 @@ class BatchedEngine:
             config: bounds of batch and queue.
             hash_key: the deployment's key for block hashes.
             make_tiers: makes the tiers below the device; None without.
+            price: what a lost block costs, for eviction; None is that of an 8B model on an H100, about.
         """
         self.by_role: Mapping[Role, SchedulerConfig] = {}
         """Scheduler settings of roles that differ from `config`. The number of batch slots stays that of `config`."""
         self._runner = runner
         self._make_tiers = make_tiers
+        self._price = price
         self._kv: KvManager | None = None
         self._break_even: BreakEven | None = None
         self._own = self._config = config or SchedulerConfig()
@@ -85,7 +89,7 @@ class BatchedEngine:
             vocab_size=runner.vocab_size,
             hash_key=self._hash_key,
         )
-        pool = BlockPool(runner.num_blocks, runner.block_size)
+        pool = BlockPool(runner.num_blocks, runner.block_size, self._config.eviction, price=self._price)
         self._kv = await self._make_kv(pool, runner)
         eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
         scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids, kv=self._kv)

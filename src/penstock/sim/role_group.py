@@ -125,6 +125,7 @@ class RoleGroup:
             order=self.spec.prompt_order,
             ageing=self.spec.prompt_ageing,
             sessions=self.spec.sessions,
+            eviction=self.spec.kv.eviction,
         )
         if exact:
             return ExactEngine(self.latency, info, scheduler, pace, stream_of, lower_tiers=self.lower_tiers)

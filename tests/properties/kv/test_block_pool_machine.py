@@ -1,5 +1,8 @@
 """The block pool against a model that keeps whole prefixes in plain dicts and lists."""
 
+import math
+from contextlib import contextmanager
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -8,8 +11,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored
 from penstock.core.wire import unpack_hashes
-from penstock.kv.pool.eviction import Lru
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool.use import BlockUse
 
 NUM_BLOCKS = 6
 BLOCK_SIZE = 2
@@ -31,17 +34,14 @@ class Sequence:
         self.committed = committed
 
 
-class LruInPython(Lru):
-    """Whatever is not `Lru` itself runs in Python."""
-
-
 class BlockPoolMachine(RuleBasedStateMachine):
     sequences = Bundle("sequences")
-    eviction = None
+    eviction = "lru"
+    in_python = False
 
     def __init__(self):
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, eviction=self.eviction)
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, eviction=self.eviction, in_python=self.in_python)
         self.live = []  # model: every sequence that holds blocks
         self.cache = {}  # model: prefix text -> block id
         self.unused_since = {}  # model: prefix text -> when it became idle
@@ -121,9 +121,12 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.cache.setdefault(sequence.text[: index + 1], sequence.block_ids[index])
         sequence.committed = max(start, end)
 
-    @rule(sequence=consumes(sequences))
-    def release(self, sequence):
-        self.pool.release(sequence.block_ids)
+    @rule(
+        sequence=consumes(sequences),
+        use=st.none() | st.builds(BlockUse, priority=st.integers(-1, 1), until_s=st.just(math.inf)),
+    )
+    def release(self, sequence, use):
+        self.pool.release(sequence.block_ids, use)
         self.live.remove(sequence)
         for end in range(len(sequence.text), 0, -1):
             prefix = sequence.text[:end]
@@ -132,14 +135,21 @@ class BlockPoolMachine(RuleBasedStateMachine):
                 self.clock += 1
                 self.unused_since[prefix] = self.clock
 
+    @contextmanager
+    def evicting(self):
+        """`expect_allocated` took from the model what the pool has to evict."""
+        yield
+
     @rule(count=st.integers(0, NUM_BLOCKS + 1))
     def make_room(self, count):
         before, parents = dict(self.cache), []
-        if count <= self.available():
-            self.expect_allocated(count)
+        with self.evicting():
+            if count <= self.available():
+                self.expect_allocated(count)
+            chains = self.pool.make_room(count)
         gone = {prefix: block_id for prefix, block_id in before.items() if prefix not in self.cache}
         told = {}
-        for chain in self.pool.make_room(count):
+        for chain in chains:
             names = [tuple(row) for row in chain.block_hashes.tolist()]
             told.update(zip(names, chain.block_ids, strict=True))
             parents += zip(names, [chain.parent, *(low for low, _ in names)], strict=False)
@@ -187,7 +197,47 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 class TwinMachine(BlockPoolMachine):
-    eviction = LruInPython()
+    in_python = True
+
+
+class KeyedMachine(BlockPoolMachine):
+    """Other policies: the model lets the pool choose, but an idle child goes before its parent."""
+
+    eviction = "seconds"
+
+    def expect_allocated(self, count):
+        self.idle_before = set(self.idle())
+        self.num_to_evict = max(0, count - (self.available() - len(self.idle_before)))
+
+    @contextmanager
+    def evicting(self):
+        """Take from the model what the pool evicted."""
+        self.idle_before, self.num_to_evict = set(), 0
+        yield
+        resident = {tuple(row) for row in self.pool.resident_hashes().tolist()}
+        gone = {prefix for prefix in self.cache if tuple(hashes_of(prefix)[-1].tolist()) not in resident}
+        assert gone <= self.idle_before, "a pinned block was evicted"
+        assert len(gone) == self.num_to_evict
+        for prefix in self.idle_before - gone:
+            assert prefix[:-1] not in gone, "a parent was evicted before its child"
+        for prefix in gone:
+            del self.cache[prefix]
+
+    def grow(self, sequence, count):
+        with self.evicting():
+            return super().grow(sequence, count)
+
+
+class LfuMachine(KeyedMachine):
+    eviction = "lfu"
+
+
+class ArcMachine(KeyedMachine):
+    eviction = "arc"
+
+
+class S3FifoMachine(KeyedMachine):
+    eviction = "s3-fifo"
 
 
 BlockPoolMachine.TestCase.settings = settings(
@@ -197,3 +247,9 @@ BlockPoolMachine.TestCase.settings = settings(
 TwinMachine.TestCase.settings = settings(stateful_step_count=50)
 TestBlockPoolMachine = BlockPoolMachine.TestCase
 TestTwinMachine = TwinMachine.TestCase
+TestSecondsMachine = KeyedMachine.TestCase
+TestLfuMachine = LfuMachine.TestCase
+TestArcMachine = ArcMachine.TestCase
+TestS3FifoMachine = S3FifoMachine.TestCase
+for machine in (TestSecondsMachine, TestLfuMachine, TestArcMachine, TestS3FifoMachine):
+    machine.settings = TwinMachine.TestCase.settings

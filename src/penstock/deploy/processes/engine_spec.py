@@ -108,5 +108,6 @@ def _scheduler(role: RoleSpec) -> SchedulerConfig:
         order=role.prompt_order,
         ageing=role.prompt_ageing,
         sessions=role.sessions,
+        eviction=role.kv.eviction,
         **{name: value for name, value in others.items() if value is not None},
     )

@@ -9,6 +9,7 @@ import pydantic
 from penstock.core.config import Config, wrong
 from penstock.core.types.events import Tier
 from penstock.engine.kv_tiers.size import Size, TierSize
+from penstock.kv.pool.use import EvictionPolicy
 from penstock.seams.kv import Admission, OffloadPolicy
 
 _NONE = TierSize(0, "B")
@@ -130,7 +131,10 @@ class ObjectConfig(_LowerTier):
 
 
 class KvConfig(Config):
-    """KV tiers below the devices of each worker: a size as `8GiB`, or a multiple of the device's blocks as `5x`; 0 is no tier."""
+    """KV of each worker: eviction, and the tiers below its devices: a size as `8GiB`, or a multiple of the device's blocks as `5x`; 0 is no tier."""
+
+    eviction: EvictionPolicy = "seconds"
+    """Which unused block a full device evicts first: the one with the fewest expected `seconds` lost, from a learned chance of reuse and the price of computing it; `lru`, `lfu`, `arc` or `s3-fifo`. For engines mock and paged and simulated ones; others evict as they do."""
 
     host: Size = _NONE
     """Memory of the workers' host: keeps blocks of requests that leave the batch, and loads them where that is quicker than computing. Bytes are divided among the role's workers on a host, and each worker loads the blocks of all of them."""

@@ -25,6 +25,7 @@ from penstock.engine.runner import RunnerInfo, end_tokens_within
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.sampling import position_keys
 from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
+from penstock.kv.pool.use import PrefillPrice
 
 _SLEEP_S_MIN = 0.001
 """Shorter sleeps are saved up: timers are no finer, and cost more than such a step."""
@@ -245,5 +246,8 @@ def mock_engine(
         hash_key: the deployment's key for block hashes.
         make_tiers: makes the KV tiers below its device; None without.
     """
-    runner = MockRunner(shape, config or MockConfig())
-    return MockEngine(runner, scheduler, hash_key=hash_key, make_tiers=make_tiers)
+    config = config or MockConfig()
+    runner = MockRunner(shape, config)
+    timing = config.timing
+    price = PrefillPrice(timing.prefill_s_per_token, timing.prefill_s_per_token2)
+    return MockEngine(runner, scheduler, hash_key=hash_key, make_tiers=make_tiers, price=price)

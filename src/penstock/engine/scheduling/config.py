@@ -6,6 +6,7 @@ from pydantic import Field
 
 from penstock.core.config import Config
 from penstock.core.types.instances import Role
+from penstock.kv.pool.use import EvictionPolicy
 from penstock.kv.sessions.config import SessionsConfig
 
 Order = Literal["fcfs", "shortest"]
@@ -29,6 +30,8 @@ class SchedulerConfig(Config):
     """Order of prompts: `fcfs`, first come first served; `shortest`, fewest missing tokens first, less an ageing credit. None is fcfs for an aggregated worker, else shortest."""
     ageing: float = Field(default=AGEING, gt=0, le=1)
     """Ageing credit of `shortest`, in tokens per prompt token that the engine computes meanwhile. A prompt that lacks n tokens is overtaken only by prompts that arrive within the next n / ageing computed tokens."""
+    eviction: EvictionPolicy = "seconds"
+    """Which idle block a full device evicts first."""
     failed_steps_max: int = Field(default=3, ge=1)
     """Failed steps in a row after which the engine ends, unless one request was in all of them. The requests of each failed step migrate to other workers."""
 

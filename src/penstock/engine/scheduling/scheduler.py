@@ -30,6 +30,7 @@ from penstock.engine.scheduling.shortest_first_queue import ShortestFirstQueue
 from penstock.engine.scheduling.slots import Int32s, Slots
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool.use import BlockUse, use_kind
 
 
 class Scheduler:
@@ -324,7 +325,7 @@ class Scheduler:
     def _preempt(self, slot: int) -> None:
         """Put a running request back to the front of the queue; its blocks stay cached until they are evicted."""
         sequence = self._slots.sequence(slot)
-        self._vacate(slot)
+        self._vacate(slot, use=None)
         self._waiting.push_front(sequence)
         self._preemptions += 1
 
@@ -425,12 +426,17 @@ class Scheduler:
             num_prompt=sequence.num_prompt // size,
             num_shared=(sequence.cached_tokens or 0) // size,
         )
-        self._vacate(slot)
+        self._vacate(slot, self._use_of(sequence.request))
         self.sessions.end(sequence.request, is_done=is_done)
 
-    def _vacate(self, slot: int) -> None:
-        """Free a slot and its blocks."""
+    def _use_of(self, request: Request) -> BlockUse:
+        """Say what a request used its blocks for; those of an ephemeral session go before all others."""
+        priority = -1 if self.sessions.is_ephemeral(request) else 0
+        return BlockUse(use_kind(request), priority)
+
+    def _vacate(self, slot: int, use: BlockUse | None = None) -> None:
+        """Free a slot and its blocks, at the end of the request's use of them; `use` is None if the request comes back."""
         request = self._slots.sequence(slot).request
         self._loading.leave(slot, offloads=not self.sessions.is_ephemeral(request))
-        self._pool.release(self._slots.vacate(slot))
+        self._pool.release(self._slots.vacate(slot), use)
         self._admission.look_again()

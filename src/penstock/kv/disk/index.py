@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from penstock.core.ids import BlockId
 from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
-from penstock.kv.pool.eviction import EvictionPolicy
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool.use import EvictionPolicy
 from penstock.kv.records import RECORD, Records
 
 _NEWEST = 64
@@ -25,7 +25,7 @@ class SlotIndex:
     """
 
     def __init__(
-        self, records: Records, trusted: NDArray[np.bool_], block_size: int, eviction: EvictionPolicy | None
+        self, records: Records, trusted: NDArray[np.bool_], block_size: int, eviction: EvictionPolicy
     ) -> None:
         """Fill the pool with the trusted blocks, in the order of their last use.
 

@@ -24,7 +24,7 @@ from penstock.kv.disk.index import SlotIndex
 from penstock.kv.disk.records import SUFFIX, Disk, RecordFile, failure
 from penstock.kv.gate import Gate
 from penstock.kv.namespace import Namespace
-from penstock.kv.pool.eviction import EvictionPolicy
+from penstock.kv.pool.use import EvictionPolicy
 from penstock.transfer.regions.quarantine import call_after
 from penstock.transfer.storage.io_threads import Bounce, IoThreads, Job
 
@@ -70,7 +70,7 @@ class SlotFile:
         *,
         threads: int = 8,
         storing_max: int = 256,
-        eviction: EvictionPolicy | None = None,
+        eviction: EvictionPolicy = "lru",
         disk: Disk = os,
     ) -> None:
         """Open and lock the file, or create it; blocks as long as the disk does.
@@ -117,7 +117,7 @@ class SlotFile:
         except OSError as error:
             raise failure(self.path, "opening", error) from error
 
-    def _read_index(self, block_size: int, eviction: EvictionPolicy | None) -> SlotIndex:
+    def _read_index(self, block_size: int, eviction: EvictionPolicy) -> SlotIndex:
         records, trusted, used = self._record_file.read(self.num_slots)
         trusted[self._data.slots_before :] = False
         index = SlotIndex(records, trusted, block_size, eviction)

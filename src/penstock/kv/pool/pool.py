@@ -4,6 +4,7 @@ A block is in one of three states: free, referenced, or idle (cached but unrefer
 out). A native class or its Python reference keeps the states.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,8 +14,8 @@ from penstock.core.ids import BlockId
 from penstock.core.native import native
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
 from penstock.core.wire import HashArray, PackedHashes
-from penstock.kv.pool.eviction import EvictionPolicy, Lru
 from penstock.kv.pool.reference import Change, ChangeKind, ReferencePool
+from penstock.kv.pool.use import PRIORITY_MAX, PRIORITY_MIN, BlockUse, EvictionPolicy, PrefillPrice
 
 if TYPE_CHECKING:
     from penstock._native import Pool
@@ -49,17 +50,22 @@ class BlockPool:
         self,
         num_blocks: int,
         block_size: int,
-        eviction: EvictionPolicy | None = None,
+        eviction: EvictionPolicy = "lru",
         tier: Tier = Tier.DEVICE,
+        *,
+        price: PrefillPrice | None = None,
+        in_python: bool = False,
     ) -> None:
         """Start with all blocks free.
 
         Args:
             num_blocks: size; block ids are 0 to `num_blocks` - 1.
             block_size: tokens in a block.
-            eviction: None is `Lru`, which is native; with any other policy the whole pool runs in Python, about seven
-                times slower.
+            eviction: which idle block goes first. `lru` keeps one list and knows no priorities; the others never evict a
+                block before its idle children.
             tier: where the blocks are, for events.
+            price: what a lost block costs, for `seconds`.
+            in_python: keep the states in the Python reference, many times slower, to compare with it.
 
         Raises:
             ValueError: num_blocks or block_size < 1.
@@ -69,11 +75,16 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.tier = tier
-        self._states = _make_states(num_blocks, eviction if eviction is not None else Lru())
+        price = price or PrefillPrice()
+        self._states: Pool | ReferencePool = (
+            ReferencePool(num_blocks, eviction, block_size, price)
+            if native is None or in_python
+            else native.Pool(num_blocks, eviction, block_size, *price)
+        )
 
     @property
     def native(self) -> "Pool | None":
-        """The native state, for native code that shares it; None if the Python reference keeps the states."""
+        """The native state, for native code that shares it; None if the Python reference keeps it."""
         return None if isinstance(self._states, ReferencePool) else self._states
 
     @property
@@ -111,7 +122,7 @@ class BlockPool:
         """Evict idle blocks until `count` blocks are free, if so many are available.
 
         Returns:
-            the evicted chains, least recently used first. `allocate` evicts too, but does not return what.
+            the evicted chains, in the order of eviction. `allocate` evicts too, but does not return what.
         """
         return [
             Evicted(block_ids, np.frombuffer(hashes, dtype="<u8").reshape(-1, 2), parent)
@@ -122,9 +133,28 @@ class BlockPool:
         """Allocate `count` blocks with one reference each, evicting idle ones as needed; None if fewer are available."""
         return self._states.allocate(count)
 
-    def release(self, block_ids: Sequence[BlockId]) -> None:
-        """Drop one reference of each of a sequence's blocks, given in its order; tails become evictable first."""
-        self._states.release(block_ids)
+    def release(self, block_ids: Sequence[BlockId], use: BlockUse | None = None) -> None:
+        """Drop one reference of each of a sequence's blocks, given in its order; tails become evictable first.
+
+        Args:
+            use: what the blocks were used for, at the end of a request; counts one use of each. None counts none: the
+                blocks were only copied or pinned, or the request comes back.
+
+        Raises:
+            ValueError: the priority is not from -8 to 7, or its end is not a number.
+        """
+        if use is None:
+            self._states.release(block_ids)
+        elif not PRIORITY_MIN <= use.priority <= PRIORITY_MAX or math.isnan(use.until_s):
+            raise ValueError(
+                f"use: needs a priority from {PRIORITY_MIN} to {PRIORITY_MAX} and a time of its end, got {use.priority} and {use.until_s}"
+            )
+        else:
+            self._states.release(block_ids, int(use.kind), use.priority, use.until_s)
+
+    def expire(self, now_s: float) -> None:
+        """End the priorities of uses whose `until_s` is reached."""
+        self._states.expire(now_s)
 
     def commit(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:
         """Put referenced blocks with complete content into the prefix cache; duplicates of cached hashes stay private.
@@ -175,11 +205,3 @@ class BlockPool:
         if kind == _REMOVED:
             return BlockRemoved(block_hashes=PackedHashes(packed), tier=self.tier)
         return AllBlocksCleared()
-
-
-def _make_states(num_blocks: int, eviction: EvictionPolicy) -> "Pool | ReferencePool":
-    """Make the native pool, which evicts like `Lru`, or its Python reference."""
-    if native is not None and type(eviction) is Lru:
-        pool: Pool = native.Pool(num_blocks)
-        return pool
-    return ReferencePool(num_blocks, eviction)

@@ -1,9 +1,10 @@
-"""Python reference of the native `Pool`; also used without native code, or with an eviction policy other than `Lru`.
+"""Python reference of the native `Pool`; also used without native code.
 
 State is lists indexed by block id, not an object per block.
 """
 
-from collections import OrderedDict
+import math
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -11,7 +12,8 @@ import numpy as np
 
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
-from penstock.kv.pool.eviction import EvictionPolicy
+from penstock.kv.pool.eviction import make_eviction
+from penstock.kv.pool.use import BlockUse, EvictionPolicy, PrefillPrice, UseKind
 
 _LOW64_BYTES = 8
 _HASH_BYTES = 16
@@ -38,9 +40,12 @@ class ReferencePool:
     Not thread-safe; one task owns it.
     """
 
-    def __init__(self, num_blocks: int, eviction: EvictionPolicy) -> None:
+    def __init__(
+        self, num_blocks: int, policy: EvictionPolicy, block_size: int = 1, price: PrefillPrice | None = None
+    ) -> None:
         self._num_blocks = num_blocks
-        self._eviction = eviction
+        self._eviction = make_eviction(policy, num_blocks, block_size, price or PrefillPrice())
+        self._prefixes = _Prefixes()
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._parent_of: list[int | None] = [None] * num_blocks
@@ -79,7 +84,7 @@ class ReferencePool:
             if self._references[block_id] == 0:
                 if block_id not in self._idle:
                     raise AssertionError(f"block {block_id} is free: only what match found can be acquired")
-                del self._idle[block_id]
+                self._leave_idle(block_id)
             self._references[block_id] += 1
 
     def make_room(self, count: int) -> list[Evicted]:
@@ -88,7 +93,7 @@ class ReferencePool:
         chains: list[Evicted] = []
         for block_id, key in reversed(self._evict(count - len(self._free))):
             parent = self._parent_of[block_id]
-            if chains and parent == int.from_bytes(chains[-1][1][-_HASH_BYTES:][:_LOW64_BYTES], "little"):
+            if chains and parent == _low64(chains[-1][1][-_HASH_BYTES:]):
                 ids, keys, first_parent = chains[-1]
                 chains[-1] = ([*ids, block_id], keys + key, first_parent)
             else:
@@ -108,17 +113,25 @@ class ReferencePool:
             self._references[block_id] = 1
         return ids
 
-    def release(self, ids: Sequence[BlockId]) -> None:
+    def release(
+        self, ids: Sequence[BlockId], kind: int | None = None, priority: int = 0, until_s: float = math.inf
+    ) -> None:
         for block_id in reversed(ids):
             references = self._references[block_id] - 1
             if references < 0:
                 raise AssertionError(f"block {block_id} was released more often than it was taken")
+            if kind is not None and self._eviction is not None and self._hash_of[block_id] is not None:
+                self._eviction.use(block_id, BlockUse(UseKind(kind), priority, until_s))
             self._references[block_id] = references
             if references == 0:
                 if self._hash_of[block_id] is None:
                     self._free.append(block_id)
                 else:
-                    self._idle[block_id] = None
+                    self._enter_idle(block_id)
+
+    def expire(self, now_s: float) -> None:
+        if self._eviction is not None:
+            self._eviction.expire(now_s)
 
     def commit(self, ids: Sequence[BlockId], hashes: HashArray, parent: int | None) -> None:
         keys = _keys(hashes)
@@ -135,6 +148,8 @@ class ReferencePool:
                 self._by_hash[key] = block_id
                 self._hash_of[block_id] = key
                 self._parent_of[block_id] = int(hashes[index - 1, 0]) if index else parent
+                if self._eviction is not None:
+                    self._eviction.commit(block_id, key, self._prefixes.add(key, self._parent_of[block_id]))
         self._add_stored(hashes, run_start, len(keys), parent)
 
     def forget(self, ids: Sequence[BlockId]) -> None:
@@ -145,9 +160,15 @@ class ReferencePool:
             if key is not None:
                 del self._by_hash[key]
                 self._hash_of[block_id] = None
+                if self._eviction is not None:
+                    self._eviction.forgotten(block_id)
+                    self._prefixes.remove(key)
                 self._removed.append(key[:_LOW64_BYTES])
 
     def reset(self) -> None:
+        if self._eviction is not None:
+            self._eviction.reset()
+            self._prefixes = _Prefixes()
         self._free.extend(self._idle)
         self._idle.clear()
         self._by_hash.clear()
@@ -184,26 +205,71 @@ class ReferencePool:
             assert key is None or self._by_hash.get(key) == block_id, (
                 f"block {block_id}: its hash names another"
             )
+        if self._eviction is not None:
+            for block_id in self._idle:
+                if self._prefixes.idle.get(self._low_of(block_id)) == block_id:
+                    has_children = self._prefixes.idle_children[self._low_of(block_id)] > 0
+                    assert self._eviction.is_leaf(block_id) != has_children, (
+                        f"block {block_id}: a leaf has no idle children"
+                    )
         named = sum(key is not None for key in self._hash_of)
         assert named == len(self._by_hash), f"{len(self._by_hash)} hashes name {named} blocks"
 
     def _evict(self, count: int) -> list[tuple[BlockId, bytes]]:
-        victims = self._eviction.victims(self._idle.keys(), count)
-        if len(victims) != count or not self._idle.keys() >= set(victims) or len(set(victims)) != count:
-            raise AssertionError(
-                f"{type(self._eviction).__name__}.victims: must give {count} different candidates, got {victims}"
-            )
         gone = []
-        for block_id in victims:
-            del self._idle[block_id]
+        for _ in range(count):
+            victim = None if self._eviction is None else self._eviction.victim()
+            # Without a leaf the parents lead in a circle: no chain of hashes does, but callers may err.
+            block_id = next(iter(self._idle)) if victim is None else victim
             key = self._hash_of[block_id]
             assert key is not None
+            self._leave_idle(block_id)
             del self._by_hash[key]
             self._hash_of[block_id] = None
+            if self._eviction is not None:
+                self._eviction.evicted(block_id, key)
+                self._prefixes.remove(key)
             self._free.append(block_id)
             self._removed.append(key[:_LOW64_BYTES])
             gone.append((block_id, key))
         return gone
+
+    def _enter_idle(self, block_id: BlockId) -> None:
+        self._idle[block_id] = None
+        if self._eviction is None:
+            return
+        low, parent = self._low_of(block_id), self._parent_of[block_id]
+        self._prefixes.idle[low] = block_id
+        if self._prefixes.idle_children[low] == 0:
+            self._eviction.add_leaf(block_id)
+        if parent is not None:
+            self._prefixes.idle_children[parent] += 1
+            above = self._prefixes.idle.get(parent)
+            is_first = self._prefixes.idle_children[parent] == 1
+            if is_first and above is not None and self._eviction.is_leaf(above):
+                self._eviction.remove_leaf(above)
+
+    def _leave_idle(self, block_id: BlockId) -> None:
+        del self._idle[block_id]
+        if self._eviction is None:
+            return
+        low, parent = self._low_of(block_id), self._parent_of[block_id]
+        if self._prefixes.idle.get(low) == block_id:
+            del self._prefixes.idle[low]
+        if self._eviction.is_leaf(block_id):
+            self._eviction.remove_leaf(block_id)
+        self._eviction.hold(block_id)
+        if parent is not None:
+            above = self._prefixes.idle.get(parent)
+            is_last = self._prefixes.idle_children[parent] == 1
+            if is_last and above is not None and not self._eviction.is_leaf(above):
+                self._eviction.add_leaf(above)
+            self._prefixes.idle_children[parent] -= 1
+
+    def _low_of(self, block_id: BlockId) -> int:
+        key = self._hash_of[block_id]
+        assert key is not None
+        return _low64(key)
 
     def _add_stored(self, hashes: HashArray, start: int, end: int, parent: int | None) -> None:
         if start == end:
@@ -217,6 +283,30 @@ class ReferencePool:
         if self._removed:
             self._changes.append((ChangeKind.REMOVED, b"".join(self._removed), None))
             self._removed.clear()
+
+
+class _Prefixes:
+    """Cached blocks as a tree, by the low halves of their hashes."""
+
+    def __init__(self) -> None:
+        self.idle: dict[int, BlockId] = {}
+        self.idle_children: Counter[int] = Counter()
+        self._cached: Counter[int] = Counter()
+        self._depths: dict[int, int] = {}
+
+    def add(self, key: bytes, parent: int | None) -> int:
+        """Add a cached block; return its depth, 0 without a cached parent."""
+        depth = self._depths[parent] + 1 if parent is not None and self._cached[parent] else 0
+        self._depths[_low64(key)] = depth
+        self._cached[_low64(key)] += 1
+        return depth
+
+    def remove(self, key: bytes) -> None:
+        self._cached[_low64(key)] -= 1
+
+
+def _low64(key: bytes) -> int:
+    return int.from_bytes(key[:_LOW64_BYTES], "little")
 
 
 def _keys(hashes: HashArray) -> list[bytes]:

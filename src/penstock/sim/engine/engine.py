@@ -20,7 +20,7 @@ from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.pool.pool import BlockPool
 from penstock.perf.latency import LatencyModel
-from penstock.sim.engine.prices import DecodePrices
+from penstock.sim.engine.prices import DecodePrices, prefill_price
 from penstock.sim.engine.scheduler import JumpPlan, JumpScheduler
 from penstock.sim.engine.timed_tier import LowerTier, timed_kv_manager
 from penstock.sim.engine.timing import Pace, no_memory
@@ -66,7 +66,8 @@ class JumpEngine:
         self._latency = latency
         self._prices = prices or DecodePrices(latency, info.context_length)
         self._pace = pace or Pace()
-        self.pool = BlockPool(info.num_blocks, info.block_size)
+        price = prefill_price(latency, lower_tiers)
+        self.pool = BlockPool(info.num_blocks, info.block_size, config.eviction, price=price)
         """The block pool, for reports and checks."""
         self.kv = timed_kv_manager(self.pool, lower_tiers, latency, self._pace, self._interrupt)
         """The tiers below the device; None without."""

@@ -12,6 +12,7 @@ from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
 from penstock.perf.latency import LatencyModel
+from penstock.sim.engine.prices import prefill_price
 from penstock.sim.engine.timed_tier import LowerTier, timed_kv_manager
 from penstock.sim.engine.timing import Pace, TimingRunner
 from penstock.sim.workload.prompt import StreamOf
@@ -43,7 +44,8 @@ class ExactEngine(BatchedEngine):
         self._latency = latency
         self._pace = pace or Pace()
         self._lower_tiers = lower_tiers
-        super().__init__(TimingRunner(latency, info, self._pace), config)
+        price = prefill_price(latency, lower_tiers)
+        super().__init__(TimingRunner(latency, info, self._pace), config, price=price)
         self._block_size = info.block_size
         self._stream_of = stream_of
 

@@ -5,12 +5,18 @@ one piece is an arithmetic series.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.kv.pool.use import PrefillPrice
 from penstock.perf.latency import LatencyModel
+from penstock.sim.engine.timed_tier import LowerTier
 
 _EXACT = 1e-7  # relative distance of inner points from a line, below which a piece is linear
 _INNER = (0.5, 0.29, 0.83)
+_PRICED_TOKENS = 4096
+_PRICED_DEPTH = 16_384
+"""Tokens of the prefills that prices of eviction come from: as a chunk, and as a long prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +26,25 @@ class _Piece:
     end: int
     base_s: float
     slope_s: float
+
+
+def prefill_price(latency: LatencyModel, lower_tiers: Sequence[LowerTier] = ()) -> PrefillPrice:
+    """Say what lost KV costs, for eviction.
+
+    Args:
+        latency: of the engine.
+        lower_tiers: below the device, nearest first: the nearest keeps what is evicted.
+    """
+    first_s = latency.prefill_s(_PRICED_TOKENS)
+    deep_s = latency.prefill_s(_PRICED_TOKENS, _PRICED_DEPTH)
+    load_s = math.inf
+    if lower_tiers:
+        load_s = latency.onboard_s(_PRICED_TOKENS * latency.kv_bytes_per_token, lower_tiers[0].tier)
+    return PrefillPrice(
+        token_s=first_s / _PRICED_TOKENS,
+        deeper_s=max(0.0, deep_s - first_s) / _PRICED_TOKENS / _PRICED_DEPTH,
+        load_s=load_s / _PRICED_TOKENS,
+    )
 
 
 class DecodePrices:

@@ -25,6 +25,7 @@ from penstock.kv.manager.loader import KvRun
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pins import Pins
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool.use import use_kind
 from penstock.sim.engine.bounds import check_bounds, check_fits
 from penstock.sim.workload.prompt import StreamOf
 
@@ -149,7 +150,9 @@ class JumpScheduler:
         prompt_bytes = num_prompt // self._pool.block_size * _HASH_BYTES
         names = request.block_hashes[:prompt_bytes]  # the stream names blocks past the prompt
         tokens, stream = (num_prompt, known), self._stream_of(request)
-        self._states.submit(number, tokens, end_tokens, names, stream, request.prefill_only)
+        self._states.submit(
+            number, tokens, end_tokens, names, stream, request.prefill_only, int(use_kind(request))
+        )
         self._numbers[request.request_id] = number
         self._ids[number] = request.request_id
 

@@ -4,20 +4,15 @@ import pytest
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored
 from penstock.core.wire import pack_hashes, unpack_hashes
-from penstock.kv.pool.eviction import Lru
 from penstock.kv.pool.pool import BlockPool
 
 
-class LruInPython(Lru):
-    """Whatever is not `Lru` itself runs in Python."""
-
-
-@pytest.fixture(params=[None, LruInPython()], ids=["native", "reference"])
+@pytest.fixture(params=[False, True], ids=["native", "reference"])
 def make_pool(request):
     """Pools as they are made by default, and their reference; without the native module both are the reference."""
 
     def make(num_blocks, block_size):
-        return BlockPool(num_blocks, block_size, eviction=request.param)
+        return BlockPool(num_blocks, block_size, in_python=request.param)
 
     return make
 
@@ -197,33 +192,3 @@ def test_misuse_is_an_assertion(make_pool):
         pool.commit(held, chain(2), None)
     with pytest.raises(ValueError, match="num_blocks"):
         make_pool(0, 4)
-
-
-def test_a_policy_of_your_own_chooses_the_victims():
-    class Newest:
-        def victims(self, candidates, count):
-            return list(candidates)[-count:]
-
-    pool = BlockPool(4, 4, eviction=Newest())
-    old, new = chain(2), chain(2, first=1000)
-    fill(pool, old)
-    fill(pool, new)
-    pool.allocate(2)
-    assert len(pool.match(old)) == 2
-    assert pool.match(new) == []
-    pool.check()
-
-
-@pytest.mark.parametrize("victims", [[], [3], [3, 3], [3, 0]])
-def test_a_policy_that_gives_other_blocks_is_told_so(victims):
-    class Wrong:
-        def victims(self, candidates, count):
-            return victims
-
-    pool = BlockPool(4, 4, eviction=Wrong())
-    held = pool.allocate(1)
-    fill(pool, chain(3))
-    with pytest.raises(AssertionError, match=r"Wrong.victims: must give 2 different candidates, got \["):
-        pool.allocate(2)
-    pool.check()
-    assert (pool.num_active, pool.num_cached) == (len(held), 3)

@@ -1,0 +1,175 @@
+// Which idle block of a pool goes first: keyed eviction, leaf first.
+//
+// A policy is a key: among the idle blocks that no idle block needs as its parent, the one of the lowest key goes. Most
+// policies keep their blocks in a few segments, in each of which the order does not change while a block is unused;
+// then only the heads of the segments are compared.
+//
+// The oracle is src/penstock/kv/pool/eviction.py: equal calls give equal answers.
+
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <queue>
+#include <string_view>
+#include <vector>
+
+#include "flat_map.hpp"
+#include "hash_index.hpp"
+#include "reuse.hpp"
+
+namespace penstock {
+
+// One request's use of blocks, told when it ends.
+struct BlockUse {
+    std::uint8_t kind = 0;                                     // of ReuseTable::kKinds
+    std::int8_t priority = 0;                                  // a lower one goes first
+    double until_s = std::numeric_limits<double>::infinity();  // end of the priority
+};
+
+// What a lost token costs: computing it takes `token_s`, more with the tokens before it, loading it from a lower tier
+// `load_s`, and what takes less is done.
+struct PrefillPrice {
+    double token_s = 1.0;
+    double deeper_s = 1.0 / 16384;  // for each token before it
+    double load_s = std::numeric_limits<double>::infinity();
+};
+
+enum class PolicyKind { kLru, kLfu, kArc, kS3Fifo, kSeconds };
+
+// Throws std::invalid_argument for another name than lru, lfu, arc, s3-fifo, seconds.
+PolicyKind policy_named(std::string_view name);
+
+// Blocks that went a while ago, the oldest are dropped.
+class Ghosts {
+  public:
+    struct Ghost {
+        Hash hash{};
+        std::uint64_t last = 0;
+        std::uint32_t uses = 0;
+        std::uint16_t segment = 0;
+        std::uint8_t watched = 0;  // octaves of its age that `reuse_` has counted
+        bool is_kept = false;
+    };
+
+    explicit Ghosts(std::size_t most) : most_(most) {}
+
+    // Gives the one that is dropped for it.
+    std::optional<Ghost> put(const Ghost& ghost);
+    std::optional<Ghost> take(Hash hash);
+    void clear();
+
+  private:
+    std::size_t most_;
+    std::vector<Ghost> ring_;
+    std::size_t next_ = 0;
+    HashIndex index_;
+};
+
+class Eviction {
+  public:
+    Eviction(PolicyKind kind, std::size_t num_blocks, std::size_t block_size, PrefillPrice price);
+
+    // A block enters the cache as the `depth`-th of its prefix.
+    void commit(BlockId id, Hash hash, std::int32_t depth);
+
+    // A request that held the block ends.
+    void use(BlockId id, const BlockUse& use);
+
+    // Nobody holds the block, and no idle block has it as its parent: it may go.
+    void add_leaf(BlockId id);
+    void remove_leaf(BlockId id);
+
+    // The block is held again, after it was idle.
+    void hold(BlockId id);
+
+    // The leaf that goes first; nothing without leaves.
+    std::optional<BlockId> victim();
+
+    // It left the cache: evicted, or its content was wrong.
+    void evicted(BlockId id, Hash hash);
+    void forgotten(BlockId id);
+    void reset();
+
+    // Priorities up to that time end.
+    void expire(double now_s);
+
+    bool is_leaf(BlockId id) const { return at(id) < metas_.size() && metas_[at(id)].place != kNoPlace; }
+
+    // Throws std::logic_error where heaps contradict themselves.
+    void check() const;
+
+  private:
+    static constexpr std::int32_t kNoPlace = -1;
+    static constexpr std::size_t kNumRanks = 16;
+
+    struct Meta {
+        std::uint64_t last = 0;   // evictions until its last use
+        std::uint64_t order = 0;  // of its last use
+        std::uint64_t unused = 0; // evictions while it was idle, until it was held again
+        double key = 0.0;
+        double until_s = std::numeric_limits<double>::infinity();
+        std::uint32_t uses = 0;
+        std::int32_t depth = 0;
+        std::int32_t place = kNoPlace;  // in the heap of its segment
+        std::uint16_t segment = 0;
+        std::uint8_t rank = 0;
+        std::uint8_t watched = 0;  // as of a ghost
+    };
+
+    struct Leaf {
+        double key;
+        std::uint64_t order;
+        BlockId id;
+        bool operator<(const Leaf& other) const {
+            return key < other.key || (key == other.key && order < other.order);
+        }
+    };
+
+    using Heap = std::vector<Leaf>;
+
+    struct Rank {
+        std::vector<Heap> segments;
+        std::vector<std::uint16_t> filled;  // segments with leaves, in no order
+        std::vector<std::int32_t> where;    // of a segment in `filled`
+        std::size_t num_leaves = 0;
+    };
+
+    struct Deadline {
+        double until_s;
+        BlockId id;
+        bool operator>(const Deadline& other) const { return until_s > other.until_s; }
+    };
+
+    static std::size_t at(BlockId id) { return static_cast<std::size_t>(id); }
+    Meta& meta(BlockId id);
+    std::size_t num_segments() const;
+    double score(const Leaf& leaf) const;
+    double weight(std::int32_t depth) const;
+    void enter(Meta& meta, const std::optional<Ghosts::Ghost>& ghost);
+    void place(Heap& heap, std::size_t index, Leaf leaf);
+    void sift(Heap& heap, std::size_t index, Leaf leaf);
+    BlockId head(const Rank& rank);
+    BlockId head_of_queues(const Rank& rank);
+    BlockId head_of_s3_fifo(const Rank& rank);
+
+    PolicyKind kind_;
+    std::size_t num_blocks_;
+    std::size_t block_size_;
+    PrefillPrice price_;
+    std::vector<Meta> metas_;
+    std::vector<Rank> ranks_;
+    std::priority_queue<Deadline, std::vector<Deadline>, std::greater<>> deadlines_;
+    std::optional<ReuseTable> reuse_;  // of `seconds`
+    std::optional<Ghosts> ghosts_;
+    std::uint64_t num_evicted_ = 0;
+    std::uint64_t order_ = 0;
+    double floor_ = 0.0;                         // of lfu: key of the last one that went
+    std::array<std::size_t, 2> num_cached_{};    // of arc and s3-fifo, in each queue
+    std::array<std::size_t, 2> num_ghosts_{};    // of arc, from each queue
+    double target_ = 0.0;                        // of arc: blocks of the first queue
+};
+
+}  // namespace penstock

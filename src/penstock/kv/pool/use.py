@@ -1,0 +1,56 @@
+"""What a pool is told of its blocks' uses and of what they cost, for eviction."""
+
+import math
+from enum import IntEnum
+from typing import Literal, NamedTuple
+
+from penstock.core.types.requests import Request
+
+EvictionPolicy = Literal["lru", "lfu", "arc", "s3-fifo", "seconds"]
+"""Which idle block a full pool evicts first."""
+
+PRIORITY_MIN = -8
+PRIORITY_MAX = 7
+
+
+class UseKind(IntEnum):
+    """What a request that used blocks is, as far as it says so; blocks of each kind have chances of reuse of their own."""
+
+    OTHER = 0
+    SESSION = 1
+    """A turn of a conversation that goes on."""
+    SYSTEM = 2
+    """Warms a prefix that many requests share."""
+    TOOL = 3
+    """A turn of an agent that waits for a tool."""
+
+
+def use_kind(request: Request) -> UseKind:
+    """Return the kind of a request's use of its blocks."""
+    return UseKind.OTHER if request.session is None else UseKind.SESSION
+
+
+class BlockUse(NamedTuple):
+    """One request's use of its blocks, told to the pool when the request ends.
+
+    priority: -8 to 7; idle blocks of a lower priority are evicted first. -1 and below leaves no trace in the order of others.
+    until_s:  when the priority ends, in the time that `BlockPool.expire` is called with; infinite: with the next use.
+    """
+
+    kind: UseKind = UseKind.OTHER
+    priority: int = 0
+    until_s: float = math.inf
+
+
+class PrefillPrice(NamedTuple):
+    """What a lost token costs: computing it takes `token_s` and, for each token before it, `deeper_s` more.
+
+    load_s: seconds to load it from a lower tier instead, which is done where it takes less; infinite without one.
+    Only the ratios count.
+    """
+
+    token_s: float = 1.0
+    deeper_s: float = (
+        1.0 / 16384
+    )  # attention costs as much as the rest at 16 k tokens: an 8B model on an H100, about
+    load_s: float = math.inf
