@@ -29,6 +29,10 @@ EXPERIMENTS = Benches(
             "benchmarks.processes.evaluation",
             "whether answers stay the same: questions asked of aggregated and disaggregated workers, and of workers that are killed",
         ),
+        "eviction": (
+            "benchmarks.eviction",
+            "eviction policies of the block pool: prefill seconds saved on a trace and other workloads, beside an offline bound",
+        ),
         "hashing": (
             "benchmarks.micro.hashing",
             "token ids into block hashes, against the Python reference",

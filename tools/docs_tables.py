@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tables import agents, deployments, disagg, kv_stores, placements, policies, readme, results
+from tables import agents, deployments, disagg, eviction, kv_stores, placements, policies, readme, results
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # for `benchmarks`
@@ -29,6 +29,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = (
     | placements.TABLES
     | policies.TABLES
     | deployments.TABLES
+    | eviction.TABLES
 )
 """What makes each table, line by line, by its name."""
 

@@ -5,6 +5,7 @@ from math import nan
 
 from benchmarks.disagg import plot as disagg_plot
 from benchmarks.disagg.choice import Point
+from benchmarks.eviction import plot as eviction_plot
 from benchmarks.policies import plot as policies_plot
 from benchmarks.policies.cells import Cell
 from benchmarks.simulated import placements as placements_bench
@@ -31,6 +32,10 @@ def _point(figures: Mapping[str, float], side: str, chunk: int) -> Point:
     return Point(
         chunk=chunk, itl_p999_ms=nan, itl_max_ms=nan, **{name: figures[f"{name}_{side}"] for name in drawn}
     )
+
+
+def eviction() -> str:
+    return eviction_plot.draw(report("eviction")["figures"])
 
 
 def placements() -> str:
@@ -60,6 +65,7 @@ def transfer() -> str:
 
 PICTURES: dict[str, Callable[[], str]] = {
     "disagg.svg": disagg,
+    "eviction.svg": eviction,
     "placements.svg": placements,
     "policies.svg": policies,
     "transfer.svg": transfer,
