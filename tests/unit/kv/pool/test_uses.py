@@ -1,0 +1,131 @@
+"""What a pool does with the uses of its blocks: order by policy, priorities and their end."""
+
+import math
+
+import pytest
+
+from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool.use import BlockUse, PrefillPrice, UseKind
+from tests.unit.kv.pool.test_pool import chain
+
+KEYED = ("lfu", "arc", "s3-fifo", "seconds")
+ONCE = BlockUse()
+
+
+@pytest.fixture(params=[False, True], ids=["native", "reference"])
+def make_pool(request):
+    def make(num_blocks, policy="seconds", price=None, block_size=4):
+        return BlockPool(num_blocks, block_size, policy, price=price, in_python=request.param)
+
+    return make
+
+
+def run(pool, hashes, use=ONCE):
+    """Run a request through the pool; return how many of its blocks were cached."""
+    held = pool.match(hashes)
+    pool.acquire(held)
+    taken = pool.allocate(len(hashes) - len(held))
+    pool.commit(taken, hashes[len(held) :], int(hashes[len(held) - 1, 0]) if held else None)
+    pool.release(held + taken, use)
+    pool.check()
+    return len(held)
+
+
+def cached(pool, hashes):
+    return len(pool.match(hashes))
+
+
+@pytest.mark.parametrize("policy", KEYED)
+def test_lower_priorities_are_evicted_first(make_pool, policy):
+    pool = make_pool(9, policy)
+    high, low, usual = chain(3), chain(3, first=1000), chain(3, first=2000)
+    run(pool, high, BlockUse(priority=1))
+    run(pool, low, BlockUse(priority=-1))
+    run(pool, usual)
+    run(pool, chain(3, first=3000), BlockUse(priority=7))
+    assert [cached(pool, hashes) for hashes in (high, low, usual)] == [3, 0, 3]
+    run(pool, chain(3, first=4000), BlockUse(priority=7))
+    assert [cached(pool, hashes) for hashes in (high, usual)] == [3, 0]
+
+
+@pytest.mark.parametrize("policy", KEYED)
+def test_a_priority_ends_with_its_time(make_pool, policy):
+    pool = make_pool(6, policy)
+    kept, usual = chain(3), chain(3, first=1000)
+    run(pool, kept, BlockUse(priority=3, until_s=10.0))
+    run(pool, usual)
+    pool.expire(9.9)
+    run(pool, chain(3, first=2000))
+    assert [cached(pool, hashes) for hashes in (kept, usual)] == [3, 0]
+    pool.expire(10.0)
+    run(pool, chain(3, first=3000), BlockUse(priority=1))
+    run(pool, chain(3, first=4000), BlockUse(priority=1))
+    assert cached(pool, kept) == 0
+
+
+def test_a_use_of_lower_priority_leaves_one_that_has_not_ended(make_pool):
+    pool = make_pool(6)
+    kept, usual = chain(3), chain(3, first=1000)
+    run(pool, kept, BlockUse(priority=2, until_s=10.0))
+    run(pool, kept, BlockUse(priority=-3))
+    run(pool, usual)
+    run(pool, chain(3, first=2000))
+    assert [cached(pool, hashes) for hashes in (kept, usual)] == [3, 0]
+
+
+@pytest.mark.parametrize("policy", KEYED)
+def test_tails_go_before_the_prefixes_that_they_continue(make_pool, policy):
+    pool = make_pool(6, policy)
+    one = chain(6)
+    run(pool, one)
+    run(pool, one[:2])
+    assert pool.allocate(2) is not None
+    assert cached(pool, one) == 4
+
+
+def test_seconds_keeps_what_is_used_again_beside_what_is_not(make_pool):
+    pool = make_pool(40)
+    chat = chain(8)
+    found = 0
+    for number in range(400):
+        run(pool, chain(6, first=1000 * (number + 1)))
+        if number % 6 == 5:  # 36 blocks later: with its own 8 more than the pool
+            found += run(pool, chat, BlockUse(UseKind.SESSION)) == 8
+    assert found > 50
+    lru = make_pool(40, "lru")
+    for number in range(400):
+        run(lru, chain(6, first=1000 * (number + 1)))
+        if number % 6 == 5:
+            assert run(lru, chat) < 8
+
+
+def test_copies_and_preemptions_are_no_uses(make_pool):
+    pool = make_pool(6, "lfu")
+    copied, used = chain(2), chain(2, first=1000)
+    run(pool, copied)
+    for _ in range(5):
+        run(pool, copied, use=None)
+    run(pool, used)
+    run(pool, used)
+    run(pool, chain(4, first=2000))
+    assert [cached(pool, hashes) for hashes in (copied, used)] == [0, 2]
+
+
+def test_a_dear_prefix_stays_before_a_cheap_one(make_pool):
+    """Equal chances: what is deeper costs more to compute, unless a tier below gives it back."""
+    for load_s, dear in ((math.inf, True), (1e-9, False)):
+        pool = make_pool(20, price=PrefillPrice(1.0, 1.0, load_s), block_size=1024)
+        deep, shallow = chain(12), chain(2, first=1000)
+        run(pool, deep)
+        run(pool, shallow)
+        run(pool, chain(8, first=2000))
+        assert (cached(pool, deep) > 10) == dear
+
+
+@pytest.mark.parametrize(("priority", "until_s"), [(8, math.inf), (-9, math.inf), (0, math.nan)])
+def test_a_wrong_use_is_refused_and_changes_nothing(make_pool, priority, until_s):
+    pool = make_pool(4)
+    held = pool.allocate(2)
+    with pytest.raises(ValueError, match="priority from -8 to 7"):
+        pool.release(held, BlockUse(priority=priority, until_s=until_s))
+    assert pool.num_active == 2
