@@ -47,13 +47,18 @@ def test_a_quick_run_of_reshard_times_every_case(tmp_path):
     assert figures["ranges_per_block_heads_first_tp8_tp4"] == 160
 
 
-def test_a_quick_run_of_pool_times_both_of_each_size(tmp_path):
+def test_a_quick_run_of_pool_times_all_of_each_size(tmp_path):
     out = tmp_path / "pool.json"
     assert _main("pool", "--quick", "--blocks", "4", "8", "--json", str(out)) == 0
     figures = json.loads(out.read_text())["figures"]
     assert figures.keys() == {
         f"{name}_{blocks}_blocks"
-        for name in ("pool_request_us", "pool_reference_request_us", "pool_speedup_over_reference")
+        for name in (
+            "pool_request_us",
+            "pool_seconds_request_us",
+            "pool_reference_request_us",
+            "pool_speedup_over_reference",
+        )
         for blocks in (4, 8)
     }
     with pytest.raises(ConfigError, match="--blocks: must be >= 2, got 1"):
