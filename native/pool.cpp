@@ -59,7 +59,8 @@ std::vector<GivenUp> Pool::make_room(std::size_t count) {
     if (count > num_available() || count <= num_without_eviction()) {
         return given_up;
     }
-    const std::vector<BlockId> victims = evict(count - num_without_eviction());
+    std::vector<BlockId> victims;
+    evict(count - num_without_eviction(), &victims);
     for (const BlockId id : std::views::reverse(victims)) {  // of one sequence the first block is unused for the least time
         const Block& block = at(id);
         if (given_up.empty() || !block.has_parent || block.parent != given_up.back().hashes.back().low) {
@@ -275,10 +276,8 @@ void Pool::unlink_idle(BlockId id) {
     }
 }
 
-std::vector<BlockId> Pool::evict(std::size_t count) {
-    std::vector<BlockId> gone;
-    gone.reserve(count);
-    while (gone.size() < count) {
+void Pool::evict(std::size_t count, std::vector<BlockId>* gone) {
+    for (; count > 0; --count) {
         // Without a leaf the parents lead in a circle: no chain of hashes does, but callers may err.
         const BlockId id = eviction_ ? eviction_->victim().value_or(first_idle_) : first_idle_;
         Block& block = at(id);
@@ -291,9 +290,10 @@ std::vector<BlockId> Pool::evict(std::size_t count) {
         }
         free_.push_back(id);
         tell_removed(block.hash);
-        gone.push_back(id);
+        if (gone != nullptr) {
+            gone->push_back(id);
+        }
     }
-    return gone;
 }
 
 // ---- Leaves: idle blocks that are no idle block's parent

@@ -134,7 +134,7 @@ class Pool {
     void append_idle(BlockId id);
     void unlink_idle(BlockId id);
     std::size_t num_without_eviction() const { return num_available() - num_idle_; }
-    std::vector<BlockId> evict(std::size_t count);
+    void evict(std::size_t count, std::vector<BlockId>* gone = nullptr);
     void enter_cache(BlockId id, const Block& block);
     void leave_cache(const Block& block);
     void enter_idle(BlockId id, const Block& block);

@@ -75,6 +75,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.tier = tier
+        self._counts_uses = eviction != "lru"
         price = price or PrefillPrice()
         self._states: Pool | ReferencePool = (
             ReferencePool(num_blocks, eviction, block_size, price)
@@ -143,7 +144,7 @@ class BlockPool:
         Raises:
             ValueError: the priority is not from -8 to 7, or its end is not a number.
         """
-        if use is None:
+        if use is None or not self._counts_uses:
             self._states.release(block_ids)
         elif not PRIORITY_MIN <= use.priority <= PRIORITY_MAX or math.isnan(use.until_s):
             raise ValueError(
