@@ -42,11 +42,11 @@ EXPERIMENTS = Benches(
             "agents that call tools beside chats on 8 H100, simulated: TTFT and GPU-hours with and without sessions and a host tier",
         ),
         "kv-fleet": (
-            "benchmarks.processes.kv_fleet",
+            "benchmarks.kv.fleet",
             "four workers that share an object store over slow links: what each loads of the others, and TTFT beside no store",
         ),
         "kv-offload": (
-            "benchmarks.processes.kv_offload",
+            "benchmarks.kv.offload",
             "conversations of more KV than the device holds: without a host tier, with one, and with its bytes on the device",
         ),
         "kv-stores": (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import aiohttp
 from aiohttp import web
 
-from benchmarks.processes.s3 import S3Server
+from benchmarks.kv.s3 import S3Server
 
 __all__ = ["Proxy", "S3Server", "proxy_of"]
 

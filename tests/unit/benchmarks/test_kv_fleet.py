@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from benchmarks.kv.fleet import Fleet, judge
+from benchmarks.kv.slow_link import Direction
 from benchmarks.processes.chats import Answer
-from benchmarks.processes.kv_fleet import Fleet, judge
-from benchmarks.processes.slow_link import Direction
 from penstock.testing.loop import run_async
 
 

@@ -14,9 +14,7 @@ def test_tiers_that_an_engine_lacks_are_refused():
     checkpoint = Checkpoint.open(str(MODEL_DIR))
     role = RoleSpec(engine="openai", engine_args={"url": "http://127.0.0.1:1"}, kv={"host": "2x"})
     spec = engine_spec(Graph(model="m"), role, checkpoint)
-    with pytest.raises(
-        ConfigError, match=r"'openai' has no KV tiers below its device, got host 2x; use engine mock, paged"
-    ):
+    with pytest.raises(ConfigError, match="no KV tiers below its device, got host"):
         create_engine("openai", spec)
     assert engine_spec(Graph(model="m"), RoleSpec(engine="mock"), checkpoint).kv_blocks is None
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.kv.s3 import BUCKET, ENVIRONMENT, S3Server
+from benchmarks.kv.slow_link import slow_link
 from benchmarks.processes.chats import Answer, Chats, chatting
-from benchmarks.processes.s3 import BUCKET, ENVIRONMENT, S3Server
 from benchmarks.processes.served import Served, served
-from benchmarks.processes.slow_link import slow_link
 from penstock.bench.prompts import text
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError

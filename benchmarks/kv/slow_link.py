@@ -1,4 +1,4 @@
-"""A link of limited bandwidth before a server: `python -m benchmarks.processes.slow_link PORT BYTES_PER_S` prints its own port.
+"""A link of limited bandwidth before a server: `python -m benchmarks.kv.slow_link PORT BYTES_PER_S` prints its own port.
 
 All connections share the bandwidth, each direction has it to itself, as on a full-duplex link. It knows nothing of HTTP.
 """
@@ -54,7 +54,7 @@ async def serve(port: int, bytes_per_s: float) -> None:
 @contextlib.contextmanager
 def slow_link(port: int, bytes_per_s: float) -> Iterator[str]:
     """Run one as a process; gives its URL."""
-    command = [sys.executable, "-m", "benchmarks.processes.slow_link", str(port), str(bytes_per_s)]
+    command = [sys.executable, "-m", "benchmarks.kv.slow_link", str(port), str(bytes_per_s)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -3,7 +3,7 @@
 Every user's turn comes after a turn of all others, so that without a host tier most histories are evicted when they are
 needed. The third deployment has the host tier's bytes as device blocks: on a CPU that is the same memory, and the least
 that any tier could take. Deployments take turns; figures are medians over the rounds. With engine paged, shorter
-conversations then go on with two workers of a host, and across a SIGKILL of everything (`kv_survival`).
+conversations then go on with two workers of a host, and across a SIGKILL of everything (`survival`).
 """
 
 import argparse
@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.kv.survival import restart, share_host
 from benchmarks.processes.chats import Answer, Asked, Chats, Conversations, chatting
 from benchmarks.processes.engine import SIZES
-from benchmarks.processes.kv_survival import restart, share_host
 from benchmarks.processes.served import served
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
