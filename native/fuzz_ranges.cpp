@@ -119,7 +119,7 @@ void compare_copies(std::mt19937_64& random) {
     expect(penstock::copy_ranges(targets, sources, lengths, random() % 4, random() % 2 == 0 ? &stop : nullptr),
            "copy_ranges: stopped");
     expect(target == expected, "copy_ranges");
-    std::ranges::fill(target, std::byte{0});
+    std::ranges::fill(target, std::uint8_t{0});
     std::vector<std::uint32_t> sums(lengths.size());
     expect(penstock::copy_summed(targets, sources, lengths, sums.data(), random() % 4, &stop), "copy_summed: stopped");
     for (std::size_t i = 0; i < lengths.size(); ++i) {
