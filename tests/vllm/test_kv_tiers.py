@@ -2,16 +2,19 @@
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from vllm.v1.outputs import KVConnectorOutput
 
 from penstock.core.types.events import Tier
 from penstock.core.types.instances import Role
 from penstock.deploy.supervisor.host_arena import HostArena
 from penstock.engine.kv_tiers import KvConfig
+from penstock.engine.vllm.tiers.settings import TierSettings
 from penstock.graph import RoleSpec
 from tests.vllm.conftest import BLOCK, vllm_processes
 from tests.vllm.indexed import KEY, Indexed
@@ -200,3 +203,22 @@ def damage_host():
     memory = np.memmap(path, np.uint8, "r+", shape=(size,))
     memory[:: 1 << 12] ^= 1
     memory.flush()
+
+
+def test_the_scheduler_hears_of_every_step_also_of_those_that_report_nothing():
+    from penstock.engine.vllm.tiers.connector import RankReports, _SchedulerSide, _WorkerSide
+
+    settings = TierSettings(KvConfig(), "worker", "", KEY)
+    parallel = SimpleNamespace(rank=0, world_size=1)
+    worker = _WorkerSide(settings, SimpleNamespace(parallel_config=parallel), None)
+    assert worker.ended_requests() == set()
+    report = worker.take_report()
+    assert report == RankReports({})
+    assert not KVConnectorOutput(kv_connector_worker_meta=report).is_empty(), "vLLM would drop it"
+    cache = SimpleNamespace(block_size=BLOCK)
+    config = SimpleNamespace(parallel_config=parallel, cache_config=cache)
+    scheduler = _SchedulerSide(settings, config, SimpleNamespace(num_blocks=8))
+    for _ in range(3):
+        scheduler.begin_step(SimpleNamespace(num_scheduled_tokens={}, scheduled_new_reqs=[]))
+        scheduler.end_step(report)
+    assert not scheduler._steps

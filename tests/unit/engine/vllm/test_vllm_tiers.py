@@ -175,3 +175,12 @@ def test_the_worker_hears_counts_and_events_alone_and_within_a_multiconnector() 
     (both,) = stats.counts
     assert (both.total_blocks, both.block_bytes, both.hit_tokens) == (8, 10, 128)
     assert stats.hit_tokens == (128, 0, 0)
+
+
+def test_ranks_that_have_no_tiers_yet_are_left_out() -> None:
+    stats = TierStats()
+    host = KvTierCounts(tier=Tier.HOST, total_blocks=4, block_bytes=10, hit_tokens=64)
+    stats.read(pack_stats([host], []), 0)
+    stats.read(pack_stats([], []), 1)
+    assert stats.counts == (host,)
+    assert stats.hit_tokens == (64, 0, 0)

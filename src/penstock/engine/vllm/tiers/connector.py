@@ -160,7 +160,7 @@ class PenstockConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_missing()
 
-    def build_connector_worker_meta(self) -> RankReports | None:
+    def build_connector_worker_meta(self) -> RankReports:
         return self._worker.take_report()
 
     def shutdown(self) -> None:
@@ -327,9 +327,10 @@ class _WorkerSide:
         missing, self._missing = self._missing, set()
         return missing
 
-    def take_report(self) -> RankReports | None:
+    def take_report(self) -> RankReports:
+        """Give the report, also an empty one: vLLM tells the scheduler of no step that has computed and reported nothing."""
         report, self._report = self._report, None
-        return None if report is None else RankReports({self._rank: report})
+        return RankReports({} if report is None else {self._rank: report})
 
     def close(self) -> None:
         side, self._side = self._side, None

@@ -42,7 +42,7 @@ class TierStats:
     @property
     def counts(self) -> tuple[KvTierCounts, ...]:
         """What each tier keeps and has done, in all ranks."""
-        ranks = tuple(self._by_rank.values())
+        ranks = tuple(counts for counts in self._by_rank.values() if counts)  # () before its tiers are made
         if len(ranks) <= 1:
             return ranks[0] if ranks else ()
         return tuple(_sum(same) for same in zip(*ranks, strict=True))
