@@ -140,8 +140,11 @@ class PenstockWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         """
         super().__init__(llm_args)
         _check(llm_args)
-        settings = json.loads(os.environ.get(SETTINGS) or "{}")
-        if "kv" not in settings or "model" not in settings:
+        try:
+            settings = json.loads(os.environ.get(SETTINGS) or "{}")
+        except ValueError:
+            settings = None
+        if not isinstance(settings, dict) or not {"kv", "model"} <= settings.keys():
             raise ConfigError(
                 f'{SETTINGS}: must be JSON with kv and model, as {{"kv": {{"host": "8GiB"}}, "model": "./model"}}'
             )

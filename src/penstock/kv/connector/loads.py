@@ -118,10 +118,13 @@ class Loads:
         late_s = late_after_s(sum(tier.load_s(end - start) for tier, start, end in runs))
         deadline = asyncio.get_running_loop().call_later(late_s, lambda: load.stop(is_late=True))
         depth = 0
-        for tier, start, end in runs:
-            depth += await self._stage(load, tier, block_hashes[start:end], held.slots[start:end])
-            if depth < end:
-                break
+        try:
+            for tier, start, end in runs:
+                depth += await self._stage(load, tier, block_hashes[start:end], held.slots[start:end])
+                if depth < end:
+                    break
+        except Exception as error:  # noqa: BLE001 - whatever a tier raises, the blocks are computed
+            get_logger().error("kv_load_failed", tier=tier.tier, error=str(error), effect="computed")
         deadline.cancel()
         self._slots.give_back(held.slots[depth:])
         del held.slots[depth:]

@@ -126,13 +126,15 @@ class Offloads:
             release()
             self._on_end()
 
-        for tier in tiers:
-            kept = tier.locate(hashes)
-            # where kept < start the blocks between were evicted meanwhile, and are not staged
-            read = tier.offload(hashes, [_UNSTAGED] * start + slots, done) if kept >= start else ()
-            self.dropped[tier.tier] += len(hashes) - max(kept, start) - len(read)
-            if read:
-                readers += 1
-                self._taken[tier.tier] = hashes[slots.index(read[-1]) + start].tobytes()
-                self._on_begin()
-        release()
+        try:
+            for tier in tiers:
+                kept = tier.locate(hashes)
+                # where kept < start the blocks between were evicted meanwhile, and are not staged
+                read = tier.offload(hashes, [_UNSTAGED] * start + slots, done) if kept >= start else ()
+                self.dropped[tier.tier] += len(hashes) - max(kept, start) - len(read)
+                if read:
+                    readers += 1
+                    self._taken[tier.tier] = hashes[slots.index(read[-1]) + start].tobytes()
+                    self._on_begin()
+        finally:
+            release()

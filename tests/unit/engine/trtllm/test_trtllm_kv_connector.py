@@ -104,6 +104,7 @@ def test_several_devices_and_missing_settings_are_refused(
 
     with pytest.raises(ConfigError, match="a model on 2 devices"):
         Executor(connector.PenstockScheduler, connector.PenstockWorker, tensor_parallel_size=2)
-    monkeypatch.delenv("PENSTOCK_KV_CONNECTOR")
-    with pytest.raises(ConfigError, match="must be JSON with kv and model"):
-        Executor(connector.PenstockScheduler, connector.PenstockWorker)
+    for settings in ("", "{}", "host: 8GiB", "[8]", "8"):
+        monkeypatch.setenv("PENSTOCK_KV_CONNECTOR", settings)
+        with pytest.raises(ConfigError, match="must be JSON with kv and model"):
+            Executor(connector.PenstockScheduler, connector.PenstockWorker)

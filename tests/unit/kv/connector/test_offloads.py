@@ -1,9 +1,10 @@
 """Saves of a device process, with a tier that a test holds."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.core.ids import BlockId
+from penstock.core.wire import HashArray
 from penstock.kv.connector.offloads import Offloads
 from penstock.kv.connector.orders import SaveOrder
 from penstock.kv.connector.staging import Staging
@@ -38,6 +39,41 @@ def test_a_piece_waits_until_the_one_before_it_is_stored_and_not_only_read() -> 
             offloads.changed()
         await saving
         assert read_ids == list(range(100, 112))
+        staging.close()
+
+    asyncio.run(scene())
+
+
+def test_a_tier_that_raises_costs_its_blocks_and_holds_up_no_later_save() -> None:
+    class BrokenTier(HeldTier):
+        is_broken = True
+
+        def offload(
+            self,
+            block_hashes: HashArray,
+            block_ids: Sequence[BlockId],
+            done: Callable[[Sequence[BlockId]], None],
+        ) -> Sequence[BlockId]:
+            if self.is_broken:
+                raise RuntimeError("no thread")
+            return super().offload(block_hashes, block_ids, done)
+
+    async def scene() -> None:
+        tier, staging = BrokenTier(), Staging(HeldTier.block_bytes, 32 * 16)
+        free = staging.saves.take_now(99)
+        staging.saves.give_back(free)
+
+        async def read(block_ids: Sequence[int], slots: Sequence[BlockId]) -> None:
+            assert len(block_ids) == len(slots)
+
+        offloads = Offloads([tier], staging, read, on_begin=lambda: None, on_end=lambda: None)
+        await offloads.save(SaveOrder(1, hashes_of(1, 2), 0, [5, 6]))
+        tier.is_broken = False
+        async with asyncio.timeout(1):
+            await offloads.save(SaveOrder(2, hashes_of(2, 2), 0, [7, 8]))
+        tier.end_offload()
+        assert tier.num_cached == 2
+        assert sorted(staging.saves.take_now(99)) == sorted(free)
         staging.close()
 
     asyncio.run(scene())
