@@ -72,7 +72,7 @@ class Sibling:
         return notes
 
     def fresh_records(self, slots: Sequence[BlockId], hashes: NDArray[np.uint64]) -> Records:
-        """Read the records of leading slots which still have these hashes.
+        """Read the records of leading slots which still have these hashes; takes in what others have.
 
         Returns:
             (m,) records with m <= n.
@@ -81,8 +81,11 @@ class Sibling:
         records = self.extent.records(slots)
         fits = self.extent.are_trusted(records, np.array(slots, np.intp))
         fits &= (records["hash"] == hashes).all(axis=1)
-        count = len(slots) if fits.all() else int(fits.argmin())
-        return records[:count]
+        if fits.all():
+            return records
+        # notes may be overwritten while they are read: then only the record tells
+        self._read(np.array(slots, np.intp)[~fits])
+        return records[: int(fits.argmin())]
 
     def count_unchanged(self, slots: Sequence[BlockId], records: Records) -> int:
         """Count the leading slots that still have (n,) records; takes in what others have."""

@@ -54,6 +54,23 @@ def test_what_one_worker_offloads_another_loads():
     run_async(main())
 
 
+def test_a_reader_that_missed_a_note_learns_it_from_the_record():
+    async def main():
+        host = SharedHost()
+        one, two = host.worker(0), host.worker(1)
+        await one.offload(chain(6))
+        assert two.tier.locate(chain(6)) == 6
+        one.tier._extent.clear(one.tier._pool.match(chain(6))[4:5])
+        assert await two.load(chain(6)) == 4
+        assert two.tier.locate(chain(6)) == 4, (
+            "else the block would be looked for again and again, and kept nowhere"
+        )
+        assert known(two.tier.take_events()) == {int(low) for n, low in enumerate(chain(6)[:, 0]) if n != 4}
+        await closed(one, two)
+
+    run_async(main())
+
+
 def test_a_prefix_may_lie_in_several_extents_and_is_stored_once():
     async def main():
         host = SharedHost(workers=3)
