@@ -201,7 +201,7 @@ class BatchedEngine:
         """Act on the cache for an operator."""
         scheduler = self.scheduler
         report = KvActions(self.pool, scheduler.sessions, self.clear_cache).act(action)
-        scheduler.sessions.has_news = True
+        scheduler.sessions.has_unreported = True
         self._wake.set()
         return report
 

@@ -232,9 +232,9 @@ class Scheduler:
 
         None if there is nothing.
         """
-        has_news, self.sessions.has_news = self.sessions.has_news, False
+        has_unreported, self.sessions.has_unreported = self.sessions.has_unreported, False
         step = self._make_step([])
-        return step if step.events or has_news else None
+        return step if step.events or has_unreported else None
 
     def check_between_steps(self) -> None:
         """Raise AssertionError during a step."""

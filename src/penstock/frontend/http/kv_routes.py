@@ -77,10 +77,9 @@ class KvRoutes:
 
     async def _flush(self, request: web.Request) -> web.Response:
         body = await self._read(request, FlushBody)
-        known = [tier.value for tier in Tier]
-        if body.tier is not None and body.tier not in known:
+        if body.tier is not None and body.tier not in list(Tier):
             raise RequestError(
-                f"tier: must be one of {', '.join(known)}, got {body.tier[:40]!r}", param="tier"
+                f"tier: must be device, or left out for all tiers, got {body.tier[:40]!r}", param="tier"
             )
         return await self._act(KvFlush(tier=None if body.tier is None else Tier(body.tier)), body.worker)
 

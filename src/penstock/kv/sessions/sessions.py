@@ -44,8 +44,8 @@ class Sessions:
             clock: of TTLs; None is the event loop's.
         """
         self.on_change = on_change
-        self.has_news = False
-        """Whether a session ended outside of a step since a step was last reported."""
+        self.has_unreported = False
+        """Whether what sessions keep has changed outside of a step, and no step has reported it yet."""
         self.config = config
         self.blocks_max = int(config.kv_share * pool.num_blocks)
         """Most blocks that all sessions together keep."""
@@ -93,7 +93,7 @@ class Sessions:
             return None
         control = request.session_control
         if control is not None and control.ttl_s is not None:
-            self._check_ttl(control.ttl_s)
+            self._check_ttl("session.ttl_s", control.ttl_s)
         key = SessionKey(request.tenant, request.session)
         session = self._sessions.get(key)
         if control is not None and session is None and self.blocks_max:
@@ -152,7 +152,7 @@ class Sessions:
     # ---- operators ------------------------------------------------------------------------------------
 
     def pin(self, name: str, block_hashes: HashArray, ttl_s: float | None) -> int:
-        """Keep the resident prefix of a chain until `unpin` or for a time; another pin of this name is replaced.
+        """Keep the resident prefix of a chain for `ttl_s`, None for `sessions.ttl_s`, or until `unpin`; another pin of this name is replaced.
 
         Returns:
             how many leading blocks are kept: fewer where they are not resident, or past the quota.
@@ -161,7 +161,7 @@ class Sessions:
             RequestError: the TTL is longer than `ttl_s_max`, or sessions keep no blocks here.
         """
         if ttl_s is not None:
-            self._check_ttl(ttl_s)
+            self._check_ttl("ttl_s", ttl_s)
         if not self.blocks_max:
             raise RequestError(
                 f"this worker keeps no blocks for sessions (sessions.kv_share {self.config.kv_share:g}); raise it",
@@ -188,7 +188,7 @@ class Sessions:
         session = self._sessions.get(key)
         if session is not None:
             self._close(session, SessionEnd.CLOSED)
-            self.has_news = True
+            self.has_unreported = True
             self.on_change()
         return session is not None
 
@@ -271,11 +271,11 @@ class Sessions:
 
     # ---- one session ----------------------------------------------------------------------------------
 
-    def _check_ttl(self, ttl_s: float) -> None:
+    def _check_ttl(self, param: str, ttl_s: float) -> None:
         if ttl_s > self.config.ttl_s_max:
             raise RequestError(
-                f"session.ttl_s: must be <= {self.config.ttl_s_max:g}, sessions.ttl_s_max, got {ttl_s:g}",
-                param="session.ttl_s",
+                f"{param}: must be <= {self.config.ttl_s_max:g}, sessions.ttl_s_max, got {ttl_s:g}",
+                param=param,
             )
 
     def _open(self, key: SessionKey, ttl_s: float | None, *, is_ephemeral: bool) -> Session | None:
@@ -303,7 +303,7 @@ class Sessions:
         session.timer = None
         if session.is_open and not session.requests:
             self._close(session, SessionEnd.EXPIRED)
-            self.has_news = True
+            self.has_unreported = True
             self.on_change()
 
     def _close(self, session: Session, reason: SessionEnd) -> None:
@@ -379,6 +379,8 @@ class Sessions:
             over = len(self._kept) - self.blocks_max
         if over > 0:
             self._trim(session, chain, over)
+        if not chain.block_ids:  # else the session would end for a request's room, and free nothing
+            self._drop(session, [chain])
 
     def _trim(self, session: Session, chain: Chain, count: int) -> None:
         """Keep fewer of a chain's blocks: without the last ones of which `count` are no other chain's."""

@@ -72,6 +72,8 @@ def test_a_clients_ttl_is_bounded():
     with pytest.raises(RequestError, match=r"session\.ttl_s: must be <= 50, sessions\.ttl_s_max, got 51"):
         scene.begin("b", SessionControl(action=SessionAction.OPEN, ttl_s=51))
     assert len(scene.sessions) == 1
+    with pytest.raises(RequestError, match=r"^ttl_s: must be <= 50, sessions\.ttl_s_max, got 51"):
+        scene.sessions.pin("system", scene.hashes([1]), 51)
 
 
 def test_past_the_quota_the_session_unused_for_longest_ends():
@@ -90,6 +92,18 @@ def test_a_session_larger_than_the_quota_keeps_its_beginning():
     scene.ask("a", [1, 2, 3, 4, 5, 6], OPEN)
     scene.flood()
     assert scene.cached([1, 2, 3, 4, 5, 6]) == 4
+
+
+def test_a_session_for_which_the_quota_has_no_room_does_not_end_for_others():
+    scene = Scene(kv_share=0.25)
+    scene.ask(None, [1, 2, 3, 4])
+    scene.sessions.pin("system", scene.hashes([1, 2, 3, 4]), None)
+    scene.ask("a", [5, 6], OPEN)
+    assert (len(scene.sessions), scene.sessions.num_kept) == (2, 4)
+    assert scene.sessions.give_way()
+    assert [session.key.name for session in scene.sessions] == ["a"]
+    assert not scene.sessions.give_way()
+    assert scene.sessions.counts.yielded == 1
 
 
 def test_a_prefix_that_sessions_share_counts_once():
