@@ -12,9 +12,11 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.kv_stores.lmcache_peer import LmcachePeer
+from benchmarks.kv_stores.opening import opening_s
 from benchmarks.kv_stores.ours import Memcpy, OurDisk, OurHost
 from benchmarks.transfer.limits import Fio
 from benchmarks.transfer.shapes import Shape
@@ -26,6 +28,8 @@ _SIZES = (256 << 10, 1 << 20)
 _TOTAL_BYTES = 256 << 20
 _QUICK_BYTES = 32 << 20
 _ROUNDS = 7
+_SLOTS, _QUICK_SLOTS = 1_000_000, 50_000
+_OPEN_S_MAX = 5.0
 _MEMCPY_WANTED = 0.7
 _FIO_WANTED = 0.8
 _DISK_STORE_OVER_LMCACHE_WANTED = 5.0
@@ -55,7 +59,21 @@ def run(options: argparse.Namespace) -> Report:
     """Store and load by every contender in turns, for each size of block."""
     if options.quick:
         options.rounds = 2
-    return asyncio.run(_run(options))
+    num_slots = _QUICK_SLOTS if options.quick else _SLOTS
+    with tempfile.TemporaryDirectory(dir=options.storage) as directory:
+        opened_s = opening_s(Path(directory), num_slots)
+    report = asyncio.run(_run(options))
+    problems = list(report.problems)
+    if opened_s > _OPEN_S_MAX:
+        problems.append(
+            f"opening {num_slots:,} slots took {opened_s:.1f} s, expected at most {_OPEN_S_MAX:g}"
+        )
+    return replace(
+        report,
+        config={**report.config, "open_slots": num_slots},
+        figures={**report.figures, "open_slots_s": opened_s},
+        problems=problems,
+    )
 
 
 async def _run(options: argparse.Namespace) -> Report:
