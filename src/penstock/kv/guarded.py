@@ -111,5 +111,8 @@ class GuardedStore:
         except (asyncio.CancelledError, ValueError):
             self.breaker.abandoned(attempt)
             raise
+        except Exception as error:  # noqa: BLE001 - a probe that ends untold would keep the tier off for good
+            self.breaker.failed(attempt, error)
+            return 0
         self.breaker.succeeded(attempt)
         return done

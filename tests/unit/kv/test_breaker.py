@@ -143,3 +143,19 @@ def test_mistakes_of_the_caller_are_told_and_do_not_count():
         assert tier.breaker.is_on
 
     run_virtual(main())
+
+
+def test_an_error_that_nobody_foresaw_counts_as_a_failure_and_the_tier_is_tried_again(capsys):
+    store, tier = guarded(failures_max=1, pause_s=1.0)
+
+    async def main():
+        store.error = RuntimeError("no thread")
+        assert await load(tier) == 0
+        assert "no thread" in "".join(capsys.readouterr())
+        await asyncio.sleep(1.01)
+        assert await load(tier) == 0, "the probe fails"
+        await asyncio.sleep(2.01)
+        store.error = None
+        assert await load(tier) == 4
+
+    run_virtual(main())

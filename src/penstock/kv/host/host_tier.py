@@ -175,7 +175,12 @@ class HostTier:
 
         def on_end(future: "asyncio.Future[None]") -> None:
             self._storing.difference_update(storing)
-            if future.exception() is None and num_cleared == self._num_cleared:
+            error = future.exception()
+            if error is not None:
+                get_logger().error(
+                    "kv_save_failed", tier=self.tier, error=str(error), effect="blocks are not offloaded"
+                )
+            elif num_cleared == self._num_cleared:
                 self._extent.publish(taken, records)
                 self._extent.note(CHANGED, self._number, taken)
                 commit_runs(self._pool, block_hashes, new, taken)

@@ -10,7 +10,7 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
 from penstock.core.wire import unpack_hashes
-from penstock.kv.host import memory
+from penstock.kv.host import host_tier, memory
 from penstock.kv.host.extent import NOTES, ExtentLayout
 from penstock.kv.records import RECORD
 from penstock.testing.loop import run_async
@@ -67,6 +67,21 @@ def test_a_reader_that_missed_a_note_learns_it_from_the_record():
         )
         assert known(two.tier.take_events()) == {int(low) for n, low in enumerate(chain(6)[:, 0]) if n != 4}
         await closed(one, two)
+
+    run_async(main())
+
+
+def test_an_offload_that_fails_is_logged_and_can_be_done_again(monkeypatch, capsys):
+    async def main():
+        worker = SharedHost().worker(0)
+        with monkeypatch.context() as patched:
+            patched.setattr(host_tier, "copy_from_device", lambda *_: 1 / 0)
+            assert await worker.offload(chain(3)) == 3
+        assert worker.tier.num_cached == 0
+        assert "kv_save_failed" in "".join(capsys.readouterr())
+        assert await worker.offload(chain(3)) == 3
+        assert await worker.load(chain(3)) == 3
+        await closed(worker)
 
     run_async(main())
 
