@@ -9,11 +9,11 @@ from penstock.core.types.load import SessionCounts
 
 _GAUGES: tuple[tuple[str, str, Callable[[SessionCounts], float]], ...] = (
     ("sessions", "Open sessions whose KV a worker keeps, operators' pins included", lambda counts: counts.open),
-    ("session_pinned_blocks", "Device blocks that they keep", lambda counts: counts.pinned_blocks),
-    ("session_pinned_blocks_max", "Device blocks that they may keep", lambda counts: counts.pinned_blocks_max),
+    ("session_pinned_blocks", "Device blocks that open sessions keep", lambda counts: counts.pinned_blocks),
+    ("session_pinned_blocks_max", "Device blocks that open sessions may keep", lambda counts: counts.pinned_blocks_max),
     ("speculative_kept", "Answers kept for a next turn without a session, since the worker's start", lambda counts: counts.speculative),
-    ("speculative_used", "Of these, found by their next turn", lambda counts: counts.speculative_used),
-    ("speculative_wasted", "Of these, ended before", lambda counts: counts.speculative_wasted),
+    ("speculative_used", "Answers kept for a next turn that it found, since the worker's start", lambda counts: counts.speculative_used),
+    ("speculative_wasted", "Answers kept for a next turn that ended unused, since the worker's start", lambda counts: counts.speculative_wasted),
     ("sessions_opened", "Sessions opened since the worker's start", lambda counts: counts.opened),
 )  # fmt: skip
 _REASONS = ("closed", "expired", "displaced", "yielded", "cleared")

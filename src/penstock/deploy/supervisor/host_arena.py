@@ -13,14 +13,14 @@ from penstock.kv.host.memory import HostPart
 from penstock.transfer.regions.arena import Arena
 
 _RECORDS_FACTOR = 4
-"""An extent has room for so many times its blocks: records take at most three times the bytes of the smallest blocks."""
+"""An extent has so many times the bytes of its blocks: records take at most three times the bytes of the smallest blocks."""
 _RECORDS_BYTES = 1 << 20
 
 
 class HostArena:
-    """One sealed arena with an extent for each worker of this host. Workers take its pages; it opens them for each other.
+    """One sealed arena with an extent for each worker of this host. Each worker allocates the pages of its own extent; the supervisor keeps the arena open.
 
-    An extent is a worker's by its role and number, so that a restarted worker finds its blocks again.
+    An extent belongs to a role and number, so that a restarted worker finds its blocks again.
     """
 
     def __init__(self, roles: Mapping[Role, RoleSpec]) -> None:
@@ -75,7 +75,7 @@ class HostArena:
 
 
 def _extent_bytes(role: RoleSpec) -> int:
-    """Give the room of a worker's extent: of all memory where the size is a multiple of blocks, whose bytes only workers know."""
+    """Size a worker's extent: as all of the host's memory where the tier is a multiple of blocks, whose bytes only workers know."""
     size = role.kv.host
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     share = memory if size.is_multiple else size.shared_by(role.replicas).num_bytes * _RECORDS_FACTOR

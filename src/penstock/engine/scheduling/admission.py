@@ -85,7 +85,7 @@ class Admission:
             if needed + reserved > free:
                 if self.partial_blocks.free_all_lent():
                     continue
-                if self.sessions.give_way_for_load():
+                if self.sessions.end_speculative():
                     continue
                 if not self._slots.running and self.sessions.give_way():
                     continue  # nothing else would free blocks

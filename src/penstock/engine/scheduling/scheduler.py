@@ -315,7 +315,7 @@ class Scheduler:
                     break
                 if self.partial_blocks.free_all_lent():
                     continue
-                if self.sessions.give_way_for_load():
+                if self.sessions.end_speculative():
                     continue
                 if len(self._slots.running) == 1 and self.sessions.give_way():
                     continue

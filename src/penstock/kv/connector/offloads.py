@@ -19,7 +19,7 @@ _PROBE_S = 1.0
 _STORING_S = 1.0
 """A piece waits so long for the one before it to be stored; a tier that has not stored it then does without what follows."""
 _UNSTAGED = BlockId(-1)
-"""For blocks that a tier has already; an address cannot be made of it."""
+"""In place of the slot of a block that a tier keeps already."""
 
 
 class Offloads:

@@ -70,7 +70,7 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load that writes to the device no more.
+    """A load that no longer writes to the device.
 
     Attributes:
         load_id: of its order.
@@ -95,7 +95,7 @@ class Report:
 
     Attributes:
         loaded: loads that have ended.
-        saved: ids of saves that read the device no more.
+        saved: ids of saves that no longer read the device.
         events: KV events of its tiers, in order.
         tiers: what its tiers keep; without what a scheduler counts.
         is_busy: copies are under way, or more events will come.

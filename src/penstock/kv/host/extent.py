@@ -35,7 +35,7 @@ NOTES = 8192
 """Notes that an extent keeps: older ones are overwritten, and whoever has not read them reads all records."""
 
 CHANGED, USED, WRONG = range(3)
-"""What a note says of a slot: an own one has another record; another worker's was used, or does not match its checksum."""
+"""What a note says: a slot of its writer has another record; a slot of another worker was used, or does not match its checksum."""
 _KIND_SHIFT, _EXTENT_SHIFT, _SLOT_MASK = 56, 32, 0xFFFFFFFF
 Numbers = NDArray[np.uint64]
 

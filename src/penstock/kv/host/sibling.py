@@ -116,7 +116,7 @@ class Sibling:
         self._read(np.arange(len(records)))
 
     def take_events(self) -> tuple[KvEvent, ...]:
-        """Return the KV events since the last call, in order: of what `poll` has taken in."""
+        """Return the KV events of all that was read since the last call, in order."""
         events, self._events = self._events, ()
         return events if self.pool is None else (*events, *self.pool.take_events())
 

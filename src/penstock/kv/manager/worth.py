@@ -48,5 +48,5 @@ def worth_loading(
 
 
 def late_after_s(load_s: float) -> float:
-    """Return the seconds after which a load is given up that was predicted to take `load_s`."""
+    """Return the seconds after which a load that was predicted to take `load_s` is given up."""
     return _LATE_MARGIN_S + _LATE_FACTOR * load_s

@@ -33,7 +33,7 @@ def use_kind(request: Request) -> UseKind:
 class BlockUse(NamedTuple):
     """One request's use of its blocks, told to the pool when the request ends.
 
-    priority: -8 to 7; idle blocks of a lower priority are evicted first. -1 and below leaves no trace in the order of others.
+    priority: -8 to 7; idle blocks of a lower priority are evicted first.
     until_s:  when the priority ends, in the time that `BlockPool.expire` is called with; infinite: with the next use.
     """
 

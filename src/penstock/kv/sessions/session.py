@@ -24,7 +24,7 @@ class SessionEnd(StrEnum):
 
 
 class SessionKey(NamedTuple):
-    """A session's name. Tenants do not see each other's sessions; an operator's pins, and answers kept for a next turn, are apart from all."""
+    """A session's name. Tenants do not see each other's sessions. An operator's pins, and answers kept for a next turn, have names of their own."""
 
     tenant: str
     name: str

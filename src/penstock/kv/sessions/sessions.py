@@ -22,7 +22,7 @@ from penstock.kv.sessions.session import CHAINS_MAX, Chain, Session, SessionEnd,
 class Sessions:
     """Pins the blocks of open sessions within a quota, until they are closed, expire or are displaced.
 
-    A request of a session is told by `begin`, `hold` and `end`, in this order. Not thread-safe; one task owns it.
+    `begin`, `hold` and `end` are called for each request, in this order. Not thread-safe; one task owns it.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class Sessions:
 
     # ---- pressure -------------------------------------------------------------------------------------
 
-    def give_way_for_load(self) -> bool:
-        """End what is kept for a next turn without a session, the oldest first, so that a request has room; False if there is none."""
+    def end_speculative(self) -> bool:
+        """End the oldest answer that is kept for a next turn, so that a request has room; False if there is none."""
         for session in self:
             if session.key.is_speculative and not session.requests:
                 self._close(session, SessionEnd.YIELDED)

@@ -251,8 +251,8 @@ def test_what_is_kept_for_a_next_turn_ends_first():
     assert [session.key.name for session in scene.sessions] == ["a", "b"]
     scene.sessions.unpin(SessionKey("", "b"))
     scene.run(scene.begin_speculative(), [5, 6])
-    assert scene.sessions.give_way_for_load()
-    assert not scene.sessions.give_way_for_load()
+    assert scene.sessions.end_speculative()
+    assert not scene.sessions.end_speculative()
     assert [session.key.name for session in scene.sessions] == ["a"]
     scene.run(scene.begin_speculative(), [5, 6])
     scene.clock.advance(11)
