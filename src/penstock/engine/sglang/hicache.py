@@ -13,6 +13,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from penstock.core.errors import ConfigError
+from penstock.core.log import get_logger
 from penstock.core.wire import HashArray
 from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.kv_tiers.staged import DeviceProcess, staged_tiers
@@ -121,16 +122,19 @@ class PenstockStorage(HiCacheStorage):  # type: ignore[misc]
         return [index < arrived for index in range(len(keys))]
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
-        """Copy pages from SGLang's pool; they may change when it returns.
+        """Copy pages from SGLang's pool; they may change when it returns, so it waits as long as they are read.
 
         What comes before `keys` may be in SGLang's own pool alone, and is not asked for.
         """
         self._next_id += 1
         side = self._open
         side.save(SaveOrder(self._next_id, _hashes(keys), 0, self._pages(host_indices)))
-        is_over = side.wait(_WAIT_S)
+        while not side.wait(_WAIT_S):
+            get_logger().warning(
+                "kv_save_slow", waited_s=_WAIT_S, effect="SGLang's storage thread goes on waiting"
+            )
         side.take_report()
-        return [is_over] * len(keys)
+        return [True] * len(keys)
 
     def clear(self) -> None:
         """Forget all pages."""
