@@ -22,6 +22,7 @@ from penstock.engine.registry import engine_kind
 
 _QUESTIONS = Path(__file__).parents[2] / "tests" / "data" / "demo_questions.json"
 _QUICK_QUESTIONS = 3
+_OFFLOADED_QUESTIONS = 20
 _READY_TIMEOUT_S = 300.0
 _MIGRATED_SHARE_MIN = 0.75
 """Of the answers, that must have been under way when their worker was killed: some end before the signal arrives."""
@@ -97,7 +98,8 @@ def run(options: argparse.Namespace) -> Report:
     """
     if options.output_tokens < 2:
         raise ConfigError(f"--output-tokens: must be >= 2, got {options.output_tokens}")
-    questions = _read(options.questions)[: _QUICK_QUESTIONS if options.quick else None]
+    known_questions = _read(options.questions)
+    questions = known_questions[: _QUICK_QUESTIONS if options.quick else None]
     outcomes: dict[str, Outcome] = {}
     for name, of_all in _DEPLOYMENTS.items():
         if name == "offloaded" and not engine_kind(options.engine).has_kv_tiers:
@@ -106,7 +108,8 @@ def run(options: argparse.Namespace) -> Report:
         known = outcomes["aggregated"].answers if name == "migrated" else None
         with served(*_common(options), *flags, spare_processes=int(name == "migrated")) as deployment:
             if name == "offloaded":
-                _ask(deployment, questions, options.output_tokens, None)
+                # those that follow evict the first ones from the device
+                _ask(deployment, known_questions[:_OFFLOADED_QUESTIONS], options.output_tokens, None)
             outcomes[name] = _ask(deployment, questions, options.output_tokens, known)
     figures, problems = judge(questions, outcomes)
     return Report(

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from vllm.v1.outputs import KVConnectorOutput
 
 from penstock.core.types.events import Tier
 from penstock.core.types.instances import Role
@@ -206,6 +205,8 @@ def damage_host():
 
 
 def test_the_scheduler_hears_of_every_step_also_of_those_that_report_nothing():
+    from vllm.v1.outputs import KVConnectorOutput
+
     from penstock.engine.vllm.tiers.connector import RankReports, _SchedulerSide, _WorkerSide
 
     settings = TierSettings(KvConfig(), "worker", "", KEY)
