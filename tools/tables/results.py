@@ -105,6 +105,14 @@ def _engines() -> Iterator[list[str]]:
         of("kv_offload_vllm", "ttft_mean_ms_device", ".0f") + " ms, without the host tier",
         of("kv_offload_vllm", "ttft_less_with_host", ".0f", 100) + " % lower", "50 % lower", link("kv_offload_vllm"),
     ]  # fmt: skip
+    for speed in ("0.2", "1", "5"):
+        hits = of("kv_fleet", f"hit_tokens_{speed}_gb_per_s", ",.0f")
+        yield [
+            f"`ttft_mean_ms_{speed}_gb_per_s`, 4 workers, {hits} prompt tokens from each other by an object store",
+            of("kv_fleet", f"ttft_mean_ms_{speed}_gb_per_s", ".1f") + " ms",
+            of("kv_fleet", "ttft_mean_ms_none", ".1f") + " ms, without the store",
+            of("kv_fleet", f"ttft_ratio_{speed}_gb_per_s", ".2f"), "1.05", link("kv_fleet"),
+        ]  # fmt: skip
     for latency in ("ttft", "itl"):
         yield [
             f"`profile_{latency}_median_error`, 12 held-out points, demo model",
