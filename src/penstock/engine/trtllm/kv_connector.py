@@ -122,7 +122,7 @@ class PenstockScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
             _SHARED.open_tiers.drop(held)
 
     def _hashes(self, request: Any) -> HashArray:
-        """Hash a request's full blocks; adapters and salts set prompts apart."""
+        """Hash a request's full blocks; equal prompts with other adapters or salts have other hashes."""
         salt = f"trtllm adapter={request.lora_task_id} salt={request.cache_salt_id}".encode()
         if request.multimodal_hashes:
             return block_hashes([], self._block_size)

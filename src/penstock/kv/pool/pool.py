@@ -154,7 +154,7 @@ class BlockPool:
             self._states.release(block_ids, int(use.kind), use.priority, use.until_s)
 
     def expire(self, now_s: float) -> None:
-        """End the priorities of uses whose `until_s` is reached."""
+        """End the priorities of uses whose `until_s` is reached. For a caller that gives uses an end; engines give none so far."""
         self._states.expire(now_s)
 
     def commit(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:

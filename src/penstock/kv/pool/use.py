@@ -14,7 +14,7 @@ PRIORITY_MAX = 7
 
 
 class UseKind(IntEnum):
-    """What a request that used blocks is, as far as it says so; blocks of each kind have chances of reuse of their own."""
+    """What a request that used blocks is; blocks of each kind have chances of reuse of their own. Requests say only SESSION so far."""
 
     OTHER = 0
     SESSION = 1
