@@ -45,7 +45,7 @@ from penstock.core.types.kv_actions import (
     KvReport,
     KvUnpin,
 )
-from penstock.core.types.kv_exchange import KvExchange, KvSource
+from penstock.core.types.kv_exchange import KvAccess, KvExchange
 from penstock.core.types.kv_layout import KvLayout
 from penstock.core.types.load import KvRead, KvTierCounts, SessionCounts, WorkerLoad
 from penstock.core.types.requests import (
@@ -102,7 +102,7 @@ INSTANCE = Instance(
     host="h",
     exchange=KvExchange(transports=("shm", "tcp"), listens=("unix",), host=b"host"),
 )
-SOURCE = KvSource(agent=b"PTA", layout=b"L", regions=((1, 2), (3,)))
+SOURCE = KvAccess(agent=b"PTA", layout=b"L", regions=((1, 2), (3,)))
 HANDLE = KvHandle(
     prefill_worker=7,
     pin_id=3,

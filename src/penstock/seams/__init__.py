@@ -19,7 +19,7 @@ from penstock.seams.engine import (
     RoleAware,
     Sleeping,
 )
-from penstock.seams.kv import KvLoad, KvTier
+from penstock.seams.kv import KvLoad, KvRun, KvSource, KvTier
 from penstock.seams.request_plane import (
     Answer,
     Connection,
@@ -49,6 +49,8 @@ __all__ = [
     "KvLoad",
     "KvManaged",
     "KvPartialBlocks",
+    "KvRun",
+    "KvSource",
     "KvTier",
     "Link",
     "Move",

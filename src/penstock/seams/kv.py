@@ -1,4 +1,4 @@
-"""The KV tier seam: blocks kept outside an engine's device, and copied to and from its blocks."""
+"""The KV source seam: blocks outside an engine's device that can be loaded into it; a tier also takes blocks from it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,8 +42,71 @@ class KvLoad(Protocol):
         ...
 
 
-class KvTier(Protocol):
-    """Keeps KV blocks by their hash. One task owns it; copies run on threads of its own, and none of its methods blocks.
+class KvSource(Protocol):
+    """Loads KV blocks by their hash into an engine's device blocks: a tier, or another worker.
+
+    One task owns it; copies run on threads of its own, and none of its methods blocks. Blocks that it reports as loaded are
+    verified.
+    """
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it is not used for a while, since it failed or hung."""
+        ...
+
+    @property
+    def num_corrupt(self) -> int:
+        """Blocks whose bytes did not match their checksum, since start; they are never served."""
+        ...
+
+    def locate(self, block_hashes: HashArray) -> int:
+        """Count the leading blocks that it has.
+
+        Args:
+            block_hashes: (n, 2) uint64, each the child of the one before it; the first may be in the middle of a prompt.
+        """
+        ...
+
+    def load_s(self, num_blocks: int) -> float:
+        """Predict the seconds until so many blocks are loaded, behind the loads under way; 0 before the first was measured."""
+        ...
+
+    def load(
+        self, block_hashes: HashArray, targets: Sequence[BlockId], done: Callable[[int], None]
+    ) -> KvLoad:
+        """Copy leading blocks to the device, and verify them.
+
+        Args:
+            block_hashes: (n, 2) uint64, of blocks that `locate` has counted.
+            targets: (n,) device blocks, reserved until `done` is called.
+            done: called once on the event loop with the number of complete leading blocks, after the last write to a target;
+                soon after `cancel`, and after errors too. Never called by `load` itself.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvRun:
+    """Consecutive blocks of a prefix that one source has.
+
+    Attributes:
+        source: the source.
+        block_hashes: (n, 2) uint64.
+        num_before: blocks of the prefix before these.
+    """
+
+    source: KvSource
+    block_hashes: HashArray
+    num_before: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.block_hashes)
+
+
+class KvTier(KvSource, Protocol):
+    """A source that blocks are offloaded to: keeps them by their hash.
 
     Attributes:
         tier: where it keeps them, for events.
@@ -76,43 +139,8 @@ class KvTier(Protocol):
         ...
 
     @property
-    def is_off(self) -> bool:
-        """Whether it is not used for a while, since it failed or hung."""
-        ...
-
-    @property
-    def num_corrupt(self) -> int:
-        """Blocks whose bytes did not match their checksum, since start; they are never served."""
-        ...
-
-    @property
     def offload_room(self) -> int:
         """Blocks that `offload` would take now; others wait on the device."""
-        ...
-
-    def locate(self, block_hashes: HashArray) -> int:
-        """Count the leading blocks that it keeps.
-
-        Args:
-            block_hashes: (n, 2) uint64, each the child of the one before it.
-        """
-        ...
-
-    def load_s(self, num_blocks: int) -> float:
-        """Predict the seconds until so many blocks are loaded, behind the loads under way; 0 before the first was measured."""
-        ...
-
-    def load(
-        self, block_hashes: HashArray, targets: Sequence[BlockId], done: Callable[[int], None]
-    ) -> KvLoad:
-        """Copy leading blocks to the device, and verify them.
-
-        Args:
-            block_hashes: (n, 2) uint64, of blocks that `locate` has counted.
-            targets: (n,) device blocks, reserved until `done` is called.
-            done: called once on the event loop with the number of complete leading blocks, after the last write to a target;
-                soon after `cancel`, and after errors too.
-        """
         ...
 
     def offload(

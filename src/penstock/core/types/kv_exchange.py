@@ -3,7 +3,7 @@
 from penstock.core.wire import Wire
 
 
-class KvSource(Wire, frozen=True):
+class KvAccess(Wire, frozen=True):
     """What a decode worker needs to read a prefill worker's KV memory.
 
     Attributes:
@@ -34,4 +34,4 @@ class KvExchange(Wire, frozen=True):
     host: bytes
     streams: bool = False
     setups_s: tuple[float, ...] = ()
-    source: KvSource | None = None
+    source: KvAccess | None = None

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import PinId, RequestId, WorkerId
-from penstock.core.types.kv_exchange import KvSource
+from penstock.core.types.kv_exchange import KvAccess
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, Wire
 
 TRANSFER_ID_BYTES = 16
@@ -83,7 +83,7 @@ class KvHandle(Wire, frozen=True):
     ttl_s: float
     num_tokens: int
     block_ids: bytes = b""
-    source: KvSource = KvSource()
+    source: KvAccess = KvAccess()
     payload: bytes = b""
 
     @classmethod
@@ -157,7 +157,7 @@ class Prefetch(Wire, frozen=True):
     block_hashes: PackedHashes
     transfer_id: bytes
     prefill_worker: WorkerId
-    source: KvSource
+    source: KvAccess
 
 
 class TokenLogprob(Wire, frozen=True, array_like=True):

@@ -10,11 +10,11 @@ from penstock.engine.scheduling.partial_blocks import PartialBlocks
 from penstock.engine.scheduling.queue import WaitingQueue
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
 from penstock.engine.scheduling.slots import Slots
-from penstock.kv.manager.loader import KvRun
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pins import Pins
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.sessions.sessions import Sessions
+from penstock.seams.kv import KvRun
 
 
 class Admission:

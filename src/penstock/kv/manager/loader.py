@@ -5,66 +5,30 @@ A load that fails, is late or meets a corrupt block brings fewer blocks; the req
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from penstock.core.ids import BlockId, RequestId
-from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
-from penstock.kv.manager.clock import Clock, Timer
+from penstock.kv.manager.clock import Clock
 from penstock.kv.manager.counters import TierCounters
+from penstock.kv.manager.prefix_load import PrefixLoad, find_runs
 from penstock.kv.manager.worth import ComputeSeconds, late_after_s, worth_loading
 from penstock.kv.pool.pool import BlockPool
-from penstock.seams.kv import KvLoad, KvTier
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KvRun:
-    """Consecutive blocks of a prefix that one tier keeps.
-
-    Attributes:
-        source: the tier.
-        block_hashes: (n, 2) uint64.
-        num_before: blocks of the prefix before these.
-    """
-
-    source: KvTier
-    block_hashes: HashArray
-    num_before: int
-
-    @property
-    def tier(self) -> Tier:
-        """Where the blocks are."""
-        return self.source.tier
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks."""
-        return len(self.block_hashes)
+from penstock.seams.kv import KvRun, KvSource
 
 
 @dataclass(slots=True, eq=False)
 class _Prefix:
-    """A request's loads."""
+    """A request's prefix while it loads.
+
+    is_wanted: False once the request has left.
+    load: None until it has begun.
+    """
 
     request_id: RequestId
-    targets: list[BlockId]
-    runs: Sequence[KvRun]
-    begun_s: float
-    loaded: dict[int, int] = field(default_factory=dict)
-    """By run: leading blocks that have arrived; missing while it loads."""
-    seconds: dict[int, float] = field(default_factory=dict)
-    """By run: how long it took."""
-    arrived: int = 0
-    """Leading blocks that are complete, once all loads have ended."""
-    loads: list[KvLoad] = field(default_factory=list)
     is_wanted: bool = True
-    deadline: Timer | None = None
-
-    def cancel(self, *, is_late: bool = False) -> None:
-        """Ask all loads to end."""
-        for load in self.loads:
-            load.cancel(is_late=is_late)
+    load: PrefixLoad | None = None
 
 
 class Loader:
@@ -76,11 +40,11 @@ class Loader:
     def __init__(
         self,
         pool: BlockPool,
-        sources: Sequence[KvTier],
+        sources: Sequence[KvSource],
         compute_s: ComputeSeconds,
         *,
         on_change: Callable[[], None],
-        counters: Mapping[Tier, TierCounters],
+        counters: Mapping[KvSource, TierCounters],
         clock: Clock,
     ) -> None:
         """Make a loader without loads.
@@ -100,7 +64,7 @@ class Loader:
         self._counters = counters
         self._clock = clock
         self._wanted: dict[RequestId, _Prefix] = {}
-        self._ended: list[_Prefix] = []
+        self._ended: list[tuple[_Prefix, int]] = []
         self._held: Counter[BlockId] = Counter()
 
     def choose_runs(self, block_hashes: HashArray, hits: Sequence[BlockId], known_tokens: int) -> list[KvRun]:
@@ -111,18 +75,18 @@ class Loader:
             hits: leading blocks that the device has.
             known_tokens: all tokens of the request.
         """
-        runs: list[KvRun] = []
-        depth = len(hits)
-        while depth < len(block_hashes):
-            for source in self._sources:
-                found = source.locate(block_hashes[depth:])
-                if found:
-                    runs.append(KvRun(source, block_hashes[depth : depth + found], depth))
-                    depth += found
-                    break
-            else:
-                break
-        return runs[: self._best(runs, known_tokens, len(hits) * self._pool.block_size)] if runs else runs
+        runs = find_runs(self._sources, block_hashes, len(hits))
+        if not runs:
+            return runs
+        best = worth_loading(
+            [(run.source, run.num_blocks) for run in runs],
+            lambda source, num_blocks: source.load_s(num_blocks),
+            self._compute_s,
+            known_tokens=known_tokens,
+            cached_tokens=len(hits) * self._pool.block_size,
+            block_size=self._pool.block_size,
+        )
+        return runs[:best]
 
     def begin(self, request_id: RequestId, runs: Sequence[KvRun]) -> list[BlockId]:
         """Start to load runs that `choose_runs` returned; the device must have enough available blocks.
@@ -132,18 +96,19 @@ class Loader:
         """
         targets = self._pool.allocate(sum(run.num_blocks for run in runs))
         assert targets is not None, "begun without room"
-        prefix = _Prefix(request_id, targets, runs, self._clock.time())
-        self._wanted[request_id] = prefix
+        prefix = self._wanted[request_id] = _Prefix(request_id)
         self._pool.acquire(targets)
         self._held.update(targets)
-        late_s = late_after_s(sum(run.source.load_s(run.num_blocks) for run in runs))
-        start = 0
-        for number, run in enumerate(runs):
-            end = start + run.num_blocks
-            done = partial(self._on_done, prefix, number)
-            prefix.loads.append(run.source.load(run.block_hashes, targets[start:end], done))
-            start = end
-        prefix.deadline = self._clock.call_later(late_s, partial(self._on_late, prefix))
+        prefix.load = PrefixLoad(
+            runs,
+            targets,
+            self._sources,
+            clock=self._clock,
+            late_s=late_after_s(sum(run.source.load_s(run.num_blocks) for run in runs)),
+            is_worth=self._is_sooner,
+            on_late=partial(self._on_late, prefix),
+            done=partial(self._on_done, prefix),
+        )
         return list(targets)
 
     def is_under_way(self, request_id: RequestId) -> bool:
@@ -153,16 +118,16 @@ class Loader:
     @property
     def has_arrived(self) -> bool:
         """Whether `take_arrived` may return requests."""
-        return any(prefix.is_wanted for prefix in self._ended)
+        return any(prefix.is_wanted for prefix, _ in self._ended)
 
     def take_arrived(self) -> list[tuple[RequestId, int]]:
         """Return the requests whose loads have ended since the last call, with the number of leading blocks that arrived."""
         ended, self._ended = self._ended, []
         arrived = []
-        for prefix in ended:
+        for prefix, count in ended:
             if prefix.is_wanted:
                 del self._wanted[prefix.request_id]
-                arrived.append((prefix.request_id, prefix.arrived))
+                arrived.append((prefix.request_id, count))
         return arrived
 
     def cancel(self, request_id: RequestId) -> None:
@@ -170,7 +135,8 @@ class Loader:
         prefix = self._wanted.pop(request_id, None)
         if prefix is not None:
             prefix.is_wanted = False
-            prefix.cancel()
+            if prefix.load is not None:
+                prefix.load.cancel()
 
     def holders(self) -> Counter[BlockId]:
         """Count its references to each device block."""
@@ -181,57 +147,45 @@ class Loader:
         for request_id in tuple(self._wanted):
             self.cancel(request_id)
 
-    def _best(self, runs: Sequence[KvRun], known_tokens: int, cached_tokens: int) -> int:
-        sources = {source.tier: source for source in self._sources}
-        return worth_loading(
-            [(run.tier, run.num_blocks) for run in runs],
-            lambda tier, num_blocks: sources[tier].load_s(num_blocks),
-            self._compute_s,
-            known_tokens=known_tokens,
-            cached_tokens=cached_tokens,
-            block_size=self._pool.block_size,
-        )
+    def _is_sooner(self, source: KvSource, num_blocks: int, num_before: int) -> bool:
+        """Say whether loading blocks is predicted to be sooner than computing them, or is not known to be later."""
+        size = self._pool.block_size
+        compute_s = self._compute_s(num_blocks * size, num_before * size)
+        return compute_s is None or source.load_s(num_blocks) < compute_s
 
-    def _on_done(self, prefix: _Prefix, run: int, count: int) -> None:
-        prefix.loaded[run] = count
-        prefix.seconds[run] = self._clock.time() - prefix.begun_s
-        if len(prefix.loaded) < len(prefix.runs):
-            return
-        self._count(prefix)
-        if prefix.deadline is not None:
-            prefix.deadline.cancel()
-        self._held.subtract(prefix.targets)
+    def _on_late(self, prefix: _Prefix, source: KvSource) -> None:
+        self._counters[source].late_loads += prefix.is_wanted
+
+    def _on_done(self, prefix: _Prefix, load: PrefixLoad) -> None:
+        self._count(load, is_wanted=prefix.is_wanted)
+        self._held.subtract(load.targets)
         self._held = +self._held
-        self._pool.release(prefix.targets)
+        self._pool.release(load.targets)
         if prefix.is_wanted:
-            self._ended.append(prefix)
+            self._ended.append((prefix, load.arrived))
         self._on_change()
 
-    def _on_late(self, prefix: _Prefix) -> None:
-        if prefix.is_wanted:
-            for number, run in enumerate(prefix.runs):
-                self._counters[run.tier].late_loads += number not in prefix.loaded
-        prefix.cancel(is_late=True)
-
-    def _count(self, prefix: _Prefix) -> None:
+    def _count(self, load: PrefixLoad, *, is_wanted: bool) -> None:
         """Count a prefix whose loads have all ended. What follows the first block that did not arrive is of no use."""
         waited_s = 0.0
-        is_whole = True
-        size = self._pool.block_size
-        for number, run in enumerate(prefix.runs):
-            counters, seconds = self._counters[run.tier], prefix.seconds[number]
-            used = prefix.loaded[number] if is_whole else 0
-            prefix.arrived += used
+        size, first = self._pool.block_size, load.runs[0].num_before
+        for part in sorted(load.parts, key=lambda part: part.num_before):
+            counters = self._counters[part.source]
+            used = max(0, min(part.num_blocks, first + load.arrived - part.num_before))
             counters.loads += 1
             counters.loaded_blocks += used
-            counters.load_s += seconds
-            if not prefix.is_wanted:
+            counters.load_s += part.seconds
+            if not is_wanted:
                 continue
-            compute_s = self._compute_s(used * size, run.num_before * size)
+            compute_s = self._compute_s(used * size, part.num_before * size)
             if compute_s is not None:
                 # loads of one request run side by side
-                counters.saved_s += (compute_s if used else 0.0) - max(0.0, seconds - waited_s)
-            waited_s = max(waited_s, seconds)
-            if is_whole and used < run.num_blocks:
-                is_whole = False
-                counters.missing_blocks += len(prefix.targets) - prefix.arrived
+                counters.saved_s += (compute_s if used else 0.0) - max(0.0, part.waited_s - waited_s)
+            waited_s = max(waited_s, part.waited_s)
+        if not is_wanted:
+            return
+        missing = len(load.targets) - load.arrived
+        if missing:
+            lost_at = first + load.arrived
+            at = next(run for run in reversed(load.runs) if run.num_before <= lost_at)
+            self._counters[at.source].missing_blocks += missing

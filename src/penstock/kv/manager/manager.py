@@ -8,12 +8,12 @@ from penstock.core.types.events import AllBlocksCleared, KvEvent, Tier
 from penstock.core.types.load import KvTierCounts
 from penstock.kv.manager.clock import Clock, LoopClock
 from penstock.kv.manager.counters import TierCounters
-from penstock.kv.manager.loader import KvRun, Loader
+from penstock.kv.manager.loader import Loader
 from penstock.kv.manager.offloader import Offloader
 from penstock.kv.manager.worth import ComputeSeconds
 from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
-from penstock.seams.kv import KvTier
+from penstock.seams.kv import KvRun, KvSource, KvTier
 
 
 class KvManager:
@@ -43,7 +43,7 @@ class KvManager:
         self._pool = pool
         self._on_change = on_change
         self._on_room: Callable[[], None] = lambda: None
-        self._counters = {tier.tier: TierCounters() for tier in tiers}
+        self._counters: dict[KvSource, TierCounters] = {tier: TierCounters() for tier in tiers}
         clock = clock or LoopClock()
         self._loader = Loader(
             pool,
@@ -82,14 +82,13 @@ class KvManager:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Prompt tokens found in each lower `Tier`, host first, as `count` was told."""
-        return tuple(
-            self._counters[tier].hit_tokens if tier in self._counters else 0 for tier in tuple(Tier)[1:]
-        )
+        by_tier = {tier.tier: self._counters[tier].hit_tokens for tier in self.tiers}
+        return tuple(by_tier.get(tier, 0) for tier in tuple(Tier)[1:])
 
     @property
     def counts(self) -> tuple[KvTierCounts, ...]:
         """What each tier keeps, and has done since start; nearest first."""
-        return tuple(_count(tier, self._counters[tier.tier]) for tier in self.tiers)
+        return tuple(_count(tier, self._counters[tier]) for tier in self.tiers)
 
     def watch(self, on_room: Callable[[], None]) -> None:
         """Also call `on_room` when blocks were freed."""
@@ -100,7 +99,7 @@ class KvManager:
         for run in runs:
             found = min(run.num_blocks * self._pool.block_size, prompt_tokens)
             prompt_tokens -= found
-            self._counters[run.tier].hit_tokens += found
+            self._counters[run.source].hit_tokens += found
 
     def with_events(self, events: tuple[KvEvent, ...]) -> tuple[KvEvent, ...]:
         """Add the events of all tiers since the last call to those of the device.

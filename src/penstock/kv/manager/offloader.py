@@ -5,14 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.ids import BlockId
-from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
 from penstock.kv.manager.admission import SeenBlocks
 from penstock.kv.manager.budget import Budget
 from penstock.kv.manager.clock import Clock, Timer
 from penstock.kv.manager.counters import TierCounters
 from penstock.kv.pool.pool import BlockPool
-from penstock.seams.kv import Admission, KvTier
+from penstock.seams.kv import Admission, KvSource, KvTier
 
 _PINNED_SHARE = 8
 """At most one in so many device blocks is pinned for copies. Others wait unpinned, and are dropped if evicted first."""
@@ -44,7 +43,7 @@ class Offloader:
         pool: BlockPool,
         tiers: Sequence[KvTier],
         on_change: Callable[[], None],
-        counters: Mapping[Tier, TierCounters],
+        counters: Mapping[KvSource, TierCounters],
         clock: Clock,
     ) -> None:
         """Make an offloader without work.
@@ -65,7 +64,7 @@ class Offloader:
         self._queues = [
             _Queue(
                 tier,
-                counters[tier.tier],
+                counters[tier],
                 SeenBlocks() if tier.offload_policy.admission is Admission.SEEN_TWICE else None,
                 Budget(rate, clock) if (rate := tier.offload_policy.bytes_per_s) else None,
             )

@@ -2,18 +2,18 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-
-from penstock.core.types.events import Tier
+from typing import TypeVar
 
 ComputeSeconds = Callable[[int, int], float | None]
 """Predicts the seconds to compute so many tokens after so many cached ones; None before anything was measured."""
+_Source = TypeVar("_Source")
 _LATE_FACTOR = 4.0
 _LATE_MARGIN_S = 0.25
 
 
 def worth_loading(
-    runs: Sequence[tuple[Tier, int]],
-    load_s: Callable[[Tier, int], float],
+    runs: Sequence[tuple[_Source, int]],
+    load_s: Callable[[_Source, int], float],
     compute_s: ComputeSeconds,
     *,
     known_tokens: int,
@@ -22,22 +22,22 @@ def worth_loading(
 ) -> int:
     """Return how many leading runs to load for the earliest end; all of them before a prompt was ever computed.
 
-    Tiers load at the same time, and each of them its runs one after another.
+    Sources load at the same time, and each of them its runs one after another.
 
     Args:
-        runs: tier and number of blocks of consecutive runs of a prefix.
-        load_s: predicts the seconds until a tier has loaded so many blocks.
+        runs: source and number of blocks of consecutive runs of a prefix.
+        load_s: predicts the seconds until a source has loaded so many blocks.
         compute_s: how long the engine computes.
         known_tokens: all tokens of the request.
         cached_tokens: tokens before the first run.
         block_size: tokens in a block.
     """
     best, best_s = 0, compute_s(known_tokens - cached_tokens, cached_tokens)
-    num_blocks: Counter[Tier] = Counter()
+    num_blocks: Counter[_Source] = Counter()
     slowest_s = 0.0
-    for count, (tier, blocks) in enumerate(runs, 1):
-        num_blocks[tier] += blocks
-        slowest_s = max(slowest_s, load_s(tier, num_blocks[tier]))
+    for count, (source, blocks) in enumerate(runs, 1):
+        num_blocks[source] += blocks
+        slowest_s = max(slowest_s, load_s(source, num_blocks[source]))
         cached_tokens += blocks * block_size
         rest_s = compute_s(known_tokens - cached_tokens, cached_tokens)
         if best_s is None or rest_s is None:

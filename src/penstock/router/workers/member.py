@@ -11,7 +11,7 @@ from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Instance, InstanceState, Role
-from penstock.core.types.kv_exchange import KvSource
+from penstock.core.types.kv_exchange import KvAccess
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta
 from penstock.router.workers.loads import Reserved
@@ -93,10 +93,10 @@ class Member:
         return not self.instance.engine.kv_events
 
     @property
-    def kv_source(self) -> KvSource:
+    def kv_source(self) -> KvAccess:
         """How the worker's KV is read; empty where it offers none."""
         exchange = self.instance.exchange
-        return KvSource() if exchange is None or exchange.source is None else exchange.source
+        return KvAccess() if exchange is None or exchange.source is None else exchange.source
 
     @property
     def condition(self) -> Condition:

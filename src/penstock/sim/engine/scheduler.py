@@ -21,11 +21,11 @@ from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import PackedTokens, num_tokens, unpack_hashes
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.kv.manager.loader import KvRun
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pins import Pins
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.use import use_kind
+from penstock.seams.kv import KvRun
 from penstock.sim.engine.bounds import check_bounds, check_fits
 from penstock.sim.workload.prompt import StreamOf
 

@@ -29,7 +29,7 @@ from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import BecomeRole, Sleep, WakeUp, WorkerChange
 from penstock.core.types.instances import Role
 from penstock.core.types.kv_actions import KvEvict, KvReport
-from penstock.core.types.kv_exchange import KvSource
+from penstock.core.types.kv_exchange import KvAccess
 from penstock.core.types.requests import FinishReason, Prefetch, TokenLogprob
 from penstock.core.wire import PackedHashes, num_tokens
 from penstock.runtime.config import EventConfig, PlaneConfig
@@ -224,7 +224,7 @@ class RequestPlaneSuite:
                 block_hashes=hashes,
                 transfer_id=b"t",
                 prefill_worker=WorkerId(1),
-                source=KvSource(agent=b"a"),
+                source=KvAccess(agent=b"a"),
             )
             scene.connection.prefetch(prefetch)
             scene.connection.abort(RequestId("a"))

@@ -17,7 +17,7 @@ from penstock.core.errors import DeadlineExceeded, EngineError, Overloaded, Pens
 from penstock.core.ids import BlockId, RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.kv_exchange import KvSource
+from penstock.core.types.kv_exchange import KvAccess
 from penstock.core.types.requests import KvHandle, Prefetch, Request
 from penstock.core.wire import HashArray, unpack_hashes
 from penstock.seams import KvBlocks, KvPartialBlocks
@@ -50,7 +50,7 @@ class Incoming:
     owner: Hashable
     transfer_id: bytes
     prefill_worker: WorkerId
-    source: KvSource
+    source: KvAccess
     hashes: HashArray
     growth: Growth
     has_come: asyncio.Event = field(default_factory=asyncio.Event)
@@ -87,7 +87,7 @@ class IncomingTransfers:
         info: EngineInfo,
         config: KvTransferConfig,
         *,
-        connect: Callable[[KvSource], Awaitable[Peer]],
+        connect: Callable[[KvAccess], Awaitable[Peer]],
         reader: Reader,
         reservations: BlockReservations,
         release: Callable[[Origin, KvHandle], None],

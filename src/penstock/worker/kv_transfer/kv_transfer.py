@@ -16,7 +16,7 @@ from penstock.core.errors import ConfigError, MemoryInUse, Overloaded, PenstockE
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.kv_exchange import KvExchange, KvSource
+from penstock.core.types.kv_exchange import KvAccess, KvExchange
 from penstock.core.types.requests import KvHandle, Prefetch, Request
 from penstock.core.wire import encode
 from penstock.seams import KvBlocks
@@ -203,7 +203,7 @@ class KvTransfer:
         self.incoming.check_idle()
         self._reservations.check_idle()
 
-    async def _connect(self, source: KvSource) -> Peer:
+    async def _connect(self, source: KvAccess) -> Peer:
         """Connect to a prefill worker's agent."""
         await self.begin()
         return await self._agent.connect(source.agent)

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 from penstock.core.descriptors import Descriptors
 from penstock.core.errors import ConfigError, TransferError, TransferRefused
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.kv_exchange import KvSource
+from penstock.core.types.kv_exchange import KvAccess
 from penstock.core.types.kv_layout import KvLayout
 from penstock.core.wire import encode
 from penstock.transfer import Access, TransferAgent
@@ -65,12 +65,12 @@ class KvRegions:
                 " the engine's KV memory; allow others, `penstock doctor` says which work, or leave it out"
             )
 
-    def source(self, agent: bytes) -> KvSource:
+    def source(self, agent: bytes) -> KvAccess:
         """Describe how to read this worker's KV; `agent` is its agent's metadata."""
-        return KvSource(agent=agent, layout=self._encoded, regions=self.ids)
+        return KvAccess(agent=agent, layout=self._encoded, regions=self.ids)
 
     def ranges(
-        self, source: KvSource, source_blocks: ArrayLike, target_blocks: ArrayLike
+        self, source: KvAccess, source_blocks: ArrayLike, target_blocks: ArrayLike
     ) -> tuple[Descriptors, Descriptors] | None:
         """List the byte ranges to read so that blocks of a prefill worker become blocks of this worker.
 

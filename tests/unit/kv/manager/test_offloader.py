@@ -56,7 +56,7 @@ class Scene:
         self.clock = ManualClock()
         self.counters = TierCounters()
         self.pool = BlockPool(num_blocks, 4)
-        tiers = {self.tier.tier: self.counters}
+        tiers = {self.tier: self.counters}
         self.offloader = Offloader(self.pool, [self.tier], lambda: None, tiers, self.clock)
 
     def leave(self, seed, length=8):

@@ -65,10 +65,24 @@ def test_what_each_tier_brought_and_the_time_that_it_saved():
 
 def test_blocks_after_one_that_did_not_arrive_are_its_tiers_loss():
     stage = Stage()
+    stage.disk.keys.difference_update(HASHES[:6, 0].tolist())
     assert stage.load(0.03, 0.01, host_blocks=2) == [("r", 2)]
     host, disk = stage.kv.counts
     assert (host.loaded_blocks, host.missing_blocks) == (2, 8)
     assert (disk.loaded_blocks, disk.missing_blocks) == (0, 0)
+
+
+def test_what_a_tier_did_not_bring_the_next_one_brings():
+    stage = Stage()
+    assert stage.load(0.03, 0.01, host_blocks=2) == []
+    stage.clock.now_s = 0.05
+    stage.disk.loads[-1].end()
+    assert stage.kv.take_arrived() == [("r", 10)]
+    host, disk = stage.kv.counts
+    assert (host.loads, host.loaded_blocks, host.missing_blocks) == (1, 2, 0)
+    assert (disk.loads, disk.loaded_blocks, disk.missing_blocks) == (2, 8, 0)
+    assert disk.load_s == pytest.approx(0.01 + 0.02)
+    assert host.saved_s + disk.saved_s == pytest.approx(10 * SIZE * 0.01 - 0.05)
 
 
 def test_a_tier_that_delays_requests_saves_less_than_nothing():

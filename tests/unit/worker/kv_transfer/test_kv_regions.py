@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.errors import ConfigError, TransferError, TransferRefused
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.kv_exchange import KvSource
+from penstock.core.types.kv_exchange import KvAccess
 from penstock.core.types.kv_layout import KvLayout
 from penstock.core.wire import encode
 from penstock.testing.loop import run_async
@@ -36,7 +36,7 @@ def memory(*sizes):
 
 def source(layout=LAYOUT, regions=((1,), (2,))):
     encoded = b"" if layout is None else encode(layout)
-    return KvSource(agent=b"", layout=encoded, regions=regions)
+    return KvAccess(agent=b"", layout=encoded, regions=regions)
 
 
 def registered(check, *, engine=None, of=None, transports=None):

@@ -1,0 +1,122 @@
+"""A prefix's loads: which source brings which block, and what happens when one does not."""
+
+import numpy as np
+
+from penstock.core.hashing import block_hashes
+from penstock.kv.manager.prefix_load import PrefixLoad, find_runs
+from tests.support.held_tier import HeldTier
+from tests.support.manual_clock import ManualClock
+
+SIZE = 4
+HASHES = block_hashes(np.arange(10 * SIZE, dtype=np.int32), SIZE)
+
+
+def keeping(*blocks, seconds_per_block=0.0):
+    return HeldTier(HASHES[list(blocks), 0].tolist(), seconds_per_block)
+
+
+def runs_of(sources, num_before=0):
+    """(source, first block, number of blocks) of each run."""
+    runs = find_runs(sources, HASHES, num_before)
+    return [(sources.index(run.source), run.num_before, run.num_blocks) for run in runs]
+
+
+class Loading:
+    """A load of all that `sources` have, into targets 100 and on."""
+
+    def __init__(self, *sources, late_s=None, is_worth=lambda *_: True):
+        self.clock, self.ended, self.late = ManualClock(), [], []
+        runs = find_runs(sources, HASHES, 0)
+        self.load = PrefixLoad(
+            runs,
+            range(100, 100 + sum(run.num_blocks for run in runs)),
+            sources,
+            clock=self.clock,
+            late_s=late_s,
+            is_worth=is_worth,
+            on_late=self.late.append,
+            done=lambda load: self.ended.append(load.arrived),
+        )
+
+
+def test_the_nearest_source_brings_what_it_has_and_the_next_one_goes_on():
+    assert runs_of([keeping(0, 1, 5), keeping(0, 1, 2, 3, 4, 5)]) == [(0, 0, 2), (1, 2, 4)]
+    assert runs_of([keeping(0), keeping(2)]) == [(0, 0, 1)], "block 1 is nowhere"
+    assert runs_of([keeping(0), keeping(2)], num_before=2) == [(1, 2, 1)]
+    assert runs_of([]) == []
+
+
+def test_another_source_is_taken_where_it_is_known_to_be_quicker():
+    slow, quick, unknown = keeping(*range(6), seconds_per_block=0.2), keeping(0, 1, 2), keeping(*range(6))
+    assert runs_of([slow, unknown]) == [(0, 0, 6)]
+    quick.seconds_per_block = 0.1
+    assert runs_of([slow, unknown, quick]) == [(2, 0, 3), (0, 3, 3)]
+
+
+def test_the_next_source_brings_what_one_failed_to():
+    near, middle, far = keeping(0, 1, 2, 3), keeping(0, 1, 2), keeping(0, 1, 2, 3)
+    loading = Loading(near, middle, far)
+    near.loads[0].end(1)
+    assert middle.loads[0].targets == [101, 102]
+    middle.loads[0].end()
+    assert far.loads[0].targets == [103]
+    assert loading.ended == []
+    far.loads[0].end()
+    assert loading.ended == [4]
+    assert [(part.source, part.num_before, part.num_blocks) for part in loading.load.parts] == [
+        (near, 0, 1),
+        (middle, 1, 2),
+        (far, 3, 1),
+    ]
+
+
+def test_each_source_is_asked_once_for_a_run_and_then_the_rest_is_missing():
+    near, far = keeping(0, 1, 2, 3), keeping(0, 1, 2, 3)
+    loading = Loading(near, far)
+    near.loads[0].end(0)
+    far.loads[0].end(2)
+    assert loading.ended == [2]
+    assert (len(near.loads), len(far.loads)) == (1, 1)
+
+
+def test_a_source_that_is_not_worth_it_is_not_asked():
+    near, far = keeping(0, 1, 2, 3), keeping(0, 1, 2, 3)
+    asked = []
+    loading = Loading(near, far, is_worth=lambda *about: asked.append(about))
+    near.loads[0].end(1)
+    assert loading.ended == [1]
+    assert asked == [(far, 3, 1)]
+
+
+def test_runs_after_a_missing_block_are_cancelled_and_waited_for():
+    near, far = keeping(0, 1), keeping(2, 3)
+    loading = Loading(near, far)
+    near.loads[0].end(1)
+    assert far.loads[0].is_cancelled
+    assert loading.ended == [], "the other source may still write"
+    far.loads[0].end()
+    assert loading.ended == [1]
+
+
+def test_a_late_load_is_cancelled_and_nobody_else_is_asked():
+    near, far = keeping(0, 1), keeping(0, 1, 2, 3)
+    loading = Loading(near, far, late_s=0.5)
+    far.loads[0].end()
+    loading.clock.advance(0.4)
+    assert not near.loads[0].is_cancelled
+    loading.clock.advance(0.2)
+    assert near.loads[0].is_cancelled
+    assert loading.late == [near]
+    near.loads[0].end(1)
+    assert loading.ended == [1]
+    assert len(far.loads) == 1
+
+
+def test_a_cancelled_load_ends_when_its_sources_have_ended():
+    near, far = keeping(0, 1), keeping(2, 3)
+    loading = Loading(near, far)
+    loading.load.cancel()
+    far.loads[0].end(0)
+    assert loading.ended == []
+    near.loads[0].end(2)
+    assert loading.ended == [2]
