@@ -3,10 +3,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <limits>
 #include <string>
+#include <tuple>
 
 #include "jump_scheduler.hpp"
 
@@ -102,18 +105,22 @@ class BoundScheduler {
         scheduler_.reorder(ageing);
     }
 
+    void set_now(double now_s) { scheduler_.set_now(now_s); }
+
     void submit(Count number, std::pair<Count, Count> tokens, Count end_tokens, nb::handle hashes, nb::object stream,
-                bool kv_transfer, int use_kind) {
+                bool kv_transfer, std::tuple<int, int, double> use) {
         const auto [num_prompt, known] = tokens;
         if (num_prompt < 1 || known < num_prompt) {
             throw nb::value_error("tokens: there must be some in the prompt, and none of it unknown");
         }
-        if (use_kind < 0 || use_kind >= static_cast<int>(ReuseTable::kKinds)) {
-            throw nb::value_error("use_kind: must be from 0 to 3");
+        const auto [kind, priority, ttl_s] = use;
+        if (kind < 0 || kind >= static_cast<int>(ReuseTable::kKinds) || priority < -8 || priority > 7 || !(ttl_s >= 0)) {
+            throw nb::value_error("use: needs a kind from 0 to 2, a priority from -8 to 7 and seconds");
         }
         scheduler_.submit({number, known, num_prompt, end_tokens, kv_transfer, copy_hashes(hashes),
                            std::make_unique<StreamNames>(std::move(stream), block_size_),
-                           BlockUse{.kind = static_cast<std::uint8_t>(use_kind)}});
+                           BlockUse{.kind = static_cast<std::uint8_t>(kind), .priority = static_cast<std::int8_t>(priority)},
+                           ttl_s});
     }
 
     void abort(Count number) { scheduler_.abort(number); }
@@ -190,7 +197,8 @@ void bind_jump_scheduler(nb::module_& module) {
         .def("look_again", &BoundScheduler::look_again)
         .def("reorder", &BoundScheduler::reorder, "ageing"_a.none())
         .def("submit", &BoundScheduler::submit, "number"_a, "tokens"_a, "end_tokens"_a, "hashes"_a, "stream"_a,
-             "kv_transfer"_a = false, "use_kind"_a = 0)
+             "kv_transfer"_a = false, "use"_a = std::tuple(0, 0, std::numeric_limits<double>::infinity()))
+        .def("set_now", &BoundScheduler::set_now, "now_s"_a)
         .def("abort", &BoundScheduler::abort, "number"_a)
         .def("plan", &BoundScheduler::plan)
         .def("commit", &BoundScheduler::commit, "steps"_a)

@@ -56,7 +56,7 @@ void release(Pool& pool, const Ids& ids, std::optional<int> kind, int priority, 
     }
     if (*kind < 0 || *kind >= static_cast<int>(ReuseTable::kKinds) || priority < -8 || priority > 7 ||
         std::isnan(until_s)) {
-        throw std::invalid_argument("use: needs a kind from 0 to 3, a priority from -8 to 7 and a time, got " +
+        throw std::invalid_argument("use: needs a kind from 0 to 2, a priority from -8 to 7 and a time, got " +
                                     std::to_string(*kind) + ", " + std::to_string(priority) + " and " +
                                     std::to_string(until_s));
     }
@@ -100,7 +100,7 @@ void bind_pool(nb::module_& module) {
         .def("allocate", &Pool::allocate, "count"_a)
         .def("release", &release, "ids"_a, "kind"_a.none() = nb::none(), "priority"_a = 0,
              "until_s"_a = std::numeric_limits<double>::infinity())
-        .def("expire", &Pool::expire, "now_s"_a)
+        .def("expire", &Pool::expire, "now_s"_a, "most"_a)
         .def(
             "commit",
             [](Pool& pool, const Ids& ids, const Hashes& hashes, std::optional<std::uint64_t> parent) {

@@ -220,13 +220,14 @@ void Eviction::reset() {
     }
 }
 
-void Eviction::expire(double now_s) {
-    while (!deadlines_.empty() && deadlines_.top().until_s <= now_s) {
+void Eviction::expire(double now_s, std::size_t most) {
+    while (most > 0 && !deadlines_.empty() && deadlines_.top().until_s <= now_s) {
         const auto [until_s, id] = deadlines_.top();
         deadlines_.pop();
         if (at(id) >= metas_.size() || metas_[at(id)].until_s != until_s) {
             continue;
         }
+        --most;
         Meta& block = metas_[at(id)];
         const bool is_leaf = block.place != kNoPlace;
         if (is_leaf) {

@@ -93,8 +93,8 @@ class Eviction {
     void forgotten(BlockId id);
     void reset();
 
-    // Priorities up to that time end.
-    void expire(double now_s);
+    // Priorities up to that time end, of at most so many blocks, the earliest first.
+    void expire(double now_s, std::size_t most);
 
     bool is_leaf(BlockId id) const { return at(id) < metas_.size() && metas_[at(id)].place != kNoPlace; }
 
@@ -140,7 +140,9 @@ class Eviction {
     struct Deadline {
         double until_s;
         BlockId id;
-        bool operator>(const Deadline& other) const { return until_s > other.until_s; }
+        bool operator>(const Deadline& other) const {
+            return until_s > other.until_s || (until_s == other.until_s && id > other.id);
+        }
     };
 
     static std::size_t at(BlockId id) { return static_cast<std::size_t>(id); }

@@ -416,7 +416,7 @@ class Keyed {
                 pool_.release(gone.ids, take_use());
             }
         } else if (what < 245) {
-            pool_.expire(take());
+            pool_.expire(take(), take());
         } else if (what < 250) {
             evicting(take() % kNumBlocks, [&](std::size_t count) { pool_.make_room(count); });
         } else if (what < 253) {

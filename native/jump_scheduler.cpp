@@ -20,7 +20,7 @@ void JumpScheduler::submit(Arrival arrival) {
     auto sequence = std::make_unique<JumpSequence>(
         JumpSequence{arrival.number, arrival.known, arrival.num_prompt, arrival.end_tokens,
                      arrival.known - arrival.num_prompt, arrival.kv_transfer, std::move(arrival.hashes),
-                     std::move(arrival.names), arrival.use});
+                     std::move(arrival.names), arrival.use, arrival.ttl_s});
     sequence->since_tokens = clock_tokens_;
     waiting_.push(*sequence);
     if (waiting_.is_shortest_first()) {
@@ -253,7 +253,12 @@ void JumpScheduler::leave(JumpSequence& sequence, bool comes_back) {
         sequence.name(sequence.published);
         tiers_->offload(std::span(sequence.hashes).first(at(sequence.published)));
     }
-    pool_.release(sequence.blocks, comes_back ? std::nullopt : std::optional(sequence.use));
+    if (comes_back) {
+        pool_.release(sequence.blocks);
+    } else {
+        sequence.use.until_s = now_s_ + sequence.ttl_s;
+        pool_.release(sequence.blocks, sequence.use);
+    }
     sequence.blocks.clear();
     sequence.published = sequence.computed = 0;
     sequence.parent.reset();

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -28,7 +29,8 @@ struct Arrival {
     bool kv_transfer; // its KV goes to another worker, which is told how far its prompt is
     std::vector<Hash> hashes;
     std::unique_ptr<const Names> names;
-    BlockUse use = {}; // what it uses its blocks for
+    BlockUse use = {}; // what it uses its blocks for; its end comes `ttl_s` after the request's
+    double ttl_s = std::numeric_limits<double>::infinity();
 };
 
 // What comes next: `steps` decode steps, or one step that computes parts of prompts beside decoding.
@@ -92,6 +94,9 @@ class JumpScheduler {
     // Compute the shortest prompt first from now on, less what waiting earns for each token computed; nothing is as they
     // came.
     void reorder(std::optional<double> ageing);
+
+    // The time of what follows: uses of blocks end a while after it.
+    void set_now(double now_s) { now_s_ = now_s; }
 
     // Queue a request; numbers ascend.
     void submit(Arrival arrival);
@@ -163,6 +168,7 @@ class JumpScheduler {
     JumpBatch batch_;
     std::unordered_map<Count, std::unique_ptr<JumpSequence>> sequences_;
     JumpQueue waiting_;
+    double now_s_ = 0; // when blocks are given back
     Count clock_tokens_ = 0; // of prompts, computed so far, as the exact scheduler counts: a last token is decoding's
     bool head_blocked_ = false; // the first that waits found no room, and nothing was given back since
     std::vector<JumpSequence*> aborted_; // those that run

@@ -33,7 +33,8 @@ struct JumpSequence {
     bool kv_transfer; // its KV goes to another worker, which is told how far its prompt is
     std::vector<Hash> hashes; // of its leading blocks, as far as they were needed
     std::unique_ptr<const Names> names;
-    BlockUse use; // what it uses its blocks for
+    BlockUse use; // what it uses its blocks for; its end comes `ttl_s` after the request's
+    double ttl_s;
     Count computed = 0; // tokens whose KV is there, while its prompt is computed
     std::optional<Count> joined = {};
     std::vector<BlockId> blocks = {};

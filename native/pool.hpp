@@ -75,10 +75,10 @@ class Pool {
     // Broken at one that nobody holds.
     void release(std::span<const BlockId> ids, const std::optional<BlockUse>& use = std::nullopt);
 
-    // Priorities of uses up to that time end.
-    void expire(double now_s) {
+    // Priorities of uses up to that time end, of at most so many blocks.
+    void expire(double now_s, std::size_t most) {
         if (eviction_) {
-            eviction_->expire(now_s);
+            eviction_->expire(now_s, most);
         }
     }
 

@@ -20,7 +20,7 @@ class ReuseTable {
     static constexpr std::size_t kAges = 32;  // octaves
     static constexpr std::size_t kUses = 8;
     static constexpr std::size_t kDepths = 6;
-    static constexpr std::size_t kKinds = 4;
+    static constexpr std::size_t kKinds = 3;
     static constexpr std::size_t kClasses = kUses * kDepths * kKinds;
 
     explicit ReuseTable(std::size_t num_blocks);

@@ -76,6 +76,22 @@ class DisaggregatedParams:
     draft_tokens: list[int] | None = None
 
 
+class KvCacheRetentionConfig:
+    class TokenRangeRetentionConfig:
+        def __init__(self, token_start, token_end=None, priority=35, duration_ms=None):
+            if not 0 <= priority <= 100:
+                raise ValueError(f"Invalid priority {priority}")
+            self.token_start, self.token_end = token_start, token_end
+            self.priority, self.duration_ms = priority, duration_ms
+
+    def __init__(
+        self, token_range_retention_configs, decode_retention_priority=35, decode_duration_ms=None
+    ) -> None:
+        self.token_range_retention_configs = token_range_retention_configs
+        self.decode_retention_priority = decode_retention_priority
+        self.decode_duration_ms = decode_duration_ms
+
+
 @dataclasses.dataclass
 class Logprob:
     logprob: float
@@ -222,7 +238,8 @@ class LLM:
         if self._executor.is_shutdown():
             raise RuntimeError("LLM is shutting down")
         params, token_ids = sampling_params, list(inputs["prompt_token_ids"])
-        CALLS.append({"token_ids": token_ids, "params": params, "disaggregated": disaggregated_params})
+        call = {"token_ids": token_ids, "params": params, "disaggregated": disaggregated_params}
+        CALLS.append(call | {"retention": kv_cache_retention_config})
         if params.end_id is None:
             raise ValueError("tokenizer is required to reset end_id if it is None")
         if self.scheduler is None:

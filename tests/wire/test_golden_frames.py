@@ -52,6 +52,7 @@ from penstock.core.types.requests import (
     Delta,
     FinishReason,
     KvHandle,
+    KvRetention,
     Prefetch,
     Request,
     SamplingParams,
@@ -141,6 +142,8 @@ REQUEST = Request(
     session="agent",
     expected_output_tokens=100,
     speculative_prefill=True,
+    retention=KvRetention(priority=-2, ttl_s=60.5),
+    follows_tool=True,
     session_control=SessionControl(action=SessionAction.OPEN, ttl_s=30.5, is_ephemeral=True),
 )
 DELTA = Delta(

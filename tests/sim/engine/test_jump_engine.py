@@ -9,7 +9,7 @@ import pytest
 from penstock.core.ids import RequestId
 from penstock.core.native import native
 from penstock.core.types.events import Tier
-from penstock.core.types.requests import Request, SamplingParams
+from penstock.core.types.requests import KvRetention, Request, SamplingParams
 from penstock.core.wire import PackedTokens, num_tokens, pack_hashes
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
@@ -76,7 +76,12 @@ def requests(seed, count, **fields):
         yield session.at_s, tokens, min(turn.output_tokens, 3000), session.prompt
 
 
-async def drive(engine, work, block_size, *, abort_every=0, disturb=()):
+def retention_of(number):
+    """Of every third request; a few last so long that they end while others run."""
+    return KvRetention(priority=number % 5 - 1, ttl_s=0.5 + number % 7) if number % 3 == 0 else None
+
+
+async def drive(engine, work, block_size, *, abort_every=0, disturb=(), retains=False):
     """Give {request: (first token's moment, last's, tokens, cached ones)} and what the engine says at the end."""
     loop = asyncio.get_running_loop()
     await engine.start()
@@ -96,6 +101,8 @@ async def drive(engine, work, block_size, *, abort_every=0, disturb=()):
             token_ids=PackedTokens(tokens.tobytes()),
             sampling=SamplingParams(max_tokens=output_tokens, ignore_eos=True),
             block_hashes=pack_hashes(prompt.block_hashes(block_size, 0, len(tokens) // block_size)),
+            retention=retention_of(number) if retains else None,
+            follows_tool=retains and number % 4 == 1,
         )
         engine.submit(request)
         if abort_every and number % abort_every == 0:
@@ -137,7 +144,7 @@ async def drive(engine, work, block_size, *, abort_every=0, disturb=()):
 
 def both(
     latency, *, num_blocks=512, block_size=16, scheduler=None, count=150, seed=1, abort_every=0,
-    disturb=lambda _: (), lower_tiers=(), **fields,
+    disturb=lambda _: (), lower_tiers=(), retains=False, **fields,
 ):  # fmt: skip
     info = RunnerInfo(
         num_blocks=num_blocks, block_size=block_size, context_length=8192, vocab_size=1 << 16,
@@ -149,7 +156,9 @@ def both(
     async def exact():
         pace = Pace()
         engine = ExactEngine(latency, info, scheduler, pace, lower_tiers=lower_tiers)
-        return await drive(engine, work, block_size, abort_every=abort_every, disturb=disturb(pace))
+        return await drive(
+            engine, work, block_size, abort_every=abort_every, disturb=disturb(pace), retains=retains
+        )
 
     async def jump():
         pace = Pace()
@@ -157,7 +166,9 @@ def both(
             latency, info, scheduler, lambda request: streams[request.request_id], pace=pace,
             lower_tiers=lower_tiers,
         )  # fmt: skip
-        return await drive(engine, work, block_size, abort_every=abort_every, disturb=disturb(pace))
+        return await drive(
+            engine, work, block_size, abort_every=abort_every, disturb=disturb(pace), retains=retains
+        )
 
     return run_virtual(exact()), run_virtual(jump())
 
@@ -185,6 +196,17 @@ def test_first_and_last_tokens_come_at_the_same_moments(latency, seed):
     )
     assert_equal(exact, jump)
     assert exact[1].prefix_hit_tokens > 1000
+
+
+def test_they_agree_on_what_retention_keeps():
+    fields = {
+        "input_tokens": 300, "output_tokens": 60, "shared_prefix_tokens": 1024, "prefix_groups": 20,
+        "num_blocks": 1024, "rate_per_s": 12.0,
+    }  # fmt: skip
+    without = both(H100, **fields)
+    exact, jump = both(H100, retains=True, **fields)
+    assert_equal(exact, jump)
+    assert exact[1].prefix_hit_tokens != without[0][1].prefix_hit_tokens
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])

@@ -7,6 +7,7 @@ from penstock.core.ids import PinId, RequestId, WorkerId
 from penstock.core.types.kv_exchange import KvAccess
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, Wire
 
+KV_PRIORITY_MIN, KV_PRIORITY_MAX = -8, 7
 TRANSFER_ID_BYTES = 16
 """Length of `Request.transfer_id` in a request with a KV transfer."""
 
@@ -64,6 +65,19 @@ class SessionControl(Wire, frozen=True):
     is_ephemeral: bool = False
 
 
+class KvRetention(Wire, frozen=True):
+    """How long a request's KV is kept after its end, against other KV that nobody uses. A hint: answers do not depend on it.
+
+    Attributes:
+        priority: from KV_PRIORITY_MIN to KV_PRIORITY_MAX; blocks of a lower one are evicted first, 0 is that of other requests.
+        ttl_s: seconds from the request's end until the priority ends; None: the worker's default for a priority above 0, and
+            until the next use for one below.
+    """
+
+    priority: int
+    ttl_s: float | None = None
+
+
 class KvHandle(Wire, frozen=True):
     """The right to read the KV blocks of a finished prefill once, within `ttl_s` seconds.
 
@@ -116,6 +130,8 @@ class Request(Wire, frozen=True):
         session_control: opens or closes `session`; None: an open session stays open.
         expected_output_tokens: length of the answer that the client expects; None: unknown.
         speculative_prefill: keep the prompt and its answer for the next turn, while nothing else needs their room.
+        retention: which KV is evicted before this request's; None: no preference.
+        follows_tool: the prompt has results of tools: a turn of an agent.
     """
 
     request_id: RequestId
@@ -141,6 +157,8 @@ class Request(Wire, frozen=True):
     session_control: SessionControl | None = None
     expected_output_tokens: int | None = None
     speculative_prefill: bool = False
+    retention: KvRetention | None = None
+    follows_tool: bool = False
 
 
 class Prefetch(Wire, frozen=True):

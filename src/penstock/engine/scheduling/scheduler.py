@@ -30,7 +30,8 @@ from penstock.engine.scheduling.shortest_first_queue import ShortestFirstQueue
 from penstock.engine.scheduling.slots import Int32s, Slots
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.use import BlockUse, use_kind
+from penstock.kv.pool.use import BlockUse
+from penstock.kv.sessions.retention import Retention
 
 
 class Scheduler:
@@ -74,6 +75,7 @@ class Scheduler:
         self._admission = Admission(self._waiting, self._slots, pool, limits=limits, config=config, kv=kv)
         self.pins, self.partial_blocks = self._admission.pins, self._admission.partial_blocks
         self.sessions = self._admission.sessions
+        self._retention = Retention(pool, config.sessions)
         self._budget = Budget(self._waiting, self._slots, self._admission, config)
         self._loading = Loading(kv, self._slots, limits)
         if kv is not None:
@@ -100,7 +102,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            RequestError: it can never run here, or its session's TTL is too long.
+            RequestError: it can never run here, or a TTL of its session or KV is too long.
             Overloaded: the queue is full.
         """
         if request.request_id in self._by_id:
@@ -113,6 +115,7 @@ class Scheduler:
                 f"{len(self._waiting)} requests wait already, max_waiting_requests; try again later",
                 retry_after_s=1.0,
             )
+        self._retention.arrive(request)
         self.sessions.begin(request)
         self._by_id[request.request_id] = sequence
         self._waiting.push(sequence)
@@ -426,13 +429,9 @@ class Scheduler:
             num_prompt=sequence.num_prompt // size,
             num_shared=(sequence.cached_tokens or 0) // size,
         )
-        self._vacate(slot, self._use_of(sequence.request))
+        is_ephemeral = self.sessions.is_ephemeral(sequence.request)
+        self._vacate(slot, self._retention.use(sequence.request, is_ephemeral=is_ephemeral))
         self.sessions.end(sequence.request, is_done=is_done)
-
-    def _use_of(self, request: Request) -> BlockUse:
-        """Say what a request used its blocks for; those of an ephemeral session go before all others."""
-        priority = -1 if self.sessions.is_ephemeral(request) else 0
-        return BlockUse(use_kind(request), priority)
 
     def _vacate(self, slot: int, use: BlockUse | None = None) -> None:
         """Free a slot and its blocks, at the end of the request's use of them; `use` is None if the request comes back."""

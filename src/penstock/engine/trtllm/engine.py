@@ -16,7 +16,8 @@ from penstock.engine.streams.engine import StreamedEngine
 from penstock.engine.streams.package import check_gpu, first_line, supported
 from penstock.engine.trtllm.arguments import PACKAGE, choose_devices, make_arguments
 from penstock.engine.trtllm.events import PolledCache
-from penstock.engine.trtllm.outputs import Context, read_result, sampling_arguments
+from penstock.engine.trtllm.outputs import Context, read_result, retention_config, sampling_arguments
+from penstock.kv.sessions.retention import check_retention
 
 _log = get_logger()
 
@@ -97,7 +98,12 @@ class TrtllmBackend:
         return self._serving()
 
     def check(self, call: Call) -> None:
-        """Take every call: decode workers can compute prompts."""
+        """Take every call whose KV has no TTL beyond the bound: decode workers can compute prompts.
+
+        Raises:
+            RequestError: the TTL is longer than `sessions.ttl_s_max`.
+        """
+        check_retention(call.request, self._spec.scheduler.sessions)
 
     async def generate(self, call: Call) -> AsyncGenerator[Output, None]:
         request, eos = call.request, self._spec.eos_token_ids
@@ -112,6 +118,7 @@ class TrtllmBackend:
             "sampling_params": self._api.SamplingParams(**sampling_arguments(call, eos)),
             "disaggregated_params": disaggregated,
             "cache_salt": call.salt,
+            "kv_cache_retention_config": self._retention(call),
             "streaming": not request.prefill_only,
         }
         try:
@@ -173,6 +180,12 @@ class TrtllmBackend:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
+
+    def _retention(self, call: Call) -> Any:
+        retention = call.request.retention
+        if retention is None:
+            return None
+        return retention_config(self._api, retention, self._spec.scheduler.sessions.ttl_s)
 
     def _disaggregated(self, context: Context) -> Any:
         """Make the parameters of a generation request, of the fields that the installed version has."""

@@ -1,11 +1,19 @@
 """From a call to TensorRT-LLM's sampling parameters, from its outputs to ours, and KV handles."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 
-from penstock.core.types.requests import FinishReason, KvHandle, TokenLogprob
+from penstock.core.types.requests import (
+    KV_PRIORITY_MAX,
+    KV_PRIORITY_MIN,
+    FinishReason,
+    KvHandle,
+    KvRetention,
+    TokenLogprob,
+)
 from penstock.core.wire import Wire
 from penstock.engine.streams.backend import Call, Output, stop_tokens
 
@@ -16,6 +24,10 @@ CONTEXT_FIELDS = (
     "ctx_info_endpoint",
 )  # fmt: skip
 """Fields of `DisaggregatedParams` that go from the context to the generation request; older versions lack the last ones."""
+
+
+_PRIORITY, _PRIORITY_MAX = 35, 100
+"""TensorRT-LLM's priority of a block without a hint, and its highest; the lowest is 0."""
 
 
 class Context(Wire, frozen=True):
@@ -46,6 +58,25 @@ class Context(Wire, frozen=True):
 
     def arguments(self) -> dict[str, Any]:
         return {name: value for name in CONTEXT_FIELDS if (value := getattr(self, name)) is not None}
+
+
+def retention_config(api: Any, retention: KvRetention, default_ttl_s: float) -> Any:
+    """Make a `KvCacheRetentionConfig` for the prompt and its answer.
+
+    Args:
+        api: module `tensorrt_llm.llmapi`.
+        retention: of a request.
+        default_ttl_s: seconds that a priority above 0 lasts where the request does not say.
+    """
+    span = _PRIORITY_MAX - _PRIORITY if retention.priority > 0 else _PRIORITY
+    steps = KV_PRIORITY_MAX if retention.priority > 0 else -KV_PRIORITY_MIN
+    priority = _PRIORITY + round(retention.priority * span / steps)
+    ttl_s = retention.ttl_s
+    if ttl_s is None and retention.priority > 0:
+        ttl_s = default_ttl_s
+    duration = None if ttl_s is None else timedelta(seconds=ttl_s)
+    prompt = api.KvCacheRetentionConfig.TokenRangeRetentionConfig(0, None, priority, duration)
+    return api.KvCacheRetentionConfig([prompt], priority, duration)
 
 
 def sampling_arguments(call: Call, eos_token_ids: Sequence[int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What agents say of a request: its session, and hints. NVIDIA Dynamo's names for the same, in `nvext`, are taken too."""
+"""What agents say of a request: its session, its KV, and hints. NVIDIA Dynamo's names for the same, in `nvext`, are taken too."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,13 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.core.errors import RequestError
-from penstock.core.types.requests import SessionAction, SessionControl
+from penstock.core.types.requests import (
+    KV_PRIORITY_MAX,
+    KV_PRIORITY_MIN,
+    KvRetention,
+    SessionAction,
+    SessionControl,
+)
 
 SESSION_CHARACTERS_MAX = 256
 PRIORITY_MAX = 1000
@@ -30,6 +36,13 @@ class AgentHintsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     osl: int | None = None
     speculative_prefill: bool | None = None
+
+
+class RetentionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`kv_retention` of a body: how long the request's KV is kept, against other KV that nobody uses."""
+
+    priority: int | None = None
+    ttl_s: float | None = None
 
 
 class PeerSessionBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +68,7 @@ class AgentRequest(Protocol):
     """The fields of a body that are read here."""
 
     session: SessionBody | None
+    kv_retention: RetentionBody | None
     agent_hints: AgentHintsBody | None
     nvext: PeerBody | None
 
@@ -68,6 +82,7 @@ class AgentOptions:
     priority: int | None = None
     output_tokens: int | None = None
     speculative_prefill: bool = False
+    retention: KvRetention | None = None
 
 
 def agent_options(request: AgentRequest) -> AgentOptions:
@@ -84,7 +99,8 @@ def agent_options(request: AgentRequest) -> AgentOptions:
         raise _wrong(f"{where}.priority", f"must be >= -{PRIORITY_MAX} and <= {PRIORITY_MAX}, got {priority}")
     if output_tokens is not None and not 1 <= output_tokens <= _OUTPUT_TOKENS_MAX:
         raise _wrong(f"{where}.osl", f"must be >= 1 and < 2^31 tokens, got {output_tokens}")
-    return AgentOptions(session, control, priority, output_tokens, bool(hints.speculative_prefill))
+    retention = _retention(request.kv_retention, priority)
+    return AgentOptions(session, control, priority, output_tokens, bool(hints.speculative_prefill), retention)
 
 
 def _session(request: AgentRequest, peer: PeerBody) -> tuple[str | None, SessionControl | None]:
@@ -112,6 +128,22 @@ def _hints(request: AgentRequest, peer: PeerBody) -> tuple[AgentHintsBody, str]:
     if peer.agent_hints is not None:
         return peer.agent_hints, "nvext.agent_hints"
     return request.agent_hints or AgentHintsBody(), "agent_hints"
+
+
+def _retention(own: RetentionBody | None, priority: int | None) -> KvRetention | None:
+    """Give what a body says of its KV; without `kv_retention` the priority of the request is that of its KV too."""
+    if own is None:
+        if not priority:
+            return None
+        return KvRetention(priority=min(max(priority, KV_PRIORITY_MIN), KV_PRIORITY_MAX))
+    if own.priority is None and own.ttl_s is None:
+        raise _wrong("kv_retention", "says nothing; give priority, ttl_s or both")
+    if own.priority is not None and not KV_PRIORITY_MIN <= own.priority <= KV_PRIORITY_MAX:
+        problem = f"must be >= {KV_PRIORITY_MIN} and <= {KV_PRIORITY_MAX}, got {own.priority}"
+        raise _wrong("kv_retention.priority", problem)
+    if own.ttl_s is not None and not (own.ttl_s > 0 and math.isfinite(own.ttl_s)):
+        raise _wrong("kv_retention.ttl_s", f"must be > 0 seconds, got {own.ttl_s:g}")
+    return KvRetention(priority=1 if own.priority is None else own.priority, ttl_s=own.ttl_s)
 
 
 def _name(where: str, name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.frontend.openai.agents import AgentHintsBody, PeerBody, SessionBody
+from penstock.frontend.openai.agents import AgentHintsBody, PeerBody, RetentionBody, SessionBody
 from penstock.frontend.openai.body_error import body_error
 from penstock.frontend.openai.explaining import Explanation
 
@@ -54,6 +54,7 @@ class GenerationRequest(Body, kw_only=True):
     structured_outputs: Any = None
     # What agents say (`agents.py`).
     session: SessionBody | None = None
+    kv_retention: RetentionBody | None = None
     agent_hints: AgentHintsBody | None = None
     nvext: PeerBody | None = None
     # Accepted, no effect on the answer.

@@ -120,6 +120,8 @@ class Preprocessor:
                         session_control=agent.control,
                         expected_output_tokens=agent.output_tokens,
                         speculative_prefill=agent.speculative_prefill,
+                        retention=agent.retention,
+                        follows_tool=_follows_tool(request),
                         tenant=options.tenant,
                         priority=priority or 0,
                         slo_ttft_s=options.slo_ttft_s,
@@ -137,6 +139,10 @@ class Preprocessor:
             logprobs=logprobs,
             begins_text=isinstance(request, ChatRequest),
         )
+
+
+def _follows_tool(request: GenerationRequest) -> bool:
+    return isinstance(request, ChatRequest) and any(message.role == "tool" for message in request.messages)
 
 
 def _session(agent: AgentOptions, options: RequestOptions) -> str | None:

@@ -152,11 +152,13 @@ class Eviction:
         if self._ghosts is not None:
             self._ghosts.clear()
 
-    def expire(self, now_s: float) -> None:
-        """Priorities up to that time end."""
-        for block in self._blocks.values():
-            if block.until_s <= now_s:
-                block.until_s, block.priority = math.inf, 0
+    def expire(self, now_s: float, most: int) -> None:
+        """Priorities up to that time end, of so many blocks."""
+        over = [
+            (block.until_s, block_id) for block_id, block in self._blocks.items() if block.until_s <= now_s
+        ]
+        for _, block_id in sorted(over)[:most]:
+            self._blocks[block_id].until_s, self._blocks[block_id].priority = math.inf, 0
 
     # ---- leaves
     def is_leaf(self, block_id: BlockId) -> bool:

@@ -153,9 +153,9 @@ class BlockPool:
         else:
             self._states.release(block_ids, int(use.kind), use.priority, use.until_s)
 
-    def expire(self, now_s: float) -> None:
-        """End the priorities of uses whose `until_s` is reached. For a caller that gives uses an end; engines give none so far."""
-        self._states.expire(now_s)
+    def expire(self, now_s: float, most: int) -> None:
+        """End the priorities of uses whose `until_s` is reached, of at most so many blocks, the earliest first."""
+        self._states.expire(now_s, most)
 
     def commit(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:
         """Put referenced blocks with complete content into the prefix cache; duplicates of cached hashes stay private.

@@ -129,9 +129,9 @@ class ReferencePool:
                 else:
                     self._enter_idle(block_id)
 
-    def expire(self, now_s: float) -> None:
+    def expire(self, now_s: float, most: int) -> None:
         if self._eviction is not None:
-            self._eviction.expire(now_s)
+            self._eviction.expire(now_s, most)
 
     def commit(self, ids: Sequence[BlockId], hashes: HashArray, parent: int | None) -> None:
         keys = _keys(hashes)

@@ -11,7 +11,7 @@ from bisect import bisect_left
 
 AGES = 32
 """Octaves of age."""
-KINDS = 4
+KINDS = 3
 DEPTHS = 6
 _USES_MAX = (1, 2, 3, 4, 6, 9, 16)
 _CLASSES = (len(_USES_MAX) + 1) * DEPTHS * KINDS

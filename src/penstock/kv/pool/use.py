@@ -4,30 +4,22 @@ import math
 from enum import IntEnum
 from typing import Literal, NamedTuple
 
-from penstock.core.types.requests import Request
+from penstock.core.types.requests import KV_PRIORITY_MAX, KV_PRIORITY_MIN
 
 EvictionPolicy = Literal["lru", "lfu", "arc", "s3-fifo", "seconds"]
 """Which idle block a full pool evicts first."""
 
-PRIORITY_MIN = -8
-PRIORITY_MAX = 7
+PRIORITY_MIN, PRIORITY_MAX = KV_PRIORITY_MIN, KV_PRIORITY_MAX
 
 
 class UseKind(IntEnum):
-    """What a request that used blocks is; blocks of each kind have chances of reuse of their own. Requests say only SESSION so far."""
+    """What a request that used blocks is; blocks of each kind have chances of reuse of their own."""
 
     OTHER = 0
     SESSION = 1
-    """A turn of a conversation that goes on."""
-    SYSTEM = 2
-    """Warms a prefix that many requests share."""
-    TOOL = 3
-    """A turn of an agent that waits for a tool."""
-
-
-def use_kind(request: Request) -> UseKind:
-    """Return the kind of a request's use of its blocks."""
-    return UseKind.OTHER if request.session is None else UseKind.SESSION
+    """A turn of a conversation whose client gives it a name."""
+    TOOL = 2
+    """A turn of an agent: its prompt has results of tools."""
 
 
 class BlockUse(NamedTuple):

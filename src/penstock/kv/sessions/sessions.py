@@ -16,6 +16,7 @@ from penstock.kv.pool.pins import Pins
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import block_keys
 from penstock.kv.sessions.config import SessionsConfig
+from penstock.kv.sessions.retention import check_ttl
 from penstock.kv.sessions.session import CHAINS_MAX, Chain, Session, SessionEnd, SessionKey
 
 
@@ -93,7 +94,7 @@ class Sessions:
             return None
         control = request.session_control
         if control is not None and control.ttl_s is not None:
-            self._check_ttl("session.ttl_s", control.ttl_s)
+            check_ttl("session.ttl_s", control.ttl_s, self.config)
         key = SessionKey(request.tenant, request.session)
         session = self._sessions.get(key)
         if control is not None and session is None and self.blocks_max:
@@ -161,7 +162,7 @@ class Sessions:
             RequestError: the TTL is longer than `ttl_s_max`, or sessions keep no blocks here.
         """
         if ttl_s is not None:
-            self._check_ttl("ttl_s", ttl_s)
+            check_ttl("ttl_s", ttl_s, self.config)
         if not self.blocks_max:
             raise RequestError(
                 f"this worker keeps no blocks for sessions (sessions.kv_share {self.config.kv_share:g}); raise it",
@@ -270,13 +271,6 @@ class Sessions:
             assert (session.timer is None) == (session.requests > 0), f"{key}: expires while used, or never"
 
     # ---- one session ----------------------------------------------------------------------------------
-
-    def _check_ttl(self, param: str, ttl_s: float) -> None:
-        if ttl_s > self.config.ttl_s_max:
-            raise RequestError(
-                f"{param}: must be <= {self.config.ttl_s_max:g}, sessions.ttl_s_max, got {ttl_s:g}",
-                param=param,
-            )
 
     def _open(self, key: SessionKey, ttl_s: float | None, *, is_ephemeral: bool) -> Session | None:
         """Open a session; None where all others are in use and there may be no more."""

@@ -24,7 +24,7 @@ from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pins import Pins
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.use import use_kind
+from penstock.kv.sessions.retention import Retention
 from penstock.seams.kv import KvRun
 from penstock.sim.engine.bounds import check_bounds, check_fits
 from penstock.sim.workload.prompt import StreamOf
@@ -126,6 +126,7 @@ class JumpScheduler:
         """Blocks pinned for KV transfers."""
         if kv is not None:
             kv.watch(self._states.look_again)
+        self._retention = Retention(pool, config.sessions)
         self._arrivals = count()
         self._numbers: dict[RequestId, int] = {}
         self._ids: dict[int, RequestId] = {}
@@ -140,9 +141,10 @@ class JumpScheduler:
         """Queue a request.
 
         Raises:
-            RequestError: the request can never run here.
+            RequestError: the request can never run here, or the TTL of its KV is too long.
             Overloaded: the queue is full.
         """
+        self._retention.arrive(request)
         known = num_tokens(request.token_ids)
         check_fits(known, self._states.num_waiting, self._context_length, self._config)
         number, num_prompt = next(self._arrivals), known - request.num_emitted
@@ -151,7 +153,7 @@ class JumpScheduler:
         names = request.block_hashes[:prompt_bytes]  # the stream names blocks past the prompt
         tokens, stream = (num_prompt, known), self._stream_of(request)
         self._states.submit(
-            number, tokens, end_tokens, names, stream, request.prefill_only, int(use_kind(request))
+            number, tokens, end_tokens, names, stream, request.prefill_only, self._retention.hints(request)
         )
         self._numbers[request.request_id] = number
         self._ids[number] = request.request_id
@@ -171,11 +173,13 @@ class JumpScheduler:
 
     def plan(self) -> JumpPlan | None:
         """Plan the next jump; None if there is nothing to do."""
+        self._states.set_now(self._retention.time())
         plan = self._states.plan()
         return None if plan is None else JumpPlan(*plan)
 
     def commit(self, steps: int) -> Step | None:
         """Commit the first `steps` steps of the plan; None if there is nothing to deliver."""
+        self._states.set_now(self._retention.time())
         deltas, prefilling, has_changed = self._states.commit(steps)
         events = self._take_events()
         if not (has_changed or events):

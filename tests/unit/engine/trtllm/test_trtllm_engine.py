@@ -1,15 +1,16 @@
 """The TensorRT-LLM adapter over a fake of the package: start, refusals, disaggregation, aborts."""
 
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from penstock.core.errors import ConfigError, EngineError
+from penstock.core.errors import ConfigError, EngineError, RequestError
 from penstock.core.types.instances import Role
-from penstock.core.types.requests import FinishReason, KvHandle, SamplingParams
+from penstock.core.types.requests import FinishReason, KvHandle, KvRetention, SamplingParams
 from penstock.engine.spec import EngineSpec
 from penstock.engine.streams.backend import Call
 from penstock.engine.trtllm import engine as adapter
@@ -242,6 +243,33 @@ def test_a_prompt_that_ends_with_its_first_token_needs_no_decode_worker(trtllm) 
             sampling = replace(request.sampling, stop_token_ids=(whole.token_ids[0],))
             (answer,) = await source.run(replace(request, sampling=sampling, prefill_only=True))
             assert (answer.token_ids, answer.finish_reason) == (whole.token_ids[:1], FinishReason.STOP)
+
+    run_async(main())
+
+
+@pytest.mark.parametrize(
+    ("asked", "priority", "ttl_s"),
+    [
+        (KvRetention(priority=7), 100, 60),
+        (KvRetention(priority=-8), 0, None),
+        (KvRetention(priority=0, ttl_s=5), 35, 5),
+        (KvRetention(priority=2, ttl_s=1.5), 54, 1.5),
+    ],
+)
+def test_retention_reaches_tensorrt_llm_on_its_scale(trtllm, asked, priority, ttl_s) -> None:
+    async def main() -> None:
+        async with EngineProbe(adapter.TrtllmEngine(spec())) as probe:
+            await probe.run(make_request("a", range(100, 110)))
+            assert fake.CALLS[-1]["retention"] is None
+            await probe.run(replace(make_request("b", range(100, 110)), retention=asked))
+            config = fake.CALLS[-1]["retention"]
+            (prompt,) = config.token_range_retention_configs
+            duration = None if ttl_s is None else timedelta(seconds=ttl_s)
+            assert (prompt.token_start, prompt.token_end) == (0, None)
+            assert (prompt.priority, prompt.duration_ms) == (priority, duration)
+            assert (config.decode_retention_priority, config.decode_duration_ms) == (priority, duration)
+            with pytest.raises(RequestError, match=r"kv_retention\.ttl_s: must be <= 3600"):
+                probe.submit(replace(make_request("c", [1]), retention=KvRetention(priority=1, ttl_s=1e6)))
 
     run_async(main())
 

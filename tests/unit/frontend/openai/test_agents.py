@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from penstock.core.errors import RequestError
-from penstock.core.types.requests import SessionAction, SessionControl
+from penstock.core.types.requests import KvRetention, SessionAction, SessionControl
 from penstock.frontend.openai.agents import AgentOptions, agent_options
 from penstock.frontend.openai.bodies import CompletionRequest, encode, parse_completion
 
@@ -41,7 +41,7 @@ def test_the_peers_names_say_the_same_of_an_ephemeral_session():
         "agent_hints": {"priority": 5},
     }
     control = SessionControl(action=SessionAction.OPEN, ttl_s=30, is_ephemeral=True)
-    assert read(nvext=peer) == AgentOptions("a", control, priority=5)
+    assert read(nvext=peer) == AgentOptions("a", control, priority=5, retention=KvRetention(priority=5))
     assert read(nvext={"session_control": {"session_id": "a"}, "annotations": ["x"]}) == AgentOptions("a")
 
 
@@ -63,12 +63,24 @@ def test_the_peers_names_say_the_same_of_an_ephemeral_session():
         ({"agent_hints": {"osl": 0}}, "agent_hints.osl"),
         ({"agent_hints": {"osl": 1 << 31}}, "agent_hints.osl"),
         ({"agent_hints": {}, "nvext": {"agent_hints": {}}}, "nvext.agent_hints"),
+        ({"kv_retention": {}}, "kv_retention"),
+        ({"kv_retention": {"priority": 8}}, "kv_retention.priority"),
+        ({"kv_retention": {"priority": -9, "ttl_s": 1}}, "kv_retention.priority"),
+        ({"kv_retention": {"ttl_s": 0}}, "kv_retention.ttl_s"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_by_its_name(fields, param):
     error = refusal(**fields)
     assert (error.param, error.http_status) == (param, 400)
     assert error.message.startswith(f"{param}: ")
+
+
+def test_retention_is_said_by_itself_or_by_the_requests_priority():
+    assert read(kv_retention={"priority": -2}).retention == KvRetention(priority=-2)
+    assert read(kv_retention={"ttl_s": 90}).retention == KvRetention(priority=1, ttl_s=90)
+    assert read(agent_hints={"priority": -1000}).retention == KvRetention(priority=-8)
+    both = read(agent_hints={"priority": 3}, kv_retention={"priority": 0, "ttl_s": 9})
+    assert (both.priority, both.retention) == (3, KvRetention(priority=0, ttl_s=9))
 
 
 def test_the_fields_reach_an_encoded_body():

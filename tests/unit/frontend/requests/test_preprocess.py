@@ -10,8 +10,10 @@ import pytest
 
 from penstock.core.errors import RequestError
 from penstock.core.hashing import block_hashes
+from penstock.core.types.requests import KvRetention
 from penstock.core.wire import token_list, unpack_hashes
 from penstock.frontend.errors import ContextLengthError
+from penstock.frontend.openai.agents import RetentionBody
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, ContentPart, Message
 from penstock.frontend.requests.encoding import request_salt
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
@@ -209,3 +211,14 @@ def test_arguments_of_past_tool_calls_reach_the_template_as_objects() -> None:
     served = ServedModel(tiny_card(files=files), files)
     work = chat(served, messages=[Message(role="assistant", tool_calls=[call])])
     assert served.tokenizer.decode(token_list(work.requests[0].token_ids)) == "dog"
+
+
+def test_hints_on_kv_reach_the_engines_request() -> None:
+    template = b"{% for m in messages %}{{ m.content }}{% endfor %}"
+    files = {**tiny_model_files(), "chat_template.jinja": template}
+    served = ServedModel(tiny_card(files=files), files)
+    user, result = Message(role="user", content="dog"), Message(role="tool", content="dog", tool_call_id="1")
+    request = chat(served, messages=[user, result], kv_retention=RetentionBody(ttl_s=9)).requests[0]
+    assert (request.retention, request.follows_tool) == (KvRetention(priority=1, ttl_s=9), True)
+    request = chat(served, messages=[user]).requests[0]
+    assert (request.retention, request.follows_tool) == (None, False)

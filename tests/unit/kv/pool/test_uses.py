@@ -54,13 +54,28 @@ def test_a_priority_ends_with_its_time(make_pool, policy):
     kept, usual = chain(3), chain(3, first=1000)
     run(pool, kept, BlockUse(priority=3, until_s=10.0))
     run(pool, usual)
-    pool.expire(9.9)
+    pool.expire(9.9, 10)
     run(pool, chain(3, first=2000))
     assert [cached(pool, hashes) for hashes in (kept, usual)] == [3, 0]
-    pool.expire(10.0)
+    pool.expire(10.0, 10)
     run(pool, chain(3, first=3000), BlockUse(priority=1))
     run(pool, chain(3, first=4000), BlockUse(priority=1))
     assert cached(pool, kept) == 0
+
+
+@pytest.mark.parametrize("policy", KEYED)
+def test_priorities_of_many_blocks_end_a_few_at_a_time(make_pool, policy):
+    pool = make_pool(8, policy)
+    later, sooner = chain(2), chain(2, first=1000)
+    run(pool, later, BlockUse(priority=3, until_s=10.0))
+    run(pool, sooner, BlockUse(priority=3, until_s=9.0))
+    run(pool, chain(4, first=2000), BlockUse(priority=1))
+    pool.expire(20.0, 2)  # those of `sooner`
+    run(pool, chain(2, first=3000), BlockUse(priority=5))
+    assert [cached(pool, hashes) for hashes in (later, sooner)] == [2, 0]
+    pool.expire(20.0, 2)
+    run(pool, chain(2, first=4000), BlockUse(priority=5))
+    assert cached(pool, later) == 0
 
 
 def test_a_use_of_lower_priority_leaves_one_that_has_not_ended(make_pool):

@@ -1,0 +1,91 @@
+"""What requests ask of their KV after their end, as uses of blocks: kind, priority, and when it ends."""
+
+import math
+
+from penstock.core.errors import RequestError
+from penstock.core.types.requests import Request
+from penstock.kv.manager.clock import Clock, LoopClock
+from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool.use import BlockUse, UseKind
+from penstock.kv.sessions.config import SessionsConfig
+
+_ENDS_AT_ONCE = 4096
+"""Most blocks whose priority ends at one arrival: about a millisecond."""
+
+
+class Retention:
+    """Retention hints of one engine's requests. Not thread-safe; one task owns it."""
+
+    def __init__(self, pool: BlockPool, config: SessionsConfig, clock: Clock | None = None) -> None:
+        """Make it without hints.
+
+        Args:
+            pool: the device's blocks.
+            config: its TTLs bound those of hints.
+            clock: of the ends; None is the event loop's.
+        """
+        self._pool = pool
+        self._config = config
+        self._clock = clock or LoopClock()
+        self._has_ends = False
+
+    def arrive(self, request: Request) -> None:
+        """Check an arriving request's hints, and end the priorities whose time is over: arrivals are what needs their blocks.
+
+        Raises:
+            RequestError: its TTL is longer than `sessions.ttl_s_max`.
+        """
+        check_retention(request, self._config)
+        if self._has_ends:
+            self._pool.expire(self._clock.time(), _ENDS_AT_ONCE)
+
+    def hints(self, request: Request) -> tuple[int, int, float]:
+        """Return the kind and priority of the request's use of blocks, and the seconds that the priority lasts after its end."""
+        kind, retention = use_kind(request), request.retention
+        if retention is None:
+            return kind, 0, math.inf
+        ttl_s = retention.ttl_s
+        if ttl_s is None:  # a priority above 0 without an end would keep what nobody uses any more
+            ttl_s = self._config.ttl_s if retention.priority > 0 else math.inf
+        self._has_ends |= ttl_s < math.inf
+        return kind, retention.priority, ttl_s
+
+    def use(self, request: Request, *, is_ephemeral: bool) -> BlockUse:
+        """Say what a request that ends now used its blocks for; those of an ephemeral session go before all others."""
+        kind, priority, ttl_s = self.hints(request)
+        if is_ephemeral:
+            return BlockUse(UseKind(kind), -1)
+        return BlockUse(UseKind(kind), priority, self._clock.time() + ttl_s if ttl_s < math.inf else math.inf)
+
+    def time(self) -> float:
+        """Return the clock's seconds; 0 while no priority has an end."""
+        return self._clock.time() if self._has_ends else 0.0
+
+
+def check_ttl(param: str, ttl_s: float, config: SessionsConfig) -> None:
+    """Refuse a TTL that is too long.
+
+    Raises:
+        RequestError: it is longer than `sessions.ttl_s_max`.
+    """
+    if ttl_s > config.ttl_s_max:
+        raise RequestError(
+            f"{param}: must be <= {config.ttl_s_max:g}, sessions.ttl_s_max, got {ttl_s:g}", param=param
+        )
+
+
+def check_retention(request: Request, config: SessionsConfig) -> None:
+    """Refuse a request whose KV is to be kept for too long.
+
+    Raises:
+        RequestError: its TTL is longer than `sessions.ttl_s_max`.
+    """
+    if request.retention is not None and request.retention.ttl_s is not None:
+        check_ttl("kv_retention.ttl_s", request.retention.ttl_s, config)
+
+
+def use_kind(request: Request) -> UseKind:
+    """Return the kind of a request's use of its blocks."""
+    if request.follows_tool:
+        return UseKind.TOOL
+    return UseKind.OTHER if request.session is None else UseKind.SESSION
