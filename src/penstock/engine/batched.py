@@ -23,9 +23,11 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import SequenceLimits, StepPlan
 from penstock.kv.manager.break_even import BreakEven
 from penstock.kv.manager.manager import KvManager
+from penstock.kv.manager.prefix_loads import PrefixLoads
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.use import PrefillPrice
 from penstock.kv.sessions.actions import KvActions
+from penstock.seams.kv import KvLoad, KvRun, KvSource
 
 _log = log.get_logger()
 
@@ -62,6 +64,7 @@ class BatchedEngine:
         self._make_tiers = make_tiers
         self._price = price
         self._kv: KvManager | None = None
+        self._prefix_loads = PrefixLoads()
         self._break_even: BreakEven | None = None
         self._own = self._config = config or SchedulerConfig()
         self._hash_key = hash_key
@@ -91,6 +94,8 @@ class BatchedEngine:
         )
         pool = BlockPool(runner.num_blocks, runner.block_size, self._config.eviction, price=self._price)
         self._kv = await self._make_kv(pool, runner)
+        if self._kv is not None:
+            self._prefix_loads = self._kv.prefix_loads
         eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
         scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids, kv=self._kv)
         scheduler.sessions.on_change = self._wake.set
@@ -190,6 +195,14 @@ class BatchedEngine:
     def unpin(self, block_ids: Sequence[BlockId]) -> None:
         self.scheduler.pins.unpin(block_ids)
         self._wake.set()
+
+    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvSource) -> list[KvRun]:
+        return self._prefix_loads.find(block_hashes, num_before, peer)
+
+    def load_runs(
+        self, runs: Sequence[KvRun], targets: Sequence[BlockId], peer: KvSource, done: Callable[[int], None]
+    ) -> KvLoad:
+        return self._prefix_loads.load(runs, targets, peer, done)
 
     def claim_partial_block(self, request_id: RequestId) -> BlockId | None:
         return self.scheduler.partial_blocks.claim(request_id)

@@ -10,6 +10,7 @@ from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
+from penstock.seams.kv import KvLoad, KvRun, KvSource
 
 
 class Engine(Protocol):
@@ -108,6 +109,32 @@ class KvBlocks(Protocol):
 
     def unpin(self, block_ids: Sequence[BlockId]) -> None:
         """Release blocks that `pin` or `reserve` returned, once for each time."""
+        ...
+
+    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvSource) -> Sequence[KvRun]:
+        """Find what brings a prefix's blocks soonest: `peer`, or a tier of this engine that is quicker than computing.
+
+        Args:
+            block_hashes: (n, 2) uint64.
+            num_before: leading blocks that are resident.
+            peer: another worker.
+
+        Returns:
+            consecutive runs, up to the first block that nobody brings.
+        """
+        ...
+
+    def load_runs(
+        self, runs: Sequence[KvRun], targets: Sequence[BlockId], peer: KvSource, done: Callable[[int], None]
+    ) -> KvLoad:
+        """Load runs that `find_runs` returned into reserved blocks; another source brings what one fails to bring.
+
+        Args:
+            runs: at least one.
+            targets: as many blocks, reserved until `done` is called. They are not published.
+            peer: the other worker.
+            done: called once, later, with the number of leading blocks that are complete; soon after `cancel` too.
+        """
         ...
 
 

@@ -363,17 +363,17 @@ MUTANTS = {}
 @contextmanager
 def reading_otherwise(changes):
     """Have each piece read as if other things were known of its pin."""
-    original = IncomingTransfers._read
+    original = IncomingTransfers._load
 
-    async def read(self, one, held, origin):
-        known = one.growth
-        one.growth = replace(known, **changes(known))
+    async def load(self, one, held):
+        known = one.peer.growth
+        one.peer.growth = replace(known, **changes(known))
         try:
-            await original(self, one, held, origin)
+            await original(self, one, held)
         finally:
-            one.growth = known
+            one.peer.growth = known
 
-    with mock.patch.object(IncomingTransfers, "_read", read):
+    with mock.patch.object(IncomingTransfers, "_load", load):
         yield
 
 
@@ -507,19 +507,19 @@ def tail_of_another_block():
 @mutant
 def tail_that_is_not_read():
     """The last tokens of a prompt are taken to be there, and were not fetched."""
-    incoming, reader = IncomingTransfers._read, Reader.read
+    incoming, reader = IncomingTransfers._load, Reader.read
     has_tail = ContextVar("has_tail", default=False)
 
-    async def piece(self, one, held, origin):
-        has_tail.set(bool(len(one.growth.tail)) and self._partial_blocks is not None)
-        await incoming(self, one, held, origin)
+    async def piece(self, one, held):
+        has_tail.set(bool(len(one.peer.growth.tail)) and self._partial_blocks is not None)
+        await incoming(self, one, held)
 
     async def without_the_tail(self, origin, pin_id, targets, sources):
         end = -1 if has_tail.get() and len(targets) > 1 else None
         await reader(self, origin, pin_id, targets[:end], sources[:end])
 
     with (
-        mock.patch.object(IncomingTransfers, "_read", piece),
+        mock.patch.object(IncomingTransfers, "_load", piece),
         mock.patch.object(Reader, "read", without_the_tail),
     ):
         yield

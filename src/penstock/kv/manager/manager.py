@@ -10,6 +10,7 @@ from penstock.kv.manager.clock import Clock, LoopClock
 from penstock.kv.manager.counters import TierCounters
 from penstock.kv.manager.loader import Loader
 from penstock.kv.manager.offloader import Offloader
+from penstock.kv.manager.prefix_loads import PrefixLoads
 from penstock.kv.manager.worth import ComputeSeconds
 from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
@@ -44,11 +45,15 @@ class KvManager:
         self._on_change = on_change
         self._on_room: Callable[[], None] = lambda: None
         self._counters: dict[KvSource, TierCounters] = {tier: TierCounters() for tier in tiers}
-        clock = clock or LoopClock()
+        clock, compute_s = clock or LoopClock(), compute_s or self._measured_s
+        self.prefix_loads = PrefixLoads(
+            self.tiers, pool.block_size, compute_s, counters=self._counters, clock=clock
+        )
+        """Loads of KV transfers."""
         self._loader = Loader(
             pool,
             self.tiers,
-            compute_s or self._measured_s,
+            compute_s,
             on_change=self._changed,
             counters=self._counters,
             clock=clock,

@@ -3,7 +3,7 @@
 Runs load side by side. What a source fails to bring, the next source that has it brings; the rest is the caller's to compute.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,7 +16,13 @@ IsWorth = Callable[[KvSource, int, int], bool]
 """Says whether loading so many blocks, after so many blocks of the prefix, from a source is sooner than computing them."""
 
 
-def find_runs(sources: Sequence[KvSource], block_hashes: HashArray, num_before: int) -> list[KvRun]:
+def _always(_source: KvSource, _num_blocks: int, _num_before: int) -> bool:
+    return True
+
+
+def find_runs(
+    sources: Sequence[KvSource], block_hashes: HashArray, num_before: int, is_worth: IsWorth = _always
+) -> list[KvRun]:
     """Find the sources of a prefix's leading blocks.
 
     The nearest source that has a block brings it, unless another one is known to be quicker.
@@ -25,11 +31,12 @@ def find_runs(sources: Sequence[KvSource], block_hashes: HashArray, num_before: 
         sources: nearest first.
         block_hashes: (n, 2) uint64, all blocks of the prefix that may be loaded.
         num_before: leading blocks that are not needed.
+        is_worth: sources for which this is False are left out.
     """
     runs: list[KvRun] = []
     depth = num_before
     while depth < len(block_hashes):
-        run = next(_runs_at(sources, block_hashes, depth), None)
+        run = _run_at(sources, block_hashes, depth, is_worth)
         if run is None:
             break
         runs.append(run)
@@ -37,16 +44,20 @@ def find_runs(sources: Sequence[KvSource], block_hashes: HashArray, num_before: 
     return runs
 
 
-def _runs_at(sources: Sequence[KvSource], block_hashes: HashArray, depth: int) -> Iterator[KvRun]:
-    for index, source in enumerate(sources):
-        found = source.locate(block_hashes[depth:])
-        if not found:
-            continue
-        best, best_s = source, source.load_s(found)
-        for other in sources[index + 1 :]:
-            if 0 < other.load_s(found) < best_s and (has := other.locate(block_hashes[depth:])):
-                best, best_s, found = other, other.load_s(has) * found / has, min(found, has)
-        yield KvRun(best, block_hashes[depth : depth + found], depth)
+def _run_at(
+    sources: Sequence[KvSource], block_hashes: HashArray, depth: int, is_worth: IsWorth
+) -> KvRun | None:
+    best: KvSource | None = None
+    num_blocks, best_s = 0, 0.0
+    for source in sources:
+        if best is None:
+            found = source.locate(block_hashes[depth:])
+            if found and is_worth(source, found, depth):
+                best, num_blocks, best_s = source, found, source.load_s(found)
+        elif 0 < source.load_s(num_blocks) < best_s and (found := source.locate(block_hashes[depth:])):
+            found = min(found, num_blocks)
+            best, num_blocks, best_s = source, found, source.load_s(found)
+    return None if best is None else KvRun(best, block_hashes[depth : depth + num_blocks], depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +111,7 @@ class PrefixLoad:
         *,
         clock: Clock,
         late_s: float | None = None,
-        is_worth: IsWorth = lambda _source, _num_blocks, _num_before: True,
+        is_worth: IsWorth = _always,
         on_late: Callable[[KvSource], None] = lambda _source: None,
         done: Callable[["PrefixLoad"], None],
     ) -> None:

@@ -7,7 +7,7 @@ last token times.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.core.ids import BlockId, RequestId
@@ -18,8 +18,10 @@ from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.kv.manager.prefix_loads import PrefixLoads
 from penstock.kv.pool.pool import BlockPool
 from penstock.perf.latency import LatencyModel
+from penstock.seams.kv import KvLoad, KvRun, KvSource
 from penstock.sim.engine.prices import DecodePrices, prefill_price
 from penstock.sim.engine.scheduler import JumpPlan, JumpScheduler
 from penstock.sim.engine.timed_tier import LowerTier, timed_kv_manager
@@ -71,6 +73,7 @@ class JumpEngine:
         """The block pool, for reports and checks."""
         self.kv = timed_kv_manager(self.pool, lower_tiers, latency, self._pace, self._interrupt)
         """The tiers below the device; None without."""
+        self._prefix_loads = PrefixLoads() if self.kv is None else self.kv.prefix_loads
         self._pace.watch(self._on_pace)  # after the tiers, whose loads the next plan takes in
         context_length = min(info.context_length, info.num_blocks * info.block_size)
         self._info = EngineInfo(
@@ -166,6 +169,14 @@ class JumpEngine:
     def unpin(self, block_ids: Sequence[BlockId]) -> None:
         self._scheduler.pins.unpin(block_ids)
         self._interrupt()
+
+    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvSource) -> list[KvRun]:
+        return self._prefix_loads.find(block_hashes, num_before, peer)
+
+    def load_runs(
+        self, runs: Sequence[KvRun], targets: Sequence[BlockId], peer: KvSource, done: Callable[[int], None]
+    ) -> KvLoad:
+        return self._prefix_loads.load(runs, targets, peer, done)
 
     async def close(self) -> None:
         self._closed = True

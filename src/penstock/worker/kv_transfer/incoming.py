@@ -6,7 +6,7 @@ not arrive are computed here: slower, never wrong.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -20,13 +20,18 @@ from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv_exchange import KvAccess
 from penstock.core.types.requests import KvHandle, Prefetch, Request
 from penstock.core.wire import HashArray, unpack_hashes
-from penstock.seams import KvBlocks, KvPartialBlocks
+from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
+from penstock.seams import KvBlocks, KvPartialBlocks, KvRun
 from penstock.transfer import Peer
+from penstock.transfer.regions.waiting import settled
 from penstock.worker.config import KvTransferConfig
-from penstock.worker.kv_transfer.reader import Growth, Origin, Reader
+from penstock.worker.kv_transfer.peer_source import PeerSource
+from penstock.worker.kv_transfer.reader import Origin, Reader
 from penstock.worker.kv_transfer.reservations import BlockReservations, HeldBlocks
 
 _HASH_BYTES = 16
+_SPEEDS_MAX = 256
+"""Prefill workers whose speed is remembered; beyond it the one whose transfer began longest ago is forgotten."""
 
 _log = get_logger()
 
@@ -37,13 +42,13 @@ Submit = Callable[[Request], None]
 class Incoming:
     """The KV transfer of one prompt. `task` keeps its blocks pinned until it is cancelled or `pin_ttl_s` has passed.
 
-    hashes:   (n, 2) uint64 of the prompt's full blocks
+    peer:     the prompt's blocks at the prefill worker
     has_come: set once the request has arrived
     held:     pinned and reserved blocks; None while too few are free
-    num_read: leading reserved blocks that are read and published
-    tail:     the partial block, if it was read
-    is_over:  set once nothing more will be read
-    error:    why not everything was read
+    num_read: leading reserved blocks that are loaded and published
+    tail:     the partial block, if it was loaded
+    is_over:  set once nothing more will be loaded
+    error:    why not everything was loaded
     """
 
     request_id: RequestId
@@ -51,10 +56,8 @@ class Incoming:
     transfer_id: bytes
     prefill_worker: WorkerId
     source: KvAccess
-    hashes: HashArray
-    growth: Growth
+    peer: PeerSource
     has_come: asyncio.Event = field(default_factory=asyncio.Event)
-    origin: Origin | None = None
     held: HeldBlocks | None = None
     num_read: int = 0
     tail: list[BlockId] = field(default_factory=list)
@@ -64,7 +67,7 @@ class Incoming:
 
     def arrive(self, handle: KvHandle, block_size: int) -> None:
         """Note that the request has arrived; its handle names all blocks."""
-        self.growth.complete(handle, block_size)
+        self.peer.growth.complete(handle, block_size)
         self.has_come.set()
 
     def take_tail(self) -> list[BlockId]:
@@ -123,6 +126,7 @@ class IncomingTransfers:
         self._expected: dict[tuple[RequestId, Hashable], Incoming] = {}  # requests that have not arrived
         self._fetches: dict[RequestId, asyncio.Task[None]] = {}  # requests that have arrived
         self._under_way: set[Incoming] = set()
+        self._speeds: dict[WorkerId, MeasuredSpeed] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
     def __len__(self) -> int:
@@ -168,8 +172,7 @@ class IncomingTransfers:
             prefetch.transfer_id,
             prefetch.prefill_worker,
             prefetch.source,
-            hashes,
-            Growth(len(hashes)),
+            self._peer(hashes, prefetch.prefill_worker),
         )
         self._expected[one.request_id, owner] = one
         self._begin(one)
@@ -245,7 +248,8 @@ class IncomingTransfers:
         if one is None:
             return None
         is_same = (one.transfer_id, one.prefill_worker) == (request.transfer_id, handle.prefill_worker)
-        if is_same and one.growth.pin_id in (None, handle.pin_id) and one.growth.error is None:
+        growth = one.peer.growth
+        if is_same and growth.pin_id in (None, handle.pin_id) and growth.error is None:
             return one
         one.stop()
         return None
@@ -253,8 +257,17 @@ class IncomingTransfers:
     def _by_handle(self, request: Request, owner: Hashable, handle: KvHandle) -> Incoming:
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)
         hashes = hashes[: handle.num_tokens // self._info.block_size]
+        peer = self._peer(hashes, handle.prefill_worker)
         source = handle.prefill_worker, handle.source
-        return Incoming(request.request_id, owner, request.transfer_id, *source, hashes, Growth(len(hashes)))
+        return Incoming(request.request_id, owner, request.transfer_id, *source, peer)
+
+    def _peer(self, hashes: HashArray, prefill_worker: WorkerId) -> PeerSource:
+        """Make the source of a prompt's blocks; sources of one prefill worker share what was measured of it."""
+        speed = self._speeds.pop(prefill_worker, None) or MeasuredSpeed(half_life_s=LOAD_HALF_LIFE_S)
+        if len(self._speeds) >= _SPEEDS_MAX:
+            del self._speeds[next(iter(self._speeds))]
+        self._speeds[prefill_worker] = speed
+        return PeerSource(hashes, self._reader, speed)
 
     async def _fetch(self, one: Incoming, request: Request, handle: KvHandle, submit: Submit) -> None:
         """Wait until a request's transfer is over, and submit the request."""
@@ -264,8 +277,8 @@ class IncomingTransfers:
         except TimeoutError:
             one.error = DeadlineExceeded(f"not here within the {handle.ttl_s:g} s of its handle")
         finally:
-            if one.origin is not None:
-                self._release(one.origin, handle)
+            if one.peer.origin is not None:
+                self._release(one.peer.origin, handle)
         if one.error is not None:
             self.failures[one.error.code] = self.failures.get(one.error.code, 0) + 1
             _log.warning(
@@ -306,65 +319,92 @@ class IncomingTransfers:
             await asyncio.sleep(self._config.pin_ttl_s)  # keep the blocks pinned for the request
 
     async def _read_all(self, one: Incoming) -> None:
-        """Read and publish all blocks, as they become known."""
-        growth, is_named = one.growth, one.has_come.is_set()
-        one.origin = Origin(one.prefill_worker, one.source, await self._connect(one.source))
+        """Load and publish all blocks, as they become known."""
+        peer, is_named = one.peer, one.has_come.is_set()
+        if not is_named:
+            await self._load_known(one)  # what tiers have of the prompt
+        peer.origin = Origin(one.prefill_worker, one.source, await self._connect(one.source))
         if is_named:
-            await self._read_next(one, one.origin)
+            await self._load_next(one, peer.origin)
         else:
-            with self._reader.following(one.origin.peer, one.transfer_id, growth):
-                while not growth.is_whole:
-                    await self._read_next(one, one.origin)
+            with self._reader.following(peer.origin.peer, one.transfer_id, peer.growth):
+                while not peer.growth.is_whole:
+                    await self._load_next(one, peer.origin)
         if one.held is None:
             await one.has_come.wait()
-            one.held = await self._reservations.hold(one.hashes[: len(growth.block_ids)])
-            await self._read(one, one.held, one.origin)
+            one.held = await self._reservations.hold(peer.hashes[: len(peer.growth.block_ids)])
+            await self._load(one, one.held)
 
-    async def _read_next(self, one: Incoming, origin: Origin) -> None:
-        """Wait for more blocks to become known, and read them if blocks can be reserved."""
-        await self._reader.next_blocks(origin.peer, one.growth)
+    async def _load_next(self, one: Incoming, origin: Origin) -> None:
+        """Wait for more blocks to become known, and load them if blocks can be reserved."""
+        await self._reader.next_blocks(origin.peer, one.peer.growth)
+        await self._load_known(one)
+
+    async def _load_known(self, one: Incoming) -> None:
         if one.held is None:
             one.held = self._try_hold(one)
         num_known = -1
-        while one.held is not None and num_known < len(one.growth.block_ids):
-            num_known = len(one.growth.block_ids)
-            await self._read(one, one.held, origin)
+        while one.held is not None and num_known < len(one.peer.growth.block_ids):
+            num_known = len(one.peer.growth.block_ids)
+            await self._load(one, one.held)
 
     def _try_hold(self, one: Incoming) -> HeldBlocks | None:
         """Reserve blocks for a whole prompt; None if a request waits for blocks, or early transfers hold `pinned_share_max`."""
-        growth = one.growth
-        if not growth.is_whole and not (self._is_early and len(growth.block_ids)):
+        growth, hashes = one.peer.growth, one.peer.hashes
+        if growth.is_whole:
+            hashes = hashes[: len(growth.block_ids)]
+        elif not (self._is_early and self._engine.find_runs(hashes, 0, one.peer)):
             return None
-        hashes = one.hashes[: len(growth.block_ids)] if growth.is_whole else one.hashes
         if not one.has_come.is_set():
-            held = sum(len(other.hashes) for other in self._under_way if other.held is not None)
+            held = sum(len(other.peer.hashes) for other in self._under_way if other.held is not None)
             if held + len(hashes) > int(self._config.pinned_share_max * self._info.total_blocks):
                 return None
         return self._reservations.try_hold(hashes)
 
-    async def _read(self, one: Incoming, held: HeldBlocks, origin: Origin) -> None:
-        """Read and publish the known blocks that were not read before."""
-        (here, reserved), growth = held, one.growth
-        sources = growth.block_ids
-        start, end = len(here) + one.num_read, len(sources)
-        if start >= end:
+    async def _load(self, one: Incoming, held: HeldBlocks) -> None:
+        """Load and publish the blocks that a tier or the peer has, and that were not loaded before."""
+        (here, reserved), peer = held, one.peer
+        start, size = len(here) + one.num_read, len(here) + len(reserved)
+        if start >= size:
             return
-        assert growth.pin_id is not None, "it has blocks"
-        targets = reserved[one.num_read : end - len(here)]
-        wants_tail = len(growth.tail) and self._partial_blocks is not None
-        tail = list(self._engine.reserve(1) or ()) if wants_tail else []
-        is_early = not growth.is_whole
-        sources = np.concatenate((sources[start:], growth.tail[: len(tail)]))
+        names = peer.hashes[:size]
+        tail: list[BlockId] = []
+        if peer.growth.is_whole and len(peer.growth.tail):
+            names = np.concatenate((names, peer.tail_hash))
+            tail = list(self._engine.reserve(1) or ()) if self._partial_blocks is not None else []
+        runs = self._engine.find_runs(names[: size + len(tail)], start, peer)
+        num_targets = sum(run.num_blocks for run in runs)
+        is_early, before, arrived = not peer.growth.is_whole, peer.num_loaded, start
         try:
-            await self._reader.read(origin, growth.pin_id, [*targets, *tail], sources)
+            if runs:
+                arrived += await self._wait_for(runs, [*reserved[one.num_read :], *tail][:num_targets], peer)
         except BaseException:
             self._engine.unpin(tail)
             raise
-        one.tail = tail
-        self._engine.publish(targets, one.hashes[start:end], int(one.hashes[start - 1, 0]) if start else None)
+        if arrived <= size:
+            self._engine.unpin(tail)
+        else:
+            one.tail, arrived = tail, size
+        targets = reserved[one.num_read : arrived - len(here)]
+        if targets:
+            parent = int(names[start - 1, 0]) if start else None
+            self._engine.publish(targets, names[start:arrived], parent)
         one.num_read += len(targets)
-        self.fetched_blocks += len(targets)
+        self.fetched_blocks += peer.num_loaded - before
         self.early_blocks += len(targets) if is_early else 0
+        if peer.error is not None and (arrived < size or not peer.growth.is_whole):
+            raise peer.error
+
+    async def _wait_for(self, runs: Sequence[KvRun], targets: list[BlockId], peer: PeerSource) -> int:
+        """Load runs; returns the leading blocks that arrived. A cancellation waits until nothing is written any more."""
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        load = self._engine.load_runs(runs, targets, peer, done.set_result)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            load.cancel()
+            await settled(done)
+            raise
 
     def _fail(self, one: Incoming, error: PenstockError) -> None:
         one.error = error

@@ -120,3 +120,9 @@ def test_a_cancelled_load_ends_when_its_sources_have_ended():
     assert loading.ended == []
     near.loads[0].end(2)
     assert loading.ended == [2]
+
+
+def test_a_source_that_is_not_worth_it_is_passed_over():
+    near, far = keeping(0, 1, 2, 3), keeping(0, 1)
+    runs = find_runs([near, far], HASHES, 0, lambda source, num_blocks, _: source is far or num_blocks < 3)
+    assert [(run.source, run.num_before, run.num_blocks) for run in runs] == [(far, 0, 2), (near, 2, 2)]
