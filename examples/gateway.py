@@ -18,6 +18,10 @@ FAILURES = (aiohttp.ClientError, TimeoutError)
 LIMITS = aiohttp.ClientTimeout(total=600, sock_connect=5)
 
 
+class PrefillError(aiohttp.ClientError):
+    """The prefill server did not answer."""
+
+
 class Gateway:
     """Asks the router, forwards, and tells the router what came of it."""
 
@@ -59,25 +63,49 @@ class Gateway:
                 choice = await answer.json()
         except FAILURES as error:
             return refusal(503, f"the router {self.router} does not answer: {error!r}; try again later")
-        response, stage = web.StreamResponse(), "finished"
+        response, stage, failed = web.StreamResponse(), "finished", None
         try:
-            await self.forward(request, response, body, choice)
+            await self.answer(request, response, asked, choice)
         except FAILURES as error:
             if response.prepared:  # it has begun, and must not end as if it were whole
                 if request.transport is not None:
                     request.transport.abort()
                 return response
-            # A real one asks the router again, with "exclude": [choice["worker"]].
+            # A real one asks the router again, with "exclude": [failed].
             stage = "failed"
-            return refusal(502, f"{choice['worker']} does not answer: {error!r}; try again")
+            failed = choice["prefill"]["worker"] if isinstance(error, PrefillError) else choice["worker"]
+            return refusal(502, f"{failed} does not answer: {error!r}; try again")
         finally:
-            await self.tell(choice["id"], stage)
+            await self.tell(choice["id"], stage, worker=failed)
         return response
 
-    async def forward(
-        self, request: web.Request, response: web.StreamResponse, body: bytes, choice: dict
+    async def answer(
+        self, request: web.Request, response: web.StreamResponse, asked: dict, choice: dict
     ) -> None:
-        async with self.http.post(f"{choice['url']}/v1/chat/completions", data=body) as answer:
+        """Have the worker answer, and before or meanwhile its prefill server, if it has one, compute the prompt."""
+        asked, first = asked | choice.get("fields", {}), choice.get("prefill")
+        if first is None:
+            await self.forward(request, response, asked, choice)
+        elif first["from_answer"]:
+            prefilled = await self.prefill(first, asked)
+            await self.tell(choice["id"], "prefilled")
+            asked |= {name: prefilled.get(name) for name in first["from_answer"]}
+            await self.forward(request, response, asked, choice)
+        else:
+            await asyncio.gather(self.prefill(first, asked), self.forward(request, response, asked, choice))
+
+    async def prefill(self, first: dict, asked: dict) -> dict:
+        place = f"{first['url']}/v1/chat/completions"
+        try:
+            async with self.http.post(place, json=asked | first["fields"], raise_for_status=True) as answer:
+                return await answer.json()
+        except FAILURES as error:
+            raise PrefillError(str(error)) from error
+
+    async def forward(
+        self, request: web.Request, response: web.StreamResponse, asked: dict, choice: dict
+    ) -> None:
+        async with self.http.post(f"{choice['url']}/v1/chat/completions", json=asked) as answer:
             response.set_status(answer.status)
             response.headers.update({**passed_on(answer), "X-Worker": choice["worker"]})
             await response.prepare(request)
@@ -92,9 +120,11 @@ class Gateway:
                 await self.tell(choice["id"], "first_token", cached_tokens(last))
             await response.write_eof()
 
-    async def tell(self, request_id: str, stage: str, cached: int | None = None) -> None:
+    async def tell(
+        self, request_id: str, stage: str, cached: int | None = None, worker: str | None = None
+    ) -> None:
         """Give feedback; what is lost of it costs accuracy: the router gives the request up after a while."""
-        feedback = {"id": request_id, "stage": stage, "cached_tokens": cached}
+        feedback = {"id": request_id, "stage": stage, "cached_tokens": cached, "worker": worker}
         with contextlib.suppress(*FAILURES):
             async with self.http.post(f"{self.router}/feedback", json=feedback):
                 pass

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,18 @@ from tokenizers import Tokenizer
 from penstock.core.errors import ConfigError, Overloaded, PenstockError, RequestError, StepFailed, Unavailable
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
+from penstock.core.types.cards import ModelCard
 from penstock.core.types.events import BlockStored, KvEvent
+from penstock.core.types.instances import Role
 from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams
 from penstock.core.wire import hash_list, pack_tokens, token_list
 from penstock.demo import MODEL_DIR, MODEL_NAME
-from penstock.engine.kv_events.subscriber import PublisherAddress
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.engine import ServerEngine, Serving
-from penstock.engine.openai.make import _subscriber
+from penstock.engine.openai.events import followed
 from penstock.engine.openai.paired import PairedServerEngine
 from penstock.engine.openai.server import Server
 from penstock.engine.openai.text import TextCodec
-from penstock.engine.spec import EngineSpec
 from penstock.frontend.text.detokenize import Detokenizer
 from tests.support.fake_server import FakeServer, after, cut, says
 from tests.support.tokenizer import tiny_tokenizer_json
@@ -118,7 +117,8 @@ async def driven(
     fake: FakeServer, serving: Serving = SERVING, *, paired: bool = False, **fields: Any
 ) -> AsyncIterator[Driven]:
     config = config_of(fake.url, **fields)
-    server = Server(fake.url, config, (MODEL_NAME,), TextCodec(TOKENIZER))
+    role = Role.PREFILL if paired else Role.AGGREGATED
+    server = Server(fake.url, config, (MODEL_NAME,), TextCodec(TOKENIZER), role=role)
     engine = (PairedServerEngine if paired else ServerEngine)(server, config, serving)
     try:
         await engine.start()
@@ -679,7 +679,8 @@ def test_kv_events_of_the_server_are_those_of_its_steps(tmp_path: Path) -> None:
         "type": "BlockStored", "block_hashes": [11, 12], "parent_block_hash": None, "token_ids": tokens, "block_size": 16,
         "medium": "GPU",
     }  # fmt: skip
-    follow = partial(_subscriber, EngineSpec(model="", block_size=16), PublisherAddress(endpoint=endpoint))
+    config = config_of("http://127.0.0.1:1", kv_events=endpoint)
+    follow = followed(config, 0, card=ModelCard(name="", context_length=64, block_size=16, salt=b""))
 
     async def main() -> None:
         with zmq_asyncio.Context() as context, context.socket(zmq.PUB) as publisher:
@@ -741,8 +742,8 @@ def test_vllm_pairs_pass_kv_transfer_params_on() -> None:
 def test_sglang_pairs_meet_in_a_room_and_run_together() -> None:
     async def main() -> None:
         async with (
-            fake_of("sglang") as first,
-            fake_of("sglang") as second,
+            fake_of("sglang", is_paired=True) as first,
+            fake_of("sglang", is_paired=True) as second,
             driven(first, paired=True, bootstrap_port=9001) as prefill,
             driven(second, paired=True) as decode,
         ):
@@ -751,6 +752,8 @@ def test_sglang_pairs_meet_in_a_room_and_run_together() -> None:
             end = await prefill.ends("p")
             assert end.kv is not None
             assert first.open == 0, "the prefill waits for the decode server, and its handle does not"
+            with pytest.raises(Overloaded, match="no prefill server has"):
+                decode.engine.submit(make_request("alone"))
             decode.engine.submit(structs.replace(make_request("d"), kv=end.kv))
             await decode.ends("d")
             assert decode.tokens("d") == second.continuation(PROMPT, 12)

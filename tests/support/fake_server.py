@@ -18,6 +18,10 @@ OWNERS = {
     "vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm", "llamacpp": "llamacpp", "ollama": "library", "text": "somebody",
 }  # fmt: skip
 _FORBIDDEN = {"return_token_ids", "cache_salt", "return_tokens_as_token_ids"}
+_FAKE_HOST = "2.2.2.2"
+"""SGLang's `FAKE_BOOTSTRAP_HOST`: such a request is answered without the other server."""
+_NO_ROOM = b'data: {"error": {"message": "Invalid request: Disaggregated request received without bootstrap room id."}}\n\n'
+"""What SGLang streams then."""
 
 
 class FakeServer:
@@ -33,6 +37,7 @@ class FakeServer:
         token_s: float = 0.0,
         context_length: int | None = 4096,
         eos_share: int = 0,
+        is_paired: bool = False,
     ) -> None:
         """Make a server.
 
@@ -44,10 +49,12 @@ class FakeServer:
             token_s: seconds between two tokens.
             context_length: what `/v1/models` says.
             eos_share: one token in so many is the end, unless it is to be ignored; 0: none.
+            is_paired: whether it is one of a pair; SGLang's then refuse requests without a room.
         """
         self.tokenizer, self.api, self.model = tokenizer, api, model
         self.token_s, self.context_length, self.eos_share = token_s, context_length, eos_share
         self.eos_token_id = eos_token_id
+        self.is_paired = is_paired
         self.bodies: list[dict[str, Any]] = []
         """Bodies of all requests for answers, trials too."""
         self.paths: list[str] = []
@@ -205,6 +212,8 @@ class FakeServer:
             self.pulled.append(params)
         token_ids = prompt if ids else self.tokenizer.encode(prompt).ids
         limit, logprobs = body["max_tokens"], body.get("logprobs")
+        if await self._meet(body, limit):
+            return web.Response(body=_NO_ROOM, content_type="text/event-stream")
 
         def chunk(new: list[int], reason: str | None) -> dict[str, Any]:
             shown = [n for n in new if n not in self._special]
@@ -243,17 +252,9 @@ class FakeServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        room, params = body.get("bootstrap_room"), body["sampling_params"]
-        if room is not None and self.fault is None:
-            peer = self.rooms.setdefault(room, asyncio.Event())
-            if params["max_new_tokens"] == 1:
-                self.prefills += 1
-                await peer.wait()  # until the decode server has come
-            else:
-                self.pulled.append(
-                    {"room": room, "host": body["bootstrap_host"], "port": body["bootstrap_port"]}
-                )
-                peer.set()
+        params = body["sampling_params"]
+        if await self._meet(body, params["max_new_tokens"]):
+            return web.Response(body=_NO_ROOM, content_type="text/event-stream")
         all_ids: list[int] = []
 
         def chunk(new: list[int], reason: str | None) -> dict[str, Any]:
@@ -278,6 +279,21 @@ class FakeServer:
             ignore_eos=params.get("ignore_eos", False), stops=params.get("stop_token_ids", []),
             seed=params.get("sampling_seed"), sampled=params["temperature"] > 0, least=params["min_new_tokens"],
         )  # fmt: skip
+
+    async def _meet(self, body: dict[str, Any], limit: int) -> bool:
+        """Wait for the other server of an SGLang pair; True where the request names no room, as it has to."""
+        room, host = body.get("bootstrap_room"), body.get("bootstrap_host")
+        if room is None:
+            return self.is_paired and self.api == "sglang"
+        if host != _FAKE_HOST and self.fault is None:
+            peer = self.rooms.setdefault(room, asyncio.Event())
+            if limit == 1:
+                self.prefills += 1
+                await peer.wait()  # until the decode server has come
+            else:
+                self.pulled.append({"room": room, "host": host, "port": body["bootstrap_port"]})
+                peer.set()
+        return False
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

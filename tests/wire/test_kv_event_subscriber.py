@@ -1,8 +1,6 @@
 """A subscriber and a publisher over real sockets: what was missed is replayed, or everything is forgotten."""
 
 import asyncio
-import socket
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import takewhile
@@ -21,56 +19,15 @@ from penstock.engine.kv_events import subscriber
 from penstock.engine.kv_events.engine_events import Omission
 from penstock.engine.kv_events.subscriber import KvEventSubscriber, PublisherAddress
 from penstock.engine.kv_events.translator import HexSalts
+from tests.support.kv_publisher import KvPublisher, endpoints, publishing
 
 zmq = pytest.importorskip("zmq")
 zmq_asyncio = pytest.importorskip("zmq.asyncio")
 
 SIZE = 2
-END = b"\xff" * 8
 
 
-class Publisher:
-    """Publishes as vLLM does: numbered from 0, the latest `keep` batches again on request."""
-
-    def __init__(self, address: PublisherAddress, keep: int = 1000) -> None:
-        self.address = address
-        self.context = zmq_asyncio.Context()
-        self.events = self.context.socket(zmq.PUB)
-        self.events.linger = 0
-        self.events.sndhwm = 100_000
-        self.events.bind(address.endpoint)
-        self.kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
-        self.next = 0
-        self.replays: list[int] = []
-        self.skipped: set[int] = set()
-        """Batches that the next replay drops, as a ROUTER socket does when its queue is full."""
-        self.replayed_at_once = 1 << 30
-        """A replay drops what comes after so many batches, and its end."""
-
-    async def serve_replays(self) -> None:
-        with self.context.socket(zmq.ROUTER) as router:
-            router.linger = 0
-            router.bind(self.address.replay_endpoint)
-            while True:
-                client, _, start = await router.recv_multipart()
-                self.replays.append(int.from_bytes(start, "big"))
-                skipped, self.skipped = self.skipped, set()
-                asked = [(number, payload) for number, payload in self.kept if number >= self.replays[-1]]
-                for number, payload in asked[: self.replayed_at_once]:
-                    if number not in skipped:
-                        await router.send_multipart([client, b"", b"kv", number.to_bytes(8, "big"), payload])
-                if len(asked) <= self.replayed_at_once:
-                    await router.send_multipart([client, b"", b"", END, b""])
-
-    async def send(self, *events: Any, lost: bool = False) -> None:
-        await self.send_raw(msgspec.msgpack.encode([self.next * 0.25, events, 0]), lost=lost)
-
-    async def send_raw(self, payload: bytes, *, lost: bool = False) -> None:
-        if not lost:
-            await self.events.send_multipart([b"kv", self.next.to_bytes(8, "big"), payload])
-        self.kept.append((self.next, payload))
-        self.next += 1
-
+class Publisher(KvPublisher):
     async def store(self, *roots: int, lost: bool = False, life: int = 0) -> None:
         """Store a block of a prompt of its own for each number."""
         await self.send(*(stored(root, life) for root in roots), lost=lost)
@@ -129,32 +86,6 @@ class Watcher:
         return dict(self.subscriber.omissions)
 
 
-def endpoints(kind: str, folder: Path) -> PublisherAddress:
-    if kind == "ipc":
-        return PublisherAddress(endpoint=f"ipc://{folder}/events", replay_endpoint=f"ipc://{folder}/replay")
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            ports.append(server.getsockname()[1])
-    return PublisherAddress(
-        endpoint=f"tcp://127.0.0.1:{ports[0]}", replay_endpoint=f"tcp://127.0.0.1:{ports[1]}"
-    )
-
-
-@asynccontextmanager
-async def publishing(address: PublisherAddress, keep: int = 1000) -> AsyncIterator[Publisher]:
-    publisher = Publisher(address, keep)
-    async with asyncio.TaskGroup() as tasks:
-        replays = tasks.create_task(publisher.serve_replays()) if address.replay_endpoint else None
-        try:
-            yield publisher
-        finally:
-            if replays is not None:
-                replays.cancel()
-                await asyncio.gather(replays, return_exceptions=True)
-            publisher.context.destroy(linger=0)
-
-
 @asynccontextmanager
 async def watching(address: PublisherAddress) -> AsyncIterator[Watcher]:
     watcher = Watcher(address)
@@ -184,7 +115,7 @@ def without_replay(address: PublisherAddress) -> PublisherAddress:
 
 def test_events_from_before_the_start_are_replayed(address: PublisherAddress) -> None:
     async def scenario() -> None:
-        async with publishing(address) as publisher:
+        async with publishing(address, kind=Publisher) as publisher:
             await publisher.store(1, 2, lost=True)
             await publisher.send(removed(1), lost=True)
             async with watching(address) as watcher:
@@ -199,7 +130,7 @@ def test_events_from_before_the_start_are_replayed(address: PublisherAddress) ->
 
 def test_a_gap_is_replayed(address: PublisherAddress) -> None:
     async def scenario() -> None:
-        async with publishing(address) as publisher, watching(address) as watcher:
+        async with publishing(address, kind=Publisher) as publisher, watching(address) as watcher:
             await publisher.store(1)
             await watcher.holds(1)
             await publisher.store(2, 3, lost=True)
@@ -217,7 +148,7 @@ def test_a_gap_is_replayed(address: PublisherAddress) -> None:
 
 def test_a_replay_with_gaps_is_asked_for_again(address: PublisherAddress) -> None:
     async def scenario() -> None:
-        async with publishing(address) as publisher, watching(address) as watcher:
+        async with publishing(address, kind=Publisher) as publisher, watching(address) as watcher:
             await publisher.store(1)
             await watcher.holds(1)
             for root in range(2, 8):
@@ -232,7 +163,7 @@ def test_a_replay_with_gaps_is_asked_for_again(address: PublisherAddress) -> Non
 
 def test_a_gap_that_is_kept_no_longer_clears(address: PublisherAddress) -> None:
     async def scenario() -> None:
-        async with publishing(address, keep=2) as publisher, watching(address) as watcher:
+        async with publishing(address, keep=2, kind=Publisher) as publisher, watching(address) as watcher:
             await publisher.store(1)
             await watcher.holds(1)
             for root in range(2, 8):
@@ -250,7 +181,7 @@ def test_a_gap_that_is_kept_no_longer_clears(address: PublisherAddress) -> None:
 def test_a_gap_without_replay_clears(address: PublisherAddress) -> None:
     async def scenario() -> None:
         async with (
-            publishing(without_replay(address)) as publisher,
+            publishing(without_replay(address), kind=Publisher) as publisher,
             watching(without_replay(address)) as watcher,
         ):
             await connected(publisher, watcher)
@@ -271,12 +202,12 @@ def test_a_publisher_that_begins_anew_has_nothing_of_before(
     async def scenario() -> None:
         where = address if has_replay else without_replay(address)
         async with watching(where) as watcher:
-            async with publishing(where) as publisher:
+            async with publishing(where, kind=Publisher) as publisher:
                 await connected(publisher, watcher)
                 await publisher.store(1)
                 await publisher.store(2)
                 await watcher.holds(0, 1, 2)
-            async with publishing(where) as publisher:
+            async with publishing(where, kind=Publisher) as publisher:
                 if has_replay:
                     await publisher.store(3, life=1, lost=True)
                     await watcher.holds(3)
@@ -296,12 +227,12 @@ def test_a_publisher_that_comes_back_unchanged_loses_nothing(address: PublisherA
 
     async def scenario() -> None:
         async with watching(address) as watcher:
-            async with publishing(address) as publisher:
+            async with publishing(address, kind=Publisher) as publisher:
                 await publisher.store(1)
                 await publisher.store(2)
                 await watcher.holds(1, 2)
                 kept, number = publisher.kept, publisher.next
-            async with publishing(address) as publisher:
+            async with publishing(address, kind=Publisher) as publisher:
                 publisher.kept, publisher.next = kept, number
                 await publisher.store(3, lost=True)
                 await watcher.holds(1, 2, 3)
@@ -314,7 +245,7 @@ def test_a_publisher_that_comes_back_unchanged_loses_nothing(address: PublisherA
 def test_numbers_that_begin_again_are_another_publisher(address: PublisherAddress) -> None:
     async def scenario() -> None:
         async with (
-            publishing(without_replay(address)) as publisher,
+            publishing(without_replay(address), kind=Publisher) as publisher,
             watching(without_replay(address)) as watcher,
         ):
             await connected(publisher, watcher)
@@ -330,7 +261,7 @@ def test_numbers_that_begin_again_are_another_publisher(address: PublisherAddres
 
 def test_malformed_messages_clear_and_do_not_end_it(address: PublisherAddress) -> None:
     async def scenario() -> None:
-        async with publishing(address) as publisher, watching(address) as watcher:
+        async with publishing(address, kind=Publisher) as publisher, watching(address) as watcher:
             await publisher.store(1)
             await watcher.holds(1)
             await publisher.events.send_multipart([b"kv"])
@@ -365,7 +296,7 @@ def test_a_replay_that_never_ends_is_left(
     monkeypatch.setattr(Publisher, "serve_replays", babble)
 
     async def scenario() -> None:
-        async with publishing(address) as publisher, watching(address) as watcher:
+        async with publishing(address, kind=Publisher) as publisher, watching(address) as watcher:
             await watcher.until(lambda: watcher.subscriber.batches > 0)
             await asyncio.sleep(0.5)
             publisher.next = 1 << 20
@@ -382,7 +313,7 @@ def test_a_message_that_is_too_long_is_lost_and_does_not_end_it(
     monkeypatch.setattr(subscriber, "_REPLAY_S", 0.2)
 
     async def scenario() -> None:
-        async with publishing(address, keep=1) as publisher, watching(address) as watcher:
+        async with publishing(address, keep=1, kind=Publisher) as publisher, watching(address) as watcher:
             await publisher.store(1)
             await watcher.holds(1)
             await publisher.send_raw(b"\x90" * 5000)
@@ -399,7 +330,7 @@ def test_blocks_left_out_are_told_at_times(address: PublisherAddress) -> None:
     orphan = stored(7) | {"parent_block_hash": 99}
 
     async def scenario() -> None:
-        async with publishing(address) as publisher, watching(address) as watcher:
+        async with publishing(address, kind=Publisher) as publisher, watching(address) as watcher:
             for _ in range(20):
                 await publisher.send(orphan)
             await publisher.store(1)
@@ -423,7 +354,7 @@ def test_addresses_where_nobody_answers_are_told(
             await asyncio.sleep(0.5)
 
     async def without_its_replay() -> None:
-        async with publishing(address) as publisher:
+        async with publishing(address, kind=Publisher) as publisher:
             wrong = PublisherAddress(endpoint=address.endpoint, replay_endpoint=f"ipc://{tmp_path}/nobody")
             async with watching(wrong) as watcher:
                 await connected(publisher, watcher)
@@ -439,7 +370,7 @@ def test_addresses_where_nobody_answers_are_told(
 
 def test_many_messages_arrive_in_order_and_others_get_their_turn(address: PublisherAddress) -> None:
     async def scenario() -> None:
-        async with publishing(address, keep=4000) as publisher, watching(address) as watcher:
+        async with publishing(address, keep=4000, kind=Publisher) as publisher, watching(address) as watcher:
             await publisher.store(0)
             await watcher.holds(0)
             for root in range(1, 3000):
@@ -490,7 +421,7 @@ def test_a_replay_whose_end_was_dropped_is_asked_for_again(
     """As a ROUTER socket does whose queue is full."""
 
     async def scenario() -> None:
-        async with publishing(address) as publisher, watching(address) as watcher:
+        async with publishing(address, kind=Publisher) as publisher, watching(address) as watcher:
             await publisher.store(1)
             await watcher.holds(1)
             publisher.replayed_at_once = 3
@@ -508,7 +439,7 @@ def test_others_have_turns_while_a_large_message_is_read(address: PublisherAddre
     """Others see part of it known."""
 
     async def scenario() -> None:
-        async with publishing(address) as publisher, watching(address) as watcher:
+        async with publishing(address, kind=Publisher) as publisher, watching(address) as watcher:
             await publisher.store(0)
             await watcher.holds(0)
             sizes: set[int] = set()

@@ -1,5 +1,7 @@
 """Flags shared by several commands."""
 
+import argparse
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -21,3 +23,41 @@ def add_log_level(parser: Any) -> None:
         default="warning",
         help="log on stderr (default warning); debug has each routing decision, for `penstock explain --replay`",
     )
+
+
+URL_FLAGS = {
+    "--url": (
+        "aggregated",
+        "a running server, such as http://host:8000, as a worker; may be repeated (--engine openai)",
+    ),
+    "--prefill-url": ("prefill", "a running vLLM or SGLang as a prefill worker; may be repeated"),
+    "--decode-url": ("decode", "a running vLLM or SGLang as a decode worker; may be repeated"),
+}
+"""Flag: (role, help)."""
+EVENT_FLAGS = {
+    "--kv-events": (
+        "kv_events",
+        "where each --url publishes KV events, such as tcp://host:5557, or without --url each --prefill-url; without, they are guessed",
+    ),
+    "--kv-events-replay": ("kv_events_replay", "where the same servers send KV events again"),
+}
+"""Flag: (argument of the engine `openai`, help)."""
+
+
+def add_urls(parser: argparse.ArgumentParser) -> None:
+    """Register the flags."""
+    for flag, (name, text) in EVENT_FLAGS.items():
+        parser.add_argument(flag, dest=name, action="append", default=[], metavar="ADDRESS", help=text)
+    for flag, (role, text) in URL_FLAGS.items():
+        parser.add_argument(flag, dest=f"{role}_urls", action="append", default=[], metavar="URL", help=text)
+
+
+def url_settings(options: argparse.Namespace) -> Iterator[tuple[str, str, Any, str]]:
+    """Yield (role, argument of the engine `openai`, value, flag) of each flag that was given."""
+    for flag, (role, _) in URL_FLAGS.items():
+        if urls := getattr(options, f"{role}_urls"):
+            yield role, "url", urls, flag
+    followed = "prefill" if options.prefill_urls and not options.aggregated_urls else "aggregated"
+    for flag, (name, _) in EVENT_FLAGS.items():
+        if endpoints := getattr(options, name):
+            yield followed, name, endpoints, flag

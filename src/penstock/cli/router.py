@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from penstock.cli.flags import add_log_level, add_set
+from penstock.cli.flags import add_log_level, add_set, add_urls, url_settings
 
 _FLAGS = {
     "--host": ("host", "HOST", "address to listen on (default 127.0.0.1)"),
@@ -12,6 +12,8 @@ _FLAGS = {
     "--policy": ("service.router.policy", "NAME", "routing policy (default kv)"),
     "--block-size": ("service.block_size", "N", "tokens in a block of the servers' caches (default 16)"),
 }
+_SERVERS = {"aggregated": "servers", "prefill": "prefill_servers", "decode": "decode_servers"}
+"""Role: field of the settings."""
 
 
 def add(commands: Any) -> None:
@@ -28,14 +30,7 @@ def add(commands: Any) -> None:
         metavar="MODEL",
         help="of the running servers: a checkpoint's directory, or a hub name; needed with --url",
     )
-    parser.add_argument(
-        "--url",
-        dest="urls",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="a running server to route to, as of `penstock serve`; may be repeated",
-    )
+    add_urls(parser)
     for flag, (place, metavar, text) in _FLAGS.items():
         parser.add_argument(flag, dest=place, metavar=metavar, help=text)
     add_set(parser, "set any other field, as service.router.predicted_s=60")
@@ -52,8 +47,8 @@ def _run(options: argparse.Namespace) -> int:
     for flag, (place, _, _) in _FLAGS.items():
         if (value := getattr(options, place)) is not None:
             overrides.assign(place, value, flag=flag)
-    if options.urls:
-        overrides.assign("servers.url", options.urls, flag="--url")
+    for role, name, value, flag in url_settings(options):
+        overrides.assign(f"{_SERVERS[role]}.{name}", value, flag=flag)
     if options.model is not None:
         overrides.assign("model", options.model, flag="MODEL")
     data = overrides.apply({})

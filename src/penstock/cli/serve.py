@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from penstock.cli.flags import add_log_level, add_set
+from penstock.cli.flags import add_log_level, add_set, add_urls, url_settings
 from penstock.core.errors import ConfigError
 
 _DEMO_WORKERS = 2  # to show routing
@@ -58,23 +58,6 @@ FLAGS = {
 """Flag: (path in the graph, placeholder, help). Each is short for `--set PATH=VALUE`."""
 
 
-URL_FLAGS = {
-    "--url": (
-        "aggregated",
-        "a running server, such as http://host:8000, as a worker; may be repeated (--engine openai)",
-    ),
-    "--prefill-url": ("prefill", "a running vLLM or SGLang as a prefill worker; may be repeated"),
-    "--decode-url": ("decode", "a running vLLM or SGLang as a decode worker; may be repeated"),
-}
-"""Flag: (role, help). Each sets the role's `engine_args.url`, and its engine to `openai` unless `--engine` says another."""
-EVENT_FLAGS = {
-    "--kv-events": (
-        "kv_events",
-        "where each --url publishes KV events, such as tcp://host:5557; without, they are guessed",
-    ),
-    "--kv-events-replay": ("kv_events_replay", "where each --url sends KV events again"),
-}
-"""Flag: (engine argument, help)."""
 _URL_ENGINE = "openai"
 
 
@@ -105,10 +88,7 @@ def add(commands: Any) -> None:
         metavar="NAME=VALUE",
         help="an argument of the engine by its own name, as enforce_eager=true; may be repeated",
     )
-    for flag, (name, text) in EVENT_FLAGS.items():
-        parser.add_argument(flag, dest=name, action="append", default=[], metavar="ADDRESS", help=text)
-    for flag, (role, text) in URL_FLAGS.items():
-        parser.add_argument(flag, dest=f"{role}_urls", action="append", default=[], metavar="URL", help=text)
+    add_urls(parser)
     parser.add_argument(
         "--first-chat", action="store_true", help="send one chat when ready, and show what to try next"
     )
@@ -168,14 +148,10 @@ def graph_of(options: argparse.Namespace) -> Any:
 
 def _assign_engine(options: argparse.Namespace, overrides: Any, roles: list[str]) -> None:
     """Assign the engine's own arguments, and the running servers that are workers."""
-    for flag, (name, _) in EVENT_FLAGS.items():
-        if endpoints := getattr(options, name):
-            overrides.assign(f"roles.aggregated.engine_args.{name}", endpoints, flag=flag)
-    for flag, (role, _) in URL_FLAGS.items():
-        if urls := getattr(options, f"{role}_urls"):
-            overrides.assign(f"roles.{role}.engine_args.url", urls, flag=flag)
-            if getattr(options, FLAGS["--engine"][0]) is None:
-                overrides.assign(f"roles.{role}.engine", _URL_ENGINE, flag=flag)
+    for role, name, value, flag in url_settings(options):
+        overrides.assign(f"roles.{role}.engine_args.{name}", value, flag=flag)
+        if name == "url" and getattr(options, FLAGS["--engine"][0]) is None:
+            overrides.assign(f"roles.{role}.engine", _URL_ENGINE, flag=flag)
     for argument in options.engine_arg:
         name, value = _engine_arg(argument)
         for meant in _places(f"roles.aggregated.engine_args.{name}", roles):

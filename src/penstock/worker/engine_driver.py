@@ -18,8 +18,6 @@ from penstock.worker.kv_transfer.kv_transfer import KvTransfer
 _log = log.get_logger()
 
 Fail = Callable[[RequestId, PenstockError], None]
-_ANY_HOST = b"any"
-"""Of workers whose engines transfer KV themselves: they reach each other wherever they are."""
 
 
 class EngineDriver:
@@ -79,7 +77,7 @@ class EngineDriver:
     def exchange(self) -> KvExchange | None:
         """KV transfer capabilities to register; None without KV transfer."""
         if isinstance(self._engine, NativeKvTransfer):
-            return KvExchange(transports=(self._engine.kv_transfer_kind(),), listens=(), host=_ANY_HOST)
+            return KvExchange.native(self._engine.kv_transfer_kind())
         return None if self.kv_transfer is None else self.kv_transfer.exchange
 
     def announce(self, listener: Callable[[Sequence[RequestId]], None], info: EngineInfo) -> EngineInfo:

@@ -232,6 +232,7 @@ def test_errors_of_a_server_reach_the_client(deploy):
 def test_prompts_go_to_a_prefill_server_and_answers_come_from_a_decode_server(deploy, api):
     prefill, decode = servers = fakes(api, api)
     prefill.rooms = decode.rooms
+    prefill.is_paired = decode.is_paired = True
     prompt = [5 + number % 300 for number in range(200)]
 
     async def scenario(site, call):

@@ -30,7 +30,7 @@ from penstock.router.service.routing_service import RoutingService
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 60.0
-STAGES = "stage: must be one of 'started', 'first_token', 'finished', 'failed', got 'done'"
+STAGES = "stage: must be one of 'started', 'prefilled', 'first_token', 'finished', 'failed', got 'done'"
 STATES = "state: must be one of 'ready', 'draining', 'asleep', got 'dead'"
 
 

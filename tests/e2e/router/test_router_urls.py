@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from penstock.cli import main
 from penstock.core.errors import RequestError, Unavailable
-from penstock.core.types.instances import InstanceState
+from penstock.core.types.instances import InstanceState, Role
 from penstock.demo import MODEL_DIR
 from penstock.deploy.processes.watched_servers import WatchedServers
 from penstock.engine.openai.config import ServerConfig
@@ -60,7 +60,7 @@ def run(
         async with asyncio.timeout(TIMEOUT_S), RoutingService(rng=random.Random(0)) as service:
             watched = WatchedServers(
                 service,
-                config,
+                {Role.AGGREGATED: config},
                 model="penstock-demo",
                 model_dir=MODEL_DIR,
                 say=lambda *words: said.append(words),
@@ -163,9 +163,29 @@ def test_requests_of_other_clients_count_as_load():
         ([str(MODEL_DIR)], "MODEL and --url need each other"),
         ([str(MODEL_DIR), "--url", "ftp://x"], "must be like http://host:8000, got 'ftp://x'"),
         (["/no/such/model", "--url", "http://127.0.0.1:1"], "no such directory: /no/such/model"),
+        ([str(MODEL_DIR), "--prefill-url", "http://a"], "add --decode-url"),
+        ([str(MODEL_DIR), "--decode-url", "http://a"], "add --prefill-url"),
         (
-            [str(MODEL_DIR), "--url", "http://a", "--set", "servers.kv_events=[tcp://a:1]"],
-            "the router alone guesses what servers have cached",
+            [str(MODEL_DIR), "--prefill-url", "http://a", "--decode-url", "http://a"],
+            "http://a is named for two roles",
+        ),
+        (
+            [str(MODEL_DIR), "--url", "http://a", "--kv-events", "tcp://a"],
+            "'tcp://a': expected tcp://HOST:PORT or ipc://PATH",
+        ),
+        (
+            [str(MODEL_DIR), "--url", "http://a", "--url", "http://b", "--kv-events", "tcp://a:1"],
+            "kv_events: must have one for each url, 2, got 1",
+        ),
+        (
+            [
+                str(MODEL_DIR),
+                "--url",
+                "http://a",
+                "--set",
+                "service.router.disagg.local_tokens_max=0",
+            ],
+            "has no effect without --prefill-url",
         ),
     ],
 )

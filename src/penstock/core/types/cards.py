@@ -37,3 +37,12 @@ class ModelCard(Wire, frozen=True):
         name = adapter.encode()
         salt = self.salt + b"|adapter=%d:" % len(name) + name
         return msgspec.structs.replace(self, name=adapter, parent=self.name, salt=salt)
+
+
+CLIENT_SALT = b"|cache_salt="
+"""Stands before the client's `cache_salt` in `Request.salt`."""
+
+
+def request_salt(card_salt: bytes, cache_salt: str | None) -> bytes:
+    """Combine a card's salt with a request's `cache_salt`: requests with different salts share no blocks."""
+    return card_salt if cache_salt is None else card_salt + CLIENT_SALT + cache_salt.encode()

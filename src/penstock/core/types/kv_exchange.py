@@ -35,3 +35,8 @@ class KvExchange(Wire, frozen=True):
     streams: bool = False
     setups_s: tuple[float, ...] = ()
     source: KvAccess | None = None
+
+    @classmethod
+    def native(cls, kind: str) -> "KvExchange":
+        """Describe a worker whose engine transfers KV itself, to engines of the same kind wherever they are."""
+        return cls(transports=(kind,), listens=(), host=b"any")

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.core.config import wrong
 from penstock.core.net.address import Address
+from penstock.core.types.instances import Role
 from penstock.deploy.commands.serve import say
 from penstock.deploy.processes.location import location_here
 from penstock.deploy.processes.watched_servers import WatchedServers
@@ -21,7 +22,10 @@ from penstock.engine.openai.config import ServerConfig
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
 from penstock.frontend.limits.access import Access, load_api_keys
+from penstock.frontend.requests.route_model import RouteModel
+from penstock.router.config import DisaggConfig
 from penstock.router.service.routing_service import RoutingService
+from penstock.router.service.servers import ANY_LENGTH
 
 
 class RouterCommandConfig(RoutingHttpConfig):
@@ -29,15 +33,40 @@ class RouterCommandConfig(RoutingHttpConfig):
 
     model: str | None = pydantic.Field(default=None, min_length=1)
     """Model of the running servers: a directory or a hub name, of which only the small files are downloaded. Gateways ask for it by the hub name, or the directory's last part."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters of the running servers, each a model to ask for."""
     servers: ServerConfig | None = None
     """Running servers, as the `args` of engine `openai`; None: only those that the gateway puts."""
+    prefill_servers: ServerConfig | None = None
+    """Running servers that compute prompts for the others."""
+    decode_servers: ServerConfig | None = None
+    """Running servers that answer with KV of prefill servers."""
+
+    @property
+    def roles(self) -> dict[Role, ServerConfig]:
+        """The running servers by role."""
+        given = {
+            Role.AGGREGATED: self.servers,
+            Role.PREFILL: self.prefill_servers,
+            Role.DECODE: self.decode_servers,
+        }
+        return {role: config for role, config in given.items() if config is not None}
 
     @pydantic.model_validator(mode="after")
     def _check_servers(self) -> Self:
-        if (self.servers is None) != (self.model is None):
+        roles = self.roles
+        if bool(roles) != (self.model is not None):
             raise wrong("MODEL and --url need each other: the servers' model, and where they answer")
-        if self.servers is not None and (self.servers.kv_events or self.servers.kv_events_replay):
-            raise wrong("servers.kv_events: the router alone guesses what servers have cached; leave it out")
+        if Role.PREFILL in roles and len(roles) == 1:
+            raise wrong("--prefill-url: no decode server would take its KV; add --decode-url")
+        if Role.DECODE in roles and Role.PREFILL not in roles:
+            raise wrong("--decode-url: no prefill server would compute its prompts; add --prefill-url")
+        urls = [url for config in roles.values() for url in config.url]
+        for url in urls:
+            if urls.count(url) > 1:
+                raise wrong(f"{url} is named for two roles; a server has one")
+        if Role.PREFILL not in roles and self.service.router.disagg != DisaggConfig():
+            raise wrong("service.router.disagg: has no effect without --prefill-url; leave it out")
         return self
 
 
@@ -61,10 +90,10 @@ async def _serve(config: RouterCommandConfig) -> None:
     service_config = config.service.model_copy(update={"router": router})
     async with (
         RoutingService(rng=random.Random(), config=service_config, registry=registry) as service,
-        _watching(service, config),
+        _watching(service, config) as model,
     ):
         api_keys = load_api_keys(config.api_key_file)
-        server = RoutingServer(service, config, registry, Access(api_keys=api_keys))
+        server = RoutingServer(service, config, registry, Access(api_keys=api_keys), model=model)
         host, port = await server.start()
         if not api_keys and not Address(host=host).is_local:
             say(
@@ -85,23 +114,26 @@ async def _serve(config: RouterCommandConfig) -> None:
 
 
 @asynccontextmanager
-async def _watching(service: RoutingService, config: RouterCommandConfig) -> AsyncIterator[None]:
-    """Watch the running servers, if there are any."""
-    if config.servers is None or config.model is None:
-        yield
+async def _watching(service: RoutingService, config: RouterCommandConfig) -> AsyncIterator[RouteModel | None]:
+    """Watch the running servers, if there are any, and give their model."""
+    if config.model is None:
+        yield None
         return
     model, model_dir = await asyncio.to_thread(_find_model, config.model)
+    names = (model, *config.adapters)
+    route_model = await asyncio.to_thread(RouteModel.open, str(model_dir), names, ANY_LENGTH)
     servers = WatchedServers(
         service,
-        config.servers,
+        config.roles,
         model=model,
         model_dir=model_dir,
+        adapters=config.adapters,
         say=say,
     )
     async with asyncio.TaskGroup() as group:
         watching = group.create_task(servers.run(), name="servers")
         try:
-            yield
+            yield route_model
         finally:
             watching.cancel()
 

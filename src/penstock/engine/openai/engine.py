@@ -91,7 +91,6 @@ class ServerEngine:
             return self._info
         described = await self._server.check()
         await self._server.try_out(described)
-        self._check_role()
         try:
             load = await self._server.load()
         except PenstockError:  # only Penstock's own requests count for now
@@ -407,10 +406,3 @@ class ServerEngine:
                     )
                 if stream.task is not None:
                     stream.task.cancel()
-
-    def _check_role(self) -> None:
-        """Check that the server's API can do what the role needs; role aggregated needs nothing special.
-
-        Raises:
-            ConfigError: it has not.
-        """

@@ -2,14 +2,23 @@
 
 import random
 
-from penstock.core.errors import ConfigError
-from penstock.core.types.requests import Delta, FinishReason, KvHandle
+import msgspec
+
+from penstock.core.errors import Overloaded
+from penstock.core.types.instances import EngineInfo
+from penstock.core.types.requests import Delta, FinishReason, KvHandle, Request
 from penstock.core.wire import num_tokens
 from penstock.engine.openai.apis.completions import Completions
 from penstock.engine.openai.apis.sglang import SglangGenerate
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.engine import ServerEngine, Serving
-from penstock.engine.openai.pairs import VLLM_PREFILL, fields_of, sglang_handle, vllm_handle
+from penstock.engine.openai.pairs import (
+    VLLM_PREFILL,
+    fields_of,
+    sglang_handle,
+    transfer_kind,
+    vllm_handle,
+)
 from penstock.engine.openai.server import Server
 from penstock.engine.openai.streams import Stream
 
@@ -24,9 +33,25 @@ class PairedServerEngine(ServerEngine):
         super().__init__(server, config, serving)
         self._rng = rng or random.SystemRandom()
 
+    async def start(self) -> EngineInfo:
+        info = await super().start()
+        if isinstance(self._server.api, SglangGenerate):
+            info = self._info = msgspec.structs.replace(info, transferred_prompts_only=True)
+        return info
+
+    def submit(self, request: Request) -> None:
+        needs_kv = self._info is not None and self._info.transferred_prompts_only and not request.prefill_only
+        if needs_kv and (request.kv is None or not request.kv.payload):
+            raise Overloaded(
+                f"{self._server.url}: SGLang's decode servers compute no prompts, and no prefill server has; see that one is ready",
+                retry_after_s=1.0,
+            )
+        super().submit(request)
+
     def kv_transfer_kind(self) -> str:
-        api = self._server.api
-        return "http-sglang-1" if isinstance(api, SglangGenerate) else "http-vllm-1"
+        kind = transfer_kind(self._server.api)
+        assert kind is not None, "checked at start"
+        return kind
 
     async def _compute(self, stream: Stream) -> None:
         if not stream.request.prefill_only:
@@ -40,11 +65,7 @@ class PairedServerEngine(ServerEngine):
         """Compute a prompt with vLLM; its answer says where the decode server finds the KV."""
         api, server, request = self._server.api, self._server, stream.request
         assert isinstance(api, Completions), "checked at start"
-        body = api.whole_body(request, server.prompt(api, request)) | {
-            "max_tokens": 1,
-            "min_tokens": 1,
-            "kv_transfer_params": VLLM_PREFILL,
-        }
+        body = api.whole_body(request, server.prompt(api, request)) | VLLM_PREFILL
         content = await server.connection.post(
             api.path, body, timeout_s=self._config.limits.silence_s, on_sent=self._begun(stream)
         )
@@ -71,12 +92,4 @@ class PairedServerEngine(ServerEngine):
         self._push(
             stream,
             Delta(request_id=stream.request.request_id, finish_reason=FinishReason.LENGTH, kv=handle),
-        )
-
-    def _check_role(self) -> None:
-        api = self._server.api
-        if isinstance(api, SglangGenerate) or (isinstance(api, Completions) and api.dialect == "vllm"):
-            return
-        raise ConfigError(
-            f"{self._server.url}: a prefill or decode server must be vLLM or SGLang; serve others with --url"
         )

@@ -12,19 +12,32 @@ import msgspec
 
 from penstock.core.errors import RequestError, StepFailed
 from penstock.core.types.requests import KvHandle
+from penstock.engine.openai.apis.api import Api
+from penstock.engine.openai.apis.completions import Completions
+from penstock.engine.openai.apis.sglang import SglangGenerate
 from penstock.engine.openai.config import ServerConfig
 
 KV_TTL_S = 60.0
 """Time in which the decode worker must fetch the KV; vLLM's own limit is longer (VLLM_NIXL_ABORT_REQUEST_TIMEOUT, 480 s)."""
-VLLM_PREFILL: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
+PARAMS = "kv_transfer_params"
+"""The field of vLLM's requests and answers."""
+ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "min_tokens": 1}
+"""Fields of a request for a prefill: its token is the decode server's to give."""
+VLLM_PREFILL: dict[str, Any] = ONE_TOKEN | {
+    PARAMS: {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
 }
-"""`kv_transfer_params` of a prefill for another worker, as vLLM's NIXL connector takes them."""
+"""Fields of a prefill for another worker, as vLLM's NIXL connector takes them."""
+_WHOLE: dict[str, Any] = {"stream": False, "stream_options": None, "max_completion_tokens": None}
+"""Fields of a prefill request whose answer is short, whatever the client asked for."""
+SGLANG_TRIAL: dict[str, Any] = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
+"""Fields of a request that one SGLang server of a pair answers alone: its `FAKE_BOOTSTRAP_HOST`, as in its own health checks."""
 _ROOMS = 1 << 63
 
 
@@ -42,18 +55,43 @@ def vllm_handle(answer: bytes, num_tokens: int) -> KvHandle:
         raise StepFailed(
             "the prefill server gave no kv_transfer_params; start it with --kv-transfer-config, kv_role kv_producer or kv_both"
         )
-    return KvHandle.native(msgspec.json.encode({"kv_transfer_params": params}), num_tokens, KV_TTL_S)
+    return KvHandle.native(msgspec.json.encode({PARAMS: params}), num_tokens, KV_TTL_S)
 
 
 def sglang_handle(url: str, config: ServerConfig, num_tokens: int, rng: random.Random) -> KvHandle:
-    """Choose a bootstrap room at an SGLang prefill server."""
-    host = config.bootstrap_host or urlsplit(url).hostname or ""
-    room = {
-        "bootstrap_host": host,
+    """Make the handle of a bootstrap room at an SGLang prefill server."""
+    return KvHandle.native(msgspec.json.encode(sglang_room(url, config, rng)), num_tokens, KV_TTL_S)
+
+
+def sglang_room(url: str, config: ServerConfig, rng: random.Random) -> dict[str, Any]:
+    """Choose a bootstrap room at an SGLang prefill server; both requests have these fields."""
+    return {
+        "bootstrap_host": config.bootstrap_host or urlsplit(url).hostname or "",
         "bootstrap_port": config.bootstrap_port,
         "bootstrap_room": rng.randrange(_ROOMS),
     }
-    return KvHandle.native(msgspec.json.encode(room), num_tokens, KV_TTL_S)
+
+
+def transfer_kind(api: Api) -> str | None:
+    """Name how a server with this API transfers KV; None: not at all, as far as is known here."""
+    if isinstance(api, SglangGenerate):
+        return "http-sglang-1"
+    return "http-vllm-1" if isinstance(api, Completions) and api.dialect == "vllm" else None
+
+
+def http_transfer(
+    url: str, api: Api, config: ServerConfig, rng: random.Random
+) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+    """Make the fields of one transfer from a prefill server, for a gateway that asks both servers over their OpenAI API.
+
+    Returns:
+        fields of the prefill request, fields of the decode request, and fields that go from the prefill's answer into the decode
+        request. None as a value replaces the client's own.
+    """
+    if isinstance(api, SglangGenerate):
+        room = sglang_room(url, config, rng)
+        return _WHOLE | ONE_TOKEN | room, room, ()
+    return _WHOLE | VLLM_PREFILL, {}, (PARAMS,)
 
 
 def fields_of(payload: bytes) -> dict[str, Any]:

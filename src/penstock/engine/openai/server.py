@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.core.errors import ConfigError, Overloaded, PenstockError, StepFailed, Unavailable
 from penstock.core.ids import RequestId
+from penstock.core.types.instances import Role
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.openai.apis.api import UNREADABLE, Api, Piece
@@ -20,6 +21,7 @@ from penstock.engine.openai.apis.sglang import SglangGenerate
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.connection import Connection, NotThere
 from penstock.engine.openai.metrics import ServerLoad, read_load
+from penstock.engine.openai.pairs import SGLANG_TRIAL, transfer_kind
 from penstock.engine.openai.text import TextCodec
 
 _SAMPLE = "Hello, world! 12345 naïve 你好 🎉\n\tdef f(x): return x"
@@ -45,7 +47,15 @@ class ServedModel:
 class Server:
     """A server that runs the model. One event loop owns it."""
 
-    def __init__(self, url: str, config: ServerConfig, names: Sequence[str], codec: TextCodec) -> None:
+    def __init__(
+        self,
+        url: str,
+        config: ServerConfig,
+        names: Sequence[str],
+        codec: TextCodec,
+        *,
+        role: Role = Role.AGGREGATED,
+    ) -> None:
         """Describe one; nothing is asked before `check`.
 
         Args:
@@ -53,6 +63,7 @@ class Server:
             config: limits, and its API if that is known.
             names: names that the model may have there, paths included.
             codec: the model's tokenizer.
+            role: its own, of a prefill and decode pair or aggregated.
 
         Raises:
             ConfigError: the key file cannot be read.
@@ -62,6 +73,7 @@ class Server:
         self._config = config
         self._names = tuple(names)
         self._codec = codec
+        self._role = role
         self._api: Api | None = None
 
     @property
@@ -101,7 +113,15 @@ class Server:
         Raises:
             Unavailable: it does not answer as such a server does.
             WrongModelError: its tokenizer gives other ids.
+            ConfigError: it cannot transfer KV, which its role needs.
         """
+        await self._find_api(served)
+        if self._role is not Role.AGGREGATED and transfer_kind(self.api) is None:
+            raise ConfigError(
+                f"{self.url}: a prefill or decode server must be vLLM or SGLang; serve others with --url"
+            )
+
+    async def _find_api(self, served: ServedModel) -> None:
         await self._compare_tokenizers(served)
         problem: PenstockError | None = None
         for api in self._candidates(served):
@@ -281,7 +301,8 @@ class Server:
             token_ids=pack_tokens(token_ids),
             sampling=SamplingParams(max_tokens=1, temperature=0.0),
         )
-        async with self._opened(api, request, {}, lambda: None) as pieces:
+        room = SGLANG_TRIAL if self._role is not Role.AGGREGATED and isinstance(api, SglangGenerate) else {}
+        async with self._opened(api, request, room, lambda: None) as pieces:
             found = False
             async for piece in pieces:
                 found |= bool(piece.token_ids or piece.text)

@@ -34,7 +34,9 @@ from penstock.frontend.limits.receive_metrics import ReceiveMetrics
 from penstock.frontend.openai.bodies import encode
 from penstock.frontend.openai.explaining import Explanation, explain_latest, explain_one
 from penstock.frontend.requests.encoders import LARGE_BYTES, EncoderPool, decode_large_query
+from penstock.frontend.requests.preprocess import THREAD_BYTES
 from penstock.frontend.requests.route_body import decode_body, decode_query
+from penstock.frontend.requests.route_model import RouteModel
 from penstock.router.service.gateway import Query, Server, Stage
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
 
@@ -77,6 +79,7 @@ class _FeedbackBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stage: Stage
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    worker: str | None = None
 
 
 class RoutingServer:
@@ -88,12 +91,23 @@ class RoutingServer:
         config: RoutingHttpConfig,
         registry: CollectorRegistry,
         access: Access | None = None,
+        *,
+        model: RouteModel | None = None,
     ) -> None:
-        """Create the server; /metrics shows `registry`; without `access` no key is needed."""
+        """Create the server.
+
+        Args:
+            service: the router.
+            config: where to listen, and limits.
+            registry: what /metrics shows.
+            access: the keys; None: no key is needed.
+            model: tokenizes the text of requests for it; text for others is matched by its bytes.
+        """
         self._access = access or Access()
         self._service = service
         self._config = config
         self._registry = registry
+        self._model = model
         self._receiving = ReceiveMetrics(registry, "penstock_router")
         self._bodies = BodyReader(config.body_bytes_max, self._receiving, settings="")
         self.budget = ReceiveBudget(config.receive.bytes_max, self._receiving, settings="")
@@ -191,8 +205,11 @@ class RoutingServer:
             async with slot.limit():
                 pieces = await self._bodies.read(request, received)
                 if sum(map(len, pieces)) > LARGE_BYTES:
-                    return await decode_large_query(self._encoders, pieces)
-            return decode_query(b"".join(pieces))
+                    return await decode_large_query(self._encoders, pieces, self._model)
+                body = b"".join(pieces)
+                if self._model is not None and len(body) > THREAD_BYTES:
+                    return await asyncio.to_thread(decode_query, body, self._model)
+            return decode_query(body, self._model)
 
     def _slot(self) -> Slot:
         timeout_s = self._config.receive.timeout_s
@@ -238,14 +255,14 @@ class RoutingServer:
     async def _route(self, request: web.Request) -> web.Response:
         query, is_asked_why = await self._read_query(request), wants_explanation(request.headers)
         choice = self._service.route(query)
-        answer = msgspec.structs.asdict(choice)
+        answer = msgspec.to_builtins(choice)
         if is_asked_why:
             answer["why"] = Explanation(self._service.explain(choice.id))
         return json_response(encode(answer))
 
     async def _feedback(self, request: web.Request) -> web.Response:
         body = await self._read(request, _FeedbackBody)
-        self._service.feedback(body.id, body.stage, body.cached_tokens, body.output_tokens)
+        self._service.feedback(body.id, body.stage, body.cached_tokens, body.output_tokens, body.worker)
         return json_response(encode({"id": body.id, "stage": body.stage}))
 
     async def _workers(self, _: web.Request) -> web.Response:

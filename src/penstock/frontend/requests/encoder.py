@@ -17,6 +17,7 @@ from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, pars
 from penstock.frontend.openai.validation import check_chat, check_completion
 from penstock.frontend.requests.encoding import Prompt, encode_prompts, without_prompts
 from penstock.frontend.requests.route_body import decode_query
+from penstock.frontend.requests.route_model import RouteModel
 from penstock.frontend.text.models import ServedModel
 
 LENGTH_BYTES = 8
@@ -44,9 +45,15 @@ class Encode(Wire, frozen=True, tag="encode"):
 
 
 class ReadQuery(Wire, frozen=True, tag="read_query"):
-    """Decode and check a body of the standalone router's `/route`; its bytes follow the message. The reply is `DecodedQuery`."""
+    """Decode and check a body of the standalone router's `/route`; its bytes follow the message. The reply is `DecodedQuery`.
+
+    The text of requests for one of `names` is tokenized by the model of `directory`.
+    """
 
     body_bytes: int
+    directory: str = ""
+    names: tuple[str, ...] = ()
+    context_length: int = 0
 
 
 class ModelName(Wire, frozen=True, tag="named"):
@@ -72,6 +79,7 @@ class DecodedQuery(Wire, frozen=True, tag="query"):
     model: str
     token_ids: PackedTokens | None = None
     text: str | None = None
+    cache_salt: str | None = None
     session: str | None = None
     exclude: tuple[str, ...] = ()
     slo_ttft_s: float | None = None
@@ -95,6 +103,7 @@ class Encoder:
     def __init__(self) -> None:
         self._models: OrderedDict[ModelCard, ServedModel] = OrderedDict()
         self._request: ChatRequest | CompletionRequest | None = None
+        self._route_model: RouteModel | None = None
 
     def run(self, task: Task, body: bytes) -> Reply:
         """Run a task; `body` are the bytes after a `Read` or `ReadQuery`."""
@@ -105,7 +114,7 @@ class Encoder:
                 case Encode():
                     return self._encode(task)
                 case ReadQuery():
-                    return _read_query(body)
+                    return self._read_query(task, body)
         except PenstockError as error:
             self._request = None  # done with this body
             return Refused(error=error.to_info())
@@ -134,19 +143,22 @@ class Encoder:
         prompts = encode_prompts(request, model.adapted(task.card), task.hash_key)
         return Encoded(request=encode(without_prompts(request)), prompts=prompts)
 
-
-def _read_query(body: bytes) -> DecodedQuery:
-    query = decode_query(body)
-    prompt = query.prompt
-    return DecodedQuery(
-        model=query.model,
-        token_ids=None if isinstance(prompt, str) else pack_tokens(prompt),
-        text=prompt if isinstance(prompt, str) else None,
-        session=query.session,
-        exclude=query.exclude,
-        slo_ttft_s=query.slo_ttft_s,
-        slo_itl_s=query.slo_itl_s,
-    )
+    def _read_query(self, task: ReadQuery, body: bytes) -> DecodedQuery:
+        known = self._route_model
+        if task.names and (known is None or (known.directory, known.names) != (task.directory, task.names)):
+            known = self._route_model = RouteModel.open(task.directory, task.names, task.context_length)
+        query = decode_query(body, known if task.names else None)
+        prompt = query.prompt
+        return DecodedQuery(
+            model=query.model,
+            token_ids=None if isinstance(prompt, str) else pack_tokens(prompt),
+            text=prompt if isinstance(prompt, str) else None,
+            cache_salt=query.cache_salt,
+            session=query.session,
+            exclude=query.exclude,
+            slo_ttft_s=query.slo_ttft_s,
+            slo_itl_s=query.slo_itl_s,
+        )
 
 
 def main() -> int:

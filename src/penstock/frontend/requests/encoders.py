@@ -29,6 +29,7 @@ from penstock.frontend.requests.encoder import (
     Task,
 )
 from penstock.frontend.requests.encoding import Prompt
+from penstock.frontend.requests.route_model import RouteModel
 from penstock.frontend.text.models import ModelCache, ServedModel
 from penstock.router.service.gateway import Query
 
@@ -128,19 +129,27 @@ class Encoders:
         await self._pool.close()
 
 
-async def decode_large_query(pool: EncoderPool, body: Sequence[bytes]) -> Query:
-    """Decode and check a body of the standalone router's `/route`; the caller sets the deadline.
+async def decode_large_query(
+    pool: EncoderPool, body: Sequence[bytes], model: RouteModel | None = None
+) -> Query:
+    """Decode and check a body of the standalone router's `/route`, tokenized by `model`; the caller sets the deadline.
 
     Raises:
         RequestError: the body is invalid.
     """
     async with pool.lend() as process:
-        decoded = await process.do(ReadQuery(body_bytes=sum(map(len, body))), body)
+        task = ReadQuery(body_bytes=sum(map(len, body)))
+        if model is not None:
+            task = msgspec.structs.replace(
+                task, directory=model.directory, names=model.names, context_length=model.context_length
+            )
+        decoded = await process.do(task, body)
     if not isinstance(decoded, DecodedQuery):
         raise _unexpected(decoded)
     return Query(
         model=decoded.model,
         prompt=unpack_tokens(decoded.token_ids) if decoded.token_ids is not None else decoded.text or "",
+        cache_salt=decoded.cache_salt,
         session=decoded.session,
         exclude=decoded.exclude,
         slo_ttft_s=decoded.slo_ttft_s,

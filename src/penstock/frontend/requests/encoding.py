@@ -1,5 +1,6 @@
 """Encodes prompts to tokens and block hashes: pure functions, run on the event loop, in a thread or in an encoder process."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -7,6 +8,7 @@ import numpy as np
 
 from penstock.core.errors import RequestError
 from penstock.core.hashing import block_hashes
+from penstock.core.types.cards import request_salt
 from penstock.core.wire import PackedHashes, PackedTokens, TokenArray, Wire, pack_hashes, pack_tokens
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest, Message
@@ -41,7 +43,7 @@ def encode_prompts(
     """
     salt = request_salt(model.card.salt, request.cache_salt)
     if isinstance(request, ChatRequest):
-        encoded, param = [_encode_chat(request, model)], "messages"
+        encoded, param = [encode_chat(model, request.messages, request.chat_template_kwargs)], "messages"
     else:
         encoded, param = _encode_texts(request, model), "prompt"
     return tuple(
@@ -66,18 +68,25 @@ def without_prompts(request: GenerationRequest) -> GenerationRequest:
     return msgspec.structs.replace(request, **changes)
 
 
-def request_salt(card_salt: bytes, cache_salt: str | None) -> bytes:
-    """Combine the model's salt with the request's cache_salt: requests with different salts share no blocks."""
-    return card_salt if cache_salt is None else card_salt + b"|cache_salt=" + cache_salt.encode()
+def encode_chat(
+    model: ServedModel, messages: Sequence[Message], arguments: dict[str, Any] | None = None
+) -> TokenArray:
+    """Render messages by the model's chat template, with more variables for it, and tokenize them.
 
-
-def _encode_chat(request: ChatRequest, model: ServedModel) -> TokenArray:
+    Raises:
+        RequestError: the template refuses the messages, or they are too long by `LengthBound`.
+    """
     if model.template is None:
         raise RequestError(
             f"messages: model {model.card.name!r} has no chat template; use /v1/completions", param="messages"
         )
-    text = model.template.render([_message(m) for m in request.messages], request.chat_template_kwargs)
+    text = model.template.render([_message(m) for m in messages], arguments)
     return _encode(model, text, "messages", special=False)  # the template adds the special tokens
+
+
+def encode_text(model: ServedModel, text: str) -> TokenArray:
+    """Tokenize the prompt of a completion; raises RequestError where it is too long by `LengthBound`."""
+    return _encode(model, text, "prompt", special=True)
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -110,10 +119,7 @@ def _encode_texts(request: CompletionRequest, model: ServedModel) -> list[TokenA
     prompt: Any = request.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         prompt = [prompt]
-    return [
-        _encode(model, item, "prompt", special=True) if isinstance(item, str) else _check_ids(item, model)
-        for item in prompt
-    ]
+    return [encode_text(model, item) if isinstance(item, str) else _check_ids(item, model) for item in prompt]
 
 
 def _encode(model: ServedModel, text: str, param: str, *, special: bool) -> TokenArray:

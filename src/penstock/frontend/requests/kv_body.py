@@ -7,11 +7,12 @@ import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId
+from penstock.core.types.cards import request_salt
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import num_tokens
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, Message
 from penstock.frontend.openai.validation import CACHE_SALT_CHARACTERS_MAX, check_chat, check_completion
-from penstock.frontend.requests.encoding import encode_prompts, request_salt
+from penstock.frontend.requests.encoding import encode_prompts
 from penstock.frontend.text.models import ServedModel
 from penstock.seams import RequestDispatcher
 

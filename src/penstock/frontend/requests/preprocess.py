@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId
+from penstock.core.types.cards import request_salt
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import num_tokens
 from penstock.frontend.errors import ContextLengthError
@@ -18,14 +19,13 @@ from penstock.frontend.openai.agents import AgentOptions, agent_options
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.frontend.openai.structured import structured_of
 from penstock.frontend.openai.validation import stop_strings
-from penstock.frontend.requests.encoding import Prompt, encode_prompts, request_salt
+from penstock.frontend.requests.encoding import Prompt, encode_prompts
 from penstock.frontend.text.models import ServedModel
 
 COMPLETION_TOKENS_DEFAULT = 16
 """`max_tokens` of a text completion without one, as OpenAI documents it."""
-_THREAD_BYTES = (
-    20_000  # larger bodies are encoded in a thread: this many take about 5 ms (2 cores of an AMD EPYC)
-)
+THREAD_BYTES = 20_000
+"""Larger bodies are encoded in a thread: this many take about 5 ms (2 cores of an AMD EPYC)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Preprocessor:
         Raises:
             RequestError: a prompt is empty, is refused by the template, has token ids out of range, or exceeds the context.
         """
-        if metadata.size_bytes <= _THREAD_BYTES:
+        if metadata.size_bytes <= THREAD_BYTES:
             prompts = encode_prompts(request, model, self._hash_key)
         else:
             prompts = await asyncio.to_thread(encode_prompts, request, model, self._hash_key)

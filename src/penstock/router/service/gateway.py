@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -47,29 +48,59 @@ class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Query:
     """A request that needs a server: its prompt, as token ids (0 to `TOKEN_ID_MAX`) or as text. `exclude` are names not to give.
 
-    `model` may be an adapter's name.
+    `model` may be an adapter's name. Prompts share blocks only with others of the same `cache_salt`, the field of vLLM's API.
     """
 
     model: str
     prompt: TokenArray | Sequence[int] | str
+    cache_salt: str | None = None
     session: str | None = None
     exclude: tuple[str, ...] = ()
     slo_ttft_s: float | None = None
     slo_itl_s: float | None = None
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request goes. Give `id` with all feedback."""
+class KvTransfer(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that make a prefill server and a decode server transfer one prompt's KV.
+
+    prefill:     fields to set in the request to the prefill server
+    decode:      fields to set in the request to the decode server
+    from_answer: fields of the prefill server's answer that go into the decode request as well; without any, both requests
+                 are sent at once
+    """
+
+    prefill: dict[str, Any]
+    decode: dict[str, Any]
+    from_answer: tuple[str, ...] = ()
+
+
+class PrefillChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefill server of a request, and the fields as in `KvTransfer`; a null among them replaces the request's own value."""
+
+    worker: str
+    url: str
+    fields: dict[str, Any]
+    from_answer: tuple[str, ...]
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a request goes. Give `id` with all feedback.
+
+    Where `prefill` is given, its server computes the prompt, and `worker` answers with `fields` set in the request.
+    """
 
     id: str
     worker: str
     url: str
+    fields: dict[str, Any] = {}
+    prefill: PrefillChoice | None = None
 
 
 class Stage(StrEnum):
     """Stages of a request in feedback; all but FINISHED or FAILED, which end it, are optional."""
 
     STARTED = "started"
+    PREFILLED = "prefilled"  # its prefill server has answered
     FIRST_TOKEN = "first_token"  # noqa: S105 - no password
     FINISHED = "finished"
     FAILED = "failed"  # the server broke off or answered with 5xx; its own refusals are FINISHED

@@ -1,15 +1,12 @@
 """The router alone, for gateways that send requests themselves: it names a server and gets feedback.
 
 Any server with a prefix cache will do; nothing is sent to servers. The router predicts what they hold from earlier choices
-(`predictions.py`), and their load from requests without a final feedback.
+(`predictions.py`), unless a watcher follows their KV events, and their load from requests without a final feedback.
 """
 
 import asyncio
 import random
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -19,13 +16,12 @@ import pydantic
 from prometheus_client import CollectorRegistry
 
 from penstock.core.config import Config, wrong
-from penstock.core.errors import Overloaded, PenstockError, RequestError, Unavailable, WorkerLost
+from penstock.core.errors import Overloaded, PenstockError, RequestError, Unavailable
 from penstock.core.hashing import block_hashes
-from penstock.core.ids import RequestId, WorkerId
-from penstock.core.types.cards import ModelCard
-from penstock.core.types.instances import EngineInfo, Instance, Role
-from penstock.core.types.load import WorkerLoad
-from penstock.core.types.requests import Delta, Request, SamplingParams
+from penstock.core.ids import RequestId
+from penstock.core.types.cards import ModelCard, request_salt
+from penstock.core.types.instances import Instance
+from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import TokenArray, pack_hashes, pack_tokens
 from penstock.router.candidates import Route
 from penstock.router.config import RouterConfig
@@ -34,8 +30,8 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
 from penstock.router.router import Router
 from penstock.router.service.gateway import (
-    COUNT_MAX,
     Choice,
+    PrefillChoice,
     Query,
     Server,
     Stage,
@@ -43,17 +39,15 @@ from penstock.router.service.gateway import (
     check_targets,
     tokens_of,
 )
-from penstock.router.service.null_plane import NullPlane
-from penstock.router.workers.loads import Reservation
+from penstock.router.service.open_requests import OpenRequests
+from penstock.router.service.report_plane import ReportPlane
+from penstock.router.service.servers import Servers, Watched
 from penstock.router.workers.member import WorkerView
-from penstock.runtime.discovery.memory import MemoryDiscovery, MemoryRegistration
+from penstock.runtime.discovery.memory import MemoryDiscovery
 
-_ANY_LENGTH = np.iinfo(np.int32).max  # servers check lengths themselves
-_BATCH_TOKENS = 8192  # a usual chunk of prefill
 _SAMPLING = SamplingParams(max_tokens=1)  # of no interest here
 _TEXT_UNIT_BYTES = 4
-_NAMES_TOLD = 16
-_OF_DISPATCHERS = ("queue", "retries", "disagg", "no_worker_wait_s", "connect_timeout_s", "reconnect_s_max")
+_OF_DISPATCHERS = ("queue", "retries", "no_worker_wait_s", "connect_timeout_s", "reconnect_s_max")
 """Settings without effect here."""
 
 
@@ -79,23 +73,6 @@ class RoutingServiceConfig(Config):
         return router
 
 
-@dataclass(slots=True, eq=False)
-class _Routed:
-    """A request under way; a `DeltaHandler` to which only losses come."""
-
-    route: Route
-    reservation: Reservation
-    heard_s: float
-    model: str
-    is_compared: bool = False
-
-    def on_delta(self, delta: Delta) -> None:
-        raise AssertionError(f"servers send nothing here, got {delta}")
-
-    def on_lost(self, error: WorkerLost, *, alone: bool) -> None:
-        """Keep it until its feedback comes."""
-
-
 class RoutingService:
     """Names servers while its context is entered. One event loop owns it."""
 
@@ -114,20 +91,21 @@ class RoutingService:
             registry: where the metrics go; None makes a registry.
         """
         self.config = config or RoutingServiceConfig()
-        self.on_end: Callable[[str, bool], None] = lambda _name, _failed: None
-        """Called with (server's name, whether the server failed) when feedback ends a request."""
         self._rng = rng
         self._metrics = RouterMetrics(registry or CollectorRegistry())
-        self._discovery = MemoryDiscovery()
-        router = self.config.router
-        self._plane = NullPlane()
-        self._fleet = Fleet(self._discovery, self._plane, config=router, metrics=self._metrics, rng=rng)
+        discovery, plane, router = MemoryDiscovery(), ReportPlane(), self.config.router
+        self._fleet = Fleet(discovery, plane, config=router, metrics=self._metrics, rng=rng)
         self._router = Router(self._fleet, router, metrics=self._metrics, rng=rng)
-        self._servers: dict[str, tuple[Instance, MemoryRegistration]] = {}
-        self._numbers = count(1)
-        self._open: OrderedDict[RequestId, _Routed] = OrderedDict()  # latest heard of last
-        self._timer: asyncio.TimerHandle | None = None
-        self._changing = asyncio.Lock()  # one change of the servers at a time
+        self.servers = Servers(
+            self._fleet,
+            plane,
+            discovery,
+            servers_max=router.workers_max,
+            block_size=self.config.block_size,
+        )
+        self.open = OpenRequests(
+            self._fleet, self._metrics, block_size=self.config.block_size, silence_s=self.config.silence_s
+        )
         self._group = asyncio.TaskGroup()
         self._running: asyncio.Task[None] | None = None
 
@@ -140,103 +118,39 @@ class RoutingService:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._running is not None, "entered before"
-        if self._timer is not None:
-            self._timer.cancel()
+        self.open.close()
         self._running.cancel()
         self._running = None
         await self._group.__aexit__(None, None, None)
 
-    async def put(self, name: str, server: Server) -> WorkerView:
-        """Add or update a server; another URL or model under the same name is another server.
+    async def put(self, name: str, server: Server, watched: Watched | None = None) -> WorkerView:
+        """Add or update a server; another URL, model or role under the same name is another server.
+
+        Args:
+            name: of the server.
+            server: what a gateway says of it.
+            watched: what its watcher knows besides; None: a gateway describes it, and nobody watches.
 
         Raises:
-            RequestError: a field is invalid.
+            RequestError: a field is invalid, or a watched server has this name (409).
             Overloaded: `router.workers_max` servers are known.
             PenstockError: called outside of the service's context.
         """
         if self._running is None:
             raise PenstockError("the routing service is not open; use it within `async with`")
         check_server(server)
-        async with self._changing:
-            return await self._put(name, server)
-
-    async def _put(self, name: str, server: Server) -> WorkerView:
-        known = self._servers.get(name)
-        if known is not None and (known[0].address, known[0].card.name) != (server.url, server.model):
-            await self._remove(name)
-            known = None
-        if known is None:
-            limit = self.config.router.workers_max
-            if len(self._fleet.workers()) >= limit:
-                raise Overloaded(
-                    f"{limit} workers are known, the limit (router.workers_max); remove one first"
-                )
-            instance = self._instance(WorkerId(next(self._numbers)), name, server)
-            registration = await self._discovery.register(instance)
-        else:
-            instance, registration = self._instance(known[0].worker_id, name, server), known[1]
-            await registration.update(instance)
-        self._servers[name] = instance, registration
-        return await self._shown(instance)
-
-    async def note_problem(self, name: str, problem: str | None) -> None:
-        """Give a server no requests while it has a problem; None: it serves again. An unknown name is ignored."""
-        async with self._changing:
-            if name in self._servers:
-                instance, registration = self._servers[name]
-                instance = msgspec.structs.replace(instance, problem=problem or "")
-                await registration.update(instance)
-                self._servers[name] = instance, registration
-                await self._shown(instance)
-
-    def note_load(self, name: str, running: int, waiting: int, kv_usage: float | None) -> None:
-        """Note a server's own word of its load. What exceeds this router's requests there is other clients'.
-
-        Args:
-            name: of the server; an unknown one is ignored.
-            running: requests in its batch.
-            waiting: requests in its queue.
-            kv_usage: share of its KV cache in use, 0 to 1; None: unknown.
-        """
-        if name not in self._servers:
-            return
-        instance = self._servers[name][0]
-        slot = self._fleet.slot_of(instance.worker_id)
-        ours = 0 if slot is None else self._fleet.loads.open_requests(slot)
-        others = max(running + waiting - ours, 0)
-        queued, total = min(others, waiting), instance.engine.total_blocks
-        used = round(kv_usage * total) if others and kv_usage is not None else 0
-        self._plane.report(
-            instance.worker_id,
-            WorkerLoad(
-                running_requests=others - queued,
-                waiting_requests=queued,
-                active_blocks=used,
-                total_blocks=total,
-            ),
-        )
+        if watched is None:
+            self.servers.refuse_watched(name)
+        return await self.servers.put(name, server, watched)
 
     async def remove(self, name: str) -> None:
-        """Remove a server; its requests stay open until their feedback.
+        """Remove a server that a gateway described; its requests stay open until their feedback.
 
         Raises:
-            RequestError: there is none of this name (404).
+            RequestError: there is none of this name (404), or it is watched (409).
         """
-        async with self._changing:
-            await self._remove(name)
-
-    async def _remove(self, name: str) -> None:
-        if name not in self._servers:
-            names = sorted(self._servers)
-            known = ", ".join(names[:_NAMES_TOLD]) + ", ..." * (len(names) > _NAMES_TOLD) or "none"
-            raise RequestError(f"worker {name!r} is not known; known: {known}", http_status=404)
-        instance, registration = self._servers.pop(name)
-        await registration.close()
-        changed = asyncio.Event()
-        with self._fleet.changes.telling(changed.set):
-            while any(v.worker_id == instance.worker_id and v.condition == "ready" for v in self.workers()):
-                changed.clear()
-                await changed.wait()
+        self.servers.refuse_watched(name)
+        await self.servers.remove(name)
 
     def workers(self) -> Sequence[WorkerView]:
         """Describe every server, including removed ones with open requests."""
@@ -250,14 +164,15 @@ class RoutingService:
             Overloaded: too many requests are open.
             Unavailable: no server of the model may get it now.
         """
-        if len(self._open) >= self.config.router.open_requests_max:
+        if len(self.open) >= self.config.router.open_requests_max:
             raise Overloaded(
-                f"{len(self._open)} requests are open, the limit (router.open_requests_max); send feedback when one has"
+                f"{len(self.open)} requests are open, the limit (router.open_requests_max); send feedback when one has"
                 " finished",
                 retry_after_s=1.0,
             )
         request = self._request(query, self._card_of(query.model))
-        excluded = {self._servers[name][0].worker_id for name in query.exclude if name in self._servers}
+        known = [self.servers.worker_id(name) for name in query.exclude]
+        excluded = {worker_id for worker_id in known if worker_id is not None}
         self._router.arrived(request.model)
         plan = self._router.plan(request, exclude=excluded)
         if plan is None:
@@ -265,16 +180,28 @@ class RoutingService:
                 f"model {query.model!r}: none of its workers may get this request: all are draining, removed or excluded",
                 retry_after_s=1.0,
             )
-        route = plan.decode
-        reservation = self._fleet.loads.reserve(
-            route.slot, route.prefill_tokens, route.blocks, route.cached_tokens
+        decode = self._instance(plan.decode)
+        if plan.prefill is None and decode.engine.transferred_prompts_only:
+            raise Unavailable(
+                f"model {query.model!r}: no prefill worker may get this request, and its decode workers compute no prompts",
+                retry_after_s=1.0,
+            )
+        self.open.begin(request, plan)
+        choice = Choice(id=request.request_id, worker=decode.name, url=decode.address)
+        if plan.prefill is None:
+            return choice
+        prefill = self._instance(plan.prefill)
+        transfer = self.servers.transfer(prefill.name)
+        return msgspec.structs.replace(
+            choice,
+            fields=transfer.decode,
+            prefill=PrefillChoice(
+                worker=prefill.name,
+                url=prefill.address,
+                fields=transfer.prefill,
+                from_answer=transfer.from_answer,
+            ),
         )
-        routed = _Routed(route, reservation, asyncio.get_running_loop().time(), request.model)
-        self._fleet.submit(route.slot, request, routed)
-        self._open[request.request_id] = routed
-        self._set_timer()
-        instance = self._fleet.slots.at(route.slot).instance
-        return Choice(id=request.request_id, worker=instance.name, url=instance.address)
 
     def feedback(
         self,
@@ -282,6 +209,7 @@ class RoutingService:
         stage: Stage,
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
+        worker: str | None = None,
     ) -> None:
         """Take feedback on a request.
 
@@ -290,39 +218,21 @@ class RoutingService:
             stage: what it has reached.
             cached_tokens: prompt tokens that the server had cached, where it says so; counted once.
             output_tokens: of the answer that has finished, for what the policy expects of the next.
+            worker: which of the request's servers has failed; None: the one that answers.
 
         Raises:
-            RequestError: a count is below 0 or absurd, or there is no such stage or request, or not any more (404).
+            RequestError: a count is below 0 or absurd, the worker has not this request, or there is no such stage or request, or
+                not any more (404).
         """
         if stage not in tuple(Stage):
             raise RequestError(f"stage: must be one of {', '.join(Stage)}, got {stage!r}", param="stage")
-        for name, tokens in (("cached_tokens", cached_tokens), ("output_tokens", output_tokens)):
-            if tokens is not None and not 0 <= tokens <= COUNT_MAX:
-                raise RequestError(f"{name}: must be >= 0 and <= {COUNT_MAX}, got {tokens}", param=name)
-        routed = self._open.get(RequestId(request_id))
-        if routed is None:
-            raise RequestError(
-                f"id: no request {request_id!r} is open; it has finished, was silent for {self.config.silence_s:g} s, or"
-                " another router named its worker",
-                http_status=404,
-                param="id",
-            )
-        routed.heard_s = asyncio.get_running_loop().time()
-        self._open.move_to_end(RequestId(request_id))
-        if cached_tokens is not None and not routed.is_compared:
-            routed.is_compared = True
-            guessed = routed.route.overlap_blocks * self.config.block_size
-            self._metrics.predicted_hit_tokens.inc(guessed)
-            self._metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
-            self._metrics.cached_tokens.inc(cached_tokens)
-        if stage == Stage.FIRST_TOKEN:
-            self._fleet.loads.prefill_done(routed.reservation)
-        elif stage in {Stage.FINISHED, Stage.FAILED}:
-            if output_tokens is not None:
-                self._fleet.pools[routed.model].traffic.ended(output_tokens, routed.heard_s)
-            name = self._fleet.slots.at(routed.route.slot).instance.name
-            self._close(RequestId(request_id), str(stage))
-            self.on_end(name, stage == Stage.FAILED)
+        self.open.feedback(
+            RequestId(request_id),
+            stage,
+            worker=worker,
+            cached_tokens=cached_tokens,
+            output_tokens=output_tokens,
+        )
 
     def explain(self, request_id: str) -> Sequence[Explanation]:
         """Explain the choice for a request; empty where it is not known."""
@@ -336,38 +246,10 @@ class RoutingService:
         """Raise AssertionError where the parts disagree."""
         self._fleet.check()
         self._router.check()
-        heard = [routed.heard_s for routed in self._open.values()]
-        assert heard == sorted(heard), "open: the latest heard of last"
-        assert not self._open or self._timer is not None, "a timer runs while requests are open"
-        in_fleet = sum(view.open_requests for view in self.workers())
-        assert in_fleet == len(self._open), f"{in_fleet} requests are with workers, {len(self._open)} open"
+        self.open.check()
 
-    def _instance(self, worker_id: WorkerId, name: str, server: Server) -> Instance:
-        size = self.config.block_size
-        return Instance(
-            worker_id=worker_id,
-            name=name,
-            address=server.url,
-            role=Role.AGGREGATED,
-            card=ModelCard(
-                name=server.model, context_length=_ANY_LENGTH, block_size=size, salt=server.model.encode()
-            ),
-            engine=EngineInfo(
-                block_size=size,
-                total_blocks=server.total_blocks,
-                context_length=_ANY_LENGTH,
-                max_batch_tokens=_BATCH_TOKENS,
-                max_running_requests=_ANY_LENGTH,
-                kv_events=False,
-            ),
-            state=server.state,
-            prices=server.prices,
-            adapters=server.adapters,
-            host=server.host,
-            rack=server.rack,
-            zone=server.zone,
-            region=server.region,
-        )
+    def _instance(self, route: Route) -> Instance:
+        return self._fleet.slots.at(route.slot).instance
 
     def _card_of(self, model: str) -> ModelCard:
         """Find a model, also one whose workers may get no requests now, or an adapter.
@@ -386,25 +268,13 @@ class RoutingService:
         known = ", ".join(sorted({*models, *self._fleet.pools})) or "none"
         raise RequestError(f"model {model!r}: no worker has it; known: {known}", http_status=404)
 
-    async def _shown(self, instance: Instance) -> WorkerView:
-        """Wait until the fleet has taken in a server."""
-        changed = asyncio.Event()
-        with self._fleet.changes.telling(changed.set):
-            while True:
-                slot = self._fleet.slot_of(instance.worker_id)
-                if slot is not None and self._fleet.slots.at(slot).instance == instance:
-                    (view,) = (view for view in self.workers() if view.worker_id == instance.worker_id)
-                    if view.connections:
-                        return view
-                changed.clear()
-                await changed.wait()
-
     def _request(self, query: Query, card: ModelCard) -> Request:
         check_targets(query)
         if isinstance(query.prompt, str):
             units, salt = _units(query.prompt), card.salt + b"|text"
         else:
             units, salt = tokens_of(query.prompt), card.salt
+        salt = request_salt(salt, query.cache_salt)
         if not len(units):
             raise RequestError("the prompt is empty; give at least one token or character", param="prompt")
         return Request(
@@ -419,28 +289,6 @@ class RoutingService:
             slo_ttft_s=query.slo_ttft_s,
             slo_itl_s=query.slo_itl_s,
         )
-
-    def _close(self, request_id: RequestId, outcome: str) -> None:
-        routed = self._open.pop(request_id)
-        self._metrics.ended(outcome).inc()
-        self._fleet.loads.release(routed.reservation)
-        self._fleet.finished(routed.route.slot, request_id)
-
-    def _set_timer(self) -> None:
-        if self._timer is None and self._open:
-            oldest = next(iter(self._open.values()))
-            at_s = oldest.heard_s + self.config.silence_s
-            self._timer = asyncio.get_running_loop().call_at(at_s, self._expire)
-
-    def _expire(self) -> None:
-        self._timer = None
-        until_s = asyncio.get_running_loop().time() - self.config.silence_s
-        while self._open:
-            request_id, routed = next(iter(self._open.items()))
-            if routed.heard_s > until_s:
-                break
-            self._close(request_id, "silent")
-        self._set_timer()
 
 
 def _units(text: str) -> TokenArray:

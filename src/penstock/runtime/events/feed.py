@@ -9,7 +9,17 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from penstock.core.types.events import EventBatch, EventMessage
-from penstock.seams import WorkerService
+from penstock.seams import EventSink
+
+
+class EventSource(Protocol):
+    """The worker's side of subscriptions, as in `WorkerService`."""
+
+    def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]: ...
+
+    def subscribe(self, sink: EventSink) -> None: ...
+
+    def unsubscribe(self, sink: EventSink) -> None: ...
 
 
 class EventOutlet(Protocol):
@@ -24,7 +34,7 @@ class EventOutlet(Protocol):
 class EventFeed:
     """One subscription; the `EventSink` of a worker. One task owns it."""
 
-    def __init__(self, service: WorkerService, outlet: EventOutlet) -> None:
+    def __init__(self, service: EventSource, outlet: EventOutlet) -> None:
         self._service = service
         self._outlet = outlet
         self._pending: Iterator[EventMessage | None] | None = None

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import block_hashes
-from penstock.core.types.cards import ModelCard
+from penstock.core.types.cards import ModelCard, request_salt
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
 from penstock.core.wire import PackedTokens, hash_list, pack_tokens
 from penstock.engine.kv_events.engine_events import (
@@ -20,7 +20,6 @@ from penstock.engine.kv_events.engine_events import (
     Omissions,
 )
 from penstock.engine.kv_events.translator import HexSalts, KvEventTranslator, check_block_size
-from penstock.frontend.requests.encoding import request_salt
 
 SIZE = 4
 KEY = bytes(range(16))

@@ -7,7 +7,8 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.core.types.cards import ModelCard
 from penstock.engine.openai.config import ServerConfig
-from penstock.engine.openai.make import _salts, make_engine
+from penstock.engine.openai.events import salts_of
+from penstock.engine.openai.make import make_engine
 from penstock.engine.spec import EngineSpec
 from penstock.frontend.requests.encoding import request_salt
 from penstock.graph import Graph
@@ -61,7 +62,7 @@ def test_kv_events_are_of_each_url():
 
 def test_salts_of_other_clients_prompts_are_those_of_the_card():
     card = ModelCard(name="m", context_length=64, block_size=16, salt=b"card")
-    salt_of = _salts(EngineSpec(model="x", block_size=16, card=card, adapters=("lora",)))
+    salt_of = salts_of(card, ("lora",))
     assert salt_of(None, None) == b"card"
     assert salt_of("tenant", None) == request_salt(b"card", "tenant")
     assert salt_of(None, "lora") == card.adapted("lora").salt

@@ -10,12 +10,12 @@ import pytest
 
 from penstock.core.errors import RequestError
 from penstock.core.hashing import block_hashes
+from penstock.core.types.cards import request_salt
 from penstock.core.types.requests import KvRetention
 from penstock.core.wire import token_list, unpack_hashes
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.openai.agents import RetentionBody
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, ContentPart, Message
-from penstock.frontend.requests.encoding import request_salt
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
 from penstock.frontend.text.models import ServedModel
 from tests.support.tokenizer import tiny_card, tiny_model_files

@@ -266,7 +266,8 @@ def test_counts_of_an_answer_that_cannot_be_are_refused():
                 ):
                     service.feedback(request_id, Stage.FINISHED, **{name: tokens})
         with pytest.raises(
-            RequestError, match="stage: must be one of started, first_token, finished, failed, got 'over'"
+            RequestError,
+            match="stage: must be one of started, prefilled, first_token, finished, failed, got 'over'",
         ):
             service.feedback(request_id, "over")
         service.feedback(request_id, Stage.FINISHED, output_tokens=5)

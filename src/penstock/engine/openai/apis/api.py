@@ -8,13 +8,12 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from penstock.core.errors import PenstockError, RequestError, StepFailed
+from penstock.core.types.cards import CLIENT_SALT
 from penstock.core.types.requests import FinishReason, Request, SamplingParams, TokenLogprob
 
 T = TypeVar("T")
 _DATA = b"data:"
 _DONE = b"[DONE]"
-CLIENT_SALT = b"|cache_salt="
-"""Stands before the client's `cache_salt` in `Request.salt`."""
 _SEED_MAX = (1 << 63) - 1
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for a server's bytes: no JSON, other fields, no UTF-8, or nested too deeply."""

@@ -1,0 +1,85 @@
+"""A request plane to servers to which the gateway sends requests itself: always connected, carries load reports and KV events only."""
+
+from collections.abc import Sequence
+
+from penstock.core.errors import RequestError
+from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types.changes import WorkerChange
+from penstock.core.types.events import EventMessage, KvEvent
+from penstock.core.types.instances import Instance
+from penstock.core.types.kv_actions import KvAction, KvReport
+from penstock.core.types.load import WorkerLoad
+from penstock.core.types.requests import Prefetch, Request
+from penstock.runtime.events.feed import EventFeed
+from penstock.runtime.events.publisher import EventPublisher
+from penstock.seams import Connection, WorkerSink
+
+
+class ReportPlane:
+    """A `seams.RequestPlaneClient` whose connections succeed at once."""
+
+    def __init__(self) -> None:
+        self._connections: dict[WorkerId, _ReportConnection] = {}
+
+    async def connect(self, instance: Instance, sink: WorkerSink) -> Connection:
+        connection = _ReportConnection(instance.worker_id, sink, self._connections)
+        self._connections[instance.worker_id] = connection
+        return connection
+
+    def report(self, worker_id: WorkerId, load: WorkerLoad) -> None:
+        """Report a server's load to the router, if it is connected."""
+        connection = self._connections.get(worker_id)
+        if connection is not None:
+            connection.sink.push_load(worker_id, load)
+
+    def publish(self, worker_id: WorkerId, events: Sequence[KvEvent]) -> None:
+        """Tell the router of a server's KV events, if it is connected."""
+        connection = self._connections.get(worker_id)
+        if connection is not None:
+            connection.publisher.publish(events)
+
+
+class _ReportConnection:
+    """One server's connection; an `EventOutlet` too, with the server's own feed and content."""
+
+    writable = True
+
+    def __init__(
+        self, worker_id: WorkerId, sink: WorkerSink, connections: "dict[WorkerId, _ReportConnection]"
+    ) -> None:
+        self.worker_id = worker_id
+        self.sink = sink
+        self.publisher = EventPublisher()
+        self._feed = EventFeed(self.publisher, self)
+        self._connections = connections
+
+    def send_event(self, message: EventMessage) -> None:
+        self.sink.push_event(self.worker_id, message)
+
+    def submit(self, request: Request) -> None:
+        """Leave it to the gateway."""
+
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """Leave it to the gateway."""
+
+    def abort(self, request_id: RequestId) -> None:
+        """Leave it to the gateway."""
+
+    def grant(self, request_id: RequestId, tokens: int) -> None:
+        """Leave it to the gateway."""
+
+    def subscribe(self, after_sequence: int | None) -> None:
+        self._feed.subscribe(after_sequence)
+
+    async def fetch(self, sha256: str) -> bytes:
+        raise RequestError(f"file {sha256}: nothing is fetched from servers of a gateway", http_status=404)
+
+    async def change(self, change: WorkerChange | KvAction) -> KvReport | None:
+        raise RequestError(
+            f"{type(change).__name__}: servers of a gateway cannot be changed", http_status=409
+        )
+
+    async def close(self) -> None:
+        self._feed.close()
+        if self._connections.get(self.worker_id) is self:
+            del self._connections[self.worker_id]

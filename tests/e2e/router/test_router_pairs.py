@@ -1,0 +1,406 @@
+"""The router alone over running servers: it follows their KV events, and names prefill and decode servers as pairs."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer
+
+from penstock.core.types.instances import Role
+from penstock.demo import MODEL_DIR
+from penstock.deploy.processes.watched_servers import WatchedServers
+from penstock.engine.openai.config import ServerConfig
+from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
+from penstock.frontend.requests.route_model import RouteModel
+from penstock.router.config import DisaggConfig, RouterConfig
+from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
+from tests.support.fake_server import FakeServer
+from tests.support.kv_publisher import endpoints, publishing
+
+TIMEOUT_S = 60.0
+MODEL = "penstock-demo"
+TOKENIZER = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+CHECKS = {
+    "health": {"interval_s": 0.05, "timeout_s": 2.0, "retry_s_max": 0.1, "failures_max": 2},
+    "load_interval_s": 0.05,
+}
+BLOCK = 16
+PROMPT = [5 + number % 300 for number in range(150)]
+LOADED = {"disagg": DisaggConfig(local_tokens_max=0)}
+
+
+class Site:
+    """A router over fake servers, asked over HTTP as a gateway does."""
+
+    def __init__(self, service: RoutingService, url: str, http: aiohttp.ClientSession) -> None:
+        self.service = service
+        self.said: list[tuple[str, ...]] = []
+        self._url = url
+        self._http = http
+
+    async def ask(self, path: str, **body: Any) -> dict[str, Any]:
+        headers = {"X-Penstock-Explain": "1"}
+        async with self._http.post(self._url + path, json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()  # type: ignore[no-any-return]
+
+    async def refused(self, path: str, status: int, **body: Any) -> str:
+        async with self._http.post(self._url + path, json=body) as answer:
+            assert answer.status == status, await answer.text()
+            return str((await answer.json())["error"]["message"])
+
+    async def route(self, **body: Any) -> dict[str, Any]:
+        return await self.ask("/route", **{"model": MODEL} | body)
+
+    async def overlap(self, **body: Any) -> tuple[str, int]:
+        """Route a request and end it; return its worker, and how many blocks of it that one has."""
+        choice = await self.route(**body)
+        await self.ask("/feedback", id=choice["id"], stage="finished")
+        return choice["worker"], choice["why"]["decisions"][0]["candidates"][0]["overlap_blocks"]
+
+    def view(self, name: str) -> Any:
+        return next((view for view in self.service.workers() if view.name == name), None)
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        while not true():  # noqa: ASYNC110 - the fleet and sockets have no event for it
+            await asyncio.sleep(0.01)
+
+    async def ready(self, *names: str) -> None:
+        conditions = {"ready", "prefill_only"}
+        await self.until(
+            lambda: all(
+                (view := self.view(name)) is not None and view.condition in conditions for name in names
+            )
+        )
+
+    async def complete(self, choice: dict[str, Any], prompt: list[int], count: int) -> list[int]:
+        """Do as a gateway does: send the request to the server, or to both of a pair."""
+        asked = {"model": MODEL, "prompt": prompt, "max_tokens": count, "temperature": 0, "stream": False}
+        first, other = choice.get("prefill"), None
+        if first is not None:
+            other = asyncio.ensure_future(self.post(first["url"], asked | first["fields"]))
+            if first["from_answer"]:
+                answer = await other
+                await self.ask("/feedback", id=choice["id"], stage="prefilled")
+                asked |= {name: answer[name] for name in first["from_answer"]}
+        answer = await self.post(choice["url"], asked | choice.get("fields", {}))
+        if other is not None:
+            await other
+        return answer["tokens"]  # type: ignore[no-any-return]
+
+    async def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        async with self._http.post(f"{url}/v1/completions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            if answer.content_type == "application/json":
+                return await answer.json()  # type: ignore[no-any-return]
+            text = (await answer.read()).decode()
+            return {"text": text, "tokens": text.count('"finish_reason"')}
+
+
+def run(
+    test: Callable[[Site], Awaitable[None]],
+    roles: Callable[[], dict[Role, dict[str, Any]]],
+    servers: list[FakeServer],
+    *,
+    router: dict[str, Any] | None = None,
+) -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(TIMEOUT_S), AsyncExitStack() as stack:
+            for server in servers:
+                await stack.enter_async_context(server)
+            configs = {
+                role: ServerConfig.parse(CHECKS | args, source="test") for role, args in roles().items()
+            }
+            config = RoutingServiceConfig(router=RouterConfig(**router or {}), block_size=BLOCK)
+            registry = CollectorRegistry()
+            service = await stack.enter_async_context(
+                RoutingService(rng=random.Random(0), config=config, registry=registry)
+            )
+            model = RouteModel.open(str(MODEL_DIR), (MODEL, "lora"), 4096)
+            http = await stack.enter_async_context(aiohttp.ClientSession())
+            front = RoutingServer(service, RoutingHttpConfig(port=0), registry, model=model)
+            host, port = await front.start()
+            site = Site(service, f"http://{host}:{port}", http)
+            watched = WatchedServers(
+                service,
+                configs,
+                model=MODEL,
+                model_dir=MODEL_DIR,
+                adapters=("lora",),
+                say=lambda *words: site.said.append(words),
+            )
+            watching = asyncio.ensure_future(watched.run())
+            try:
+                await test(site)
+                service.check()
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+                await front.close()
+
+    asyncio.run(scenario())
+
+
+# -- KV events
+
+
+def stored(token_ids: list[int], first: int, **fields: Any) -> dict[str, Any]:
+    """A chain of blocks as vLLM and SGLang describe it; `first` numbers its hashes."""
+    count = len(token_ids) // BLOCK
+    return {
+        "type": "BlockStored", "block_hashes": list(range(first, first + count)), "parent_block_hash": None,
+        "token_ids": token_ids[: count * BLOCK], "block_size": BLOCK, "lora_id": None, "medium": "GPU",
+    } | fields  # fmt: skip
+
+
+@pytest.mark.parametrize("api", ["vllm", "sglang"])
+def test_requests_go_where_their_prefix_is_exactly(api: str, tmp_path: Path) -> None:
+    """Whoever had a server compute the prefix, and however the prompt is told: as tokens, text or messages."""
+    servers = [FakeServer(TOKENIZER, api), FakeServer(TOKENIZER, api)]
+    addresses = [endpoints("tcp", tmp_path) for _ in servers]
+    text = "The quick brown fox jumps over the lazy dog. " * 12
+    talk = [{"role": "system", "content": text}, {"role": "user", "content": "Why?"}]
+    model = RouteModel.open(str(MODEL_DIR), (MODEL,), 4096)
+    # SGLang's hashes are signed, and a salt is a field of its own; vLLM's salt is an extra key of the first block.
+    salted = {"cache_salt": "tenant"} if api == "sglang" else {"extra_keys": [["tenant"], *[None] * 8]}
+
+    async def test(site: Site) -> None:
+        async with publishing(addresses[0]) as first, publishing(addresses[1]) as second:
+            await site.ready("server-1", "server-2")
+            assert not site.view("server-1").predicted
+            sign = -1 if api == "sglang" else 1
+            await second.send(stored(PROMPT, sign * 1000))
+            await first.send(stored(model.prompt(text).tolist(), 2000))
+            await second.send(stored(model.chat(talk).tolist(), 3000))
+            await first.send(
+                stored(PROMPT, 4000, lora_name="lora", **({"lora_id": 1} if api == "vllm" else {}))
+            )
+            await second.send(stored(PROMPT, 5000, **salted))
+            total = 2 * (150 // BLOCK) + len(model.chat(talk)) // BLOCK
+            await site.until(lambda: site.view("server-2").indexed_blocks == total)
+            await site.until(lambda: site.view("server-1").indexed_blocks > 0)
+            for _ in range(3):
+                assert await site.overlap(token_ids=PROMPT) == ("server-2", 9)
+                assert await site.overlap(prompt=text) == ("server-1", len(model.prompt(text)) // BLOCK)
+                assert await site.overlap(messages=talk) == ("server-2", len(model.chat(talk)) // BLOCK)
+                assert await site.overlap(token_ids=PROMPT, model="lora") == ("server-1", 9)
+                assert await site.overlap(token_ids=PROMPT, cache_salt="tenant") == ("server-2", 9)
+                assert (await site.overlap(token_ids=PROMPT, cache_salt="other"))[1] == 0
+            await second.send({"type": "AllBlocksCleared"})
+            await site.until(lambda: not site.view("server-2").indexed_blocks)
+            assert (await site.overlap(token_ids=PROMPT))[1] == 0, "nothing is guessed of servers with events"
+
+    run(
+        test,
+        lambda: {
+            Role.AGGREGATED: {
+                "url": [server.url for server in servers],
+                "kv_events": [address.endpoint for address in addresses],
+                "kv_events_replay": [address.replay_endpoint for address in addresses],
+            }
+        },
+        servers,
+    )
+
+
+def test_a_gap_is_replayed_or_else_everything_is_forgotten(tmp_path: Path) -> None:
+    servers = [FakeServer(TOKENIZER)]
+    address = endpoints("tcp", tmp_path)
+
+    async def test(site: Site) -> None:
+        async with publishing(address, keep=3) as publisher:
+            await publisher.send(stored(PROMPT, 1000))  # before the router came: replayed
+            await site.ready("server-1")
+            await site.until(lambda: site.view("server-1").indexed_blocks == 9)
+            await publisher.send(stored([7] * 64, 2000), lost=True)
+            await publisher.send(stored([8] * 32, 3000))
+            await site.until(lambda: site.view("server-1").indexed_blocks == 15)
+            for number in range(4):  # more than the publisher keeps
+                await publisher.send(stored([9 + number] * 16, 4000 + number), lost=True)
+            await publisher.send(stored([20] * 16, 5000))
+            await site.until(lambda: site.view("server-1").indexed_blocks == 3)
+            assert (await site.overlap(token_ids=PROMPT))[1] == 0
+
+    run(
+        test,
+        lambda: {
+            Role.AGGREGATED: {
+                "url": [servers[0].url],
+                "kv_events": [address.endpoint],
+                "kv_events_replay": [address.replay_endpoint],
+            }
+        },
+        servers,
+    )
+
+
+def test_servers_with_blocks_of_another_size_get_no_requests(tmp_path: Path) -> None:
+    server = FakeServer(TOKENIZER)
+    server.metrics = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
+    endpoint = endpoints("tcp", tmp_path).endpoint
+
+    async def test(site: Site) -> None:
+        await site.until(lambda: bool(site.said))
+        ((name, state, why),) = site.said
+        assert (name, state) == ("server-1", "failed")
+        assert "the engine's KV blocks have 32 tokens and the model's 16" in why
+        server.metrics = server.metrics.replace("32", "16")
+        await site.ready("server-1")
+
+    run(test, lambda: {Role.AGGREGATED: {"url": [server.url], "kv_events": [endpoint]}}, [server])
+
+
+# -- pairs
+
+
+def pair(api: str) -> list[FakeServer]:
+    prefill, decode = (FakeServer(TOKENIZER, api, is_paired=True) for _ in range(2))
+    prefill.rooms = decode.rooms
+    return [prefill, decode]
+
+
+def roles_of(servers: list[FakeServer], **prefill: Any) -> Callable[[], dict[Role, dict[str, Any]]]:
+    return lambda: {
+        Role.PREFILL: {"url": [servers[0].url]} | prefill,
+        Role.DECODE: {"url": [servers[1].url]},
+    }
+
+
+def test_vllm_pairs_pass_on_what_the_prefill_answers() -> None:
+    prefill, decode = servers = pair("vllm")
+
+    async def test(site: Site) -> None:
+        await site.ready("prefill-1", "decode-1")
+        choice = await site.route(token_ids=PROMPT)
+        assert (choice["worker"], choice["url"]) == ("decode-1", decode.url)
+        first = choice["prefill"]
+        assert (first["worker"], first["url"]) == ("prefill-1", prefill.url)
+        assert first["from_answer"] == ["kv_transfer_params"]
+        assert first["fields"]["stream"] is False
+        assert (site.view("prefill-1").open_requests, site.view("decode-1").open_requests) == (1, 1)
+        assert await site.complete(choice, PROMPT, 5) == 5
+        (pulled,) = decode.pulled
+        assert pulled["remote_engine_id"] == prefill.url
+        assert (site.view("prefill-1").open_requests, site.view("decode-1").open_requests) == (0, 1)
+        assert "worker: must be a worker that has this request, decode-1" in await site.refused(
+            "/feedback", 400, id=choice["id"], stage="failed", worker="prefill-1"
+        )
+        await site.ask("/feedback", id=choice["id"], stage="first_token", cached_tokens=144)
+        await site.ask("/feedback", id=choice["id"], stage="finished", output_tokens=5)
+        assert site.view("decode-1").open_requests == 0
+
+    run(test, roles_of(servers), servers, router=LOADED)
+
+
+def test_sglang_pairs_get_one_room_and_run_together() -> None:
+    prefill, decode = servers = pair("sglang")
+
+    async def test(site: Site) -> None:
+        await site.ready("prefill-1", "decode-1")
+        rooms = set()
+        for number in range(3):
+            choice = await site.route(token_ids=[5 + number, *PROMPT])
+            first = choice["prefill"]
+            assert first["from_answer"] == []
+            assert {name: first["fields"][name] for name in choice["fields"]} == choice["fields"]
+            assert (choice["fields"]["bootstrap_host"], choice["fields"]["bootstrap_port"]) == (
+                "127.0.0.1",
+                9001,
+            )
+            rooms.add(choice["fields"]["bootstrap_room"])
+            assert await site.complete(choice, [5 + number, *PROMPT], 4) == 4
+            await site.ask("/feedback", id=choice["id"], stage="finished")
+        assert {pulled["room"] for pulled in decode.pulled} == rooms
+        assert len(rooms) == prefill.prefills == 3
+        await prefill.stop()
+        await site.until(lambda: site.view("prefill-1").condition == "unhealthy")
+        assert "its decode workers compute no prompts" in await site.refused(
+            "/route", 503, model=MODEL, token_ids=PROMPT
+        )
+        await prefill.start()
+        await site.ready("prefill-1")
+        assert (await site.route(token_ids=PROMPT))["prefill"]["worker"] == "prefill-1"
+
+    run(test, roles_of(servers, bootstrap_port=9001), servers, router=LOADED)
+
+
+def test_a_prefill_server_that_fails_is_left_out_and_the_decode_server_computes() -> None:
+    prefill, decode = servers = pair("vllm")
+
+    async def test(site: Site) -> None:
+        await site.ready("prefill-1", "decode-1")
+        prefill.health_status = 500  # it stays out once it is
+        for _ in range(2):
+            choice = await site.route(token_ids=PROMPT)
+            if "prefill" not in choice:
+                break  # a health check was first
+            await site.ask("/feedback", id=choice["id"], stage="failed", worker="prefill-1")
+        await site.until(lambda: site.view("prefill-1").condition == "unhealthy")
+        choice = await site.route(token_ids=PROMPT)
+        assert "prefill" not in choice
+        assert choice["worker"] == "decode-1"
+        assert await site.complete(choice, PROMPT, 3) == 3
+        assert decode.pulled == []
+
+    run(test, roles_of(servers), servers, router=LOADED)
+
+
+def test_prompts_are_computed_where_the_prefix_is_among_prefill_servers(tmp_path: Path) -> None:
+    servers = [FakeServer(TOKENIZER, is_paired=True) for _ in range(3)]
+    addresses = [endpoints("tcp", tmp_path) for _ in range(2)]
+
+    async def test(site: Site) -> None:
+        async with publishing(addresses[0]), publishing(addresses[1]) as second:
+            await site.ready("prefill-1", "prefill-2", "decode-1")
+            await second.send(stored(PROMPT, 1000))
+            await site.until(lambda: site.view("prefill-2").indexed_blocks == 9)
+            for number in range(4):
+                choice = await site.route(token_ids=[*PROMPT, *range(20 + number, 200)])
+                assert choice["prefill"]["worker"] == "prefill-2"
+                await site.ask("/feedback", id=choice["id"], stage="finished")
+
+    run(
+        test,
+        lambda: {
+            Role.PREFILL: {
+                "url": [server.url for server in servers[:2]],
+                "kv_events": [address.endpoint for address in addresses],
+            },
+            Role.DECODE: {"url": [servers[2].url]},
+        },
+        servers,
+        router=LOADED,
+    )
+
+
+def test_a_pair_of_servers_that_cannot_transfer_kv_is_refused_with_the_reason() -> None:
+    servers = pair("llamacpp")
+
+    async def test(site: Site) -> None:
+        await site.until(lambda: len(site.said) >= 2)
+        assert {state for _, state, _ in site.said} == {"failed"}
+        assert all("must be vLLM or SGLang" in why for _, _, why in site.said)
+
+    run(test, roles_of(servers), servers)
+
+
+def test_watched_servers_are_not_the_gateways_to_change() -> None:
+    servers = [FakeServer(TOKENIZER)]
+
+    async def test(site: Site) -> None:
+        await site.ready("server-1")
+        async with aiohttp.ClientSession() as http:
+            place = f"{site._url}/workers/server-1"
+            for method in ("DELETE", "PUT"):
+                async with http.request(method, place, json={"url": "http://a", "model": MODEL}) as answer:
+                    assert answer.status == 409
+                    assert "named with --url" in await answer.text()
+        assert site.view("server-1").condition == "ready"
+
+    run(test, lambda: {Role.AGGREGATED: {"url": [servers[0].url]}}, servers)
