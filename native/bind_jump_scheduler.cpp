@@ -108,18 +108,18 @@ class BoundScheduler {
     void set_now(double now_s) { scheduler_.set_now(now_s); }
 
     void submit(Count number, std::pair<Count, Count> tokens, Count end_tokens, nb::handle hashes, nb::object stream,
-                bool kv_transfer, std::tuple<int, int, double> use) {
+                bool kv_transfer, std::tuple<int, int, double, std::uint64_t> use) {
         const auto [num_prompt, known] = tokens;
         if (num_prompt < 1 || known < num_prompt) {
             throw nb::value_error("tokens: there must be some in the prompt, and none of it unknown");
         }
-        const auto [kind, priority, ttl_s] = use;
+        const auto [kind, priority, ttl_s, tenant] = use;
         if (kind < 0 || kind >= static_cast<int>(ReuseTable::kKinds) || priority < -8 || priority > 7 || !(ttl_s >= 0)) {
             throw nb::value_error("use: needs a kind from 0 to 2, a priority from -8 to 7 and seconds");
         }
         scheduler_.submit({number, known, num_prompt, end_tokens, kv_transfer, copy_hashes(hashes),
                            std::make_unique<StreamNames>(std::move(stream), block_size_),
-                           BlockUse{.kind = static_cast<std::uint8_t>(kind), .priority = static_cast<std::int8_t>(priority)},
+                           BlockUse{.kind = static_cast<std::uint8_t>(kind), .priority = static_cast<std::int8_t>(priority), .tenant = tenant},
                            ttl_s});
     }
 
@@ -197,7 +197,7 @@ void bind_jump_scheduler(nb::module_& module) {
         .def("look_again", &BoundScheduler::look_again)
         .def("reorder", &BoundScheduler::reorder, "ageing"_a.none())
         .def("submit", &BoundScheduler::submit, "number"_a, "tokens"_a, "end_tokens"_a, "hashes"_a, "stream"_a,
-             "kv_transfer"_a = false, "use"_a = std::tuple(0, 0, std::numeric_limits<double>::infinity()))
+             "kv_transfer"_a = false, "use"_a = std::tuple(0, 0, std::numeric_limits<double>::infinity(), std::uint64_t{0}))
         .def("set_now", &BoundScheduler::set_now, "now_s"_a)
         .def("abort", &BoundScheduler::abort, "number"_a)
         .def("plan", &BoundScheduler::plan)

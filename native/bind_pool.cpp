@@ -49,7 +49,8 @@ nb::list make_room(Pool& pool, std::size_t count) {
 }
 
 // A use of blocks at their release; without a kind there was none.
-void release(Pool& pool, const Ids& ids, std::optional<int> kind, int priority, double until_s) {
+void release(Pool& pool, const Ids& ids, std::optional<int> kind, int priority, double until_s,
+             std::uint64_t tenant) {
     if (!kind) {
         pool.release(ids);
         return;
@@ -60,7 +61,7 @@ void release(Pool& pool, const Ids& ids, std::optional<int> kind, int priority, 
                                     std::to_string(*kind) + ", " + std::to_string(priority) + " and " +
                                     std::to_string(until_s));
     }
-    pool.release(ids, BlockUse{static_cast<std::uint8_t>(*kind), static_cast<std::int8_t>(priority), until_s});
+    pool.release(ids, BlockUse{static_cast<std::uint8_t>(*kind), static_cast<std::int8_t>(priority), until_s, tenant});
 }
 
 nb::dict references(const Pool& pool) {
@@ -86,10 +87,10 @@ void bind_pool(nb::module_& module) {
         .def(
             "__init__",
             [](Pool* self, std::size_t num_blocks, const std::string& policy, std::size_t block_size, double token_s,
-               double deeper_s, double load_s) {
-                new (self) Pool(num_blocks, policy_named(policy), block_size, {token_s, deeper_s, load_s});
+               double deeper_s, double load_s, std::size_t tenant_blocks) {
+                new (self) Pool(num_blocks, policy_named(policy), block_size, {token_s, deeper_s, load_s}, tenant_blocks);
             },
-            "num_blocks"_a, "policy"_a, "block_size"_a, "token_s"_a, "deeper_s"_a, "load_s"_a)
+            "num_blocks"_a, "policy"_a, "block_size"_a, "token_s"_a, "deeper_s"_a, "load_s"_a, "tenant_blocks"_a)
         .def_prop_ro("num_available", &Pool::num_available)
         .def_prop_ro("num_active", &Pool::num_active)
         .def_prop_ro("num_cached", &Pool::num_cached)
@@ -99,7 +100,13 @@ void bind_pool(nb::module_& module) {
         .def("make_room", &make_room, "count"_a)
         .def("allocate", &Pool::allocate, "count"_a)
         .def("release", &release, "ids"_a, "kind"_a.none() = nb::none(), "priority"_a = 0,
-             "until_s"_a = std::numeric_limits<double>::infinity())
+             "until_s"_a = std::numeric_limits<double>::infinity(), "tenant"_a = 0)
+        .def(
+            "set_price",
+            [](Pool& pool, double token_s, double deeper_s, double load_s) {
+                pool.set_price({token_s, deeper_s, load_s});
+            },
+            "token_s"_a, "deeper_s"_a, "load_s"_a)
         .def("expire", &Pool::expire, "now_s"_a, "most"_a)
         .def(
             "commit",

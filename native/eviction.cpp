@@ -351,6 +351,12 @@ BlockId Eviction::head(const Rank& rank) {
     return first->id;
 }
 
+std::tuple<std::uint8_t, double, std::uint64_t> Eviction::standing(BlockId id) const {
+    const Meta& block = metas_[at(id)];
+    const double key = kind_ == PolicyKind::kSeconds ? score({block.key, block.order, id}) : block.key;
+    return {block.rank, key, block.order};
+}
+
 // Expected seconds lost for each eviction that the block would stay.
 double Eviction::score(const Leaf& leaf) const {
     const Meta& block = metas_[at(leaf.id)];

@@ -14,6 +14,7 @@
 #include <optional>
 #include <queue>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "flat_map.hpp"
@@ -27,6 +28,7 @@ struct BlockUse {
     std::uint8_t kind = 0;                                     // of ReuseTable::kKinds
     std::int8_t priority = 0;                                  // a lower one goes first
     double until_s = std::numeric_limits<double>::infinity();  // end of the priority
+    std::uint64_t tenant = 0;                                  // 0: nobody
 };
 
 // What a lost token costs: computing it takes `token_s`, more with the tokens before it, loading it from a lower tier
@@ -87,6 +89,12 @@ class Eviction {
 
     // The leaf that goes first; nothing without leaves.
     std::optional<BlockId> victim();
+
+    // What leaves are compared by: rank, key and order; the lowest goes.
+    std::tuple<std::uint8_t, double, std::uint64_t> standing(BlockId id) const;
+
+    // What a lost token costs from now on.
+    void set_price(PrefillPrice price) { price_ = price; }
 
     // It left the cache: evicted, or its content was wrong.
     void evicted(BlockId id, Hash hash);

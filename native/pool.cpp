@@ -7,6 +7,8 @@
 namespace penstock {
 namespace {
 
+constexpr std::size_t kTenantLeaves = 32;  // of a tenant past its share: so many are compared for a victim
+
 std::string name(BlockId id) { return "block " + std::to_string(id); }
 
 // For checks; where speed counts, the text is only made when it is thrown.
@@ -18,9 +20,14 @@ void require(bool condition, const std::string& otherwise) {
 
 }  // namespace
 
-Pool::Pool(std::size_t num_blocks, PolicyKind policy, std::size_t block_size, PrefillPrice price) : num_blocks_(num_blocks) {
+Pool::Pool(std::size_t num_blocks, PolicyKind policy, std::size_t block_size, PrefillPrice price,
+           std::size_t tenant_blocks)
+    : num_blocks_(num_blocks) {
     if (policy != PolicyKind::kLru) {
         eviction_.emplace(policy, num_blocks, block_size, price);
+    }
+    if (tenant_blocks < num_blocks) {
+        tenants_.emplace(tenant_blocks);
     }
 }
 
@@ -101,8 +108,13 @@ void Pool::release(std::span<const BlockId> ids, const std::optional<BlockUse>& 
         if (block.references == 0) {
             throw Broken(name(id) + " was released more often than it was taken");
         }
-        if (use && eviction_ && block.is_cached) {
-            eviction_->use(id, *use);
+        if (use && block.is_cached) {
+            if (eviction_) {
+                eviction_->use(id, *use);
+            }
+            if (tenants_) {
+                tenants_->own(id, use->tenant);
+            }
         }
         if (--block.references == 0) {
             if (block.is_cached) {
@@ -137,6 +149,9 @@ void Pool::commit(std::span<const BlockId> ids, std::span<const Hash> hashes, st
         block.has_parent = before.has_value();
         block.parent = before.value_or(0);
         index_.insert(block.hash, id);
+        if (tenants_) {
+            tenants_->own(id, 0);
+        }
         if (eviction_) {
             enter_cache(id, block);
         }
@@ -166,6 +181,9 @@ void Pool::reset() {
     if (eviction_) {
         eviction_->reset();
         nodes_ = {};
+    }
+    if (tenants_) {
+        tenants_->reset();
     }
     while (first_idle_ != kNone) {
         const BlockId id = first_idle_;
@@ -239,6 +257,13 @@ void Pool::check() const {
     if (eviction_) {
         check_leaves();
     }
+    if (tenants_) {
+        std::size_t num_leaves = 0;
+        for (std::size_t index = 0; index < blocks_.size(); ++index) {
+            num_leaves += eviction_ ? eviction_->is_leaf(static_cast<BlockId>(index)) : blocks_[index].is_idle();
+        }
+        tenants_->check(num_idle_, num_leaves);
+    }
 }
 
 Pool::Block& Pool::at(BlockId id) { return const_cast<Block&>(std::as_const(*this).at(id)); }
@@ -261,8 +286,13 @@ void Pool::append_idle(BlockId id) {
     (last_idle_ == kNone ? first_idle_ : at(last_idle_).after) = id;
     last_idle_ = id;
     ++num_idle_;
+    if (tenants_) {
+        tenants_->enter_idle(id);
+    }
     if (eviction_) {
         enter_idle(id, block);
+    } else if (tenants_) {
+        tenants_->add_leaf(id);
     }
 }
 
@@ -273,13 +303,17 @@ void Pool::unlink_idle(BlockId id) {
     --num_idle_;
     if (eviction_ && block.is_cached) {
         leave_idle(id, block);
+    } else if (tenants_ && block.is_cached) {
+        tenants_->remove_leaf(id);
+    }
+    if (tenants_ && block.is_cached) {
+        tenants_->leave_idle(id);
     }
 }
 
 void Pool::evict(std::size_t count, std::vector<BlockId>* gone) {
     for (; count > 0; --count) {
-        // Without a leaf the parents lead in a circle: no chain of hashes does, but callers may err.
-        const BlockId id = eviction_ ? eviction_->victim().value_or(first_idle_) : first_idle_;
+        const BlockId id = victim();
         Block& block = at(id);
         unlink_idle(id);
         index_.erase(block.hash, id);
@@ -293,6 +327,49 @@ void Pool::evict(std::size_t count, std::vector<BlockId>* gone) {
         if (gone != nullptr) {
             gone->push_back(id);
         }
+    }
+}
+
+BlockId Pool::victim() {
+    if (const auto id = victim_of_tenant()) {
+        return *id;
+    }
+    // Without a leaf the parents lead in a circle: no chain of hashes does, but callers may err.
+    return eviction_ ? eviction_->victim().value_or(first_idle_) : first_idle_;
+}
+
+// Of a few leaves of a tenant past its share the one that goes first by the policy. The others go to the end of the
+// tenant's list: so each victim is the first of a fresh sample.
+std::optional<BlockId> Pool::victim_of_tenant() {
+    std::optional<BlockId> first = tenants_ ? tenants_->first_over() : std::nullopt;
+    if (!first || !eviction_) {
+        return first;
+    }
+    BlockId last = *first;
+    auto least = eviction_->standing(last);
+    std::size_t left = kTenantLeaves;
+    for (auto next = tenants_->after(last); next && --left > 0; next = tenants_->after(last)) {
+        last = *next;
+        if (const auto standing = eviction_->standing(last); standing < least) {
+            least = standing;
+            first = last;
+        }
+    }
+    tenants_->rotate(last);
+    return first;
+}
+
+void Pool::add_leaf(BlockId id) {
+    eviction_->add_leaf(id);
+    if (tenants_) {
+        tenants_->add_leaf(id);
+    }
+}
+
+void Pool::remove_leaf(BlockId id) {
+    eviction_->remove_leaf(id);
+    if (tenants_) {
+        tenants_->remove_leaf(id);
     }
 }
 
@@ -320,12 +397,12 @@ void Pool::enter_idle(BlockId id, const Block& block) {
     Node& node = *nodes_.find(block.hash.low);
     node.idle = id;
     if (node.idle_children == 0) {
-        eviction_->add_leaf(id);
+        add_leaf(id);
     }
     if (block.has_parent) {
         Node& parent = nodes_.find_or_insert(block.parent);
         if (++parent.idle_children == 1 && parent.idle != kNone && eviction_->is_leaf(parent.idle)) {
-            eviction_->remove_leaf(parent.idle);
+            remove_leaf(parent.idle);
         }
     }
 }
@@ -336,13 +413,13 @@ void Pool::leave_idle(BlockId id, const Block& block) {
         node.idle = kNone;
     }
     if (eviction_->is_leaf(id)) {
-        eviction_->remove_leaf(id);
+        remove_leaf(id);
     }
     eviction_->hold(id);
     if (block.has_parent) {
         Node& parent = *nodes_.find(block.parent);
         if (parent.idle_children == 1 && parent.idle != kNone && !eviction_->is_leaf(parent.idle)) {
-            eviction_->add_leaf(parent.idle);
+            add_leaf(parent.idle);
         }
         if (parent.idle_children == 1 && parent.num_cached == 0) {
             nodes_.erase(block.parent);

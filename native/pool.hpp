@@ -16,6 +16,7 @@
 #include "flat_map.hpp"
 #include "hash_index.hpp"
 #include "hashing.hpp"
+#include "tenants.hpp"
 
 namespace penstock {
 
@@ -49,8 +50,10 @@ class Pool {
   public:
     explicit Pool(std::size_t num_blocks) : num_blocks_(num_blocks) {}
 
-    // With a policy; `block_size` and the price are for those that ask what a block costs.
-    Pool(std::size_t num_blocks, PolicyKind policy, std::size_t block_size, PrefillPrice price);
+    // With a policy; `block_size` and the price are for those that ask what a block costs. A tenant with more than
+    // `tenant_blocks` idle blocks gives up its own first.
+    Pool(std::size_t num_blocks, PolicyKind policy, std::size_t block_size, PrefillPrice price,
+         std::size_t tenant_blocks);
 
     std::size_t num_available() const { return num_blocks_ - blocks_.size() + free_.size() + num_idle_; }
     std::size_t num_active() const { return num_blocks_ - num_available(); }
@@ -79,6 +82,13 @@ class Pool {
     void expire(double now_s, std::size_t most) {
         if (eviction_) {
             eviction_->expire(now_s, most);
+        }
+    }
+
+    // What a lost token costs from now on.
+    void set_price(PrefillPrice price) {
+        if (eviction_) {
+            eviction_->set_price(price);
         }
     }
 
@@ -135,6 +145,10 @@ class Pool {
     void unlink_idle(BlockId id);
     std::size_t num_without_eviction() const { return num_available() - num_idle_; }
     void evict(std::size_t count, std::vector<BlockId>* gone = nullptr);
+    BlockId victim();
+    std::optional<BlockId> victim_of_tenant();
+    void add_leaf(BlockId id);
+    void remove_leaf(BlockId id);
     void enter_cache(BlockId id, const Block& block);
     void leave_cache(const Block& block);
     void enter_idle(BlockId id, const Block& block);
@@ -154,6 +168,7 @@ class Pool {
     std::vector<Change> changes_;
     std::optional<Eviction> eviction_;  // nothing: lru
     FlatMap<Node> nodes_;               // with a policy
+    std::optional<Tenants> tenants_;    // where they have shares
 };
 
 }  // namespace penstock

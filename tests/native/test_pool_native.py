@@ -21,20 +21,22 @@ names = st.tuples(halves, halves)
 until = st.sampled_from([1.0, 2.0, math.inf])
 
 
-def make_pools(num_blocks, policy):
+def make_pools(num_blocks, policy, tenant_blocks=None):
     price = (1.0, 0.01, 4.0)
-    native_pool = native.Pool(num_blocks, policy, 16, *price)
-    return native_pool, ReferencePool(num_blocks, policy, 16, PrefillPrice(*price))
+    tenant_blocks = num_blocks if tenant_blocks is None else tenant_blocks
+    native_pool = native.Pool(num_blocks, policy, 16, *price, tenant_blocks)
+    return native_pool, ReferencePool(num_blocks, policy, 16, PrefillPrice(*price), tenant_blocks)
 
 
 class PoolPair(RuleBasedStateMachine):
     """Calls that no engine makes in this order; whatever the reference answers, the native pool does too."""
 
     policy = "lru"
+    tenant_blocks = NUM_BLOCKS
 
     def __init__(self):
         super().__init__()
-        self.pools = make_pools(NUM_BLOCKS, self.policy)
+        self.pools = make_pools(NUM_BLOCKS, self.policy, self.tenant_blocks)
         self.held = []
 
     def both(self, method, *arguments):
@@ -69,7 +71,10 @@ class PoolPair(RuleBasedStateMachine):
         self.both("acquire", found)
         self.held += found
 
-    @rule(data=st.data(), use=st.none() | st.tuples(st.integers(0, 2), st.integers(-8, 7), until))
+    @rule(
+        data=st.data(),
+        use=st.none() | st.tuples(st.integers(0, 2), st.integers(-8, 7), until, st.integers(0, 3)),
+    )
     def release(self, data, use):
         count = data.draw(st.integers(0, len(self.held)))
         given = data.draw(st.permutations(self.held))[:count]
@@ -94,6 +99,10 @@ class PoolPair(RuleBasedStateMachine):
     @rule(now_s=st.integers(0, 3), most=st.integers(0, 4))
     def expire(self, now_s, most):
         self.both("expire", float(now_s), most)
+
+    @rule(load_s=st.sampled_from([0.5, 4.0, math.inf]))
+    def set_price(self, load_s):
+        self.both("set_price", 1.0, 0.01, load_s)
 
     @rule()
     def reset(self):
@@ -133,28 +142,57 @@ class SecondsPair(PoolPair):
     policy = "seconds"
 
 
+class TenantLruPair(PoolPair):
+    tenant_blocks = 3
+
+
+class TenantArcPair(ArcPair):
+    tenant_blocks = 0
+
+
+class TenantSecondsPair(SecondsPair):
+    tenant_blocks = 2
+
+
 PoolPair.TestCase.settings = settings(max_examples=3 * settings.default.max_examples, stateful_step_count=50)
 TestPoolPair = PoolPair.TestCase
 TestLfuPair = LfuPair.TestCase
 TestArcPair = ArcPair.TestCase
 TestS3FifoPair = S3FifoPair.TestCase
 TestSecondsPair = SecondsPair.TestCase
-for pair in (TestLfuPair, TestArcPair, TestS3FifoPair, TestSecondsPair):
+TestTenantLruPair = TenantLruPair.TestCase
+TestTenantArcPair = TenantArcPair.TestCase
+TestTenantSecondsPair = TenantSecondsPair.TestCase
+for pair in (
+    TestLfuPair,
+    TestArcPair,
+    TestS3FifoPair,
+    TestSecondsPair,
+    TestTenantLruPair,
+    TestTenantArcPair,
+    TestTenantSecondsPair,
+):
     pair.settings = settings(stateful_step_count=50)
 
 
-@pytest.mark.parametrize("policy", ["lfu", "arc", "s3-fifo", "seconds"])
-def test_policies_evict_alike_through_thousands_of_requests(policy):
+@pytest.mark.parametrize("tenant_blocks", [400, 120])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "arc", "s3-fifo", "seconds"])
+def test_policies_evict_alike_through_thousands_of_requests(policy, tenant_blocks):
     """Chats, one-shot prompts behind shared prefixes and scans: enough that `seconds` learns and forgets."""
     rng = np.random.default_rng(0)
-    pools = make_pools(400, policy)
+    pools = make_pools(400, policy, tenant_blocks)
     chats = [rng.integers(0, 1 << 63, (60, 2), dtype=np.uint64) for _ in range(40)]
     for number in range(1500):
         chat = (
             chats[int(rng.integers(40))] if number % 3 else rng.integers(0, 1 << 63, (20, 2), dtype=np.uint64)
         )
         hashes = chat[: int(rng.integers(1, len(chat)))]
-        use = (int(rng.integers(3)), 0 if number % 7 else int(rng.integers(-8, 8)), float(number + 50))
+        use = (
+            int(rng.integers(3)),
+            0 if number % 7 else int(rng.integers(-8, 8)),
+            float(number + 50),
+            number % 5,
+        )
         answers = []
         for pool in pools:
             hits = pool.match(hashes)

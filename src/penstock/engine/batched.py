@@ -92,7 +92,13 @@ class BatchedEngine:
             vocab_size=runner.vocab_size,
             hash_key=self._hash_key,
         )
-        pool = BlockPool(runner.num_blocks, runner.block_size, self._config.eviction, price=self._price)
+        pool = BlockPool(
+            runner.num_blocks,
+            runner.block_size,
+            self._config.eviction,
+            price=self._price,
+            tenant_share=self._config.tenant_share,
+        )
         self._kv = await self._make_kv(pool, runner)
         if self._kv is not None:
             self._prefix_loads = self._kv.prefix_loads
@@ -250,7 +256,12 @@ class BatchedEngine:
         # on a thread: memory is taken, files are opened, and weights may be read for their digest
         tiers = await asyncio.to_thread(self._make_tiers, runner, self._runner.kv_memory())
         kv = KvManager(pool, tiers, self._wake.set)
-        self._break_even = BreakEven(kv.tiers, kv.prefill, pool.block_size)
+        given = self._price or PrefillPrice()
+
+        def set_price(token_s: float, load_s: float) -> None:
+            pool.set_price(PrefillPrice(token_s, given.deeper_s / given.token_s * token_s, load_s))
+
+        self._break_even = BreakEven(kv.tiers, kv.prefill, pool.block_size, set_price)
         return kv
 
     async def _announce(self, begun: Sequence[RequestId]) -> None:

@@ -126,6 +126,7 @@ class RoleGroup:
             ageing=self.spec.prompt_ageing,
             sessions=self.spec.sessions,
             eviction=self.spec.kv.eviction,
+            tenant_share=self.spec.kv.tenant_share,
         )
         if exact:
             return ExactEngine(self.latency, info, scheduler, pace, stream_of, lower_tiers=self.lower_tiers)

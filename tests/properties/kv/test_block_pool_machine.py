@@ -37,11 +37,18 @@ class Sequence:
 class BlockPoolMachine(RuleBasedStateMachine):
     sequences = Bundle("sequences")
     eviction = "lru"
+    tenant_share = 1.0
     in_python = False
 
     def __init__(self):
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, eviction=self.eviction, in_python=self.in_python)
+        self.pool = BlockPool(
+            NUM_BLOCKS,
+            BLOCK_SIZE,
+            self.eviction,
+            tenant_share=self.tenant_share,
+            in_python=self.in_python,
+        )
         self.live = []  # model: every sequence that holds blocks
         self.cache = {}  # model: prefix text -> block id
         self.unused_since = {}  # model: prefix text -> when it became idle
@@ -123,7 +130,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @rule(
         sequence=consumes(sequences),
-        use=st.none() | st.builds(BlockUse, priority=st.integers(-1, 1), until_s=st.just(math.inf)),
+        use=st.none()
+        | st.builds(
+            BlockUse, priority=st.integers(-1, 1), until_s=st.just(math.inf), tenant=st.integers(0, 2)
+        ),
     )
     def release(self, sequence, use):
         self.pool.release(sequence.block_ids, use)
@@ -228,6 +238,10 @@ class KeyedMachine(BlockPoolMachine):
             return super().grow(sequence, count)
 
 
+class TenantMachine(KeyedMachine):
+    tenant_share = 0.3
+
+
 class LfuMachine(KeyedMachine):
     eviction = "lfu"
 
@@ -248,8 +262,9 @@ TwinMachine.TestCase.settings = settings(stateful_step_count=50)
 TestBlockPoolMachine = BlockPoolMachine.TestCase
 TestTwinMachine = TwinMachine.TestCase
 TestSecondsMachine = KeyedMachine.TestCase
+TestTenantMachine = TenantMachine.TestCase
 TestLfuMachine = LfuMachine.TestCase
 TestArcMachine = ArcMachine.TestCase
 TestS3FifoMachine = S3FifoMachine.TestCase
-for machine in (TestSecondsMachine, TestLfuMachine, TestArcMachine, TestS3FifoMachine):
+for machine in (TestSecondsMachine, TestTenantMachine, TestLfuMachine, TestArcMachine, TestS3FifoMachine):
     machine.settings = TwinMachine.TestCase.settings

@@ -103,6 +103,7 @@ async def drive(engine, work, block_size, *, abort_every=0, disturb=(), retains=
             block_hashes=pack_hashes(prompt.block_hashes(block_size, 0, len(tokens) // block_size)),
             retention=retention_of(number) if retains else None,
             follows_tool=retains and number % 4 == 1,
+            tenant=f"t{number % 3}" if retains else "",
         )
         engine.submit(request)
         if abort_every and number % abort_every == 0:
@@ -201,7 +202,7 @@ def test_first_and_last_tokens_come_at_the_same_moments(latency, seed):
 def test_they_agree_on_what_retention_keeps():
     fields = {
         "input_tokens": 300, "output_tokens": 60, "shared_prefix_tokens": 1024, "prefix_groups": 20,
-        "num_blocks": 1024, "rate_per_s": 12.0,
+        "num_blocks": 1024, "rate_per_s": 12.0, "scheduler": SchedulerConfig(tenant_share=0.4),
     }  # fmt: skip
     without = both(H100, **fields)
     exact, jump = both(H100, retains=True, **fields)

@@ -109,5 +109,6 @@ def _scheduler(role: RoleSpec) -> SchedulerConfig:
         ageing=role.prompt_ageing,
         sessions=role.sessions,
         eviction=role.kv.eviction,
+        tenant_share=role.kv.tenant_share,
         **{name: value for name, value in others.items() if value is not None},
     )

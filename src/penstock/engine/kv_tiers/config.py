@@ -135,6 +135,8 @@ class KvConfig(Config):
 
     eviction: EvictionPolicy = "seconds"
     """Which unused block a full device evicts first: the one with the fewest expected `seconds` lost, from a learned chance of reuse and the price of computing it; `lru`, `lfu`, `arc` or `s3-fifo`. For engines mock and paged and simulated ones; others evict as they do."""
+    tenant_share: float = pydantic.Field(default=1.0, gt=0, le=1)
+    """Most of a device's blocks that requests of one tenant (`frontend.tenant_header`) may have left in the cache while nobody uses them; past it the tenant's own blocks go first. 1 is no bound. For the same engines."""
 
     host: Size = _NONE
     """Memory of the workers' host: keeps blocks of requests that leave the batch, and loads them where that is quicker than computing. Bytes are divided among the role's workers on a host, and each worker loads the blocks of all of them."""

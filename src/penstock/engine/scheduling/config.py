@@ -32,6 +32,8 @@ class SchedulerConfig(Config):
     """Ageing credit of `shortest`, in tokens per prompt token that the engine computes meanwhile. A prompt that lacks n tokens is overtaken only by prompts that arrive within the next n / ageing computed tokens."""
     eviction: EvictionPolicy = "seconds"
     """Which idle block a full device evicts first."""
+    tenant_share: float = Field(default=1.0, gt=0, le=1)
+    """Most of the device's blocks that one tenant's requests leave in the cache before its own go first."""
     failed_steps_max: int = Field(default=3, ge=1)
     """Failed steps in a row after which the engine ends, unless one request was in all of them. The requests of each failed step migrate to other workers."""
 

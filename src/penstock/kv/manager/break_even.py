@@ -1,7 +1,8 @@
-"""Says what bandwidth a tier needs to be worth its loads, and warns of one that has less."""
+"""Compares loading with computing by measured speeds: says what bandwidth a tier needs, and what lost KV costs."""
 
 import asyncio
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 from penstock.core.log import get_logger
 from penstock.core.types.events import Tier
@@ -23,14 +24,23 @@ class BreakEven:
     takes longer after a long prefix, so a tier a little below the line still helps long prompts. One task owns it.
     """
 
-    def __init__(self, tiers: Sequence[KvTier], prefill: MeasuredSpeed, block_size: int) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[KvTier],
+        prefill: MeasuredSpeed,
+        block_size: int,
+        on_price: Callable[[float, float], None] = lambda *_: None,
+    ) -> None:
         """Compare nothing yet.
 
         Args:
             tiers: of one engine.
             prefill: seconds per prompt token, measured.
             block_size: tokens in a block.
+            on_price: called at each look with the measured seconds to compute a token, and to load one from the nearest tier
+                that is not off; infinite before its first load.
         """
+        self._on_price = on_price
         self._tiers = tiers
         self._prefill = prefill
         self._block_size = block_size
@@ -52,6 +62,7 @@ class BreakEven:
         token_s = self._prefill.seconds(1)
         if not token_s:
             return
+        self._on_price(token_s, self._load_s())
         for tier in self._tiers:
             needed = tier.block_bytes / self._block_size / token_s
             load_s = tier.load_s(_SAMPLE_BLOCKS)
@@ -68,6 +79,14 @@ class BreakEven:
             if measured is not None:
                 self._warn(tier.tier, measured, needed)
         self._is_said = True
+
+    def _load_s(self) -> float:
+        """Give the seconds to load a token, besides the loads under way."""
+        for tier in self._tiers:
+            if not tier.is_off:
+                seconds = tier.load_s(2 * _SAMPLE_BLOCKS) - tier.load_s(_SAMPLE_BLOCKS)
+                return seconds / _SAMPLE_BLOCKS / self._block_size or math.inf
+        return math.inf
 
     def _warn(self, tier: Tier, measured: float, needed: float) -> None:
         if measured >= _RECOVERED * needed:

@@ -182,6 +182,14 @@ class Eviction:
         lowest = min(self._blocks[leaf].priority for leaf in self._leaves)
         return self._head([leaf for leaf in self._leaves if self._blocks[leaf].priority == lowest])
 
+    def standing(self, leaf: BlockId) -> tuple[int, float, int]:
+        """Return what leaves are compared by; the lowest goes."""
+        block = self._blocks[leaf]
+        return block.priority, self._key(block), block.order
+
+    def set_price(self, price: PrefillPrice) -> None:
+        """Set what a lost token costs from now on, for policies that ask."""
+
     def _head(self, leaves: list[BlockId]) -> BlockId:
         return min(leaves, key=lambda leaf: (self._key(self._blocks[leaf]), self._blocks[leaf].order))
 
@@ -332,6 +340,9 @@ class Seconds(Eviction):
 
     def _key(self, block: _Block) -> float:
         return self._reuse.index(block.segment, self._num_evicted - block.last) * self._weight(block.depth)
+
+    def set_price(self, price: PrefillPrice) -> None:
+        self._price = price
 
     def _weight(self, depth: int) -> float:
         """Mean seconds of a token up to that depth: if the prefix goes, all its blocks go, not only the dearest last one."""

@@ -54,6 +54,7 @@ class BlockPool:
         tier: Tier = Tier.DEVICE,
         *,
         price: PrefillPrice | None = None,
+        tenant_share: float = 1.0,
         in_python: bool = False,
     ) -> None:
         """Start with all blocks free.
@@ -65,6 +66,8 @@ class BlockPool:
                 block before its idle children.
             tier: where the blocks are, for events.
             price: what a lost block costs, for `seconds`.
+            tenant_share: most of the blocks that requests of one tenant have used last and nobody uses now; past it the
+                tenant's own go first: of 32 that may go, others each time, the one that the policy would evict. 1 is no bound.
             in_python: keep the states in the Python reference, many times slower, to compare with it.
 
         Raises:
@@ -75,12 +78,13 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.tier = tier
-        self._counts_uses = eviction != "lru"
+        tenant_blocks = int(tenant_share * num_blocks)
+        self._counts_uses = eviction != "lru" or tenant_blocks < num_blocks
         price = price or PrefillPrice()
         self._states: Pool | ReferencePool = (
-            ReferencePool(num_blocks, eviction, block_size, price)
+            ReferencePool(num_blocks, eviction, block_size, price, tenant_blocks)
             if native is None or in_python
-            else native.Pool(num_blocks, eviction, block_size, *price)
+            else native.Pool(num_blocks, eviction, block_size, *price, tenant_blocks)
         )
 
     @property
@@ -151,7 +155,11 @@ class BlockPool:
                 f"use: needs a priority from {PRIORITY_MIN} to {PRIORITY_MAX} and a time of its end, got {use.priority} and {use.until_s}"
             )
         else:
-            self._states.release(block_ids, int(use.kind), use.priority, use.until_s)
+            self._states.release(block_ids, int(use.kind), use.priority, use.until_s, use.tenant)
+
+    def set_price(self, price: PrefillPrice) -> None:
+        """Set what a lost token costs from now on, for `seconds`."""
+        self._states.set_price(*price)
 
     def expire(self, now_s: float, most: int) -> None:
         """End the priorities of uses whose `until_s` is reached, of at most so many blocks, the earliest first."""

@@ -13,10 +13,13 @@ import numpy as np
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
 from penstock.kv.pool.eviction import make_eviction
+from penstock.kv.pool.tenants import NOBODY, Tenants
 from penstock.kv.pool.use import BlockUse, EvictionPolicy, PrefillPrice, UseKind
 
 _LOW64_BYTES = 8
 _HASH_BYTES = 16
+_TENANT_LEAVES = 32
+"""Of a tenant past its share so many leaves are compared for a victim."""
 
 
 class ChangeKind(IntEnum):
@@ -41,10 +44,18 @@ class ReferencePool:
     """
 
     def __init__(
-        self, num_blocks: int, policy: EvictionPolicy, block_size: int = 1, price: PrefillPrice | None = None
+        self,
+        num_blocks: int,
+        policy: EvictionPolicy,
+        block_size: int = 1,
+        price: PrefillPrice | None = None,
+        tenant_blocks: int | None = None,
     ) -> None:
         self._num_blocks = num_blocks
         self._eviction = make_eviction(policy, num_blocks, block_size, price or PrefillPrice())
+        self._tenants = (
+            None if tenant_blocks is None or tenant_blocks >= num_blocks else Tenants(tenant_blocks)
+        )
         self._prefixes = _Prefixes()
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -114,20 +125,32 @@ class ReferencePool:
         return ids
 
     def release(
-        self, ids: Sequence[BlockId], kind: int | None = None, priority: int = 0, until_s: float = math.inf
+        self,
+        ids: Sequence[BlockId],
+        kind: int | None = None,
+        priority: int = 0,
+        until_s: float = math.inf,
+        tenant: int = NOBODY,
     ) -> None:
         for block_id in reversed(ids):
             references = self._references[block_id] - 1
             if references < 0:
                 raise AssertionError(f"block {block_id} was released more often than it was taken")
-            if kind is not None and self._eviction is not None and self._hash_of[block_id] is not None:
-                self._eviction.use(block_id, BlockUse(UseKind(kind), priority, until_s))
+            if kind is not None and self._hash_of[block_id] is not None:
+                if self._eviction is not None:
+                    self._eviction.use(block_id, BlockUse(UseKind(kind), priority, until_s))
+                if self._tenants is not None:
+                    self._tenants.own(block_id, tenant)
             self._references[block_id] = references
             if references == 0:
                 if self._hash_of[block_id] is None:
                     self._free.append(block_id)
                 else:
                     self._enter_idle(block_id)
+
+    def set_price(self, token_s: float, deeper_s: float, load_s: float) -> None:
+        if self._eviction is not None:
+            self._eviction.set_price(PrefillPrice(token_s, deeper_s, load_s))
 
     def expire(self, now_s: float, most: int) -> None:
         if self._eviction is not None:
@@ -148,6 +171,8 @@ class ReferencePool:
                 self._by_hash[key] = block_id
                 self._hash_of[block_id] = key
                 self._parent_of[block_id] = int(hashes[index - 1, 0]) if index else parent
+                if self._tenants is not None:
+                    self._tenants.own(block_id, NOBODY)
                 if self._eviction is not None:
                     self._eviction.commit(block_id, key, self._prefixes.add(key, self._parent_of[block_id]))
         self._add_stored(hashes, run_start, len(keys), parent)
@@ -169,6 +194,8 @@ class ReferencePool:
         if self._eviction is not None:
             self._eviction.reset()
             self._prefixes = _Prefixes()
+        if self._tenants is not None:
+            self._tenants.reset()
         self._free.extend(self._idle)
         self._idle.clear()
         self._by_hash.clear()
@@ -218,7 +245,9 @@ class ReferencePool:
     def _evict(self, count: int) -> list[tuple[BlockId, bytes]]:
         gone = []
         for _ in range(count):
-            victim = None if self._eviction is None else self._eviction.victim()
+            victim = self._victim_of_tenant()
+            if victim is None and self._eviction is not None:
+                victim = self._eviction.victim()
             # Without a leaf the parents lead in a circle: no chain of hashes does, but callers may err.
             block_id = next(iter(self._idle)) if victim is None else victim
             key = self._hash_of[block_id]
@@ -234,36 +263,64 @@ class ReferencePool:
             gone.append((block_id, key))
         return gone
 
+    def _victim_of_tenant(self) -> BlockId | None:
+        """Choose, of a few leaves of a tenant past its share, the one that goes first by the policy."""
+        if self._tenants is None:
+            return None
+        if self._eviction is None:
+            return self._tenants.first()
+        return min(self._tenants.sample(_TENANT_LEAVES), key=self._eviction.standing, default=None)
+
+    def _add_leaf(self, block_id: BlockId) -> None:
+        if self._eviction is not None:
+            self._eviction.add_leaf(block_id)
+        if self._tenants is not None:
+            self._tenants.add_leaf(block_id)
+
+    def _remove_leaf(self, block_id: BlockId) -> None:
+        if self._eviction is not None:
+            self._eviction.remove_leaf(block_id)
+        if self._tenants is not None:
+            self._tenants.remove_leaf(block_id)
+
     def _enter_idle(self, block_id: BlockId) -> None:
         self._idle[block_id] = None
+        if self._tenants is not None:
+            self._tenants.enter_idle(block_id)
         if self._eviction is None:
+            self._add_leaf(block_id)
             return
         low, parent = self._low_of(block_id), self._parent_of[block_id]
         self._prefixes.idle[low] = block_id
         if self._prefixes.idle_children[low] == 0:
-            self._eviction.add_leaf(block_id)
+            self._add_leaf(block_id)
         if parent is not None:
             self._prefixes.idle_children[parent] += 1
             above = self._prefixes.idle.get(parent)
             is_first = self._prefixes.idle_children[parent] == 1
             if is_first and above is not None and self._eviction.is_leaf(above):
-                self._eviction.remove_leaf(above)
+                self._remove_leaf(above)
 
     def _leave_idle(self, block_id: BlockId) -> None:
         del self._idle[block_id]
         if self._eviction is None:
+            self._remove_leaf(block_id)
+            if self._tenants is not None:
+                self._tenants.leave_idle(block_id)
             return
         low, parent = self._low_of(block_id), self._parent_of[block_id]
         if self._prefixes.idle.get(low) == block_id:
             del self._prefixes.idle[low]
         if self._eviction.is_leaf(block_id):
-            self._eviction.remove_leaf(block_id)
+            self._remove_leaf(block_id)
+        if self._tenants is not None:
+            self._tenants.leave_idle(block_id)
         self._eviction.hold(block_id)
         if parent is not None:
             above = self._prefixes.idle.get(parent)
             is_last = self._prefixes.idle_children[parent] == 1
             if is_last and above is not None and not self._eviction.is_leaf(above):
-                self._eviction.add_leaf(above)
+                self._add_leaf(above)
             self._prefixes.idle_children[parent] -= 1
 
     def _low_of(self, block_id: BlockId) -> int:

@@ -27,11 +27,13 @@ class BlockUse(NamedTuple):
 
     priority: -8 to 7; idle blocks of a lower priority are evicted first.
     until_s:  when the priority ends, in the time that `BlockPool.expire` is called with; infinite: with the next use.
+    tenant:   number of the tenant whose blocks they are from now on (`tenant_number`); 0 is nobody.
     """
 
     kind: UseKind = UseKind.OTHER
     priority: int = 0
     until_s: float = math.inf
+    tenant: int = 0
 
 
 class PrefillPrice(NamedTuple):

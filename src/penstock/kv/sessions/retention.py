@@ -6,6 +6,7 @@ from penstock.core.errors import RequestError
 from penstock.core.types.requests import Request
 from penstock.kv.manager.clock import Clock, LoopClock
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool.tenants import tenant_number
 from penstock.kv.pool.use import BlockUse, UseKind
 from penstock.kv.sessions.config import SessionsConfig
 
@@ -39,23 +40,24 @@ class Retention:
         if self._has_ends:
             self._pool.expire(self._clock.time(), _ENDS_AT_ONCE)
 
-    def hints(self, request: Request) -> tuple[int, int, float]:
-        """Return the kind and priority of the request's use of blocks, and the seconds that the priority lasts after its end."""
-        kind, retention = use_kind(request), request.retention
+    def hints(self, request: Request) -> tuple[int, int, float, int]:
+        """Return kind and priority of the request's use of blocks, seconds that the priority lasts after its end, and tenant."""
+        kind, retention, tenant = use_kind(request), request.retention, tenant_number(request.tenant)
         if retention is None:
-            return kind, 0, math.inf
+            return kind, 0, math.inf, tenant
         ttl_s = retention.ttl_s
         if ttl_s is None:  # a priority above 0 without an end would keep what nobody uses any more
             ttl_s = self._config.ttl_s if retention.priority > 0 else math.inf
         self._has_ends |= ttl_s < math.inf
-        return kind, retention.priority, ttl_s
+        return kind, retention.priority, ttl_s, tenant
 
     def use(self, request: Request, *, is_ephemeral: bool) -> BlockUse:
         """Say what a request that ends now used its blocks for; those of an ephemeral session go before all others."""
-        kind, priority, ttl_s = self.hints(request)
+        kind, priority, ttl_s, tenant = self.hints(request)
         if is_ephemeral:
-            return BlockUse(UseKind(kind), -1)
-        return BlockUse(UseKind(kind), priority, self._clock.time() + ttl_s if ttl_s < math.inf else math.inf)
+            return BlockUse(UseKind(kind), -1, tenant=tenant)
+        ends_s = self._clock.time() + ttl_s if ttl_s < math.inf else math.inf
+        return BlockUse(UseKind(kind), priority, ends_s, tenant)
 
     def time(self) -> float:
         """Return the clock's seconds; 0 while no priority has an end."""

@@ -69,7 +69,9 @@ class JumpEngine:
         self._prices = prices or DecodePrices(latency, info.context_length)
         self._pace = pace or Pace()
         price = prefill_price(latency, lower_tiers)
-        self.pool = BlockPool(info.num_blocks, info.block_size, config.eviction, price=price)
+        self.pool = BlockPool(
+            info.num_blocks, info.block_size, config.eviction, price=price, tenant_share=config.tenant_share
+        )
         """The block pool, for reports and checks."""
         self.kv = timed_kv_manager(self.pool, lower_tiers, latency, self._pace, self._interrupt)
         """The tiers below the device; None without."""

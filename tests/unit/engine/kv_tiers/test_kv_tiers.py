@@ -369,3 +369,18 @@ def test_a_tier_larger_than_the_hosts_memory_is_refused_before_it_takes_any(monk
         await probe.close()
 
     run_async(main())
+
+
+def test_eviction_prices_a_lost_block_by_measured_speeds():
+    async def main():
+        told = []
+        async with EngineProbe(held(HeldTier(seconds_per_block=1e-9), blocks=64)) as probe:
+            probe.engine.pool.set_price = told.append
+            for number in range(10):
+                await probe.run(make_request(f"r{number}", prompt(number, 40), max_tokens=1))
+        (price,) = told
+        assert price.token_s > 0
+        assert price.load_s == pytest.approx(1e-9 / 4)
+        assert price.deeper_s / price.token_s == pytest.approx(0.65e-9 / 14e-6)
+
+    run_async(main())

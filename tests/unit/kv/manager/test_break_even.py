@@ -1,5 +1,9 @@
 """What is said of a tier's bandwidth: one line each, and a warning where it cannot help."""
 
+import math
+
+import pytest
+
 from penstock.kv.manager.break_even import BreakEven
 from penstock.kv.measured import MeasuredSpeed
 from penstock.testing.loop import run_async
@@ -13,10 +17,10 @@ def said(capsys):
     return "".join(capsys.readouterr())
 
 
-def scene(seconds_per_block):
+def scene(seconds_per_block, on_price=lambda *_: None):
     tier = HeldTier(seconds_per_block=seconds_per_block)
     prefill = MeasuredSpeed()
-    return tier, prefill, BreakEven([tier], prefill, BLOCK_SIZE)
+    return tier, prefill, BreakEven([tier], prefill, BLOCK_SIZE, on_price)
 
 
 def test_one_line_a_tier_once_prompts_were_computed(capsys):
@@ -50,5 +54,22 @@ def test_a_tier_that_cannot_help_is_warned_of_once_until_it_recovers(capsys):
             break_even.look()
             warned.append("kv_tier_too_slow" in said(capsys))
         assert warned == [True, False, False, False, False, True]
+
+    run_async(main())
+
+
+def test_each_look_tells_what_computing_and_loading_a_token_take():
+    async def main():
+        told = []
+        tier, prefill, break_even = scene(0.0, lambda *prices: told.append(prices))
+        break_even.look()
+        assert told == []
+        prefill.measure(1000, 1.0)
+        break_even.look()
+        tier.seconds_per_block = 0.002
+        break_even.look()
+        tier.is_off = True
+        break_even.look()
+        assert told == [(0.001, math.inf), (0.001, pytest.approx(0.0005)), (0.001, math.inf)]
 
     run_async(main())

@@ -14,8 +14,15 @@ ONCE = BlockUse()
 
 @pytest.fixture(params=[False, True], ids=["native", "reference"])
 def make_pool(request):
-    def make(num_blocks, policy="seconds", price=None, block_size=4):
-        return BlockPool(num_blocks, block_size, policy, price=price, in_python=request.param)
+    def make(num_blocks, policy="seconds", price=None, block_size=4, tenant_share=1.0):
+        return BlockPool(
+            num_blocks,
+            block_size,
+            policy,
+            price=price,
+            tenant_share=tenant_share,
+            in_python=request.param,
+        )
 
     return make
 
@@ -144,3 +151,47 @@ def test_a_wrong_use_is_refused_and_changes_nothing(make_pool, priority, until_s
     with pytest.raises(ValueError, match="priority from -8 to 7"):
         pool.release(held, BlockUse(priority=priority, until_s=until_s))
     assert pool.num_active == 2
+
+
+@pytest.mark.parametrize("policy", ["lru", *KEYED])
+def test_a_tenant_past_its_share_loses_its_own_blocks_first(make_pool, policy):
+    """One that floods the cache, with a high priority, leaves the other's blocks where they are."""
+    quiet, loud = BlockUse(tenant=1), BlockUse(tenant=2, priority=7, until_s=1e9)
+    for share, stays in ((0.5, 4), (1.0, 0)):
+        pool = make_pool(20, policy, tenant_share=share)
+        kept = chain(4)
+        run(pool, kept, quiet)
+        for number in range(10):
+            run(pool, chain(6, first=1000 * (number + 1)), loud)
+        assert cached(pool, kept) == stays
+
+
+@pytest.mark.parametrize("policy", ["lru", *KEYED])
+def test_a_tenant_may_have_what_nobody_else_wants(make_pool, policy):
+    pool = make_pool(20, policy, tenant_share=0.25)
+    first, second = chain(9), chain(9, first=1000)
+    for hashes in (first, second):
+        run(pool, hashes, BlockUse(tenant=1))
+    assert (cached(pool, first), cached(pool, second)) == (9, 9)
+    run(pool, chain(4, first=2000), BlockUse(tenant=2))
+    assert cached(pool, first) + cached(pool, second) == 16
+
+
+def test_blocks_that_two_tenants_use_are_the_last_users(make_pool):
+    pool = make_pool(12, tenant_share=0.5)
+    shared = chain(4)
+    run(pool, shared, BlockUse(tenant=1))
+    run(pool, shared, BlockUse(tenant=2))
+    for number in range(4):  # of its own it has up to 8, and no more than 6 when others need room
+        run(pool, chain(4, first=1000 * (number + 1)), BlockUse(tenant=1))
+    assert cached(pool, shared) == 4
+
+
+def test_a_new_price_holds_for_what_is_cached(make_pool):
+    pool = make_pool(20, price=PrefillPrice(1.0, 1.0), block_size=1024)
+    deep, shallow = chain(12), chain(2, first=1000)
+    run(pool, deep)
+    run(pool, shallow)
+    pool.set_price(PrefillPrice(1.0, 1.0, 1e-9))
+    run(pool, chain(8, first=2000))
+    assert cached(pool, deep) <= 10

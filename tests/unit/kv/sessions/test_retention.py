@@ -11,6 +11,7 @@ from penstock.core.types.requests import KvRetention
 from penstock.engine.mock.engine import MockConfig, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool.tenants import tenant_number
 from penstock.kv.pool.use import BlockUse, UseKind
 from penstock.kv.sessions.config import SessionsConfig
 from penstock.kv.sessions.retention import Retention
@@ -42,7 +43,8 @@ def make_retention(pool=None, clock=None, **config):
 )
 def test_a_priority_above_0_always_ends(asked, use):
     retention = make_retention(ttl_s=60)
-    assert retention.use(request_with(asked), is_ephemeral=False) == BlockUse(UseKind.OTHER, *use)
+    request = request_with(asked, tenant="a")
+    assert retention.use(request, is_ephemeral=False) == BlockUse(UseKind.OTHER, *use, tenant_number("a"))
     assert retention.use(request_with(asked), is_ephemeral=True).priority == -1
 
 
