@@ -14,6 +14,7 @@ from penstock.core.errors import (
     Overloaded,
     Parked,
     PenstockError,
+    RequestError,
     StaleRoute,
     StepFailed,
     Unavailable,
@@ -343,6 +344,8 @@ class OpenRequest:
             elif isinstance(error, Unavailable):
                 retry_state.on_unavailable(worker_id, error)
             else:
+                if isinstance(error, RequestError):
+                    self._shared.router.sessions.refused(self.request)
                 self.fail(error)
                 return
         except (Overloaded, Unavailable) as last:

@@ -9,11 +9,16 @@ from penstock.core.types.requests import Request, SessionAction, SessionControl
 
 @dataclass(slots=True)
 class _Place:
-    """A session's worker, and how it was opened; `control` is sent with its requests, so that another worker opens it too."""
+    """A session's worker, and how it was opened; `control` is sent with its requests, so that another worker opens it too.
+
+    Attributes:
+        before: the control that `control` has replaced, which counts again if a worker refuses the new one.
+    """
 
     worker_id: WorkerId
     control: SessionControl
     last_s: float
+    before: SessionControl | None = None
 
 
 class OpenSessions:
@@ -59,8 +64,8 @@ class OpenSessions:
         if place is not None:
             left = None if place.worker_id == worker_id else place.worker_id
             place.worker_id, place.last_s = worker_id, now_s
-            if control is not None:
-                place.control = control
+            if control is not None and control != place.control:
+                place.before, place.control = place.control, control
         elif control is not None:
             self._places[key] = _Place(worker_id, control, now_s)
             if len(self._places) > self._sessions_max:
@@ -69,6 +74,19 @@ class OpenSessions:
             return None
         self._places.move_to_end(key)
         return left
+
+    def refused(self, request: Request) -> None:
+        """Note that a worker refused a request: what it said of its session is not sent with later ones."""
+        if request.session is None:
+            return
+        key = request.tenant, request.session
+        place = self._places.get(key)
+        if place is None or place.control != request.session_control:
+            return
+        if place.before is None:
+            del self._places[key]
+        else:
+            place.control, place.before = place.before, None
 
     def check(self) -> None:
         """Raise AssertionError where too much is kept, or in the wrong order."""

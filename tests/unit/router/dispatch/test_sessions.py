@@ -58,6 +58,24 @@ def test_a_session_stays_at_one_worker_under_any_policy():
     run_scenario(scene, TWO, router=ROUND_ROBIN)
 
 
+def test_a_refused_ttl_does_not_spoil_the_sessions_later_requests():
+    forever = SessionControl(action=SessionAction.OPEN, ttl_s=1e308)
+
+    async def scene(cluster, dispatcher):
+        with pytest.raises(RequestError, match=r"session\.ttl_s: must be <= 3600"):
+            await whole_answer(dispatcher, ask("wrong", forever))
+        await whole_answer(dispatcher, ask("without"))
+        assert keepers(cluster) == []
+        await whole_answer(dispatcher, ask("right", OPEN))
+        (keeper,) = keepers(cluster)
+        with pytest.raises(RequestError):
+            await whole_answer(dispatcher, ask("wrong again", forever))
+        await whole_answer(dispatcher, ask("next"))
+        assert worker_of(dispatcher, "next") == keeper
+
+    run_scenario(scene, TWO, router=ROUND_ROBIN)
+
+
 def test_a_session_of_a_lost_worker_goes_on_at_another_that_keeps_it_too():
     async def scene(cluster, dispatcher):
         text, *_ = await whole_answer(dispatcher, ask("first", OPEN))
