@@ -21,6 +21,8 @@ RECORD = np.dtype(
     ]
 )
 Records = NDArray[np.void]
+_GENERATION_MAX = 1 << 62
+"""Writers count up from the highest generation that they find; one beyond this was never written."""
 
 
 def seal(records: Records) -> None:
@@ -45,6 +47,7 @@ def are_trusted(
     fits: NDArray[np.bool_] = records["slot"] == slots + 1
     fits &= (records["namespace"] == namespace).all(axis=1)
     fits &= records["length"] == length
+    fits &= records["generation"] < _GENERATION_MAX
     fits &= records["sum"] == _sums(records)
     return fits
 

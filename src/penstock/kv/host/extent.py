@@ -34,6 +34,9 @@ _PAGE_BYTES = 4096
 NOTES = 8192
 """Notes that an extent keeps: older ones are overwritten, and whoever has not read them reads all records."""
 
+_EPOCH_MAX, _COUNT_MAX = 1 << 20, 1 << 62
+"""A higher epoch or number of notes was never written: the memory was damaged."""
+
 CHANGED, USED, WRONG = range(3)
 """What a note says: a slot of its writer has another record; a slot of another worker was used, or does not match its checksum."""
 _KIND_SHIFT, _EXTENT_SHIFT, _SLOT_MASK = 56, 32, 0xFFFFFFFF
@@ -115,9 +118,11 @@ class Extent:
         return int(self._count[0])
 
     def notes(self, start: int, end: int) -> Numbers | None:
-        """Read the notes from number `start` to before `end`; None if some of them were overwritten."""
-        noted: Numbers = self._notes[np.arange(start, end) % NOTES]
-        return None if self.count - start > NOTES else noted
+        """Read the notes from number `start` to before `end`; None if some were overwritten, or the numbers are damaged."""
+        if not 0 <= end - start <= NOTES:
+            return None
+        noted: Numbers = self._notes[(start + np.arange(end - start)) % NOTES]
+        return noted if 0 <= self.count - start <= NOTES else None
 
     def records(self, slots: Sequence[int] | NDArray[np.intp] | slice = slice(None)) -> Records:
         """Copy records."""
@@ -137,7 +142,7 @@ class Extent:
     @property
     def is_kept(self) -> bool:
         """Whether another process has left blocks that this one may use."""
-        return read_layout(self._memory, self.namespace) == self.layout
+        return self.epoch < _EPOCH_MAX and read_layout(self._memory, self.namespace) == self.layout
 
     def adopt(self) -> tuple[NDArray[np.intp], Records]:
         """Take it over: from now on this process alone writes it.
@@ -154,7 +159,7 @@ class Extent:
             head["block_bytes"], head["num_slots"] = self.layout.block_bytes, self.layout.num_slots
             head["sum"] = _head_sum(head)
             self._header[:] = head
-        self._epoch[0] = self.epoch + 1
+        self._epoch[0] = self.epoch % _EPOCH_MAX + 1
         records = self.records()
         everything = np.arange(len(records))
         slots = everything[self.are_trusted(records, everything)]
@@ -183,7 +188,7 @@ class Extent:
     def note(self, kind: int, extent: int, slots: Iterable[int]) -> None:
         """Tell the other workers of slots of an extent."""
         numbers = np.array(list(slots), np.uint64)
-        start = self.count
+        start = self.count % _COUNT_MAX
         if len(numbers) > NOTES:  # whoever reads them reads all records
             start, numbers = start + len(numbers) - NOTES, numbers[-NOTES:]
         notes = numbers | np.uint64(kind << _KIND_SHIFT | extent << _EXTENT_SHIFT)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
-from penstock.kv.host.extent import CHANGED, NOTES, Extent, ExtentLayout, Numbers, read_layout, slots_of
+from penstock.kv.host.extent import CHANGED, Extent, ExtentLayout, Numbers, read_layout, slots_of
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import commit_chains
 from penstock.kv.records import Records
@@ -62,7 +62,7 @@ class Sibling:
         if self.extent is None or self.extent.count == self._count:
             return None
         start, self._count = self._count, self.extent.count
-        notes = self.extent.notes(start, self._count) if self._count - start <= NOTES else None
+        notes = self.extent.notes(start, self._count)
         if notes is None:
             self._read(np.arange(self.extent.layout.num_slots))
             return np.zeros(0, np.uint64)

@@ -15,7 +15,7 @@ import pytest
 from penstock.core.errors import DeadlineExceeded, PenstockError, TransferError
 from penstock.kv.disk.records import SUFFIX
 from penstock.kv.disk.slot_file import SlotFile
-from penstock.kv.records import RECORD
+from penstock.kv.records import RECORD, seal
 from penstock.testing.loop import run_async
 from tests.support.slots import BLOCK_BYTES, NAMESPACE, chain, content, targets
 
@@ -270,6 +270,40 @@ def mutate(data: bytearray, rng: random.Random) -> None:
                 field = rng.choice(list(RECORD.fields))
                 width, offset = RECORD.fields[field][0].itemsize, RECORD.fields[field][1]
                 data[first + offset : first + offset + width] = rng.randbytes(width)
+
+
+def test_records_with_impossible_generations_and_parents_cost_blocks_alone(tmp_path: Path) -> None:
+    """Their checksums fit: a program wrote them so, or a flipped bit was sealed."""
+    path, rng = tmp_path / "kv", random.Random(1)
+    records_path = Path(f"{path}{SUFFIX}")
+
+    def reseal() -> None:
+        raw = records_path.read_bytes()
+        records = np.frombuffer(raw[4096:], RECORD).copy()
+        for slot in range(SLOTS):
+            if rng.random() < 0.5:
+                records["generation"][slot] = rng.choice([0, 1 << 63, (1 << 64) - 1, rng.getrandbits(64)])
+            if rng.random() < 0.5:
+                records["parent"][slot] = records["hash"][rng.randrange(SLOTS), 0]
+        seal(records)
+        records_path.write_bytes(raw[:4096] + records.tobytes())
+
+    async def main() -> None:
+        for _ in range(50):
+            slots = make(path)
+            await slots.store(HASHES, BLOCKS)
+            await slots.close()
+            reseal()
+            slots = make(path)
+            into = targets(SLOTS)
+            loaded = await slots.load(HASHES, into)
+            assert (into[:loaded] == BLOCKS[:loaded]).all()
+            assert await slots.store(HASHES, BLOCKS) == SLOTS
+            assert await slots.load(HASHES, into) == SLOTS
+            slots.check()
+            await slots.close()
+
+    run_async(main())
 
 
 @pytest.mark.slow

@@ -374,15 +374,17 @@ def test_no_damage_to_records_notes_or_header_serves_a_wrong_block():
             for worker in (again, two):
                 for number in range(3):
                     loaded += await worker.load(chain(8, number))
+            damage(host.extent(0), rng)  # under a process that goes on
+            await again.load(chain(8))
             await again.offload(chain(8, 2))
             assert await two.load(chain(8, 2)) == 8
             await closed(again, two)
         assert loaded > 1_000
 
     def damage(extent, rng):
-        where = rng.choice(["header", "epoch", "notes", "used", "record", "records", "data"])
+        where = rng.choice(["header", "epoch", "count", "notes", "used", "record", "records", "data"])
         at = {
-            "header": rng.randrange(48), "epoch": 1024 + rng.randrange(2), "notes": 4096 + rng.randrange(400),
+            "header": rng.randrange(48), "epoch": 1024 + rng.randrange(8), "count": 2048 + rng.randrange(8), "notes": 4096 + rng.randrange(400),
             "used": LAYOUT.used_offset + rng.randrange(8 * SLOTS),
             "record": LAYOUT.records_offset + rng.randrange(RECORD.itemsize * SLOTS),
             "records": LAYOUT.records_offset + RECORD.itemsize * rng.randrange(SLOTS),
