@@ -2,15 +2,9 @@
 
 import asyncio
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,86 +15,13 @@ from tokenizers import Tokenizer
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.frontend.text.detokenize import Detokenizer
 from penstock.graph import Graph
-
-NAME = "tiny-served"
-BLOCK = 32
-START_S = 240.0
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-@dataclass
-class VllmServer:
-    process: subprocess.Popen[bytes]
-    url: str
-    events: str
-    replay: str
-
-    def kill(self) -> None:
-        """Kill the server and the processes that it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def start_server(model_dir: Path, core: int, log: Path) -> VllmServer:
-    ports = [free_port() for _ in range(3)]
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{ports[1]}",
-        "replay_endpoint": f"tcp://*:{ports[2]}",
-    }
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--served-model-name", NAME,
-        "--host", "127.0.0.1", "--port", str(ports[0]), "--dtype", "float32", "--block-size", str(BLOCK), "--enforce-eager",
-        "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events),
-    ]  # fmt: skip
-    environment = os.environ | {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core),
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "HF_HUB_OFFLINE": "1",
-    }
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    local = "tcp://127.0.0.1"
-    return VllmServer(process, f"http://127.0.0.1:{ports[0]}", f"{local}:{ports[1]}", f"{local}:{ports[2]}")
+from tests.vllm.servers import BLOCK, NAME, VllmServer, running_router, running_servers
 
 
 @pytest.fixture(scope="module")
 def servers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
-    logs = tmp_path_factory.mktemp("servers")
-    cores = sorted(os.sched_getaffinity(0))
-    started = [
-        start_server(model_dir, cores[number % len(cores)], logs / f"{number}.log") for number in range(2)
-    ]
-
-    async def wait() -> None:
-        async with aiohttp.ClientSession() as http, asyncio.timeout(START_S):
-            for number, server in enumerate(started):
-                while True:
-                    assert server.process.poll() is None, (logs / f"{number}.log").read_text()[-3000:]
-                    with suppress(aiohttp.ClientError):
-                        async with http.get(f"{server.url}/health") as response:
-                            if response.status == 200:
-                                break
-                    await asyncio.sleep(0.5)
-
-    try:
-        asyncio.run(wait())
+    with running_servers(model_dir, tmp_path_factory.mktemp("servers"), [((), {}), ((), {})]) as started:
         yield started
-    finally:
-        for server in started:
-            server.kill()
 
 
 class Site:
@@ -205,6 +126,52 @@ def test_kv_events_of_other_clients_requests_lead_there(servers, model_dir):
                     assert usage["prompt_tokens_details"]["cached_tokens"] == 4 * BLOCK
 
     asyncio.run(main())
+
+
+def test_the_router_alone_names_the_holder(servers, model_dir):
+    """KV events are exact: whoever asked a server, the router names it, and the server finds these tokens cached."""
+    flags = [f"--url={server.url}" for server in servers]
+    flags += [f"--kv-events={server.events}" for server in servers]
+    flags += [f"--kv-events-replay={server.replay}" for server in servers]
+
+    async def main() -> None:
+        async with aiohttp.ClientSession() as http:
+            for number, server in enumerate(servers):  # before the router: replayed
+                await post(http, server.url, prompt_of(200 + number))
+            with running_router(model_dir, *flags, "--set", f"servers.model={NAME}") as router:
+                await router.ready(http, "server-1", "server-2")
+                for number, server in enumerate(servers):  # and after
+                    await post(http, server.url, prompt_of(210 + number))
+                await asyncio.sleep(1.0)
+                assert {worker["predicted"] for worker in (await router.workers(http)).values()} == {False}
+                for number in (200, 201, 210, 211):
+                    prompt = prompt_of(number)
+                    choice = await router.ask(http, "/route", model=model_dir.name, token_ids=prompt)
+                    assert choice["url"] == servers[number % 2].url
+                    (decision,) = choice["why"]["decisions"]
+                    assert decision["candidates"][0]["overlap_blocks"] == 4
+                    usage = (await post(http, choice["url"], prompt))["usage"]
+                    assert usage["prompt_tokens_details"]["cached_tokens"] == 4 * BLOCK
+                    await router.ask(http, "/feedback", id=choice["id"], stage="finished")
+                choice = await router.ask(http, "/route", model=model_dir.name, token_ids=prompt_of(299))
+                assert choice["why"]["decisions"][0]["candidates"][0]["overlap_blocks"] == 0
+
+    asyncio.run(main())
+
+
+async def post(
+    http: aiohttp.ClientSession, url: str, prompt: list[int], count: int = 4, **fields: Any
+) -> dict[str, Any]:
+    body = {
+        "model": NAME,
+        "prompt": prompt,
+        "max_tokens": count,
+        "temperature": 0,
+        "ignore_eos": True,
+    } | fields
+    async with http.post(f"{url}/v1/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        return await answer.json()  # type: ignore[no-any-return]
 
 
 def test_streams_go_on_exactly_when_their_server_is_killed(servers, model_dir):

@@ -58,7 +58,10 @@ class SglangGenerate:
         if request.adapter is not None:
             body["lora_path"] = request.adapter
         if (salt := client_salt(request)) is not None:
-            body["extra_key"] = salt
+            body |= {
+                "extra_key": salt,
+                "cache_salt": salt,
+            }  # older ones know the first, KV events tell the second
         return body
 
     def answer(self, request: Request) -> "SglangAnswer":
