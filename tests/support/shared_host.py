@@ -13,6 +13,7 @@ from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.host.host_tier import HostTier
 from penstock.kv.host.memory import HostPart
 from penstock.kv.namespace import Namespace
+from penstock.kv.pool.use import EvictionPolicy
 from penstock.transfer.regions.arena import Arena
 from tests.support.slots import NAMESPACE, content
 
@@ -37,9 +38,14 @@ class SharedHost:
         )
 
     def worker(
-        self, number: int, *, namespace: Namespace = NAMESPACE, slots: int | None = None
+        self,
+        number: int,
+        *,
+        namespace: Namespace = NAMESPACE,
+        slots: int | None = None,
+        eviction: EvictionPolicy = "seconds",
     ) -> "HostWorker":
-        return HostWorker(self.part(number), slots or self.slots, self.block_bytes, namespace)
+        return HostWorker(self.part(number), slots or self.slots, self.block_bytes, namespace, eviction)
 
     def extent(self, number: int) -> NDArray[np.uint8]:
         """Return the memory of an extent, writable."""
@@ -51,12 +57,17 @@ class HostWorker:
     """A device and a host tier below it."""
 
     def __init__(
-        self, part: HostPart, slots: int, block_bytes: int, namespace: Namespace = NAMESPACE
+        self,
+        part: HostPart,
+        slots: int,
+        block_bytes: int,
+        namespace: Namespace = NAMESPACE,
+        eviction: EvictionPolicy = "seconds",
     ) -> None:
         self.block_bytes = block_bytes
         self.memory = np.zeros((DEVICE_BLOCKS, block_bytes), np.uint8)
         device = DeviceBlocks(self.memory.ctypes.data, block_bytes, self.memory)
-        self.tier = HostTier(device, slots, BLOCK_SIZE, part=part, namespace=namespace)
+        self.tier = HostTier(device, slots, BLOCK_SIZE, part=part, namespace=namespace, eviction=eviction)
 
     async def offload(self, hashes: HashArray) -> int:
         """Write a prefix's content to the device and offload it; returns how many blocks were read."""

@@ -221,6 +221,7 @@ def _lower_tiers(role: Role, spec: RoleSpec, num_blocks: int, block_bytes: float
                 tier,
                 size.shared_by(workers).blocks(num_blocks, block_bytes),
                 spec.kv.policy_of(tier).admission,
+                spec.kv.eviction_of(tier),
             )
         except ConfigError as error:
             raise ConfigError(f"roles.{role}.kv.{tier}: {error.message}") from error

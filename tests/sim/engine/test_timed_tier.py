@@ -125,3 +125,18 @@ def test_the_blocks_unused_for_longest_make_room_and_a_load_keeps_its_own():
 
 def test_without_lower_tiers_there_is_no_manager():
     assert timed_kv_manager(BlockPool(4, 16), (), MODEL, Pace(), lambda: None) is None
+
+
+@pytest.mark.parametrize(("eviction", "kept"), [("lru", 0), ("lfu", 2)])
+def test_loads_are_uses_for_the_tiers_policy(eviction, kept):
+    async def scenario():
+        tier = TimedTier(LowerTier(Tier.HOST, 6, eviction=eviction), MODEL, block_size=16, pace=Pace())
+        tier.offload(hashes(1, 2), range(2), None)
+        for _ in range(4):
+            tier.load(hashes(1, 2), [0, 1], lambda _count: None)
+            await asyncio.sleep(1.0)
+        for number in range(3):
+            tier.offload(hashes(10 + number, 20 + number, 30 + number), range(3), None)
+        assert tier.locate(hashes(1, 2)) == kept
+
+    run(scenario)

@@ -63,7 +63,16 @@ def tier_maker(
             size = config.host.shared_by(host_part.sharing if host_part is not None else 1)
             num_blocks = _blocks("host", size, info, device)
             kept = _namespace(model_stamp(), info)
-            tiers.append(HostTier(device, num_blocks, info.block_size, part=host_part, namespace=kept))
+            tiers.append(
+                HostTier(
+                    device,
+                    num_blocks,
+                    info.block_size,
+                    part=host_part,
+                    namespace=kept,
+                    eviction=config.host_eviction,
+                )
+            )
         if not (config.disk.size or config.object.url):
             return tiers
         namespace = _namespace(model_digest(), info)
@@ -125,7 +134,9 @@ def _disk_tier(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         slot_bytes = -(-device.block_bytes // ALIGNMENT) * ALIGNMENT
-        store = SlotFile(path, num_blocks * slot_bytes, device.block_bytes, namespace)
+        store = SlotFile(
+            path, num_blocks * slot_bytes, device.block_bytes, namespace, eviction=config.eviction
+        )
     except (OSError, TransferError) as error:
         raise ConfigError(f"kv.disk: {path}: {error}") from error
     return StoredTier(store, Tier.DISK, device, num_blocks, config.offload_policy)

@@ -9,10 +9,11 @@ from penstock.core.ids import BlockId
 from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
 from penstock.kv.pool.pool import BlockPool
-from penstock.kv.pool.use import EvictionPolicy
+from penstock.kv.pool.use import BlockUse, EvictionPolicy
 from penstock.kv.records import RECORD, Records
 
 _NEWEST = 64
+_USE = BlockUse()
 
 
 class SlotIndex:
@@ -52,7 +53,7 @@ class SlotIndex:
         for start, end in pairwise([*np.flatnonzero(begins).tolist(), len(slots)]):
             self.pool.commit(slots[start:end], hashes[start:end], int(parents[start]) or None)
         self.pool.release([BlockId(slot) for slot in np.flatnonzero(~trusted).tolist()])
-        self.pool.release(slots)
+        self.release_used(slots)
 
     @property
     def num_touched(self) -> int:
@@ -103,6 +104,10 @@ class SlotIndex:
         slots = [slot for slot in slots if self._records["slot"][slot]]
         self._records["generation"][slots] = self._next_generations(len(slots))
         self._touched.update(slots)
+
+    def release_used(self, slots: list[BlockId]) -> None:
+        """Release blocks that were stored or loaded."""
+        self.pool.release(slots, _USE)
 
     def take_touched(self) -> tuple[list[BlockId], Records]:
         """Reference the slots used since the last call; return them with the (n,) records to write."""

@@ -82,7 +82,7 @@ class SlotFile:
             namespace: of the blocks.
             threads: parallel reads and writes.
             storing_max: blocks that may be waiting to be written; further ones are not stored.
-            eviction: as in `BlockPool`.
+            eviction: as in `BlockPool`. A block is used when it is stored and at each load.
             disk: the system calls.
 
         Raises:
@@ -204,7 +204,7 @@ class SlotFile:
         def end() -> None:
             self._drop([slots[step] for step in bad])
             self._index.touch(slots)
-            self._index.pool.release(slots)
+            self._index.release_used(slots)
 
         job = self._begin(do, len(slots), end)
         try:
@@ -335,7 +335,8 @@ class SlotFile:
             self._index.publish(slots, rows, published)
             self.counts.stored += int(published.sum())
             self._index.touch(held)
-            self._index.pool.release([*held, *slots])
+            self._index.pool.release(held)
+            self._index.release_used(slots)
 
         return self._begin(do, len(slots), end)
 

@@ -19,6 +19,7 @@ from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
 from penstock.kv.namespace import Namespace
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import block_keys, commit_chains, commit_runs
+from penstock.kv.pool.use import BlockUse, EvictionPolicy
 from penstock.kv.records import RECORD, Records
 from penstock.seams.kv import OffloadPolicy
 from penstock.transfer.regions.ranges import Numbers
@@ -26,6 +27,7 @@ from penstock.transfer.regions.ranges import Numbers
 _POLL_S = 0.1
 """How often a worker without requests looks at what the others of its host have told."""
 _EPOCH_SHIFT = 40
+_USE = BlockUse()
 _PRIVATE = Namespace(model_digest="", dtype="", layout="", block_size=0)
 
 
@@ -52,6 +54,7 @@ class HostTier:
         *,
         part: HostPart | None = None,
         namespace: Namespace = _PRIVATE,
+        eviction: EvictionPolicy = "seconds",
     ) -> None:
         """Take the memory; `close` releases it.
 
@@ -61,6 +64,7 @@ class HostTier:
             block_size: tokens in a block.
             part: of the host's arena; None for memory of its own.
             namespace: of the blocks; those of other namespaces are not seen.
+            eviction: as in `BlockPool`. A block is used when it is stored and at each load.
 
         Raises:
             ConfigError: the host has not enough memory, or another process has the extent.
@@ -78,7 +82,7 @@ class HostTier:
             Sibling(number, memory, key, device.block_bytes, block_size)
             for number, memory in self._memory.others.items()
         ]
-        self._pool = BlockPool(num_blocks, block_size, tier=Tier.HOST)
+        self._pool = BlockPool(num_blocks, block_size, eviction, Tier.HOST)
         self._tick = 0
         self._adopt()
         self._speed = MeasuredSpeed(half_life_s=LOAD_HALF_LIFE_S)
@@ -161,7 +165,7 @@ class HostTier:
         self._pool.acquire(held)
         new = new[: self._pool.num_available]
         taken = self._pool.allocate(len(new)) if new and not self._is_closed else None
-        self._release_used(held)  # as the newest, and not evicted for their own children
+        self._release(held)  # as the newest, and not evicted for their own children
         if not taken:
             return ()
         self._extent.clear(taken)
@@ -184,7 +188,7 @@ class HostTier:
                 self._extent.publish(taken, records)
                 self._extent.note(CHANGED, self._number, taken)
                 commit_runs(self._pool, block_hashes, new, taken)
-            self._release_used(taken)
+            self._release(taken, _USE)
             done(sources)
 
         asyncio.get_running_loop().run_in_executor(
@@ -245,7 +249,7 @@ class HostTier:
         kept = set(slots.tolist())
         self._pool.release([BlockId(slot) for slot in range(self.num_blocks) if slot not in kept])
         for slot in slots.tolist():  # least recently used first
-            self._pool.release([BlockId(slot)])
+            self._pool.release([BlockId(slot)], _USE)
 
     def _poll(self) -> None:
         """Take in what the other workers have told."""
@@ -294,8 +298,6 @@ class HostTier:
                 continue
             if piece.sibling is None:
                 held += piece.slots
-            else:
-                self._extent.note(USED, piece.sibling.number, piece.slots)
             at += len(piece.slots)
         return held, missing
 
@@ -346,7 +348,7 @@ class HostTier:
         self._loads.discard(load)
         for piece in load.pieces:
             if piece.sibling is None:
-                self._release_used(piece.slots)
+                self._release(piece.slots, _USE)
         done(loaded)
 
     def _count_unchanged(self, load: HostLoad) -> int:
@@ -383,7 +385,7 @@ class HostTier:
         """Note that another worker has used a block."""
         held = self._resident(slot)
         self._pool.acquire(held)
-        self._release_used(held)
+        self._release(held, _USE)
 
     def _drop(self, slot: int) -> None:
         """Forget a block whose bytes are wrong."""
@@ -401,11 +403,11 @@ class HostTier:
             return []
         return [found for found in self._pool.match(self._extent.records([slot])["hash"]) if found == slot]
 
-    def _release_used(self, slots: list[BlockId]) -> None:
+    def _release(self, slots: list[BlockId], use: BlockUse | None = None) -> None:
         """Release blocks of one prefix as the newest; the first is the last to be evicted."""
         tick = self._ticked(len(slots))
         self._extent.used[slots] = np.arange(tick + len(slots), tick, -1, dtype=np.uint64)
-        self._pool.release(slots)
+        self._pool.release(slots, use)
 
     def _ticked(self, count: int) -> int:
         """Reserve numbers; returns the one before the first."""

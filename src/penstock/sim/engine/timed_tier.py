@@ -12,9 +12,12 @@ from penstock.kv.manager.clock import LoopClock, Timer
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import commit_runs, split_prefix
+from penstock.kv.pool.use import BlockUse, EvictionPolicy
 from penstock.perf.latency import LatencyModel
 from penstock.seams.kv import Admission, KvTier, OffloadPolicy
 from penstock.sim.engine.timing import Pace
+
+_USE = BlockUse()
 
 
 class LowerTier(NamedTuple):
@@ -24,11 +27,13 @@ class LowerTier(NamedTuple):
         tier: where it is.
         num_blocks: how many it keeps.
         admission: which blocks it is given.
+        eviction: which block a full one evicts first; a block is used when it is stored and at each load.
     """
 
     tier: Tier
     num_blocks: int
     admission: Admission = Admission.ALL
+    eviction: EvictionPolicy = "lru"
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +71,7 @@ class TimedTier(KvTier):
         self.tier = kind.tier
         self.num_blocks = kind.num_blocks
         self.offload_policy = OffloadPolicy(kind.admission)
-        self.pool = BlockPool(kind.num_blocks, block_size, tier=kind.tier)
+        self.pool = BlockPool(kind.num_blocks, block_size, kind.eviction, kind.tier)
         """Its index, for reports and checks."""
         self.block_bytes = round(latency.kv_bytes_per_token * block_size)
         self._block_bytes = latency.kv_bytes_per_token * block_size
@@ -132,7 +137,7 @@ class TimedTier(KvTier):
         self.pool.release(held)  # as the newest, and not evicted for their own children
         if taken:
             commit_runs(self.pool, block_hashes, missing, taken)
-            self.pool.release(taken)
+            self.pool.release(taken, _USE)
         return ()
 
     def take_events(self) -> tuple[KvEvent, ...]:
@@ -155,7 +160,7 @@ class TimedTier(KvTier):
         self._loads.discard(load)
         if load.timer is not None:
             load.timer.cancel()
-        self.pool.release(load.sources)
+        self.pool.release(load.sources, _USE)
         load.done(arrived)
 
     def _on_time(self, load: _Load) -> None:

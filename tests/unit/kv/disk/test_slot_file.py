@@ -278,3 +278,23 @@ def test_ten_thousand_records_are_read_as_they_were_written(tmp_path: Path) -> N
         await slots.close()
 
     run_async(main())
+
+
+@pytest.mark.parametrize(("eviction", "kept"), [("lru", 0), ("lfu", 2)])
+def test_a_full_file_evicts_by_its_policy_also_after_a_restart(
+    tmp_path: Path, eviction: str, kept: int
+) -> None:
+    async def main() -> None:
+        for _ in range(2):
+            slots = make(tmp_path, eviction=eviction)
+            await slots.store(chain(2), content(chain(2)))
+            for _ in range(4):
+                assert await slots.load(chain(2), targets(2)) == 2
+            for number in range(3):
+                other = chain(4, number + 1)
+                await slots.store(other, content(other))
+            assert slots.locate(chain(2)) == kept
+            slots.check()
+            await slots.close()
+
+    run_async(main())

@@ -397,3 +397,25 @@ def test_no_damage_to_records_notes_or_header_serves_a_wrong_block():
             extent[at] ^= 1 << rng.randrange(8)
 
     run_async(main(), timeout_s=60)
+
+
+@pytest.mark.parametrize(("eviction", "stays"), [("lru", False), ("seconds", True)])
+def test_a_prefix_that_is_loaded_again_and_again_outlives_those_that_never_are(eviction, stays):
+    """Beside prefixes of which more than the tier holds come between two loads."""
+
+    async def main():
+        worker = SharedHost().worker(0, eviction=eviction)
+        found = []
+        for number in range(60):
+            await worker.offload(chain(6, 1000 + number))
+            if number % 8 == 0:
+                found.append(worker.tier.locate(chain(4, 1)) == 4)
+                if found[-1]:
+                    assert await worker.load(chain(4, 1)) == 4
+                else:
+                    await worker.offload(chain(4, 1))
+        worker.tier.check()
+        assert any(found[-3:]) == stays
+        await worker.tier.close()
+
+    run_async(main())
