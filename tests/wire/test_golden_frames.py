@@ -155,7 +155,7 @@ DELTA = Delta(
     error=ERROR,
     kv=HANDLE,
 )
-_COUNTS = WorkerLoad.__struct_fields__[:-9]
+_COUNTS = WorkerLoad.__struct_fields__[:-10]
 _TIER_COUNTS = KvTierCounts.__struct_fields__
 LOAD = WorkerLoad(
     **{name: i + 1 for i, name in enumerate(_COUNTS)},
@@ -173,6 +173,7 @@ LOAD = WorkerLoad(
         ),
     ),
     sessions=SessionCounts(**{name: i + 1 for i, name in enumerate(SessionCounts.__struct_fields__)}),
+    kv_corrupt=21,
 )
 STORED = BlockStored(block_hashes=pack_hashes([1, 2]), parent_block_hash=9, block_size=16, tier=Tier.HOST)
 BATCH = EventBatch(

@@ -2,44 +2,41 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.core.hashing import block_hashes
 from penstock.core.ids import BlockId
 from penstock.core.types.events import BlockRemoved, BlockStored
 from penstock.core.wire import HashArray, unpack_hashes
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.seams.kv import KvTier
+from penstock.testing.kv_source import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    DEVICE_BLOCKS,
+    TIMEOUT_S,
+    KvSourceSuite,
+    Memory,
+    begin,
+    chain,
+    load_into,
+    random_blocks,
+)
 from penstock.testing.loop import run_async
-
-BLOCK_BYTES = 4096
-BLOCK_SIZE = 4
-DEVICE_BLOCKS = 64
-_TIMEOUT_S = 30.0
-
-Memory = NDArray[np.uint8]
-
-
-def chain(seed: int, length: int) -> HashArray:
-    """Return the (length, 2) hashes of a prefix; different seeds share nothing."""
-    return block_hashes(np.full(length * BLOCK_SIZE, seed, np.int32), BLOCK_SIZE)
 
 
 class Stage:
     """A tier over device memory, with copies that are waited for."""
 
     def __init__(self, tier: KvTier, memory: Memory) -> None:
-        self.tier = tier
+        self.tier = self.source = tier
         self.memory = memory
-        self.ended: list[int] = []
 
     def write(self, block_ids: Sequence[int], seed: int) -> Memory:
         """Fill device blocks with random bytes; returns a copy."""
-        content = np.random.default_rng(seed).integers(0, 256, (len(block_ids), BLOCK_BYTES), np.uint8)
+        content = random_blocks(len(block_ids), seed)
         self.memory[list(block_ids)] = content
         return content
 
@@ -48,31 +45,31 @@ class Stage:
         done: asyncio.Future[Sequence[BlockId]] = asyncio.get_running_loop().create_future()
         read = self.tier.offload(hashes, [BlockId(number) for number in block_ids], done.set_result)
         if read:
-            async with asyncio.timeout(_TIMEOUT_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 assert list(await done) == list(read), "done gets the blocks that offload returned"
                 while self.tier.locate(hashes) < len(hashes):  # noqa: ASYNC110 - it may be kept after the copy
                     await asyncio.sleep(0.001)
         return list(read)
 
-    async def load(self, hashes: HashArray, targets: Sequence[int], *, cancels: bool = False) -> int:
+    async def put(self, hashes: HashArray, content: Memory) -> None:
+        """Offload blocks with this content."""
+        self.memory[: len(content)] = content
+        await self.offload(hashes, range(len(content)))
+
+    async def load(self, hashes: HashArray, targets: Sequence[int]) -> int:
         """Load and wait; returns the blocks that arrived."""
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        load = self.tier.load(hashes, [BlockId(number) for number in targets], done.set_result)
-        assert not done.done(), "done is called later, not by load itself"
-        if cancels:
-            load.cancel()
-        async with asyncio.timeout(_TIMEOUT_S):
-            count = await done
-        load.cancel()
-        return count
+        return await load_into(self.tier, hashes, targets)
 
 
-class KvTierSuite:
+class KvTierSuite(KvSourceSuite):
     """What every `KvTier` must do."""
 
     def make_tier(self, device: DeviceBlocks, block_size: int) -> KvTier:
         """Make an empty tier for at least 32 blocks, or a few more."""
         raise NotImplementedError
+
+    def source_stage(self) -> AbstractAsyncContextManager[Stage]:
+        return self.stage()
 
     @asynccontextmanager
     async def stage(self) -> AsyncIterator[Stage]:
@@ -90,7 +87,7 @@ class KvTierSuite:
             async with self.stage() as stage:
                 await scenario(stage)
 
-        run_async(main(), timeout_s=_TIMEOUT_S)
+        run_async(main(), timeout_s=TIMEOUT_S)
 
     def test_what_was_offloaded_is_loaded_byte_by_byte(self) -> None:
         async def scenario(stage: Stage) -> None:
@@ -116,32 +113,6 @@ class KvTierSuite:
             assert await stage.offload(chain(1, 4), range(4)) == []
             assert await stage.offload(chain(1, 6), range(6)) == [4, 5]
             assert stage.tier.locate(chain(1, 6)) == 6
-
-        self.run(scenario)
-
-    def test_leading_blocks_alone_are_located_and_loaded(self) -> None:
-        async def scenario(stage: Stage) -> None:
-            content = stage.write(range(3), 1)
-            await stage.offload(chain(1, 3), range(3))
-            assert stage.tier.locate(chain(1, 8)) == 3
-            assert stage.tier.locate(chain(2, 8)) == 0
-            assert stage.tier.locate(chain(1, 8)[1:]) == 2, "a run may begin in the middle of a prefix"
-            assert await stage.load(chain(1, 8)[1:3], [10, 11]) == 2
-            np.testing.assert_array_equal(stage.memory[10:12], content[1:])
-
-        self.run(scenario)
-
-    def test_a_cancelled_load_ends_and_writes_no_more(self) -> None:
-        async def scenario(stage: Stage) -> None:
-            content = stage.write(range(8), 1)
-            await stage.offload(chain(1, 8), range(8))
-            for _ in range(20):
-                count = await stage.load(chain(1, 8), range(40, 48), cancels=True)
-                np.testing.assert_array_equal(stage.memory[40 : 40 + count], content[:count])
-                stage.memory[40:48] = 7
-                await asyncio.sleep(0)
-                assert (stage.memory[40:48] == 7).all(), "its targets have a new owner"
-            assert await stage.load(chain(1, 8), range(40, 48)) == 8, "it can be loaded afterwards"
 
         self.run(scenario)
 
@@ -199,7 +170,7 @@ class KvTierSuite:
             stage.write(range(8), 1)
             await stage.offload(chain(1, 8), range(8))
             ended: list[int] = []
-            stage.tier.load(chain(1, 8), [BlockId(number) for number in range(20, 28)], ended.append)
+            begin(stage.tier, chain(1, 8), range(20, 28), ended.append)
             stage.tier.offload(
                 chain(2, 8), [BlockId(number) for number in range(8)], lambda _: ended.append(-1)
             )

@@ -197,6 +197,7 @@ class EngineDriver:
             kv_failures=sum(self.kv_transfer.incoming.failures.values()),
             kv_expired=self.kv_transfer.exports.expired,
             kv_refused=self.kv_transfer.exports.refused,
+            kv_corrupt=self.kv_transfer.incoming.corrupt,
         )
 
     def check(self) -> None:

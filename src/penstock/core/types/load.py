@@ -107,6 +107,7 @@ class WorkerLoad(Wire, frozen=True):
         failed_steps: how many of `steps` failed.
         kv_tiers: the tiers below the device, nearest first.
         sessions: of agents; None before the first one.
+        kv_corrupt: how many of `kv_failures` and early transfers brought bytes other than those at the prefill worker.
     """
 
     running_requests: int = 0
@@ -136,3 +137,4 @@ class WorkerLoad(Wire, frozen=True):
     failed_steps: int = 0
     kv_tiers: tuple[KvTierCounts, ...] = ()
     sessions: SessionCounts | None = None
+    kv_corrupt: int = 0

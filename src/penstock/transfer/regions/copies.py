@@ -4,16 +4,19 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from penstock.core.descriptors import OffsetArray
 from penstock.core.errors import ChecksumMismatch, TransferError
-from penstock.transfer.regions.checksum import Sums, checksum_ranges
+from penstock.transfer.regions.checksum import Sums, checksum_ranges, copy_summed
 from penstock.transfer.regions.ranges import Stop, copy_ranges
 from penstock.transfer.regions.waiting import settled
 
+SUMMED_BYTES_MAX = 4 << 20
+"""Longest range of a copy with `sums`: threads share ranges, and a sum should find its bytes in the cache."""
 _SLICE_BYTES = 64 << 20
 """Bytes between two checks for a cancellation in Python. Each check waits for the interpreter's lock, which a busy event loop
 releases every 5 ms only."""
@@ -32,10 +35,10 @@ class Reach(Protocol):
         """
         ...
 
-    def checksums(
-        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
-    ) -> tuple[Sums, Sums]:
-        """Sum each range at its source and at its target.
+    def copy_summed(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int, stop: Stop
+    ) -> Sums | None:
+        """Copy ranges, and compute the checksum of each as this process sees it after the copy; None if stopped.
 
         Raises:
             TransferError: it failed.
@@ -51,10 +54,10 @@ class Mapped:
     ) -> None:
         copy_ranges(targets, sources, lengths, threads, stop)
 
-    def checksums(
-        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
-    ) -> tuple[Sums, Sums]:
-        return checksum_ranges(sources, lengths), checksum_ranges(targets, lengths)
+    def copy_summed(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int, stop: Stop
+    ) -> Sums | None:
+        return copy_summed(targets, sources, lengths, threads, stop)
 
 
 _MAPPED = Mapped()
@@ -84,7 +87,7 @@ class CopyMove:
             executor: runs copies that are too long for the event loop.
             threads: native threads that share one copy.
             inline_bytes_max: copies up to this size run in the event loop.
-            checksum: whether to verify the copied bytes.
+            checksum: whether to compare each range with its source afterwards; sources are mapped here.
             reach: how to copy.
         """
         self._targets = targets
@@ -101,11 +104,15 @@ class CopyMove:
     def run_now(self) -> bool:
         if not self._is_small:
             return False
-        self._reach.copy(self._targets, self._sources, self._lengths, 1, np.zeros(1, np.uint8))
-        self._check(slice(None))
+        self._copy_part(slice(None), 1, np.zeros(1, np.uint8), None)
         return True
 
-    async def run(self) -> None:
+    async def run(self, sums: Sums | None = None) -> None:
+        """Copy everything.
+
+        Args:
+            sums: (n,), filled with the checksums of the ranges, each at most `SUMMED_BYTES_MAX` long; None for none.
+        """
         if self._slices is None:
             self._targets, self._sources, self._lengths = _cut_long(
                 self._targets, self._sources, self._lengths
@@ -114,7 +121,7 @@ class CopyMove:
         run = _Run()
         self._runs.add(run)
         try:
-            await on_thread(self._executor, self._copy, run.stop)
+            await on_thread(self._executor, partial(self._copy, sums), run.stop)
         finally:
             self._runs.discard(run)
         if run.error is not None:
@@ -126,21 +133,22 @@ class CopyMove:
             run.error = error
             run.stop[0] = 1
 
-    def _copy(self, stop: Stop) -> None:
+    def _copy(self, sums: Sums | None, stop: Stop) -> None:
         for first, end in self._slices or ():
-            part = slice(first, end)
-            columns = self._targets[part], self._sources[part], self._lengths[part]
             if not stop[0]:
-                self._reach.copy(*columns, self._threads, stop)
-            if not stop[0]:
-                self._check(part)
+                self._copy_part(slice(first, end), self._threads, stop, sums)
 
-    def _check(self, part: slice) -> None:
-        if not self._checksum:
+    def _copy_part(self, part: slice, threads: int, stop: Stop, sums: Sums | None) -> None:
+        sources, lengths = self._sources[part], self._lengths[part]
+        if sums is None and not self._checksum:
+            self._reach.copy(self._targets[part], sources, lengths, threads, stop)
             return
-        lengths = self._lengths[part]
-        sent, arrived = self._reach.checksums(self._targets[part], self._sources[part], lengths)
-        if not np.array_equal(sent, arrived):
+        arrived = self._reach.copy_summed(self._targets[part], sources, lengths, threads, stop)
+        if arrived is None:
+            return
+        if sums is not None:
+            sums[part] = arrived
+        if self._checksum and not np.array_equal(sent := checksum_ranges(sources, lengths), arrived):
             index = int(np.argmax(sent != arrived))
             raise ChecksumMismatch(
                 f"range of {int(lengths[index])} bytes: checksum {int(arrived[index]):#x} after the copy,"

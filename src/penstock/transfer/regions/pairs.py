@@ -32,3 +32,19 @@ def pair_ranges(local: Descriptors, remote: Descriptors) -> RangePairs:
         Descriptors(remote_regions, remote_offsets, lengths),
         int(lengths.sum()),
     )
+
+
+def cut_pairs(pairs: RangePairs, bytes_max: int) -> RangePairs:
+    """Cut ranges longer than `bytes_max`."""
+    lengths, most = pairs.lengths, np.uint64(bytes_max)
+    if not len(lengths) or int(lengths.max()) <= bytes_max:
+        return pairs
+    count = ((lengths + most - np.uint64(1)) // most).astype(np.int64)
+    row = np.repeat(np.arange(len(lengths)), count)
+    skip = (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)).astype(np.uint64) * most
+    cut = np.minimum(lengths[row] - skip, most)
+    local, remote = (
+        Descriptors(side.region_ids[row], side.offsets[row] + skip, cut)
+        for side in (pairs.local, pairs.remote)
+    )
+    return RangePairs(local, remote, pairs.total_bytes)

@@ -110,6 +110,8 @@ class IncomingTransfers:
         """
         self.fetched_blocks = self.early_blocks = 0
         """Blocks read, and how many of them while their prompt was being computed."""
+        self.corrupt = 0
+        """Loads from prefill workers with bytes that did not match their checksum."""
         self.failures: dict[str, int] = {}
         """Requests whose prompt was computed again, by error code."""
         self.early_failures: dict[str, int] = {}
@@ -374,7 +376,8 @@ class IncomingTransfers:
             tail = list(self._engine.reserve(1) or ()) if self._partial_blocks is not None else []
         runs = self._engine.find_runs(names[: size + len(tail)], start, peer)
         num_targets = sum(run.num_blocks for run in runs)
-        is_early, before, arrived = not peer.growth.is_whole, peer.num_loaded, start
+        is_early, arrived = not peer.growth.is_whole, start
+        before, corrupt = peer.num_loaded, peer.num_corrupt
         try:
             if runs:
                 arrived += await self._wait_for(runs, [*reserved[one.num_read :], *tail][:num_targets], peer)
@@ -391,6 +394,7 @@ class IncomingTransfers:
             self._engine.publish(targets, names[start:arrived], parent)
         one.num_read += len(targets)
         self.fetched_blocks += peer.num_loaded - before
+        self.corrupt += peer.num_corrupt - corrupt
         self.early_blocks += len(targets) if is_early else 0
         if peer.error is not None and (arrived < size or not peer.growth.is_whole):
             raise peer.error

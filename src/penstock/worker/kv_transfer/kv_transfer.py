@@ -79,7 +79,7 @@ class KvTransfer:
         self._engine = engine
         self._agent = agent
         self._regions = KvRegions(info)
-        self._reader = Reader(agent, self._regions)
+        self._reader = Reader(agent, self._regions, checksum=config.checksum)
         self._metadata = b""
         self._reservations = BlockReservations(engine, info)
         self.incoming = IncomingTransfers(

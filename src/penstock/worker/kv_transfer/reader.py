@@ -8,7 +8,7 @@ from itertools import count
 
 import numpy as np
 
-from penstock.core.descriptors import Descriptors, TransferOp
+from penstock.core.descriptors import Descriptors, MemoryKind, TransferOp
 from penstock.core.errors import PenstockError, PinExpired, ProtocolError
 from penstock.core.ids import BlockId, PinId, WorkerId
 from penstock.core.types.kv_exchange import KvAccess
@@ -107,13 +107,15 @@ class Growth:
 class Reader:
     """Reads KV for one decode worker. One event loop owns it."""
 
-    def __init__(self, agent: TransferAgent, regions: KvRegions) -> None:
+    def __init__(self, agent: TransferAgent, regions: KvRegions, *, checksum: bool) -> None:
         """Make an idle reader.
 
         Args:
             agent: moves the bytes.
             regions: this worker's KV memory.
+            checksum: whether to verify what was read, where the memory allows it.
         """
+        self._checksum = checksum
         self._agent = agent
         self._regions = regions
         self.reads = KvReads()
@@ -134,6 +136,7 @@ class Reader:
             sources: (n,) uint32, blocks of the prefill worker.
 
         Raises:
+            ChecksumMismatch: other bytes arrived.
             TransferError: the bytes did not arrive.
             PinExpired: the bytes arrived, but may belong to another prompt.
         """
@@ -211,7 +214,11 @@ class Reader:
         """Read ranges, notify the prefill worker with `done`, and count bytes and seconds."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        moving = self._agent.post(TransferOp.READ, *ranges, peer, notify=done)
+        prepared = self._agent.prepare(*ranges, peer)
+        there = peer.infos_of(ranges[1])
+        kinds = {region.kind for region in prepared.regions} | {info.kind for info in there}
+        checksum = self._checksum and MemoryKind.VRAM not in kinds
+        moving = prepared.post(TransferOp.READ, notify=done, checksum=checksum)
         await moving.complete()
         moved = moving.telemetry
         self.reads.add(prefill_worker, moved.backend, moved.num_bytes, loop.time() - began_s)

@@ -12,8 +12,11 @@ from penstock.core.ids import RequestId
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.queue.request_queue import RequestQueue
+from penstock.transfer.regions import copies
+from penstock.transfer.regions.checksum import checksum_ranges, copy_summed
 from penstock.worker.config import KvTransferConfig, WorkerConfig
 from tests.support import kv_transfer_scene
+from tests.support.flipped import flip
 from tests.support.kv_transfer import (
     VOCAB,
     SlowTransport,
@@ -389,3 +392,32 @@ def test_who_has_a_token_is_not_held_at_the_router_once_more():
         assert len(tokens) == 20
 
     run_scenario(scene, ("p0", "d0", "d1"))
+
+
+@pytest.mark.parametrize("length", [50, 200])
+def test_a_bit_that_flips_on_the_way_is_noticed_and_the_answer_is_the_same(length):
+    flipped = []
+
+    def copy(targets, sources, lengths, threads, stop):
+        copy_summed(targets, sources, lengths, threads, stop)
+        if not flipped:
+            flip(targets[0])
+            flipped.append(len(targets))
+        return checksum_ranges(targets, lengths)
+
+    async def scene(cluster, dispatcher):
+        expected = await whole_answer(dispatcher, tiny_request("first", length, seed=1))
+        for name in ("p0", "d0"):
+            cluster.engine(name).clear_cache()
+        await asyncio.sleep(0.1)
+        with mock.patch.object(copies, "copy_summed", copy):
+            found = await whole_answer(dispatcher, tiny_request("again", length, seed=1))
+        assert flipped
+        assert found[:2] == expected[:2]
+        incoming = cluster.worker("d0").kv_transfer.incoming
+        counts = incoming.failures | incoming.early_failures
+        assert counts == {"checksum_mismatch": 1}, "an early one is read again with the request"
+        assert incoming.corrupt == 1
+        assert cluster.worker("d0")._driver.load().kv_corrupt == 1
+
+    run_scenario(scene)

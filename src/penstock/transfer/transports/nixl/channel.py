@@ -19,18 +19,18 @@ from penstock.core.descriptors import (
     TransferOp,
 )
 from penstock.core.errors import (
-    ChecksumMismatch,
     PenstockError,
     ProtocolError,
     TransferError,
     TransferRefused,
 )
-from penstock.core.wire import Wire, encode
+from penstock.core.wire import Wire
 from penstock.seams import Link, Move
 from penstock.transfer.regions.checksum import Sums as SumArray
 from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
-from penstock.transfer.transports.nixl.frames import Given, Known, Place, SumRanges, decode
+from penstock.transfer.transports.nixl.frames import Given, Known, Place, decode
 from penstock.transfer.transports.nixl.thread import NONCE_BYTES, Flight, Handles, NixlThread, Plan, Rows, row
+from penstock.transfer.transports.sums import ask_sums, compare_sums
 
 _W = TypeVar("_W", bound=Wire)
 NAME = "nixl"
@@ -38,8 +38,6 @@ KINDS = {MemoryKind.DRAM: "DRAM", MemoryKind.SHARED: "DRAM", MemoryKind.VRAM: "V
 """NIXL's names of memory kinds."""
 _PART_BYTES = 32 << 20
 """Bytes of one request: a few milliseconds, so that transfers take turns and a cancelled one ends soon."""
-_SUM_RANGES = 1 << 16
-"""Ranges in one request for checksums."""
 _LET_GO_S = 1.0
 """The longest wait of a cancelled transfer for its posted requests; later they linger."""
 _PROBE_S = 3.0
@@ -188,20 +186,7 @@ class NixlChannel:
         Raises:
             TransferError: the peer does not answer with them.
         """
-        parts = [np.empty(0, np.uint32)]
-        for first in range(0, len(ranges), _SUM_RANGES):
-            part = slice(first, first + _SUM_RANGES)
-            some = Descriptors(ranges.region_ids[part], ranges.offsets[part], ranges.lengths[part])
-            keys = self._keys(distinct(some.region_ids), TransferOp.READ)
-            asked = encode(SumRanges.of(some))
-            answer = await self.link.request(NAME, {TransferOp.READ: keys}, asked)
-            answer.close()
-            if len(answer.payload) != 4 * len(some):
-                raise TransferError(
-                    f"agent {self.link.peer}: {len(answer.payload)} bytes of checksums for {len(some)} ranges"
-                )
-            parts.append(np.frombuffer(answer.payload, "<u4"))
-        return np.concatenate(parts)
+        return await ask_sums(self.link, NAME, self._regions, ranges)
 
     def _keys(self, region_ids: Sequence[int], op: TransferOp) -> dict[int, bytes]:
         infos = (self._regions.get(region_id) for region_id in region_ids)
@@ -315,15 +300,9 @@ class NixlMove:
                 self._handles, self._thread = Handles(), None
 
     async def _compare(self) -> None:
-        here = await self._channel.owner.sum(self._pairs.local)
-        there = await self._channel.sum_there(self._pairs.remote)
-        if not np.array_equal(here, there):
-            index = int(np.argmax(here != there))
-            raise ChecksumMismatch(
-                f"range {index}, {int(self._pairs.local.lengths[index])} bytes: CRC-32C {int(here[index]):#x} here,"
-                f" {int(there[index]):#x} at agent {self._channel.link.peer}: it was changed on the way, or somebody"
-                " writes there meanwhile"
-            )
+        channel, pairs = self._channel, self._pairs
+        here, there = channel.owner.sum(pairs.local), channel.sum_there(pairs.remote)
+        await compare_sums(here, there, pairs.lengths, channel.link.peer)
 
 
 def _read(answer: Granted, kind: type[_W], peer: str) -> _W:

@@ -4,9 +4,8 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from penstock.core.descriptors import Descriptors
 from penstock.core.errors import ProtocolError
-from penstock.core.wire import Wire, pack_hashes, unpack_hashes
+from penstock.core.wire import Wire
 
 _W = TypeVar("_W", bound=Wire)
 
@@ -32,36 +31,6 @@ class Known(Wire, frozen=True):
     metadata: bytes
     nonce: bytes
     address: Annotated[int, msgspec.Meta(ge=0)]
-
-
-class SumRanges(Wire, frozen=True):
-    """Requests checksums of ranges; columns of little-endian uint64. The answer is one little-endian uint32 per range."""
-
-    region_ids: bytes
-    offsets: bytes
-    lengths: bytes
-
-    @classmethod
-    def of(cls, ranges: Descriptors) -> "SumRanges":
-        columns = (pack_hashes(column) for column in (ranges.region_ids, ranges.offsets, ranges.lengths))
-        region_ids, offsets, lengths = columns
-        return cls(region_ids=region_ids, offsets=offsets, lengths=lengths)
-
-    @property
-    def ranges(self) -> Descriptors:
-        """The ranges.
-
-        Raises:
-            ProtocolError: the columns are invalid, or differ in length.
-        """
-        if len({len(self.region_ids), len(self.offsets), len(self.lengths)}) != 1 or len(self.offsets) % 8:
-            raise ProtocolError(
-                f"columns of {len(self.region_ids)}, {len(self.offsets)} and {len(self.lengths)} bytes; expected"
-                " equal lengths, 8 bytes a range"
-            )
-        return Descriptors(
-            unpack_hashes(self.region_ids), unpack_hashes(self.offsets), unpack_hashes(self.lengths)
-        )
 
 
 def decode(payload: bytes, kind: type[_W], peer: str) -> _W:

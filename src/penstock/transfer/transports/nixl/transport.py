@@ -18,7 +18,6 @@ from penstock.core.descriptors import (
     Descriptors,
     Granted,
     Keys,
-    MemoryKind,
     Region,
     RegionInfo,
     TransferCost,
@@ -34,11 +33,12 @@ from penstock.seams import Link, TransferChannel, TransportHost
 from penstock.transfer.regions.checksum import Sums as SumArray
 from penstock.transfer.regions.checksum import checksum_ranges
 from penstock.transfer.regions.quarantine import call_after
-from penstock.transfer.regions.regions import addresses_of, distinct
+from penstock.transfer.regions.regions import addresses_of
 from penstock.transfer.transports.nixl.channel import KINDS, NAME, NixlChannel
-from penstock.transfer.transports.nixl.frames import Given, Known, Place, SumRanges, decode
+from penstock.transfer.transports.nixl.frames import Given, Known, Place
 from penstock.transfer.transports.nixl.thread import Flight, NixlThread, find_module, load_bindings, row
 from penstock.transfer.transports.quiet import QuietTransport
+from penstock.transfer.transports.sums import answer_sums
 
 _CONTACT = b"1"
 """The version of this transport's payloads."""
@@ -232,8 +232,8 @@ class NixlTransport(QuietTransport):
     async def grant(self, link: Link, keys: Keys, payload: bytes) -> Granted:
         """Answer a request: without regions with NIXL's agent, with ranges in `payload` with checksums, else with NIXL's keys."""
         if payload:
-            asked = decode(payload, SumRanges, link.peer)
-            return Granted(await self._sums(link, keys.get(_READ, {}), asked.ranges))
+            assert self._host is not None, "started"
+            return Granted(await answer_sums(self._host, link, keys, payload, None))
         region_ids = [region_id for shown in keys.values() for region_id in shown]
         thread = await self.thread()
         if not region_ids:
@@ -252,14 +252,6 @@ class NixlTransport(QuietTransport):
         metadata = await thread.call(export)
         places = {region_id: self.places[region_id] for region_id in region_ids if region_id in self.places}
         return Granted(encode(Given(metadata=metadata, places=places)))
-
-    async def _sums(self, link: Link, keys: Mapping[int, bytes], ranges: Descriptors) -> bytes:
-        assert self._host is not None, "started"
-        self._host.authorize(link.peer, keys, ranges, _READ)
-        for region_id in distinct(ranges.region_ids):
-            if self._host.region(region_id).kind is MemoryKind.VRAM:
-                raise TransferRefused(f"region {region_id}: no checksums of vram")
-        return (await self.sum(ranges)).astype("<u4").tobytes()
 
     def _submit_region(self, thread: NixlThread, region_id: int, region: Region) -> None:
         def register() -> None:

@@ -26,9 +26,12 @@ from penstock.core.errors import PeerLost, TransferRefused
 from penstock.core.wire import Wire
 from penstock.seams import Link, Move
 from penstock.transfer.regions.arena import Arena, expect_sealed
-from penstock.transfer.regions.copies import CopyMove, Mapped
+from penstock.transfer.regions.checksum import Sums
+from penstock.transfer.regions.copies import SUMMED_BYTES_MAX, CopyMove, Mapped
+from penstock.transfer.regions.pairs import cut_pairs
 from penstock.transfer.regions.regions import addresses_of, distinct, other_kind
 from penstock.transfer.transports.shm.other_process import OtherProcess, is_ending
+from penstock.transfer.transports.sums import ask_sums, compare_sums, expect_equal
 
 NAME = "shm"
 UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
@@ -37,6 +40,9 @@ _WATCH_S = 0.05
 _COST = TransferCost(start_s=6e-6, range_s=2e-7, bytes_per_s=10e9)
 """A little more than that of transport `memory`, which has transfers within a process."""
 
+
+_Rows = slice | NDArray[np.bool_]
+"""The ranges of a list that one copy moves."""
 
 Address = Annotated[int, msgspec.Meta(ge=0)]
 """In a peer's process; 64 bits."""
@@ -113,7 +119,7 @@ class ShmChannel:
         """
         self.link = link
         self.shm = shm
-        self._regions = regions
+        self.regions = regions
         self._untraceable = untraceable
         self._reachable: dict[int, _Reachable] = {}
         self._arenas: dict[tuple[int, int, bool], tuple[Arena, set[int]]] = {}  # with the regions in it
@@ -159,8 +165,8 @@ class ShmChannel:
             arena.close()
         self._arenas.clear()
 
-    async def copy(self, part: CopyMove) -> None:
-        """Run a copy, and end it when the peer's process ends.
+    async def copy(self, part: CopyMove, sums: Sums | None = None) -> None:
+        """Run a copy that fills `sums`, and end it when the peer's process ends.
 
         The kernel frees the memory of a killed process before its sockets, so with gigabytes the link ends half a second late.
 
@@ -175,7 +181,7 @@ class ShmChannel:
             self._watch = asyncio.get_running_loop().call_later(_WATCH_S, self._look)
         self._copying.append(part)
         try:
-            await part.run()
+            await part.run(sums)
         finally:
             self._copying.remove(part)
 
@@ -204,7 +210,7 @@ class ShmChannel:
         """Give the grants of regions; None if one is missing, or its metadata has changed."""
         known: list[_Reachable] = []
         for region_id in region_ids:
-            reachable, info = self._reachable.get(region_id), self._regions.get(region_id)
+            reachable, info = self._reachable.get(region_id), self.regions.get(region_id)
             if reachable is None or (info is not reachable.info and info != reachable.info):
                 return None
             known.append(reachable)
@@ -238,7 +244,7 @@ class ShmChannel:
             ) from error
 
     async def _ask(self, region_id: int) -> _Reachable:
-        info = self._regions.get(region_id)
+        info = self.regions.get(region_id)
         if info is None:
             raise TransferRefused(f"region {region_id} of agent {self.link.peer} is gone")
         region = self._shm_region(info)
@@ -246,7 +252,7 @@ class ShmChannel:
         granted = await self.link.request(NAME, keys)
         if granted.descriptor is None:
             return _Reachable(next(self._numbers), region.address, info, None)
-        if region.offset is None or self._regions.get(region_id) is None:
+        if region.offset is None or self.regions.get(region_id) is None:
             granted.close()
             return _Reachable(next(self._numbers), region.address, info, None)
         arena = self._map(granted.descriptor, granted.payload, region_id)
@@ -287,29 +293,54 @@ class _ShmMove:
     def __init__(self, channel: ShmChannel, op: TransferOp, pairs: RangePairs, *, checksum: bool) -> None:
         self._channel = channel
         self._op = op
-        self._pairs = pairs
+        self._pairs = pairs = cut_pairs(pairs, SUMMED_BYTES_MAX) if checksum else pairs
         self._checksum = checksum
         self._local = channel.shm.local_addresses(pairs.local)
         self._remote_ids = distinct(pairs.remote.region_ids)
         self._made_for: list[int] = []
-        self._parts: list[CopyMove] = []
+        self._parts: list[tuple[CopyMove, _Rows]] = []
 
     def run_now(self) -> bool:
-        if self._pairs.total_bytes > self._channel.shm.inline_bytes_max:
+        if self._checksum or self._pairs.total_bytes > self._channel.shm.inline_bytes_max:
             return False
         reachable = self._channel.granted(self._remote_ids)
         if reachable is None:
             return False
-        for part in self._parts_for(reachable):
+        for part, _ in self._parts_for(reachable):
             part.run_now()
         return True
 
     async def run(self) -> None:
         reachable = await self._channel.ask(self._remote_ids)  # these keep mapped what they name
-        for part in self._parts_for(reachable):
-            await self._channel.copy(part)
+        parts = self._parts_for(reachable)
+        if self._checksum:
+            await self._run_summed(parts)
+        else:
+            for part, _ in parts:
+                await self._channel.copy(part)
 
-    def _parts_for(self, reachable: list[_Reachable]) -> list[CopyMove]:
+    async def _run_summed(self, parts: list[tuple[CopyMove, _Rows]]) -> None:
+        """Copy, and compare checksums with those of the peer, which sums what is read from it during the copy."""
+        channel, pairs = self._channel, self._pairs
+        here, peer = self._copy_summed(parts), channel.link.peer
+        if self._op is TransferOp.READ:
+            await compare_sums(here, self._sums_there(), pairs.lengths, peer)
+        else:
+            written = await here
+            expect_equal(written, await self._sums_there(), pairs.lengths, peer)
+
+    async def _copy_summed(self, parts: list[tuple[CopyMove, _Rows]]) -> Sums:
+        sums = np.zeros(len(self._pairs), np.uint32)
+        for part, rows in parts:
+            found = np.zeros(len(sums[rows]), np.uint32)
+            await self._channel.copy(part, found)
+            sums[rows] = found
+        return sums
+
+    async def _sums_there(self) -> Sums:
+        return await ask_sums(self._channel.link, NAME, self._channel.regions, self._pairs.remote)
+
+    def _parts_for(self, reachable: list[_Reachable]) -> list[tuple[CopyMove, _Rows]]:
         """Give the copies: through mapped memory, by the kernel, or both."""
         numbers = [region.number for region in reachable]  # no reference, which would keep what they map
         if numbers == self._made_for:
@@ -319,11 +350,17 @@ class _ShmMove:
         remote = addresses_of(ranges, {region_id: region.address for region_id, region in bases.items()})
         mapped = [region_id for region_id, region in bases.items() if region.mapping is not None]
         if len(mapped) in {0, len(bases)}:
-            self._parts = [self._part(self._local, remote, self._pairs.lengths, is_mapped=bool(mapped))]
+            part = self._part(self._local, remote, self._pairs.lengths, is_mapped=bool(mapped))
+            self._parts = [(part, slice(None))]
         else:
             inside = np.isin(ranges.region_ids, np.array(mapped, np.uint64))
             self._parts = [
-                self._part(self._local[rows], remote[rows], self._pairs.lengths[rows], is_mapped=is_mapped)
+                (
+                    self._part(
+                        self._local[rows], remote[rows], self._pairs.lengths[rows], is_mapped=is_mapped
+                    ),
+                    rows,
+                )
                 for rows, is_mapped in ((inside, True), (~inside, False))
             ]
         self._made_for = numbers
@@ -341,6 +378,6 @@ class _ShmMove:
             executor=self._channel.shm.executor,
             threads=self._channel.shm.threads,
             inline_bytes_max=self._channel.shm.inline_bytes_max,
-            checksum=self._checksum,
+            checksum=False,
             reach=Mapped() if is_mapped else OtherProcess(link.peer, link.peer_pid, self._op),
         )

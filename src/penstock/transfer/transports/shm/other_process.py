@@ -42,20 +42,14 @@ class OtherProcess:
                 " access (same user, and kernel.yama.ptrace_scope 0 or CAP_SYS_PTRACE): else give an Arena"
             ) from error
 
-    def checksums(
-        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray
-    ) -> tuple[Sums, Sums]:
-        """Read the other side again and compare its checksums with this side's."""
-        remote = sources if self._op is TransferOp.READ else targets
-        copies = np.empty(int(lengths.sum()), np.uint8)
-        here = np.cumsum(lengths) - lengths + np.uint64(copies.ctypes.data)
-        OtherProcess(self._peer, self._pid, TransferOp.READ).copy(
-            here, remote, lengths, 1, np.zeros(1, np.uint8)
-        )
-        theirs = checksum_ranges(here, lengths)
-        if self._op is TransferOp.READ:
-            return theirs, checksum_ranges(targets, lengths)
-        return checksum_ranges(sources, lengths), theirs
+    def copy_summed(
+        self, targets: OffsetArray, sources: OffsetArray, lengths: OffsetArray, threads: int, stop: Stop
+    ) -> Sums | None:
+        """Copy, and sum the side that is in this process."""
+        self.copy(targets, sources, lengths, threads, stop)
+        if stop[0]:
+            return None
+        return checksum_ranges(targets if self._op is TransferOp.READ else sources, lengths)
 
 
 def why_untraceable(pid: int, address: int, nonce: bytes) -> str | None:

@@ -41,6 +41,7 @@ from penstock.transfer.transports.shm.channel import (
     ShmRegion,
 )
 from penstock.transfer.transports.shm.other_process import why_untraceable
+from penstock.transfer.transports.sums import answer_sums
 
 _NONCE_BYTES = 16
 _TOUCHED_BYTES_MAX = 16 << 30
@@ -117,8 +118,13 @@ class ShmTransport(QuietTransport):
         return channel
 
     async def grant(self, link: Link, keys: Keys, payload: bytes) -> Granted:
-        """Give the descriptor of one region's arena if the read key is shown; a writable mapping alone could be read, too."""
-        del payload
+        """Give the descriptor of one region's arena if the read key is shown; a writable mapping alone could be read, too.
+
+        A request with a payload asks for checksums instead.
+        """
+        if payload:
+            assert self._host is not None, "started"
+            return Granted(await answer_sums(self._host, link, keys, payload, self.executor))
         region_ids = {region_id for shown in keys.values() for region_id in shown}
         if len(region_ids) != 1:
             raise TransferRefused(f"agent {link.peer}: asks for {len(region_ids)} regions; one at a time")

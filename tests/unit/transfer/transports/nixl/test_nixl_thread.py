@@ -19,9 +19,10 @@ from penstock.transfer.transports.nixl import channel as nixl_channel
 from penstock.transfer.transports.nixl import thread as nixl_thread
 from penstock.transfer.transports.nixl import transport as nixl
 from penstock.transfer.transports.nixl.channel import cut, rows_of
-from penstock.transfer.transports.nixl.frames import Given, Known, Place, SumRanges, decode
+from penstock.transfer.transports.nixl.frames import Given, Known, Place, decode
 from penstock.transfer.transports.nixl.thread import Handles, NixlThread, Plan, find_module
 from penstock.transfer.transports.nixl.transport import NixlTransport
+from penstock.transfer.transports.sums import SumRanges
 
 MIB = 1 << 20
 
