@@ -47,6 +47,8 @@ class HeldTier:
         self.offloads: list[tuple[list[int], list[BlockId], Callable[[Sequence[BlockId]], None]]] = []
         self.seconds_per_block = seconds_per_block
         self.is_closed = False
+        self.refuses_after: int | None = None
+        """New blocks that an offload takes; None takes all."""
 
     def start(self, on_change: Callable[[], None]) -> None:
         self.on_change = on_change
@@ -78,10 +80,12 @@ class HeldTier:
     ) -> Sequence[BlockId]:
         lows = block_hashes[:, 0].tolist()
         there = self.keys | self.storing
-        read = [block_id for low, block_id in zip(lows, block_ids, strict=True) if low not in there]
+        taken = [(low, block_id) for low, block_id in zip(lows, block_ids, strict=True) if low not in there]
+        taken = taken[: self.refuses_after]
+        read = [block_id for _, block_id in taken]
         if read:
-            self.offloads.append((lows, read, done))
-            self.storing.update(lows)
+            self.offloads.append(([low for low, _ in taken], read, done))
+            self.storing.update(low for low, _ in taken)
         return read
 
     def end_offload(self) -> None:

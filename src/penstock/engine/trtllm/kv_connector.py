@@ -80,7 +80,7 @@ class PenstockScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
         _check(llm_args)
         self._block_size: int = llm_args.kv_cache_config.tokens_per_block
         self._held: dict[int, tuple[Held, int]] = {}
-        """By request, its held blocks and how many the device has before them."""
+        """By request of this step, its held blocks and how many the device has before them."""
         self._puts: list[_Put] = []
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -102,6 +102,12 @@ class PenstockScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
             self._puts.append(_Put(held, list(block_ids[first : first + len(held.slots)])))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> list[_Put]:  # noqa: ARG002
+        """Return the step's copies. A request that was promised blocks and has got none was cancelled between: they are let go.
+
+        TensorRT-LLM asks for a request's matches and allocates its blocks in one step.
+        """
+        for request_id in list(self._held):
+            self._forget(request_id)
         puts, self._puts = self._puts, []
         return puts
 

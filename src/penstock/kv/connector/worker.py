@@ -204,9 +204,11 @@ class KvConnectorWorker:
         self._loads.cancel_all()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_S / 2)
+        for task in self._tasks:
+            task.cancel()
         for tier in self.tiers:
             await tier.close()
-        self._staging.close()
+        self._staging.close()  # a copy that hangs keeps its memory
 
     def _begin(self, orders: Orders) -> None:
         if orders.is_clearing:

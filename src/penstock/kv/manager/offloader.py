@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
@@ -28,6 +29,8 @@ class _Queue:
     seen: SeenBlocks | None
     budget: Budget | None
     waiting: deque[tuple[HashArray, int]] = field(default_factory=deque)
+    reading: Counter[BlockId] = field(default_factory=Counter)
+    """Device blocks that it reads now."""
     timer: Timer | None = None
 
 
@@ -135,6 +138,8 @@ class Offloader:
     def _begin(self, queue: _Queue, hashes: HashArray, start: int, room: int) -> int:
         """Begin to copy at most `room` blocks of a prefix; its first `start` blocks were begun before.
 
+        A tier that refuses a block gets none of those after it: they are only loaded after it.
+
         Returns:
             number of leading blocks whose copy has begun or that were dropped.
         """
@@ -142,21 +147,37 @@ class Offloader:
         block_ids = self._pool.match(hashes)
         start = max(start, tier.locate(hashes))
         end = min(len(block_ids), start + room)
+        refused = 0
         if end > start:
-            read = tier.offload(hashes[:end], block_ids[:end], self._on_done)
+            read = tier.offload(hashes[:end], block_ids[:end], partial(self._on_done, queue))
             self._pool.acquire(read)
             self._held.update(read)
+            queue.reading.update(read)
             queue.counters.offloaded_blocks += len(read)
             if queue.budget is not None and not self._is_idle:
                 queue.budget.take(len(read) * tier.block_bytes)
-        if end < len(block_ids):
+            refused = _count_refused(queue, hashes[start:end], block_ids[start:end])
+        if end < len(block_ids) and not refused:
             return max(end, start)
-        queue.counters.dropped_blocks += len(hashes) - max(end, start)
+        queue.counters.dropped_blocks += refused + len(hashes) - max(end, start)
         return len(hashes)
 
-    def _on_done(self, block_ids: Sequence[BlockId]) -> None:
-        self._held.subtract(block_ids)
-        self._held = +self._held
+    def _on_done(self, queue: _Queue, block_ids: Sequence[BlockId]) -> None:
+        for held in (self._held, queue.reading):
+            held.subtract(block_ids)
+            for block_id in block_ids:
+                if not held[block_id]:
+                    del held[block_id]
         self._pool.release(block_ids)
         self.go_on()
         self._on_change()
+
+
+def _count_refused(queue: _Queue, hashes: HashArray, block_ids: Sequence[BlockId]) -> int:
+    """Count the blocks that a tier was offered, and neither keeps nor reads."""
+    if all(block_id in queue.reading for block_id in block_ids):
+        return 0
+    return sum(
+        block_id not in queue.reading and not queue.tier.locate(hashes[index : index + 1])
+        for index, block_id in enumerate(block_ids)
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from penstock.kv.pool.prefixes import block_keys
 
 _EVENT_BLOCKS_MAX = 1 << 14
 """Blocks in the events of one `take_events`, so that a large store does not hold a step up."""
+
+_HEAP_SLACK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class PackIndex:
         self._blocks_max = blocks_max
         self._packs: dict[str, tuple[Pack, int, float]] = {}  # with its number and date
         self._by_number: dict[int, Pack] = {}
+        self._by_date: list[tuple[float, int]] = []
+        """A heap of dates and numbers, the oldest first; those of packs that went away are skipped."""
         self._next_number = 0
         self._places: dict[bytes, int | tuple[int, ...]] = {}  # pack number * BLOCKS_MAX + row
         self._damaged: set[str] = set()
@@ -122,12 +127,18 @@ class PackIndex:
         self._next_number += 1
         self._packs[pack.name] = (pack, number, modified_s)
         self._by_number[number] = pack
+        heappush(self._by_date, (modified_s, number))
+        if len(self._by_date) > 2 * len(self._packs) + _HEAP_SLACK:
+            self._by_date = [(date_s, number) for _, number, date_s in self._packs.values()]
+            heapify(self._by_date)
         for row, key in enumerate(block_keys(pack.hashes)):
             self._changed.setdefault(key, key in self._places)
             place = number * BLOCKS_MAX + row
             self._places[key] = (*self._places_of(key), place) if key in self._places else place
         while len(self._places) > self._blocks_max and len(self._packs) > 1:
-            self.remove([min(self._packs, key=lambda name: self._packs[name][2])])
+            oldest = self._by_number.get(heappop(self._by_date)[1])
+            if oldest is not None:
+                self.remove([oldest.name])
 
     def remove(self, names: Iterable[str]) -> None:
         """Forget packs that went away; unknown names are ignored."""
@@ -174,6 +185,10 @@ class PackIndex:
         """Raise AssertionError if blocks and packs differ."""
         assert self._damaged <= self._packs.keys(), "a damaged pack that is not known"
         assert {number for _, number, _ in self._packs.values()} == self._by_number.keys(), "packs by number"
+        dates = {number: date_s for _, number, date_s in self._packs.values()}
+        assert dates.items() <= {number: date_s for date_s, number in self._by_date}.items(), (
+            "a pack without its date"
+        )
         listed: set[tuple[bytes, str]] = set()
         for key in self._places:
             places = self._places_of(key)

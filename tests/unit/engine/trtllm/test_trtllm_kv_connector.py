@@ -97,6 +97,22 @@ def test_a_request_that_is_asked_for_and_never_run_holds_nothing(executor: Any, 
     assert len(connector._SHARED.tiers._staging.loads._free) == free
 
 
+def test_a_request_that_is_cancelled_before_it_gets_blocks_holds_nothing(
+    executor: Any, connector: Any
+) -> None:
+    tokens = list(range(40))
+    executor.run(request(1, tokens))
+    executor.settle()
+    free = len(connector._SHARED.tiers._staging.loads._free)
+    for number in range(2, 30):  # TensorRT-LLM tells no connector that such a request has ended
+        assert executor.scheduler.get_num_new_matched_tokens(request(number, tokens), 0)[0] == 36
+        assert not executor.scheduler.build_connector_meta(None)
+    connector._SHARED.tiers.locate(executor.scheduler._hashes(request(0, tokens)))  # a turn of its loop
+    assert len(connector._SHARED.tiers._staging.loads._free) == free
+    assert executor.run(request(30, tokens)) == 36
+    executor.settle()
+
+
 def test_several_devices_and_missing_settings_are_refused(
     connector: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

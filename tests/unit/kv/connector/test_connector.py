@@ -1,13 +1,16 @@
 """Both sides of a KV connector with a real host tier, or one that a test holds."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
 from penstock.core.wire import hash_list
+from penstock.kv.connector import worker as worker_module
 from penstock.kv.connector.mirror import TierMirror
 from penstock.kv.connector.staging import Staging
 from penstock.kv.disk.slot_file import SlotFile
@@ -285,3 +288,27 @@ def test_whatever_is_evicted_damaged_or_cancelled_no_wrong_block_arrives(connect
                 scene.scheduler.forget(name)
         assert not scene.pinned
     assert arrived_blocks > 20
+
+
+def test_closing_leaves_a_copy_that_hangs_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "_CLOSE_S", 0.2)
+    scene = Connected(lambda staging: [HostTier(staging.blocks, 64, BLOCK_SIZE)])
+    (worker,), (memory,) = scene.workers, scene.memories
+    begun, going_on, ended = threading.Event(), threading.Event(), threading.Event()
+    read = memory.read
+
+    def hang(*args: Any) -> None:
+        begun.set()
+        assert going_on.wait(WAIT_S)
+        read(*args)
+        ended.set()
+
+    monkeypatch.setattr(memory, "read", hang)
+    scene.fill(range(4), 1)
+    scene.scheduler.commit(hashes_of(1, 4), list(range(4)))
+    scene.step(is_waiting=False)
+    assert begun.wait(WAIT_S)
+    worker.close()
+    assert not worker._thread.is_alive()
+    going_on.set()
+    assert ended.wait(WAIT_S), "it writes slots after the end, and they are still there"

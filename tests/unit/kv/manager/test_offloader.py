@@ -132,6 +132,30 @@ def test_what_is_evicted_while_it_waits_is_counted_as_dropped():
     assert (scene.copied(), scene.counters.dropped_blocks) == (0, 8)
 
 
+def test_what_a_tier_refuses_is_counted_as_dropped_with_what_follows():
+    scene = Scene()
+    scene.tier.refuses_after = 3
+    scene.leave(1, 8)
+    assert scene.copied() == 3
+    assert scene.counters.dropped_blocks == 5
+    scene.tier.offload_room, scene.tier.refuses_after = 2, 1
+    scene.leave(2, 8)
+    assert scene.copied() == 1, "what follows a refused block is not offered"
+    assert scene.counters.dropped_blocks == 5 + 7
+
+
+def test_what_a_tier_keeps_or_is_reading_is_not_refused():
+    scene = Scene()
+    scene.leave(1, 4)
+    scene.leave(1, 6)
+    assert [len(read) for _, read, _ in scene.tier.offloads] == [4, 2]
+    scene.copied()
+    scene.tier.keys.remove(int(chain(1)[1, 0]))
+    scene.leave(1, 6)
+    assert scene.copied() == 1
+    assert scene.counters.dropped_blocks == 0
+
+
 def test_a_budget_is_kept_while_requests_run():
     scene = Scene(OffloadPolicy(bytes_per_s=32 * 8))  # 8 blocks of 32 bytes a second
     copied = []

@@ -102,3 +102,50 @@ def test_the_newest_blocks_are_of_the_packs_that_were_added_last():
     assert index.newest(2).tolist() == HASHES[[0, 1]].tolist()
     assert index.newest(4).tolist() == HASHES[[0, 1, 2, 5]].tolist()
     assert len(index.newest(100)) == len(index.find(index.newest(100))) == 5
+
+
+def test_many_packs_past_the_bound_cost_the_same_each():
+    """Counts comparisons of dates, not seconds: each pack past the bound looks at a few others."""
+    looks = 0
+
+    class Date(float):
+        def __lt__(self, other):
+            nonlocal looks
+            looks += 1
+            return float(self) < float(other)
+
+    def looks_of(count):
+        nonlocal looks
+        index = PackIndex(16, 1_000)
+        hashes = chain(2 * count)
+        for number in range(count):
+            records = np.zeros(1, RECORD)
+            records["hash"] = hashes[number]
+            index.add(Pack(str(number), records, np.zeros(1, np.int64), 100), Date(number))
+            if number == count // 2:
+                looks = 0
+        index.check()
+        assert len(index) == 1_000
+        return looks / (count // 2)
+
+    assert looks_of(4_000) < 40
+
+
+def test_the_oldest_go_first_after_packs_came_went_and_were_replaced():
+    rng = np.random.default_rng(3)
+    index = PackIndex(16, 4)
+    known = {}
+    for number in range(600):
+        name, date_s = f"p{rng.integers(12)}", float(rng.integers(1000))
+        if rng.random() < 0.3:
+            index.remove([name])
+            known.pop(name, None)
+        else:
+            index.add(pack(name, [int(rng.integers(8))]), date_s)
+            known[name] = date_s
+            while set(known) != index.names:
+                oldest = min(known, key=known.get)
+                assert oldest not in index.names, number
+                del known[oldest]
+        index.check()
+        assert len(index._by_date) < 100
