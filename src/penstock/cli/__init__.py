@@ -8,7 +8,18 @@ import sys
 from collections.abc import Callable, Sequence
 
 from penstock import __version__
-from penstock.cli import doctor, explain, graph, kv, plan, profile, router, serve, simulate, worker_changes
+from penstock.cli import (
+    doctor,
+    explain,
+    graph,
+    kv,
+    plan,
+    profile,
+    router,
+    serve,
+    simulate,
+    worker_changes,
+)
 from penstock.cli.parser import Parser
 from penstock.core.errors import ConfigError, PenstockError
 
@@ -55,7 +66,18 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (serve, router, explain, worker_changes, kv, graph, simulate, plan, profile, doctor):
+    for command in (
+        serve,
+        router,
+        explain,
+        worker_changes,
+        kv,
+        graph,
+        simulate,
+        plan,
+        profile,
+        doctor,
+    ):
         command.add(commands)
     add_parsers(commands)
     return parser

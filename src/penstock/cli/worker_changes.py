@@ -1,4 +1,4 @@
-"""`penstock role`, `penstock sleep` and `penstock wake`."""
+"""`penstock scale`, `penstock role`, `penstock sleep` and `penstock wake`."""
 
 import argparse
 from typing import Any
@@ -8,8 +8,26 @@ from penstock.core.errors import ConfigError
 
 def add(commands: Any) -> None:
     """Register the subcommands."""
+    _add_scale(commands)
     _add_role(commands)
     _add_sleep(commands)
+
+
+def _add_scale(commands: Any) -> None:
+    parser = commands.add_parser(
+        "scale",
+        help="show or change how many workers a role has",
+        description="Show the workers of a deployment that runs on this machine, or change how many a role has. Added workers"
+        " start while the others serve; retired ones finish or migrate their requests first. See docs/planner.md.",
+    )
+    parser.add_argument("role", nargs="?", metavar="ROLE", help="prefill, decode or aggregated; without, all")
+    parser.add_argument("count", nargs="?", metavar="N", help="its workers from now on; without, shows them")
+    parser.add_argument("--name", metavar="NAME", help="the graph's name, where several deployments run")
+    parser.add_argument("--url", metavar="URL", help="the deployment's URL, where several run")
+    parser.add_argument(
+        "--no-wait", action="store_true", help="do not wait until workers are ready or have ended"
+    )
+    parser.set_defaults(run=_run_scale)
 
 
 def _add_role(commands: Any) -> None:
@@ -52,6 +70,26 @@ def _add_sleep(commands: Any) -> None:
     )
     _add_worker(parser)
     parser.set_defaults(run=_run_wake)
+
+
+def _run_scale(options: argparse.Namespace) -> int:
+    from penstock.core.config import nearest  # noqa: PLC0415
+    from penstock.core.types.instances import Role  # noqa: PLC0415
+    from penstock.deploy.commands.scale import run_scale  # noqa: PLC0415
+
+    known = [role.value for role in Role]
+    if options.role is not None and options.role not in known:
+        raise ConfigError(f"ROLE: unknown {options.role!r}{nearest(options.role, known)}")
+    if options.count is not None and not (options.count.isascii() and options.count.isdecimal()):
+        raise ConfigError(f"N: must be a number of workers >= 0, got {options.count!r}")
+    run_scale(
+        None if options.role is None else Role(options.role),
+        None if options.count is None else int(options.count),
+        name=options.name,
+        url=options.url,
+        wait=not options.no_wait,
+    )
+    return 0
 
 
 def _run_role(options: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ Each side learns of the other's end from the closed socket.
 
 from collections.abc import Callable
 
+from penstock.core.errors import ErrorInfo
 from penstock.core.ids import WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
@@ -15,9 +16,10 @@ from penstock.kv.host.memory import HostPart
 class WorkerJob(Wire, frozen=True, tag="worker"):
     """Job of a worker process.
 
-    `card` is the model it serves, from the files in `model_dir`. `index` is its number among its role's workers. `device`
-    is the index of its first device on this machine. `core` is the CPU core of its engine, None for any. `adapters` are its
-    LoRA adapters. `host_part` is its part of the memory that workers share for KV, None without.
+    `role` is the role that it registers with; `home` is the role in the graph whose settings it has, None is `role`: they
+    differ after a change of role. `card` is the model it serves, from the files in `model_dir`. `index` is its number among
+    its home's workers. `device` is the index of its first device on this machine. `core` is the CPU core of its engine, None
+    for any. `adapters` are its LoRA adapters. `host_part` is its part of the memory that workers share for KV, None without.
     """
 
     worker_id: WorkerId
@@ -29,6 +31,7 @@ class WorkerJob(Wire, frozen=True, tag="worker"):
     core: int | None = None
     adapters: tuple[str, ...] = ()
     host_part: HostPart | None = None
+    home: Role | None = None
 
 
 class FrontendJob(Wire, frozen=True, tag="frontend"):
@@ -81,6 +84,19 @@ class Ready(Wire, frozen=True, tag="ready"):
     detail: str = ""
 
 
+class Phase(Wire, frozen=True, tag="phase"):
+    """What a starting process does now, such as `loads the engine`."""
+
+    what: str
+
+
+class RoleChanged(Wire, frozen=True, tag="role_changed"):
+    """A worker takes requests in another role; or it does not, and `problem` says why, as asked by `ChangeRole`."""
+
+    role: Role
+    problem: ErrorInfo | None = None
+
+
 class Failed(Wire, frozen=True, tag="failed"):
     """The process ends with an error.
 
@@ -117,5 +133,13 @@ class ProcessFailed(Wire, frozen=True, tag="process_failed"):
     count: int
 
 
-Report = Ready | Failed | Health | Closing | Beat
+class ChangeRole(Wire, frozen=True, tag="change_role"):
+    """Asks a worker to change its role; it answers `RoleChanged`."""
+
+    role: Role
+
+
+News = ProcessFailed | ChangeRole
+"""What a supervisor tells a child after its assignment."""
+Report = Ready | Failed | Health | Closing | Beat | Phase | RoleChanged
 Tell = Callable[[Report], None]

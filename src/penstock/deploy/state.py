@@ -103,9 +103,7 @@ class RuntimeDirectory:
     """
 
     def __init__(self) -> None:
-        parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-        if len(os.fsencode(parent)) > _PARENT_BYTES_MAX:
-            parent = Path("/tmp")  # noqa: S108 - mkdtemp creates a private directory in it
+        parent = _runtime_parent()
         try:
             _remove_orphans(parent)
             self.path, self._lock = _make_locked(parent)
@@ -121,6 +119,26 @@ class RuntimeDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
+
+
+def runtime_directories() -> list[Path]:
+    """List the runtime directories of this user's deployments, those that have ended included."""
+    found = []
+    for path in sorted(_runtime_parent().glob(f"{_PREFIX}[0-9]*-*")):
+        try:
+            status = path.lstat()
+        except OSError:
+            continue  # it has just ended
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+            found.append(path)
+    return found
+
+
+def _runtime_parent() -> Path:
+    parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if len(os.fsencode(parent)) > _PARENT_BYTES_MAX:
+        return Path("/tmp")  # noqa: S108 - mkdtemp creates a private directory in it
+    return parent
 
 
 _PREFIX = "penstock-"

@@ -39,6 +39,8 @@ class RoleSpec(Config):
 
     replicas: int = pydantic.Field(default=1, ge=0)
     """Workers to start; 0 declares a role that workers may change to, or join from elsewhere."""
+    replicas_max: int | None = pydantic.Field(default=None, ge=1)
+    """Most workers that scaling gives this role, for which memory of the host is set aside from the start; None is as many as devices, cores and the router allow."""
     engine: str = "paged"
     """`paged` runs the model in PyTorch; `mock` generates synthetic text at a modelled speed; `vllm` runs it in vLLM; `openai` is a running server (docs/engines.md); `sglang` and `trtllm` run it in SGLang and TensorRT-LLM, on GPUs; `package.module:make` is an engine of your own. A mapping `{name, args, ...}` sets `engine`, `engine_args` and other fields of the role, such as `tensor_parallel`."""
     engine_args: dict[str, Any] = pydantic.Field(default_factory=dict)
@@ -99,6 +101,11 @@ class RoleSpec(Config):
         """Devices of one worker."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
+    @property
+    def replicas_most(self) -> int:
+        """Workers to set aside memory for."""
+        return max(self.replicas, self.replicas_max or 0)
+
     def location_of(self, index: int) -> Location:
         """Give the location of the role's worker `index`, from 0."""
         return self.locations[index % len(self.locations)] if self.locations else Location()
@@ -133,6 +140,14 @@ class RoleSpec(Config):
         if count is not None and self.replicas not in {0, count}:
             raise wrong(
                 f"replicas: engine {self.engine!r} has one worker for each url, {count}, got {self.replicas}; leave replicas out"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_replicas_max(self) -> Self:
+        if self.replicas_max is not None and self.replicas_max < self.replicas:
+            raise wrong(
+                f"replicas_max: must be >= replicas {self.replicas}, got {self.replicas_max}; raise it or lower replicas"
             )
         return self
 

@@ -32,6 +32,7 @@ from penstock.seams.request_plane import (
     WorkerSink,
 )
 from penstock.seams.routing import ExplainedPolicy, HistoryPolicy, RoutingPolicy
+from penstock.seams.scaling import ScalingConnector
 from penstock.seams.transfer import Link, Move, RangeMover, Storage, TransferChannel, Transport, TransportHost
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "RoleAware",
     "RoutingContext",
     "RoutingPolicy",
+    "ScalingConnector",
     "Sleeping",
     "Storage",
     "TransferChannel",

@@ -1,7 +1,7 @@
 """Changes that an operator asks of a worker: another role, sleep, waking up. One at a time."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, assert_never
 
 from penstock.core.errors import EngineError, PenstockError, RequestError, Unavailable
@@ -26,6 +26,8 @@ class WorkerChanges:
         self._engine_name = engine_name
         self._driver = driver
         self._registration = registration
+        self.on_role: Callable[[Role], None] = lambda _role: None
+        """Called when the worker takes requests in another role."""
         self._under_way = ""
         self._task: asyncio.Task[None] | None = None
 
@@ -118,6 +120,7 @@ class WorkerChanges:
             exchange=self._driver.exchange,
         )
         _log.info("role_changed", worker=self._name, role=role, before=before)
+        self.on_role(role)
 
     async def _sleep(self, engine: Sleeping, level: int) -> None:
         """Drain requests and exported KV, and register as asleep once the engine is."""

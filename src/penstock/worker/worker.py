@@ -99,6 +99,8 @@ class Worker:
         """Set once the worker is registered."""
         self.on_health: Callable[[str | None], None] = lambda _problem: None
         """Called with the reason when the engine cannot serve for now, and with None when it can again."""
+        self.on_role: Callable[[Role], None] = lambda _role: None
+        """Called when the worker takes requests in another role."""
         self.on_closing: Callable[[BaseException | None], None] = lambda _cause: None
         """Called before the engine is closed, with what ended the worker; None: it has drained."""
         self._engine = engine
@@ -167,6 +169,7 @@ class Worker:
                     self._end_all,
                 )
                 self._changes = WorkerChanges(self._engine, self._identity.engine, self._driver, registration)
+                self._changes.on_role = self.on_role
                 stack.push_async_callback(registration.withdraw)
                 await registration.register(self._discovery)
                 await self._serve(registration)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from penstock.deploy.messages import Assignment, Beat, ProcessFailed, Report
+from penstock.core.types.instances import Role
+from penstock.deploy.messages import Assignment, Beat, ChangeRole, News, ProcessFailed, Report
 
 _RECEIVE_BYTES = 65536
-_failure: msgspec.json.Decoder[ProcessFailed] = msgspec.json.Decoder(ProcessFailed)
+_news: msgspec.json.Decoder[News] = msgspec.json.Decoder(News)
 
 
 class Control:
@@ -22,6 +23,8 @@ class Control:
         """Makes the next heartbeat."""
         self.on_process_failed: Callable[[ProcessFailed], None] = lambda _failure: None
         """Called for each failure of another process."""
+        self.on_change_role: Callable[[Role], None] = lambda _role: None
+        """Called when the supervisor asks for a change of role."""
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
         self._received = b""
@@ -55,4 +58,8 @@ class Control:
             return
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
-            self.on_process_failed(_failure.decode(line))
+            match _news.decode(line):
+                case ProcessFailed() as failure:
+                    self.on_process_failed(failure)
+                case ChangeRole(role=role):
+                    self.on_change_role(role)

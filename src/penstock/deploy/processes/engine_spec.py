@@ -85,7 +85,9 @@ def _sharing(graph: Graph, role: RoleSpec) -> int:
     if role.hardware != "cpu":
         return 1
     roles = graph.roles.present().values()
-    hosted = sum(each.replicas for each in roles if each.engine == role.engine and each.hardware == "cpu")
+    hosted = sum(
+        each.replicas_most for each in roles if each.engine == role.engine and each.hardware == "cpu"
+    )
     return max(1, hosted)
 
 

@@ -8,10 +8,22 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.log import get_logger
-from penstock.core.types.instances import Prices
-from penstock.deploy.messages import Assignment, Beat, Closing, Health, Ready, Tell, WorkerJob
+from penstock.core.types.changes import BecomeRole
+from penstock.core.types.instances import Prices, Role
+from penstock.core.types.kv_actions import KvReport
+from penstock.deploy.messages import (
+    Assignment,
+    Beat,
+    Closing,
+    Health,
+    Phase,
+    Ready,
+    RoleChanged,
+    Tell,
+    WorkerJob,
+)
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.deploy.processes.location import location_here
@@ -43,7 +55,7 @@ async def run_worker(
     """
     common = assignment.common
     graph = Graph.model_validate_json(common.graph_json)
-    role = graph.roles.present()[job.role]
+    role = graph.roles.present()[job.home or job.role]
     name = assignment.name
     identity = Identity(process=name, worker_id=job.worker_id, hash_key=common.hash_key, secret=common.secret)
     spec = engine_spec(
@@ -58,6 +70,7 @@ async def run_worker(
         hash_key=common.hash_key,
         host_part=job.host_part,
     )
+    tell(Phase(what="loads the engine"))
     engine = create_engine(role.engine, spec)
     async with LocalDiscovery(common.hub_address, identity, rng=random.Random()) as discovery:
         worker = Worker(
@@ -80,6 +93,8 @@ async def run_worker(
             agent=_transfer_agent(graph, job, name, common.secret),
         )
         worker.on_closing = partial(_tell_closing, tell)
+        worker.on_role = lambda role: tell(RoleChanged(role=role))
+        control.on_change_role = partial(_change_role, worker, job.role, tell)
         async with asyncio.TaskGroup() as group:
             telling = group.create_task(_tell_ready(worker, engine, role, tell, control))
             obeying = group.create_task(_stop_when(stopping, worker))
@@ -114,6 +129,17 @@ async def _tell_ready(worker: Worker, engine: Engine, role: RoleSpec, tell: Tell
     worker.on_health = lambda problem: tell(Health(problem=problem or ""))
     instance = worker.instance
     tell(Ready(detail=f"{role.engine}  {instance.card.name}  {instance.engine.total_blocks} blocks"))
+
+
+def _change_role(worker: Worker, first: Role, tell: Tell, role: Role) -> None:
+    """Change the worker's role; a refusal is told with the role that it keeps, `first` before it registered."""
+
+    def answer(outcome: PenstockError | KvReport | None) -> None:
+        if isinstance(outcome, PenstockError):
+            kept = first if worker.instance is None else worker.instance.role
+            tell(RoleChanged(role=kept, problem=outcome.to_info()))
+
+    worker.change(BecomeRole(role=role), answer)
 
 
 def _tell_closing(tell: Tell, cause: BaseException | None) -> None:

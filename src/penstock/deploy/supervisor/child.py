@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from penstock.deploy.messages import Assignment, FrontendJob, ProcessFailed, Report
+from penstock.deploy.messages import Assignment, FrontendJob, News, Report
 from penstock.deploy.supervisor.group_guard import GroupGuard
 
 _REPORT_BYTES_MAX = 1 << 20
@@ -117,10 +117,10 @@ class Child:
             asyncio.get_running_loop().call_later(_KILL_AFTER_S, _reap_group, self.pid)
         return status
 
-    def tell(self, failure: ProcessFailed) -> None:
+    def tell(self, news: News) -> None:
         """Send a message; ignored if the socket is closed or full."""
         if self._writer.transport.get_write_buffer_size() < _NEWS_BYTES_MAX:
-            self._writer.write(msgspec.json.encode(failure) + b"\n")
+            self._writer.write(msgspec.json.encode(news) + b"\n")
 
     def signal(self, number: signal.Signals) -> None:
         if self._process.returncode is None:

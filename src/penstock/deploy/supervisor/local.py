@@ -12,21 +12,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, RequestError
 from penstock.core.ids import WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
 from penstock.deploy.card import check_model, make_card, open_checkpoint, served_name
 from penstock.deploy.causes import cause_of
+from penstock.deploy.control.messages import Deployment
+from penstock.deploy.control.server import ControlServer
 from penstock.deploy.messages import Assignment, Common, FrontendJob, Job, ProcessFailed, WorkerJob
 from penstock.deploy.state import RuntimeDirectory, load_admin_token, load_hash_key, state_dir
 from penstock.deploy.supervisor.child import Child
-from penstock.deploy.supervisor.devices import device_numbers
 from penstock.deploy.supervisor.group_guard import GroupGuard
-from penstock.deploy.supervisor.host_arena import HostArena
 from penstock.deploy.supervisor.member import Member
 from penstock.deploy.supervisor.port import Port
-from penstock.deploy.supervisor.process_cores import ProcessCores, usable_cores
+from penstock.deploy.supervisor.resources.devices import Devices, count_devices
+from penstock.deploy.supervisor.resources.host_arena import HostArena
+from penstock.deploy.supervisor.resources.process_cores import ProcessCores, expect_cores, usable_cores
+from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
+from penstock.deploy.supervisor.scaling.room import Room
+from penstock.deploy.supervisor.scaling.scale_file import ScaleFile
+from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
 from penstock.deploy.supervisor.spares import SpareProcesses
 from penstock.deploy.supervisor.watchdog import tick_s
 from penstock.engine.registry import engine_kind
@@ -40,7 +46,6 @@ Say = Callable[[str, str, str], None]
 Start = Callable[[Assignment], Awaitable[Child]]
 _SECRET_BYTES = 32
 _WORKER_MODULE = "penstock.deploy.processes.worker_process"
-_WORKER_NAMES = {Role.AGGREGATED: "worker", Role.PREFILL: "prefill", Role.DECODE: "decode"}
 _KILL_AFTER_S = 5.0  # grace beyond the process's own drain timeout
 
 
@@ -68,7 +73,10 @@ class LocalDeployment:
         """
         self._roles = runnable_roles(graph)
         self._api_keys = load_api_keys(graph.frontend.api_key_file)
-        self._cores = ProcessCores(self._roles, usable_cores() if graph.worker.own_cores else None)
+        cores = usable_cores() if graph.worker.own_cores else None
+        if cores is not None:
+            expect_cores(self._roles, cores)
+        self._cores = ProcessCores(cores)
         self.graph = graph
         self.url = ""
         """URL of the frontends, once entered."""
@@ -77,7 +85,12 @@ class LocalDeployment:
         self.hub: LocalHub
         self._log_level = log_level
         self._say: Say = say or (lambda *_: None)
-        self._workers: list[Member] = []
+        self.pool = WorkerPool(
+            self._roles,
+            room=Room(Devices(count_devices()), self._cores, graph.router.workers_max),
+            drain_s=graph.worker.drain_timeout_s + graph.supervision.close_timeout_s + _KILL_AFTER_S,
+        )
+        """The workers; once entered, `add`, `retire` and `flip` change them."""
         self._frontends: list[Member] = []
         self._has_started = False
         self._guard = GroupGuard()
@@ -94,7 +107,7 @@ class LocalDeployment:
 
     @property
     def members(self) -> list[Member]:
-        return [*self._workers, *self._frontends]
+        return [*self.pool.members, *self._frontends]
 
     def pids(self) -> dict[str, int]:
         """Return the running processes' ids by name."""
@@ -137,20 +150,35 @@ class LocalDeployment:
             common = await self._create_common(stack)
             await stack.enter_async_context(self._guard)
             await stack.enter_async_context(self._spares)
-            self._create_members(common, port, cards, str(checkpoint.path))
+            scale_file = stack.enter_context(
+                ScaleFile(
+                    state_dir(self.graph.name), {name: role.replicas for name, role in self._roles.items()}
+                )
+            )
+            self._create_members(common, port, cards, str(checkpoint.path), scale_file)
+            await stack.enter_async_context(
+                ControlServer(
+                    self.pool,
+                    Path(common.runtime_dir),
+                    Deployment(name=self.graph.name, url=self.url, pid=os.getpid()),
+                )
+            )
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = {member: group.create_task(member.run()) for member in self.members}
+                    self.pool.start(group)
+                    tasks = {member: group.create_task(member.run()) for member in self._frontends}
                     try:
                         for member in self.members:
                             await member.ready.wait()
                         self._has_started = True
+                        self.pool.open()
                         self._spares.refill()
                         yield
                     except BaseException:
                         self.kill()
                         raise
                     await self._drain(tasks)
+                    await self.pool.close()
             except BaseExceptionGroup as errors:
                 raise cause_of(errors) from None
 
@@ -180,24 +208,35 @@ class LocalDeployment:
         )
 
     def _create_members(
-        self, common: Common, port: Port, cards: dict[Role, ModelCard], model_dir: str
+        self,
+        common: Common,
+        port: Port,
+        cards: dict[Role, ModelCard],
+        model_dir: str,
+        scale_file: ScaleFile,
     ) -> None:
+        """Create frontends, and the pool with the workers of the scale file or the graph.
+
+        Raises:
+            ConfigError: this machine lacks devices or cores for the graph's workers.
+        """
         metrics_dir = Path(common.runtime_dir, "metrics") if self.graph.frontend.processes > 1 else None
         if metrics_dir is not None:
             metrics_dir.mkdir()
         worker_ids = itertools.count(1)  # a restarted process gets a new id
 
-        def worker_job(role: Role, index: int, device: int) -> WorkerJob:
+        def worker_job(worker: PoolWorker) -> WorkerJob:
             return WorkerJob(
                 worker_id=WorkerId(next(worker_ids)),
-                role=role,
-                card=cards[role],
+                role=worker.role,
+                card=cards[worker.home],
                 model_dir=model_dir,
-                index=index,
-                device=device,
-                core=self._cores.of_engine(role, index),
-                adapters=self._roles[role].adapters_of(index),
-                host_part=self._host_arena.part(role, index),
+                index=worker.index,
+                device=worker.devices[0] if worker.devices else 0,
+                core=worker.core,
+                adapters=self._roles[worker.home].adapters_of(worker.index),
+                host_part=self._host_arena.part(worker.home, worker.index),
+                home=worker.home,
             )
 
         def frontend_job() -> FrontendJob:
@@ -205,37 +244,33 @@ class LocalDeployment:
                 self._forget_dead(metrics_dir)
             return FrontendJob(host=port.host, port=port.number, metrics_dir=str(metrics_dir or ""))
 
-        devices = device_numbers(self._roles)
-        self._workers = [
-            self._member(
-                f"{_WORKER_NAMES[role]}-{n + 1}",
-                partial(worker_job, role, n, devices.get((role, n), 0)),
-                common,
-                self._cores.of_process(role, n),
-                self._spares.start,
-            )
-            for role, spec in self._roles.items()
-            for n in range(spec.replicas)
-        ]
+        def worker_member(worker: PoolWorker) -> Member:
+            cores = partial(self._cores.of_process, worker.name)
+            member = self._member(worker.name, partial(worker_job, worker), common, cores, self._spares.start)
+            member.on_failure = self._note_failure
+            member.on_ready = self._refill_spares
+            return member
+
+        try:
+            if restored := self.pool.fill(worker_member, scale_file):
+                self._say("penstock", "starting", restored)
+        except RequestError as error:
+            raise ConfigError(f"roles: {error.message}") from error
         self._frontends = [
             self._member(
                 f"frontend-{n + 1}",
                 frontend_job,
                 common,
-                self._cores.of_process(),
+                self._cores.of_process,
                 partial(Child.start, guard=self._guard),
             )
             for n in range(self.graph.frontend.processes)
         ]
-        for group in (self._workers, self._frontends):
-            for member in group:
-                member.may_give_up = partial(_nobody_serves, group)
-                member.may_refuse = partial(self._may_refuse, group)
-                member.on_failure = self._note_failure
         for member in self._frontends:
+            member.may_give_up = partial(_nobody_serves, self._frontends)
+            member.may_refuse = partial(self._may_refuse, self._frontends)
+            member.on_failure = self._note_failure
             member.on_ready = self._tell_failures
-        for member in self._workers:
-            member.on_ready = self._refill_spares
 
     def _may_refuse(self, group: list[Member]) -> bool:
         """Tell whether a config error of a process ends the deployment: always during its start, later only if no other member serves."""
@@ -266,11 +301,16 @@ class LocalDeployment:
                 path.unlink()
 
     def _member(
-        self, name: str, job: Callable[[], Job], common: Common, cores: tuple[int, ...], start: Start
+        self,
+        name: str,
+        job: Callable[[], Job],
+        common: Common,
+        cores: Callable[[], tuple[int, ...]],
+        start: Start,
     ) -> Member:
         return Member(
             name,
-            lambda: Assignment(name=name, job=job(), common=common, cores=cores),
+            lambda: Assignment(name=name, job=job(), common=common, cores=cores()),
             self.graph.supervision,
             start=start,
             say=self._say,
@@ -278,15 +318,13 @@ class LocalDeployment:
 
     async def _drain(self, tasks: dict[Member, asyncio.Task[None]]) -> None:
         """Stop the frontends, which finish their streams, then the workers."""
-        for members, patience_s in (
-            (self._frontends, self.graph.frontend.drain_timeout_s),
-            (self._workers, self.graph.worker.drain_timeout_s + self.graph.supervision.close_timeout_s),
-        ):
-            for member in members:
-                member.stop()
-            await asyncio.wait([tasks[member] for member in members], timeout=patience_s + _KILL_AFTER_S)
-            for member in members:
-                member.kill()
+        for member in self._frontends:
+            member.stop()
+        patience_s = self.graph.frontend.drain_timeout_s + _KILL_AFTER_S
+        await asyncio.wait(tasks.values(), timeout=patience_s)
+        for member in self._frontends:
+            member.kill()
+        await self.pool.drain()
 
 
 def _imports(roles: dict[Role, RoleSpec]) -> tuple[str, ...]:

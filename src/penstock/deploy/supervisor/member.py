@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.errors import ConfigError, Unavailable
-from penstock.deploy.messages import Assignment, Beat, Closing, Failed, Health, ProcessFailed, Ready, Report
+from penstock.deploy.messages import (
+    Assignment,
+    Beat,
+    Closing,
+    Failed,
+    Health,
+    News,
+    Phase,
+    Ready,
+    Report,
+    RoleChanged,
+)
 from penstock.deploy.supervisor.backoff import Backoff
 from penstock.deploy.supervisor.child import describe_status
 from penstock.deploy.supervisor.watchdog import CLOSE_TIMEOUT, Watchdog
@@ -26,13 +37,14 @@ class ChildProcess(Protocol):
     def pid(self) -> int: ...
     async def report(self) -> Report | None: ...
     async def wait(self) -> int: ...
-    def tell(self, failure: ProcessFailed) -> None: ...
+    def tell(self, news: News) -> None: ...
     def signal(self, number: signal.Signals) -> None: ...
     def kill(self) -> None: ...
     def kill_at_once(self) -> None: ...
 
 
 _CONFIG = "config"
+_DRAINS = "finishes its requests"
 
 
 @dataclass(slots=True, frozen=True)
@@ -90,6 +102,18 @@ class Member:
         """Called when a process is ready."""
         self.on_failure: Callable[[str, str], None] = lambda _name, _reason: None
         """Called with (name, reason) when a process ends unasked."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when `phase`, `since` or `is_stopping` changes."""
+        self.on_role: Callable[[RoleChanged], None] = lambda _changed: None
+        """Called when its worker has changed its role, or refuses to."""
+        self.phase = "starts a process"
+        """What a process that is not ready does, or why the last one ended."""
+        self.since: float | None = None
+        """Loop time of the start of its process or, once that is ready, of this; None before the first start."""
+        self.start_s: float | None = None
+        """Seconds that its last start took."""
+        self.has_failed = False
+        """Whether its last process ended unasked and no later one is ready."""
         self._assign = assign
         self._settings = settings
         self._start = start
@@ -101,6 +125,10 @@ class Member:
     @property
     def pid(self) -> int | None:
         return self._child.pid if self._child else None
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
 
     async def run(self) -> None:
         """Run until `stop`, restarting the process whenever it ends.
@@ -115,6 +143,8 @@ class Member:
             if self._stopping.is_set():
                 self._say(self.name, "stopped", ending.why if ending.reason == CLOSE_TIMEOUT else "")
                 return
+            self.has_failed = True
+            self._note(ending.why)
             self.on_failure(self.name, ending.reason)
             if ending.is_config and self.may_refuse():
                 raise ConfigError(ending.why)
@@ -128,15 +158,16 @@ class Member:
             self._say(self.name, "failed", f"{ending.why}; starts again in {delay_s:.1f} s")
             await self._sleep(delay_s)
 
-    def tell(self, failure: ProcessFailed) -> None:
+    def tell(self, news: News) -> None:
         """Send a message to the running process, if any."""
         if self._child:
-            self._child.tell(failure)
+            self._child.tell(news)
 
     def stop(self) -> None:
         """Drain and end the process; it is not restarted."""
         if not self._stopping.is_set():
             self._stopping.set()
+            self._note(_DRAINS if self.ready.is_set() else "stops")
             if self._child and self.ready.is_set():
                 self._child.signal(signal.SIGTERM)
             elif self._child:  # not ready: nothing to drain, and it may be busy loading a model
@@ -148,6 +179,11 @@ class Member:
         if self._child:
             self._child.kill()
 
+    def _note(self, phase: str) -> None:
+        self.phase = phase
+        self.since = asyncio.get_running_loop().time()
+        self.on_change()
+
     async def _sleep(self, delay_s: float) -> None:
         try:
             async with asyncio.timeout(delay_s):
@@ -158,6 +194,8 @@ class Member:
     async def _run_process(self) -> _Ending:
         loop = asyncio.get_running_loop()
         started_at = loop.time()
+        if not self.has_failed:
+            self._note("starts a process")
         child = await self._start(self._assign())
         self._child = child
         if self._stopping.is_set():  # stopped while the process was starting
@@ -175,6 +213,7 @@ class Member:
         finally:
             served_s = loop.time() - self._ready_at if self.ready.is_set() else None
             self.ready.clear()
+            self.on_change()
             child.kill()
             await child.wait()
             self._child = None
@@ -198,10 +237,18 @@ class Member:
                     self._ready_at = asyncio.get_running_loop().time()
                     watchdog.ready()
                     self.ready.set()
+                    self.start_s, self.has_failed = self._ready_at - started_at, False
+                    self._note("")
                     self._say(self.name, "ready", f"{detail}  {self._ready_at - started_at:.1f} s")
                     self.on_ready()
                 case Health(problem=problem):
                     self._say(self.name, "unhealthy" if problem else "ready", problem or "serves again")
+                case Phase(what=what):
+                    if not self.has_failed:
+                        self.phase = what
+                        self.on_change()
+                case RoleChanged():
+                    self.on_role(report)
                 case Closing():
                     watchdog.closing()
                 case Failed():  # a later one is of its closing

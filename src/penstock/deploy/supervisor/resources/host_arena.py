@@ -20,7 +20,8 @@ _RECORDS_BYTES = 1 << 20
 class HostArena:
     """One sealed arena with an extent for each worker of this host. Each worker allocates the pages of its own extent; the supervisor keeps the arena open.
 
-    An extent belongs to a role and number, so that a restarted worker finds its blocks again.
+    An extent belongs to a role and number, so that a restarted worker finds its blocks again. Workers that scaling may add
+    later (`replicas_max`) have theirs from the start.
     """
 
     def __init__(self, roles: Mapping[Role, RoleSpec]) -> None:
@@ -38,10 +39,10 @@ class HostArena:
         extents: list[tuple[int, int]] = []
         end = 0
         for name, role in roles.items():
-            if role.kv.host and role.replicas:
-                self._sharing[name] = role.replicas
+            if role.kv.host and role.replicas_most:
+                self._sharing[name] = role.replicas_most
                 size = _extent_bytes(role)
-                for index in range(role.replicas):
+                for index in range(role.replicas_most):
                     self._numbers[name, index] = len(extents)
                     extents.append((end, size))
                     end += size
@@ -78,5 +79,5 @@ def _extent_bytes(role: RoleSpec) -> int:
     """Size a worker's extent: as all of the host's memory where the tier is a multiple of blocks, whose bytes only workers know."""
     size = role.kv.host
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    share = memory if size.is_multiple else size.shared_by(role.replicas).num_bytes * _RECORDS_FACTOR
+    share = memory if size.is_multiple else size.shared_by(role.replicas_most).num_bytes * _RECORDS_FACTOR
     return -(-(share + _RECORDS_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE

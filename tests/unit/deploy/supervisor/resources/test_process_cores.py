@@ -2,15 +2,30 @@
 
 import pytest
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.instances import Role
-from penstock.deploy.supervisor.process_cores import ProcessCores
+from penstock.deploy.supervisor.resources.process_cores import ProcessCores, expect_cores
 from penstock.graph import Graph
 
 
+class Cores(ProcessCores):
+    """The cores of a graph's workers, by role and index."""
+
+    def __init__(self, usable, roles):
+        super().__init__(usable)
+        for role, spec in Graph.model_validate({"model": "m", "roles": roles}).roles.present().items():
+            for index in range(spec.replicas):
+                self.take(f"{role}.{index}", role, spec)
+
+    def of_engine(self, role, index=None):
+        return super().of_engine(role if index is None else f"{role}.{index}")
+
+    def of_process(self, role="", index=None):
+        return super().of_process(role if index is None else f"{role}.{index}")
+
+
 def cores_of(usable, roles):
-    graph = Graph.model_validate({"model": "m", "roles": roles})
-    return ProcessCores(graph.roles.present(), usable)
+    return Cores(usable, roles)
 
 
 def test_prefill_workers_and_frontends_keep_off_who_decodes() -> None:
@@ -61,7 +76,21 @@ def test_nothing_unless_it_is_asked_for() -> None:
 
 
 def test_too_few_cores() -> None:
+    roles = {"prefill": {"replicas": 2}, "decode": {}}
+    graph = Graph.model_validate({"model": "m", "roles": roles})
+    expect_cores(graph.roles.present(), {0, 1, 2})
     with pytest.raises(
         ConfigError, match=r"worker\.own_cores: 3 workers compute on CPU cores, got 2 .* run fewer"
     ):
-        cores_of({0, 1}, {"prefill": {"replicas": 2}, "decode": {}})
+        expect_cores(graph.roles.present(), {0, 1})
+
+
+def test_a_freed_core_is_given_again() -> None:
+    cores = ProcessCores({4, 5})
+    spec = Graph.model_validate({"model": "m", "roles": {"aggregated": {}}}).roles.present()[Role.AGGREGATED]
+    assert [cores.take(name, Role.AGGREGATED, spec) for name in ("a", "b")] == [4, 5]
+    assert cores.room(spec) == 0
+    with pytest.raises(RequestError, match=r"c needs a core of its own .*; taken: 4 by a, 5 by b"):
+        cores.take("c", Role.AGGREGATED, spec)
+    cores.release("a")
+    assert cores.take("c", Role.AGGREGATED, spec) == 4

@@ -1,0 +1,74 @@
+"""Messages of the control channel: one JSON line each way on a connection of its own.
+
+`version` is checked before the rest, so that another version's message is refused with a reason. A line that does not end
+changes nothing.
+"""
+
+import msgspec
+
+from penstock.core.errors import ErrorInfo
+from penstock.core.types.instances import Role
+from penstock.core.types.scaling import Scale
+from penstock.core.wire import Wire
+
+CONTROL_VERSION = 1
+"""Increment it when an old peer could misread a message."""
+LINE_BYTES_MAX = 1 << 20
+SOCKET_NAME = "control.sock"
+
+
+class Deployment(Wire, frozen=True):
+    """Who answers: the graph's name, the frontends' URL and the supervisor's process."""
+
+    name: str
+    url: str
+    pid: int
+
+
+class GetScale(Wire, frozen=True, tag="scale"):
+    """Asks for the workers; with `after`, once `Scale.sequence` exceeds it."""
+
+    after: int | None = None
+
+
+class Add(Wire, frozen=True, tag="add"):
+    role: Role
+    count: int
+    by: str
+    revision: int | None = None
+
+
+class Retire(Wire, frozen=True, tag="retire"):
+    names: tuple[str, ...]
+    by: str
+    revision: int | None = None
+
+
+class Flip(Wire, frozen=True, tag="flip"):
+    name: str
+    role: Role
+    by: str
+    revision: int | None = None
+
+
+class Ask(Wire, frozen=True):
+    """A request."""
+
+    version: int
+    body: GetScale | Add | Retire | Flip
+
+
+class Told(Wire, frozen=True):
+    """An answer: `scale` to `GetScale`, `names` to `Add`, neither to others; or `error` alone."""
+
+    version: int = CONTROL_VERSION
+    deployment: Deployment | None = None
+    scale: Scale | None = None
+    names: tuple[str, ...] = ()
+    error: ErrorInfo | None = None
+
+
+class Versioned(msgspec.Struct, frozen=True):
+    """Reads the version alone."""
+
+    version: int = 0

@@ -1,0 +1,1 @@
+"""What the workers of one machine share without overlap: devices, CPU cores, memory for KV."""

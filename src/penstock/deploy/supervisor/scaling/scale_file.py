@@ -1,0 +1,129 @@
+"""Remembers the workers of a deployment, so that a restarted one has as many as it was scaled to."""
+
+import fcntl
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from penstock.core.files import write_whole
+from penstock.core.log import get_logger
+from penstock.core.types.instances import Role
+from penstock.core.wire import Wire
+
+_VERSION = 1
+_log = get_logger()
+
+
+class KeptWorker(Wire, frozen=True):
+    """A worker to start again: its role, and the role whose settings it has."""
+
+    home: Role
+    index: int
+    role: Role
+
+
+class KeptScale(Wire, frozen=True):
+    """The content of the file. `declared` are the graph's replicas: with other ones, the graph counts."""
+
+    version: int
+    declared: dict[Role, int]
+    workers: tuple[KeptWorker, ...]
+    revision: int
+    changed_by: str = ""
+
+
+class ScaleFile:
+    """The file of one deployment, locked by the first process that opens it. The kernel releases the lock however it ends."""
+
+    def __init__(self, directory: Path, declared: Mapping[Role, int]) -> None:
+        """Open the file.
+
+        Args:
+            directory: the deployment's directory that survives restarts; exists.
+            declared: replicas of the graph's roles.
+        """
+        self._path = directory / "scale.json"
+        self._declared = dict(declared)
+        self._lock = _lock(directory / "scale.lock")
+        self.is_ours = self._lock is not None
+        """Whether this process may read and write it; not where another deployment of this name runs."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    def load(self) -> KeptScale | None:
+        """Return what was kept; None if nothing was, the graph's replicas have changed since, or the file is damaged."""
+        if not self.is_ours:
+            return None
+        try:
+            kept = msgspec.json.decode(self._path.read_bytes(), type=KeptScale)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.DecodeError) as error:
+            _log.warning(
+                "scale_file_damaged",
+                path=str(self._path),
+                error=str(error),
+                effect="starts as the graph says",
+            )
+            return None
+        if kept.version != _VERSION or kept.declared != self._declared or not _is_sound(kept, self._declared):
+            return None
+        return kept
+
+    def save(self, workers: tuple[KeptWorker, ...], *, revision: int, changed_by: str) -> None:
+        """Keep these workers; a failure is logged."""
+        if not self.is_ours:
+            return
+        kept = KeptScale(
+            version=_VERSION,
+            declared=self._declared,
+            workers=workers,
+            revision=revision,
+            changed_by=changed_by,
+        )
+        try:
+            write_whole(self._path, msgspec.json.encode(kept))
+        except OSError as error:
+            _log.warning(
+                "scale_not_kept", path=str(self._path), error=str(error), effect="a restart has other workers"
+            )
+
+
+def _is_sound(kept: KeptScale, declared: Mapping[Role, int]) -> bool:
+    """Tell whether the workers are of the graph's roles, each once, and one answers requests."""
+    places = {(worker.home, worker.index) for worker in kept.workers}
+    return (
+        len(places) == len(kept.workers)
+        and all(home in declared and index >= 0 for home, index in places)
+        and any(worker.role is not Role.PREFILL for worker in kept.workers)
+    )
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a file; None if another process has, or the directory is not writable."""
+    with suppress(OSError):
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise
+        return lock
+    return None

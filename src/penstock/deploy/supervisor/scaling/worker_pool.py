@@ -1,0 +1,366 @@
+"""The workers of a deployment on this machine: started, drained and flipped while the others serve."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from penstock.core.errors import RequestError, Unavailable, from_info
+from penstock.core.log import get_logger
+from penstock.core.types.instances import Role
+from penstock.core.types.scaling import RoleLimit, Scale
+from penstock.deploy.messages import ChangeRole, RoleChanged
+from penstock.deploy.supervisor.member import Member
+from penstock.deploy.supervisor.resources.devices import devices_of
+from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
+from penstock.deploy.supervisor.scaling.room import Room
+from penstock.deploy.supervisor.scaling.scale_file import KeptWorker, ScaleFile
+from penstock.graph import RoleSpec
+
+WAIT_S_MAX = 20.0
+"""Longest time that `scale(after)` waits for a change."""
+_ROLE_COMMAND = "penstock role"
+_log = get_logger()
+
+
+class WorkerPool:
+    """A `seams.ScalingConnector` of the machine's own processes. One event loop owns it."""
+
+    def __init__(self, roles: Mapping[Role, RoleSpec], *, room: Room, drain_s: float) -> None:
+        """Make an empty pool; `fill` and `start` begin.
+
+        Args:
+            roles: the graph's roles.
+            room: the machine's devices and bounds.
+            drain_s: seconds that a worker may take to drain and close; then it is killed.
+        """
+        self._roles = dict(roles)
+        self._room = room
+        self._make: Callable[[PoolWorker], Member]
+        self._file: ScaleFile | None = None
+        self._drain_s = drain_s
+        self._workers: list[PoolWorker] = []
+        self._tasks: dict[PoolWorker, asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._is_open = False
+        self._sequence = 0
+        self._revision = 0
+        self._changed_by = ""
+        self._start_s: dict[Role, float] = {}
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    @property
+    def members(self) -> list[Member]:
+        return [worker.running for worker in self._workers]
+
+    # -- life
+
+    def fill(self, make: Callable[[PoolWorker], Member], file: ScaleFile | None = None) -> str:
+        """Add the workers of the file, else those of the graph; returns what differs from the graph, to be printed.
+
+        Args:
+            make: makes the member that runs a worker's process.
+            file: remembers the workers; None remembers nothing.
+
+        Raises:
+            RequestError: this machine lacks devices or cores for them.
+        """
+        self._make, self._file = make, file
+        kept = None if file is None else file.load()
+        declared = tuple(
+            KeptWorker(home=role, index=index, role=role)
+            for role, spec in self._roles.items()
+            for index in range(spec.replicas)
+        )
+        if kept is not None:
+            try:
+                self._place(kept.workers)
+            except RequestError as error:
+                _log.warning("scale_not_restored", error=error.message, effect="starts as the graph says")
+            else:
+                self._revision, self._changed_by = kept.revision, kept.changed_by
+                return "" if kept.workers == declared else self._describe_restored()
+        self._place(declared)
+        return ""
+
+    def start(self, group: asyncio.TaskGroup) -> None:
+        """Start the processes of all workers in `group`."""
+        self._group = group
+        for worker in self._workers:
+            self._run(worker)
+
+    def open(self) -> None:
+        """Accept changes from now on: the deployment has started."""
+        self._is_open = True
+
+    async def drain(self) -> None:
+        """End all workers: drain, then kill those that take too long. No change is accepted any more."""
+        self._is_open = False
+        for worker in self._workers:
+            worker.running.stop()
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks.values()), timeout=self._drain_s)
+        for worker in self._workers:
+            worker.running.kill()
+
+    async def close(self) -> None:
+        """Wake everybody who waits for a change."""
+        self._note_change()
+
+    # -- ScalingConnector
+
+    async def scale(self, after: int | None = None) -> Scale:
+        if after is not None and after >= self._sequence:
+            changed = asyncio.get_running_loop().create_future()
+            self._waiting.add(changed)
+            try:
+                async with asyncio.timeout(WAIT_S_MAX):
+                    await changed
+            except TimeoutError:
+                pass
+            finally:
+                self._waiting.discard(changed)
+        now_s = asyncio.get_running_loop().time()
+        return Scale(
+            sequence=self._sequence,
+            revision=self._revision,
+            changed_by=self._changed_by,
+            replicas=tuple(worker.replica(now_s) for worker in self._workers),
+            limits=tuple(self._limit(role) for role in self._roles),
+        )
+
+    async def add(
+        self, role: Role, count: int = 1, *, by: str, revision: int | None = None
+    ) -> tuple[str, ...]:
+        self._check(revision)
+        spec = self._roles.get(role)
+        if spec is None:
+            raise RequestError(
+                f"role {role} is not of this deployment, which has {', '.join(self._roles)}; describe it in the graph,"
+                " with replicas 0 if need be",
+                http_status=404,
+            )
+        if count < 1:
+            raise RequestError(f"count: must be >= 1, got {count}")
+        room, why = self._room.of(role, spec, self._workers)
+        if room is not None and count > room:
+            raise _conflict(f"{role}: {_counted(count)} more cannot be added, {room} can: {why}")
+        numbers = iter(range(len(self._workers) + count))
+        used = {worker.index for worker in self._workers if worker.home is role}
+        free = [index for index in numbers if index not in used][:count]
+        added = self._place(tuple(KeptWorker(home=role, index=index, role=role) for index in free))
+        for worker in added:
+            self._run(worker)
+        self._accept(by, "workers_added", names=[worker.name for worker in added])
+        return tuple(worker.name for worker in added)
+
+    async def retire(self, names: Sequence[str], *, by: str, revision: int | None = None) -> None:
+        self._check(revision)
+        leaving = [self._find(name) for name in dict.fromkeys(names)]
+        for worker in leaving:
+            if worker.is_draining:
+                raise _conflict(f"{worker.name} drains already; it ends by itself")
+        self._check_serving(leaving, "retire")
+        self._check_adapters(leaving)
+        loop = asyncio.get_running_loop()
+        for worker in leaving:
+            worker.running.stop()
+            loop.call_later(self._drain_s, worker.running.kill)
+        if leaving:
+            self._accept(by, "workers_retired", names=[worker.name for worker in leaving])
+
+    async def flip(self, name: str, role: Role, *, by: str, revision: int | None = None) -> None:
+        self._check(revision)
+        worker = self._find(name)
+        if worker.target is not None:
+            raise _conflict(f"{name} is becoming {worker.target} already; wait until it has")
+        if worker.is_draining or not worker.running.ready.is_set():
+            raise _conflict(f"{name} is not ready: {worker.running.phase}; choose another worker")
+        if worker.role is role:
+            raise _conflict(f"{name} is {role} already; choose another role")
+        if role is Role.PREFILL:
+            self._check_serving([worker], "flip")
+        worker.target = role
+        flipped = asyncio.get_running_loop().create_future()
+        worker.flips.add(flipped)
+        self._accept(by, "worker_flips", name=name, role=role)
+        worker.running.tell(ChangeRole(role=role))
+        try:
+            async with asyncio.timeout(self._drain_s):
+                await flipped
+        except TimeoutError as error:
+            raise Unavailable(
+                f"{name} has not become {role} within {self._drain_s:g} s; it may still do so"
+            ) from error
+        finally:
+            worker.flips.discard(flipped)
+
+    # -- changes
+
+    def _place(self, places: Sequence[KeptWorker]) -> list[PoolWorker]:
+        """Give workers their share of the machine and add them to the pool, all or none."""
+        added: list[PoolWorker] = []
+        try:
+            for place in places:
+                spec = self._roles[place.home]
+                worker = PoolWorker(home=place.home, index=place.index, role=place.role)
+                added.append(worker)
+                worker.devices = self._room.devices.take(worker.name, devices_of(spec))
+                worker.core = self._room.cores.take(worker.name, place.home, spec)
+        except RequestError:
+            for worker in added:
+                self._release(worker)
+            raise
+        for worker in added:
+            worker.member = self._make(worker)
+            self._hear(worker, worker.member)
+        self._workers += added
+        return added
+
+    def _hear(self, worker: PoolWorker, member: Member) -> None:
+        """Call the pool's methods at the member's changes, beside whatever else is called at them."""
+        on_ready, on_failure = member.on_ready, member.on_failure
+
+        def ready() -> None:
+            if member.start_s is not None:
+                self._start_s[worker.home] = member.start_s
+            on_ready()
+
+        def failed(name: str, reason: str) -> None:
+            on_failure(name, reason)
+            self._end_flip(
+                worker, Unavailable(f"{name} ended while it became {worker.target}: {member.phase}")
+            )
+
+        member.on_ready, member.on_failure = ready, failed
+        member.may_give_up = self._nobody_serves
+        member.may_refuse = lambda: not self._is_open or self._nobody_serves()
+        member.on_change = self._note_change
+        member.on_role = lambda changed: self._note_role(worker, changed)
+
+    def _nobody_serves(self) -> bool:
+        return not any(member.ready.is_set() for member in self.members)
+
+    def _run(self, worker: PoolWorker) -> None:
+        if self._group is not None:
+            self._tasks[worker] = self._group.create_task(self._keep(worker), name=worker.name)
+
+    async def _keep(self, worker: PoolWorker) -> None:
+        """Run a worker until it is retired, then free its share of the machine."""
+        try:
+            await worker.running.run()
+        finally:
+            self._end_flip(worker, Unavailable(f"{worker.name} has ended"))
+            self._tasks.pop(worker, None)
+            if self._is_open:
+                self._workers.remove(worker)
+                self._release(worker)
+                self._note_change()
+
+    def _release(self, worker: PoolWorker) -> None:
+        self._room.devices.release(worker.name)
+        self._room.cores.release(worker.name)
+
+    def _note_role(self, worker: PoolWorker, changed: RoleChanged) -> None:
+        """Handle a worker's answer to `ChangeRole`, or a change that somebody asked of the worker itself."""
+        if changed.problem is not None:
+            self._end_flip(worker, from_info(changed.problem))
+            return
+        was_asked, worker.role = worker.target is not None, changed.role
+        self._end_flip(worker, None)
+        if was_asked:
+            self._save()
+        else:
+            self._accept(_ROLE_COMMAND, "worker_flipped", name=worker.name, role=changed.role)
+
+    def _end_flip(self, worker: PoolWorker, error: Exception | None) -> None:
+        worker.target = None
+        for flipped in worker.flips:
+            if flipped.done():
+                continue
+            if error is None:
+                flipped.set_result(None)
+            else:
+                flipped.set_exception(error)
+        self._note_change()
+
+    def _accept(self, by: str, event: str, **values: object) -> None:
+        self._revision += 1
+        self._changed_by = by
+        _log.info(event, by=by, revision=self._revision, **values)
+        self._save()
+        self._note_change()
+
+    def _save(self) -> None:
+        if self._file is not None:
+            kept = tuple(
+                KeptWorker(home=worker.home, index=worker.index, role=worker.role)
+                for worker in self._workers
+                if not worker.is_draining
+            )
+            self._file.save(kept, revision=self._revision, changed_by=self._changed_by)
+
+    def _note_change(self) -> None:
+        self._sequence += 1
+        for changed in self._waiting:
+            if not changed.done():
+                changed.set_result(None)
+
+    # -- checks
+
+    def _check(self, revision: int | None) -> None:
+        if not self._is_open:
+            raise Unavailable("the deployment is about to start or to stop; try again once it is ready")
+        if revision is not None and revision != self._revision:
+            raise _conflict(
+                f"revision: {self._changed_by or 'somebody'} has scaled meanwhile (revision {self._revision}, expected"
+                f" {revision}); look again and repeat"
+            )
+
+    def _find(self, name: str) -> PoolWorker:
+        with suppress(StopIteration):
+            return next(worker for worker in self._workers if worker.name == name)
+        known = ", ".join(worker.name for worker in self._workers)
+        raise RequestError(f"there is no worker {name!r} here; known: {known}", http_status=404)
+
+    def _check_serving(self, leaving: Sequence[PoolWorker], verb: str) -> None:
+        """Check that requests are still answered without the workers in `leaving`."""
+        left = [worker for worker in self._workers if worker.answers and worker not in leaving]
+        last = next((worker for worker in leaving if worker.is_serving), None)
+        if not any(worker.answers for worker in leaving) or any(worker.is_serving for worker in left):
+            return
+        if left and last is None:
+            return
+        name = last.name if last is not None else leaving[0].name
+        starting = ", ".join(worker.name for worker in left)
+        wait = f"wait until one of {starting} is ready" if left else f"add another before you {verb} it"
+        raise _conflict(f"{name} is the last worker that answers requests; {wait}")
+
+    def _check_adapters(self, leaving: Sequence[PoolWorker]) -> None:
+        """Check that every adapter still has a worker."""
+        for role, spec in self._roles.items():
+            own = [worker for worker in self._workers if worker.home is role and not worker.is_draining]
+            left = {
+                name for worker in own if worker not in leaving for name in spec.adapters_of(worker.index)
+            }
+            lost = {name for worker in own for name in spec.adapters_of(worker.index)} - left
+            if lost:
+                raise _conflict(
+                    f"no other worker has adapter {min(lost)!r} (roles.{role}.adapters_per_worker); retire another worker"
+                )
+
+    def _limit(self, role: Role) -> RoleLimit:
+        room, why = self._room.of(role, self._roles[role], self._workers)
+        return RoleLimit(role=role, room=room, why=why, start_s=self._start_s.get(role))
+
+    def _describe_restored(self) -> str:
+        counts = {role: sum(worker.role is role for worker in self._workers) for role in Role}
+        listed = ", ".join(f"{count} {role}" for role, count in counts.items() if count)
+        return f"{listed}, as scaled before by {self._changed_by}; penstock scale ROLE N changes it"
+
+
+def _conflict(message: str) -> RequestError:
+    return RequestError(message, http_status=409)
+
+
+def _counted(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"

@@ -1,0 +1,1 @@
+"""Floor 7: capacity follows demand. Observes a deployment, and changes the number and roles of its workers."""

@@ -1,0 +1,1 @@
+"""Carries out plans: starts, ends and flips workers by a `ScalingConnector`."""

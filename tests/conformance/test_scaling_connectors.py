@@ -1,0 +1,63 @@
+"""Every connector that scales a deployment, and the control channel before them."""
+
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from penstock.deploy.control.local_connector import LocalConnector
+from penstock.deploy.control.messages import SOCKET_NAME, Deployment
+from penstock.deploy.control.server import ControlServer
+from penstock.planner.act.memory_connector import MemoryConnector, WorkerTimes
+from penstock.sim.loop.loop import SimLoop
+from penstock.testing.scaling_connector import ScalingConnectorSuite
+from tests.support.scripted_pool import PoolScene
+
+QUICK = WorkerTimes(start_s=0.01, drain_s=0.01, flip_s=0.01)
+
+
+class TestMemoryConnector(ScalingConnectorSuite):
+    loop_factory = SimLoop
+
+    @asynccontextmanager
+    async def make(self, replicas):
+        connector = MemoryConnector(replicas)
+        yield connector
+        await connector.close()
+
+
+class TestWorkerPool(ScalingConnectorSuite):
+    loop_factory = SimLoop
+
+    @asynccontextmanager
+    async def make(self, replicas):
+        roles = {role.value: {"engine": "mock", "replicas": count} for role, count in replicas.items()}
+        async with PoolScene(roles).running() as pool:
+            yield pool
+
+
+@asynccontextmanager
+async def by_socket(connector):
+    """Put the control channel before a connector."""
+    with tempfile.TemporaryDirectory() as directory:
+        me = Deployment(name="suite", url="http://127.0.0.1:1", pid=1)
+        async with ControlServer(connector, Path(directory), me):
+            client = LocalConnector(Path(directory, SOCKET_NAME))
+            yield client
+            await client.close()
+
+
+class TestLocalConnector(ScalingConnectorSuite):
+    @asynccontextmanager
+    async def make(self, replicas):
+        connector = MemoryConnector(replicas, times=QUICK)
+        async with by_socket(connector) as client:
+            yield client
+        await connector.close()
+
+
+class TestLocalConnectorOfPool(ScalingConnectorSuite):
+    @asynccontextmanager
+    async def make(self, replicas):
+        roles = {role.value: {"engine": "mock", "replicas": count} for role, count in replicas.items()}
+        async with PoolScene(roles).running() as pool, by_socket(pool) as client:
+            yield client

@@ -1,0 +1,275 @@
+"""The pool of workers, over processes by script and virtual time."""
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from penstock.core.errors import RequestError, Unavailable
+from penstock.core.types.instances import Role
+from penstock.core.types.scaling import ReplicaState
+from penstock.deploy.messages import Failed, Phase, Ready, RoleChanged
+from penstock.deploy.supervisor.scaling.scale_file import ScaleFile
+from penstock.sim.loop.loop import run_virtual
+from tests.support.scripted_pool import PoolScene, ScriptedProcess
+
+AGGREGATED = {"aggregated": {"engine": "mock"}}
+PAIR = {"prefill": {"engine": "mock"}, "decode": {"engine": "mock", "replicas": 2}}
+GPUS = {"aggregated": {"engine": "vllm", "hardware": "h100", "tensor_parallel": 2}}
+
+
+def states(scale):
+    return {replica.name: replica.state for replica in scale.replicas}
+
+
+def declared(roles):
+    return {Role(role): spec.get("replicas", 1) for role, spec in roles.items()}
+
+
+def test_a_start_is_seen_as_it_proceeds():
+    async def main():
+        scene = PoolScene(AGGREGATED)
+        async with scene.running() as pool:
+            scene.next = partial(ScriptedProcess, is_slow=True)
+            (name,) = await pool.add(Role.AGGREGATED, by="test")
+            await asyncio.sleep(1)
+            scene.processes[name].say(Phase(what="loads the engine"))
+            await asyncio.sleep(1)
+            replica = (await pool.scale()).replicas[1]
+            assert (replica.state, replica.phase) == (ReplicaState.STARTING, "loads the engine")
+            assert replica.age_s == pytest.approx(2.0)
+            scene.processes[name].say(Ready())
+            await asyncio.sleep(1)
+            scale = await pool.scale()
+            assert states(scale)[name] is ReplicaState.READY
+            assert scale.limits[0].start_s == pytest.approx(2.0)
+
+    run_virtual(main())
+
+
+def test_a_worker_that_fails_to_start_is_seen_and_tried_again():
+    async def main():
+        scene = PoolScene(AGGREGATED)
+        async with scene.running() as pool:
+            scene.next = partial(ScriptedProcess, is_slow=True)
+            (name,) = await pool.add(Role.AGGREGATED, by="test")
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            scene.processes[name].say(Failed(message="no memory", config=True))
+            scene.processes[name].end(2)
+            scene.next = ScriptedProcess
+            await asyncio.sleep(0.1)
+            replica = (await pool.scale()).replicas[1]
+            assert (replica.state, replica.phase) == (ReplicaState.FAILED, "no memory")
+            await asyncio.sleep(1)
+            assert states(await pool.scale())[name] is ReplicaState.READY
+
+    run_virtual(main())
+
+
+def test_two_workers_never_have_the_same_devices():
+    async def main():
+        scene = PoolScene(GPUS, devices=6)
+        async with scene.running() as pool:
+            await pool.add(Role.AGGREGATED, 2, by="test")
+            assert [replica.devices for replica in (await pool.scale()).replicas] == [(0, 1), (2, 3), (4, 5)]
+            with pytest.raises(
+                RequestError, match=r"0 can: each needs 2 free GPUs .*2 by worker-2, 3 by worker-2"
+            ):
+                await pool.add(Role.AGGREGATED, by="test")
+            await asyncio.sleep(1)
+            scene.processes["worker-2"].ignores = True
+            await pool.retire(["worker-2"], by="test")
+            with pytest.raises(RequestError, match="0 can"):
+                await pool.add(Role.AGGREGATED, by="test")
+            scene.processes["worker-2"].end(0)
+            await asyncio.sleep(1)
+            assert await pool.add(Role.AGGREGATED, by="test") == ("worker-2",)
+            assert scene.pool.members[-1].name == "worker-2"
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert scene.jobs[-1].device == 2
+            scene.devices.check()
+
+    run_virtual(main())
+
+
+def test_a_worker_that_does_not_drain_is_killed():
+    async def main():
+        scene = PoolScene(AGGREGATED)
+        async with scene.running() as pool:
+            scene.next = partial(ScriptedProcess, ignores=True)
+            (name,) = await pool.add(Role.AGGREGATED, by="test")
+            await asyncio.sleep(1)
+            await pool.retire([name], by="test")
+            await asyncio.sleep(29)
+            assert states(await pool.scale())[name] is ReplicaState.DRAINING
+            await asyncio.sleep(2)
+            assert list(states(await pool.scale())) == ["worker-1"]
+
+    run_virtual(main())
+
+
+def test_a_flipped_worker_starts_again_in_its_new_role():
+    async def main():
+        scene = PoolScene(PAIR)
+        async with scene.running() as pool:
+            await pool.flip("decode-2", Role.PREFILL, by="test")
+            scene.processes["decode-2"].end(1)
+            await asyncio.sleep(1)
+            assert (scene.jobs[-1].role, scene.jobs[-1].home) == (Role.PREFILL, Role.DECODE)
+            assert len((await pool.scale()).of(Role.PREFILL)) == 2
+
+    run_virtual(main())
+
+
+def test_a_flip_that_the_worker_refuses_changes_nothing():
+    async def main():
+        scene = PoolScene(PAIR)
+        async with scene.running() as pool:
+            refusal = RequestError("role prefill: transfers no KV", http_status=409)
+            scene.processes["decode-2"].refusal = RoleChanged(role=Role.DECODE, problem=refusal.to_info())
+            with pytest.raises(RequestError, match="transfers no KV"):
+                await pool.flip("decode-2", Role.PREFILL, by="test")
+            assert states(await pool.scale())["decode-2"] is ReplicaState.READY
+            assert len((await pool.scale()).of(Role.DECODE)) == 2
+
+    run_virtual(main())
+
+
+def test_a_flip_ends_with_its_process():
+    async def main():
+        scene = PoolScene(PAIR)
+        async with scene.running() as pool:
+            scene.processes["decode-2"].tell = lambda _news: scene.processes["decode-2"].end(-9)
+            with pytest.raises(Unavailable, match="decode-2 ended while it became prefill"):
+                await pool.flip("decode-2", Role.PREFILL, by="test")
+            await asyncio.sleep(1)
+            assert scene.jobs[-1].role is Role.DECODE
+
+    run_virtual(main())
+
+
+def test_a_change_of_role_that_somebody_else_asks_for_is_known():
+    async def main():
+        scene = PoolScene(PAIR)
+        async with scene.running() as pool:
+            before = (await pool.scale()).revision
+            scene.processes["decode-2"].say(RoleChanged(role=Role.PREFILL))
+            await asyncio.sleep(1)
+            scale = await pool.scale()
+            assert (scale.revision, scale.changed_by) == (before + 1, "penstock role")
+            assert len(scale.of(Role.PREFILL)) == 2
+
+    run_virtual(main())
+
+
+def test_the_last_ready_worker_stays_while_another_starts():
+    async def main():
+        scene = PoolScene(AGGREGATED)
+        async with scene.running() as pool:
+            scene.next = partial(ScriptedProcess, is_slow=True)
+            await pool.add(Role.AGGREGATED, by="test")
+            with pytest.raises(
+                RequestError, match=r"worker-1 is the last .* wait until one of worker-2 is ready"
+            ):
+                await pool.retire(["worker-1"], by="test")
+
+    run_virtual(main())
+
+
+def test_the_last_worker_of_an_adapter_stays():
+    roles = {
+        "aggregated": {"engine": "mock", "replicas": 2, "adapters": ["a", "b"], "adapters_per_worker": 1}
+    }
+
+    async def main():
+        async with PoolScene(roles).running() as pool:
+            with pytest.raises(RequestError, match="no other worker has adapter 'b'"):
+                await pool.retire(["worker-2"], by="test")
+            await pool.add(Role.AGGREGATED, 2, by="test")
+            await asyncio.sleep(1)
+            await pool.retire(["worker-2"], by="test")
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"replicas_max": 1}, "replicas_max is 1; raise it"),
+        ({"kv": {"host": "1GiB"}}, "kv.host is shared by the 1 workers"),
+        ({"engine": "openai", "engine_args": {"url": ["http://h:1"]}}, "one worker for each url, 1"),
+        ({"engine": "paged", "replicas": 512}, "512 workers compute on"),
+    ],
+)
+def test_why_no_more_may_be_added(fields, why):
+    async def main():
+        async with PoolScene({"aggregated": {"engine": "mock"} | fields}).running() as pool:
+            assert (await pool.scale()).limits[0].room == 0
+            with pytest.raises(RequestError, match=why):
+                await pool.add(Role.AGGREGATED, by="test")
+
+    run_virtual(main())
+
+
+def test_a_restarted_deployment_has_the_workers_it_was_scaled_to(tmp_path):
+    async def first():
+        with ScaleFile(tmp_path, declared(PAIR)) as file:
+            async with PoolScene(PAIR, file=file).running() as pool:
+                await pool.add(Role.PREFILL, 2, by="test")
+                await pool.flip("decode-2", Role.PREFILL, by="test")
+                await asyncio.sleep(1)
+                await pool.retire(["prefill-1"], by="test")
+
+    async def second():
+        with ScaleFile(tmp_path, declared(PAIR)) as file:
+            scene = PoolScene(PAIR, file=file)
+            async with scene.running() as pool:
+                scale = await pool.scale()
+                assert {replica.name: replica.role for replica in scale.replicas} == {
+                    "decode-1": Role.DECODE,
+                    "decode-2": Role.PREFILL,
+                    "prefill-2": Role.PREFILL,
+                    "prefill-3": Role.PREFILL,
+                }
+                assert scale.revision == 3
+                assert scene.restored.startswith("3 prefill, 1 decode, as scaled before by test")
+
+    run_virtual(first())
+    run_virtual(second())
+
+
+def test_a_graph_with_other_replicas_counts_more_than_what_was_kept(tmp_path):
+    async def scaled(roles, count):
+        with ScaleFile(tmp_path, declared(roles)) as file:
+            async with PoolScene(roles, file=file).running() as pool:
+                assert len((await pool.scale()).replicas) == count
+                if count == 1:
+                    await pool.add(Role.AGGREGATED, 2, by="test")
+
+    run_virtual(scaled(AGGREGATED, 1))
+    run_virtual(scaled({"aggregated": {"engine": "mock", "replicas": 2}}, 2))
+
+
+def test_a_kept_scale_that_this_machine_has_no_devices_for_is_left(tmp_path):
+    async def scaled(devices, count):
+        with ScaleFile(tmp_path, declared(GPUS)) as file:
+            async with PoolScene(GPUS, devices=devices, file=file).running() as pool:
+                assert len((await pool.scale()).replicas) == count
+                if devices == 4:
+                    await pool.add(Role.AGGREGATED, by="test")
+
+    run_virtual(scaled(4, 1))
+    run_virtual(scaled(2, 1))
+
+
+def test_nothing_changes_before_it_is_open_and_once_it_closes():
+    async def main():
+        scene = PoolScene(AGGREGATED)
+        async with scene.running() as pool:
+            await pool.drain()
+            with pytest.raises(Unavailable, match="about to start or to stop"):
+                await pool.add(Role.AGGREGATED, by="test")
+
+    run_virtual(main())
