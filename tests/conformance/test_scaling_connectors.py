@@ -8,6 +8,7 @@ from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import SOCKET_NAME, Deployment
 from penstock.deploy.control.server import ControlServer
 from penstock.planner.act.memory_connector import MemoryConnector, WorkerTimes
+from penstock.planner.observe.stream import ObservationStream
 from penstock.sim.loop.loop import SimLoop
 from penstock.testing.scaling_connector import ScalingConnectorSuite
 from tests.support.scripted_pool import PoolScene
@@ -40,7 +41,7 @@ async def by_socket(connector):
     """Put the control channel before a connector."""
     with tempfile.TemporaryDirectory() as directory:
         me = Deployment(name="suite", url="http://127.0.0.1:1", pid=1)
-        async with ControlServer(connector, Path(directory), me):
+        async with ControlServer(connector, ObservationStream(), Path(directory), me):
             client = LocalConnector(Path(directory, SOCKET_NAME))
             yield client
             await client.close()

@@ -11,6 +11,10 @@ from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.wire import Wire
 from penstock.kv.host.memory import HostPart
+from penstock.runtime.observations.windows import Window
+
+WINDOW_S = 1.0
+"""Seconds of a window of `Observed`."""
 
 
 class WorkerJob(Wire, frozen=True, tag="worker"):
@@ -97,6 +101,12 @@ class RoleChanged(Wire, frozen=True, tag="role_changed"):
     problem: ErrorInfo | None = None
 
 
+class Observed(Wire, frozen=True, tag="observed"):
+    """What the process has seen since its last window; sent every `WINDOW_S` once it is ready. One that finds no room is lost."""
+
+    window: Window
+
+
 class Failed(Wire, frozen=True, tag="failed"):
     """The process ends with an error.
 
@@ -141,5 +151,5 @@ class ChangeRole(Wire, frozen=True, tag="change_role"):
 
 News = ProcessFailed | ChangeRole
 """What a supervisor tells a child after its assignment."""
-Report = Ready | Failed | Health | Closing | Beat | Phase | RoleChanged
+Report = Ready | Failed | Health | Closing | Beat | Phase | RoleChanged | Observed
 Tell = Callable[[Report], None]

@@ -203,7 +203,7 @@ class Frontend:
 
     def _pending(self, prepared: PreparedRequest, slot: Slot, request: GenerationRequest) -> PendingAnswer:
         name, options = prepared.model.card.name, request.stream_options
-        timer = self.metrics.timer(name, slot.arrived)
+        timer = self.metrics.timer(name, slot.arrived, prepared.prompt_tokens)
         return PendingAnswer(
             completion=Completion(prepared, self.dispatcher, timer, explains=prepared.options.explains),
             prepared=prepared,

@@ -11,6 +11,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.frontend.limits.receive_metrics import ReceiveMetrics
 from penstock.frontend.openai.bodies import Usage
+from penstock.runtime.observations.request_recorder import RequestRecorder
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -23,6 +24,8 @@ class FrontendMetrics(ReceiveMetrics):
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry, "penstock_frontend")
         self._registry = registry
+        self.recorder: RequestRecorder | None = None
+        """Counts requests into windows for planners; None without a planner's listener."""
         self._requests = Counter(
             "penstock_frontend_requests", "Answers by route and HTTP status.", ["route", "code"], registry=registry
         )  # fmt: skip
@@ -68,8 +71,10 @@ class FrontendMetrics(ReceiveMetrics):
     def answered(self, route: str, code: int) -> None:
         self._requests.labels(route, str(code)).inc()
 
-    def timer(self, model: str, arrived: float) -> "RequestTimer":
-        """Start timing a request that arrived at `arrived` (event loop time)."""
+    def timer(self, model: str, arrived: float, prompt_tokens: int) -> "RequestTimer":
+        """Start timing a request of `prompt_tokens` that arrived at `arrived` (event loop time)."""
+        if self.recorder is not None:
+            self.recorder.arrived(prompt_tokens)
         return RequestTimer(self, model, arrived)
 
     def expose(self) -> bytes:
@@ -84,24 +89,38 @@ class FrontendMetrics(ReceiveMetrics):
 class RequestTimer:
     """Observes TTFT, ITL and end-to-end time of one request."""
 
-    __slots__ = ("_arrived", "_itl", "_metrics", "_model", "_seen_first")
+    __slots__ = ("_arrived", "_gap_tokens", "_gaps_s", "_itl", "_metrics", "_model", "_seen_first")
 
     def __init__(self, metrics: FrontendMetrics, model: str, arrived: float) -> None:
         self._metrics = metrics
         self._model = model
         self._arrived = arrived
         self._seen_first = False
+        self._gaps_s = 0.0
+        self._gap_tokens = 0
         self._itl = metrics._itl.labels(model)
 
     def tokens(self, count: int, now: float, last: float | None) -> None:
         """Observe `count` new tokens of a choice at `now`; its previous ones came at `last`, None before the first."""
         if last is not None:
             self._itl.observe((now - last) / count)
+            self._gaps_s += now - last
+            self._gap_tokens += count
         elif not self._seen_first:
             self._seen_first = True
             self._metrics._ttft.labels(self._model).observe(now - self._arrived)
+            if self._metrics.recorder is not None:
+                self._metrics.recorder.first_token(now - self._arrived)
 
-    def finish(self, usage: Usage, now: float) -> None:
+    def finish(self, usage: Usage, now: float, *, failed: bool) -> None:
+        """Observe its end at `now`; `failed`: with an error of its own, not as its client left."""
+        if self._metrics.recorder is not None:
+            self._metrics.recorder.ended(
+                output_tokens=usage.completion_tokens,
+                cached_tokens=usage.prompt_tokens_details.cached_tokens,
+                itl_s=self._gaps_s / self._gap_tokens if self._gap_tokens else None,
+                failed=failed,
+            )
         self._metrics._e2e.labels(self._model).observe(now - self._arrived)
         tokens = self._metrics._tokens
         tokens["prompt"].labels(self._model).inc(usage.prompt_tokens)

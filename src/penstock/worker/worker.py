@@ -32,6 +32,7 @@ from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request
 from penstock.core.types.steps import Step
 from penstock.runtime.events.publisher import EventPublisher
+from penstock.runtime.observations.worker_recorder import WorkerRecorder
 from penstock.seams import (
     Answer,
     Discovery,
@@ -128,6 +129,7 @@ class Worker:
             engine.report_health(self._note_health)
         self._agent = agent
         self._step_log: StepLog | None = None
+        self.recorder = WorkerRecorder()
 
     async def run(self) -> None:
         """Start the engine and serve until `stop`; then drain and withdraw from discovery.
@@ -300,6 +302,7 @@ class Worker:
     # -- serving
 
     async def _serve(self, registration: WorkerRegistration) -> None:
+        self.recorder.begin(registration.instance.role)
         self.ready.set()
         async with asyncio.TaskGroup() as self._group:
             steps = self._group.create_task(self._consume_steps(registration), name="engine steps")
@@ -342,6 +345,7 @@ class Worker:
             self._step_log.note(step)
         # Read before blocks are pinned for export: pinned blocks are no load.
         load = self._driver.load(step.load)
+        self.recorder.stepped(load)
         parts: dict[Frontend, list[Delta]] = {}
         for delta in step.deltas:
             running = self._frontends.requests.get(delta.request_id)

@@ -50,6 +50,18 @@ async def until(pool, holds):
     return scale
 
 
+async def observed(stream, worker):
+    """Wait until only this worker is seen, with finished steps."""
+    heard = asyncio.Event()
+    stream.on_window = heard.set
+    while True:
+        seen = stream.observe(60.0)
+        if [view.name for view in seen.workers if view.step_s.count] == [worker]:
+            return seen
+        heard.clear()
+        await heard.wait()
+
+
 class Load:
     """Streams that run one after another in several tasks, each prompt with its answer; all must be whole and equal."""
 
@@ -116,7 +128,15 @@ def test_no_request_fails_from_one_worker_to_three_and_back():
                 await pool.retire(["worker-1", "worker-3"], by="test")
                 await until(pool, lambda scale: [r.name for r in scale.replicas] == ["worker-2"])
                 await load.more(12)
+                seen = await observed(deployment.observations, "worker-2")
             assert set(deployment.pids()) == {"worker-2", "frontend-1"}
+            assert seen.frontends == ("frontend-1",)
+            assert [(worker.name, worker.role) for worker in seen.workers] == [("worker-2", Role.AGGREGATED)]
+            assert seen.workers[0].step_s.count > 0
+            assert seen.demand.arrivals_per_s > 0
+            assert seen.demand.output_tokens.mean == TOKENS
+            assert min(seen.demand.ttft_s.count, seen.demand.itl_s.count) > 0
+            assert seen.demand.failed_per_s == 0
             assert {prompt: len(texts) for prompt, texts in load.answers.items()} == dict.fromkeys(PROMPTS, 1)
 
     run(main)

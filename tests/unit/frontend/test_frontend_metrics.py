@@ -15,7 +15,7 @@ from penstock.frontend.metrics import FrontendMetrics
 metrics = FrontendMetrics(CollectorRegistry())
 metrics.inflight(1)
 metrics.answered("/v1/completions", 200)
-metrics.timer("tiny", 0.0).tokens(1, 0.5, None)
+metrics.timer("tiny", 0.0, 1).tokens(1, 0.5, None)
 print(metrics.expose().decode())
 """
 

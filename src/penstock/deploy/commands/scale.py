@@ -8,9 +8,11 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import Replica, ReplicaState, Scale
 from penstock.deploy.control.deployments import find_deployment
+from penstock.planner.observe.observation import Observation
 from penstock.seams import ScalingConnector
 
 _BY = "penstock scale"
+_SEEN_S = 60.0
 
 
 def run_scale(role: Role | None, count: int | None, *, name: str | None, url: str | None, wait: bool) -> None:
@@ -38,6 +40,8 @@ async def _run(
     scale = await connector.scale()
     if count is None or role is None:
         _write(_table(scale, role))
+        if role is None:
+            _write([_seen(await connector.observe(_SEEN_S))])
         return
     if role not in {limit.role for limit in scale.limits}:
         known = ", ".join(limit.role for limit in scale.limits)
@@ -100,6 +104,20 @@ def _table(scale: Scale, role: Role | None) -> Iterable[str]:
             yield f"  {_line(replica)}"
     if scale.changed_by and role is None:
         yield f"last changed by {scale.changed_by} (revision {scale.revision})"
+
+
+def _seen(observation: Observation) -> str:
+    """Format the demand of the last minute."""
+    demand = observation.demand
+    ttft_s, itl_s = demand.ttft_s.quantile(0.9), demand.itl_s.quantile(0.9)
+    parts = [f"{demand.arrivals_per_s:.2f} requests/s in the last {_SEEN_S:.0f} s"]
+    if ttft_s is not None:
+        parts.append(f"TTFT p90 {ttft_s * 1e3:.0f} ms")
+    if itl_s is not None:
+        parts.append(f"ITL p90 {itl_s * 1e3:.1f} ms")
+    if demand.failed_per_s:
+        parts.append(f"{demand.failed_per_s:.2f} failed/s")
+    return ", ".join([*parts, f"{demand.queued} queued"])
 
 
 def _line(replica: Replica) -> str:

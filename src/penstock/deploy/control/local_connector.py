@@ -16,10 +16,12 @@ from penstock.deploy.control.messages import (
     Ask,
     Deployment,
     Flip,
+    GetObservation,
     GetScale,
     Retire,
     Told,
 )
+from penstock.planner.observe.observation import Observation
 
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
@@ -41,6 +43,15 @@ class LocalConnector:
             raise ProtocolError(f"{self._path}: the answer has no scale; use the penstock that started it")
         return told.scale
 
+    async def observe(self, seconds: float) -> Observation:
+        """Return what was seen of demand and workers in the last `seconds`; raises as `scale`."""
+        told = await self._ask(GetObservation(seconds=seconds))
+        if told.observation is None:
+            raise ProtocolError(
+                f"{self._path}: the answer has no observation; use the penstock that started it"
+            )
+        return told.observation
+
     async def add(
         self, role: Role, count: int = 1, *, by: str, revision: int | None = None
     ) -> tuple[str, ...]:
@@ -55,7 +66,9 @@ class LocalConnector:
     async def close(self) -> None:
         """Do nothing: no connection stays open."""
 
-    async def _ask(self, body: GetScale | Add | Retire | Flip, *, answer_s: float = _ANSWER_S) -> Told:
+    async def _ask(
+        self, body: GetScale | GetObservation | Add | Retire | Flip, *, answer_s: float = _ANSWER_S
+    ) -> Told:
         """Send one request and return its answer.
 
         Raises:

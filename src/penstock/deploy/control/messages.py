@@ -10,6 +10,7 @@ from penstock.core.errors import ErrorInfo
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import Scale
 from penstock.core.wire import Wire
+from penstock.planner.observe.observation import Observation
 
 CONTROL_VERSION = 1
 """Increment it when an old peer could misread a message."""
@@ -29,6 +30,12 @@ class GetScale(Wire, frozen=True, tag="scale"):
     """Asks for the workers; with `after`, once `Scale.sequence` exceeds it."""
 
     after: int | None = None
+
+
+class GetObservation(Wire, frozen=True, tag="observation"):
+    """Asks for what was seen in the last `seconds`."""
+
+    seconds: float
 
 
 class Add(Wire, frozen=True, tag="add"):
@@ -55,17 +62,18 @@ class Ask(Wire, frozen=True):
     """A request."""
 
     version: int
-    body: GetScale | Add | Retire | Flip
+    body: GetScale | GetObservation | Add | Retire | Flip
 
 
 class Told(Wire, frozen=True):
-    """An answer: `scale` to `GetScale`, `names` to `Add`, neither to others; or `error` alone."""
+    """An answer: `scale` to `GetScale`, `observation` to `GetObservation`, `names` to `Add`, none to others; or `error` alone."""
 
     version: int = CONTROL_VERSION
     deployment: Deployment | None = None
     scale: Scale | None = None
     names: tuple[str, ...] = ()
     error: ErrorInfo | None = None
+    observation: Observation | None = None
 
 
 class Versioned(msgspec.Struct, frozen=True):

@@ -20,11 +20,13 @@ from penstock.deploy.control.messages import (
     Ask,
     Deployment,
     Flip,
+    GetObservation,
     GetScale,
     Retire,
     Told,
     Versioned,
 )
+from penstock.planner.observe.stream import ObservationStream
 from penstock.seams import ScalingConnector
 
 _CONNECTIONS_MAX = 64
@@ -39,15 +41,23 @@ class ControlServer:
     The directory's permissions and the kernel's word of the caller's user authenticate: only the same user and root may ask.
     """
 
-    def __init__(self, connector: ScalingConnector, directory: Path, deployment: Deployment) -> None:
+    def __init__(
+        self,
+        connector: ScalingConnector,
+        observations: ObservationStream,
+        directory: Path,
+        deployment: Deployment,
+    ) -> None:
         """Make a server.
 
         Args:
             connector: what it serves; the caller closes it.
+            observations: what it tells of demand and workers.
             directory: a private directory.
             deployment: what it tells of itself.
         """
         self._connector = connector
+        self._observations = observations
         self._path = directory / SOCKET_NAME
         self._deployment = deployment
         self._server: asyncio.Server | None = None
@@ -108,6 +118,8 @@ class ControlServer:
         match ask.body:
             case GetScale(after=after):
                 return msgspec.structs.replace(told, scale=await self._connector.scale(after))
+            case GetObservation(seconds=seconds):
+                return msgspec.structs.replace(told, observation=self._observations.observe(seconds))
             case Add(role=role, count=count, by=by, revision=revision):
                 names = await self._connector.add(role, count, by=by, revision=revision)
                 return msgspec.structs.replace(told, names=names)

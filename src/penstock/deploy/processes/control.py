@@ -8,7 +8,17 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.core.types.instances import Role
-from penstock.deploy.messages import Assignment, Beat, ChangeRole, News, ProcessFailed, Report
+from penstock.deploy.messages import (
+    WINDOW_S,
+    Assignment,
+    Beat,
+    ChangeRole,
+    News,
+    Observed,
+    ProcessFailed,
+    Report,
+)
+from penstock.runtime.observations.windows import Window
 
 _RECEIVE_BYTES = 65536
 _news: msgspec.json.Decoder[News] = msgspec.json.Decoder(News)
@@ -43,9 +53,21 @@ class Control:
         """Send heartbeats for ever; drops one if the socket is full."""
         while True:
             await asyncio.sleep(interval_s)
-            line = msgspec.json.encode(self.pulse()) + b"\n"
-            with contextlib.suppress(OSError):  # supervisor stopped (socket full), or gone: `listen` notices
-                self._socket.send(line, socket.MSG_DONTWAIT)
+            self._offer(self.pulse())
+
+    async def observe(self, take: Callable[[], Window]) -> None:
+        """Send a window every `WINDOW_S` for ever; drops one if the socket is full."""
+        while True:
+            await asyncio.sleep(WINDOW_S)
+            self._offer(Observed(window=take()))
+
+    def _offer(self, report: Report) -> None:
+        """Send a report unless the socket is full; one that was sent in part is completed, so that the next one is read."""
+        line = msgspec.json.encode(report) + b"\n"
+        with contextlib.suppress(OSError):  # supervisor stopped (socket full), or gone: `listen` notices
+            sent = self._socket.send(line, socket.MSG_DONTWAIT)
+            if sent < len(line):
+                self._socket.sendall(line[sent:])
 
     def listen(self, gone: Callable[[], None]) -> None:
         """Start receiving messages; calls `gone` when the supervisor ends."""

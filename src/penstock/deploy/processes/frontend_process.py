@@ -18,6 +18,8 @@ from penstock.graph import Graph
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.handshake import Identity
+from penstock.runtime.observations.request_recorder import RequestRecorder
+from penstock.runtime.observations.windows import RequestWindow
 from penstock.runtime.requests.tcp import TcpPlane
 
 
@@ -65,10 +67,23 @@ async def run_frontend(
         try:
             if await _unless(stopping, dispatcher.serving()):
                 tell(Ready(detail=", ".join(dispatcher.models())))
-                await stopping.wait()
+                async with asyncio.TaskGroup() as group:
+                    observing = group.create_task(_observe(frontend, dispatcher, control))
+                    await stopping.wait()
+                    observing.cancel()
         finally:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.hurry)
             await server.close()
+
+
+async def _observe(frontend: Frontend, dispatcher: Dispatcher, control: Control) -> None:
+    recorder = frontend.metrics.recorder = RequestRecorder()
+
+    def take() -> RequestWindow:
+        queued, oldest_s = dispatcher.queued()
+        return recorder.take(queued=queued, oldest_queued_s=oldest_s)
+
+    await control.observe(take)
 
 
 async def _unless(

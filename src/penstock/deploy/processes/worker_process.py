@@ -93,15 +93,17 @@ async def run_worker(
             agent=_transfer_agent(graph, job, name, common.secret),
         )
         worker.on_closing = partial(_tell_closing, tell)
-        worker.on_role = lambda role: tell(RoleChanged(role=role))
+        worker.on_role = partial(_note_role, worker, tell)
         control.on_change_role = partial(_change_role, worker, job.role, tell)
         async with asyncio.TaskGroup() as group:
             telling = group.create_task(_tell_ready(worker, engine, role, tell, control))
+            observing = group.create_task(_observe(worker, engine, control))
             obeying = group.create_task(_stop_when(stopping, worker))
             try:
                 await worker.run()
             finally:
                 telling.cancel()
+                observing.cancel()
                 obeying.cancel()
 
 
@@ -129,6 +131,16 @@ async def _tell_ready(worker: Worker, engine: Engine, role: RoleSpec, tell: Tell
     worker.on_health = lambda problem: tell(Health(problem=problem or ""))
     instance = worker.instance
     tell(Ready(detail=f"{role.engine}  {instance.card.name}  {instance.engine.total_blocks} blocks"))
+
+
+async def _observe(worker: Worker, engine: Engine, control: Control) -> None:
+    await worker.ready.wait()
+    await control.observe(lambda: worker.recorder.take(engine.load()))
+
+
+def _note_role(worker: Worker, tell: Tell, role: Role) -> None:
+    worker.recorder.begin(role)
+    tell(RoleChanged(role=role))
 
 
 def _change_role(worker: Worker, first: Role, tell: Tell, role: Role) -> None:

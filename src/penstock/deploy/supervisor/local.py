@@ -39,6 +39,7 @@ from penstock.engine.registry import engine_kind
 from penstock.frontend.limits.access import load_api_keys
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import check_counts, say_empty, say_small_kv
+from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.discovery.hub import LocalHub
 from penstock.runtime.handshake import Identity
 
@@ -92,6 +93,8 @@ class LocalDeployment:
         )
         """The workers; once entered, `add`, `retire` and `flip` change them."""
         self._frontends: list[Member] = []
+        self.observations = ObservationStream()
+        """What frontends and workers see, by windows of a second."""
         self._has_started = False
         self._guard = GroupGuard()
         self._spares = SpareProcesses(graph.supervision.spare_processes, _imports(self._roles), self._guard)
@@ -159,6 +162,7 @@ class LocalDeployment:
             await stack.enter_async_context(
                 ControlServer(
                     self.pool,
+                    self.observations,
                     Path(common.runtime_dir),
                     Deployment(name=self.graph.name, url=self.url, pid=os.getpid()),
                 )
@@ -251,6 +255,7 @@ class LocalDeployment:
             member.on_ready = self._refill_spares
             return member
 
+        self.pool.on_end = self.observations.forget
         try:
             if restored := self.pool.fill(worker_member, scale_file):
                 self._say("penstock", "starting", restored)
@@ -308,13 +313,15 @@ class LocalDeployment:
         cores: Callable[[], tuple[int, ...]],
         start: Start,
     ) -> Member:
-        return Member(
+        member = Member(
             name,
             lambda: Assignment(name=name, job=job(), common=common, cores=cores()),
             self.graph.supervision,
             start=start,
             say=self._say,
         )
+        member.on_window = partial(self.observations.put, name)
+        return member
 
     async def _drain(self, tasks: dict[Member, asyncio.Task[None]]) -> None:
         """Stop the frontends, which finish their streams, then the workers."""

@@ -15,6 +15,7 @@ from penstock.deploy.messages import (
     Failed,
     Health,
     News,
+    Observed,
     Phase,
     Ready,
     Report,
@@ -24,6 +25,7 @@ from penstock.deploy.supervisor.backoff import Backoff
 from penstock.deploy.supervisor.child import describe_status
 from penstock.deploy.supervisor.watchdog import CLOSE_TIMEOUT, Watchdog
 from penstock.graph import Supervision
+from penstock.runtime.observations.windows import Window
 
 _LAST_WORDS_S = (
     1.0  # a dead child's reports are already in the socket; a process it forked may hold the socket open
@@ -106,6 +108,8 @@ class Member:
         """Called when `phase`, `since` or `is_stopping` changes."""
         self.on_role: Callable[[RoleChanged], None] = lambda _changed: None
         """Called when its worker has changed its role, or refuses to."""
+        self.on_window: Callable[[Window], None] = lambda _window: None
+        """Called with each window that its process sends."""
         self.phase = "starts a process"
         """What a process that is not ready does, or why the last one ended."""
         self.since: float | None = None
@@ -247,6 +251,8 @@ class Member:
                     if not self.has_failed:
                         self.phase = what
                         self.on_change()
+                case Observed(window=window):
+                    self.on_window(window)
                 case RoleChanged():
                     self.on_role(report)
                 case Closing():

@@ -162,20 +162,26 @@ class Completion:
         Raises:
             PenstockError: a choice failed; the others are cancelled.
         """
+        failed = True
         try:
             streams = self._open()
             if len(self._choices) == 1:
                 await self._run_choice(self._choices[0], self._prepared.requests[0], streams[0], emit)
+                failed = False
                 return
             async with asyncio.TaskGroup() as group:
                 for choice, request, opened in zip(
                     self._choices, self._prepared.requests, streams, strict=True
                 ):
                     group.create_task(self._run_choice(choice, request, opened, emit))
+            failed = False
+        except asyncio.CancelledError:
+            failed = False
+            raise
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         finally:
-            self._timer.finish(self.usage(), asyncio.get_running_loop().time())
+            self._timer.finish(self.usage(), asyncio.get_running_loop().time(), failed=failed)
 
     def usage(self) -> Usage:
         """Count tokens so far: each prompt once, and the output of every choice."""

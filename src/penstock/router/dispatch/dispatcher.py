@@ -122,6 +122,11 @@ class Dispatcher:
         """Predict the seconds until all queued requests have left."""
         return retry_after_s(self._shared.request_queue.drain_s(asyncio.get_running_loop().time()))
 
+    def queued(self) -> tuple[int, float]:
+        """Give (requests that wait in the router, seconds that the oldest of them has waited)."""
+        queue = self._shared.request_queue
+        return queue.num_queued, queue.oldest_wait_s(asyncio.get_running_loop().time())
+
     async def looked(self) -> None:
         """Wait until discovery has listed the workers, and a connection to each was tried once."""
         await self._until(lambda: self._shared.fleet.has_looked)

@@ -86,6 +86,11 @@ class RequestQueue:
         """Count queued requests, and released ones that have not been sent yet."""
         return len(self._tickets) + len(self._released)
 
+    def oldest_wait_s(self, now_s: float) -> float:
+        """Give the seconds that the oldest queued request has waited; 0 without any."""
+        oldest = next(iter(self._tickets), None)
+        return 0.0 if oldest is None else max(0.0, now_s - oldest.since_s)
+
     def drain_s(self, now_s: float) -> float:
         """Predict the seconds until all queued requests have left; of several queues, the longest."""
         return max((queue.drain_s(now_s) for queue in self._queues.values()), default=0.0)

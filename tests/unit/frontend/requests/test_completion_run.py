@@ -31,7 +31,7 @@ async def completion(
     model = ServedModel(tiny_card(), tiny_model_files())
     work = await preprocessor.prepare(request, model, RequestMetadata("cmpl-1", 1, 1e9))
     metrics = metrics or FrontendMetrics(CollectorRegistry())
-    timer = metrics.timer("tiny", asyncio.get_running_loop().time())
+    timer = metrics.timer("tiny", asyncio.get_running_loop().time(), 1)
     return Completion(work, dispatcher, timer)
 
 

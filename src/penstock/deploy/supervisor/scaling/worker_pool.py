@@ -47,6 +47,8 @@ class WorkerPool:
         self._changed_by = ""
         self._start_s: dict[Role, float] = {}
         self._waiting: set[asyncio.Future[None]] = set()
+        self.on_end: Callable[[str], None] = lambda _name: None
+        """Called with the name of a worker that was retired and has ended."""
 
     @property
     def members(self) -> list[Member]:
@@ -255,6 +257,7 @@ class WorkerPool:
                 self._workers.remove(worker)
                 self._release(worker)
                 self._note_change()
+                self.on_end(worker.name)
 
     def _release(self, worker: PoolWorker) -> None:
         self._room.devices.release(worker.name)

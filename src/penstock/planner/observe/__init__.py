@@ -1,0 +1,1 @@
+"""What planners see of a deployment: windows of its processes, kept for some minutes and added up."""

@@ -1,0 +1,120 @@
+"""Collects the windows of a deployment's processes, and adds them up over any time that is still kept."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from penstock.planner.observe.observation import Demand, Observation, WorkerView
+from penstock.runtime.observations.windows import Digest, RequestWindow, Window, WorkerWindow
+
+_SOURCES_MAX = 4096
+
+
+class ObservationStream:
+    """Windows by source, each with the loop time of its arrival. One event loop owns it.
+
+    Each source has at most `windows_max` windows, and there are at most 4,096 sources; older ones are dropped.
+    """
+
+    def __init__(self, *, kept_s: float = 300.0, silent_after_s: float = 5.0, windows_max: int = 600) -> None:
+        """Make an empty stream.
+
+        Args:
+            kept_s: windows older than this are dropped.
+            silent_after_s: a source without a window for so long does not count any more.
+            windows_max: most windows of a source.
+        """
+        self.on_window: Callable[[], None] = lambda: None
+        """Called after each window."""
+        self._kept_s = kept_s
+        self._silent_after_s = silent_after_s
+        self._windows_max = windows_max
+        self._sources: dict[str, deque[tuple[float, Window]]] = {}
+
+    def put(self, source: str, window: Window) -> None:
+        """Take a window; `source` is the name of its process."""
+        now_s = asyncio.get_running_loop().time()
+        windows = self._sources.pop(source, None) or deque(maxlen=self._windows_max)
+        windows.append((now_s, window))
+        self._sources[source] = windows  # the one heard last is last
+        while len(self._sources) > _SOURCES_MAX or self._is_forgotten(now_s):
+            del self._sources[next(iter(self._sources))]
+        self.on_window()
+
+    def forget(self, source: str) -> None:
+        """Drop a process that has ended; its requests stay in no sum."""
+        self._sources.pop(source, None)
+
+    def observe(self, seconds: float) -> Observation:
+        """Add up what arrived in the last `seconds`."""
+        now_s = asyncio.get_running_loop().time()
+        since_s = now_s - seconds
+        begun_s = now_s
+        requests: dict[str, list[RequestWindow]] = {}
+        workers: list[WorkerView] = []
+        silent: list[str] = []
+        for source, windows in self._sources.items():
+            last_s, last = windows[-1]
+            recent = [window for at_s, window in windows if at_s > since_s]
+            if now_s - last_s > self._silent_after_s:
+                silent.append(source)
+            elif isinstance(last, WorkerWindow):
+                own = [window for window in recent if isinstance(window, WorkerWindow)]
+                workers.append(_view(source, last, own or [last]))
+            requests_of = [window for window in recent if isinstance(window, RequestWindow)]
+            if requests_of:
+                requests[source] = requests_of
+                begun_s = min(begun_s, *(at_s - w.seconds for at_s, w in windows if at_s > since_s))
+        covered_s = min(seconds, now_s - begun_s) or seconds
+        return Observation(
+            at_s=now_s,
+            seconds=covered_s,
+            demand=_demand(requests, set(silent), covered_s),
+            frontends=tuple(sorted(requests.keys() - set(silent))),
+            workers=tuple(sorted(workers, key=lambda worker: worker.name)),
+            silent=tuple(sorted(silent)),
+        )
+
+    def _is_forgotten(self, now_s: float) -> bool:
+        last_s, _ = next(iter(self._sources.values()))[-1]
+        return now_s - last_s > self._kept_s
+
+
+def _demand(requests: dict[str, list[RequestWindow]], silent: set[str], seconds: float) -> Demand:
+    """Add up the frontends' windows, which cover `seconds`."""
+    every = [window for windows in requests.values() for window in windows]
+    last = [windows[-1] for name, windows in requests.items() if name not in silent]
+    inputs = Digest.merged(window.input_tokens for window in every)
+    cached = sum(window.cached_tokens for window in every)
+    return Demand(
+        arrivals_per_s=sum(window.arrivals for window in every) / seconds,
+        finished_per_s=sum(window.finished for window in every) / seconds,
+        failed_per_s=sum(window.failed for window in every) / seconds,
+        input_tokens=inputs,
+        output_tokens=Digest.merged(window.output_tokens for window in every),
+        cached_share=min(1.0, cached / inputs.total) if inputs.total else 0.0,
+        ttft_s=Digest.merged(window.ttft_s for window in every),
+        itl_s=Digest.merged(window.itl_s for window in every),
+        queued=sum(window.queued for window in last),
+        oldest_queued_s=max((window.oldest_queued_s for window in last), default=0.0),
+    )
+
+
+def _view(name: str, last: WorkerWindow, windows: list[WorkerWindow]) -> WorkerView:
+    """Add up a worker's windows in its present role."""
+    own = [window for window in windows if window.role is last.role]
+    seconds = sum(window.seconds for window in own) or 1.0
+    return WorkerView(
+        name=name,
+        role=last.role,
+        ready_s=last.ready_s,
+        step_s=Digest.merged(window.step_s for window in own),
+        prefilled_tokens_per_s=sum(window.prefilled_tokens for window in own) / seconds,
+        generated_tokens_per_s=sum(window.generated_tokens for window in own) / seconds,
+        running_requests=last.running_requests,
+        waiting_requests=last.waiting_requests,
+        queued_prefill_tokens=last.queued_prefill_tokens,
+        context_tokens=last.context_tokens,
+        kv_usage=last.active_blocks / last.total_blocks if last.total_blocks else 0.0,
+        oldest_wait_s=last.oldest_wait_s,
+    )

@@ -1,0 +1,1 @@
+"""Counts what a process sees into windows for planners: a few additions for each request or step."""

@@ -1,0 +1,58 @@
+"""A worker's window of steps and load."""
+
+import asyncio
+
+from penstock.core.types.instances import Role
+from penstock.core.types.load import WorkerLoad
+from penstock.runtime.observations.digest_recorder import DigestRecorder
+from penstock.runtime.observations.windows import WorkerWindow
+
+
+class WorkerRecorder:
+    """Counts a worker's steps. One event loop owns it, and is its clock."""
+
+    def __init__(self) -> None:
+        """Make a recorder; `begin` starts it."""
+        self._role = Role.AGGREGATED
+        self._ready_s = self._since_s = 0.0
+        self._step_s = DigestRecorder()
+        self._last_step_s: float | None = None
+        self._before = WorkerLoad()
+
+    def begin(self, role: Role) -> None:
+        """Begin a window: the worker is ready in this role, its first one or another."""
+        self._role = role
+        self._ready_s = self._since_s = asyncio.get_running_loop().time()
+        self._step_s.take()
+        self._last_step_s = None
+
+    def stepped(self, load: WorkerLoad) -> None:
+        """Count a finished step; `load` is the engine's after it."""
+        now_s = asyncio.get_running_loop().time()
+        if self._last_step_s is not None:
+            self._step_s.add(now_s - self._last_step_s)
+        is_busy = load.running_requests + load.waiting_requests > 0
+        self._last_step_s = now_s if is_busy else None
+
+    def take(self, load: WorkerLoad) -> WorkerWindow:
+        """Return the window until now, where the load is `load`, and begin the next one."""
+        now_s = asyncio.get_running_loop().time()
+        before, self._before = self._before, load
+        window = WorkerWindow(
+            seconds=now_s - self._since_s,
+            role=self._role,
+            ready_s=now_s - self._ready_s,
+            step_s=self._step_s.take(),
+            prefilled_tokens=max(0, load.prefilled_tokens - before.prefilled_tokens),
+            generated_tokens=max(0, load.generated_tokens - before.generated_tokens),
+            preemptions=max(0, load.preemptions - before.preemptions),
+            running_requests=load.running_requests,
+            waiting_requests=load.waiting_requests,
+            queued_prefill_tokens=load.queued_prefill_tokens,
+            context_tokens=load.context_tokens,
+            active_blocks=load.active_blocks,
+            total_blocks=load.total_blocks,
+            oldest_wait_s=load.oldest_wait_s,
+        )
+        self._since_s = now_s
+        return window
