@@ -91,13 +91,15 @@ def make_checkpoint(path: Path, architecture: str, *, seed: int = 0, **sizes: An
     model.save_pretrained(path)
     for name, content in tiny_model_files().items():
         (path / name).write_bytes(content)
-    _name_all_tokens(path / "tokenizer.json", config.vocab_size)
+    name_all_tokens(path / "tokenizer.json", config.vocab_size)
     return path
 
 
-def _name_all_tokens(file: Path, vocab_size: int) -> None:
+def name_all_tokens(file: Path, vocab_size: int) -> None:
     """Give every token id without a text one, such as `w417`, so that each can be streamed."""
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    vocabulary |= {f"w{token_id}": token_id for token_id in range(len(vocabulary), vocab_size)}
+    vocabulary |= {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    named = set(vocabulary.values())
+    vocabulary |= {f"w{token_id}": token_id for token_id in range(vocab_size) if token_id not in named}
     file.write_text(json.dumps(tokenizer))

@@ -9,8 +9,9 @@ from penstock.core.errors import RequestError
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.types.kv_actions import KvAction
+from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, FinishReason, Request
-from penstock.core.wire import pack_tokens
+from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.seams import RequestStream
 from tests.support.tokenizer import tiny_card, tiny_model_files
 
@@ -38,6 +39,7 @@ class ScriptedDispatcher:
         self.fetches = 0
         self.busy_s = 1.0
         self.away: set[str] = set()
+        self.expanded: list[MediaPrompt] = []
         self.acted: list[tuple[KvAction, str | None]] = []
 
     def open(self, request: Request, *, beside: RequestStream | None = None) -> "ScriptedStream":
@@ -58,6 +60,15 @@ class ScriptedDispatcher:
         if file.name not in self.files:
             raise RequestError(f"{card.name}: no file {file.name}", http_status=404)
         return self.files[file.name]
+
+    async def expand_media(self, card: ModelCard, prompt: MediaPrompt) -> ExpandedPrompt:
+        """Append ten tokens for each item to the prompt."""
+        self.expanded.append(prompt)
+        token_ids = unpack_tokens(prompt.token_ids).tolist()
+        positions = tuple(len(token_ids) + 10 * index for index in range(len(prompt.items)))
+        return ExpandedPrompt(
+            token_ids=pack_tokens(token_ids + [7] * 10 * len(prompt.items)), positions=positions
+        )
 
     async def act_on_kv(self, action: KvAction, worker: str | None) -> Sequence[object]:
         self.acted.append((action, worker))

@@ -48,6 +48,7 @@ from penstock.core.types.kv_actions import (
 from penstock.core.types.kv_exchange import KvAccess, KvExchange
 from penstock.core.types.kv_layout import KvLayout
 from penstock.core.types.load import KvRead, KvTierCounts, SessionCounts, WorkerLoad
+from penstock.core.types.media import ExpandedPrompt, MediaItem, MediaPrompt
 from penstock.core.types.requests import (
     Delta,
     FinishReason,
@@ -184,6 +185,10 @@ BATCH = EventBatch(
         AllBlocksCleared(),
     ),
 )
+MEDIA = MediaPrompt(
+    token_ids=pack_tokens([1, 9]),
+    items=(MediaItem(modality="image", data=b"png", digest=b"d" * 32, position=1),),
+)
 HELLO = {
     "challenge": Challenge(version=1, nonce=b"n" * 16),
     "hello": handshake.Hello(
@@ -256,6 +261,12 @@ PLANE = {
     ),
     "change_wake_up": frames.Change(call_id=2, change=WakeUp()),
     "changed": frames.Changed(call_id=2, error=ERROR),
+    "submit_media": frames.Submit(request=msgspec.structs.replace(REQUEST, kv=None, media=MEDIA)),
+    "expand_media": frames.ExpandMedia(call_id=3, prompt=MEDIA),
+    "media_expanded": frames.MediaExpanded(
+        call_id=3, prompt=ExpandedPrompt(token_ids=pack_tokens([1, 9, 9]), positions=(1,))
+    ),
+    "media_refused": frames.MediaExpanded(call_id=3, error=ERROR),
     "event_batch": frames.Event(message=BATCH),
     "event_snapshot": frames.Event(message=EventSnapshot(sequence=5, chunk=1, last=True, events=(STORED,))),
     **LIFE,

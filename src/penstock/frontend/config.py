@@ -23,6 +23,34 @@ class FrontendReceiveConfig(ReceiveConfig):
     """Encoder processes at most; they decode and tokenize bodies over 64 KiB, start on demand, and each loads the tokenizers it needs."""
 
 
+class MediaFetchConfig(Config):
+    """From where the frontend fetches images and the like that a request names by an http(s) URL."""
+
+    hosts: tuple[str, ...] = ()
+    """Hosts, by the name in the URL, from which media are fetched; any other URL gets 400. Empty: none, so clients send data URLs."""
+    private_addresses: bool = False
+    """Whether these hosts may have private, loopback or link-local addresses; redirects are never followed."""
+    bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
+    """Largest file that is fetched."""
+    timeout_s: float = pydantic.Field(default=10.0, gt=0)
+    """Longest time that one file may take, waiting for its turn included."""
+    connections_max: int = pydantic.Field(default=16, ge=1)
+    """Files that are fetched at once; others wait."""
+
+
+class MediaConfig(Config):
+    """Images, audio and video in chat messages."""
+
+    items_max: int = pydantic.Field(default=16, ge=0)
+    """Most items of one request; models may take fewer."""
+    request_bytes_max: int = pydantic.Field(default=64 << 20, ge=1024)
+    """Most bytes of all items of one request, times its choices `n`."""
+    bytes_max: int = pydantic.Field(default=256 << 20, ge=1024)
+    """Bytes of media of all requests in flight in one process; beyond this a request gets 503."""
+    fetch: MediaFetchConfig = MediaFetchConfig()
+    """Media that requests name by URL."""
+
+
 class StreamConfig(Config):
     """Keep-alive of silent streams: proxies close idle connections, many after 60 s."""
 
@@ -63,6 +91,8 @@ class FrontendConfig(Config):
     """How long an idle connection stays open."""
     drain_timeout_s: float = pydantic.Field(default=30.0, ge=0)
     """On shutdown, how long requests in flight may still run."""
+    media: MediaConfig = MediaConfig()
+    """Images, audio and video in chat messages."""
     stream: StreamConfig = StreamConfig()
     """Keep-alive of silent streams."""
     write_buffer_bytes: int = pydantic.Field(default=64 << 10, ge=4096)

@@ -29,6 +29,8 @@ from penstock.frontend.openai.bodies import (
 from penstock.frontend.openai.validation import check_chat, check_completion
 from penstock.frontend.requests.completion import Completion
 from penstock.frontend.requests.encoders import LARGE_BYTES, Encoders
+from penstock.frontend.requests.encoding import Prompt
+from penstock.frontend.requests.media import PromptMedia
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
 from penstock.frontend.requests.sse import Envelope, EventStream, WholeAnswer
 from penstock.frontend.text.models import ModelCache, ServedModel
@@ -98,6 +100,7 @@ class Frontend:
         self._rng = rng if rng is not None else random.Random()
         self._models = ModelCache(dispatcher, config.models_max)
         self._preprocessor = Preprocessor(hash_key=hash_key, rng=self._rng)
+        self._media = PromptMedia(config.media, dispatcher, hash_key=hash_key)
         self._encoders = Encoders(
             config.receive.encoders_max,
             self._models,
@@ -113,6 +116,7 @@ class Frontend:
             try:
                 yield slot
             finally:
+                self._media.release(slot)
                 if slot.admitted:
                     self.metrics.inflight(-1)
 
@@ -158,18 +162,29 @@ class Frontend:
         self, request: ChatRequest | CompletionRequest, slot: Slot, metadata: RequestMetadata
     ) -> PendingAnswer:
         model = await self._models.get(request.model)
-        return self._pending(await self._preprocessor.prepare(request, model, metadata), slot, request)
+        prompts = await self._preprocessor.encode(request, model, metadata.size_bytes)
+        return await self._prepare(request, model, metadata, prompts, slot)
 
     async def _large(
         self, body: Sequence[bytes], slot: Slot, metadata: RequestMetadata, *, chat: bool
     ) -> PendingAnswer:
         encoded = await self._encoders.encode(body, chat=chat)
-        request = encoded.request
-        prepared = self._preprocessor.prepared(request, encoded.model, metadata, encoded.prompts)
-        return self._pending(prepared, slot, request)
+        return await self._prepare(encoded.request, encoded.model, metadata, encoded.prompts, slot)
+
+    async def _prepare(
+        self,
+        request: GenerationRequest,
+        model: ServedModel,
+        metadata: RequestMetadata,
+        prompts: Sequence[Prompt],
+        slot: Slot,
+    ) -> PendingAnswer:
+        prompts = await self._media.complete(prompts, request, model, slot)
+        return self._pending(self._preprocessor.prepared(request, model, metadata, prompts), slot, request)
 
     async def close(self) -> None:
-        """End the encoder processes. Safe twice."""
+        """End the encoder processes, and connections for media. Safe twice."""
+        await self._media.close()
         await self._encoders.close()
 
     async def served_model(self, name: str | None) -> ServedModel:

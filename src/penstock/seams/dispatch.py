@@ -7,6 +7,7 @@ from typing import Protocol, Self
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.types.kv_actions import KvAction
+from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Request
 
 
@@ -57,6 +58,15 @@ class RequestDispatcher(Protocol):
         """Fetch one of the card's files from any worker of the model.
 
         Raises:
+            Unavailable: no worker answered.
+        """
+        ...
+
+    async def expand_media(self, card: ModelCard, prompt: MediaPrompt) -> ExpandedPrompt:
+        """Have the engine of one of the model's workers expand the media of a prompt.
+
+        Raises:
+            RequestError: the engine does not take them.
             Unavailable: no worker answered.
         """
         ...

@@ -7,6 +7,7 @@ from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.instances import EngineInfo, Role
 from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
+from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
@@ -186,6 +187,22 @@ class Sleeping(Protocol):
 
     async def wake_up(self) -> None:
         """Take the memory again; when this returns, `submit` accepts requests. The engine still sleeps if this raises."""
+        ...
+
+
+@runtime_checkable
+class MediaReading(Protocol):
+    """An engine that takes images and the like: those of `EngineInfo.media`."""
+
+    async def expand_media(self, prompt: MediaPrompt) -> ExpandedPrompt:
+        """Decode the items of a prompt, and put as many tokens in place of each placeholder as the engine has embeddings for.
+
+        Requests come with the expanded prompt, so that routers, limits and usage count what is computed.
+
+        Raises:
+            RequestError: an item is broken or too large, or there are too many.
+            Overloaded: too many prompts wait.
+        """
         ...
 
 

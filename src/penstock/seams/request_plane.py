@@ -11,10 +11,14 @@ from penstock.core.types.events import EventMessage
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
+from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
 
 Answer = Callable[[PenstockError | KvReport | None], None]
 """Called once when an operation ends: with a report or None on success, else with the error."""
+
+MediaAnswer = Callable[[PenstockError | ExpandedPrompt], None]
+"""Called once, with the expanded prompt or the error."""
 
 
 class FrontendSink(Protocol):
@@ -77,6 +81,10 @@ class WorkerService(Protocol):
 
         The change continues if the frontend that asked for it disconnects.
         """
+        ...
+
+    def expand_media(self, prompt: MediaPrompt, answer: MediaAnswer) -> None:
+        """Have the engine expand a prompt, and call `answer`."""
         ...
 
 
@@ -157,6 +165,16 @@ class Connection(Protocol):
         Raises:
             RequestError: the worker refuses; the text says why (409).
             WorkerLost: the connection ended; only discovery tells whether the worker has changed.
+        """
+        ...
+
+    async def expand_media(self, prompt: MediaPrompt) -> ExpandedPrompt:
+        """Have the worker's engine expand the media of a prompt. The caller sets a timeout.
+
+        Raises:
+            RequestError: the engine does not take these media (400), or they are too large to be sent (413).
+            Overloaded: too many bytes or prompts wait already; try another worker.
+            WorkerLost: the connection ended.
         """
         ...
 

@@ -34,6 +34,13 @@ def check_request(request: Request, info: EngineInfo, adapters: Collection[str],
             " leave it out, or serve the model with an engine that does, such as vllm",
             param="response_format",
         )
+    for item in () if request.media is None else request.media.items:
+        if all(kind.modality != item.modality for kind in info.media):
+            raise RequestError(
+                f"messages: the engine of model {request.model!r} takes no {item.modality}; leave it out, or serve the model with"
+                " an engine that does, such as vllm",
+                param="messages",
+            )
     expected = num_tokens(request.token_ids) // info.block_size
     if len(request.block_hashes) != expected * _HASH_BYTES:
         raise RequestError(

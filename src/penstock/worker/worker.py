@@ -29,6 +29,7 @@ from penstock.core.types.events import AllBlocksCleared, EventMessage
 from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
 from penstock.core.types.kv_actions import KvAction
 from penstock.core.types.load import WorkerLoad
+from penstock.core.types.media import MediaPrompt
 from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request
 from penstock.core.types.steps import Step
 from penstock.runtime.events.publisher import EventPublisher
@@ -41,6 +42,7 @@ from penstock.seams import (
     FrontendSink,
     HealthReporting,
     KvBlocks,
+    MediaAnswer,
     NativeKvTransfer,
     RequestPlane,
 )
@@ -52,6 +54,7 @@ from penstock.worker.frontends import Frontend, Frontends, Running
 from penstock.worker.identity import WorkerIdentity
 from penstock.worker.kv_actions import act
 from penstock.worker.kv_transfer.kv_transfer import KvTransfer
+from penstock.worker.media import MediaExpansions
 from penstock.worker.registration import WorkerRegistration
 from penstock.worker.reports import LoadReports
 from penstock.worker.request_checks import check_request
@@ -128,6 +131,7 @@ class Worker:
         if isinstance(engine, HealthReporting):
             engine.report_health(self._note_health)
         self._agent = agent
+        self._expansions = MediaExpansions(engine, worker=self._name, engine_name=identity.engine)
         self._step_log: StepLog | None = None
         self.recorder = WorkerRecorder()
 
@@ -209,7 +213,7 @@ class Worker:
                 self._push_load_to(frontend, self._driver.load())
             self._push_error(frontend, request.request_id, error)
             return
-        running = self._frontends.take(request, frontend)
+        running = self._frontends.take(msgspec.structs.replace(request, media=None), frontend)
         if request.deadline_s is not None:
             loop = asyncio.get_running_loop()
             running.deadline = loop.call_later(
@@ -266,6 +270,9 @@ class Worker:
         else:
             self._changes.begin(change, self._group, answer)
 
+    def expand_media(self, prompt: MediaPrompt, answer: MediaAnswer) -> None:
+        self._expansions.begin(prompt, None if self._stopping.is_set() else self._group, answer)
+
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent; for tests and simulations."""
         self._frontends.check()
@@ -281,7 +288,7 @@ class Worker:
                 f"block_size: the model card says {card.block_size} tokens and the engine {info.block_size}; make them equal"
             )
         context_length = min(card.context_length, info.context_length)
-        return msgspec.structs.replace(card, context_length=context_length)
+        return msgspec.structs.replace(card, context_length=context_length, media=info.media)
 
     def _make_instance(self, address: str, card: ModelCard, info: EngineInfo) -> Instance:
         identity = self._identity

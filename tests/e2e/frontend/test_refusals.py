@@ -27,7 +27,7 @@ from tests.support.tokenizer import tiny_card
         ("chat/completions", chat(max_tokns=1), 400, "max_tokns", "did you mean 'max_tokens'?"),
         ("chat/completions", chat(messages=[]), 400, "messages", "at least one message"),
         ("chat/completions", chat(messages=[{"role": "user", "content": "a" * 2000}]), 400, "messages", "context of 512"),
-        ("chat/completions", chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), 400, "messages[0].content[0].type", "text only"),
+        ("chat/completions", chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}]), 400, "messages[0].content[0].type", "model 'tiny' takes text where it runs, no image"),
         ("chat/completions", chat(chat_template_kwargs={"messages": 1}), 400, "chat_template_kwargs.messages", "leave it out"),
         ("completions", b'{"model":"tiny","prompt":[99999999]}', 400, "prompt", "token ids must be"),
         ("completions", b'{"model":"tiny","prompt":"x","max_tokens":512}', 400, "max_tokens", "context of 512"),

@@ -69,7 +69,8 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
             handler: receives the messages.
             frame_bytes_max: longest frame accepted.
             write_buffer_bytes: with more bytes than this unsent, the channel is not `writable`.
-            write_bytes_max: with more bytes than this unsent, the connection is aborted, since the peer does not read.
+            write_bytes_max: with more bytes than this unsent, besides the longest frame, the connection is aborted, since the peer
+                does not read.
             heartbeat_interval_s: a peer silent for so long is pinged.
             heartbeat_timeout_s: after so long without a byte from the peer the connection is aborted.
         """
@@ -91,6 +92,8 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         self._timeout_s = heartbeat_timeout_s
         self._transport: asyncio.Transport | None = None
         self._paused = False
+        self._longest_bytes = 0
+        """Of the frames written since the write buffer last had room."""
         self._ending = False
         self._reason = ""
         self._heard_s = 0.0
@@ -131,6 +134,11 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         """Bytes in the write buffer."""
         return self._transport.get_write_buffer_size() if self._transport else 0
 
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes in the write buffer besides those of the longest frame, which takes its time however fast the peer reads."""
+        return max(self.buffered_bytes - self._longest_bytes, 0)
+
     def send(self, message: M) -> None:
         self.write(self._codec.encode(message))
 
@@ -138,12 +146,15 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         """Send an encoded frame; does nothing once the connection ends."""
         if self._transport is None or self._ending:
             return
-        if self._paused and self.buffered_bytes > self._write_bytes_max:
+        if self._paused and self.backlog_bytes > self._write_bytes_max:
             self.abort(
-                f"it does not read: {self.buffered_bytes} bytes wait, more than {self._write_bytes_max}"
+                f"it does not read: {self.buffered_bytes} bytes wait, more than {self._write_bytes_max} besides the longest"
+                " frame"
             )
             return
         self._transport.write(frame)
+        if self._paused:
+            self._longest_bytes = max(self._longest_bytes, len(frame))
 
     def close(self, reason: str) -> None:
         """Send `Goodbye`, flush the write buffer, and end the connection. Safe twice.
@@ -214,6 +225,7 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
 
     def resume_writing(self) -> None:
         self._paused = False
+        self._longest_bytes = 0
         if not self._ending:
             self._handler.channel_writable()
 

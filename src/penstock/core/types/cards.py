@@ -2,6 +2,7 @@
 
 import msgspec
 
+from penstock.core.types.media import MediaKind
 from penstock.core.wire import Wire
 
 
@@ -20,6 +21,7 @@ class ModelCard(Wire, frozen=True):
         salt: start of every block-hash chain: model revision and KV dtype.
         default_sampling: the model's own (name, value) defaults, such as temperature.
         parent: base model of a LoRA adapter; None for a base model.
+        media: what its engine takes besides text.
     """
 
     name: str
@@ -31,6 +33,7 @@ class ModelCard(Wire, frozen=True):
     created_s: int = 0
     default_sampling: tuple[tuple[str, float], ...] = ()
     parent: str | None = None
+    media: tuple[MediaKind, ...] = ()
 
     def adapted(self, adapter: str) -> "ModelCard":
         """Make the card of a LoRA adapter of this model. Its KV differs, so its `salt` differs too."""

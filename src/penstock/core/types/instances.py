@@ -6,6 +6,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.kv_exchange import KvExchange
 from penstock.core.types.kv_layout import KvLayout
+from penstock.core.types.media import MediaKind
 from penstock.core.wire import Wire
 
 
@@ -26,6 +27,7 @@ class EngineInfo(Wire, frozen=True):
         announces: whether its worker sends an empty `Delta` before the first step that computes a request.
         lower_tier_blocks: blocks in tiers below the device that KV events cover.
         transferred_prompts_only: whether its decode workers compute no prompts; routers then give each one to a prefill worker.
+        media: what it takes besides text; its worker refuses requests with anything else.
         structured_outputs: whether it keeps to `SamplingParams.structured`; if not, its worker refuses such requests.
     """
 
@@ -43,6 +45,7 @@ class EngineInfo(Wire, frozen=True):
     lower_tier_blocks: int = 0
     structured_outputs: bool = False
     transferred_prompts_only: bool = False
+    media: tuple[MediaKind, ...] = ()
 
 
 class Prices(Wire, frozen=True):

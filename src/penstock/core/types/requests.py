@@ -5,6 +5,7 @@ from enum import StrEnum
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import PinId, RequestId, WorkerId
 from penstock.core.types.kv_exchange import KvAccess
+from penstock.core.types.media import MediaPrompt
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, Wire
 
 KV_PRIORITY_MIN, KV_PRIORITY_MAX = -8, 7
@@ -132,6 +133,8 @@ class Request(Wire, frozen=True):
         speculative_prefill: keep the prompt and its answer for the next turn, while nothing else needs their room.
         retention: which KV is evicted before this request's; None: no preference.
         follows_tool: the prompt has results of tools: a turn of an agent.
+        media: images and the like, and the prompt that `token_ids` begins with before they were expanded in it; `block_hashes`
+            cover their digests.
     """
 
     request_id: RequestId
@@ -159,6 +162,12 @@ class Request(Wire, frozen=True):
     speculative_prefill: bool = False
     retention: KvRetention | None = None
     follows_tool: bool = False
+    media: MediaPrompt | None = None
+
+    def extra_after(self, start: int) -> list[tuple[int, bytes]]:
+        """Give what the block hashes of the tokens from `start` on cover besides them, positions counted from `start`."""
+        extra = () if self.media is None else self.media.extra()
+        return [(position - start, digest) for position, digest in extra if position >= start]
 
 
 class Prefetch(Wire, frozen=True):

@@ -149,6 +149,7 @@ class EventDecoder:
         lora, salt = fields.text(event, "lora_name"), fields.text(event, "cache_salt")
         omission = None
         usable = len(hashes)
+        media: tuple[tuple[int, bytes], ...] = ()
         if (engine_size := fields.integer(event, "block_size")) != size:
             self._complain(engine_size)
             omission, usable = Omission.BLOCK_SIZE, 0
@@ -157,12 +158,12 @@ class EventDecoder:
         elif lora is None and not fields.is_null(event, "lora_id"):  # an adapter without a name
             omission, usable = Omission.CONTENT, 0
         else:
-            usable, untagged = _usable(event, lora, usable, is_root=parent is None)
+            usable, untagged, media = _keys(event, lora, usable, size, is_root=parent is None)
             omission, salt = Omission.CONTENT, salt if untagged is None else untagged
         if usable < len(hashes) and omission:
             self._omissions[omission] += len(hashes) - usable
             hashes, token_ids = hashes[:usable], PackedTokens(token_ids[: _TOKEN_BYTES * size * usable])
-        return EngineStored(hashes, parent, token_ids, size, tier, lora, salt) if hashes else None
+        return EngineStored(hashes, parent, token_ids, size, tier, lora, salt, media) if hashes else None
 
     def _complain(self, size: int | None) -> None:
         if size is None:
@@ -236,23 +237,45 @@ def _token_ids(event: Fields) -> PackedTokens:
         raise refused("token_ids", values, "32-bit integers") from None
 
 
-def _usable(event: Fields, lora: str | None, num_blocks: int, *, is_root: bool) -> tuple[int, str | None]:
+def _keys(
+    event: Fields, lora: str | None, num_blocks: int, block_size: int, *, is_root: bool
+) -> tuple[int, str | None, tuple[tuple[int, bytes], ...]]:
     """Read what vLLM hashed besides tokens: one array of untagged keys per block, or null.
 
+    Keys are the adapter's name, a pair of identifier and offset for each image or the like in the block, and in a prompt's first
+    block the cache salt.
+
     Returns:
-        how many leading blocks contain only tokens, and the first block's cache salt.
+        how many leading blocks contain only tokens and media, the first block's cache salt, and the media that begin in them.
     """
     salt = None
+    media: list[tuple[int, bytes]] = []
     for index, raw in enumerate(fields.arrays(event, "extra_keys")[:num_blocks]):
         if fields.is_nil(raw):
             continue
         keys = fields.items(raw, "extra_keys", "arrays", VALUES_MAX)
         if keys and lora is not None and fields.as_text(keys[0]) == lora:
             keys = keys[1:]
-        if not keys:
-            continue
-        name = fields.as_text(keys[0])
-        if index or not is_root or len(keys) > 1 or name is None:
-            return index, salt
-        salt = name
-    return num_blocks, salt
+        begun = []
+        while keys and (item := fields.as_pair(keys[0])) is not None:
+            identifier, offset = item
+            if offset >= block_size:
+                raise refused("extra_keys", keys[0], f"an offset below {block_size}, the size of a block")
+            if offset >= 0:  # else it began in an earlier block, whose hash this one's continues
+                begun.append((index * block_size + offset, _digest(identifier)))
+            keys = keys[1:]
+        if keys:
+            name = fields.as_text(keys[0])
+            if index or not is_root or len(keys) > 1 or name is None:
+                return index, salt, tuple(media)
+            salt = name
+        media += sorted(begun)
+    return num_blocks, salt, tuple(media)
+
+
+def _digest(identifier: str) -> bytes:
+    """Give the digest that an identifier spells, which is how requests from here name their media; others only must differ."""
+    try:
+        return bytes.fromhex(identifier)
+    except ValueError:
+        return identifier.encode()

@@ -23,6 +23,7 @@ class EngineStored(msgspec.Struct, frozen=True, gc=False):
         token_ids: of all blocks, `block_size` each; empty: the engine only names blocks that it has described before.
         lora_name: the LoRA adapter that computed the blocks.
         cache_salt: of the first block, if it begins a prompt.
+        media: (index in `token_ids`, digest) of each image and the like that begins in these blocks, ascending.
     """
 
     hashes: list[EngineHash]
@@ -32,6 +33,7 @@ class EngineStored(msgspec.Struct, frozen=True, gc=False):
     tier: Tier = Tier.DEVICE
     lora_name: str | None = None
     cache_salt: str | None = None
+    media: tuple[tuple[int, bytes], ...] = ()
 
 
 class EngineRemoved(msgspec.Struct, frozen=True, gc=False):
@@ -56,7 +58,7 @@ class Omission(StrEnum):
     UNKNOWN_FIELD = "unknown_field"  # (fields) that this version does not know
     MEDIUM = "medium"  # (blocks) in a medium that this version does not know
     GROUP = "group"  # (blocks) of sliding windows, states, and any second group of layers
-    CONTENT = "content"  # (blocks) whose content is not only tokens, and those after them
+    CONTENT = "content"  # (blocks) whose content is neither tokens nor media, and those after them
     PARTIAL = "partial"  # (blocks) that are not full, or whose event has too few tokens
     BLOCK_SIZE = "block_size"  # (blocks) of another size than the model's
     SALT = "salt"  # (blocks) with a salt or adapter that no request here has

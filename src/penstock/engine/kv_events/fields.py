@@ -23,6 +23,7 @@ _ITEMS = msgspec.msgpack.Decoder(list[Raw])
 _NAMED = msgspec.msgpack.Decoder(dict[str, Raw])
 _TEXT: msgspec.msgpack.Decoder[str | None] = msgspec.msgpack.Decoder(str | None)
 _INTEGER: msgspec.msgpack.Decoder[int | None] = msgspec.msgpack.Decoder(int | None)
+_PAIR = msgspec.msgpack.Decoder(tuple[str, int])
 _INTEGERS = msgspec.msgpack.Decoder(list[int])
 _HASH: msgspec.msgpack.Decoder[int | bytes | None] = msgspec.msgpack.Decoder(int | bytes | None)
 _HASHES = msgspec.msgpack.Decoder(list[int | bytes])
@@ -90,6 +91,14 @@ def as_text(raw: Raw) -> str | None:
     """Give a string; None: it is something else."""
     try:
         return _TEXT.decode(raw)
+    except _ERRORS:
+        return None
+
+
+def as_pair(raw: Raw) -> tuple[str, int] | None:
+    """Give a string and an integer; None: it is something else."""
+    try:
+        return _PAIR.decode(raw)
     except _ERRORS:
         return None
 

@@ -145,7 +145,7 @@ class KvEventTranslator:
                 self._omissions[Omission.UNKNOWN_PARENT] += len(event.hashes)
                 return
             first, parent_low = named[:2], named[0]
-        ours = block_hashes(event.token_ids, self._block_size, key=self._key, parent=first)
+        ours = block_hashes(event.token_ids, self._block_size, extra=event.media, key=self._key, parent=first)
         chain: list[_Named] = []
         for low, high in ours.tolist():
             chain.append((low, high, parent_low))

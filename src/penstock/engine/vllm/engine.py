@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.errors import EngineError, Overloaded, RequestError, Unavailable
+from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError, Unavailable
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import WorkerLoad
+from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Request
 from penstock.core.types.steps import Step
 from penstock.engine.spec import EngineSpec
@@ -25,6 +26,7 @@ from penstock.engine.vllm.launch.arguments import environment
 from penstock.engine.vllm.launch.child_output import ChildOutput
 from penstock.engine.vllm.launch.launch import end, launch, load_adapters
 from penstock.engine.vllm.load import LoadCounts
+from penstock.engine.vllm.media import MediaReader
 from penstock.engine.vllm.ranks import RankChoice
 from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
 from penstock.engine.vllm.sleep import check_sleep, wake_up
@@ -36,7 +38,7 @@ _UNENCODABLE = (OverflowError, TypeError, ValueError)
 
 
 class VllmEngine:
-    """Implements `Engine` and `Sleeping` with vLLM. Not thread-safe: call everything on one event loop."""
+    """Implements `Engine`, `MediaReading` and `Sleeping` with vLLM. Not thread-safe: call everything on one event loop."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Make an engine; `start` loads vLLM and the model.
@@ -51,6 +53,7 @@ class VllmEngine:
         self._core: Any = None
         """vLLM's AsyncMPClient."""
         self._inputs: Inputs | None = None
+        self._media: MediaReader | None = None
         self._running: dict[str, Running] = {}
         """By vLLM's id, which is never used twice: a request id may come again while vLLM still aborts its first use."""
         self._ids: dict[RequestId, str] = {}
@@ -84,6 +87,7 @@ class VllmEngine:
             more=self._events.arguments,
         )
         self._inputs = Inputs(processor, await load_adapters(self._spec, self._core))
+        self._media = await asyncio.to_thread(MediaReader, processor)
         self._output.forget()
         self._events.follow()
         config = self._core.vllm_config
@@ -99,6 +103,7 @@ class VllmEngine:
             max_running_requests=ranks * config.scheduler_config.max_num_seqs,
             prompts_at_once=ranks,
             structured_outputs=True,
+            media=self._media.kinds,
         )
 
     def submit(self, request: Request) -> None:
@@ -123,10 +128,15 @@ class VllmEngine:
         vllm_id = f"{request.request_id}-{next(self._serial)}"
         rank, cached = self._ranks.choose(request, self._running.values())
         assert self._inputs is not None, "started"
-        core_request = self._inputs.make(vllm_id, request, self._sampling_arguments(request), rank)
+        arguments = self._sampling_arguments(request)
+        if request.media is None:
+            sending = self._core.add_request_async(self._inputs.make(vllm_id, request, arguments, rank))
+        else:
+            sending = self._add_with_media(vllm_id, request, arguments, rank)
+        without = msgspec.structs.replace(request, media=None)
         self._ids[request.request_id] = vllm_id
-        self._running[vllm_id] = Running.of(request, asyncio.get_running_loop().time(), rank, cached)
-        self._send(self._core.add_request_async(core_request), vllm_id)
+        self._running[vllm_id] = Running.of(without, asyncio.get_running_loop().time(), rank, cached)
+        self._send(sending, vllm_id)
 
     def abort(self, request_id: RequestId) -> None:
         vllm_id = self._ids.pop(request_id, None)
@@ -134,6 +144,11 @@ class VllmEngine:
             del self._running[vllm_id]
         if vllm_id is not None and self._core is not None:
             self._send(self._core.abort_requests_async([vllm_id]))
+
+    async def expand_media(self, prompt: MediaPrompt) -> ExpandedPrompt:
+        """Expand the media of a prompt; see `MediaReader.expand`."""
+        assert self._media is not None, "started"
+        return await self._media.expand(prompt)
 
     async def steps(self) -> AsyncIterator[Step]:
         """Yield a step for each message of vLLM's engine core, and for KV events that come without one, until `close`.
@@ -245,6 +260,16 @@ class VllmEngine:
         except Exception as error:
             raise EngineError(f"vLLM died: {self._output.reason() or error}") from error
 
+    async def _add_with_media(
+        self, vllm_id: str, request: Request, arguments: dict[str, Any], rank: int
+    ) -> None:
+        """Process a request's media, then send it, unless it was aborted meanwhile."""
+        assert self._inputs is not None, "started"
+        assert self._media is not None, "started"
+        prompt = await self._media.prompt(request)
+        if vllm_id in self._running and self._core is not None:
+            await self._core.add_request_async(self._inputs.make(vllm_id, request, arguments, rank, prompt))
+
     def _send(self, sending: Coroutine[Any, Any, None], vllm_id: str | None = None) -> None:
         """Send a message after those before it; `vllm_id`: of the request that it starts, None if it starts none."""
         task = asyncio.get_running_loop().create_task(sending)
@@ -255,8 +280,10 @@ class VllmEngine:
         """End a request that could not be encoded. `steps` reports an engine that died."""
         self._sending.discard(task)
         error = None if task.cancelled() else task.exception()
-        if vllm_id in self._running and isinstance(error, _UNENCODABLE):
+        if vllm_id in self._running and isinstance(error, (*_UNENCODABLE, PenstockError)):
             running = self._running.pop(vllm_id)
             del self._ids[running.request.request_id]
-            self._unsent.append(running.refused(f"vLLM's engine core cannot be sent this request: {error}"))
+            if not isinstance(error, PenstockError):
+                error = RequestError(f"vLLM's engine core cannot be sent this request: {error}")
+            self._unsent.append(running.refused(error))
             self._wake.set()

@@ -22,7 +22,9 @@ class Inputs:
         self._processor = processor
         self._adapters = adapters
 
-    def make(self, vllm_id: str, request: Request, arguments: dict[str, Any], rank: int) -> Any:
+    def make(
+        self, vllm_id: str, request: Request, arguments: dict[str, Any], rank: int, prompt: Any = None
+    ) -> Any:
         """Make an EngineCoreRequest.
 
         Args:
@@ -30,6 +32,7 @@ class Inputs:
             request: as submitted.
             arguments: of vLLM's SamplingParams.
             rank: the data-parallel rank that computes it.
+            prompt: vLLM's input with the request's media; None: the request has none.
 
         Raises:
             RequestError: vLLM refuses it.
@@ -46,7 +49,8 @@ class Inputs:
                 f"request {request.request_id}: its worker was lost after {request.num_emitted} tokens, and vLLM cannot"
                 " continue an answer that response_format constrains; send it again"
             )
-        prompt = tokens_input(token_list(request.token_ids), cache_salt=request.salt.hex() or None)
+        if prompt is None:
+            prompt = tokens_input(token_list(request.token_ids), cache_salt=request.salt.hex() or None)
         try:
             if structured is not None:
                 constraint = msgspec.json.decode(structured, type=dict[str, Any])

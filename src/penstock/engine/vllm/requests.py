@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.core.errors import RequestError, StepFailed
+from penstock.core.errors import PenstockError, RequestError, StepFailed
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
 from penstock.core.wire import num_tokens, pack_tokens, unpack_tokens
 
@@ -32,10 +32,11 @@ class Running:
         known = request.expected_cached_tokens if cached is None else cached
         return cls(request, arrived_s, count, max(count - known, 1), rank=rank)
 
-    def refused(self, why: str) -> Delta:
+    def refused(self, why: PenstockError) -> Delta:
         """Make the last delta of a request that vLLM does not take."""
-        error = RequestError(why).to_info()
-        return Delta(request_id=self.request.request_id, finish_reason=FinishReason.ERROR, error=error)
+        return Delta(
+            request_id=self.request.request_id, finish_reason=FinishReason.ERROR, error=why.to_info()
+        )
 
 
 def check_tokens(request: Request, vocab_size: int) -> None:

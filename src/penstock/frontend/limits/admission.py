@@ -18,6 +18,7 @@ class Slot:
     timeout_s: float
     settings: str = "frontend."  # prefix of setting names in error texts
     admitted: bool = False
+    media_bytes: int = 0  # that it holds, see `requests/media.py`
     _ending: PenstockError | None = None  # set when ended before the deadline
     _scope: asyncio.Timeout | None = None
 

@@ -14,6 +14,7 @@ import msgspec
 from penstock.frontend.openai.agents import AgentHintsBody, PeerBody, RetentionBody, SessionBody
 from penstock.frontend.openai.body_error import body_error
 from penstock.frontend.openai.explaining import Explanation
+from penstock.frontend.openai.media import ContentPart
 
 STOPS_MAX = 16
 STOP_CHARACTERS_MAX = 1024
@@ -67,11 +68,6 @@ class GenerationRequest(Body, kw_only=True):
     prompt_cache_retention: Any = None
     # Refused unless they ask for nothing.
     logit_bias: Any = None
-
-
-class ContentPart(msgspec.Struct, kw_only=True):
-    type: str
-    text: str | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):

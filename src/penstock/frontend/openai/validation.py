@@ -16,6 +16,7 @@ from penstock.frontend.openai.bodies import (
     GenerationRequest,
     Message,
 )
+from penstock.frontend.openai.media import check_part
 from penstock.frontend.text.template import RESERVED
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -181,12 +182,4 @@ def _check_message(message: Message, path: str) -> None:
     if not isinstance(message.content, list):
         return
     for index, part in enumerate(message.content):
-        where = f"{path}.content[{index}]"
-        if part.type != "text":
-            raise RequestError(
-                f"{where}.type: {part.type!r} is not supported, this model reads text only; "
-                "send parts of type 'text'",
-                param=f"{where}.type",
-            )
-        if part.text is None:
-            raise RequestError(f"{where}.text: required, but missing", param=f"{where}.text")
+        check_part(part, f"{path}.content[{index}]")

@@ -9,9 +9,11 @@ import numpy as np
 from penstock.core.errors import RequestError
 from penstock.core.hashing import block_hashes
 from penstock.core.types.cards import request_salt
+from penstock.core.types.media import MediaPrompt
 from penstock.core.wire import PackedHashes, PackedTokens, TokenArray, Wire, pack_hashes, pack_tokens
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest, Message
+from penstock.frontend.openai.media import PART_TYPES, ContentPart, MediaPart, media_part, placeholders
 from penstock.frontend.text.models import ServedModel
 
 _UNREAD = (
@@ -26,11 +28,19 @@ _UNREAD = (
 
 
 class Prompt(Wire, frozen=True):
-    """One encoded prompt; `param` is its field in the body. A prompt too long for its model has no hashes."""
+    """One encoded prompt. A prompt too long for its model has no hashes, and none has one with `media`.
+
+    Attributes:
+        param: its field in the body.
+        media: for which `token_ids` has placeholders; an engine has yet to expand it.
+        expanded: what an engine has expanded in `token_ids`.
+    """
 
     token_ids: PackedTokens
     block_hashes: PackedHashes
     param: str
+    media: tuple[MediaPart, ...] = ()
+    expanded: MediaPrompt | None = None
 
 
 def encode_prompts(
@@ -39,10 +49,13 @@ def encode_prompts(
     """Encode the prompts of a checked request (`validation.py`).
 
     Raises:
-        RequestError: the template refuses the messages, a token id is out of range, or a text is too long by `LengthBound`.
+        RequestError: the template refuses the messages, a token id is out of range, a text is too long by `LengthBound`, or
+            media are broken or not for this model.
     """
+    media: tuple[MediaPart, ...] = ()
     salt = request_salt(model.card.salt, request.cache_salt)
     if isinstance(request, ChatRequest):
+        media = _media(request, model)
         encoded, param = [encode_chat(model, request.messages, request.chat_template_kwargs)], "messages"
     else:
         encoded, param = _encode_texts(request, model), "prompt"
@@ -50,9 +63,10 @@ def encode_prompts(
         Prompt(
             token_ids=pack_tokens(token_ids),
             block_hashes=pack_hashes(block_hashes(token_ids, model.card.block_size, salt, key=hash_key))
-            if len(token_ids) < model.card.context_length
+            if len(token_ids) < model.card.context_length and not media
             else PackedHashes(b""),
             param=param,
+            media=media,
         )
         for token_ids in encoded
     )
@@ -80,7 +94,7 @@ def encode_chat(
         raise RequestError(
             f"messages: model {model.card.name!r} has no chat template; use /v1/completions", param="messages"
         )
-    text = model.template.render([_message(m) for m in messages], arguments)
+    text = model.template.render([_message(message, model) for message in messages], arguments)
     return _encode(model, text, "messages", special=False)  # the template adds the special tokens
 
 
@@ -89,11 +103,28 @@ def encode_text(model: ServedModel, text: str) -> TokenArray:
     return _encode(model, text, "prompt", special=True)
 
 
-def _message(message: Message) -> dict[str, Any]:
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text or "" for part in content)
-    fields: dict[str, Any] = {"role": message.role, "content": content}
+def _media(request: ChatRequest, model: ServedModel) -> tuple[MediaPart, ...]:
+    """Decode the media of all messages."""
+    taken = {kind.modality for kind in model.card.media}
+    found = []
+    for number, message in enumerate(request.messages):
+        for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if part.type == "text":
+                continue
+            where = f"messages[{number}].content[{index}]"
+            if (modality := PART_TYPES[part.type]) not in taken:
+                raise RequestError(
+                    f"{where}.type: {part.type!r} is not supported: model {model.card.name!r} takes"
+                    f" {', '.join(['text', *sorted(taken)])} where it runs, no {modality}; leave it out, or serve a model that"
+                    " takes it with an engine that does, such as vllm",
+                    param=f"{where}.type",
+                )
+            found.append(media_part(part, where))
+    return tuple(found)
+
+
+def _message(message: Message, model: ServedModel) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": _content(message.content, model)}
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_call_id is not None:
@@ -101,6 +132,27 @@ def _message(message: Message) -> dict[str, Any]:
     if message.tool_calls:
         fields["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return fields
+
+
+def _content(
+    content: str | list[ContentPart] | None, model: ServedModel
+) -> str | list[dict[str, str]] | None:
+    """Make a content of the form that the template takes, as vLLM chooses it."""
+    template = model.template
+    assert template is not None, "checked"
+    if content is None or (isinstance(content, str) and (template.takes_strings or not template.takes_parts)):
+        return content
+    parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content
+    if template.takes_parts:
+        return [
+            {"type": "text", "text": part.text or ""}
+            if part.type == "text"
+            else {"type": PART_TYPES[part.type]}
+            for part in parts
+        ]
+    text = "\n".join(part.text or "" for part in parts if part.type == "text")
+    modalities = [PART_TYPES[part.type] for part in parts if part.type != "text"]
+    return placeholders(modalities, text, {kind.modality: kind.placeholder for kind in model.card.media})
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:

@@ -66,19 +66,17 @@ class Preprocessor:
         self._hash_key = hash_key
         self._rng = rng
 
-    async def prepare(
-        self, request: ChatRequest | CompletionRequest, model: ServedModel, metadata: RequestMetadata
-    ) -> PreparedRequest:
-        """Prepare a checked request (`validation.py`); a large one is encoded in a thread.
+    async def encode(
+        self, request: ChatRequest | CompletionRequest, model: ServedModel, size_bytes: int
+    ) -> tuple[Prompt, ...]:
+        """Encode the prompts of a checked request (`validation.py`) from a body of so many bytes; a large one in a thread.
 
         Raises:
-            RequestError: a prompt is empty, is refused by the template, has token ids out of range, or exceeds the context.
+            RequestError: see `encode_prompts`.
         """
-        if metadata.size_bytes <= THREAD_BYTES:
-            prompts = encode_prompts(request, model, self._hash_key)
-        else:
-            prompts = await asyncio.to_thread(encode_prompts, request, model, self._hash_key)
-        return self.prepared(request, model, metadata, prompts)
+        if size_bytes <= THREAD_BYTES:
+            return encode_prompts(request, model, self._hash_key)
+        return await asyncio.to_thread(encode_prompts, request, model, self._hash_key)
 
     def prepared(
         self,
@@ -126,6 +124,7 @@ class Preprocessor:
                         priority=priority or 0,
                         slo_ttft_s=options.slo_ttft_s,
                         slo_itl_s=options.slo_itl_s,
+                        media=prompt.expanded,
                     )
                 )
         return PreparedRequest(

@@ -69,4 +69,13 @@ class RouteModel:
             checked = msgspec.convert(messages, list[Message])
         except msgspec.ValidationError as error:
             raise RequestError(f"messages: {error}", param="messages") from error
+        for number, message in enumerate(checked):
+            for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
+                if part.type != "text":
+                    where = f"messages[{number}].content[{index}]"
+                    raise RequestError(
+                        f"{where}.type: {part.type!r}: the router cannot tell what a server makes of it, so it routes text only; leave"
+                        " it out and route by the text",
+                        param="messages",
+                    )
         return encode_chat(self._model, checked)

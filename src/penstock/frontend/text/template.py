@@ -16,6 +16,7 @@ from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError, RequestError
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_PROBE = "shown as text"
 RESERVED = frozenset(
     {*_SPECIAL_TOKENS, "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
 )
@@ -59,6 +60,10 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template: line {error.lineno}: {error.message}") from error
         self._special_tokens = special_tokens
+        self.takes_strings = self._shows(_PROBE)
+        """Whether a message's content may be a string."""
+        self.takes_parts = self._shows([{"type": "text", "text": _PROBE}])
+        """Whether a message's content may be a list of parts, where images are."""
 
     @classmethod
     def load(cls, tokenizer_config: bytes | None, template_file: bytes | None) -> "ChatTemplate | None":
@@ -105,6 +110,14 @@ class ChatTemplate:
             raise RequestError(
                 f"messages: the model's chat template refuses them: {error}", param="messages"
             ) from error
+
+    def _shows(self, content: Any) -> bool:
+        """Say whether the template shows the text of such a content, and not its Python form."""
+        try:
+            text = self.render([{"role": "user", "content": content}])
+        except RequestError:
+            return False
+        return _PROBE in text and f"'{_PROBE}'" not in text
 
 
 def _default(template: str | list[_NamedTemplate] | None) -> str | None:

@@ -18,6 +18,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.types.kv_actions import KvAction, KvUnpin
+from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Request
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.kv_actions import KvActed, KvActions
@@ -149,6 +150,15 @@ class Dispatcher:
             Unavailable: no worker answered.
         """
         return await self._shared.fleet.fetch_file(card, file)
+
+    async def expand_media(self, card: ModelCard, prompt: MediaPrompt) -> ExpandedPrompt:
+        """Have the engine of one of the model's workers expand the media of a prompt.
+
+        Raises:
+            RequestError: the engine does not take them.
+            Unavailable: no worker answered.
+        """
+        return await self._shared.fleet.expand_media(card, prompt)
 
     def workers(self) -> Sequence[WorkerView]:
         """Describe every known worker; for people."""

@@ -122,6 +122,7 @@ class Progress:
             request.salt,
             key=self._hash_key,
             parent=parent,
+            extra=request.extra_after(done * block_size),
         )
         self._request = msgspec.structs.replace(
             request, block_hashes=PackedHashes(packed + pack_hashes(np.ascontiguousarray(more)))

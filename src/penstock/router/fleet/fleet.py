@@ -16,11 +16,13 @@ from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Instance, InstancePut, InstanceRemoved, WatchSynced
 from penstock.core.types.load import KvRead
 from penstock.core.types.location import Location
+from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Prefetch, Request
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.card_files import fetch_file
 from penstock.router.fleet.change_notifier import ChangeNotifier
 from penstock.router.fleet.connector import Connector
+from penstock.router.fleet.media import expand_media
 from penstock.router.fleet.slots import WorkerSlots
 from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.index.indexer import Indexer
@@ -172,6 +174,10 @@ class Fleet:
             Unavailable: no worker answered.
         """
         return await fetch_file(card, file, self._members.values(), self._rng)
+
+    async def expand_media(self, card: ModelCard, prompt: MediaPrompt) -> ExpandedPrompt:
+        """Have a worker of the model expand the media of a prompt; see `media.py`."""
+        return await expand_media(card, prompt, self._members.values())
 
     def workers(self) -> list[WorkerView]:
         """Describe every worker, by slot."""

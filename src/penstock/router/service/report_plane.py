@@ -9,6 +9,7 @@ from penstock.core.types.events import EventMessage, KvEvent
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
+from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Prefetch, Request
 from penstock.runtime.events.feed import EventFeed
 from penstock.runtime.events.publisher import EventPublisher
@@ -77,6 +78,11 @@ class _ReportConnection:
     async def change(self, change: WorkerChange | KvAction) -> KvReport | None:
         raise RequestError(
             f"{type(change).__name__}: servers of a gateway cannot be changed", http_status=409
+        )
+
+    async def expand_media(self, prompt: MediaPrompt) -> ExpandedPrompt:
+        raise RequestError(
+            f"{len(prompt.items)} media: nothing is expanded by servers of a gateway", http_status=409
         )
 
     async def close(self) -> None:

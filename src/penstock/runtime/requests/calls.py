@@ -3,19 +3,21 @@
 import asyncio
 from collections.abc import Callable
 from itertools import count
+from typing import Generic, TypeVar
 
 from penstock.core.errors import PenstockError
-from penstock.core.types.kv_actions import KvReport
+
+A = TypeVar("A")
 
 
-class Calls:
-    """Pending calls by id. One event loop owns it; the worker bounds their number."""
+class Calls(Generic[A]):
+    """Pending calls by id, all with answers of one type. One event loop owns it; the worker bounds their number."""
 
     def __init__(self) -> None:
         self._ids = count(1)
-        self._waiting: dict[int, asyncio.Future[KvReport | None]] = {}
+        self._waiting: dict[int, asyncio.Future[A]] = {}
 
-    async def ask(self, send: Callable[[int], None]) -> KvReport | None:
+    async def ask(self, send: Callable[[int], None]) -> A:
         """Send a call with a new id, and return its answer. The caller sets a timeout.
 
         Raises:
@@ -25,13 +27,13 @@ class Calls:
         self._waiting[call_id] = future = asyncio.get_running_loop().create_future()
         try:
             send(call_id)
-            report: KvReport | None = await future
-            return report
+            answer: A = await future
+            return answer
         finally:
             del self._waiting[call_id]
 
-    def answered(self, call_id: int, outcome: PenstockError | KvReport | None) -> None:
-        """Resolve a call with its report, None for one without, or its error; ignored if nothing waits for it any more."""
+    def answered(self, call_id: int, outcome: PenstockError | A) -> None:
+        """Resolve a call with its answer or its error; ignored if nothing waits for it any more."""
         future = self._waiting.get(call_id)
         if future is None or future.done():
             return

@@ -8,6 +8,7 @@ from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage
 from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
+from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import Wire
 from penstock.runtime.handshake import Hello, HelloReply
@@ -66,6 +67,21 @@ class Changed(Wire, frozen=True, tag="changed"):
     report: KvReport | None = None
 
 
+class ExpandMedia(Wire, frozen=True, tag="expand_media"):
+    """Expand the media of a prompt; `MediaExpanded` answers."""
+
+    call_id: int
+    prompt: MediaPrompt
+
+
+class MediaExpanded(Wire, frozen=True, tag="media_expanded"):
+    """The expanded prompt, or why the engine does not take its media."""
+
+    call_id: int
+    error: ErrorInfo | None = None
+    prompt: ExpandedPrompt | None = None
+
+
 class Deltas(Wire, frozen=True, tag="deltas"):
     """All deltas of one engine step for one frontend."""
 
@@ -82,7 +98,7 @@ class Event(Wire, frozen=True, tag="event"):
 
 Frame = (
     Challenge | Hello | HelloReply | Submit | PrefetchKv | Abort | Grant | Subscribe | Fetch | FetchChunk
-    | Deltas | Load | Event | Change | Changed | Ping | Pong | Goodbye
+    | Deltas | Load | Event | Change | Changed | ExpandMedia | MediaExpanded | Ping | Pong | Goodbye
 )  # fmt: skip
 
 CODEC: FrameCodec[Frame] = FrameCodec(Frame, lenient_tags=("event",))

@@ -13,6 +13,7 @@ from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
 from penstock.core.types.events import EventMessage
 from penstock.core.types.kv_actions import KvReport
 from penstock.core.types.load import WorkerLoad
+from penstock.core.types.media import ExpandedPrompt
 from penstock.core.types.requests import Delta
 from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
@@ -25,11 +26,13 @@ from penstock.runtime.requests.frames import (
     Changed,
     Deltas,
     Event,
+    ExpandMedia,
     Fetch,
     FetchChunk,
     Frame,
     Grant,
     Load,
+    MediaExpanded,
     PrefetchKv,
     Submit,
     Subscribe,
@@ -145,6 +148,8 @@ class FrontendPeer:
                 self._on_fetch(message)
             case Change(call_id=call_id, change=change):
                 self._service.change(change, partial(self._answer, call_id))
+            case ExpandMedia(call_id=call_id, prompt=prompt):
+                self._service.expand_media(prompt, partial(self._expanded, call_id))
             case _:
                 raise ProtocolError(
                     f"{type(message).__name__}: a frontend does not send this; update the older side"
@@ -247,6 +252,12 @@ class FrontendPeer:
             self.channel.send(Changed(call_id=call_id, error=outcome.to_info()))
         else:
             self.channel.send(Changed(call_id=call_id, report=outcome))
+
+    def _expanded(self, call_id: int, outcome: PenstockError | ExpandedPrompt) -> None:
+        if isinstance(outcome, PenstockError):
+            self.channel.send(MediaExpanded(call_id=call_id, error=outcome.to_info()))
+        else:
+            self.channel.send(MediaExpanded(call_id=call_id, prompt=outcome))
 
     def _refuse_fetch(self, fetch: Fetch, error: PenstockError) -> None:
         if not self.channel.writable:

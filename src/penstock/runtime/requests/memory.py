@@ -19,6 +19,7 @@ from penstock.core.types.events import EventMessage
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
+from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import encode
 from penstock.runtime.config import PlaneConfig
@@ -95,7 +96,8 @@ class _Link:
         self.up = True
         self._loop = asyncio.get_running_loop()
         self._load: WorkerLoad | None = None
-        self.calls = Calls()
+        self.calls: Calls[KvReport | None] = Calls()
+        self.expansions: Calls[ExpandedPrompt] = Calls()
         self._outbox = Outbox(
             window_tokens=server.config.window_tokens,
             stream_bytes_max=server.config.stream_bytes_max,
@@ -165,6 +167,13 @@ class _Link:
         heard = from_info(outcome.to_info()) if isinstance(outcome, PenstockError) else outcome
         self.later(self.calls.answered, call_id, heard)
 
+    def expand_media(self, prompt: MediaPrompt, call_id: int) -> None:
+        self.server.service.expand_media(prompt, partial(self._expanded, call_id))
+
+    def _expanded(self, call_id: int, outcome: PenstockError | ExpandedPrompt) -> None:
+        heard = from_info(outcome.to_info()) if isinstance(outcome, PenstockError) else outcome
+        self.later(self.expansions.answered, call_id, heard)
+
     def break_off(self, why: str, *, tell_service: bool) -> None:
         if self.up:
             self._loop.call_soon(self.sink.lost, self.worker_id, self._lost(why))
@@ -176,6 +185,7 @@ class _Link:
         self.up = False
         self.server.links.remove(self)
         self.calls.fail(self._lost("it was closed"))
+        self.expansions.fail(self._lost("it was closed"))
         if tell_service:
             self.server.service.unsubscribe(self)
             self.server.service.disconnected(self)
@@ -235,6 +245,12 @@ class MemoryConnection:
             raise WorkerLost(f"worker {self.worker_id}: the connection has ended; ask over another one")
         link = self._link
         return await link.calls.ask(lambda call_id: link.later(link.change, change, call_id))
+
+    async def expand_media(self, prompt: MediaPrompt) -> ExpandedPrompt:
+        if not self._link.up:
+            raise WorkerLost(f"worker {self.worker_id}: the connection has ended; ask over another one")
+        link = self._link
+        return await link.expansions.ask(lambda call_id: link.later(link.expand_media, prompt, call_id))
 
     async def close(self) -> None:
         self._link.hang_up(tell_service=True)

@@ -21,6 +21,7 @@ from penstock.core.net.handshake import Challenge
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv_actions import KvAction, KvReport
+from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Prefetch, Request
 from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
@@ -34,11 +35,13 @@ from penstock.runtime.requests.frames import (
     Changed,
     Deltas,
     Event,
+    ExpandMedia,
     Fetch,
     FetchChunk,
     Frame,
     Grant,
     Load,
+    MediaExpanded,
     PrefetchKv,
     Submit,
     Subscribe,
@@ -85,7 +88,8 @@ class WorkerPeer:
         self._grant_tokens = max(1, config.window_tokens // 4)
         self._fetches: dict[int, _Fetching] = {}
         self._fetch_ids = count(1)
-        self._calls = Calls()
+        self._calls: Calls[KvReport | None] = Calls()
+        self._expansions: Calls[ExpandedPrompt] = Calls()
         self._resync_again_s = 0.0
 
     @property
@@ -119,19 +123,23 @@ class WorkerPeer:
                 f"{self._name}: {len(self._ungranted)} requests are under way on this connection (requests_max); "
                 "try another worker"
             )
-        if self.channel.buffered_bytes > self._config.connection_bytes_max:
-            raise Overloaded(
-                f"{self._name}: {self.channel.buffered_bytes} bytes wait to be read by it, more than "
-                f"{self._config.connection_bytes_max} (connection_bytes_max); try another worker"
-            )
         try:
-            frame = CODEC.encode(message)
+            self._write(message, f"request {request.request_id}")
         except UNENCODABLE as error:
             raise cannot_be_sent(request, error) from error
+
+    def _write(self, message: Submit | PrefetchKv | ExpandMedia, what: str) -> None:
+        """Send a message that may be long."""
+        if self.channel.backlog_bytes > self._config.connection_bytes_max:
+            raise Overloaded(
+                f"{self._name}: {self.channel.backlog_bytes} bytes wait to be read by it, more than "
+                f"{self._config.connection_bytes_max} (connection_bytes_max); try another worker"
+            )
+        frame = CODEC.encode(message)
         if len(frame) > self._config.frame_bytes_max:
             raise RequestError(
-                f"request {request.request_id}: {len(frame)} bytes, more than {self._config.frame_bytes_max} "
-                "(frame_bytes_max); shorten the prompt",
+                f"{what}: {len(frame)} bytes, more than {self._config.frame_bytes_max} (frame_bytes_max); shorten the"
+                " prompt, or send smaller media",
                 http_status=413,
             )
         self.channel.write(frame)
@@ -175,6 +183,13 @@ class WorkerPeer:
             lambda call_id: self.channel.send(Change(call_id=call_id, change=change))
         )
 
+    async def expand_media(self, prompt: MediaPrompt) -> ExpandedPrompt:
+        if not self.channel.is_open:
+            raise self._lost("before this prompt")
+        return await self._expansions.ask(
+            lambda call_id: self._write(ExpandMedia(call_id=call_id, prompt=prompt), "media")
+        )
+
     async def close(self) -> None:
         """Close the connection; the worker aborts the frontend's unfinished requests."""
         self._closing = True
@@ -203,6 +218,11 @@ class WorkerPeer:
                 self._on_chunk(message)
             case Changed(call_id=call_id, error=info, report=report):
                 self._calls.answered(call_id, report if info is None else from_info(info))
+            case MediaExpanded(call_id=call_id, error=info, prompt=prompt):
+                outcome = prompt if info is None else from_info(info)
+                if outcome is None:
+                    raise ProtocolError("media_expanded: neither a prompt nor an error; the peer is broken")
+                self._expansions.answered(call_id, outcome)
             case Challenge():
                 self._on_challenge(message)
             case handshake.HelloReply():
@@ -230,6 +250,7 @@ class WorkerPeer:
             if not fetching.content.done():
                 fetching.content.set_exception(error)
         self._calls.fail(error)
+        self._expansions.fail(error)
         if self.entered and not self._closing:
             self._sink.lost(self.worker_id, error)
 

@@ -17,6 +17,7 @@ from penstock.core.types.events import AllBlocksCleared, EventMessage
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv_actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
+from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import NO_TOKENS, PackedHashes, encode
 from penstock.runtime.config import PlaneConfig
@@ -134,7 +135,8 @@ class _Link:
         self._load: WorkerLoad | None = None
         self._load_delay_s = server.network.config.load_delay_s
         self._patience: asyncio.TimerHandle | None = None
-        self.calls = Calls()
+        self.calls: Calls[KvReport | None] = Calls()
+        self.expansions: Calls[ExpandedPrompt] = Calls()
         self._outbox = Outbox(
             window_tokens=server.config.window_tokens,
             stream_bytes_max=server.config.stream_bytes_max,
@@ -236,6 +238,12 @@ class _Link:
     def _answer(self, call_id: int, outcome: PenstockError | KvReport | None) -> None:
         self.down.send(_FRAME_BYTES, self.calls.answered, call_id, outcome)
 
+    def expand_media(self, prompt: MediaPrompt, call_id: int) -> None:
+        self.server.service.expand_media(prompt, partial(self._expanded, call_id))
+
+    def _expanded(self, call_id: int, outcome: PenstockError | ExpandedPrompt) -> None:
+        self.down.send(_FRAME_BYTES, self.expansions.answered, call_id, outcome)
+
     # -- ends
 
     def on_path(self, *, is_open: bool) -> None:
@@ -259,12 +267,16 @@ class _Link:
         self._leave_worker(tell=False)
         self.down.send(_FRAME_BYTES, self._leave_frontend, "its process is gone")
 
+    def _fail_calls(self, error: WorkerLost) -> None:
+        self.calls.fail(error)
+        self.expansions.fail(error)
+
     def hang_up(self) -> None:
         """Close from the frontend's side."""
         if self.frontend_up:
             self.frontend_up = False
             self.down.is_deaf = True
-            self.calls.fail(WorkerLost(f"worker {self.worker_id}: the connection was closed here"))
+            self._fail_calls(WorkerLost(f"worker {self.worker_id}: the connection was closed here"))
             self.up.send(_FRAME_BYTES, self._leave_worker)
             self._forget_if_over()
 
@@ -292,7 +304,7 @@ class _Link:
         self.frontend_up = False
         self.down.is_deaf = True
         error = WorkerLost(f"worker {self.worker_id}: the connection ended: {why}; try another worker")
-        self.calls.fail(error)
+        self._fail_calls(error)
         self._sink.lost(self.worker_id, error)
         self._forget_if_over()
 
@@ -355,6 +367,15 @@ class SimConnection:
             raise WorkerLost(f"worker {self.worker_id}: the connection has ended; ask over another one")
         link = self._link
         return await link.calls.ask(lambda call_id: link.up.send(_FRAME_BYTES, link.change, change, call_id))
+
+    async def expand_media(self, prompt: MediaPrompt) -> ExpandedPrompt:
+        if not self._link.frontend_up:
+            raise WorkerLost(f"worker {self.worker_id}: the connection has ended; ask over another one")
+        link = self._link
+        size = _FRAME_BYTES + prompt.num_bytes
+        return await link.expansions.ask(
+            lambda call_id: link.up.send(size, link.expand_media, prompt, call_id)
+        )
 
     async def close(self) -> None:
         self._link.hang_up()

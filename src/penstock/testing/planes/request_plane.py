@@ -30,8 +30,9 @@ from penstock.core.types.changes import BecomeRole, Sleep, WakeUp, WorkerChange
 from penstock.core.types.instances import Role
 from penstock.core.types.kv_actions import KvEvict, KvReport
 from penstock.core.types.kv_exchange import KvAccess
+from penstock.core.types.media import ExpandedPrompt, MediaItem, MediaPrompt
 from penstock.core.types.requests import FinishReason, Prefetch, TokenLogprob
-from penstock.core.wire import PackedHashes, num_tokens
+from penstock.core.wire import PackedHashes, num_tokens, pack_tokens
 from penstock.runtime.config import EventConfig, PlaneConfig
 from penstock.seams import Connection
 from penstock.testing.loop import run_async
@@ -389,6 +390,21 @@ class RequestPlaneSuite:
             evict = KvEvict(block_hashes=PackedHashes(bytes(48)))
             assert await scene.connection.change(evict) == KvReport(blocks=3)
             await scene.connection.change(BecomeRole(role=Role.DECODE))
+
+        self.run(scenario)
+
+    def test_media_are_expanded_or_refused(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            items = (MediaItem.of("image", b"\1\2"), MediaItem.of("image", b"\3"))
+            prompt = MediaPrompt(token_ids=pack_tokens([7]), items=items)
+            expected = ExpandedPrompt(token_ids=pack_tokens([7, 1, 2, 3]), positions=(1, 3))
+            assert await scene.connection.expand_media(prompt) == expected
+            audio = MediaPrompt(token_ids=pack_tokens([7]), items=(MediaItem.of("audio", b"x"),))
+            with pytest.raises(RequestError, match="it takes no audio"):
+                await scene.connection.expand_media(audio)
+            await scene.harness.kill(scene.instance)
+            with pytest.raises(WorkerLost):
+                await scene.connection.expand_media(prompt)
 
         self.run(scenario)
 

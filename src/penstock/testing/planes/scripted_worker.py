@@ -20,11 +20,12 @@ from penstock.core.types.events import BlockRemoved, BlockStored, EventMessage
 from penstock.core.types.instances import EngineInfo, Instance, Role
 from penstock.core.types.kv_actions import KvAction, KvEvict, KvReport
 from penstock.core.types.load import WorkerLoad
+from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request, SamplingParams, TokenLogprob
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.publisher import EventPublisher
-from penstock.seams import Answer, EventSink, FrontendSink
+from penstock.seams import Answer, EventSink, FrontendSink, MediaAnswer
 
 TICK_S = 0.001
 FILE = bytes(range(256)) * 1000
@@ -182,6 +183,21 @@ class ScriptedWorker:
             loop.call_later(TICK_S, answer, KvReport(blocks=len(change.block_hashes) // 16))
         elif isinstance(change, Sleep):
             loop.call_later(TICK_S, answer, RequestError("it is one already", http_status=409))
+
+    def expand_media(self, prompt: MediaPrompt, answer: MediaAnswer) -> None:
+        """Append to the prompt a token for each byte of the items, after a tick; refuse audio."""
+        loop = asyncio.get_running_loop()
+        if any(item.modality == "audio" for item in prompt.items):
+            loop.call_later(TICK_S, answer, RequestError("it takes no audio"))
+            return
+        token_ids = unpack_tokens(prompt.token_ids).tolist()
+        positions = []
+        for item in prompt.items:
+            positions.append(len(token_ids))
+            token_ids += item.data
+        loop.call_later(
+            TICK_S, answer, ExpandedPrompt(token_ids=pack_tokens(token_ids), positions=tuple(positions))
+        )
 
     def stats(self) -> WorkerStats:
         return WorkerStats(

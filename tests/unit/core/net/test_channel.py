@@ -152,6 +152,22 @@ def test_time_in_which_this_process_stood_still_is_not_the_peers():
     run_scenario(scenario)
 
 
+def test_a_frame_longer_than_the_bound_does_not_end_the_connection():
+    async def scenario(stage):
+        stage.channel.pause_writing()  # as the transport does while it takes the frame
+        long = Abort(request_id="a" * 5000)
+        stage.channel.send(long)
+        stage.transport.buffered = len(CODEC.encode(long))
+        stage.channel.send(Subscribe())
+        assert stage.transport.ends == []
+        stage.transport.buffered += 501
+        assert stage.channel.backlog_bytes == 501
+        stage.channel.send(Subscribe())
+        assert stage.transport.ends == ["abort"]
+
+    run_scenario(scenario)
+
+
 def test_a_full_buffer_is_said_and_bounded():
     async def scenario(stage):
         assert stage.channel.writable

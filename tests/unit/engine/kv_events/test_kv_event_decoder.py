@@ -127,11 +127,27 @@ def test_the_first_block_of_a_prompt_has_the_salt(harness: Harness) -> None:
     assert not harness.omissions
 
 
-def test_blocks_from_the_first_image_on_are_left_out(harness: Harness) -> None:
-    (event,) = harness.decode(stored(extra_keys=[["ab12"], [["image", 3]]]))
+def test_images_are_named_where_they_begin(harness: Harness) -> None:
+    """An identifier of hexadecimal digits spells a digest; a block within an image tells a negative offset."""
+    events = harness.decode(
+        stored(extra_keys=[[["cd34", 1], "ab12"], [["cd34", -3], ["image", 3]]]),
+        stored(extra_keys=[["lora", ["ef", 0], ["cd", 2], "ab12"], ["lora"]], lora_id=1, lora_name="lora"),
+        stored(extra_keys=[[["cd34", -70]], None], parent_block_hash=7),
+    )
+    told = [(event.cache_salt, event.media) for event in events if isinstance(event, EngineStored)]
+    assert told == [
+        ("ab12", ((1, b"\xcd\x34"), (SIZE + 3, b"image"))),
+        ("ab12", ((0, b"\xef"), (2, b"\xcd"))),
+        (None, ()),
+    ]
+    assert not harness.omissions
+
+
+def test_blocks_from_the_first_embeddings_on_are_left_out(harness: Harness) -> None:
+    (event,) = harness.decode(stored(extra_keys=[["ab12"], [["image", 3, 4]]]))
     assert event == EngineStored([11], None, PACKED[:16], SIZE, cache_salt="ab12")
-    assert harness.decode(stored(extra_keys=[[["image", 0]], None])) == []
     assert harness.decode(stored(extra_keys=[[b"embeddings"], None])) == []
+    assert harness.decode(stored(extra_keys=[[["image", 0], b"embeddings"], None])) == []
     assert harness.decode(stored(extra_keys=[["ab12"], None], parent_block_hash=7)) == []
     assert harness.decode(stored(lora_id=1, extra_keys=None)) == []
     assert harness.omissions == {Omission.CONTENT: 9}
@@ -184,6 +200,7 @@ def test_other_sizes_and_media_are_left_out(harness: Harness) -> None:
         (stored(lora_name=4), "lora_name"),
         (stored(extra_keys=4), "extra_keys"),
         (stored(extra_keys=[4, None]), "extra_keys"),
+        (stored(extra_keys=[[["cd34", SIZE]], None]), "an offset below 4"),
         (["BlockRemoved"], "block_hashes"),
     ],
 )

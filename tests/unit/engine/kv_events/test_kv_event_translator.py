@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError
@@ -88,6 +89,21 @@ def test_salts_are_those_of_requests() -> None:
         lora = "tuned" if number > 1 else None
         (event,) = harness.translate(chain([number], TOKENS[:4], salt=salt, lora=lora))
         assert event == told(of(TOKENS[:4], salt))
+
+
+def test_images_are_part_of_the_hashes_of_requests() -> None:
+    """A frontend hashes the digest at the image's first token; vLLM names it again in each block that the image reaches."""
+    harness, digest = Harness(), bytes(32)
+    want = hash_list(block_hashes(TOKENS, SIZE, extra=[(2, digest), (9, b"other")], key=KEY)[:, 0])
+    (event,) = harness.translate(msgspec.structs.replace(chain([1, 2], TOKENS[:8]), media=((2, digest),)))
+    assert event == told(want[:2])
+    (event,) = harness.translate(
+        msgspec.structs.replace(chain([3, 4], TOKENS[8:], 2), media=((1, b"other"),))
+    )
+    assert event == told(want[2:], want[1])
+    assert harness.translate(chain([5, 6], TOKENS[:8])) == [told(of(TOKENS[:8]))], (
+        "text alone is another prompt"
+    )
 
 
 def test_prompts_without_a_salt_have_the_table_s() -> None:

@@ -150,8 +150,11 @@ def test_messages_are_checked_one_by_one() -> None:
         role="user", content=[ContentPart(type="text", text="see"), ContentPart(type="image_url")]
     )
     error = chat_refusal(messages=[image])
-    assert error.param == "messages[0].content[1].type"
-    assert "'image_url' is not supported" in error.message
+    assert error.param == "messages[0].content[1].image_url"
+    assert "required, but missing" in error.message
+    error = chat_refusal(messages=[Message(role="user", content=[ContentPart(type="refusal")])])
+    assert error.param == "messages[0].content[0].type"
+    assert "'refusal' is not supported" in error.message
     empty = Message(role="user", content=[ContentPart(type="text")])
     assert chat_refusal(messages=[empty]).param == "messages[0].content[0].text"
 

@@ -28,6 +28,16 @@ def model(**card: Any) -> ServedModel:
     return ServedModel(tiny_card(**card), tiny_model_files())
 
 
+async def prepare(
+    preprocessor: Preprocessor,
+    request: ChatRequest | CompletionRequest,
+    served: ServedModel,
+    metadata: RequestMetadata,
+) -> PreparedRequest:
+    prompts = await preprocessor.encode(request, served, metadata.size_bytes)
+    return preprocessor.prepared(request, served, metadata, prompts)
+
+
 def chat(
     served: ServedModel | None = None, *, size_bytes: int = 100, seed: int = 0, **fields: Any
 ) -> PreparedRequest:
@@ -35,8 +45,8 @@ def chat(
         preprocessor = Preprocessor(hash_key=KEY, rng=random.Random(seed))
         deadline = asyncio.get_running_loop().time() + 60
         request = ChatRequest(model="tiny", **{"messages": HI, **fields})
-        return await preprocessor.prepare(
-            request, served or model(), RequestMetadata("chat-1", size_bytes, deadline)
+        return await prepare(
+            preprocessor, request, served or model(), RequestMetadata("chat-1", size_bytes, deadline)
         )
 
     return asyncio.run(main())
@@ -47,8 +57,8 @@ def complete(served: ServedModel | None = None, **fields: Any) -> PreparedReques
         preprocessor = Preprocessor(hash_key=KEY, rng=random.Random(0))
         deadline = asyncio.get_running_loop().time() + 60
         request = CompletionRequest(model="tiny", **{"prompt": "the quick", **fields})
-        return await preprocessor.prepare(
-            request, served or model(), RequestMetadata("cmpl-1", 100, deadline)
+        return await prepare(
+            preprocessor, request, served or model(), RequestMetadata("cmpl-1", 100, deadline)
         )
 
     return asyncio.run(main())
@@ -99,7 +109,7 @@ def test_a_seed_is_kept_or_drawn() -> None:
     async def with_seed(seed: int) -> int | None:
         preprocessor = Preprocessor(hash_key=KEY, rng=random.Random(0))
         request = ChatRequest(model="tiny", messages=HI, seed=seed)
-        work = await preprocessor.prepare(request, model(), RequestMetadata("x", 1, 1e9))
+        work = await prepare(preprocessor, request, model(), RequestMetadata("x", 1, 1e9))
         return work.requests[0].sampling.seed
 
     assert asyncio.run(with_seed(42)) == 42

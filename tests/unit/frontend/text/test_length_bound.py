@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, Message
-from penstock.frontend.requests.preprocess import Preprocessor, RequestMetadata
+from penstock.frontend.requests.preprocess import Preprocessor
 from penstock.frontend.text.length import _NFC_SHRINKS_MAX, LengthBound
 from penstock.frontend.text.models import ServedModel
 from tests.support.tokenizer import tiny_card, tiny_model_files, tiny_tokenizer_json
@@ -109,8 +109,7 @@ class _Untouchable:
 def prepare(request: ChatRequest | CompletionRequest, served: ServedModel, size_bytes: int) -> None:
     async def main() -> None:
         preprocessor = Preprocessor(hash_key=bytes(16), rng=random.Random(0))
-        arrival = RequestMetadata("x", size_bytes, asyncio.get_running_loop().time() + 60)
-        await preprocessor.prepare(request, served, arrival)
+        await preprocessor.encode(request, served, size_bytes)
 
     asyncio.run(main())
 
