@@ -118,6 +118,7 @@ void bind_pool(nb::module_& module) {
         .def("reset", &Pool::reset)
         .def("take_changes", &take_changes)
         .def("resident_hashes", [](const Pool& pool) { return as_bytes(pool.resident_hashes()); })
+        .def("idle_blocks", &Pool::idle_blocks)
         .def("references", &references)
         .def("check", &Pool::check);
 }

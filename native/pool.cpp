@@ -212,6 +212,15 @@ std::vector<Hash> Pool::resident_hashes() const {
     return hashes;
 }
 
+std::vector<BlockId> Pool::idle_blocks() const {
+    std::vector<BlockId> ids;
+    ids.reserve(num_idle_);
+    for (BlockId id = first_idle_; id != kNone; id = at(id).after) {
+        ids.push_back(id);
+    }
+    return ids;
+}
+
 std::vector<std::pair<BlockId, std::int32_t>> Pool::references() const {
     std::vector<std::pair<BlockId, std::int32_t>> held;
     for (std::size_t index = 0; index < blocks_.size(); ++index) {

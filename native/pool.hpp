@@ -107,6 +107,9 @@ class Pool {
 
     std::vector<Hash> resident_hashes() const;
 
+    // The idle blocks, the one unused for longest first.
+    std::vector<BlockId> idle_blocks() const;
+
     // (block, references) of those that have any, ascending.
     std::vector<std::pair<BlockId, std::int32_t>> references() const;
 

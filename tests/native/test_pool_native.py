@@ -119,6 +119,7 @@ class PoolPair(RuleBasedStateMachine):
         one, other = self.pools
         assert one.references() == other.references()
         assert {*rows(one.resident_hashes())} == {*rows(other.resident_hashes())}
+        assert one.idle_blocks() == other.idle_blocks()
         counts = [(p.num_available, p.num_active, p.num_cached) for p in self.pools]
         assert counts[0] == counts[1]
 

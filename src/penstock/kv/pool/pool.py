@@ -194,6 +194,10 @@ class BlockPool:
         """Return the (n, 2) uint64 hashes in the cache, in no particular order."""
         return np.frombuffer(self._states.resident_hashes(), dtype="<u8").reshape(-1, 2)
 
+    def idle_blocks(self) -> list[BlockId]:
+        """Return the cached blocks that nothing references, the one unused for longest first."""
+        return self._states.idle_blocks()
+
     def references(self) -> dict[BlockId, int]:
         """Count the references of every referenced block, to check them against their holders."""
         return self._states.references()

@@ -213,6 +213,10 @@ class ReferencePool:
         """Join the 16 bytes of each hash in the cache, in no particular order."""
         return b"".join(self._by_hash)
 
+    def idle_blocks(self) -> list[BlockId]:
+        """Return the idle blocks, the one unused for longest first."""
+        return list(self._idle)
+
     def references(self) -> dict[BlockId, int]:
         return {BlockId(index): number for index, number in enumerate(self._references) if number}
 

@@ -20,7 +20,7 @@ from penstock.core.types.kv_actions import (
 from penstock.core.wire import HashArray, unpack_hashes
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.sessions.session import Session, SessionKey
-from penstock.kv.sessions.sessions import Sessions, discard
+from penstock.kv.sessions.sessions import Sessions, discard, drop_idle
 
 
 class KvActions:
@@ -74,9 +74,7 @@ class KvActions:
             self._clear()
         elif tier is Tier.DEVICE:
             self._sessions.clear()
-            resident = self._pool.resident_hashes()
-            block_ids = [self._pool.match(resident[index : index + 1])[0] for index in range(len(resident))]
-            discard(self._pool, block_ids)
+            drop_idle(self._pool, self._pool.idle_blocks())
         else:
             raise RequestError(
                 f"tier: must be device, or left out for all tiers, got {tier}: a lower tier is not flushed alone",

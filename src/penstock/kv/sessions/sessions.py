@@ -209,8 +209,7 @@ class Sessions:
         if not keeping:
             return False
         first = min(keeping, key=lambda session: session.requests > 0)
-        if first.requests:
-            self._ends[SessionEnd.YIELDED] += 1
+        if first.requests:  # it stays open, and keeps what its request leaves
             self._drop(first, list(first.chains))
         else:
             self._close(first, SessionEnd.YIELDED)
@@ -425,7 +424,12 @@ def discard(pool: BlockPool, block_ids: Sequence[BlockId]) -> int:
         how many were dropped.
     """
     idle = [block_id for block_id in dict.fromkeys(block_ids) if pool.count_idle([block_id])]
+    drop_idle(pool, idle)
+    return len(idle)
+
+
+def drop_idle(pool: BlockPool, idle: Sequence[BlockId]) -> None:
+    """Drop blocks from the prefix cache and free them; each is idle, and named once."""
     pool.acquire(idle)
     pool.forget(idle)
     pool.release(idle)
-    return len(idle)
