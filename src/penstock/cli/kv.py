@@ -68,5 +68,4 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     from penstock.deploy.commands import kv  # noqa: PLC0415
 
-    kv.run(options.action, options)
-    return 0
+    return 0 if kv.run(options.action, options) else 1

@@ -28,8 +28,11 @@ _TIER_FIELDS = ("hit_tokens", "loads", "loaded_blocks", "offloaded_blocks", "dro
 _DONE = {"pin": "pinned", "unpin": "unpinned", "evict": "evicted", "flush": "flushed"}
 
 
-def run(action: str, options: argparse.Namespace) -> None:
+def run(action: str, options: argparse.Namespace) -> bool:
     """Run one of the actions and print its result.
+
+    Returns:
+        whether every worker that was asked has acted.
 
     Raises:
         ConfigError: `--url` is no URL, or a file of a prompt cannot be read.
@@ -39,17 +42,19 @@ def run(action: str, options: argparse.Namespace) -> None:
     base = base_of(options.url)
     if action in ("ls", "stats"):
         _show(action, base, options)
-        return
+        return True
     fields = [("worker", options.worker), *_fields(action, options)]
     body = {name: value for name, value in fields if value is not None}
     answer = _json_of(base, f"/admin/kv/{action}", body)
+    acted = answer.get("workers", ())
     if options.json:
         _write([json.dumps(answer)])
     elif action == "prefetch":
         cached, total = answer["cached_tokens"], answer["prompt_tokens"]
         _write([f"{total} tokens: {cached} were cached, {total - cached} are computed"])
     else:
-        _write(_line(_DONE[action], acted) for acted in answer["workers"])
+        _write(_line(_DONE[action], each) for each in acted)
+    return not any(each.get("problem") for each in acted)
 
 
 def _fields(action: str, options: argparse.Namespace) -> Iterable[tuple[str, Any]]:
