@@ -6,6 +6,7 @@ supervisor lives, it kills groups itself.
 
 import asyncio
 import contextlib
+import os
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -88,5 +89,5 @@ async def _start() -> asyncio.subprocess.Process:
         "-S",
         str(Path(guard_process.__file__)),
         stdin=asyncio.subprocess.PIPE,
-        start_new_session=True,
+        preexec_fn=os.setpgrp,  # against signals to this process's group; no session of its own, see `Child.spawn`
     )

@@ -14,7 +14,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(
             number, signal.SIG_IGN
-        )  # against SIGTERM and SIGHUP to a whole session: the guard ends last
+        )  # against SIGTERM and SIGHUP to a whole session, which is the supervisor's: the guard ends last
     groups: set[int] = set()
     for line in sys.stdin:
         group = int(line[1:])

@@ -229,7 +229,7 @@ def _start(link: socket.socket) -> subprocess.Popen[bytes]:
             [sys.executable, "-P", "-m", "penstock.frontend.requests.encoder", str(link.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=(link.fileno(),),
-            start_new_session=True,  # the frontend handles Ctrl-C
+            process_group=0,  # the frontend handles Ctrl-C; no session of its own, see `Child.spawn`
         )
 
 
