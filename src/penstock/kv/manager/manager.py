@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 
 from penstock.core.ids import BlockId
 from penstock.core.types.events import AllBlocksCleared, KvEvent, Tier
@@ -164,14 +165,6 @@ def _count(tier: KvTier, counters: TierCounters) -> KvTierCounts:
         cached_blocks=tier.num_cached,
         block_bytes=tier.block_bytes,
         is_off=tier.is_off,
-        hit_tokens=counters.hit_tokens,
-        loads=counters.loads,
-        loaded_blocks=counters.loaded_blocks,
-        load_s=counters.load_s,
-        saved_s=counters.saved_s,
-        offloaded_blocks=counters.offloaded_blocks,
-        dropped_blocks=counters.dropped_blocks,
-        late_loads=counters.late_loads,
-        missing_blocks=counters.missing_blocks,
         corrupt_blocks=tier.num_corrupt,
+        **asdict(counters),
     )
