@@ -1,0 +1,182 @@
+"""Carries out what a planner decides, and gives way to everybody else who scales."""
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+
+from penstock.core.errors import PenstockError
+from penstock.core.log import get_logger
+from penstock.core.types.instances import Role
+from penstock.core.types.scaling import ReplicaState, RoleLimit, Scale
+from penstock.planner.act.plan import Plan, make_plan
+from penstock.seams import ScalingConnector
+
+_log = get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorConfig:
+    """Times of an actor, in seconds."""
+
+    hold_s: float = 600.0
+    """How long the workers stay as somebody else has set them."""
+    start_deadline_s: float = 120.0
+    """A worker that is not ready so long after it was first seen does not count any more, and is replaced."""
+    flip_again_s: float = 600.0
+    """After a flip that failed, workers of its role are added and retired instead, for so long."""
+    start_deadline_factor: float = 3.0
+    """The deadline is at least so many times the last measured start of its role."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What was done of a plan.
+
+    `held` says why nothing was done; empty where something could be. `refused` are the deployment's reasons against single
+    changes.
+    """
+
+    plan: Plan
+    held: str = ""
+    refused: tuple[str, ...] = ()
+    overdue: tuple[str, ...] = ()
+
+
+class Actor:
+    """Changes a deployment towards targets. One task owns it; event-loop time is its clock."""
+
+    def __init__(
+        self, connector: ScalingConnector, *, by: str = "planner", config: ActorConfig | None = None
+    ) -> None:
+        """Change nothing yet.
+
+        Args:
+            connector: the deployment; the caller closes it.
+            by: the actor's name in the deployment's log. Others must have other names.
+            config: times.
+        """
+        self._connector = connector
+        self._by = by
+        self._config = config or ActorConfig()
+        self._revision: int | None = None
+        self._held_until_s = 0.0
+        self._held_why = ""
+        self._pending_since: dict[str, float] = {}
+        self._rigid_until_s: dict[tuple[Role, Role], float] = {}
+
+    async def carry_out(
+        self, target: Mapping[Role, int], *, load: Mapping[str, float] | None = None
+    ) -> Outcome:
+        """Begin the changes towards `target`; returns once flips are done and the rest has begun.
+
+        Call it again with each decision: what could not be done yet is planned anew.
+
+        Args:
+            target: workers wanted of each role; other roles stay.
+            load: work of each worker by name; the least loaded are flipped and retired first.
+
+        Raises:
+            Unavailable: the deployment does not answer.
+        """
+        scale = await self._connector.scale()
+        now_s = asyncio.get_running_loop().time()
+        self._notice(scale, now_s)
+        if now_s < self._held_until_s:
+            left_s = self._held_until_s - now_s
+            return Outcome(plan=Plan(), held=f"{self._held_why}; the planner waits {left_s:.0f} s more")
+        overdue = self._overdue(scale, now_s)
+        rigid = {roles for roles, until_s in self._rigid_until_s.items() if now_s < until_s}
+        plan = make_plan(scale, target, load=load, overdue=overdue, rigid=rigid)
+        refused = await self._make(plan, scale)
+        return Outcome(plan=plan, refused=tuple(refused), overdue=overdue)
+
+    def _notice(self, scale: Scale, now_s: float) -> None:
+        """Hold still if somebody else has changed the workers since the last time."""
+        if self._revision is not None and scale.revision != self._revision:
+            self._held_until_s = now_s + self._config.hold_s
+            counts = ", ".join(f"{len(scale.of(limit.role))} {limit.role}" for limit in scale.limits)
+            self._held_why = f"{scale.changed_by or 'somebody'} has set {counts}"
+            _log.warning(
+                "foreign_scale_adopted",
+                by=scale.changed_by,
+                revision=scale.revision,
+                hold_s=self._config.hold_s,
+                workers=counts,
+            )
+        self._revision = scale.revision
+
+    def _overdue(self, scale: Scale, now_s: float) -> tuple[str, ...]:
+        """Name the workers that have not become ready in time."""
+        pending = {
+            replica.name: replica.role
+            for replica in scale.replicas
+            if replica.state in {ReplicaState.STARTING, ReplicaState.FAILED}
+        }
+        self._pending_since = {name: self._pending_since.get(name, now_s) for name in pending}
+        deadlines = {limit.role: self._deadline_s(limit) for limit in scale.limits}
+        return tuple(
+            name
+            for name, since_s in self._pending_since.items()
+            if now_s - since_s >= deadlines.get(pending[name], self._config.start_deadline_s)
+        )
+
+    def _deadline_s(self, limit: RoleLimit) -> float:
+        measured_s = (limit.start_s or 0.0) * self._config.start_deadline_factor
+        return max(self._config.start_deadline_s, measured_s)
+
+    async def _make(self, plan: Plan, scale: Scale) -> list[str]:
+        """Make the changes in order; returns the reasons against those that were refused. Stops at a foreign change."""
+        refused: list[str] = []
+        roles = {replica.name: replica.role for replica in scale.replicas}
+        rooms = {limit.role: limit for limit in scale.limits}
+        try:
+            for name, role in plan.flips:
+                if not await self._try(
+                    self._connector.flip(name, role, by=self._by, revision=self._revision), refused
+                ):
+                    until_s = asyncio.get_running_loop().time() + self._config.flip_again_s
+                    self._rigid_until_s[roles[name], role] = until_s
+            for role, count in plan.adds.items():
+                fitting = self._fitting(rooms.get(role), count, refused)
+                if fitting:
+                    await self._try(
+                        self._connector.add(role, fitting, by=self._by, revision=self._revision), refused
+                    )
+            for name in plan.retires:
+                await self._try(self._connector.retire([name], by=self._by, revision=self._revision), refused)
+                self._pending_since.pop(name, None)  # the name may come back
+        except _ForeignChangeError as error:
+            refused.append(str(error))
+        return refused
+
+    @staticmethod
+    def _fitting(limit: RoleLimit | None, count: int, refused: list[str]) -> int:
+        """Give how many of `count` workers find room, and note why not all."""
+        if limit is None or limit.room is None or limit.room >= count:
+            return count
+        refused.append(f"{limit.role}: {count} more are wanted, {limit.room} can be added: {limit.why}")
+        return limit.room
+
+    async def _try(self, change: Awaitable[object], refused: list[str]) -> bool:
+        """Await one change; returns whether it was made.
+
+        Raises:
+            _ForeignChangeError: somebody else has scaled since the actor looked.
+        """
+        try:
+            await change
+        except PenstockError as error:
+            scale = await self._connector.scale()
+            if scale.revision != self._revision and scale.changed_by != self._by:
+                raise _ForeignChangeError(error.message) from error
+            self._revision = scale.revision  # a flip that the worker refuses was accepted first
+            refused.append(error.message)
+            _log.warning("change_refused", by=self._by, error=error.message)
+            return False
+        assert self._revision is not None, "looked"
+        self._revision += 1
+        return True
+
+
+class _ForeignChangeError(Exception):
+    """Somebody else has scaled; the next look adopts it."""

@@ -1,0 +1,175 @@
+"""An actor on a deployment in memory, in virtual time."""
+
+import asyncio
+
+import pytest
+
+from penstock.core.errors import RequestError, Unavailable
+from penstock.core.types.instances import Role
+from penstock.core.types.scaling import ReplicaState
+from penstock.planner.act.actor import Actor, ActorConfig
+from penstock.planner.act.memory_connector import MemoryConnector, WorkerTimes
+from penstock.sim.loop.loop import run_virtual
+
+A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
+
+
+async def counts(connector):
+    scale = await connector.scale()
+    return {limit.role: len(scale.of(limit.role)) for limit in scale.limits}
+
+
+def test_targets_are_reached():
+    async def main():
+        connector = MemoryConnector({P: 1, D: 3})
+        actor = Actor(connector)
+        outcome = await actor.carry_out({P: 3, D: 2})
+        assert [len(outcome.plan.flips), outcome.plan.adds, outcome.refused] == [1, {P: 1}, ()]
+        assert await counts(connector) == {P: 3, D: 2}
+        assert (await actor.carry_out({P: 3, D: 2})).plan.is_empty, "what starts counts"
+        await asyncio.sleep(30)
+        await actor.carry_out({P: 1, D: 1})
+        assert await counts(connector) == {P: 1, D: 1}
+
+    run_virtual(main())
+
+
+def test_a_persons_change_is_kept_for_a_while():
+    async def main():
+        connector = MemoryConnector({A: 2})
+        actor = Actor(connector, config=ActorConfig(hold_s=100))
+        await actor.carry_out({A: 3})
+        await connector.add(A, 2, by="penstock scale")
+        outcome = await actor.carry_out({A: 3})
+        assert outcome.plan.is_empty
+        assert outcome.held == "penstock scale has set 5 aggregated; the planner waits 100 s more"
+        await asyncio.sleep(99)
+        assert (await actor.carry_out({A: 3})).held
+        assert await counts(connector) == {A: 5}
+        await asyncio.sleep(2)
+        assert not (await actor.carry_out({A: 3})).held
+        assert await counts(connector) == {A: 3}
+
+    run_virtual(main())
+
+
+def test_a_change_while_the_actor_acts_stops_it():
+    class Meddled(MemoryConnector):
+        async def flip(self, name, role, **values):
+            await super().flip(name, role, **values)
+            await self.add(D, by="somebody")
+
+    async def main():
+        connector = Meddled({P: 1, D: 3})
+        actor = Actor(connector)
+        outcome = await actor.carry_out({P: 4, D: 1})
+        assert "somebody has scaled meanwhile" in outcome.refused[-1]
+        assert await counts(connector) == {P: 2, D: 3}
+        assert (await actor.carry_out({P: 4, D: 1})).held.startswith("somebody has set 2 prefill, 3 decode")
+
+    run_virtual(main())
+
+
+def test_two_actors_do_not_fight():
+    async def main():
+        connector = MemoryConnector({A: 2})
+        first, second = (
+            Actor(connector, by=name, config=ActorConfig(hold_s=1000)) for name in ("one", "two")
+        )
+        await first.carry_out({A: 2})
+        await second.carry_out({A: 5})
+        changes = 0
+        for _ in range(100):
+            before = await counts(connector)
+            await first.carry_out({A: 2})
+            await second.carry_out({A: 5})
+            changes += await counts(connector) != before
+            await asyncio.sleep(10)
+        assert changes <= 2
+
+    run_virtual(main())
+
+
+def test_a_worker_that_does_not_start_in_time_is_replaced():
+    async def main():
+        connector = MemoryConnector({A: 1}, times=WorkerTimes(start_s=1e6))
+        actor = Actor(connector, config=ActorConfig(start_deadline_s=60, start_deadline_factor=0))
+        await actor.carry_out({A: 2})
+        await actor.carry_out({A: 2})
+        await asyncio.sleep(59)
+        assert (await actor.carry_out({A: 2})).plan.is_empty
+        await asyncio.sleep(2)
+        outcome = await actor.carry_out({A: 2})
+        assert outcome.overdue == ("aggregated-2",)
+        scale = await connector.scale()
+        assert [replica.name for replica in scale.of(A)] == ["aggregated-1", "aggregated-3"]
+        assert (await actor.carry_out({A: 2})).plan.is_empty
+
+    run_virtual(main())
+
+
+def test_the_deadline_follows_measured_starts():
+    async def main():
+        connector = MemoryConnector({A: 1}, times=WorkerTimes(start_s=500))
+        actor = Actor(connector, config=ActorConfig(start_deadline_s=60, start_deadline_factor=2))
+        await actor.carry_out({A: 2})
+        await asyncio.sleep(400)
+        assert (await actor.carry_out({A: 2})).plan.is_empty
+        await asyncio.sleep(200)
+        assert all(r.state is ReplicaState.READY for r in (await connector.scale()).replicas)
+
+    run_virtual(main())
+
+
+def test_where_flips_fail_workers_are_started_instead():
+    class Rigid(MemoryConnector):
+        async def flip(self, name, role, **_):
+            raise RequestError(f"role {role}: transfers no KV", http_status=409)
+
+    async def main():
+        connector = Rigid({P: 1, D: 2})
+        actor = Actor(connector)
+        outcome = await actor.carry_out({P: 2, D: 1})
+        assert outcome.refused == ("role prefill: transfers no KV",)
+        outcome = await actor.carry_out({P: 2, D: 1})
+        assert (outcome.plan.adds, outcome.plan.retires) == ({P: 1}, ())
+        assert await counts(connector) == {P: 2, D: 2}, "one that serves leaves once the new one serves"
+        outcome = await actor.carry_out({P: 2, D: 1})
+        assert outcome.plan.retires == ()
+        await asyncio.sleep(30)
+        await actor.carry_out({P: 2, D: 1})
+        assert await counts(connector) == {P: 2, D: 1}
+
+    run_virtual(main())
+
+
+def test_more_than_finds_room_is_said():
+    async def main():
+        connector = MemoryConnector({A: 1}, workers_max=3)
+        outcome = await Actor(connector).carry_out({A: 9})
+        assert outcome.refused == (
+            "aggregated: 8 more are wanted, 2 can be added: at most 3 workers, all roles together",
+        )
+        assert await counts(connector) == {A: 3}
+
+    run_virtual(main())
+
+
+def test_the_last_worker_is_never_retired():
+    async def main():
+        connector = MemoryConnector({A: 2})
+        outcome = await Actor(connector).carry_out({A: 0})
+        assert any("last worker that answers" in reason for reason in outcome.refused)
+        assert await counts(connector) == {A: 1}
+
+    run_virtual(main())
+
+
+def test_a_deployment_that_has_ended_is_an_error():
+    async def main():
+        connector = MemoryConnector({A: 2})
+        await connector.close()
+        with pytest.raises(Unavailable):
+            await Actor(connector).carry_out({A: 1})
+
+    run_virtual(main())

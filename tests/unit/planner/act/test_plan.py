@@ -1,0 +1,79 @@
+"""Steps from the workers that are there to those that are wanted."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.types.instances import Role
+from penstock.core.types.scaling import Replica, ReplicaState, RoleLimit, Scale
+from penstock.planner.act.plan import Plan, make_plan
+
+P, D = Role.PREFILL, Role.DECODE
+
+
+def scale_of(*replicas, room=None):
+    return Scale(
+        sequence=0,
+        revision=0,
+        replicas=tuple(
+            Replica(name=name, role=role, state=ReplicaState(state)) for name, role, state in replicas
+        ),
+        limits=tuple(RoleLimit(role=role, room=room) for role in (P, D)),
+    )
+
+
+PAIR = scale_of(("p1", P, "ready"), ("d1", D, "ready"), ("d2", D, "ready"), ("d3", D, "ready"))
+
+
+def test_nothing_to_do():
+    assert make_plan(PAIR, {P: 1, D: 3}).is_empty
+    assert make_plan(PAIR, {P: 1}) == Plan(), "roles that are not named stay"
+
+
+def test_flips_come_before_starts_and_take_the_least_loaded():
+    plan = make_plan(PAIR, {P: 3, D: 2}, load={"d1": 5.0, "d2": 1.0, "d3": 3.0})
+    assert plan == Plan(flips=(("d2", P),), adds={P: 1})
+
+
+def test_roles_that_do_not_flip_are_started_first_and_retired_later():
+    plan = make_plan(PAIR, {P: 2, D: 2}, rigid={(D, P)})
+    assert plan == Plan(adds={P: 1}, late=("d1",))
+    full = scale_of(("p1", P, "ready"), ("d1", D, "ready"), ("d2", D, "ready"), room=0)
+    plan = make_plan(full, {P: 2, D: 1}, rigid={(D, P)})
+    assert plan == Plan(adds={P: 1}, retires=("d1",)), "no room before one leaves"
+
+
+def test_failed_and_starting_workers_are_retired_before_those_that_serve():
+    scale = scale_of(("d1", D, "ready"), ("d2", D, "starting"), ("d3", D, "failed"), ("d4", D, "draining"))
+    assert make_plan(scale, {D: 1}) == Plan(retires=("d3", "d2"))
+    assert make_plan(scale, {D: 3}).is_empty, "what starts counts, what drains does not"
+
+
+def test_overdue_workers_are_replaced():
+    scale = scale_of(("d1", D, "ready"), ("d2", D, "starting"))
+    assert make_plan(scale, {D: 2}, overdue=("d2",)) == Plan(adds={D: 1}, retires=("d2",))
+
+
+states = st.sampled_from(["ready", "starting", "failed", "flipping", "draining"])
+counts = st.integers(0, 5)
+
+
+@given(st.lists(st.tuples(st.sampled_from([P, D]), states), max_size=10), counts, counts, st.booleans())
+def test_a_plan_leads_to_its_target(workers, prefill, decode, is_rigid):
+    scale = scale_of(*((f"w{number}", role, state) for number, (role, state) in enumerate(workers)))
+    target = {P: prefill, D: decode}
+    plan = make_plan(scale, target, rigid={(P, D), (D, P)} if is_rigid else ())
+    have = {role: len(scale.of(role)) for role in target}
+    roles = {replica.name: replica.role for replica in scale.replicas}
+    for name, role in plan.flips:
+        have[roles[name]] -= 1
+        have[role] += 1
+    for role, count in plan.adds.items():
+        have[role] += count
+    leaving = (*plan.retires, *plan.late)
+    flipped = {name for name, _ in plan.flips}
+    assert len(set(leaving) | flipped) == len(leaving) + len(flipped)
+    for name in leaving:
+        have[roles[name]] -= 1
+    flipping = {role: sum(r.state is ReplicaState.FLIPPING for r in scale.of(role)) for role in target}
+    for role, count in target.items():
+        assert count <= have[role] <= max(count, flipping[role])
