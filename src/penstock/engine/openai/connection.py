@@ -1,5 +1,6 @@
 """HTTP to one server: whole answers and streamed lines, each bounded in size and silence, and errors in Penstock's words."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,6 +26,8 @@ _RETRY_S_MAX = 60.0
 _REFUSED = {400, 413, 422}
 _KEY_WRONG = {401, 403}
 _BUSY = {429, 503}
+_LINES_AT_ONCE = 512
+"""Lines of an answer read before other tasks of the event loop run."""
 
 
 class Connection:
@@ -140,6 +143,12 @@ class Connection:
             allow_redirects=False,
             trace_request_ctx=on_sent,
         ) as response:
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding.lower() != "identity":
+                raise Unavailable(
+                    f"{self.url}{path}: answers with Content-Encoding {_one_line(encoding)!r}, which was not asked for; have the"
+                    " server, or the proxy in front of it, send plain bytes"
+                )
             yield response
 
     def _make_session(self) -> aiohttp.ClientSession:
@@ -181,9 +190,11 @@ class Connection:
         rest = b""
         async for piece in response.content.iter_any():
             *lines, rest = (rest + piece).split(b"\n") if rest else piece.split(b"\n")
-            for line in lines:
+            for number, line in enumerate(lines, 1):
                 if stripped := line.strip():
                     yield stripped
+                if number % _LINES_AT_ONCE == 0:  # one piece may have a hundred thousand
+                    await asyncio.sleep(0)
             if len(rest) > self._limits.line_bytes_max:
                 raise StepFailed(
                     f"{self.url}: sent a line of more than {self._limits.line_bytes_max} bytes (limits.line_bytes_max)"
@@ -194,6 +205,11 @@ class Connection:
     def _refusal(self, path: str, status: int, headers: Any, content: bytes) -> PenstockError:
         """Turn a status into an error."""
         text = f"{self.url}{path}: {status}: {error_text(content)}"
+        if 300 <= status < 400:
+            target = _one_line(headers.get("Location", "nowhere"))
+            return Unavailable(
+                f"{self.url}{path}: {status}: redirects to {target}; redirects are not followed, give the server's own URL"
+            )
         if status in _BUSY:
             return Overloaded(text, retry_after_s=_retry_after_s(headers.get("Retry-After")))
         if status in _REFUSED:

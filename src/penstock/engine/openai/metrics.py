@@ -12,6 +12,9 @@ _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requ
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 _BLOCKS = "vllm:cache_config_info"
 _TOKENS = "sglang:max_total_num_tokens"
+_LINE_CHARACTERS_MAX = 16_384
+_LINES_MAX = 20_000
+"""Lines that are looked at: vLLM has 5,000, and reading goes on at every `load_interval_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,8 @@ def read_load(text: str) -> ServerLoad:
 def _samples(text: str) -> Iterator[tuple[str, str, float]]:
     """Yield (name, labels, value) of the metrics above; other lines and values that are no count are skipped."""
     wanted = (*_RUNNING, *_WAITING, *_USAGE, _BLOCKS, _TOKENS)
-    for line in text.splitlines():
-        if not line.startswith(wanted):
+    for line in text.split("\n", _LINES_MAX)[:_LINES_MAX]:
+        if not line.startswith(wanted) or len(line) > _LINE_CHARACTERS_MAX:
             continue
         sample = _SAMPLE.fullmatch(line.strip())
         if sample is None:

@@ -213,9 +213,9 @@ class Server:
             yield piece
 
     async def _find_model(self, timeout_s: float) -> ServedModel:
-        content = await self.connection.get("/v1/models", timeout_s=timeout_s)
+        content = await self.connection.get("/v1/models", timeout_s=timeout_s, bytes_max=_MODELS_BYTES_MAX)
         try:
-            models = _models.decode(content).data
+            models = _models.decode(content).data[:_MODELS_MAX]
         except UNREADABLE as error:
             raise Unavailable(f"{self.url}/v1/models: no list of models as OpenAI's ({error})") from error
         wanted = (self._config.model,) if self._config.model is not None else self._names
@@ -312,6 +312,8 @@ class Server:
 
 
 _NAME_CHARACTERS_MAX = 200
+_MODELS_BYTES_MAX, _MODELS_MAX = 1 << 20, 2048
+"""The list is read at every health check: more would take longer than 10 ms. vLLM lists its adapters too, in 0.6 KB each."""
 _METRICS_BYTES_MAX = 2 << 20
 """Reading more at every `load_interval_s` would delay the streams; vLLM has 100 to 500 KB."""
 _PADDING = 4096

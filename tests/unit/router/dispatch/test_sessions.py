@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import RequestError, Unavailable
 from penstock.core.hashing import block_hashes
 from penstock.core.types.kv_actions import KvEvict, KvList, KvPin, KvUnpin
 from penstock.core.types.requests import SessionAction, SessionControl
@@ -186,3 +186,25 @@ def test_a_session_moves_where_staying_costs_too_much(stay_s, stays):
             assert len(keepers(cluster)) == 1
 
     run_scenario(scene, TWO, router=RouterConfig(session_stay_s=stay_s))
+
+
+@pytest.mark.parametrize("error", [Unavailable("gone"), ConnectionResetError("cut"), ValueError("a bug")])
+def test_a_session_that_leaves_a_worker_does_no_harm_whatever_that_worker_does(error, monkeypatch):
+    asked = []
+
+    async def change(self, change):
+        asked.append(change)
+        raise error
+
+    async def scene(cluster, dispatcher):
+        await whole_answer(dispatcher, ask("first", OPEN))
+        (keeper,) = keepers(cluster)
+        (view,) = (view for view in dispatcher.workers() if view.name == keeper)
+        member = dispatcher._shared.fleet.slots.at(dispatcher._shared.fleet.slot_of(view.worker_id))
+        monkeypatch.setattr(type(member.connection), "change", change)
+        dispatcher._leave_session(view.worker_id, ask("first", OPEN))
+        await asyncio.sleep(1)
+        assert [type(each) for each in asked] == [KvUnpin]
+        assert await whole_answer(dispatcher, ask("next", session=None, seed=3))
+
+    run_scenario(scene, TWO)
