@@ -110,6 +110,7 @@ fuzz: venv
 	    -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX)
 	$(BIN)/cmake --build build/fuzz
 	build/fuzz/fuzz_hashing -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
+	build/fuzz/fuzz_eviction -runs=$$(($(FUZZ_RUNS) / 10)) -seed=$(FUZZ_SEED) # its second implementation is slow
 	build/fuzz/fuzz_pool -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 	build/fuzz/fuzz_attention -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 	build/fuzz/fuzz_radix -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)

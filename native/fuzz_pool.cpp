@@ -1,4 +1,5 @@
-// Fuzz target: the block pool against a straightforward one of maps and lists, through calls of any kind and order.
+// Fuzz target: the block pool with lru against a straightforward one of maps and lists, through calls of any kind and
+// order. fuzz_eviction.cpp has the other policies.
 // With Clang it is a libFuzzer target; elsewhere fuzz_main.cpp feeds it.
 
 #include <algorithm>
@@ -348,135 +349,9 @@ class Comparison {
     std::vector<Ids> sequences_;
 };
 
-// Policies by key, for which there is no second implementation here (the Python reference is one): prefixes come, go and
-// are evicted, and nothing that is held may go, nor a block before the idle ones that have it as their parent.
-class Keyed {
-  public:
-    Keyed(const std::uint8_t* data, std::size_t size, penstock::PolicyKind kind)
-        : bytes_(data, size), pool_(kNumBlocks, kind, 512, {1.0, 0.001, 3.0}) {}
-
-    void run() {
-        while (!bytes_.empty()) {
-            step();
-            pool_.check();
-        }
-    }
-
-  private:
-    static constexpr std::size_t kNumBlocks = 24;
-
-    struct Sequence {
-        Ids ids;
-        std::vector<Hash> hashes;
-    };
-
-    std::uint8_t take() {
-        if (bytes_.empty()) {
-            return 0;
-        }
-        const std::uint8_t byte = bytes_.front();
-        bytes_ = bytes_.subspan(1);
-        return byte;
-    }
-
-    // A chain: a block's name says all that is before it.
-    std::vector<Hash> take_chain() {
-        std::vector<Hash> hashes(take() % 12u);
-        std::uint64_t before = take() % 3u + 1u;
-        for (Hash& hash : hashes) {
-            before = before * 7 + take() % 2u;
-            hash = {before, before};
-        }
-        return hashes;
-    }
-
-    std::optional<penstock::BlockUse> take_use() {
-        const std::uint8_t what = take();
-        if (what % 4 == 0) {
-            return std::nullopt;
-        }
-        penstock::BlockUse use{.kind = static_cast<std::uint8_t>(what % penstock::ReuseTable::kKinds)};
-        use.priority = static_cast<std::int8_t>(what / 16 - 8);
-        if (what % 3 == 0) {
-            use.until_s = take();
-        }
-        return use;
-    }
-
-    void step() {
-        const std::uint8_t what = take();
-        if (what < 120) {
-            grow(take_chain());
-        } else if (what < 230) {
-            if (!sequences_.empty()) {
-                const std::size_t index = take() % sequences_.size();
-                std::swap(sequences_[index], sequences_.back());
-                const Sequence gone = std::move(sequences_.back());
-                sequences_.pop_back();
-                pool_.release(gone.ids, take_use());
-            }
-        } else if (what < 245) {
-            pool_.expire(take(), take());
-        } else if (what < 250) {
-            evicting(take() % kNumBlocks, [&](std::size_t count) { pool_.make_room(count); });
-        } else if (what < 253) {
-            if (!sequences_.empty() && !sequences_.back().ids.empty()) {
-                pool_.forget(std::span(sequences_.back().ids).last(1));
-            }
-        } else {
-            pool_.reset();
-        }
-        pool_.take_changes();
-    }
-
-    void grow(const std::vector<Hash>& hashes) {
-        Sequence sequence{pool_.match(hashes), hashes};
-        pool_.acquire(sequence.ids);
-        std::optional<Ids> more;
-        evicting(hashes.size() - sequence.ids.size(), [&](std::size_t count) { more = pool_.allocate(count); });
-        if (!more) {
-            pool_.release(sequence.ids);
-            return;
-        }
-        const std::size_t start = sequence.ids.size();
-        const auto parent = start > 0 ? std::optional(hashes[start - 1].low) : std::nullopt;
-        pool_.commit(*more, std::span(hashes).subspan(start), parent);
-        sequence.ids.insert(sequence.ids.end(), more->begin(), more->end());
-        sequences_.push_back(std::move(sequence));
-    }
-
-    template <class Call>
-    void evicting(std::size_t count, const Call& call) {
-        const std::vector<Hash> before = pool_.resident_hashes();
-        std::vector<bool> is_held;
-        for (const Hash hash : before) {
-            const BlockId id = pool_.match({&hash, 1}).front();
-            is_held.push_back(pool_.count_idle({&id, 1}) == 0);
-        }
-        call(count);
-        const std::vector<Hash> after = pool_.resident_hashes();
-        const auto contains = [](const std::vector<Hash>& hashes, Hash hash) { return std::ranges::find(hashes, hash) != hashes.end(); };
-        for (std::size_t index = 0; index < before.size(); ++index) {
-            const Hash parent{before[index].low / 7, before[index].low / 7};
-            const bool is_there = contains(after, before[index]);
-            require(is_there || !is_held[index], "a block that is held");
-            require(is_held[index] || !is_there || !contains(before, parent) || contains(after, parent),
-                    "an idle block whose parent went");
-        }
-    }
-
-    std::span<const std::uint8_t> bytes_;
-    penstock::Pool pool_;
-    std::vector<Sequence> sequences_;
-};
-
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-    if (size > 0 && data[0] % 8 >= 4) {
-        Keyed(data + 1, size - 1, static_cast<penstock::PolicyKind>(data[0] % 4 + 1)).run();
-    } else {
-        Comparison(data, size).run();
-    }
+    Comparison(data, size).run();
     return 0;
 }

@@ -1,0 +1,453 @@
+// A straightforward pool with a policy by key, for the fuzz target: it looks at every block for each victim.
+
+#pragma once
+
+#include <algorithm>
+#include <list>
+#include <map>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "eviction.hpp"
+
+namespace penstock {
+
+class PlainEviction {
+  public:
+    using Ids = std::vector<BlockId>;
+
+    PlainEviction(PolicyKind kind, std::size_t num_blocks, std::size_t block_size, PrefillPrice price,
+                  std::size_t tenant_blocks)
+        : kind_(kind), num_blocks_(num_blocks), block_size_(block_size), price_(price), tenant_blocks_(tenant_blocks),
+          reuse_(num_blocks), ghosts_most_(kind == PolicyKind::kSeconds ? 4 * num_blocks : num_blocks) {}
+
+    Ids match(const std::vector<Hash>& hashes) const {
+        Ids found;
+        for (const Hash hash : hashes) {
+            const auto same = [&](const auto& entry) { return entry.second.is_cached && entry.second.hash == hash; };
+            const auto entry = std::ranges::find_if(blocks_, same);
+            if (entry == blocks_.end()) {
+                break;
+            }
+            found.push_back(entry->first);
+        }
+        return found;
+    }
+
+    std::size_t num_available() const {
+        const auto is_held = [](const auto& entry) { return entry.second.references > 0; };
+        return num_blocks_ - static_cast<std::size_t>(std::ranges::count_if(blocks_, is_held));
+    }
+
+    void acquire(const Ids& ids) {
+        for (const BlockId id : ids) {
+            if (blocks_[id].references++ == 0) {
+                leave_idle(id);
+            }
+        }
+    }
+
+    // Evict what has to go for so many free blocks.
+    void make_room(std::size_t count) {
+        while (count <= num_available() && num_blocks_ - blocks_.size() < count) {
+            evict(victim());
+        }
+    }
+
+    // `ids` are what the pool has given.
+    void allocate(const Ids& ids) {
+        make_room(ids.size());
+        for (const BlockId id : ids) {
+            blocks_[id] = Block{};
+            blocks_[id].references = 1;
+        }
+    }
+
+    void release(const Ids& ids, const std::optional<BlockUse>& use) {
+        for (std::size_t at = ids.size(); at-- > 0;) {
+            Block& block = blocks_[ids[at]];
+            if (use && block.is_cached) {
+                note_use(block, *use);
+            }
+            if (--block.references > 0) {
+                continue;
+            }
+            if (block.is_cached) {
+                enter_idle(ids[at]);
+            } else {
+                blocks_.erase(ids[at]);
+            }
+        }
+    }
+
+    void commit(const Ids& ids, const std::vector<Hash>& hashes, std::optional<std::uint64_t> parent) {
+        for (std::size_t at = 0; at < ids.size(); ++at) {
+            if (match({hashes[at]}).empty()) {
+                Block& block = blocks_[ids[at]];
+                block.hash = hashes[at];
+                block.parent = at > 0 ? std::optional(hashes[at - 1].low) : parent;
+                block.depth = 0;
+                for (const auto& [id, other] : blocks_) {
+                    if (other.is_cached && block.parent == other.hash.low) {
+                        block.depth = other.depth + 1;
+                    }
+                }
+                block.is_cached = true;
+                block.last = num_evicted_;
+                enter(block);
+            }
+        }
+    }
+
+    void forget(BlockId id) {
+        Block& block = blocks_[id];
+        if (block.is_cached) {
+            block.is_cached = false;
+            --num_cached_[block.segment > 0];
+        }
+    }
+
+    void reset() {
+        std::erase_if(blocks_, [](const auto& entry) { return entry.second.references == 0; });
+        for (auto& [id, block] : blocks_) {
+            block.is_cached = false;
+        }
+        leaves_.clear();
+        ghosts_.clear();
+        num_cached_ = num_ghosts_ = {};
+        next_ = 0;
+    }
+
+    void expire(double now_s, std::size_t most) {
+        std::vector<std::pair<double, BlockId>> over;
+        for (const auto& [id, block] : blocks_) {
+            if (block.is_cached && block.until_s <= now_s) {
+                over.emplace_back(block.until_s, id);
+            }
+        }
+        std::ranges::sort(over);
+        for (const auto& [until_s, id] : std::span(over).first(std::min(most, over.size()))) {
+            blocks_[id].priority = 0;
+            blocks_[id].until_s = kForever;
+        }
+    }
+
+    void set_price(PrefillPrice price) { price_ = price; }
+
+    std::size_t num_cached() const {
+        return static_cast<std::size_t>(std::ranges::count_if(blocks_, [](const auto& entry) { return entry.second.is_cached; }));
+    }
+
+    bool contains(Hash hash) const { return !match({hash}).empty(); }
+
+  private:
+    static constexpr double kForever = std::numeric_limits<double>::infinity();
+
+    struct Block {
+        Hash hash{};
+        std::optional<std::uint64_t> parent;
+        bool is_cached = false;
+        int references = 0;
+        int depth = 0;
+        std::uint64_t last = 0;
+        std::uint64_t order = 0;
+        std::uint64_t unused = 0;
+        double key = 0.0;
+        double until_s = kForever;
+        std::uint32_t uses = 0;
+        std::size_t segment = 0;  // a queue, or a class
+        int priority = 0;
+        std::size_t watched = 0;
+        std::uint64_t tenant = 0;
+    };
+
+    bool is_idle(const Block& block) const { return block.is_cached && block.references == 0; }
+
+    bool is_leaf(const Block& block) const {
+        return is_idle(block) && std::ranges::none_of(blocks_, [&](const auto& entry) {
+                   return is_idle(entry.second) && entry.second.parent == block.hash.low;
+               });
+    }
+
+    // ---- idle blocks; `leaves_` are in the order in which they became leaves, or were looked at for their tenant
+
+    void enter_idle(BlockId id) {
+        update_leaves();
+        if (is_leaf(blocks_[id])) {
+            first_order(blocks_[id]);
+        }
+    }
+
+    void leave_idle(BlockId id) {
+        blocks_[id].unused = num_evicted_ - blocks_[id].last;
+        update_leaves();
+    }
+
+    void update_leaves() {
+        leaves_.remove_if([&](BlockId id) { return !blocks_.contains(id) || !is_leaf(blocks_[id]); });
+        for (auto& [id, block] : blocks_) {
+            if (is_leaf(block) && std::ranges::find(leaves_, id) == leaves_.end()) {
+                leaves_.push_back(id);
+                first_order(block);
+            }
+        }
+    }
+
+    void first_order(Block& block) {
+        if (block.order == 0) {  // no request used it
+            block.order = ++order_;
+            block.key = kind_ == PolicyKind::kLfu ? floor_ : static_cast<double>(block.order);
+        }
+    }
+
+    void evict(BlockId id) {
+        const Block block = blocks_[id];
+        blocks_.erase(id);
+        update_leaves();
+        ++num_evicted_;
+        note_gone(block);
+    }
+
+    // ---- which leaf goes
+
+    BlockId victim() {
+        if (const auto id = victim_of_tenant()) {
+            return *id;
+        }
+        int lowest = 8;
+        for (const BlockId id : leaves_) {
+            lowest = std::min(lowest, blocks_[id].priority);
+        }
+        Ids ids;
+        std::ranges::copy_if(leaves_, std::back_inserter(ids), [&](BlockId id) { return blocks_[id].priority == lowest; });
+        switch (kind_) {
+            case PolicyKind::kArc:
+                return least(of_queue(ids, static_cast<double>(num_cached_[0]) > target_ ? 0 : 1));
+            case PolicyKind::kS3Fifo:
+                return second_chance(ids);
+            case PolicyKind::kSeconds:
+                return least(heads(ids));
+            default: {
+                const BlockId first = least(ids);
+                floor_ = std::max(floor_, blocks_[first].key);
+                return first;
+            }
+        }
+    }
+
+    std::optional<BlockId> victim_of_tenant() {
+        std::map<std::uint64_t, std::size_t> counts;
+        for (const auto& [id, block] : blocks_) {
+            counts[block.tenant] += is_idle(block) && block.tenant != 0;
+        }
+        std::size_t most = tenant_blocks_;
+        std::uint64_t tenant = 0;
+        for (const auto& [each, count] : counts) {  // ascending: of equal ones the first
+            if (count > most) {
+                most = count;
+                tenant = each;
+            }
+        }
+        if (tenant == 0) {
+            return std::nullopt;
+        }
+        Ids sample;
+        for (const BlockId id : leaves_) {
+            if (blocks_[id].tenant == tenant && sample.size() < 32) {
+                sample.push_back(id);
+            }
+        }
+        for (const BlockId id : sample) {
+            leaves_.remove(id);
+            leaves_.push_back(id);
+        }
+        return sample.empty() ? std::nullopt : std::optional(least(sample));
+    }
+
+    double key_of(const Block& block) const {
+        if (kind_ != PolicyKind::kSeconds) {
+            return block.key;
+        }
+        const double before = static_cast<double>(block.depth) * static_cast<double>(block_size_);
+        const double weight = std::min(price_.load_s, price_.token_s + price_.deeper_s * before * 0.5);
+        return reuse_.index(block.segment, num_evicted_ - block.last) * weight;
+    }
+
+    BlockId least(const Ids& ids) {
+        return *std::ranges::min_element(ids, {}, [&](BlockId id) {
+            return std::tuple(blocks_[id].priority, key_of(blocks_[id]), blocks_[id].order);
+        });
+    }
+
+    Ids of_queue(const Ids& ids, std::size_t queue) {
+        Ids found;
+        std::ranges::copy_if(ids, std::back_inserter(found), [&](BlockId id) { return blocks_[id].segment == queue; });
+        return found.empty() ? ids : found;
+    }
+
+    BlockId second_chance(const Ids& ids) {
+        for (;;) {
+            const BlockId id = least(of_queue(ids, num_cached_[0] * 10 > num_blocks_ ? 0 : 1));
+            Block& block = blocks_[id];
+            if (block.uses == 0) {
+                return id;
+            }
+            --num_cached_[block.segment];
+            block.uses = block.segment == 0 ? 0 : block.uses - 1;
+            block.segment = 1;
+            ++num_cached_[1];
+            touch(block);
+        }
+    }
+
+    Ids heads(const Ids& ids) {
+        std::map<std::size_t, BlockId> heads;
+        for (const BlockId id : ids) {
+            const auto [entry, is_new] = heads.emplace(blocks_[id].segment, id);
+            if (!is_new && blocks_[id].order < blocks_[entry->second].order) {
+                entry->second = id;
+            }
+        }
+        Ids found;
+        for (const auto& [segment, id] : heads) {
+            found.push_back(id);
+        }
+        return found;
+    }
+
+    // ---- what blocks go through
+
+    void touch(Block& block) {
+        block.order = ++order_;
+        block.key = static_cast<double>(block.order);
+    }
+
+    bool has_queues() const { return kind_ == PolicyKind::kArc || kind_ == PolicyKind::kS3Fifo; }
+
+    std::size_t class_of(const Block& block, std::size_t kind) const {
+        return ReuseTable::class_of(block.uses, static_cast<std::uint64_t>(block.depth) * block_size_, kind);
+    }
+
+    void enter(Block& block) {
+        const auto ghost = take_ghost(block.hash);
+        if (kind_ == PolicyKind::kSeconds) {
+            block.segment = class_of(block, 0);
+            if (ghost) {
+                block.segment = ghost->segment;
+                block.uses = ghost->uses;
+                block.last = ghost->last;
+                block.watched = ghost->watched;
+                block.unused = num_evicted_ - ghost->last;
+            }
+        } else if (has_queues()) {
+            if (ghost && kind_ == PolicyKind::kArc) {
+                const double step = std::max(1.0, static_cast<double>(num_ghosts_[1 - ghost->segment]) /
+                                                      static_cast<double>(num_ghosts_[ghost->segment]));
+                target_ = ghost->segment == 0 ? std::min(static_cast<double>(num_blocks_), target_ + step)
+                                              : std::max(0.0, target_ - step);
+                --num_ghosts_[ghost->segment];
+            }
+            block.segment = ghost ? 1 : 0;
+        }
+        ++num_cached_[block.segment > 0];
+    }
+
+    void note_use(Block& block, const BlockUse& use) {
+        block.tenant = use.tenant;
+        switch (kind_) {
+            case PolicyKind::kArc:
+                touch(block);
+                if (++block.uses > 1 && block.segment == 0) {
+                    --num_cached_[0];
+                    ++num_cached_[1];
+                    block.segment = 1;
+                }
+                break;
+            case PolicyKind::kS3Fifo:
+                if (block.order == 0) {
+                    touch(block);
+                } else {
+                    block.uses = std::min(3u, block.uses + 1);
+                }
+                break;
+            case PolicyKind::kSeconds:
+                if (block.uses > 0) {
+                    reuse_.add(block.segment, block.watched, block.unused, true);
+                }
+                touch(block);
+                ++block.uses;
+                block.unused = block.watched = 0;
+                block.last = num_evicted_;
+                block.segment = class_of(block, use.kind);
+                break;
+            default:
+                touch(block);
+                block.key = floor_ + ++block.uses;
+        }
+        if (use.priority >= block.priority || block.until_s == kForever) {
+            block.priority = use.priority;
+            block.until_s = use.until_s;
+        }
+    }
+
+    void note_gone(const Block& block) {
+        --num_cached_[block.segment > 0];
+        if (kind_ == PolicyKind::kSeconds && block.uses > 0) {
+            Block ghost = block;
+            ghost.watched = reuse_.add(block.segment, block.watched, num_evicted_ - block.last, false);
+            if (const auto dropped = put_ghost(ghost)) {
+                reuse_.add(dropped->segment, dropped->watched, num_evicted_ - dropped->last, false);
+            }
+        } else if (kind_ == PolicyKind::kArc) {
+            ++num_ghosts_[block.segment];
+            if (const auto dropped = put_ghost(block)) {
+                --num_ghosts_[dropped->segment];
+            }
+        } else if (kind_ == PolicyKind::kS3Fifo && block.segment == 0) {
+            put_ghost(block);
+        }
+    }
+
+    // ---- ghosts: a ring, in which one that was taken keeps its place
+
+    std::optional<Block> put_ghost(const Block& block) {
+        if (ghosts_.size() < ghosts_most_) {
+            next_ = ghosts_.size();
+            ghosts_.emplace_back();
+        }
+        const auto dropped = std::exchange(ghosts_[next_], block);
+        next_ = (next_ + 1) % ghosts_most_;
+        return dropped;
+    }
+
+    std::optional<Block> take_ghost(Hash hash) {
+        for (std::optional<Block>& ghost : ghosts_) {
+            if (ghost && ghost->hash == hash) {
+                return std::exchange(ghost, std::nullopt);
+            }
+        }
+        return std::nullopt;
+    }
+
+    PolicyKind kind_;
+    std::size_t num_blocks_;
+    std::size_t block_size_;
+    PrefillPrice price_;
+    std::size_t tenant_blocks_;
+    ReuseTable reuse_;
+    std::size_t ghosts_most_;
+    std::map<BlockId, Block> blocks_;  // all but the free ones
+    std::list<BlockId> leaves_;
+    std::vector<std::optional<Block>> ghosts_;
+    std::size_t next_ = 0;
+    std::uint64_t num_evicted_ = 0;
+    std::uint64_t order_ = 0;
+    double floor_ = 0.0;
+    double target_ = 0.0;
+    std::array<std::size_t, 2> num_cached_{};
+    std::array<std::size_t, 2> num_ghosts_{};
+};
+
+}  // namespace penstock
