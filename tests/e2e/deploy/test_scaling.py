@@ -17,9 +17,11 @@ import pytest
 
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState
+from penstock.deploy.control.deployments import find_deployment
 from penstock.deploy.control.messages import SOCKET_NAME
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.graph import Graph
+from penstock.planner.act.actor import Actor
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime_dir")]
 
@@ -183,6 +185,37 @@ def test_a_flipped_worker_that_dies_comes_back_in_its_new_role():
     run(main)
 
 
+def test_an_actor_takes_a_deployment_from_one_worker_to_four_and_back():
+    """By the control channel, with flips between roles; a person's change is kept."""
+
+    async def main():
+        mock = {"engine": "mock"}
+        graph = graph_of({"prefill": mock, "decode": mock}, worker={"drain_timeout_s": 0.3})
+        async with LocalDeployment(graph) as deployment:
+            connector = await find_deployment(url=deployment.url)
+            actor = Actor(connector)
+            async with Load(deployment.url, PROMPTS) as load:
+                for target in ((1, 3), (2, 2), (3, 1), (1, 3), (1, 1)):
+                    wanted = dict(zip((Role.PREFILL, Role.DECODE), target, strict=True))
+                    outcome = await actor.carry_out(wanted)
+                    assert not outcome.refused
+                    assert not outcome.held
+                    await until(
+                        connector,
+                        lambda scale: all(replica.state is ReplicaState.READY for replica in scale.replicas),
+                    )
+                    scale = await connector.scale()
+                    assert {role: len(scale.of(role)) for role in wanted} == wanted
+                    await load.more(12)
+                assert all(len(texts) == 1 for texts in load.answers.values())
+            assert (await asyncio.to_thread(scale_of, "decode", "2")).returncode == 0
+            outcome = await actor.carry_out({Role.PREFILL: 1, Role.DECODE: 1})
+            assert outcome.held.startswith("penstock scale has set 1 prefill, 2 decode")
+            assert len((await connector.scale()).of(Role.DECODE)) == 2
+
+    run(main)
+
+
 class Serve:
     """`penstock serve --engine mock`, and `penstock scale` beside it."""
 
@@ -206,25 +239,25 @@ class Serve:
         self.process.communicate(timeout=TIMEOUT_S)
 
     def workers(self):
-        return re.findall(r"^  (worker-\d+) +ready", scale().stdout, re.MULTILINE)
+        return re.findall(r"^  (worker-\d+) +ready", scale_of().stdout, re.MULTILINE)
 
 
 COMMAND = [sys.executable, "-m", "penstock"]
 
 
-def scale(*arguments):
+def scale_of(*arguments):
     return subprocess.run(
         [*COMMAND, "scale", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
 
 
 def test_the_command_and_what_it_refuses():
-    done = scale()
+    done = scale_of()
     assert (done.returncode, done.stdout) == (1, "")
     assert "no deployment of this user runs on this machine; start one with penstock serve" in done.stderr
     with Serve() as serve:
         assert serve.workers() == ["worker-1"]
-        done = scale("aggregated", "2")
+        done = scale_of("aggregated", "2")
         assert done.returncode == 0
         assert re.search(r"1 -> 2, starts worker-2.*^worker-2 +ready$", done.stdout, re.MULTILINE | re.DOTALL)
         for arguments, code, why in (
@@ -235,7 +268,7 @@ def test_the_command_and_what_it_refuses():
             (["aggregated", "-1"], 2, "N: must be a number of workers >= 0"),
             (["aggregated", "1", "--name", "other"], 1, "no deployment --name other"),
         ):
-            done = scale(*arguments)
+            done = scale_of(*arguments)
             assert done.returncode == code, done
             assert why in done.stderr
             assert done.stderr.count("\n") == 1
@@ -247,7 +280,7 @@ def test_the_command_and_what_it_refuses():
         end_s = time.monotonic() + TIMEOUT_S
         while len(serve.workers()) < 4 and time.monotonic() < end_s:
             time.sleep(0.1)
-        done = scale("aggregated", "1")
+        done = scale_of("aggregated", "1")
         assert "stopped" in done.stdout
         assert serve.workers() == ["worker-1"] or len(serve.workers()) == 1
 
@@ -274,10 +307,10 @@ def test_half_written_and_foreign_messages_change_nothing():
 
 def test_a_killed_supervisor_comes_back_with_its_scale():
     with Serve() as serve:
-        assert scale("aggregated", "3").returncode == 0
+        assert scale_of("aggregated", "3").returncode == 0
         serve.process.send_signal(signal.SIGKILL)
         serve.process.wait(timeout=TIMEOUT_S)
-        assert "no deployment" in scale("aggregated", "4").stderr
+        assert "no deployment" in scale_of("aggregated", "4").stderr
     with Serve() as serve:
         assert any("3 aggregated, as scaled before by penstock scale" in line for line in serve.lines)
         assert serve.workers() == ["worker-1", "worker-2", "worker-3"]
