@@ -39,7 +39,7 @@ _PATIENT = Supervision(liveness_timeout_s=1e6)  # processes by script send no he
 class ScriptedProcess:
     """A worker's process: ready at once unless `is_slow`, and ends at a signal unless it `ignores` SIGTERM."""
 
-    def __init__(self, *, is_slow: bool = False, ignores: bool = False) -> None:
+    def __init__(self, *, is_slow: bool = False, ignores: bool = False, needs_prefill: bool = False) -> None:
         self.pid = 7
         self.told: list[News] = []
         self.refusal: RoleChanged | None = None
@@ -48,7 +48,7 @@ class ScriptedProcess:
         self.ignores = ignores
         self._status = 0
         if not is_slow:
-            self.say(Ready())
+            self.say(Ready(needs_prefill=needs_prefill))
 
     def say(self, report: Report) -> None:
         self._reports.put_nowait(report)

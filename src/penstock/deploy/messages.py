@@ -83,9 +83,10 @@ class Assignment(Wire, frozen=True):
 
 
 class Ready(Wire, frozen=True, tag="ready"):
-    """The process serves; `detail` is printed."""
+    """The process serves; `detail` is printed. `needs_prefill`: as a decode worker it computes no prompts itself."""
 
     detail: str = ""
+    needs_prefill: bool = False
 
 
 class Phase(Wire, frozen=True, tag="phase"):

@@ -130,7 +130,12 @@ async def _tell_ready(worker: Worker, engine: Engine, role: RoleSpec, tell: Tell
     control.pulse = partial(_pulse, engine)
     worker.on_health = lambda problem: tell(Health(problem=problem or ""))
     instance = worker.instance
-    tell(Ready(detail=f"{role.engine}  {instance.card.name}  {instance.engine.total_blocks} blocks"))
+    tell(
+        Ready(
+            detail=f"{role.engine}  {instance.card.name}  {instance.engine.total_blocks} blocks",
+            needs_prefill=instance.engine.transferred_prompts_only,
+        )
+    )
 
 
 async def _observe(worker: Worker, engine: Engine, control: Control) -> None:

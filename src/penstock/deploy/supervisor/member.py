@@ -116,6 +116,8 @@ class Member:
         """Loop time of the start of its process or, once that is ready, of this; None before the first start."""
         self.start_s: float | None = None
         """Seconds that its last start took."""
+        self.needs_prefill = False
+        """Whether its worker, as a decode worker, computes no prompts itself."""
         self.has_failed = False
         """Whether its last process ended unasked and no later one is ready."""
         self._assign = assign
@@ -237,7 +239,8 @@ class Member:
             match report:
                 case Beat():
                     watchdog.beat(report)
-                case Ready(detail=detail):
+                case Ready(detail=detail, needs_prefill=needs_prefill):
+                    self.needs_prefill = needs_prefill
                     self._ready_at = asyncio.get_running_loop().time()
                     watchdog.ready()
                     self.ready.set()

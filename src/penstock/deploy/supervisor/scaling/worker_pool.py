@@ -162,6 +162,7 @@ class WorkerPool:
             if worker.is_draining:
                 raise _conflict(f"{worker.name} drains already; it ends by itself")
         self._check_serving(leaving, "retire")
+        self._check_prefill(leaving)
         self._check_adapters(leaving)
         loop = asyncio.get_running_loop()
         for worker in leaving:
@@ -181,6 +182,8 @@ class WorkerPool:
             raise _conflict(f"{name} is {role} already; choose another role")
         if role is Role.PREFILL:
             self._check_serving([worker], "flip")
+        else:
+            self._check_prefill([worker])
         worker.target = role
         flipped = asyncio.get_running_loop().create_future()
         worker.flips.add(flipped)
@@ -310,6 +313,17 @@ class WorkerPool:
 
     # -- checks
 
+    def check(self) -> None:
+        """Raise AssertionError if the state is inconsistent; for tests."""
+        self._room.devices.check()
+        names = [worker.name for worker in self._workers]
+        assert len(set(names)) == len(names), f"a name twice: {names}"
+        given = [device for worker in self._workers for device in worker.devices]
+        assert len(set(given)) == len(given), f"a device twice: {given}"
+        for worker in self._workers:
+            assert len(worker.devices) == devices_of(self._roles[worker.home]), worker.name
+            assert worker.target is not None or not worker.flips, f"{worker.name}: callers wait for no flip"
+
     def _check(self, revision: int | None) -> None:
         if not self._is_open:
             raise Unavailable("the deployment is about to start or to stop; try again once it is ready")
@@ -337,6 +351,31 @@ class WorkerPool:
         starting = ", ".join(worker.name for worker in left)
         wait = f"wait until one of {starting} is ready" if left else f"add another before you {verb} it"
         raise _conflict(f"{name} is the last worker that answers requests; {wait}")
+
+    def _check_prefill(self, leaving: Sequence[PoolWorker]) -> None:
+        """Check that decode workers that compute no prompts themselves keep a prefill worker."""
+        prefill = [
+            worker
+            for worker in self._workers
+            if worker.role is Role.PREFILL and worker.target is None and not worker.is_draining
+        ]
+        ready = [worker for worker in prefill if worker.running.ready.is_set()]
+        needed = any(
+            worker.role is Role.DECODE
+            and worker.answers
+            and worker.running.needs_prefill
+            and worker not in leaving
+            for worker in self._workers
+        )
+        if (
+            needed
+            and any(worker in leaving for worker in ready)
+            and all(worker in leaving for worker in ready)
+        ):
+            raise _conflict(
+                f"{ready[0].name} is the last prefill worker that is ready, and decode workers of its engine compute no prompts;"
+                " add another and wait until it is ready"
+            )
 
     def _check_adapters(self, leaving: Sequence[PoolWorker]) -> None:
         """Check that every adapter still has a worker."""

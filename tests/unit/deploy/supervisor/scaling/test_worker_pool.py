@@ -178,6 +178,22 @@ def test_the_last_ready_worker_stays_while_another_starts():
     run_virtual(main())
 
 
+def test_the_last_prefill_worker_stays_where_decode_workers_compute_no_prompts():
+    async def main():
+        scene = PoolScene(PAIR | {"prefill": {"engine": "mock", "replicas": 2}})
+        scene.next = partial(ScriptedProcess, needs_prefill=True)
+        async with scene.running() as pool:
+            await pool.retire(["prefill-1"], by="test")
+            for change in (
+                pool.retire(["prefill-2"], by="test"),
+                pool.flip("prefill-2", Role.DECODE, by="test"),
+            ):
+                with pytest.raises(RequestError, match="prefill-2 is the last prefill worker that is ready"):
+                    await change
+
+    run_virtual(main())
+
+
 def test_the_last_worker_of_an_adapter_stays():
     roles = {
         "aggregated": {"engine": "mock", "replicas": 2, "adapters": ["a", "b"], "adapters_per_worker": 1}
