@@ -84,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_QUESTIONS,
         help="JSON list of {question, expected: [phrase, ...]} (default: the demo model's)",
     )
+    parser.add_argument("--limit", type=int, metavar="N", help="ask only the first N questions (default: all)")
     parser.add_argument(
         "--output-tokens", type=int, default=128, metavar="O", help="most tokens of an answer (default 128)"
     )
@@ -98,8 +99,10 @@ def run(options: argparse.Namespace) -> Report:
     """
     if options.output_tokens < 2:
         raise ConfigError(f"--output-tokens: must be >= 2, got {options.output_tokens}")
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit: must be >= 1, got {options.limit}")
     known_questions = _read(options.questions)
-    questions = known_questions[: _QUICK_QUESTIONS if options.quick else None]
+    questions = known_questions[: _QUICK_QUESTIONS if options.quick else options.limit]
     outcomes: dict[str, Outcome] = {}
     for name, of_all in _DEPLOYMENTS.items():
         if name == "offloaded" and not engine_kind(options.engine).has_kv_tiers:
@@ -120,6 +123,7 @@ def run(options: argparse.Namespace) -> Report:
             "engine_args": options.engine_arg,
             "set": options.set,
             "questions": options.questions.name,
+            "limit": options.limit,
             "output_tokens": options.output_tokens,
             "quick": options.quick,
         },

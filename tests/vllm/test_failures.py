@@ -43,6 +43,20 @@ def test_wrong_arguments_are_refused_before_anything_starts(started, spec_of):
     )
 
 
+def test_a_first_step_of_one_token_in_bfloat16_does_not_kill_vllm(started, spec_of):
+    """On CPUs with AMX it did: nothing had asked the kernel for tiles before a first long prompt."""
+    running = started(spec_of(dtype="bfloat16"))
+    for number in range(2):
+        request = Request(
+            request_id=f"short-{number}",
+            model="tiny",
+            token_ids=pack_tokens([7]),
+            sampling=SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
+        )
+        (answer,) = running.answers(request)
+        assert len(answer.token_ids) == 4
+
+
 def test_a_model_that_vllm_refuses_is_named_with_the_reason(started, spec_of, model_dir, tmp_path):
     unknown = changed(
         model_dir, tmp_path / "unknown", architectures=["PenguinForCausalLM"], model_type="penguin"

@@ -1,13 +1,10 @@
 """Images through `penstock serve --engine vllm`: the tokens of vLLM's own server, exact prefixes, kills and transferred KV."""
 
-import asyncio
 import base64
 import io
-import os
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
-import aiohttp
 import httpx
 import numpy as np
 import psutil
@@ -17,8 +14,8 @@ from PIL import Image
 from benchmarks.processes.served import served
 from tests.support.vision_checkpoint import make_vision_checkpoint
 from tests.vllm.conftest import BLOCK, vllm_processes
+from tests.vllm.servers import NAME, running_servers
 from tests.vllm.test_disaggregated import Site
-from tests.vllm.test_servers import NAME, START_S, start_server
 
 TOKENS = 40
 TEXT = "the quick brown fox jumps over the lazy dog"
@@ -64,34 +61,14 @@ def vision_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(vision_dir, tmp_path_factory):
     """What vLLM's own server answers: (text, prompt tokens). It leaves out a last character that is not whole."""
-    log = tmp_path_factory.mktemp("server") / "log"
-    server = start_server(vision_dir, min(os.sched_getaffinity(0)), log)
-
-    async def ask():
-        async with aiohttp.ClientSession() as http, asyncio.timeout(START_S):
-            while True:
-                assert server.process.poll() is None, log.read_text()[-3000:]
-                with suppress(aiohttp.ClientError):
-                    async with http.get(f"{server.url}/health") as response:
-                        if response.status == 200:
-                            break
-                await asyncio.sleep(0.5)
-            answers = {}
-            for key, parts in QUESTIONS.items():
-                async with http.post(
-                    f"{server.url}/v1/chat/completions", json=chat(*parts, name=NAME)
-                ) as response:
-                    answer = await response.json()
-                    answers[key] = (
-                        answer["choices"][0]["message"]["content"].rstrip("\ufffd"),
-                        answer["usage"]["prompt_tokens"],
-                    )
-            return answers
-
-    try:
-        return asyncio.run(ask())
-    finally:
-        server.kill()
+    answers = {}
+    with running_servers(vision_dir, tmp_path_factory.mktemp("server"), [((), {})]) as (server,):
+        for key, parts in QUESTIONS.items():
+            body = chat(*parts, name=NAME)
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
+            said = answer["choices"][0]["message"]["content"].rstrip("\ufffd")
+            answers[key] = said, answer["usage"]["prompt_tokens"]
+    return answers
 
 
 @contextmanager

@@ -142,6 +142,7 @@ def engine_arguments(spec: EngineSpec, kind: type) -> dict[str, Any]:
     }
     if spec.device.startswith("cpu"):
         given["kv_cache_memory_bytes"] = _CPU_KV_BYTES
+        given["worker_extension_cls"] = "penstock.engine.vllm.amx.AmxTiles"
     given |= lora_arguments(lora_paths(spec), on_cpu=spec.device.startswith("cpu"))
     return given | {name: _converted(name, value, known[name]) for name, value in args.items()}
 

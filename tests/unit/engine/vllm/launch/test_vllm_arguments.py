@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -46,7 +47,12 @@ def test_fields_of_the_graph_become_arguments() -> None:
     )
     assert (given["enable_prefix_caching"], given["prefix_caching_hash_algo"]) == (True, "sha256_cbor")
     assert "kv_cache_memory_bytes" not in given, "on a GPU vLLM takes what is free"
-    assert engine_arguments(spec(), Arguments)["kv_cache_memory_bytes"] == 1 << 30
+    assert "worker_extension_cls" not in given, "for CPUs alone"
+    on_cpu = engine_arguments(spec(), Arguments)
+    assert on_cpu["kv_cache_memory_bytes"] == 1 << 30
+    module, _, name = on_cpu["worker_extension_cls"].rpartition(".")
+    assert (module, name) == ("penstock.engine.vllm.amx", "AmxTiles")
+    assert find_spec(module) is not None
 
 
 def test_narrow_weights_are_named_as_vllm_names_them() -> None:
