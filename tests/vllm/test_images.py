@@ -119,6 +119,16 @@ class MediaSite(Site):
                     yield chunk["choices"][0]["delta"].get("content") or ""
 
 
+def test_prefill_workers_see_the_images_and_decode_workers_take_the_kv(vision_dir, expected):
+    sets = ("--set=router.disagg.remote_tokens_min=1", "--set=router.policy=least-loaded")
+    with serving(vision_dir, "--prefill", "1", "--decode", "1", flags=sets) as site:
+        assert site.answers() == expected
+        assert site.metric('penstock_router_prefills_total{place="remote"}') == len(QUESTIONS)
+        site.until(lambda: site.decoding("generated_tokens") == len(QUESTIONS) * TOKENS)
+        assert site.decoding("prefilled_tokens") == 0
+        assert site.decoding("kv_failures") == 0
+
+
 @pytest.fixture(scope="module")
 def site(vision_dir, expected):  # vLLM's own server has ended before these start
     with serving(vision_dir, "--workers", "2") as site:
@@ -210,13 +220,3 @@ def test_a_stream_goes_on_exactly_when_its_worker_is_killed(site):
             site.kill(victim)
     assert victim is not None
     assert said == whole
-
-
-def test_prefill_workers_see_the_images_and_decode_workers_take_the_kv(vision_dir, expected):
-    sets = ("--set=router.disagg.remote_tokens_min=1", "--set=router.policy=least-loaded")
-    with serving(vision_dir, "--prefill", "1", "--decode", "1", flags=sets) as site:
-        assert site.answers() == expected
-        assert site.metric('penstock_router_prefills_total{place="remote"}') == len(QUESTIONS)
-        site.until(lambda: site.decoding("generated_tokens") == len(QUESTIONS) * TOKENS)
-        assert site.decoding("prefilled_tokens") == 0
-        assert site.decoding("kv_failures") == 0

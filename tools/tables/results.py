@@ -56,14 +56,25 @@ def _engines() -> Iterator[list[str]]:
         "`cancel_to_free_ms_p99`, 200 clients that hang up", of("cancel", "cancel_to_free_ms_p99", ",.0f") + " ms",
         of("cancel", "ask_ms_p99", ".1f") + " ms, asking the worker", "", "100 ms", link("cancel"),
     ]  # fmt: skip
-    for name, moved in (("disaggregated", "eval_remote_prefills"), ("migrated", "eval_migrations")):
-        answers, tokens = of("eval", moved, ",.0f"), of("eval", "eval_tokens", ",.0f")
-        equal = of("eval", f"eval_equal_tokens_{name}_share", ".0f", 100)
-        yield [
-            f"`eval_equal_tokens_{name}_share`, demo model, {answers} of {of('eval', 'eval_questions', ',.0f')} answers moved",
-            f"{equal} % of {tokens} tokens, score {of('eval', f'eval_score_{name}', '.2f')}",
-            f"score {of('eval', 'eval_score_aggregated', '.2f')}, aggregated", "", "100 %, equal scores", link("eval"),
-        ]  # fmt: skip
+    for file, model in (("eval", "demo model"),):
+        for name, moved in (
+            ("disaggregated", "eval_remote_prefills"),
+            ("migrated", "eval_migrations"),
+            ("offloaded", "eval_onboarded_tokens"),
+        ):
+            count, tokens = of(file, moved, ",.0f"), of(file, "eval_tokens", ",.0f")
+            questions = of(file, "eval_questions", ",.0f")
+            what = (
+                f"{count} prompt tokens loaded"
+                if name == "offloaded"
+                else f"{count} of {questions} answers moved"
+            )
+            equal = of(file, f"eval_equal_tokens_{name}_share", ".0f", 100)
+            yield [
+                f"`eval_equal_tokens_{name}_share`, {model}, {what}",
+                f"{equal} % of {tokens} tokens, score {of(file, f'eval_score_{name}', '.2f')}",
+                f"score {of(file, 'eval_score_aggregated', '.2f')}, aggregated", "", "100 %, equal scores", link(file),
+            ]  # fmt: skip
     host, alone, device = (
         of("kv_offload", f"ttft_mean_ms_{name}", ".1f") + " ms"
         for name in ("host", "device", "all_on_device")
