@@ -84,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_QUESTIONS,
         help="JSON list of {question, expected: [phrase, ...]} (default: the demo model's)",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="ask only the first N questions (default: all)")
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="ask only the first N questions (default: all)"
+    )
     parser.add_argument(
         "--output-tokens", type=int, default=128, metavar="O", help="most tokens of an answer (default 128)"
     )

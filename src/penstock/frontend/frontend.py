@@ -100,7 +100,7 @@ class Frontend:
         self._rng = rng if rng is not None else random.Random()
         self._models = ModelCache(dispatcher, config.models_max)
         self._preprocessor = Preprocessor(hash_key=hash_key, rng=self._rng)
-        self._media = PromptMedia(config.media, dispatcher, hash_key=hash_key)
+        self._media = PromptMedia(config.media, dispatcher, hash_key=hash_key, count=self.metrics.media)
         self._encoders = Encoders(
             config.receive.encoders_max,
             self._models,

@@ -35,6 +35,12 @@ class FrontendMetrics(ReceiveMetrics):
             registry=registry,
             multiprocess_mode="livesum",
         )
+        self._media = Gauge(
+            "penstock_frontend_media_bytes",
+            "Bytes of images, audio and video of requests in flight (media.bytes_max).",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
         self._ttft = Histogram(
             "penstock_frontend_ttft_seconds",
             "From a request's arrival to its first token.",
@@ -67,6 +73,9 @@ class FrontendMetrics(ReceiveMetrics):
 
     def inflight(self, change: int) -> None:
         self._inflight.inc(change)
+
+    def media(self, change_bytes: int) -> None:
+        self._media.inc(change_bytes)
 
     def answered(self, route: str, code: int) -> None:
         self._requests.labels(route, str(code)).inc()

@@ -1,7 +1,7 @@
 """Prompts with media: fetched, digested, expanded by an engine, hashed. Routers then see the tokens that are computed."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -28,8 +28,17 @@ _THREAD_BYTES = 1 << 20
 class PromptMedia:
     """Completes prompts that have media, within bounds. One event loop owns it."""
 
-    def __init__(self, config: MediaConfig, dispatcher: RequestDispatcher, *, hash_key: bytes) -> None:
+    def __init__(
+        self,
+        config: MediaConfig,
+        dispatcher: RequestDispatcher,
+        *,
+        hash_key: bytes,
+        count: Callable[[int], None],
+    ) -> None:
+        """Make it; `count` is told by how many bytes `held_bytes` changes."""
         self._config = config
+        self._count = count
         self._dispatcher = dispatcher
         self._hash_key = hash_key
         self._fetcher = MediaFetcher(config.fetch)
@@ -61,8 +70,7 @@ class PromptMedia:
 
     def release(self, slot: Slot) -> None:
         """Give back what a request holds, as it ends. Safe twice."""
-        self.held_bytes -= slot.media_bytes
-        slot.media_bytes = 0
+        self._hold(-slot.media_bytes, slot)
 
     async def close(self) -> None:
         """Close connections to other servers. Safe twice."""
@@ -132,9 +140,14 @@ class PromptMedia:
                 f" {self._config.bytes_max} (frontend.media.bytes_max); try again in a moment",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        self.held_bytes += size
-        slot.media_bytes += size
+        self._hold(size, slot)
         return part
+
+    def _hold(self, change_bytes: int, slot: Slot) -> None:
+        if change_bytes:
+            self.held_bytes += change_bytes
+            slot.media_bytes += change_bytes
+            self._count(change_bytes)
 
 
 def _items(parts: Sequence[MediaPart]) -> tuple[MediaItem, ...]:

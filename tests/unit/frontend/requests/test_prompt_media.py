@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import Overloaded, PenstockError, RequestError
 from penstock.core.types.cards import ModelCard
@@ -37,7 +38,13 @@ class Scene:
     def __init__(self, card: ModelCard, media: MediaConfig) -> None:
         self.dispatcher = ScriptedDispatcher(speak([1]), [card])
         config = FrontendConfig(media=media)
-        self.frontend = Frontend(config, self.dispatcher, hash_key=bytes(16), rng=random.Random(0))
+        self.registry = CollectorRegistry()
+        self.frontend = Frontend(
+            config, self.dispatcher, hash_key=bytes(16), rng=random.Random(0), registry=self.registry
+        )
+
+    def metric(self, name: str) -> float | None:
+        return self.registry.get_sample_value(name)
 
     def ask(self, *parts: dict[str, Any], then: Any = None, **fields: Any) -> PendingAnswer:
         """Prepare a chat; `then` is called with the answer before the request ends."""
@@ -169,6 +176,7 @@ def test_requests_in_flight_share_a_bound() -> None:
 
     def second(_answer: PendingAnswer) -> None:
         assert here.frontend._media.held_bytes == 1500
+        assert here.metric("penstock_frontend_media_bytes") == 1500
 
         async def main() -> None:
             with here.frontend.arrive() as slot:
@@ -185,6 +193,7 @@ def test_requests_in_flight_share_a_bound() -> None:
     assert error.retry_after_s
     assert "frontend.media.bytes_max" in error.message
     assert here.frontend._media.held_bytes == 0
+    assert here.metric("penstock_frontend_media_bytes") == 0
     here.ask(image(bytes(1999)))
 
 
