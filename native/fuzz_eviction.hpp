@@ -44,7 +44,8 @@ class PlainEviction {
     void acquire(const Ids& ids) {
         for (const BlockId id : ids) {
             if (blocks_[id].references++ == 0) {
-                leave_idle(id);
+                blocks_[id].unused = num_evicted_ - blocks_[id].last;
+                update_leaves();
             }
         }
     }
@@ -75,7 +76,7 @@ class PlainEviction {
                 continue;
             }
             if (block.is_cached) {
-                enter_idle(ids[at]);
+                update_leaves();
             } else {
                 blocks_.erase(ids[at]);
             }
@@ -163,7 +164,7 @@ class PlainEviction {
         std::uint64_t tenant = 0;
     };
 
-    bool is_idle(const Block& block) const { return block.is_cached && block.references == 0; }
+    static bool is_idle(const Block& block) { return block.is_cached && block.references == 0; }
 
     bool is_leaf(const Block& block) const {
         return is_idle(block) && std::ranges::none_of(blocks_, [&](const auto& entry) {
@@ -172,18 +173,6 @@ class PlainEviction {
     }
 
     // ---- idle blocks; `leaves_` are in the order in which they became leaves, or were looked at for their tenant
-
-    void enter_idle(BlockId id) {
-        update_leaves();
-        if (is_leaf(blocks_[id])) {
-            first_order(blocks_[id]);
-        }
-    }
-
-    void leave_idle(BlockId id) {
-        blocks_[id].unused = num_evicted_ - blocks_[id].last;
-        update_leaves();
-    }
 
     void update_leaves() {
         leaves_.remove_if([&](BlockId id) { return !blocks_.contains(id) || !is_leaf(blocks_[id]); });
