@@ -113,6 +113,11 @@ def prefix_of(body: PromptBody, model: ServedModel, request_id: str, *, hash_key
         request = CompletionRequest(model=card.name, prompt=prompt, cache_salt=body.cache_salt)
         check_completion(request, 1)
     (encoded,) = encode_prompts(request, model, hash_key)
+    if encoded.media:
+        raise RequestError(
+            f"{encoded.media[0].param}: prompts to pin, prefetch or evict may hold text only; leave it out",
+            param=encoded.media[0].param,
+        )
     count = num_tokens(encoded.token_ids)
     if not card.block_size <= count < card.context_length:
         raise RequestError(

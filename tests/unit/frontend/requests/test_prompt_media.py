@@ -16,6 +16,7 @@ from penstock.core.wire import token_list
 from penstock.frontend.config import FrontendConfig, MediaConfig, MediaFetchConfig
 from penstock.frontend.frontend import Frontend, PendingAnswer
 from penstock.frontend.limits.headers import NO_OPTIONS
+from penstock.frontend.requests.kv_body import PromptBody, prefix_of
 from tests.support.dispatcher import ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_card
 
@@ -160,6 +161,14 @@ def test_a_model_of_text_refuses_images_and_is_named() -> None:
     error = scene(kinds=()).refusal(image())
     assert "model 'tiny' takes text where it runs, no image" in error.message
     assert "such as vllm" in error.message
+
+
+def test_pins_and_prefetches_are_of_text_only() -> None:
+    model = asyncio.run(scene().frontend.served_model("tiny"))
+    messages = [{"role": "user", "content": [TEXT | {"text": "the quick " * 20}, image()]}]
+    body = msgspec.convert({"messages": messages}, PromptBody)
+    with pytest.raises(RequestError, match=r"messages\[0\].content\[1\].image_url: .* text only"):
+        prefix_of(body, model, "pin", hash_key=bytes(16))
 
 
 def test_items_and_bytes_are_bounded() -> None:
