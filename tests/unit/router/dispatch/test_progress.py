@@ -6,6 +6,7 @@ import pytest
 from penstock.core.errors import RequestError
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
+from penstock.core.types.media import MediaItem, MediaPrompt
 from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.router.dispatch.progress import Progress
@@ -112,3 +113,21 @@ def test_a_prompt_that_is_part_of_a_buffer_grows_as_any_other():
     for of in (progress, in_parts):
         of.add(make_delta(5, 6))
     assert in_parts.request() == progress.request()
+
+
+def test_images_go_along_and_stay_in_the_hashes():
+    """One begins in the prompt's first block, another in its last one, which only the answer fills."""
+    items = tuple(
+        msgspec.structs.replace(MediaItem.of("image", data), position=position)
+        for data, position in ((b"one", 1), (b"two", 6))
+    )
+    media = MediaPrompt(token_ids=pack_tokens([1, 9]), items=items)
+    prompt = [1, 9, 9, 2, 3, 4, 9]
+    extra = [(1, items[0].digest), (6, items[1].digest)]
+    hashes = pack_hashes(block_hashes(prompt, 4, b"s", extra, key=KEY))
+    request = msgspec.structs.replace(make_request(prompt, hashes=hashes), media=media)
+    progress = Progress(request, small_card(), KEY)
+    progress.add(make_delta(5, 6, 7, 8, 9))
+    moved = progress.request()
+    assert moved.media == media
+    assert moved.block_hashes == pack_hashes(block_hashes([*prompt, 5, 6, 7, 8, 9], 4, b"s", extra, key=KEY))
