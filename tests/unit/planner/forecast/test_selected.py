@@ -1,0 +1,103 @@
+"""The choice between methods, and the band."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from penstock.planner.forecast.constant import Constant
+from penstock.planner.forecast.ewma import Ewma
+from penstock.planner.forecast.selected import SelectedForecast, standard_methods
+
+
+def test_the_first_value_gives_a_safe_forecast() -> None:
+    selected = SelectedForecast(standard_methods(), horizon=4)
+    assert selected.forecast() is None
+    selected.observe(10.0)
+    forecast = selected.forecast()
+    assert forecast is not None
+    assert forecast.is_cold
+    assert forecast.mean == 10.0
+    assert forecast.high == 15.0
+
+
+def test_a_quiet_value_after_a_loud_one_does_not_end_caution() -> None:
+    selected = SelectedForecast(standard_methods(), horizon=4)
+    for value in (20.0, 2.0):
+        selected.observe(value)
+    forecast = selected.forecast()
+    assert forecast is not None
+    assert forecast.high > 29
+
+
+def test_the_season_is_chosen_once_it_has_proved_better() -> None:
+    generator = random.Random(2)
+    selected = SelectedForecast(standard_methods(96), horizon=12)
+    names = []
+    for at in range(5 * 96):
+        selected.observe((10 + 8 * math.sin(2 * math.pi * at / 96)) * (1 + generator.gauss(0, 0.05)))
+        forecast = selected.forecast()
+        assert forecast is not None
+        names.append(forecast.method)
+    assert names[0] == "constant"
+    assert names[-1] == "holt-winters 96"
+
+
+def test_noise_is_averaged_and_methods_do_not_alternate() -> None:
+    generator = random.Random(7)
+    selected = SelectedForecast(standard_methods(), horizon=4)
+    names = []
+    for _ in range(400):
+        selected.observe(max(0.0, generator.gauss(20, 5)))
+        forecast = selected.forecast()
+        assert forecast is not None
+        names.append(forecast.method)
+    assert names[-1] != "constant"
+    changes = sum(before != after for before, after in itertools.pairwise(names))
+    assert changes <= 6
+
+
+@pytest.mark.parametrize("level", [4.0, 60.0])
+def test_nine_in_ten_values_stay_below_the_upper_edge(level: float) -> None:
+    generator = random.Random(11)
+    selected = SelectedForecast(standard_methods(), horizon=1)
+    below = above_low = seen = 0
+    for at in range(1000):
+        value = max(0.0, generator.gauss(level, math.sqrt(level)))
+        forecast = selected.forecast()
+        if at > 200:
+            assert forecast is not None
+            seen += 1
+            below += value <= forecast.high
+            above_low += value >= forecast.low
+        selected.observe(value)
+    assert 0.85 < below / seen < 0.95
+    assert 0.85 < above_low / seen < 0.95
+
+
+def test_impossible_values_are_ignored() -> None:
+    selected = SelectedForecast([Constant()], horizon=1)
+    for value in (3.0, math.nan, math.inf, -1.0):
+        selected.observe(value)
+    forecast = selected.forecast()
+    assert forecast is not None
+    assert forecast.mean == 3.0
+
+
+def test_the_peak_on_the_way_counts() -> None:
+    """Within a horizon of twelve, the season's peak comes before its end."""
+    selected = SelectedForecast(standard_methods(24), horizon=12)
+    for at in range(24 * 20):
+        selected.observe(10 + 9 * math.sin(2 * math.pi * at / 24))
+    # The series stands at its mean and rises; twelve intervals on it is back there.
+    forecast = selected.forecast()
+    assert forecast is not None
+    assert forecast.mean > 15
+
+
+def test_parameters_without_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="0 methods"):
+        SelectedForecast([], horizon=1)
+    with pytest.raises(ValueError, match="horizon 0"):
+        SelectedForecast([Ewma()], horizon=0)
