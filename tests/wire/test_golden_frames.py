@@ -145,6 +145,7 @@ REQUEST = Request(
     speculative_prefill=True,
     retention=KvRetention(priority=-2, ttl_s=60.5),
     follows_tool=True,
+    is_background=True,
     session_control=SessionControl(action=SessionAction.OPEN, ttl_s=30.5, is_ephemeral=True),
 )
 DELTA = Delta(

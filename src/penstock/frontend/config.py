@@ -97,6 +97,10 @@ class FrontendConfig(Config):
     """Keep-alive of silent streams."""
     write_buffer_bytes: int = pydantic.Field(default=64 << 10, ge=4096)
     """Bytes buffered for a slow client before its stream waits; the kernel buffers as many again."""
+    next_turns_max: int = pydantic.Field(default=64, ge=0)
+    """Next turns of agents whose prompts are computed ahead at once (`agent_hints.speculative_prefill`), in one process; others are not. 0: none."""
+    next_turn_within_s: float = pydantic.Field(default=30.0, gt=0)
+    """How long a next turn waits until its worker has no other request; then it is not computed ahead."""
     models_max: int = pydantic.Field(default=16, ge=1)
     """Models whose tokenizer and chat template stay in memory; as many LoRA adapters are remembered after their last worker left."""
 

@@ -31,6 +31,7 @@ from penstock.frontend.requests.completion import Completion
 from penstock.frontend.requests.encoders import LARGE_BYTES, Encoders
 from penstock.frontend.requests.encoding import Prompt
 from penstock.frontend.requests.media import PromptMedia
+from penstock.frontend.requests.next_turns import NextTurns
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
 from penstock.frontend.requests.sse import Envelope, EventStream, WholeAnswer
 from penstock.frontend.text.models import ModelCache, ServedModel
@@ -98,6 +99,14 @@ class Frontend:
         self.bodies = BodyReader(config.body_bytes_max, self.metrics)
         self.hash_key = hash_key
         self._rng = rng if rng is not None else random.Random()
+        self._next_turns = NextTurns(
+            dispatcher,
+            self.metrics,
+            hash_key=hash_key,
+            new_id=self.new_id,
+            turns_max=config.next_turns_max,
+            within_s=config.next_turn_within_s,
+        )
         self._models = ModelCache(dispatcher, config.models_max)
         self._preprocessor = Preprocessor(hash_key=hash_key, rng=self._rng)
         self._media = PromptMedia(config.media, dispatcher, hash_key=hash_key, count=self.metrics.media)
@@ -163,13 +172,22 @@ class Frontend:
     ) -> PendingAnswer:
         model = await self._models.get(request.model)
         prompts = await self._preprocessor.encode(request, model, metadata.size_bytes)
-        return await self._prepare(request, model, metadata, prompts, slot)
+        return await self._prepare(
+            request,
+            model,
+            metadata,
+            prompts,
+            slot,
+            chat=request if isinstance(request, ChatRequest) else None,
+        )
 
     async def _large(
         self, body: Sequence[bytes], slot: Slot, metadata: RequestMetadata, *, chat: bool
     ) -> PendingAnswer:
         encoded = await self._encoders.encode(body, chat=chat)
-        return await self._prepare(encoded.request, encoded.model, metadata, encoded.prompts, slot)
+        return await self._prepare(
+            encoded.request, encoded.model, metadata, encoded.prompts, slot, chat=body if chat else None
+        )
 
     async def _prepare(
         self,
@@ -178,12 +196,16 @@ class Frontend:
         metadata: RequestMetadata,
         prompts: Sequence[Prompt],
         slot: Slot,
+        *,
+        chat: Sequence[bytes] | ChatRequest | None,
     ) -> PendingAnswer:
         prompts = await self._media.complete(prompts, request, model, slot)
-        return self._pending(self._preprocessor.prepared(request, model, metadata, prompts), slot, request)
+        prepared = self._preprocessor.prepared(request, model, metadata, prompts)
+        return self._pending(prepared, slot, request, metadata.size_bytes, chat=chat)
 
     async def close(self) -> None:
-        """End the encoder processes, and connections for media. Safe twice."""
+        """End the encoder processes, connections for media, and what is computed ahead. Safe twice."""
+        await self._next_turns.close()
         await self._media.close()
         await self._encoders.close()
 
@@ -216,11 +238,24 @@ class Frontend:
     def new_id(self) -> str:
         return f"{self._rng.getrandbits(96):024x}"
 
-    def _pending(self, prepared: PreparedRequest, slot: Slot, request: GenerationRequest) -> PendingAnswer:
+    def _pending(
+        self,
+        prepared: PreparedRequest,
+        slot: Slot,
+        request: GenerationRequest,
+        size_bytes: int,
+        *,
+        chat: Sequence[bytes] | ChatRequest | None,
+    ) -> PendingAnswer:
+        """Make the completion of a prepared request; `chat` is the body of one, with its messages."""
         name, options = prepared.model.card.name, request.stream_options
+        self._next_turns.arrived(prepared)
+        on_answer = None if chat is None else self._next_turns.follow(chat, prepared, size_bytes)
         timer = self.metrics.timer(name, slot.arrived, prepared.prompt_tokens)
         return PendingAnswer(
-            completion=Completion(prepared, self.dispatcher, timer, explains=prepared.options.explains),
+            completion=Completion(
+                prepared, self.dispatcher, timer, explains=prepared.options.explains, on_answer=on_answer
+            ),
             prepared=prepared,
             envelope=Envelope(prepared.id, int(wall_time_s()), name, isinstance(request, ChatRequest)),
             stream=bool(request.stream),

@@ -5,6 +5,7 @@ before they start: then each of them reports the sums of all.
 """
 
 import os
+from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -16,6 +17,23 @@ from penstock.runtime.observations.request_recorder import RequestRecorder
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
 _E2E_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class NextTurn(StrEnum):
+    """What became of a next turn whose prompt was to be computed ahead (`agent_hints.speculative_prefill`)."""
+
+    COMPUTED = "computed"
+    HELD = "held"
+    """Its worker had computed all of it already."""
+    ARRIVED = "arrived"
+    """The next turn came before."""
+    BUSY = "busy"
+    """Its worker had other requests all the time."""
+    REFUSED = "refused"
+    """The chat template refuses it, or it is too long."""
+    FAILED = "failed"
+    DROPPED = "dropped"
+    """Too many were under way (`next_turns_max`), or its body is too large."""
 
 
 class FrontendMetrics(ReceiveMetrics):
@@ -62,6 +80,17 @@ class FrontendMetrics(ReceiveMetrics):
             registry=registry,
             buckets=_E2E_S,
         )
+        self._next_turns = Counter(
+            "penstock_frontend_next_turns",
+            "Next turns whose prompts were to be computed ahead (agent_hints.speculative_prefill), by what became of it.",
+            ["outcome"],
+            registry=registry,
+        )
+        self.next_turn_tokens = Counter(
+            "penstock_frontend_next_turn_tokens",
+            "Prompt tokens computed ahead for next turns.",
+            registry=registry,
+        )
         self._tokens = {
             kind: Counter(f"penstock_frontend_{kind}_tokens", text, ["model"], registry=registry)
             for kind, text in (
@@ -79,6 +108,9 @@ class FrontendMetrics(ReceiveMetrics):
 
     def answered(self, route: str, code: int) -> None:
         self._requests.labels(route, str(code)).inc()
+
+    def next_turn(self, outcome: NextTurn) -> None:
+        self._next_turns.labels(outcome.value).inc()
 
     def timer(self, model: str, arrived: float, prompt_tokens: int) -> "RequestTimer":
         """Start timing a request of `prompt_tokens` that arrived at `arrived` (event loop time)."""

@@ -232,10 +232,10 @@ class Router:
             if seconds is not None and math.isfinite(seconds):  # infinite where a policy rules a worker out
                 metrics.prefill_predicted_s.labels(part).inc(max(seconds, 0.0))
 
-    def arrived(self, model: str) -> None:
+    def arrived(self, request: Request) -> None:
         """Count a request once, however often it is routed."""
-        pool = self.fleet.pools.get(model)
-        if pool is not None:
+        pool = self.fleet.pools.get(request.model)
+        if pool is not None and not request.is_background:
             pool.traffic.arrived(self._loop.time())
 
     def _on_failure(self, error: Exception) -> None:

@@ -38,7 +38,8 @@ class RequestDispatcher(Protocol):
         Args:
             request: one choice of a user request.
             beside: stream of another choice of the same user request, entered or about to be. The prompt is prefilled for
-                one of the choices; the others go to the same worker and reuse its KV.
+                one of the choices; the others go to the same worker and reuse its KV. Or a stream that has ended: the request
+                goes to its worker while that may get it.
         """
         ...
 

@@ -11,9 +11,10 @@ from functools import cached_property
 
 import msgspec
 
+from penstock.core.errors import PenstockError
 from penstock.core.ids import RequestId
 from penstock.core.types.load import WorkerLoad
-from penstock.core.types.requests import Delta, Request
+from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import num_tokens
 from penstock.seams import FrontendSink
 
@@ -49,6 +50,16 @@ class Frontend:
     requests: set[RequestId] = field(default_factory=set)
     prefill: Prefill = field(default_factory=Prefill)
 
+    def push_error(self, request_id: RequestId, error: PenstockError) -> None:
+        """Tell it that a request has ended with an error."""
+        self.sink.push(
+            (Delta(request_id=request_id, finish_reason=FinishReason.ERROR, error=error.to_info()),)
+        )
+
+    def push_cancelled(self, request_id: RequestId) -> None:
+        """Tell it that a background request has ended, since another came or was there."""
+        self.sink.push((Delta(request_id=request_id, finish_reason=FinishReason.CANCELLED),))
+
 
 @dataclass(slots=True, eq=False)
 class Running:
@@ -71,6 +82,8 @@ class Frontends:
         """The connected frontends."""
         self.idle.set()
         self.requests: dict[RequestId, Running] = {}
+        self.background: Running | None = None
+        """The request that runs only as long as it is alone."""
         self._by_sink: dict[FrontendSink, Frontend] = {}
         self._prefill = Prefill()
         self._taken = 0
@@ -107,6 +120,8 @@ class Frontends:
         """Add an accepted request, until it is forgotten."""
         prefill = _expected(request)
         self.requests[request.request_id] = running = Running(request, frontend, prefill)
+        if request.is_background:
+            self.background = running
         frontend.requests.add(request.request_id)
         frontend.taken += 1
         frontend.prefill.add(prefill)
@@ -129,6 +144,8 @@ class Frontends:
         running = self.requests.pop(request_id, None)
         if running is not None:
             self.prefilled(running)
+            if running is self.background:
+                self.background = None
             running.frontend.requests.discard(request_id)
             if running.deadline is not None:
                 running.deadline.cancel()
@@ -169,6 +186,15 @@ class Frontends:
             oldest_wait_s=self._now_s() - next(iter(self._waiting.values())) if self._waiting else 0.0,
         )
 
+    def push_load(self, load: WorkerLoad) -> None:
+        """Send a load report to every frontend."""
+        for frontend in self.all:
+            self.push_load_to(frontend, load)
+
+    def push_load_to(self, frontend: Frontend, load: WorkerLoad) -> None:
+        """Send a load report to one frontend."""
+        frontend.sink.push_load(self.load_for(frontend, load))
+
     def check(self) -> None:
         """Raise AssertionError if sums and requests disagree."""
         assert self.all == tuple(self._by_sink.values()), "all: the connected frontends"
@@ -176,6 +202,7 @@ class Frontends:
         assert by_frontend == {r: running.frontend for r, running in self.requests.items()}, (
             "requests: each belongs to the frontend that sent it, which is connected"
         )
+        assert self.background is None or list(self.requests.values()) == [self.background], "not alone"
         waiting = {request_id for request_id, running in self.requests.items() if running.prefill is not None}
         assert self._waiting.keys() == waiting, "waiting: those without a token"
         assert self.idle.is_set() == (not self.requests), "idle: set exactly while nothing runs"

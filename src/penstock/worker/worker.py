@@ -28,9 +28,8 @@ from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import AllBlocksCleared, EventMessage
 from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
 from penstock.core.types.kv_actions import KvAction
-from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import MediaPrompt
-from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request
+from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.types.steps import Step
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.runtime.observations.worker_recorder import WorkerRecorder
@@ -122,7 +121,7 @@ class Worker:
         self._group: asyncio.TaskGroup | None = None
         self._changes: WorkerChanges | None = None
         self._driver = EngineDriver(engine, self._fail)
-        self._reports = LoadReports(self.config, self._driver.load, self._push_load)
+        self._reports = LoadReports(self.config, self._driver.load, self._frontends.push_load)
         if identity.role is not Role.AGGREGATED and not isinstance(engine, KvBlocks | NativeKvTransfer):
             raise ConfigError(
                 f"role {identity.role}: the engine of {identity.name} transfers no KV; use the role aggregated,"
@@ -198,7 +197,7 @@ class Worker:
     # -- WorkerService
 
     def connected(self, sink: FrontendSink) -> None:
-        self._push_load_to(self._frontends.connect(sink), self._driver.load())
+        self._frontends.push_load_to(self._frontends.connect(sink), self._driver.load())
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
         frontend = self._frontends.at(sink)
@@ -206,12 +205,16 @@ class Worker:
         self._reports.accepted += 1
         try:
             self._check(request, frontend)
+            if request.is_background and self._frontends.requests:
+                frontend.push_cancelled(request.request_id)
+                return
+            self._end_background()
             self._driver.submit(request, frontend)
         except PenstockError as error:
             self._driver.forget(request.request_id, frontend)  # its prefetch
             if isinstance(error, StaleRoute):  # the load that the router did not know goes before the error
-                self._push_load_to(frontend, self._driver.load())
-            self._push_error(frontend, request.request_id, error)
+                self._frontends.push_load_to(frontend, self._driver.load())
+            frontend.push_error(request.request_id, error)
             return
         running = self._frontends.take(msgspec.structs.replace(request, media=None), frontend)
         if request.deadline_s is not None:
@@ -228,6 +231,7 @@ class Worker:
         frontend.sent += 1
         self._reports.accepted += 1
         if self._registration is not None and self._registration.refusal is None:
+            self._end_background()
             self._driver.prefetch(prefetch, frontend)
         self._reports.note()
 
@@ -384,7 +388,7 @@ class Worker:
         for request_id in tuple(self._frontends.requests):
             running = self._frontends.forget(request_id)
             if running is not None:
-                self._push_error(running.frontend, request_id, error)
+                running.frontend.push_error(request_id, error)
 
     @property
     def kv_transfer(self) -> KvTransfer | None:
@@ -423,34 +427,23 @@ class Worker:
         self._driver.abort(request_id, running.frontend)
         self._reports.note()
 
+    def _end_background(self) -> None:
+        """End the background request, if one runs: another comes."""
+        if (running := self._frontends.background) is not None:
+            self._abort(running)
+            running.frontend.push_cancelled(running.request.request_id)
+
     def _expire(self, request_id: RequestId, deadline_s: float) -> None:
         running = self._frontends.forget(request_id)
         if running is not None:
             self._driver.abort(request_id, running.frontend)
-            error = DeadlineExceeded(
-                f"request {request_id}: its {deadline_s:g} s have passed; allow more time"
-            )
-            self._push_error(running.frontend, request_id, error)
+            error = DeadlineExceeded(f"request {request_id}: {deadline_s:g} s have passed; allow more time")
+            running.frontend.push_error(request_id, error)
             self._reports.note()
 
     def _fail(self, request_id: RequestId, error: PenstockError) -> None:
         """End an accepted request with an error."""
         running = self._frontends.forget(request_id)
         if running is not None:
-            self._push_error(running.frontend, request_id, error)
+            running.frontend.push_error(request_id, error)
             self._reports.note()
-
-    @staticmethod
-    def _push_error(frontend: Frontend, request_id: RequestId, error: PenstockError) -> None:
-        frontend.sink.push(
-            (Delta(request_id=request_id, finish_reason=FinishReason.ERROR, error=error.to_info()),)
-        )
-
-    # -- load
-
-    def _push_load(self, load: WorkerLoad) -> None:
-        for frontend in self._frontends.all:
-            self._push_load_to(frontend, load)
-
-    def _push_load_to(self, frontend: Frontend, load: WorkerLoad) -> None:
-        frontend.sink.push_load(self._frontends.load_for(frontend, load))

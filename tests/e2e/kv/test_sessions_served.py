@@ -1,6 +1,7 @@
 """Sessions of agents in real processes, by the openai client: KV stays through tool calls, and goes when it should."""
 
 import asyncio
+import re
 
 import openai
 import pytest
@@ -136,6 +137,69 @@ def test_an_answer_stays_for_its_next_turn_by_a_hint(deploy):
         await sessions(site, open=0, opened=0, speculative=1, speculative_used=1)
 
     deploy(scenario, role=MOCK)
+
+
+async def next_turns(site, outcome):
+    """Count the next turns with this outcome."""
+    async with site.http.get(f"{site.url}/metrics") as response:
+        metrics = await response.text()
+    found = re.search(rf'penstock_frontend_next_turns_total{{outcome="{outcome}"}} ([0-9]+)', metrics)
+    return int(found[1]) if found else 0
+
+
+async def turn(site, messages, **fields):
+    """Ask a chat; returns (answer, cached tokens, prompt tokens)."""
+    answer = await site.client.chat.completions.create(
+        model="penstock-demo",
+        messages=messages,
+        seed=7,
+        extra_body={"ignore_eos": True, **fields},
+        max_tokens=40,
+    )
+    usage = answer.usage
+    return answer.choices[0].message.content, usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens
+
+
+@pytest.mark.parametrize("role", [MOCK, PAGED], ids=["mock", "paged"])
+def test_a_next_turn_is_computed_while_the_tool_runs(deploy, role):
+    async def scenario(site):
+        cached, texts = {}, {}
+        for name, hints in (("plain", {}), ("ahead", {"agent_hints": {"speculative_prefill": True}})):
+            messages = [{"role": "user", "content": f"the agent's plan {WORDS}"}]
+            salt = {"cache_salt": name}
+            text, _, _ = await turn(site, messages, **salt, **hints)
+            if hints:
+
+                async def is_computed():
+                    return await next_turns(site, "computed") == 1
+
+                await site.until(is_computed)
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": "so says the tool"},
+            ]
+            again, cached[name], prompt = await turn(site, messages, **salt)
+            texts[name] = text, again
+        assert texts["ahead"] == texts["plain"]
+        assert cached["ahead"] > cached["plain"]
+        assert prompt - cached["ahead"] < 16 + 32, "all but the last message and a part of a block"
+
+    deploy(scenario, role=role)
+
+
+def test_a_request_that_comes_meanwhile_ends_what_is_computed_ahead(deploy):
+    async def scenario(site):
+        busy = asyncio.create_task(ask(site, "another one", max_tokens=400))
+        messages = [{"role": "user", "content": f"the agent's plan {WORDS}"}]
+        text, _, _ = await turn(site, messages, agent_hints={"speculative_prefill": True})
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "so says the tool"}]
+        _, cached, _ = await turn(site, messages)  # the worker has had another one all the time
+        assert cached > 0
+        assert await next_turns(site, "arrived") == 1
+        await busy
+        assert await next_turns(site, "computed") == 0
+
+    deploy(scenario, role={**MOCK, "mock": {"speedup": 0.2}})
 
 
 REFUSALS = [

@@ -5,11 +5,13 @@ import hashlib
 import threading
 from typing import Any
 
+from msgspec.structs import replace
+
 from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId
 from penstock.core.types.cards import CardFile
 from penstock.core.types.events import BlockStored, EventBatch, EventSnapshot
-from penstock.core.types.requests import Delta, FinishReason
+from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_hashes, pack_tokens
 from penstock.worker import files
 from tests.support.worker_stage import Stage, make_request, run_scenario, settle
@@ -194,3 +196,34 @@ def test_files_are_read_and_hashed_beside_the_loop(tmp_path, monkeypatch):
         assert threads[0] != threading.get_ident()
 
     asyncio.run(main())
+
+
+def test_a_background_request_runs_alone_or_not_at_all():
+    async def scene(stage: Stage) -> None:
+        own, other = stage.sink(), stage.sink()
+
+        def background(name: str) -> Request:
+            return replace(make_request(name), is_background=True)
+
+        stage.worker.submit(background("early"), own)
+        stage.worker.submit(background("second"), other)  # another runs
+        assert [delta.request_id for delta in other.frames[-1]] == ["second"]
+        stage.worker.submit(make_request("a"), other)
+        assert stage.engine.aborted == ["early"]
+        (ended,) = own.frames[-1]
+        assert (ended.request_id, ended.finish_reason) == ("early", FinishReason.CANCELLED)
+        stage.worker.submit(background("late"), own)
+        (ended,) = own.frames[-1]
+        assert (ended.request_id, ended.finish_reason, ended.error) == ("late", FinishReason.CANCELLED, None)
+        assert [request.request_id for request in stage.engine.submitted] == ["early", "a"]
+        stage.engine.emit("a", 1, finish=FinishReason.STOP)
+        await settle()
+        stage.worker.submit(background("again"), own)
+        stage.worker.check()
+        stage.engine.emit("again", 1, finish=FinishReason.LENGTH)
+        await settle()
+        assert own.frames[-1][-1].finish_reason is FinishReason.LENGTH
+        stage.worker.submit(make_request("b"), other)
+        assert stage.engine.aborted == ["early"]
+
+    run_scenario(scene)

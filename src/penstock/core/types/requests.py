@@ -135,6 +135,8 @@ class Request(Wire, frozen=True):
         follows_tool: the prompt has results of tools: a turn of an agent.
         media: images and the like, and the prompt that `token_ids` begins with before they were expanded in it; `block_hashes`
             cover their digests.
+        is_background: compute the prompt for later requests while the worker has none; `FinishReason.CANCELLED` says that it has
+            others, or got one.
     """
 
     request_id: RequestId
@@ -163,6 +165,7 @@ class Request(Wire, frozen=True):
     retention: KvRetention | None = None
     follows_tool: bool = False
     media: MediaPrompt | None = None
+    is_background: bool = False
 
     def extra_after(self, start: int) -> list[tuple[int, bytes]]:
         """Give what the block hashes of the tokens from `start` on cover besides them, positions counted from `start`."""

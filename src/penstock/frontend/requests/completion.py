@@ -14,6 +14,7 @@ from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogp
 from penstock.core.wire import num_tokens, token_list
 from penstock.frontend.metrics import RequestTimer
 from penstock.frontend.openai.bodies import PromptTokensDetails, Usage
+from penstock.frontend.requests.next_turns import Answer, OnAnswer
 from penstock.frontend.requests.preprocess import PreparedRequest
 from penstock.frontend.text.detokenize import Detokenizer, TextDecoder
 from penstock.frontend.text.stops import StopFinder
@@ -142,9 +143,21 @@ class Completion:
         timer: RequestTimer,
         *,
         explains: bool = False,
+        on_answer: OnAnswer | None = None,
     ) -> None:
-        """Take a prepared request; `explains`: each choice's last event has its routing decisions."""
+        """Take a prepared request.
+
+        Args:
+            prepared: the request.
+            dispatcher: sends it to workers.
+            timer: observes it.
+            explains: each choice's last event has its routing decisions.
+            on_answer: called with the whole answer once the receiver has it, if the request has one choice.
+        """
         self._explains = explains
+        self._on_answer = on_answer
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
         self._prepared = prepared
         self._dispatcher = dispatcher
         self._timer = timer
@@ -168,6 +181,8 @@ class Completion:
             if len(self._choices) == 1:
                 await self._run_choice(self._choices[0], self._prepared.requests[0], streams[0], emit)
                 failed = False
+                if self._on_answer is not None:
+                    self._on_answer(Answer("".join(self._text), self._token_ids, streams[0]))
                 return
             async with asyncio.TaskGroup() as group:
                 for choice, request, opened in zip(
@@ -218,6 +233,9 @@ class Completion:
                     timer.tokens(tokens, now, last)
                     last = now
                 event = choice.feed(delta)
+                if self._on_answer is not None:
+                    self._token_ids += token_list(delta.token_ids)
+                    self._text += [event.text] if event is not None else []
                 if event is not None:
                     if self._explains and choice.finished:
                         event = replace(event, decisions=self._explained(request) or decisions)

@@ -79,7 +79,7 @@ class Sessions:
         if request.prefill_only:  # the decode worker keeps the KV
             return
         session = self._begun(request)
-        if session is None and request.speculative_prefill and self.blocks_max:
+        if session is None and request.speculative_prefill and self.blocks_max and not request.is_background:
             key = SessionKey(request.tenant, request.request_id, is_speculative=True)
             session = self._open(key, None, is_ephemeral=False)
         if session is None:
@@ -113,9 +113,11 @@ class Sessions:
             num_prompt: how many of them are the prompt's.
             num_shared: leading ones that were cached before it.
         """
-        if self._awaited:
-            self._note_next_turn(block_hashes[:num_shared])
         session = self._by_request.get(request.request_id)
+        if self._awaited and request.is_background:
+            session = session or self._awaits(block_hashes[:num_shared])
+        elif self._awaited:
+            self._note_next_turn(block_hashes[:num_shared])
         if session is None or not len(block_hashes):
             return
         if session.is_ephemeral:
@@ -125,7 +127,7 @@ class Sessions:
                 session.dropped += own
         if session.is_open:
             self._keep(session, Chain(block_hashes, min(num_prompt, len(block_hashes)), []))
-            if session.key.is_speculative and session.chains:
+            if session.key.is_speculative and session.chains and not request.is_background:
                 self._await_next_turn(session)
 
     def end(self, request: Request, *, is_done: bool) -> None:
@@ -347,6 +349,11 @@ class Sessions:
             session = self._awaited.get(key)
             if session is not None and not session.requests:
                 self._close(session, SessionEnd.USED)
+
+    def _awaits(self, shared: HashArray) -> Session | None:
+        """Find the answer whose next turn begins with the blocks `shared`: the one with the longest prompt."""
+        found = (self._awaited.get(key) for key in reversed(block_keys(shared)))
+        return next((session for session in found if session is not None), None)
 
     def _forget_awaited(self, session: Session) -> None:
         for key in [key for key, its in self._awaited.items() if its is session]:

@@ -105,7 +105,7 @@ class Dispatcher:
 
         Missing block hashes are computed. Requests opened `beside` each other share one prompt, which is computed once.
         """
-        siblings = beside.siblings if isinstance(beside, OpenRequest) else Siblings()
+        siblings = beside.siblings.beside(beside) if isinstance(beside, OpenRequest) else Siblings()
         control = self._shared.router.sessions.control_for(request, asyncio.get_running_loop().time())
         if control is not request.session_control:
             request = msgspec.structs.replace(request, session_control=control)

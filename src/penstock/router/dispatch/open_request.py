@@ -75,7 +75,7 @@ class OpenRequest:
         shared.requests[self.request.request_id] = self
         shared.metrics.open_requests.set(len(shared.requests))
         shared.retry_guard.budget.earn()
-        shared.router.arrived(self.request.model)
+        shared.router.arrived(self.request)
         if self._deadline_at_s is not None:
             self._deadline_timer = self._loop.call_at(self._deadline_at_s, self._expire)
         try:
@@ -325,7 +325,7 @@ class OpenRequest:
         attempt.on_first_token()
         if attempt.decode is None:
             self.siblings.computed(self, attempt.route.worker_id)
-        if progress.output_tokens == self.request.num_emitted:
+        if progress.output_tokens == self.request.num_emitted and not self.request.is_background:
             self._shared.metrics.first_token_s.observe(self._loop.time() - self._opened_s)
 
     def _on_error(self, error: PenstockError, attempt: Attempt) -> None:
@@ -426,7 +426,7 @@ class OpenRequest:
         if shared.requests.pop(self.request.request_id, None) is None:
             return
         pool = shared.fleet.pools.get(self.request.model)
-        if pool is not None and self._finish_reason is not None:
+        if pool is not None and self._finish_reason is not None and not self.request.is_background:
             pool.traffic.ended(self.output_tokens - self.request.num_emitted, self._loop.time())
         outcome = "cancelled" if self._finish_reason is None else self._finish_reason.value
         metrics = shared.metrics

@@ -21,11 +21,20 @@ class Siblings:
         self._members: list[_Waiting] = []
         self._first: _Waiting | None = None
         self._place: WorkerId | None = None  # where the prompt is computed, once it is
+        self._answers: WorkerId | None = None  # of the latest first token
 
     def joined(self, request: _Waiting) -> Self:
         """Add a request."""
         self._members.append(request)
         return self
+
+    def beside(self, request: _Waiting) -> "Siblings":
+        """Give the group of one that is opened beside a request: this group, or if that has ended one that goes to its worker."""
+        if request in self._members:
+            return self
+        group = Siblings()
+        group._place = self._answers
+        return group
 
     def leave(self, request: _Waiting) -> None:
         """Remove a request that has ended. Safe twice."""
@@ -48,6 +57,7 @@ class Siblings:
 
     def computed(self, request: _Waiting, worker_id: WorkerId) -> None:
         """Note the first token of a request, and the worker that answers it."""
+        self._answers = worker_id
         if self._first is request and self._place is None:
             self._place = worker_id
             self._wake()

@@ -173,7 +173,7 @@ class RoutingService:
         request = self._request(query, self._card_of(query.model))
         known = [self.servers.worker_id(name) for name in query.exclude]
         excluded = {worker_id for worker_id in known if worker_id is not None}
-        self._router.arrived(request.model)
+        self._router.arrived(request)
         plan = self._router.plan(request, exclude=excluded)
         if plan is None:
             raise Unavailable(
