@@ -41,6 +41,10 @@ EXPERIMENTS = Benches(
             "benchmarks.simulated.agents",
             "agents that call tools beside chats on 8 H100, simulated: TTFT and GPU-hours with and without sessions and a host tier",
         ),
+        "kv-cut": (
+            "benchmarks.kv.cut",
+            "prefill seconds on a trace without a slow store, always loading from it, and loading only what is sooner loaded",
+        ),
         "kv-fleet": (
             "benchmarks.kv.fleet",
             "four workers that share an object store over slow links: what each loads of the others, and TTFT beside no store",

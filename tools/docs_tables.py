@@ -10,7 +10,18 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tables import agents, deployments, disagg, eviction, kv_stores, placements, policies, readme, results
+from tables import (
+    agents,
+    deployments,
+    disagg,
+    eviction,
+    kv_cut,
+    kv_stores,
+    placements,
+    policies,
+    readme,
+    results,
+)
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # for `benchmarks`
@@ -25,6 +36,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = (
     | agents.TABLES
     | results.TABLES
     | disagg.TABLES
+    | kv_cut.TABLES
     | kv_stores.TABLES
     | placements.TABLES
     | policies.TABLES

@@ -33,6 +33,7 @@ _VLLM = (
 _VLLM_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 _LESS_TTFT_WANTED = 0.5
 _ITL_RATIO_MAX = 1.1
+_OVER_DEVICE_MAX = 1.1
 _TIER_FACTOR = 4
 """Blocks of the host tier for each of the device."""
 _FULL = {
@@ -153,6 +154,11 @@ def judge(runs: dict[str, list[Asked]]) -> tuple[dict[str, float], list[str]]:
     if figures["ttft_less_with_host"] < _LESS_TTFT_WANTED:
         problems.append(
             f"TTFT is {figures['ttft_less_with_host']:.0%} lower with the host tier, expected {_LESS_TTFT_WANTED:.0%}"
+        )
+    if figures["ttft_host_over_all_on_device"] > _OVER_DEVICE_MAX:
+        problems.append(
+            f"TTFT with the host tier is {figures['ttft_host_over_all_on_device']:.2f} of that with its bytes on the device, expected"
+            f" at most {_OVER_DEVICE_MAX}"
         )
     if figures["itl_p99_ratio_with_host"] > _ITL_RATIO_MAX:
         problems.append(

@@ -5,7 +5,7 @@ import contextlib
 import copy
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import aiohttp
@@ -15,7 +15,7 @@ from benchmarks.processes.served import served
 
 _COMMON = ("--demo", "--log-level", "error", "--set", "roles.aggregated.weight_dtype=float32")
 _HIT_RATIO_MIN = 0.9
-"""Of the second half's share of cached tokens over the first's."""
+"""Of the second half's share of cached tokens over the same without a restart."""
 _MOVED_MAX = 0.7
 """Of the mean TTFT of turns whose history another worker computed, with the shared arena over without."""
 _KILL_AFTER_S = 0.3
@@ -67,7 +67,7 @@ def share_host(load: Conversations, kv_blocks: int, tier: str) -> tuple[dict[str
 def restart(
     load: Conversations, kv_blocks: int, host: str, disk_factor: int
 ) -> tuple[dict[str, float], list[str]]:
-    """Hold the first half of conversations, end everything by SIGKILL, start again, and hold the second half.
+    """Hold the first half of conversations, end everything by SIGKILL, start again, and hold the second half; once more without a restart.
 
     Args:
         load: the conversations.
@@ -78,12 +78,17 @@ def restart(
     Returns:
         figures, and what is not as it must be.
     """
-    talks, half = load.begin(), load.turns // 2
-    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        flags = (
-            *_COMMON, "--workers", "1", "--set", f"roles.aggregated.kv_blocks={kv_blocks}", "--kv-host", host,
-            "--kv-disk", f"{directory}/slots:{disk_factor}x",
-        )  # fmt: skip
+    half = load.turns // 2
+    with _disks(kv_blocks, host, disk_factor) as flags, served(*flags) as server:
+
+        async def undisturbed(chats: Chats) -> Asked:
+            talks = load.begin()
+            await chats.converse(load, talks, range(half))
+            return await chats.converse(load, talks, range(half, load.turns))
+
+        whole: Asked = asyncio.run(chatting(server, undisturbed))
+    talks = load.begin()
+    with _disks(kv_blocks, host, disk_factor) as flags:
 
         async def first(chats: Chats) -> Asked:
             asked = await chats.converse(load, talks, range(half))
@@ -105,18 +110,33 @@ def restart(
     figures = {
         "restart_cached_share_first_half": _cached_share(before.answers),
         "restart_cached_share_second_half": _cached_share(after.answers),
+        "restart_cached_share_without": _cached_share(whole.answers),
         "restart_cached_share_first_turn": _cached_share([one for one in after.answers if one.turn == half]),
-        "restart_ttft_mean_ms_first_half": statistics.fmean(one.ttft_s for one in before.answers) * 1e3,
-        "restart_ttft_mean_ms_second_half": statistics.fmean(one.ttft_s for one in after.answers) * 1e3,
+        "restart_ttft_mean_ms_first_half": _ttft_mean_ms(before.answers),
+        "restart_ttft_mean_ms_second_half": _ttft_mean_ms(after.answers),
+        "restart_ttft_mean_ms_without": _ttft_mean_ms(whole.answers),
     }
-    ratio = figures["restart_cached_share_second_half"] / figures["restart_cached_share_first_half"]
+    ratio = figures["restart_cached_share_second_half"] / figures["restart_cached_share_without"]
     figures["restart_cached_share_ratio"] = ratio
-    problems = []
+    texts = [{(answer.talk, answer.turn): answer.text for answer in one.answers} for one in (whole, after)]
+    equal = sum(texts[0][key] == texts[1].get(key) for key in texts[0]) / len(texts[0])
+    figures["restart_equal_answers_share"] = equal
+    problems = [f"{equal:.1%} of the answers after a restart are equal, expected all"] if equal < 1 else []
     if ratio < _HIT_RATIO_MIN:
         problems.append(
-            f"the second half's hit ratio is {ratio:.2f} of the first's, expected {_HIT_RATIO_MIN}"
+            f"the second half's hit ratio is {ratio:.2f} of that without a restart, expected {_HIT_RATIO_MIN}"
         )
     return figures, problems
+
+
+@contextlib.contextmanager
+def _disks(kv_blocks: int, host: str, disk_factor: int) -> Iterator[Sequence[str]]:
+    """Give the flags of a deployment with a host tier, and a new disk tier in a directory of its own."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        yield (
+            *_COMMON, "--workers", "1", "--set", f"roles.aggregated.kv_blocks={kv_blocks}", "--kv-host", host,
+            "--kv-disk", f"{directory}/slots:{disk_factor}x",
+        )  # fmt: skip
 
 
 async def _interrupted(chats: Chats, load: Conversations, talks: Talks, turn: int) -> None:
@@ -130,6 +150,10 @@ def _moved(answers: Sequence[Answer]) -> list[Answer]:
     return [
         answer for answer in answers if answer.turn and workers[answer.talk, answer.turn - 1] != answer.worker
     ]
+
+
+def _ttft_mean_ms(answers: Sequence[Answer]) -> float:
+    return statistics.fmean(answer.ttft_s for answer in answers) * 1e3
 
 
 def _cached_share(answers: Sequence[Answer]) -> float:

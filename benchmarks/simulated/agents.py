@@ -7,7 +7,7 @@ Engines run every step with the real scheduler, since sessions are its matter.
 import argparse
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
@@ -33,7 +33,7 @@ CASES = {
     "both": (True, (*_DEVICES_8, *_HOST)),
 }
 """Whether agents open sessions, and settings of the graph."""
-RATES = (0.1, 0.2, 0.25)
+RATES = (0.1, 0.15, 0.175, 0.2, 0.225, 0.25)
 """Agents that start per second, over 8 GPUs; six times as many chats come beside them."""
 TARGET_S = 1.0
 """Limit of the 90th percentile of agents' TTFT."""
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a run, with 8 turns each (default %(default)s)",
     )
     parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="runs of each kind (default %(default)s)"
+        "--seeds", type=int, default=2, metavar="N", help="runs of each kind (default %(default)s)"
     )
     parser.add_argument(
         "--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)"
@@ -164,6 +164,26 @@ def _simulate(cell: _Cell) -> dict[str, float]:
     }
 
 
+def largest_rate(rates: Sequence[float], ttft_p90_s: Sequence[float]) -> float:
+    """Give the rate up to which the TTFT keeps `TARGET_S`, on straight lines between the measured rates.
+
+    Args:
+        rates: rising.
+        ttft_p90_s: at each of them.
+
+    Returns:
+        0 if the first rate is too high, the last one if none is.
+    """
+    kept = 0
+    while kept < len(rates) and ttft_p90_s[kept] <= TARGET_S:
+        kept += 1
+    if kept in {0, len(rates)}:
+        return rates[-1] if kept else 0.0
+    below, above = ttft_p90_s[kept - 1], ttft_p90_s[kept]
+    share = (TARGET_S - below) / (above - below)
+    return rates[kept - 1] + share * (rates[kept] - rates[kept - 1])
+
+
 def _report(
     found: dict[tuple[str, float], list[dict[str, float]]],
     *,
@@ -181,8 +201,7 @@ def _report(
     for name, values in samples.items():
         figures[name] = float(np.mean(values))
     for case in CASES:
-        kept = [rate for rate in rates if figures[f"{case} {rate:g}/s ttft_p90_s"] <= TARGET_S]
-        rate = max(kept, default=0.0)
+        rate = largest_rate(rates, [figures[f"{case} {each:g}/s ttft_p90_s"] for each in rates])
         figures[f"{case} largest_rate_per_s"] = rate
         if rate:
             figures[f"{case} gpu_hours_per_1000_agents"] = _DEVICES * 1000 / rate / 3600

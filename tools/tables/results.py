@@ -107,7 +107,7 @@ def _engines() -> Iterator[list[str]]:
     yield [
         "`restart_cached_share_second_half`, after a SIGKILL of everything, with a disk",
         of("kv_offload", "restart_cached_share_second_half", ".0f", 100) + " %",
-        of("kv_offload", "restart_cached_share_first_half", ".0f", 100) + " %, first half",
+        of("kv_offload", "restart_cached_share_without", ".0f", 100) + " %, without the restart",
         of("kv_offload", "restart_cached_share_ratio", ".2f"), "at least 0.9", file,
     ]  # fmt: skip
     yield [

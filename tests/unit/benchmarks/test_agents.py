@@ -3,7 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.simulated.agents import CASES, _Cell, _simulate, sessions_of
+import pytest
+
+from benchmarks.simulated.agents import CASES, _Cell, _simulate, largest_rate, sessions_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -38,3 +40,11 @@ def test_sessions_find_what_was_evicted_without_them(monkeypatch):
     assert plain["failed"] == sessions["failed"] == 0
     assert sessions["hit_share"] > plain["hit_share"] + 0.01
     assert sessions["ttft_mean_s"] < plain["ttft_mean_s"]
+
+
+def test_the_largest_rate_lies_where_the_target_is_reached():
+    rates = (0.1, 0.2, 0.3)
+    assert largest_rate(rates, [0.4, 0.8, 1.2]) == pytest.approx(0.25)
+    assert largest_rate(rates, [0.4, 0.8, 1.0]) == 0.3
+    assert largest_rate(rates, [1.1, 1.2, 1.3]) == 0
+    assert largest_rate(rates, [0.5, 1.5, 0.9]) == pytest.approx(0.15), "a later one within it may be luck"
