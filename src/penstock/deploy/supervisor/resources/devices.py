@@ -8,8 +8,6 @@ from penstock.core.errors import RequestError
 from penstock.engine.registry import engine_kind
 from penstock.graph import RoleSpec
 
-_NVIDIA = Path("/proc/driver/nvidia/gpus")
-
 
 class Devices:
     """The GPUs that this process may use, by index. One event loop owns it."""
@@ -77,10 +75,11 @@ def devices_of(spec: RoleSpec) -> int:
     return 0 if spec.hardware == "cpu" or not engine_kind(spec.engine).has_weights else spec.devices
 
 
-def count_devices() -> int | None:
-    """Count the GPUs that CUDA_VISIBLE_DEVICES lists, else those of NVIDIA's driver; None where neither says."""
+def count_devices(root: Path = Path("/")) -> int | None:
+    """Count the GPUs that CUDA_VISIBLE_DEVICES lists, else NVIDIA's device files; None where neither says.
+
+    A container has device files of its own GPUs alone. `root` is where `dev` is.
+    """
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([name for name in visible.split(",") if name.strip() not in {"", "-1"}])
-    if not _NVIDIA.is_dir():
-        return None
-    return len(list(_NVIDIA.iterdir()))
+    return len(list(root.glob("dev/nvidia[0-9]*"))) or None

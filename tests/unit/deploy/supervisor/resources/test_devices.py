@@ -53,3 +53,12 @@ def test_the_visible_devices_are_counted(monkeypatch):
     for value, count in (("0,1,2", 3), ("GPU-a,GPU-b", 2), ("", 0), ("-1", 0)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
         assert count_devices() == count
+
+
+def test_otherwise_device_files_are_counted(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert count_devices(tmp_path) is None
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / "dev" / name).touch()
+    assert count_devices(tmp_path) == 2
