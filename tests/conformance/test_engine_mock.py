@@ -1,4 +1,5 @@
 from penstock.engine.kv_tiers import KvConfig, tier_maker
+from penstock.engine.mock.ranks import MockRanks
 from penstock.testing.engines.batched import BatchedEngineSuite
 from penstock.testing.engines.caching import CachingEngineSuite
 from penstock.testing.engines.engine import EngineSuite
@@ -22,3 +23,12 @@ class TestMockEngineWithHostTier(EngineSuite, CachingEngineSuite, MovableKvSuite
     def make_engine(self, setup):
         make_tiers = tier_maker(KvConfig(host="4x"))
         return reference_engine(setup, self.vocab_size, self.eos_token_ids, make_tiers=make_tiers)
+
+
+class TestMockRanks(EngineSuite, CachingEngineSuite):
+    """One engine of two ranks. Requests without a rank are spread, so what is cached is that of one rank."""
+
+    eos_token_ids = (7, 9)
+
+    def make_engine(self, setup):
+        return MockRanks([reference_engine(setup, self.vocab_size, self.eos_token_ids) for _ in range(2)])

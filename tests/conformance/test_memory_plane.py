@@ -1,8 +1,8 @@
 from penstock.sim.loop.loop import SimLoop
 from penstock.testing.planes.harness import MemoryPlaneHarness
-from penstock.testing.planes.request_plane import RequestPlaneSuite
+from penstock.testing.planes.ranks import RanksSuite
 
 
-class TestMemoryPlane(RequestPlaneSuite):
+class TestMemoryPlane(RanksSuite):
     harness = MemoryPlaneHarness
     loop_factory = SimLoop

@@ -10,7 +10,7 @@ from penstock.sim.world.plane import SimPlane
 from penstock.sim.world.registry import SimRegistry
 from penstock.testing.planes.discovery import DiscoverySuite
 from penstock.testing.planes.harness import PlaneHarness
-from penstock.testing.planes.request_plane import RequestPlaneSuite
+from penstock.testing.planes.ranks import RanksSuite
 from penstock.testing.planes.scripted_worker import ScriptedWorker, scripted_instance
 
 LEASE_S = 0.6
@@ -80,7 +80,7 @@ class SimDiscoveryHarness:
         self._registry.kill(self._numbers[instance.worker_id])
 
 
-class TestSimPlane(RequestPlaneSuite):
+class TestSimPlane(RanksSuite):
     harness = SimPlaneHarness
     loop_factory = SimLoop
 

@@ -3,13 +3,13 @@ from functools import partial
 import uvloop
 
 from penstock.testing.planes.harness import TcpPlaneHarness
-from penstock.testing.planes.request_plane import RequestPlaneSuite
+from penstock.testing.planes.ranks import RanksSuite
 
 
-class TestTcpPlane(RequestPlaneSuite):
+class TestTcpPlane(RanksSuite):
     harness = TcpPlaneHarness
 
 
-class TestTcpPlaneOnTheOtherLoops(RequestPlaneSuite):
+class TestTcpPlaneOnTheOtherLoops(RanksSuite):
     harness = partial(TcpPlaneHarness, loop="asyncio")
     loop_factory = uvloop.new_event_loop

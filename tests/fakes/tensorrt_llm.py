@@ -92,6 +92,12 @@ class KvCacheRetentionConfig:
         self.decode_duration_ms = decode_duration_ms
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
+class SchedulingParams:
+    attention_dp_rank: int | None = None
+    attention_dp_relax: bool | None = None
+
+
 @dataclasses.dataclass
 class Logprob:
     logprob: float
@@ -239,7 +245,7 @@ class LLM:
             raise RuntimeError("LLM is shutting down")
         params, token_ids = sampling_params, list(inputs["prompt_token_ids"])
         call = {"token_ids": token_ids, "params": params, "disaggregated": disaggregated_params}
-        CALLS.append(call | {"retention": kv_cache_retention_config})
+        CALLS.append(call | {"retention": kv_cache_retention_config, "scheduling": scheduling_params})
         if params.end_id is None:
             raise ValueError("tokenizer is required to reset end_id if it is None")
         if self.scheduler is None:

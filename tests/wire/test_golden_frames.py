@@ -157,7 +157,7 @@ DELTA = Delta(
     error=ERROR,
     kv=HANDLE,
 )
-_COUNTS = WorkerLoad.__struct_fields__[:-10]
+_COUNTS = WorkerLoad.__struct_fields__[:-11]
 _TIER_COUNTS = KvTierCounts.__struct_fields__
 LOAD = WorkerLoad(
     **{name: i + 1 for i, name in enumerate(_COUNTS)},

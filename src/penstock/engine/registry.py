@@ -1,15 +1,17 @@
 """Engines by the name that a graph or a flag gives, users' own included."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
+from penstock.core.types.instances import Role
 from penstock.engine.kv_tiers import TierMaker, tier_maker
 from penstock.engine.mock.engine import mock_engine
+from penstock.engine.mock.ranks import MockRanks
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.spec import EngineSpec
 from penstock.engine.user_engine import check_user_engine_name, make_user_engine
@@ -112,10 +114,26 @@ def _mock(spec: EngineSpec) -> Engine:
         eos_token_ids=spec.eos_token_ids,
         kv_bytes_per_block=spec.mock.kv_bytes_per_block,
     )
+    if spec.data_parallel > 1:
+        return _mock_ranks(spec, shape)
     make_tiers = _tiers(spec, lambda: "mock", lambda: "mock")
     engine = mock_engine(shape, spec.mock, spec.scheduler, hash_key=spec.hash_key, make_tiers=make_tiers)
     engine.by_role = spec.schedulers
     return engine
+
+
+def _mock_ranks(spec: EngineSpec, shape: RunnerInfo) -> Engine:
+    """Make a mock engine of several data-parallel ranks, which share its blocks and its batch limits."""
+    if spec.role is not Role.AGGREGATED or spec.kv.present():
+        raise ConfigError(
+            f"data_parallel: the ranks of engine mock transfer no KV and have no tiers, so it must be 1 with role {spec.role}"
+            f" or with kv, got {spec.data_parallel}; use replicas"
+        )
+    shape = replace(shape, num_blocks=shape.num_blocks // spec.data_parallel)
+    scheduler = spec.scheduler.of_rank(spec.data_parallel)
+    return MockRanks(
+        [mock_engine(shape, spec.mock, scheduler, hash_key=spec.hash_key) for _ in range(spec.data_parallel)]
+    )
 
 
 def _paged(spec: EngineSpec) -> Engine:

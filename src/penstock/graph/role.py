@@ -56,7 +56,7 @@ class RoleSpec(Config):
     pipeline_parallel: int = pydantic.Field(default=1, ge=1)
     """Pipeline stages over which the layers are split; a worker has tensor x pipeline x data parallel devices."""
     data_parallel: int = pydantic.Field(default=1, ge=1)
-    """Copies of attention and dense layers in one worker, each with its own sequences and KV."""
+    """Copies of attention and dense layers in one worker, each with its own sequences and KV; routers choose among these ranks as among workers."""
     expert_parallel: int = pydantic.Field(default=1, ge=1)
     """Devices of a stage over which whole experts are distributed; a multiple of `tensor_parallel` that divides tensor x data parallel. 1: each expert is split by `tensor_parallel`."""
     weight_dtype: Dtype = "auto"

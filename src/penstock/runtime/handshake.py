@@ -20,6 +20,7 @@ class Hello(Wire, frozen=True, tag="hello"):
     Attributes:
         worker_id: worker that the client expects at this address.
         window_tokens: tokens of each request that the worker may send before the client grants more.
+        rank: the data-parallel rank that the connection is for.
     """
 
     wire_version: int
@@ -30,6 +31,7 @@ class Hello(Wire, frozen=True, tag="hello"):
     process: str = ""
     worker_id: WorkerId | None = None
     window_tokens: int = 0
+    rank: int = 0
 
 
 class HelloReply(Wire, frozen=True, tag="hello_reply"):
@@ -70,7 +72,12 @@ def challenge() -> Challenge:
 
 
 def hello(
-    identity: Identity, challenge: Challenge, *, expected: WorkerId | None = None, window_tokens: int = 0
+    identity: Identity,
+    challenge: Challenge,
+    *,
+    expected: WorkerId | None = None,
+    window_tokens: int = 0,
+    rank: int = 0,
 ) -> Hello:
     """Answer a challenge.
 
@@ -88,6 +95,7 @@ def hello(
         process=identity.process,
         worker_id=expected,
         window_tokens=window_tokens,
+        rank=rank,
     )
 
 

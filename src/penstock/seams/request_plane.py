@@ -36,8 +36,19 @@ class FrontendSink(Protocol):
 class WorkerService(Protocol):
     """A worker, as a request plane sees it. Sync: called from the plane's reader task."""
 
-    def connected(self, sink: FrontendSink) -> None:
-        """Push load reports to this frontend from now on; the first call for each frontend, made once."""
+    def check_rank(self, rank: int) -> None:
+        """Check that the worker's engine has this data-parallel rank, before a connection for it is accepted.
+
+        Raises:
+            ProtocolError: it has not.
+        """
+        ...
+
+    def connected(self, sink: FrontendSink, rank: int = 0) -> None:
+        """Push load reports of a data-parallel rank to this frontend from now on; the first call for each sink, made once.
+
+        A frontend has a connection, and so a sink, for each rank. Requests of a sink are computed by its rank.
+        """
         ...
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
@@ -59,18 +70,9 @@ class WorkerService(Protocol):
         """Abort all requests and prefetches of this frontend: it is gone."""
         ...
 
-    def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
-        """Replay KV events to a subscriber: the batches after `sequence`, or a snapshot if these are no longer kept or None is given.
-
-        Messages are built lazily. A None between them says that enough was done for one turn of the event loop.
-        """
+    def events(self, rank: int = 0) -> "EventSource":
+        """Give the KV events of a data-parallel rank."""
         ...
-
-    def subscribe(self, sink: "EventSink") -> None:
-        """Push every later `EventBatch` to `sink` until `unsubscribe`."""
-        ...
-
-    def unsubscribe(self, sink: "EventSink") -> None: ...
 
     def read_file(self, sha256: str) -> asyncio.Future[bytes | None]:
         """Read a file of the worker's model card by its content hash; None if there is no such file."""
@@ -86,6 +88,23 @@ class WorkerService(Protocol):
     def expand_media(self, prompt: MediaPrompt, answer: MediaAnswer) -> None:
         """Have the engine expand a prompt, and call `answer`."""
         ...
+
+
+class EventSource(Protocol):
+    """The KV events of one data-parallel rank of a worker."""
+
+    def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
+        """Replay KV events to a subscriber: the batches after `sequence`, or a snapshot if these are no longer kept or None is given.
+
+        Messages are built lazily. A None between them says that enough was done for one turn of the event loop.
+        """
+        ...
+
+    def subscribe(self, sink: "EventSink") -> None:
+        """Push every later `EventBatch` to `sink` until `unsubscribe`."""
+        ...
+
+    def unsubscribe(self, sink: "EventSink") -> None: ...
 
 
 class EventSink(Protocol):

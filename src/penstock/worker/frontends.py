@@ -36,15 +36,36 @@ class Prefill:
 
 
 @dataclass(slots=True, eq=False)
-class Frontend:
-    """One connected frontend.
+class Rank:
+    """What frontends sent to one data-parallel rank; a worker has one rank, unless its engine has more.
 
+    frontends: connected to it
+    taken:     requests accepted
+    requests:  unfinished ones
+    prefill:   prefill work left for requests without a first token
+    waiting:   requests without a token -> arrival time, oldest first
+    """
+
+    number: int
+    frontends: int = 0
+    taken: int = 0
+    requests: int = 0
+    prefill: Prefill = field(default_factory=Prefill)
+    waiting: dict[RequestId, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Frontend:
+    """One connected frontend, or its connection to one of several data-parallel ranks.
+
+    rank:    what it is told of, and sends requests to
     sent:    requests and prefetches that it sent, refused ones included
     taken:   requests accepted
     prefill: prefill work left for its requests without a first token
     """
 
     sink: FrontendSink
+    rank: Rank
     sent: int = 0
     taken: int = 0
     requests: set[RequestId] = field(default_factory=set)
@@ -85,21 +106,23 @@ class Frontends:
         self.background: Running | None = None
         """The request that runs only as long as it is alone."""
         self._by_sink: dict[FrontendSink, Frontend] = {}
-        self._prefill = Prefill()
-        self._taken = 0
+        self._ranks: dict[int, Rank] = {}
         self._clock = now_s
-        self._waiting: dict[RequestId, float] = {}  # requests without a token -> arrival time, oldest first
 
-    def __len__(self) -> int:
-        return len(self._by_sink)
+    def has_peers(self, frontend: Frontend) -> bool:
+        """Whether other frontends send requests to the same rank."""
+        return frontend.rank.frontends > 1
 
     @cached_property
     def _now_s(self) -> Callable[[], float]:
         """The clock. The loop is looked up once: the lookup takes a system call, half a microsecond."""
         return self._clock or asyncio.get_running_loop().time
 
-    def connect(self, sink: FrontendSink) -> Frontend:
-        self._by_sink[sink] = frontend = Frontend(sink)
+    def connect(self, sink: FrontendSink, rank: int = 0) -> Frontend:
+        """Add a frontend's connection to a data-parallel rank."""
+        place = self._ranks.setdefault(rank, Rank(rank))
+        place.frontends += 1
+        self._by_sink[sink] = frontend = Frontend(sink, place)
         self.all = tuple(self._by_sink.values())
         return frontend
 
@@ -113,6 +136,8 @@ class Frontends:
     def disconnect(self, sink: FrontendSink) -> Frontend | None:
         """Remove a frontend; the caller must `forget` each of its requests."""
         frontend = self._by_sink.pop(sink, None)
+        if frontend is not None:
+            frontend.rank.frontends -= 1
         self.all = tuple(self._by_sink.values())
         return frontend
 
@@ -125,9 +150,11 @@ class Frontends:
         frontend.requests.add(request.request_id)
         frontend.taken += 1
         frontend.prefill.add(prefill)
-        self._taken += 1
-        self._prefill.add(prefill)
-        self._waiting[request.request_id] = self._now_s()
+        rank = frontend.rank
+        rank.taken += 1
+        rank.requests += 1
+        rank.prefill.add(prefill)
+        rank.waiting[request.request_id] = self._now_s()
         self.idle.clear()
         return running
 
@@ -136,8 +163,9 @@ class Frontends:
         prefill, running.prefill = running.prefill, None
         if prefill is not None:
             running.frontend.prefill.subtract(prefill)
-            self._prefill.subtract(prefill)
-            del self._waiting[running.request.request_id]
+            rank = running.frontend.rank
+            rank.prefill.subtract(prefill)
+            del rank.waiting[running.request.request_id]
 
     def forget(self, request_id: RequestId) -> Running | None:
         """Remove a request that has ended; None if it is unknown."""
@@ -147,6 +175,7 @@ class Frontends:
             if running is self.background:
                 self.background = None
             running.frontend.requests.discard(request_id)
+            running.frontend.rank.requests -= 1
             if running.deadline is not None:
                 running.deadline.cancel()
             if not self.requests:
@@ -168,22 +197,23 @@ class Frontends:
 
         0 if the request does not say what its router knew, or no prompt of another frontend is left to compute.
         """
-        known = request.known_peer_arrivals
-        if known is None or self._prefill.tokens == frontend.prefill.tokens:
+        known, rank = request.known_peer_arrivals, frontend.rank
+        if known is None or rank.prefill.tokens == frontend.prefill.tokens:
             return 0
-        return self._taken - frontend.taken - known
+        return rank.taken - frontend.taken - known
 
     def load_for(self, frontend: Frontend, load: WorkerLoad) -> WorkerLoad:
         """Complete a load report with the figures for this frontend and of its peers."""
+        rank = frontend.rank
         return msgspec.structs.replace(
             load,
             accepted_requests=frontend.sent,
-            peers=len(self._by_sink) - 1,
-            peer_requests=len(self.requests) - len(frontend.requests),
-            peer_prefill_tokens=self._prefill.tokens - frontend.prefill.tokens,
-            peer_prefill_pairs=self._prefill.pairs - frontend.prefill.pairs,
-            peer_arrivals=self._taken - frontend.taken,
-            oldest_wait_s=self._now_s() - next(iter(self._waiting.values())) if self._waiting else 0.0,
+            peers=rank.frontends - 1,
+            peer_requests=rank.requests - len(frontend.requests),
+            peer_prefill_tokens=rank.prefill.tokens - frontend.prefill.tokens,
+            peer_prefill_pairs=rank.prefill.pairs - frontend.prefill.pairs,
+            peer_arrivals=rank.taken - frontend.taken,
+            oldest_wait_s=self._now_s() - next(iter(rank.waiting.values())) if rank.waiting else 0.0,
         )
 
     def push_load(self, load: WorkerLoad) -> None:
@@ -192,8 +222,9 @@ class Frontends:
             self.push_load_to(frontend, load)
 
     def push_load_to(self, frontend: Frontend, load: WorkerLoad) -> None:
-        """Send a load report to one frontend."""
-        frontend.sink.push_load(self.load_for(frontend, load))
+        """Send a load report to one frontend: of its data-parallel rank, where there are several."""
+        own = load.ranks[frontend.rank.number] if load.ranks else load
+        frontend.sink.push_load(self.load_for(frontend, own))
 
     def check(self) -> None:
         """Raise AssertionError if sums and requests disagree."""
@@ -204,7 +235,10 @@ class Frontends:
         )
         assert self.background is None or list(self.requests.values()) == [self.background], "not alone"
         waiting = {request_id for request_id, running in self.requests.items() if running.prefill is not None}
-        assert self._waiting.keys() == waiting, "waiting: those without a token"
+        ranks = self._ranks.values()
+        assert {request_id for rank in ranks for request_id in rank.waiting} == waiting, (
+            "waiting: those without a token"
+        )
         assert self.idle.is_set() == (not self.requests), "idle: set exactly while nothing runs"
         left = {frontend: Prefill() for frontend in self._by_sink.values()}
         for running in self.requests.values():
@@ -212,10 +246,14 @@ class Frontends:
                 left[running.frontend].add(running.prefill)
         for frontend, prefill in left.items():
             assert frontend.prefill == prefill, f"prefill: {frontend.prefill} noted, {prefill} is left"
-        total = Prefill()
-        for prefill in left.values():
-            total.add(prefill)
-        assert self._prefill == total, f"prefill: {self._prefill} noted, {total} is left"
+        for rank in ranks:
+            own, total = [frontend for frontend in left if frontend.rank is rank], Prefill()
+            for frontend in own:
+                total.add(left[frontend])
+            assert rank.prefill == total, f"rank {rank.number}: {rank.prefill} noted, {total} is left"
+            assert rank.frontends == len(own), f"rank {rank.number}: {rank.frontends} noted, {len(own)} there"
+            requests = sum(len(frontend.requests) for frontend in own)
+            assert rank.requests == requests, f"rank {rank.number}: {rank.requests} noted, {requests} there"
 
 
 def _expected(request: Request) -> Prefill:

@@ -5,9 +5,10 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from penstock.core.errors import Overloaded, PenstockError, Unavailable, WorkerLost
+from penstock.core.errors import ConfigError, Overloaded, PenstockError, Unavailable, WorkerLost
 from penstock.core.log import get_logger
-from penstock.core.types.instances import Instance, InstanceState
+from penstock.core.types.cards import ModelCard
+from penstock.core.types.instances import EngineInfo, Instance, InstanceState
 from penstock.seams import Discovery, Registration
 from penstock.worker.config import WorkerConfig
 from penstock.worker.engine_driver import EngineDriver
@@ -178,3 +179,17 @@ class WorkerRegistration:
     async def _wait_until_unused(self) -> None:
         await self._frontends.idle.wait()
         await self._driver.wait_until_read()
+
+
+def fitting_card(card: ModelCard, info: EngineInfo) -> ModelCard:
+    """Lower a model card's context length to the engine's, and name the media that the engine takes.
+
+    Raises:
+        ConfigError: their block sizes differ.
+    """
+    if card.block_size != info.block_size:
+        raise ConfigError(
+            f"block_size: the model card says {card.block_size} tokens and the engine {info.block_size}; make them equal"
+        )
+    context_length = min(card.context_length, info.context_length)
+    return msgspec.structs.replace(card, context_length=context_length, media=info.media)

@@ -42,7 +42,7 @@ class LoadReports:
         self._read = read
         self._send = send
         self._sent_s = float("-inf")
-        self._sent = (0, 0, 0, 0)  # what ran as of the last report
+        self._sent: tuple[int, ...] = (0, 0, 0, 0)  # what ran as of the last report
         self._sent_kept: _Kept = ((), None)
         self._was_busy = False
         self._due_s = math.inf  # latest time of the next report
@@ -121,11 +121,18 @@ class LoadReports:
         elif self._due_s < math.inf:
             self._arm(self._due_s)
 
-    def _what_runs(self, load: WorkerLoad) -> tuple[int, int, int, int]:
-        return self.accepted, load.running_requests, load.waiting_requests, load.queued_prefill_tokens
+    def _what_runs(self, load: WorkerLoad) -> tuple[int, ...]:
+        """Give what runs, of each data-parallel rank where there are several."""
+        if load.ranks:
+            return self.accepted, *(figure for rank in load.ranks for figure in _figures(rank))
+        return self.accepted, *_figures(load)
 
 
 def _is_busy(load: WorkerLoad) -> bool:
     """Say whether there is a request, or blocks of an aborted one that the current step still uses."""
     kept = 0 if load.sessions is None else load.sessions.pinned_blocks
     return bool(load.running_requests or load.waiting_requests or load.active_blocks > kept)
+
+
+def _figures(load: WorkerLoad) -> tuple[int, int, int]:
+    return load.running_requests, load.waiting_requests, load.queued_prefill_tokens

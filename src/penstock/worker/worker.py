@@ -6,7 +6,7 @@ reports, deadlines, draining, and the death of the engine.
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -17,6 +17,7 @@ from penstock.core.errors import (
     DeadlineExceeded,
     EngineError,
     PenstockError,
+    ProtocolError,
     RequestError,
     StaleRoute,
     Unavailable,
@@ -25,7 +26,7 @@ from penstock.core.errors import (
 from penstock.core.ids import RequestId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.changes import WorkerChange
-from penstock.core.types.events import AllBlocksCleared, EventMessage
+from penstock.core.types.events import AllBlocksCleared
 from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
 from penstock.core.types.kv_actions import KvAction
 from penstock.core.types.media import MediaPrompt
@@ -37,7 +38,6 @@ from penstock.seams import (
     Answer,
     Discovery,
     Engine,
-    EventSink,
     FrontendSink,
     HealthReporting,
     KvBlocks,
@@ -54,7 +54,7 @@ from penstock.worker.identity import WorkerIdentity
 from penstock.worker.kv_actions import act
 from penstock.worker.kv_transfer.kv_transfer import KvTransfer
 from penstock.worker.media import MediaExpansions
-from penstock.worker.registration import WorkerRegistration
+from penstock.worker.registration import WorkerRegistration, fitting_card
 from penstock.worker.reports import LoadReports
 from penstock.worker.request_checks import check_request
 from penstock.worker.step_log import StepLog
@@ -97,7 +97,7 @@ class Worker:
             ConfigError: the role needs KV transfer, but the engine neither exposes its KV blocks nor transfers them itself.
         """
         self.config = config or WorkerConfig()
-        self.publisher = EventPublisher(self.config.events)
+        self.publishers = [EventPublisher(self.config.events)]  # of each data-parallel rank
         self.ready = asyncio.Event()
         """Set once the worker is registered."""
         self.on_health: Callable[[str | None], None] = lambda _problem: None
@@ -149,8 +149,9 @@ class Worker:
             info = self._driver.announce(self._frontends.announce, await self._engine.start())
             if not config.kv_events:
                 info = msgspec.structs.replace(info, kv_events=False)
-            self._info = info = self._driver.assume(self._identity.role, info)
-            card = self._fitting_card(info)
+            info = self._info = self._driver.assume(self._identity.role, info)
+            self.publishers += [EventPublisher(config.events) for _ in range(1, info.data_parallel)]
+            card = fitting_card(self._card, info)
             async with AsyncExitStack() as stack:
                 self._driver.context_length = card.context_length
                 if self._agent is not None and isinstance(self._engine, KvBlocks):
@@ -196,13 +197,19 @@ class Worker:
 
     # -- WorkerService
 
-    def connected(self, sink: FrontendSink) -> None:
-        self._frontends.push_load_to(self._frontends.connect(sink), self._driver.load())
+    def check_rank(self, rank: int) -> None:
+        if not 0 <= rank < len(self.publishers):
+            raise ProtocolError(f"rank {rank}: {self._name} has {len(self.publishers)} data-parallel ranks")
+
+    def connected(self, sink: FrontendSink, rank: int = 0) -> None:
+        self._frontends.push_load_to(self._frontends.connect(sink, rank), self._driver.load())
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
         frontend = self._frontends.at(sink)
         frontend.sent += 1
         self._reports.accepted += 1
+        if len(self.publishers) > 1:
+            request = msgspec.structs.replace(request, rank=frontend.rank.number)
         try:
             self._check(request, frontend)
             if request.is_background and self._frontends.requests:
@@ -223,7 +230,7 @@ class Worker:
                 request.deadline_s, self._expire, request.request_id, request.deadline_s
             )
         self._reports.note()
-        if len(self._frontends) > 1:
+        if self._frontends.has_peers(frontend):
             self._reports.hurry()
 
     def prefetch(self, prefetch: Prefetch, sink: FrontendSink) -> None:
@@ -254,14 +261,8 @@ class Worker:
                 self._abort(self._frontends.requests[request_id])
             self._driver.drop_owner(frontend)
 
-    def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
-        return self.publisher.events_after(sequence)
-
-    def subscribe(self, sink: EventSink) -> None:
-        self.publisher.subscribe(sink)
-
-    def unsubscribe(self, sink: EventSink) -> None:
-        self.publisher.unsubscribe(sink)
+    def events(self, rank: int = 0) -> EventPublisher:
+        return self.publishers[rank]
 
     def read_file(self, sha256: str) -> asyncio.Future[bytes | None]:
         return asyncio.get_running_loop().run_in_executor(None, self._read_file, sha256)
@@ -280,19 +281,11 @@ class Worker:
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent; for tests and simulations."""
         self._frontends.check()
-        self.publisher.check()
+        for publisher in self.publishers:
+            publisher.check()
         self._driver.check()
 
     # -- starting
-
-    def _fitting_card(self, info: EngineInfo) -> ModelCard:
-        card = self._card
-        if card.block_size != info.block_size:
-            raise ConfigError(
-                f"block_size: the model card says {card.block_size} tokens and the engine {info.block_size}; make them equal"
-            )
-        context_length = min(card.context_length, info.context_length)
-        return msgspec.structs.replace(card, context_length=context_length, media=info.media)
 
     def _make_instance(self, address: str, card: ModelCard, info: EngineInfo) -> Instance:
         identity = self._identity
@@ -375,7 +368,7 @@ class Worker:
         # Deltas go last: a client that sends its next turn at once is routed by the KV events and load of this step.
         assert self._info is not None, "started"
         if self._info.kv_events:
-            self.publisher.publish(step.events)
+            self.publishers[step.rank].publish(step.events)
         self._reports.note(load)
         if any(isinstance(event, AllBlocksCleared) for event in step.events):
             self._reports.hurry()  # an idle worker reports nothing else

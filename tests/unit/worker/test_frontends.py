@@ -23,7 +23,7 @@ def make_request(name: str, prompt: int = 100, cached: int = 0, known: int | Non
 def told(frontends: Frontends, frontend) -> tuple[int, int, int, int]:
     load = frontends.load_for(frontend, WorkerLoad(running_requests=7))
     assert load.running_requests == 7
-    assert load.peers == len(frontends) - 1
+    assert load.peers == len(frontends.all) - 1
     return load.peer_requests, load.peer_prefill_tokens, load.peer_prefill_pairs, load.peer_arrivals
 
 

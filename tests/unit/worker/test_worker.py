@@ -150,16 +150,16 @@ def test_odd_deadlines_are_refused_or_never_come():
 def test_events_are_numbered_and_replayed():
     async def scene(stage: Stage) -> None:
         sink = stage.sink()
-        stage.worker.subscribe(sink)
+        stage.worker.events().subscribe(sink)
         stored = BlockStored(block_hashes=pack_hashes([1, 2]), parent_block_hash=None, block_size=4)
         stage.engine.step(events=[stored])
         stage.engine.step()
         await settle()
         assert sink.events == [EventBatch(sequence=1, events=(stored,))]
-        assert list(stage.worker.events_after(0)) == sink.events
-        (snapshot,) = filter(None, stage.worker.events_after(None))
+        assert list(stage.worker.events().events_after(0)) == sink.events
+        (snapshot,) = filter(None, stage.worker.events().events_after(None))
         assert isinstance(snapshot, EventSnapshot)
-        stage.worker.unsubscribe(sink)
+        stage.worker.events().unsubscribe(sink)
         stage.engine.step(events=[stored])
         await settle()
         assert len(sink.events) == 1

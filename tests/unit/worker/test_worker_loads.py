@@ -99,7 +99,7 @@ def test_what_an_answer_left_behind_is_told_before_its_end():
     async def scene(stage: Stage) -> None:
         sink = OrderedSink()
         stage.worker.connected(sink)
-        stage.worker.subscribe(sink)
+        stage.worker.events().subscribe(sink)
         stage.worker.submit(make_request("a"), sink)
         stored = BlockStored(block_hashes=pack_hashes([1, 2]), parent_block_hash=None, block_size=4)
         end = Delta(request_id=RequestId("a"), finish_reason=FinishReason.STOP)

@@ -17,11 +17,12 @@ class Role(StrEnum):
 
 
 class EngineInfo(Wire, frozen=True):
-    """What an engine reports of itself once started.
+    """What an engine reports of itself once started. With `data_parallel` > 1 sizes are those of one rank.
 
     Attributes:
+        data_parallel: ranks with a queue, a batch and KV of their own; routers choose among ranks as among workers.
         kv_events: whether it sends KV events; if not, routers predict its prefix cache from the requests they sent.
-        prompts_at_once: prompts computed in parallel without slowing each other: the number of data-parallel ranks.
+        prompts_at_once: prompts computed in parallel without slowing each other: the ranks of an engine whose ranks routers do not see.
         kv_layout: where KV lies in memory; None for an engine without KV memory.
         kv_by_chunk: whether full blocks enter the prefix cache after the step that computed them, and `Step.prefilling` is set.
         announces: whether its worker sends an empty `Delta` before the first step that computes a request.
@@ -46,6 +47,7 @@ class EngineInfo(Wire, frozen=True):
     structured_outputs: bool = False
     transferred_prompts_only: bool = False
     media: tuple[MediaKind, ...] = ()
+    data_parallel: int = 1
 
 
 class Prices(Wire, frozen=True):
@@ -85,6 +87,8 @@ class Instance(Wire, frozen=True):
         adapters: LoRA adapters that it serves, loaded already or on first use.
         exchange: None for a worker without KV transfer.
         problem: why its engine cannot serve for now; empty while it can.
+        rank: the data-parallel rank that a router's connection is for; 0 in registrations.
+        registered_id: of a rank, the id of its worker's registration.
     """
 
     worker_id: WorkerId
@@ -103,6 +107,18 @@ class Instance(Wire, frozen=True):
     region: str = ""
     exchange: KvExchange | None = None
     problem: str = ""
+    rank: int = 0
+    registered_id: WorkerId | None = None
+
+    @property
+    def registration(self) -> WorkerId:
+        """The id under which its worker is registered."""
+        return self.worker_id if self.registered_id is None else self.registered_id
+
+    @property
+    def worker(self) -> str:
+        """The name under which its worker is registered."""
+        return self.name if self.registered_id is None else self.name.rpartition("/")[0]
 
 
 class InstancePut(Wire, frozen=True, tag="put"):

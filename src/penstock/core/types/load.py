@@ -1,5 +1,9 @@
 """A worker's load report."""
 
+from collections.abc import Sequence
+
+import msgspec
+
 from penstock.core.ids import WorkerId
 from penstock.core.types.events import Tier
 from penstock.core.wire import Wire
@@ -48,6 +52,17 @@ class KvTierCounts(Wire, frozen=True):
     late_loads: int = 0
     missing_blocks: int = 0
     corrupt_blocks: int = 0
+
+    @classmethod
+    def of_ranks(cls, ranks: "Sequence[KvTierCounts]") -> "KvTierCounts":
+        """Sum the counts of one tier of several data-parallel ranks."""
+        total = {name: sum(getattr(each, name) for each in ranks) for name in _TIER_SUMMED}
+        return msgspec.structs.replace(ranks[0], is_off=any(each.is_off for each in ranks), **total)
+
+
+_TIER_SUMMED = tuple(
+    name for name in KvTierCounts.__struct_fields__ if name not in {"tier", "block_bytes", "is_off"}
+)
 
 
 class SessionCounts(Wire, frozen=True):
@@ -108,6 +123,8 @@ class WorkerLoad(Wire, frozen=True):
         kv_tiers: the tiers below the device, nearest first.
         sessions: of agents; None before the first one.
         kv_corrupt: how many of `kv_failures` and early transfers brought bytes other than those at the prefill worker.
+        ranks: the loads of data-parallel ranks, of which the other fields are the sum; empty with one rank. A frontend gets
+            the load of one rank.
     """
 
     running_requests: int = 0
@@ -138,3 +155,23 @@ class WorkerLoad(Wire, frozen=True):
     kv_tiers: tuple[KvTierCounts, ...] = ()
     sessions: SessionCounts | None = None
     kv_corrupt: int = 0
+    ranks: "tuple[WorkerLoad, ...]" = ()
+
+    @classmethod
+    def of_ranks(cls, ranks: "Sequence[WorkerLoad]") -> "WorkerLoad":
+        """Sum the loads of an engine's data-parallel ranks; of a single one, give its own."""
+        if len(ranks) == 1:
+            return ranks[0]
+        sums = {name: sum(getattr(each, name) for each in ranks) for name in _SUMMED}
+        tiers = [each.kv_tiers for each in ranks if each.kv_tiers]  # () before a rank's tiers are made
+        hits = [each.onboarded_tokens for each in ranks if each.onboarded_tokens]
+        return cls(
+            **sums,
+            oldest_wait_s=max(each.oldest_wait_s for each in ranks),
+            onboarded_tokens=tuple(map(sum, zip(*hits, strict=True))),
+            kv_tiers=tuple(KvTierCounts.of_ranks(same) for same in zip(*tiers, strict=True)),
+            ranks=tuple(ranks),
+        )
+
+
+_SUMMED = tuple(field.name for field in msgspec.structs.fields(WorkerLoad) if field.type is int)

@@ -137,6 +137,7 @@ class Request(Wire, frozen=True):
             cover their digests.
         is_background: compute the prompt for later requests while the worker has none; `FinishReason.CANCELLED` says that it has
             others, or got one.
+        rank: the data-parallel rank that computes it, which the worker sets by the connection that it came over; None: any.
     """
 
     request_id: RequestId
@@ -166,6 +167,7 @@ class Request(Wire, frozen=True):
     follows_tool: bool = False
     media: MediaPrompt | None = None
     is_background: bool = False
+    rank: int | None = None
 
     def extra_after(self, start: int) -> list[tuple[int, bytes]]:
         """Give what the block hashes of the tokens from `start` on cover besides them, positions counted from `start`."""

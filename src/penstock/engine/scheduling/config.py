@@ -67,6 +67,16 @@ class SchedulerConfig(Config):
             }
         )
 
+    def of_rank(self, ranks: int) -> Self:
+        """Give the settings of one of the ranks that `of_ranks` made these for."""
+        return self.model_copy(
+            update={
+                "max_batch_tokens": self.prompt_budget,
+                "max_prompt_tokens": None,
+                "max_running_requests": max(self.max_running_requests // ranks, 1),
+            }
+        )
+
     def is_shortest_first(self, role: Role) -> bool:
         """Say whether a worker of this role computes the shortest prompts first.
 

@@ -18,7 +18,6 @@ from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle
 from penstock.core.wire import Wire, encode
-from penstock.engine.kv_events.ranks import RankedBlocks
 from penstock.engine.kv_events.subscriber import KvEventSubscriber
 from penstock.engine.kv_events.translator import HexSalts
 from penstock.engine.sglang.arguments import PACKAGE, Arguments, make_arguments
@@ -31,6 +30,8 @@ from penstock.engine.streams.package import check_gpu, first_line, supported
 _log = get_logger()
 
 KV_TRANSFER_KIND = "sglang-bootstrap-1"
+_RANK_ARGUMENTS = ("routed_dp_rank", "data_parallel_rank")
+"""Arguments of `async_generate` with a request's rank: of newer and of older versions."""
 _RUNNING_DEFAULT = 256
 _CHUNK_DEFAULT = 8192
 """Assumed for each rank where neither the graph nor SGLang says: requests at once, prompt tokens in a step."""
@@ -94,6 +95,11 @@ class SglangBackend:
                 " engine_args sets its arguments"
             ) from error
         self._parameters = frozenset(inspect.signature(self._engine.async_generate).parameters)
+        if spec.data_parallel > 1 and not self._parameters & set(_RANK_ARGUMENTS):
+            raise ConfigError(
+                f"engine sglang: {sglang.__version__} takes no data-parallel rank with a request ({' or '.join(_RANK_ARGUMENTS)});"
+                f" run `{PACKAGE.install} --upgrade`, or start workers with data_parallel 1"
+            )
         if "cache_salt" not in self._parameters:
             raise ConfigError(
                 f"engine sglang: {sglang.__version__} has no cache_salt, which separates the prompts of tenants; run"
@@ -110,8 +116,10 @@ class SglangBackend:
     async def generate(self, call: Call) -> AsyncGenerator[Output, None]:
         request = call.request
         kwargs = generate_arguments(call, self._rid(call))
+        if self._spec.data_parallel > 1:
+            kwargs |= dict.fromkeys(_RANK_ARGUMENTS, call.rank)
         if is_prefill := request.prefill_only and self._spec.role is Role.PREFILL:
-            kwargs |= self._prefill()
+            kwargs |= self._prefill(call.rank)
             yield Output(
                 finish_reason=FinishReason.LENGTH,
                 kv_payload=encode(
@@ -137,18 +145,16 @@ class SglangBackend:
         if rid is not None and self._engine is not None and not self._died.is_set():
             self._engine.tokenizer_manager.abort_request(rid=rid)
 
-    async def events(self) -> AsyncIterator[Sequence[KvEvent]]:
+    async def events(self) -> AsyncIterator[tuple[int, Sequence[KvEvent]]]:
         """Yield the KV events of all ranks."""
         assert self._arguments is not None
         address, spec = self._arguments.events, self._spec
         if address is None:
             return
-        arrived: asyncio.Queue[Sequence[KvEvent]] = asyncio.Queue()
-        blocks = RankedBlocks(spec.data_parallel)
+        arrived: asyncio.Queue[tuple[int, Sequence[KvEvent]]] = asyncio.Queue()
 
         def publish(rank: int, events: Sequence[KvEvent]) -> None:
-            if merged := blocks.merge(rank, events):
-                arrived.put_nowait(merged)
+            arrived.put_nowait((rank, events))
 
         async with asyncio.TaskGroup() as group:
             ranks = [
@@ -169,10 +175,11 @@ class SglangBackend:
                 for task in tasks:
                     task.cancel()
 
-    async def active_blocks(self) -> int | None:
-        loads = await self._loads()
-        used: int = sum(load.num_used_tokens for load in loads)
-        return used // self._spec.block_size if loads else None
+    async def active_blocks(self) -> Sequence[int] | None:
+        loads = sorted(await self._loads(), key=lambda load: getattr(load, "dp_rank", 0) or 0)
+        if len(loads) != self._spec.data_parallel:
+            return None
+        return [load.num_used_tokens // self._spec.block_size for load in loads]
 
     async def died(self) -> str:
         await self._died.wait()
@@ -197,11 +204,11 @@ class SglangBackend:
         running = sum(getattr(load, "max_running_requests", 0) for load in loads)
         return Serving(
             block_size=spec.block_size,
-            num_blocks=info["max_total_num_tokens"] // spec.block_size * ranks,
+            num_blocks=info["max_total_num_tokens"] // spec.block_size,
             context_length=min(spec.context_length or 1 << 62, engine.tokenizer_manager.context_len),
             vocab_size=spec.vocab_size,
-            max_running_requests=(requests or 0) * ranks or running or _RUNNING_DEFAULT * ranks,
-            max_batch_tokens=(tokens or _CHUNK_DEFAULT) * ranks,
+            max_running_requests=requests or running // ranks or _RUNNING_DEFAULT,
+            max_batch_tokens=tokens or _CHUNK_DEFAULT,
             ranks=ranks,
             transferred_prompts_only=True,
             kv_events=self._arguments is not None and self._arguments.events is not None,
@@ -217,12 +224,13 @@ class SglangBackend:
         rid = self._rids[call.number] = uuid.uuid4().hex
         return rid
 
-    def _prefill(self) -> dict[str, Any]:
-        """Choose the room of a prompt. Of several ranks, number `room % dp_size` computes it, and decode workers know."""
+    def _prefill(self, rank: int) -> dict[str, Any]:
+        """Choose the room of a prompt. Of several ranks, number `room % dp_size` computes it, by which decode workers find it."""
         assert self._arguments is not None
         assert self._arguments.bootstrap is not None
         host, port = self._arguments.bootstrap
-        room = uuid.uuid4().int & ((1 << 63) - 1)
+        ranks = self._spec.data_parallel
+        room = (uuid.uuid4().int & ((1 << 62) - 1)) // ranks * ranks + rank
         return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
 
 

@@ -14,9 +14,9 @@ class Serving:
     """What an engine says of itself once its model is loaded.
 
     Attributes:
-        num_blocks: KV blocks of `block_size` tokens, of all data-parallel ranks together.
-        max_running_requests: requests in the batches of all ranks.
-        max_batch_tokens: tokens of one step of all ranks.
+        num_blocks: KV blocks of `block_size` tokens on each data-parallel rank.
+        max_running_requests: requests in the batch of each rank.
+        max_batch_tokens: tokens of one step on each rank.
         kv_events: whether `Backend.events` yields.
         ranks: data-parallel ranks, each with a batch of its own.
         transferred_prompts_only: as in `EngineInfo`.
@@ -45,6 +45,7 @@ class Call:
         min_new_tokens: likewise.
         num_generated: tokens that the engine has generated so far.
         cached_tokens: None before the first token.
+        rank: the data-parallel rank that computes it.
         is_running: counted as running, not as waiting.
         is_dropped: aborted; whatever still comes of it is thrown away.
     """
@@ -58,6 +59,7 @@ class Call:
     num_generated: int = 0
     cached_tokens: int | None = None
     preemptions: int = 0
+    rank: int = 0
     is_running: bool = False
     is_dropped: bool = False
     task: asyncio.Task[None] | None = None
@@ -124,12 +126,12 @@ class Backend(Protocol):
         """Tell the engine to drop a call; its generator then ends soon, with or without a last output."""
         ...
 
-    def events(self) -> AsyncIterator[Sequence[KvEvent]]:
-        """Yield KV events as they come, until cancelled; nothing if `Serving.kv_events` is false."""
+    def events(self) -> AsyncIterator[tuple[int, Sequence[KvEvent]]]:
+        """Yield (data-parallel rank, its KV events) as they come, until cancelled; nothing if `Serving.kv_events` is false."""
         ...
 
-    async def active_blocks(self) -> int | None:
-        """Ask the engine how many KV blocks live requests hold; None if it does not say."""
+    async def active_blocks(self) -> Sequence[int] | None:
+        """Ask the engine how many KV blocks live requests hold on each rank; None if it does not say."""
         ...
 
     async def died(self) -> str:

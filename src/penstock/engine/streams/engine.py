@@ -1,8 +1,11 @@
 """Makes steps of streams: what all streams bring in one turn of the event loop is one step."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import repeat
 
 from penstock.core import log
 from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError, StepFailed, Unavailable
@@ -39,6 +42,30 @@ class _Pending:
         self.kv: KvHandle | None = None
 
 
+@dataclass(slots=True)
+class _Rank:
+    """Totals of one data-parallel rank since the start, and its blocks; `active_blocks` None where the engine does not say."""
+
+    steps: int = 0
+    prefilled: int = 0
+    hits: int = 0
+    generated: int = 0
+    preemptions: int = 0
+    cached_blocks: int = 0
+    active_blocks: int | None = None
+
+    def count(self, events: Iterable[KvEvent]) -> None:
+        """Count the blocks that events store or remove."""
+        for event in events:
+            match event:
+                case BlockStored():
+                    self.cached_blocks += len(event.block_hashes) // 8
+                case BlockRemoved():
+                    self.cached_blocks -= len(event.block_hashes) // 8
+                case AllBlocksCleared():
+                    self.cached_blocks = 0
+
+
 class StreamedEngine:
     """Implements `Engine` over a `Backend`.
 
@@ -63,15 +90,13 @@ class StreamedEngine:
         """Prefills whose last delta was sent, and whose KV was not."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._pending: dict[Call, _Pending] = {}
-        self._events: list[KvEvent] = []
+        self._events: dict[int, list[KvEvent]] = {}
         self._wake = asyncio.Event()
         self._closed = False
         self._has_changed = False
         self._failure: str | None = None
         self._numbers = 0
-        self._cached_blocks = 0
-        self._active_blocks: int | None = None
-        self._steps = self._prefilled = self._hits = self._generated = self._preemptions = 0
+        self._ranks = [_Rank()]
 
     async def start(self) -> EngineInfo:
         """Load the model; further calls return the same info.
@@ -85,7 +110,7 @@ class StreamedEngine:
         limits = SequenceLimits(
             block_size=serving.block_size,
             model_context_length=serving.context_length,
-            kv_tokens=serving.num_blocks * serving.block_size // serving.ranks,
+            kv_tokens=serving.num_blocks * serving.block_size,
             vocab_size=serving.vocab_size,
             hash_key=self._hash_key,
         )
@@ -95,11 +120,12 @@ class StreamedEngine:
             context_length=limits.context_length,
             max_batch_tokens=serving.max_batch_tokens,
             max_running_requests=serving.max_running_requests,
-            prompts_at_once=serving.ranks,
+            data_parallel=serving.ranks,
             kv_events=serving.kv_events,
             transferred_prompts_only=serving.transferred_prompts_only,
         )
         self._started = info, limits
+        self._ranks = [_Rank() for _ in range(serving.ranks)]
         self._spawn(self._watch_load())
         self._spawn(self._watch_death())
         if serving.kv_events:
@@ -136,6 +162,7 @@ class StreamedEngine:
             sampling=checked.request.sampling,
             max_new_tokens=checked.end_tokens - checked.known,
             min_new_tokens=max(0, min(checked.stops_after, checked.end_tokens) - checked.known),
+            rank=self._least_loaded() if request.rank is None else request.rank,
         )
         self.backend.check(call)
         self._calls[request.request_id] = call
@@ -163,12 +190,19 @@ class StreamedEngine:
             if self._failure is not None:
                 raise EngineError(self._failure)
             if self._has_changed or self._pending or self._events:
-                yield self._take()
+                for step in self._take():
+                    yield step
 
     def load(self) -> WorkerLoad:
+        return WorkerLoad.of_ranks([self._load_of(rank) for rank in range(len(self._ranks))])
+
+    def _load_of(self, rank: int) -> WorkerLoad:
         info, limits = self._parts
+        counts = self._ranks[rank]
         running = waiting = queued = context = estimated = 0
         for call in (*self._calls.values(), *self._lingering.values()):
+            if call.rank != rank:
+                continue
             if call.is_running:
                 running += 1
                 estimated += limits.blocks_for(call.num_tokens)
@@ -178,20 +212,20 @@ class StreamedEngine:
                 queued += len(call.token_ids)
             else:
                 context += call.num_tokens
-        active = estimated if self._active_blocks is None else self._active_blocks
+        active = estimated if counts.active_blocks is None else counts.active_blocks
         return WorkerLoad(
             running_requests=running,
             waiting_requests=waiting,
             active_blocks=min(active, info.total_blocks) if running else 0,
-            cached_blocks=min(self._cached_blocks, info.total_blocks),
+            cached_blocks=min(counts.cached_blocks, info.total_blocks),
             total_blocks=info.total_blocks,
             queued_prefill_tokens=queued,
             context_tokens=context,
-            steps=self._steps,
-            preemptions=self._preemptions,
-            prefilled_tokens=self._prefilled,
-            prefix_hit_tokens=self._hits,
-            generated_tokens=self._generated,
+            steps=counts.steps,
+            preemptions=counts.preemptions,
+            prefilled_tokens=counts.prefilled,
+            prefix_hit_tokens=counts.hits,
+            generated_tokens=counts.generated,
         )
 
     async def close(self) -> None:
@@ -228,20 +262,32 @@ class StreamedEngine:
         if self._failure is None:
             self.backend.cancel(call)
 
-    def _take(self) -> Step:
-        """Make a step of all that is pending, and count more calls as running where there is room."""
-        self._steps += 1
+    def _least_loaded(self) -> int:
+        """Choose the rank of a request that no router sent: the one with the fewest calls."""
+        counts = Counter(call.rank for call in self._calls.values())
+        return min(range(len(self._ranks)), key=counts.__getitem__)
+
+    def _take(self) -> Iterator[Step]:
+        """Make a step of all that is pending, and count more calls as running where there is room.
+
+        Events of further ranks come in steps of their own before it.
+        """
         self._has_changed = False
         pending, self._pending = self._pending, {}
-        events, self._events = self._events, []
+        events, self._events = self._events, {}
+        for rank in {call.rank for call in pending} or {0}:
+            self._ranks[rank].steps += 1
         deltas = tuple(self._delta(call, each) for call, each in pending.items())
-        room = self._parts[0].max_running_requests - len(self._lingering)
+        lingering = Counter(call.rank for call in self._lingering.values())
+        room = [self._parts[0].max_running_requests - lingering[rank] for rank in range(len(self._ranks))]
         for call in self._calls.values():
-            if room <= 0:
-                break
-            call.is_running = True
-            room -= 1
-        return Step(deltas=deltas, events=tuple(events), load=self.load())
+            if room[call.rank] > 0:
+                call.is_running = True
+                room[call.rank] -= 1
+        *first, (rank, last) = events.items() or ((0, []),)
+        for other, own in first:
+            yield Step(events=tuple(own), rank=other, load=self.load())
+        yield Step(deltas=deltas, events=tuple(last), rank=rank, load=self.load())
 
     def _delta(self, call: Call, pending: _Pending) -> Delta:
         return Delta(
@@ -289,9 +335,10 @@ class StreamedEngine:
         pending.token_ids += output.token_ids
         pending.logprobs += output.logprobs
         call.num_generated += len(output.token_ids)
-        self._preemptions += max(0, output.preemptions - call.preemptions)
+        counts = self._ranks[call.rank]
+        counts.preemptions += max(0, output.preemptions - call.preemptions)
         call.preemptions = max(call.preemptions, output.preemptions)
-        self._generated += len(output.token_ids)
+        counts.generated += len(output.token_ids)
         if output.finish_reason is not None:
             pending = self._end(call, output.finish_reason)
             if output.kv_payload:
@@ -303,8 +350,9 @@ class StreamedEngine:
     def _count_prompt(self, call: Call, cached_tokens: int) -> None:
         if call.cached_tokens is None:
             call.cached_tokens = min(cached_tokens, len(call.token_ids) - 1)
-            self._hits += call.cached_tokens
-            self._prefilled += len(call.token_ids) - call.cached_tokens
+            counts = self._ranks[call.rank]
+            counts.hits += call.cached_tokens
+            counts.prefilled += len(call.token_ids) - call.cached_tokens
 
     def _end(self, call: Call, reason: FinishReason) -> _Pending:
         self._calls.pop(call.request.request_id, None)
@@ -315,32 +363,30 @@ class StreamedEngine:
 
     async def _read_events(self) -> None:
         try:
-            async for events in self.backend.events():
-                for event in events:
-                    match event:
-                        case BlockStored():
-                            self._cached_blocks += len(event.block_hashes) // 8
-                        case BlockRemoved():
-                            self._cached_blocks -= len(event.block_hashes) // 8
-                        case AllBlocksCleared():
-                            self._cached_blocks = 0
-                self._events += events
+            async for rank, events in self.backend.events():
+                self._ranks[rank].count(events)
                 if events:
+                    self._events.setdefault(rank, []).extend(events)
                     self._wake.set()
         except Exception as error:  # noqa: BLE001 - a cache that routers know nothing of is slower, not wrong
             _log.error("kv_events_lost", **log.cause(error))
-            self._events.append(AllBlocksCleared())
-            self._cached_blocks = 0
+            for rank, counts in enumerate(self._ranks):
+                self._events.setdefault(rank, []).append(AllBlocksCleared())
+                counts.cached_blocks = 0
             self._wake.set()
 
     async def _watch_load(self) -> None:
         try:
             while True:
                 await asyncio.sleep(_STATS_EVERY_S)
-                self._active_blocks = await self.backend.active_blocks() if self._calls else None
+                self._note_active(await self.backend.active_blocks() if self._calls else None)
         except Exception as error:  # noqa: BLE001 - the load is estimated without
             _log.warning("engine_load_lost", **log.cause(error))
-            self._active_blocks = None
+            self._note_active(None)
+
+    def _note_active(self, blocks: Iterable[int] | None) -> None:
+        for counts, active in zip(self._ranks, repeat(None) if blocks is None else blocks, strict=False):
+            counts.active_blocks = active
 
     async def _watch_death(self) -> None:
         self._failure = await self.backend.died()

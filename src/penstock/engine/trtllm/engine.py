@@ -54,6 +54,8 @@ class TrtllmBackend:
         self._llm: Any = None
         self._api: Any = None
         """Module `tensorrt_llm.llmapi`."""
+        self._ranks_api: Any = None
+        """Module `tensorrt_llm.scheduling_params`, with several data-parallel ranks."""
         self._parameters: frozenset[str] = frozenset()
         """Keyword arguments that the installed `generate_async` has."""
         self._results: dict[int, Any] = {}
@@ -79,6 +81,8 @@ class TrtllmBackend:
                 f"engine trtllm: {first_line(error)}; reinstall with `{PACKAGE.install}`"
             ) from error
         arguments = make_arguments(spec, self._api)
+        if spec.data_parallel > 1:
+            self._ranks_api = importlib.import_module("tensorrt_llm.scheduling_params")
         cache = arguments["kv_cache_config"]
         self._reuses_blocks = bool(cache["enable_block_reuse"] and cache["event_buffer_max_size"])
         try:
@@ -120,6 +124,7 @@ class TrtllmBackend:
             "cache_salt": call.salt,
             "kv_cache_retention_config": self._retention(call),
             "streaming": not request.prefill_only,
+            "scheduling_params": self._scheduling(call.rank),
         }
         try:
             result = self._llm.generate_async(
@@ -152,7 +157,7 @@ class TrtllmBackend:
         if result is not None and not is_loading:
             result.abort()
 
-    async def events(self) -> AsyncIterator[Sequence[KvEvent]]:
+    async def events(self) -> AsyncIterator[tuple[int, Sequence[KvEvent]]]:
         """Poll the KV events of all ranks."""
         while True:
             polled = []
@@ -160,15 +165,18 @@ class TrtllmBackend:
                 polled.append(event)
                 if len(polled) >= _EVENTS_AT_ONCE:
                     break
-            if events := self._cache.translate(polled):
-                yield events
-            elif not polled:
+            for rank, events in self._cache.translate(polled):
+                yield rank, events
+            if not polled:
                 await asyncio.sleep(_POLL_S)  # until a new request its iterator ends at once
 
-    async def active_blocks(self) -> int | None:
+    async def active_blocks(self) -> Sequence[int] | None:
+        """Read TensorRT-LLM's statistics, which tell of one rank."""
+        if self._spec.data_parallel > 1:
+            return None
         await self._read_stats(_POLL_S)
         used = self._stats.get("kvCacheStats", {}).get("usedNumBlocks")
-        return None if used is None else int(used)
+        return None if used is None else [int(used)]
 
     async def died(self) -> str:
         """Watch the executor, whose streams just stop when it is gone."""
@@ -186,6 +194,12 @@ class TrtllmBackend:
         if retention is None:
             return None
         return retention_config(self._api, retention, self._spec.scheduler.sessions.ttl_s)
+
+    def _scheduling(self, rank: int) -> Any:
+        """Give the rank that computes a request; None where there is one."""
+        if self._spec.data_parallel == 1:
+            return None
+        return self._ranks_api.SchedulingParams(attention_dp_rank=rank, attention_dp_relax=False)
 
     def _disaggregated(self, context: Context) -> Any:
         """Make the parameters of a generation request, of the fields that the installed version has."""
@@ -229,11 +243,11 @@ class TrtllmBackend:
             )
         return Serving(
             block_size=spec.block_size,
-            num_blocks=blocks * ranks,
+            num_blocks=blocks,
             context_length=context_length,
             vocab_size=spec.vocab_size,
-            max_running_requests=(requests or _RUNNING_DEFAULT) * ranks,
-            max_batch_tokens=(tokens or _CHUNK_DEFAULT) * ranks,
+            max_running_requests=requests or _RUNNING_DEFAULT,
+            max_batch_tokens=tokens or _CHUNK_DEFAULT,
             ranks=ranks,
             kv_events=self._reuses_blocks,
         )

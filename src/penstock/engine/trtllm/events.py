@@ -11,7 +11,6 @@ from penstock.core.types.events import KvEvent
 from penstock.core.wire import pack_tokens
 from penstock.engine.kv_events.engine_events import EngineEvent, EngineStored, Omissions
 from penstock.engine.kv_events.polled import PolledEvents
-from penstock.engine.kv_events.ranks import RankedBlocks
 from penstock.engine.kv_events.translator import HexSalts, KvEventTranslator
 from penstock.engine.spec import EngineSpec
 
@@ -30,7 +29,6 @@ class PolledCache:
         self.omissions: Omissions = Omissions()
         self._block_size = spec.block_size
         self._salts: OrderedDict[bytes, str | None] = OrderedDict()
-        self._blocks = RankedBlocks(spec.data_parallel)
         several = spec.data_parallel > 1
         self._readers = [
             PolledEvents(spec.block_size, self.omissions, rank if several else None)
@@ -56,12 +54,13 @@ class PolledCache:
         if len(self._salts) > _PROMPTS_MAX:
             self._salts.popitem(last=False)
 
-    def translate(self, polled: Sequence[Mapping[str, Any]]) -> list[KvEvent]:
-        """Translate events as they were polled."""
-        out: list[KvEvent] = []
+    def translate(self, polled: Sequence[Mapping[str, Any]]) -> list[tuple[int, Sequence[KvEvent]]]:
+        """Translate events as they were polled: (data-parallel rank, its events), without those that have none."""
+        out: list[tuple[int, Sequence[KvEvent]]] = []
         before = sum(self.omissions.values())
         for rank, (reader, translator) in enumerate(zip(self._readers, self._translators, strict=True)):
-            out += self._blocks.merge(rank, translator.translate(self._salted(reader.read(polled))))
+            if events := translator.translate(self._salted(reader.read(polled))):
+                out.append((rank, events))
         if sum(self.omissions.values()) > before:
             _log.debug(
                 "kv_events_omitted",

@@ -5,7 +5,7 @@ The core and its device processes are children of the worker. vLLM is imported w
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError, Unavailable
 from penstock.core.ids import RequestId
+from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
@@ -27,11 +28,9 @@ from penstock.engine.vllm.launch.child_output import ChildOutput
 from penstock.engine.vllm.launch.launch import end, launch, load_adapters
 from penstock.engine.vllm.load import LoadCounts
 from penstock.engine.vllm.media import MediaReader
-from penstock.engine.vllm.ranks import RankChoice
 from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
 from penstock.engine.vllm.sleep import check_sleep, wake_up
 from penstock.engine.vllm.tiers.settings import HASH_KEY, check_tiers, with_tiers
-from penstock.engine.vllm.tiers.stats import TierStats
 
 _RETRY_AFTER_S = 1.0
 _UNENCODABLE = (OverflowError, TypeError, ValueError)
@@ -60,11 +59,10 @@ class VllmEngine:
         self._serial = count()
         self._sending: set[asyncio.Task[None]] = set()
         self._unsent: list[Delta] = []
-        self._counts = LoadCounts()
-        self._tiers = TierStats()
+        self._counts = [LoadCounts() for _ in range(spec.data_parallel)]
+        """Of each data-parallel rank."""
         self._wake = asyncio.Event()
         self._events = VllmKvEvents(spec, self._events_came)
-        self._ranks = RankChoice(self._events.blocks, spec.block_size)
         self._level = 0
         """Level of the current sleep, or of the last one."""
         self._closed = False
@@ -91,17 +89,18 @@ class VllmEngine:
         self._output.forget()
         self._events.follow()
         config = self._core.vllm_config
-        self._counts.block_size = config.cache_config.block_size
-        ranks = self._spec.data_parallel
-        self._counts.num_ranks = ranks
-        self._counts.total_blocks = config.cache_config.num_gpu_blocks  # of all ranks
+        total_blocks = config.cache_config.num_gpu_blocks // len(
+            self._counts
+        )  # vLLM counts those of all ranks
+        for counts in self._counts:
+            counts.total_blocks = total_blocks
         return EngineInfo(
             block_size=config.cache_config.block_size,
-            total_blocks=self._counts.total_blocks,
+            total_blocks=total_blocks,
             context_length=config.model_config.max_model_len,
             max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
-            max_running_requests=ranks * config.scheduler_config.max_num_seqs,
-            prompts_at_once=ranks,
+            max_running_requests=config.scheduler_config.max_num_seqs,
+            data_parallel=len(self._counts),
             structured_outputs=True,
             media=self._media.kinds,
         )
@@ -126,7 +125,7 @@ class VllmEngine:
             )
         check_tokens(request, self._core.vllm_config.model_config.get_vocab_size())
         vllm_id = f"{request.request_id}-{next(self._serial)}"
-        rank, cached = self._ranks.choose(request, self._running.values())
+        rank = self._least_loaded() if request.rank is None else request.rank
         assert self._inputs is not None, "started"
         arguments = self._sampling_arguments(request)
         if request.media is None:
@@ -135,7 +134,7 @@ class VllmEngine:
             sending = self._add_with_media(vllm_id, request, arguments, rank)
         without = msgspec.structs.replace(request, media=None)
         self._ids[request.request_id] = vllm_id
-        self._running[vllm_id] = Running.of(without, asyncio.get_running_loop().time(), rank, cached)
+        self._running[vllm_id] = Running.of(without, asyncio.get_running_loop().time(), rank)
         self._send(sending, vllm_id)
 
     def abort(self, request_id: RequestId) -> None:
@@ -170,19 +169,26 @@ class VllmEngine:
                     return
                 if getting.done():
                     ended, getting = getting, None
-                    yield self._step(self._outputs(ended))
+                    for step in self._steps(self._deltas(self._outputs(ended))):
+                        yield step
                 elif (events := self._events.take()) or self._unsent:
                     deltas, self._unsent = tuple(self._unsent), []
-                    yield Step(deltas=deltas, events=events, load=self.load())
+                    for step in self._steps(deltas, events):
+                        yield step
         finally:
             if getting is not None:
                 getting.cancel()
                 await asyncio.gather(getting, return_exceptions=True)
 
     def load(self) -> WorkerLoad:
-        load = self._counts.load(self._running.values(), asyncio.get_running_loop().time())
-        return msgspec.structs.replace(
-            load, kv_tiers=self._tiers.counts, onboarded_tokens=self._tiers.hit_tokens
+        now_s, running = asyncio.get_running_loop().time(), self._running.values()
+        if len(self._counts) == 1:
+            return self._counts[0].load(running, now_s)
+        return WorkerLoad.of_ranks(
+            [
+                counts.load([each for each in running if each.rank == rank], now_s)
+                for rank, counts in enumerate(self._counts)
+            ]
         )
 
     async def close(self) -> None:
@@ -225,28 +231,39 @@ class VllmEngine:
 
     # -- messages
 
-    def _step(self, outputs: Any) -> Step:
-        deltas = []
+    def _deltas(self, outputs: Any) -> tuple[Delta, ...]:
+        """Count what one data-parallel rank's step brought, and make its deltas."""
+        deltas, counts = [], self._counts[outputs.engine_index]
         for output in outputs.outputs:
             running = self._running.get(output.request_id)
             if running is None:
                 continue  # aborted meanwhile
             deltas.append(self._delta(running, output))
-            self._counts.count(running, output)
+            counts.count(running, output)
             if output.finish_reason is not None:
                 del self._running[output.request_id]
                 if self._ids.get(running.request.request_id) == output.request_id:
                     del self._ids[running.request.request_id]
-        stats = outputs.scheduler_stats
-        self._counts.stepped(stats, outputs.engine_index)
-        if stats is not None:
-            self._events.add(
-                outputs.engine_index, self._tiers.read(stats.kv_connector_stats, outputs.engine_index)
-            )
-        return Step(deltas=tuple(deltas), events=self._events.take(), load=self.load())
+        self._events.add(outputs.engine_index, counts.stepped(outputs.scheduler_stats))
+        return tuple(deltas)
 
-    def _events_came(self) -> None:
-        self._counts.cached_blocks = min(self._events.num_blocks, self._counts.total_blocks)
+    def _steps(
+        self, deltas: tuple[Delta, ...], events: Sequence[tuple[int, Sequence[KvEvent]]] | None = None
+    ) -> Iterator[Step]:
+        """Make a step for each rank with events; the deltas are in the last one. `events`: None takes those that are here."""
+        *first, (rank, last) = (self._events.take() if events is None else events) or ((0, ()),)
+        for other, own in first:
+            yield Step(events=tuple(own), rank=other, load=self.load())
+        yield Step(deltas=deltas, events=tuple(last), rank=rank, load=self.load())
+
+    def _least_loaded(self) -> int:
+        """Choose the rank of a request that no router sent: the one with the fewest requests."""
+        ranks = range(len(self._counts))
+        return min(ranks, key=lambda rank: sum(each.rank == rank for each in self._running.values()))
+
+    def _events_came(self, rank: int) -> None:
+        counts = self._counts[rank]
+        counts.cached_blocks = min(self._events.num_blocks(rank), counts.total_blocks)
         self._wake.set()
 
     def _outputs(self, ended: asyncio.Task[Any]) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.core.types.events import AllBlocksCleared, KvEvent
-from penstock.engine.kv_events.ranks import RankedBlocks
 from penstock.engine.kv_events.subscriber import KvEventSubscriber, PublisherAddress
 from penstock.engine.kv_events.translator import HexSalts
 from penstock.engine.spec import EngineSpec
@@ -25,15 +24,14 @@ _log = get_logger()
 class VllmKvEvents:
     """Follows vLLM's events from `follow` to `close`. One event loop owns it."""
 
-    def __init__(self, spec: EngineSpec, came: Callable[[], None]) -> None:
-        """Make it; `came` is called when there are events to take."""
+    def __init__(self, spec: EngineSpec, came: Callable[[int], None]) -> None:
+        """Make it; `came` is called with the data-parallel rank of which there are events to take."""
         self._spec = spec
         self._came = came
         self._folder: str | None = None
-        self.blocks = RankedBlocks(spec.data_parallel)
         self._subscribers: list[KvEventSubscriber] = []
         self._following: list[asyncio.Task[None]] = []
-        self._events: list[KvEvent] = []
+        self._events: dict[int, list[KvEvent]] = {}
 
     def arguments(self) -> dict[str, Any]:
         """Make the directory, and give the arguments of AsyncEngineArgs that have vLLM publish there.
@@ -82,21 +80,21 @@ class VllmKvEvents:
             self._subscribers.append(subscriber)
             self._following.append(following)
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that vLLM is known to hold, in all its ranks."""
-        return sum(subscriber.num_blocks for subscriber in self._subscribers)
+    def num_blocks(self, rank: int) -> int:
+        """Count the blocks that a data-parallel rank is known to hold."""
+        return self._subscribers[rank].num_blocks
 
-    def take(self) -> tuple[KvEvent, ...]:
-        """Give the events since the last call, in order."""
+    def take(self) -> Sequence[tuple[int, Sequence[KvEvent]]]:
+        """Give the events since the last call, in order: (data-parallel rank, its events)."""
         if not self._events:
             return ()
-        events, self._events = tuple(self._events), []
-        return events
+        events, self._events = self._events, {}
+        return tuple(events.items())
 
     def add(self, rank: int, events: Sequence[KvEvent]) -> None:
-        """Add a rank's events that vLLM does not tell: those of tiers."""
-        self._events += self.blocks.merge(rank, events)
+        """Add events of a data-parallel rank, such as those of tiers, which vLLM does not tell."""
+        if events:
+            self._events.setdefault(rank, []).extend(events)
 
     async def close(self) -> None:
         """Stop following, and remove the directory. Safe twice."""
@@ -117,8 +115,8 @@ class VllmKvEvents:
             self._publish(rank, [AllBlocksCleared()])
 
     def _publish(self, rank: int, events: Sequence[KvEvent]) -> None:
-        self._events += self.blocks.merge(rank, events)
-        self._came()
+        self.add(rank, events)
+        self._came(rank)
 
     def _address(self, folder: str) -> PublisherAddress:
         # vLLM appends the rank only to names with "inproc".

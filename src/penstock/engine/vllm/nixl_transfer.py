@@ -12,7 +12,6 @@ import msgspec
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
-from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, KvHandle, Request
 from penstock.core.wire import NO_TOKENS
 from penstock.engine.spec import EngineSpec
@@ -140,8 +139,6 @@ class NixlVllmEngine(VllmEngine):
         self._ttl_s = float(
             next((one["kv_lease_duration"] for one in extra if "kv_lease_duration" in one), 30)
         )
-        self._received_tokens = 0
-        self._recomputed_prompts = 0
         self._has_warned = False
 
     def kv_transfer_kind(self) -> str:
@@ -153,14 +150,6 @@ class NixlVllmEngine(VllmEngine):
             "engine vllm cannot sleep: NIXL has registered its KV memory, for roles prefill and decode; stop the worker to"
             " free its memory",
             http_status=409,
-        )
-
-    def load(self) -> WorkerLoad:
-        load = super().load()
-        return msgspec.structs.replace(
-            load,
-            prefix_hit_tokens=load.prefix_hit_tokens - self._received_tokens,
-            kv_failures=self._recomputed_prompts,
         )
 
     def _environment(self, present: Mapping[str, str]) -> dict[str, str]:
@@ -175,8 +164,9 @@ class NixlVllmEngine(VllmEngine):
         delta = super()._delta(running, output)
         request, stats, params = running.request, output.prefill_stats, output.kv_transfer_params
         if request.kv is not None and stats is not None and not running.has_output:
-            self._received_tokens += stats.num_external_cached_tokens
-            self._recomputed_prompts += stats.num_computed_tokens > 1
+            counts = self._counts[running.rank]
+            counts.prefix_hit_tokens -= stats.num_external_cached_tokens
+            counts.kv_failures += stats.num_computed_tokens > 1
         if request.prefill_only and params and delta.finish_reason is FinishReason.LENGTH:
             handle = KvHandle.native(pack_params(params), params["remote_num_tokens"], self._ttl_s)
             return msgspec.structs.replace(delta, token_ids=NO_TOKENS, logprobs=(), kv=handle)

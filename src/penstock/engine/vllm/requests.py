@@ -26,11 +26,10 @@ class Running:
     rank: int = 0
 
     @classmethod
-    def of(cls, request: Request, arrived_s: float, rank: int = 0, cached: int | None = None) -> "Running":
-        """Begin a request on a data-parallel rank that has `cached` tokens of its prompt; None: as many as the router expected."""
+    def of(cls, request: Request, arrived_s: float, rank: int = 0) -> "Running":
+        """Begin a request on a data-parallel rank, which has as many of its tokens as the router expected."""
         count = num_tokens(request.token_ids)
-        known = request.expected_cached_tokens if cached is None else cached
-        return cls(request, arrived_s, count, max(count - known, 1), rank=rank)
+        return cls(request, arrived_s, count, max(count - request.expected_cached_tokens, 1), rank=rank)
 
     def refused(self, why: PenstockError) -> Delta:
         """Make the last delta of a request that vLLM does not take."""

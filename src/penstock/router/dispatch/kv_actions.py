@@ -47,11 +47,12 @@ class KvActions:
         if worker is not None:
             member = find_worker(self._fleet, worker)
             return [_acted(member, await _ask(member, action))]
-        members = [
-            member
+        of_workers = {
+            member.instance.registration: member
             for member in self._fleet.slots.now()
             if member is not None and member.listed and member.connection
-        ]
+        }
+        members = list(of_workers.values())
         if not members:
             raise Unavailable("no worker is connected; try again when one is")
         outcomes = await asyncio.gather(*(_ask(member, action) for member in members), return_exceptions=True)
@@ -59,7 +60,7 @@ class KvActions:
         for member, outcome in zip(members, outcomes, strict=True):
             if isinstance(outcome, PenstockError):
                 refused.append(outcome)
-                acted.append(KvActed(worker=member.instance.name, problem=outcome.message))
+                acted.append(KvActed(worker=member.instance.worker, problem=outcome.message))
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
@@ -83,7 +84,7 @@ class KvActions:
 
 
 def _acted(member: Member, report: KvReport) -> KvActed:
-    return KvActed(worker=member.instance.name, blocks=report.blocks, held=report.held)
+    return KvActed(worker=member.instance.worker, blocks=report.blocks, held=report.held)
 
 
 async def _ask(member: Member, action: KvAction) -> KvReport:

@@ -226,7 +226,8 @@ class OpenRequest:
             self._progress.request_in_time(self._loop.time() - self._opened_s),
             self._retry_state,
         )
-        exclude, beside = retry_state.avoided | retry_state.lost, self.siblings.place(self)
+        lost = self._shared.fleet.ranks.beside(retry_state.lost)  # ranks of one engine are lost together
+        exclude, beside = retry_state.avoided | lost, self.siblings.place(self)
         candidates = self._shared.router.score(request, exclude, beside=beside)
         if candidates is None and retry_state.lost:  # a lost worker that is back is better than none
             candidates = self._shared.router.score(request, retry_state.avoided)

@@ -64,11 +64,11 @@ class WorkerChanges:
             _check_context(member, others)
         elif role is Role.PREFILL:
             _check_not_last(member, others)
-            self._to_prefill.add(member.worker_id)
+            self._to_prefill.add(member.instance.registration)
         try:
             await _ask(member, connection, BecomeRole(role=role), str(role))
         finally:
-            self._to_prefill.discard(member.worker_id)
+            self._to_prefill.discard(member.instance.registration)
         await self._heard(member, InstanceState.READY, role, str(role))
         return RoleChanged(worker=name, before=before, role=role, took_s=loop.time() - asked_s)
 
@@ -104,10 +104,10 @@ class WorkerChanges:
             other
             for other in self._fleet.slots.now()
             if other is not None
-            and other is not member
+            and other.instance.registration != member.instance.registration
             and other.condition is Condition.READY
             and other.instance.card.name == member.instance.card.name
-            and other.worker_id not in self._to_prefill
+            and other.instance.registration not in self._to_prefill
         ]
 
     async def _heard(self, member: Member, state: InstanceState, role: Role, what: str) -> None:
@@ -121,7 +121,7 @@ class WorkerChanges:
                         await changed.wait()
         except TimeoutError as error:
             raise Unavailable(
-                f"worker {member.instance.name} has become {what}, but discovery has not said so here within"
+                f"worker {member.instance.worker} has become {what}, but discovery has not said so here within"
                 f" {_HEARD_S_MAX:g} s; is the registry there?"
             ) from error
 
@@ -138,7 +138,7 @@ async def _ask(member: Member, connection: Connection, change: WorkerChange, wha
             await connection.change(change)
     except TimeoutError as error:
         raise Unavailable(
-            f"worker {member.instance.name} has not become {what} within {_ANSWER_S_MAX:g} s; GET /admin/workers says what"
+            f"worker {member.instance.worker} has not become {what} within {_ANSWER_S_MAX:g} s; GET /admin/workers says what"
             " it is, worker.drain_timeout_s how long what it has may take"
         ) from error
 
@@ -155,7 +155,7 @@ def _check_not_last(member: Member, others: Sequence[Member]) -> None:
     if not others or lacking:
         what = f"model {instance.card.name}" if not others else f"adapter {lacking[0]}"
         raise RequestError(
-            f"{instance.name} is the last worker that answers for {what}: as a prefill worker it would only"
+            f"{instance.worker} is the last worker that answers for {what}: as a prefill worker it would only"
             " compute prompts; make another one a decode worker first",
             http_status=409,
         )
@@ -171,7 +171,7 @@ def _check_context(member: Member, others: Sequence[Member]) -> None:
     longest = max((other.instance.card.context_length for other in others), default=own)
     if own < longest:
         raise RequestError(
-            f"{member.instance.name} holds at most {own} tokens of a request and others that answer {longest}: what it answered"
+            f"{member.instance.worker} holds at most {own} tokens of a request and others that answer {longest}: what it answered"
             " would end sooner; choose a worker with as much KV",
             http_status=409,
         )

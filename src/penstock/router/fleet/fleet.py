@@ -23,6 +23,7 @@ from penstock.router.fleet.card_files import fetch_file
 from penstock.router.fleet.change_notifier import ChangeNotifier
 from penstock.router.fleet.connector import Connector
 from penstock.router.fleet.media import expand_media
+from penstock.router.fleet.ranks import Ranks
 from penstock.router.fleet.slots import WorkerSlots
 from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.index.indexer import Indexer
@@ -86,6 +87,7 @@ class Fleet:
         self._metrics = metrics
         self._rng = rng
         self._members: dict[WorkerId, Member] = {}
+        self.ranks = Ranks()
         self.slots = WorkerSlots()
         self.changes = ChangeNotifier()
         """Told of every change of a worker."""
@@ -106,9 +108,11 @@ class Fleet:
             async for change in self._discovery.watch():
                 match change:
                     case InstancePut(instance=instance):
-                        self._put(instance)
+                        for target in self.ranks.put(instance):
+                            self._put(target)
                     case InstanceRemoved(worker_id=worker_id, reason=reason):
-                        self._remove(worker_id, reason)
+                        for each in self.ranks.remove(worker_id):
+                            self._remove(each, reason)
                     case WatchSynced():
                         self._on_synced()
                     case _:
@@ -138,6 +142,11 @@ class Fleet:
         return self._synced and all(
             m.connections or m.problem is not None for m in self._members.values() if m.listed
         )
+
+    def has(self, target: Instance) -> bool:
+        """Say whether a target was taken in as it is, and was connected."""
+        member = self._members.get(target.worker_id)
+        return member is not None and member.instance == target and member.connections > 0
 
     def slot_of(self, worker_id: WorkerId) -> int | None:
         member = self._members.get(worker_id)

@@ -9,17 +9,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from penstock.core.types.events import EventBatch, EventMessage
-from penstock.seams import EventSink
-
-
-class EventSource(Protocol):
-    """The worker's side of subscriptions, as in `WorkerService`."""
-
-    def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]: ...
-
-    def subscribe(self, sink: EventSink) -> None: ...
-
-    def unsubscribe(self, sink: EventSink) -> None: ...
+from penstock.seams import EventSource
 
 
 class EventOutlet(Protocol):
@@ -34,8 +24,8 @@ class EventOutlet(Protocol):
 class EventFeed:
     """One subscription; the `EventSink` of a worker. One task owns it."""
 
-    def __init__(self, service: EventSource, outlet: EventOutlet) -> None:
-        self._service = service
+    def __init__(self, source: EventSource, outlet: EventOutlet) -> None:
+        self._source = source
         self._outlet = outlet
         self._pending: Iterator[EventMessage | None] | None = None
         self._turn: asyncio.Handle | None = None
@@ -47,10 +37,10 @@ class EventFeed:
         """Send the events after this sequence (None: a snapshot) and all later ones; a second call resyncs."""
         self._sent = after_sequence
         self._behind = False
-        self._pending = self._service.events_after(after_sequence)
+        self._pending = self._source.events_after(after_sequence)
         if not self._subscribed:
             self._subscribed = True
-            self._service.subscribe(self)
+            self._source.subscribe(self)
         self.pump()
 
     def push_event(self, message: EventMessage) -> None:
@@ -74,14 +64,14 @@ class EventFeed:
                     self._turn = asyncio.get_running_loop().call_soon(self._resume)
             elif self._behind:
                 self._behind = False
-                self._pending = self._service.events_after(self._sent)
+                self._pending = self._source.events_after(self._sent)
             else:
                 return
 
     def close(self) -> None:
         if self._subscribed:
             self._subscribed = False
-            self._service.unsubscribe(self)
+            self._source.unsubscribe(self)
         self._pending = None
         self._behind = False
         if self._turn is not None:

@@ -79,7 +79,7 @@ class FrontendPeer:
         self._hello_timer: asyncio.TimerHandle | None = None
         self._outbox: Outbox | None = None  # None until the client is accepted
         self._load: WorkerLoad | None = None
-        self._feed = EventFeed(service, self)
+        self._feed: EventFeed | None = None  # likewise
         self._reads: dict[int, asyncio.Future[bytes | None]] = {}
         self._files: deque[tuple[int, Iterator[tuple[bytes, bool]]]] = deque()
         self._finishing: str | None = None
@@ -143,6 +143,7 @@ class FrontendPeer:
                 self._outbox.close(request_id)
                 self._service.abort(request_id, self)
             case Subscribe(after_sequence=after_sequence):
+                assert self._feed is not None, "accepted"
                 self._feed.subscribe(after_sequence)
             case Fetch():
                 self._on_fetch(message)
@@ -164,7 +165,8 @@ class FrontendPeer:
         if self._load is not None and self.channel.writable:
             self.channel.send(Load(load=self._load))
             self._load = None
-        self._feed.pump()
+        if self._feed is not None:
+            self._feed.pump()
         self._send_files()
 
     def channel_closed(self, reason: str) -> None:
@@ -176,7 +178,8 @@ class FrontendPeer:
             read.cancel()
         if self._outbox is not None:
             _log.info("frontend_disconnected", process=self.process, peer=self.channel.peer, reason=reason)
-            self._feed.close()
+            if self._feed is not None:
+                self._feed.close()
             self._service.disconnected(self)
 
     def _on_hello(self, message: Frame) -> None:
@@ -185,6 +188,11 @@ class FrontendPeer:
                 f"{type(message).__name__} before hello; the peer is no frontend of this release"
             )
         reply = handshake.reply(self._identity, self._challenge, message)
+        if reply.error is None:
+            try:
+                self._service.check_rank(message.rank)
+            except ProtocolError as error:
+                reply = handshake.HelloReply(wire_version=reply.wire_version, error=error.to_info())
         self.channel.send(reply)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
@@ -201,7 +209,8 @@ class FrontendPeer:
             abort=self._abort_later,
         )
         _log.info("frontend_connected", process=self.process, peer=self.channel.peer)
-        self._service.connected(self)
+        self._feed = EventFeed(self._service.events(message.rank), self)
+        self._service.connected(self, message.rank)
 
     def _abort_later(self, request_id: RequestId) -> None:
         """Abort in the next turn of the loop, not within the step whose deltas exceeded the bound."""

@@ -55,9 +55,10 @@ class MemoryPlane:
             raise WorkerLost(
                 f"worker {instance.name}: nobody listens at {instance.address}; it has probably gone: try another"
             )
-        link = _Link(server, instance.worker_id, sink)
+        server.service.check_rank(instance.rank)
+        link = _Link(server, instance, sink)
         server.links.append(link)
-        link.later(server.service.connected, link)
+        link.later(server.service.connected, link, instance.rank)
         await asyncio.sleep(0)
         return MemoryConnection(link)
 
@@ -89,9 +90,10 @@ class MemoryServer:
 class _Link:
     """One connection seen from the worker: its `FrontendSink` and `EventSink`."""
 
-    def __init__(self, server: MemoryServer, worker_id: WorkerId, sink: WorkerSink) -> None:
+    def __init__(self, server: MemoryServer, instance: Instance, sink: WorkerSink) -> None:
         self.server = server
-        self.worker_id = worker_id
+        self.worker_id = instance.worker_id
+        self._events = server.service.events(instance.rank)
         self.sink = sink
         self.up = True
         self._loop = asyncio.get_running_loop()
@@ -155,10 +157,10 @@ class _Link:
             self.later(self._push, encode(now))
 
     def subscribe(self, after_sequence: int | None) -> None:
-        for message in self.server.service.events_after(after_sequence):
+        for message in self._events.events_after(after_sequence):
             if message is not None:
                 self.push_event(message)
-        self.server.service.subscribe(self)
+        self._events.subscribe(self)
 
     def change(self, change: WorkerChange | KvAction, call_id: int) -> None:
         self.server.service.change(change, partial(self._answer, call_id))
@@ -187,7 +189,7 @@ class _Link:
         self.calls.fail(self._lost("it was closed"))
         self.expansions.fail(self._lost("it was closed"))
         if tell_service:
-            self.server.service.unsubscribe(self)
+            self._events.unsubscribe(self)
             self.server.service.disconnected(self)
 
     def _lost(self, why: str) -> WorkerLost:

@@ -275,7 +275,11 @@ class WorkerPeer:
             raise ProtocolError("challenge: a second one on the same connection; the peer is broken")
         try:
             hello = handshake.hello(
-                self._identity, challenge, expected=self.worker_id, window_tokens=self._config.window_tokens
+                self._identity,
+                challenge,
+                expected=self._instance.registration,
+                window_tokens=self._config.window_tokens,
+                rank=self._instance.rank,
             )
         except ProtocolError as error:
             self._refuse(error)

@@ -89,7 +89,8 @@ class HostPlane:
             raise WorkerLost(
                 f"worker {instance.name}: nobody listens at {instance.address}; it has probably gone: try another"
             )
-        link = _Link(server, instance.worker_id, self._host, sink)
+        server.service.check_rank(instance.rank)
+        link = _Link(server, instance, self._host, sink)
         server.links.append(link)
         network.add(link)
         link.up.send(_FRAME_BYTES, link.greet)
@@ -120,10 +121,12 @@ class _Link:
     `up` leads to the worker, `down` to the frontend. Each side learns of the connection's end separately.
     """
 
-    def __init__(self, server: SimServer, worker_id: WorkerId, frontend_host: str, sink: WorkerSink) -> None:
+    def __init__(self, server: SimServer, instance: Instance, frontend_host: str, sink: WorkerSink) -> None:
         self.network = server.network
         self.server = server
-        self.worker_id = worker_id
+        self.worker_id = instance.worker_id
+        self._rank = instance.rank
+        self._events = server.service.events(instance.rank)
         self.ends = (server.host, frontend_host)
         self.worker_up = self.frontend_up = True
         self.up = Pipe(server.network, self.ends)
@@ -212,13 +215,13 @@ class _Link:
 
     def greet(self) -> None:
         self._is_greeted = True
-        self.server.service.connected(self)
+        self.server.service.connected(self, self._rank)
 
     def subscribe(self, after_sequence: int | None) -> None:
-        for message in self.server.service.events_after(after_sequence):
+        for message in self._events.events_after(after_sequence):
             if message is not None:
                 self.push_event(message)
-        self.server.service.subscribe(self)
+        self._events.subscribe(self)
 
     def _submit(self, request: Request) -> None:
         self._outbox.open(request.request_id)
@@ -294,7 +297,7 @@ class _Link:
         self.up.is_deaf = True
         self.server.links.remove(self)
         if tell and self._is_greeted:
-            self.server.service.unsubscribe(self)
+            self._events.unsubscribe(self)
             self.server.service.disconnected(self)
         self._forget_if_over()
 

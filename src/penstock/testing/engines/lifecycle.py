@@ -18,7 +18,7 @@ class EngineLifecycle(EngineCase):
             async with self.probe() as probe:
                 info = probe.info
                 assert info.block_size > 0
-                assert info.total_blocks == probe.engine.load().total_blocks > 0
+                assert info.data_parallel * info.total_blocks == probe.engine.load().total_blocks > 0
                 assert 0 < info.context_length <= info.total_blocks * info.block_size
                 assert info.max_batch_tokens > 0
                 assert info.max_running_requests > 0
@@ -138,7 +138,7 @@ class EngineLifecycle(EngineCase):
         async def main() -> None:
             async with self.probe() as probe:
                 least = self.setup.max_waiting_requests
-                most = least + probe.info.max_running_requests
+                most = (least + probe.info.max_running_requests) * probe.info.data_parallel
                 requests = (make_request(f"r{index}", self.prompt(5, index)) for index in range(most + 1))
                 with pytest.raises(Overloaded) as refused:
                     probe.submit(*requests)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from penstock.core.errors import Overloaded, RequestError
+from penstock.core.errors import Overloaded, ProtocolError, RequestError
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.changes import BecomeRole, Sleep, WorkerChange
@@ -25,9 +25,11 @@ from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request,
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.publisher import EventPublisher
-from penstock.seams import Answer, EventSink, FrontendSink, MediaAnswer
+from penstock.seams import Answer, EventSink, EventSource, FrontendSink, MediaAnswer
 
 TICK_S = 0.001
+RANKS = 4
+"""Data-parallel ranks that it takes connections for."""
 FILE = bytes(range(256)) * 1000
 """A file of several chunks that every scripted worker has."""
 FILE_SHA256 = hashlib.sha256(FILE).hexdigest()
@@ -108,6 +110,7 @@ class ScriptedWorker:
         deadline: emits the remaining milliseconds.
         stats: emits its `WorkerStats`.
         publish: publishes one event batch per prompt token: a block stored at the root, or removed for a negative token.
+        rank: emits the rank of its connection.
         silence: emits nothing, ever.
         goodbye: closes the server.
     """
@@ -119,12 +122,18 @@ class ScriptedWorker:
         self._live: dict[RequestId, _Live] = {}
         self._expected: dict[RequestId, FrontendSink] = {}
         self._sinks: list[FrontendSink] = []
+        self._ranks: dict[FrontendSink, int] = {}
         self._subscribers: list[EventSink] = []
         self._timer: asyncio.TimerHandle | None = None
         self._connected = self._disconnected = self._submitted = self._aborted = 0
 
-    def connected(self, sink: FrontendSink) -> None:
+    def check_rank(self, rank: int) -> None:
+        if rank >= RANKS:
+            raise ProtocolError(f"rank {rank}: a scripted worker has {RANKS}")
+
+    def connected(self, sink: FrontendSink, rank: int = 0) -> None:
         self._connected += 1
+        self._ranks[sink] = rank
         self._sinks.append(sink)
         sink.push_load(self._load())
 
@@ -151,8 +160,12 @@ class ScriptedWorker:
     def disconnected(self, sink: FrontendSink) -> None:
         self._disconnected += 1
         self._sinks.remove(sink)
+        del self._ranks[sink]
         for request_id in [r for r, live in self._live.items() if live.sink is sink]:
             del self._live[request_id]
+
+    def events(self, rank: int = 0) -> EventSource:  # noqa: ARG002 - the same of every rank
+        return self
 
     def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
         return self.publisher.events_after(sequence)
@@ -285,6 +298,9 @@ class ScriptedWorker:
                 self.publisher.publish([BlockRemoved(block_hashes=pack_hashes([-token]))])
         return _delta(live, [self.publisher.sequence], FinishReason.STOP)
 
+    def _rank(self, live: _Live) -> Delta:
+        return _delta(live, [self._ranks[live.sink]], FinishReason.STOP)
+
     def _silence(self, _live: _Live) -> None:
         return None
 
@@ -301,6 +317,7 @@ _SCRIPTS: Mapping[str, Callable[[ScriptedWorker, _Live], Delta | None]] = {
     "deadline": ScriptedWorker._deadline,
     "stats": ScriptedWorker._stats,
     "publish": ScriptedWorker._publish,
+    "rank": ScriptedWorker._rank,
     "silence": ScriptedWorker._silence,
     "goodbye": ScriptedWorker._goodbye,
 }

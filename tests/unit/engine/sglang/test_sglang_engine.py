@@ -284,3 +284,27 @@ def test_a_room_that_nobody_fills_fails_the_request_alone(sglang, monkeypatch) -
             assert len(answer.token_ids) == 12
 
     run_async(main())
+
+
+def test_a_request_goes_to_its_rank_and_one_without_to_the_emptiest(sglang) -> None:
+    async def main() -> None:
+        async with EngineProbe(SglangEngine(spec(data_parallel=2, kv_blocks=80))) as probe:
+            info = probe.info
+            assert (info.data_parallel, info.prompts_at_once, info.total_blocks) == (2, 1, 40)
+            asked = [make_request(name, range(40), max_tokens=4) for name in "abc"]
+            await probe.run(*(replace(request, rank=1) for request in asked[:2]), asked[2])
+            assert sorted(call["routed_dp_rank"] for call in fake.CALLS[-3:]) == [0, 1, 1]
+            ranks = probe.engine.load().ranks
+            assert [rank.generated_tokens for rank in ranks] == [4, 8]
+            assert probe.engine.load().generated_tokens == 12
+
+    run_async(main())
+
+
+def test_an_sglang_that_takes_no_rank_is_refused(sglang, monkeypatch) -> None:
+    async def without_rank(self, input_ids=None, sampling_params=None, rid=None, *, cache_salt=None):
+        raise AssertionError
+
+    monkeypatch.setattr(fake.Engine, "async_generate", without_rank)
+    with pytest.raises(ConfigError, match=r"routed_dp_rank or data_parallel_rank.*data_parallel 1"):
+        start(spec(data_parallel=2))

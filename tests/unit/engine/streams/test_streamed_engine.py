@@ -60,7 +60,7 @@ class ScriptedBackend:
             yield each
         await asyncio.Event().wait()
 
-    async def active_blocks(self) -> int | None:
+    async def active_blocks(self) -> None:
         return None
 
     async def died(self) -> str:
@@ -179,7 +179,7 @@ def test_lost_kv_events_clear_what_routers_know() -> None:
         (answer,) = await probe.run(make_request("a", range(5)))
         assert answer.error is None, "requests go on"
 
-    run({"a": [END]}, scenario, events=[[stored], ConnectionError("gone")])
+    run({"a": [END]}, scenario, events=[(0, [stored]), ConnectionError("gone")])
 
 
 def test_all_that_comes_in_one_turn_is_one_step() -> None:

@@ -304,3 +304,18 @@ def test_an_abort_waits_for_kv_that_is_on_its_way(trtllm) -> None:
             assert target.engine.load().running_requests == 0
 
     run_async(main())
+
+
+def test_a_request_goes_to_its_rank(trtllm) -> None:
+    async def main() -> None:
+        with installed("tensorrt_llm.scheduling_params", fake, "1.1.0"):
+            async with EngineProbe(adapter.TrtllmEngine(spec(data_parallel=2, kv_blocks=80))) as probe:
+                assert probe.info.data_parallel == 2
+                requests = [make_request(name, range(40), max_tokens=4) for name in "ab"]
+                await probe.run(replace(requests[0], rank=1), requests[1])
+                said = [call["scheduling"] for call in fake.CALLS[-2:]]
+                assert sorted(each.attention_dp_rank for each in said) == [0, 1]
+                assert {each.attention_dp_relax for each in said} == {False}
+                assert [rank.generated_tokens for rank in probe.engine.load().ranks] == [4, 4]
+
+    run_async(main())

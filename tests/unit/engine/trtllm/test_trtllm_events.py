@@ -29,7 +29,8 @@ def stored_hashes(cache: PolledCache, *polled: dict) -> list[int]:
     found = cache.translate(polled)
     return [
         low
-        for event in found
+        for _, events in found
+        for event in events
         if isinstance(event, BlockStored)
         for low in unpack_hashes(event.block_hashes).tolist()
     ]
@@ -56,8 +57,11 @@ def test_each_rank_has_a_cache_of_its_own() -> None:
     cache = PolledCache(EngineSpec(model="m", block_size=SIZE, data_parallel=2))
     tokens = list(range(8))
     cache.expect(tokens, "aa")
-    found = stored_hashes(cache, stored(0, tokens, rank=0), stored(0, tokens, rank=1))
-    assert found == expected(tokens, b"\xaa") * 2
+    found = cache.translate([stored(0, tokens, rank=1), stored(0, tokens, rank=0)])
+    assert [rank for rank, _ in found] == [0, 1]
+    for _, events in found:
+        lows = [low for event in events for low in unpack_hashes(event.block_hashes).tolist()]
+        assert lows == expected(tokens, b"\xaa")
     assert not cache.omissions
 
 

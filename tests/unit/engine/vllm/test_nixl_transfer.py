@@ -199,7 +199,8 @@ def test_received_tokens_are_no_cache_hits_and_recomputed_prompts_are_counted() 
         running = {name: Running.of(asked, 0.0) for name in "ab"}
         engine._running.update(running)
         said = [output(request_id="a"), output(request_id="b", prefill_stats=recomputed)]
-        return engine._step(SimpleNamespace(outputs=said, engine_index=0, scheduler_stats=None)).load
+        engine._deltas(SimpleNamespace(outputs=said, engine_index=0, scheduler_stats=None))
+        return engine.load()
 
     load = asyncio.run(counted())
     assert (load.prefix_hit_tokens, load.prefilled_tokens, load.kv_failures) == (0, 51, 1)

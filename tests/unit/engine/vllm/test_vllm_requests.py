@@ -125,7 +125,7 @@ def test_the_load_counts_what_vllm_has_not_said_yet() -> None:
     assert (waiting.oldest_wait_s, waiting.context_tokens) == (3.0, 0)
     preempted = SimpleNamespace(type=3)
     counts.count(first, output(1, events=[SimpleNamespace(type=1), preempted]))
-    counts.stepped(SimpleNamespace(num_running_reqs=2, kv_cache_usage=0.1))
+    counts.stepped(SimpleNamespace(num_running_reqs=2, kv_cache_usage=0.1, kv_connector_stats=None))
     both = counts.load([first, second], now_s=4.0)
     assert (both.running_requests, both.waiting_requests, both.active_blocks) == (2, 0, 5)
     assert (both.context_tokens, both.queued_prefill_tokens) == (101, 100)

@@ -165,22 +165,12 @@ def test_prompts_of_more_than_tokens_are_left_alone(fields: Any) -> None:
 def test_the_worker_hears_counts_and_events_alone_and_within_a_multiconnector() -> None:
     stored = BlockStored(block_hashes=pack_hashes([1]), parent_block_hash=None, block_size=32, tier=Tier.HOST)
     stats = TierStats()
-    assert stats.read(None, 0) == []
-    assert stats.read({"NixlConnector": {"x": 1}}, 0) == []
+    assert stats.read(None) == ()
+    assert stats.read({"NixlConnector": {"x": 1}}) == ()
     assert stats.hit_tokens == ()
     host = KvTierCounts(tier=Tier.HOST, total_blocks=4, block_bytes=10, hit_tokens=64)
-    assert stats.read(pack_stats([host], [stored]), 0) == [stored]
+    assert stats.read(pack_stats([host], [stored])) == [stored]
     assert stats.counts == (host,)
-    assert stats.read({"PenstockConnector": pack_stats([host], []), "NixlConnector": {}}, 1) == []
-    (both,) = stats.counts
-    assert (both.total_blocks, both.block_bytes, both.hit_tokens) == (8, 10, 128)
-    assert stats.hit_tokens == (128, 0, 0)
-
-
-def test_ranks_that_have_no_tiers_yet_are_left_out() -> None:
-    stats = TierStats()
-    host = KvTierCounts(tier=Tier.HOST, total_blocks=4, block_bytes=10, hit_tokens=64)
-    stats.read(pack_stats([host], []), 0)
-    stats.read(pack_stats([], []), 1)
+    assert stats.read({"PenstockConnector": pack_stats([host], []), "NixlConnector": {}}) == []
     assert stats.counts == (host,)
     assert stats.hit_tokens == (64, 0, 0)
