@@ -110,12 +110,18 @@ def _engines() -> Iterator[list[str]]:
         of("kv_offload", "restart_cached_share_without", ".0f", 100) + " %, without the restart",
         of("kv_offload", "restart_cached_share_ratio", ".2f"), "at least 0.9", file,
     ]  # fmt: skip
-    yield [
-        "`ttft_mean_ms_host`, vLLM, 24 users x 6 turns, a fifth of their KV on the device",
-        of("kv_offload_vllm", "ttft_mean_ms_host", ".0f") + " ms",
-        of("kv_offload_vllm", "ttft_mean_ms_device", ".0f") + " ms, without the host tier",
-        of("kv_offload_vllm", "ttft_less_with_host", ".0f", 100) + " % lower", "50 % lower", link("kv_offload_vllm"),
-    ]  # fmt: skip
+    for said, name in (
+        (
+            "`ttft_mean_ms_host`, vLLM, 24 users x 6 turns, a fifth of their KV on the device",
+            "kv_offload_vllm",
+        ),
+        ("the same, a second run", "kv_offload_vllm_second"),
+    ):
+        yield [
+            said, of(name, "ttft_mean_ms_host", ".0f") + " ms",
+            of(name, "ttft_mean_ms_device", ".0f") + " ms, without the host tier",
+            of(name, "ttft_less_with_host", ".0f", 100) + " % lower", "50 % lower", link(name),
+        ]  # fmt: skip
     for speed in ("0.2", "1", "5"):
         hits = of("kv_fleet", f"hit_tokens_{speed}_gb_per_s", ",.0f")
         yield [
