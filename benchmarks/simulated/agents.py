@@ -33,7 +33,7 @@ CASES = {
     "both": (True, (*_DEVICES_8, *_HOST)),
 }
 """Whether agents open sessions, and settings of the graph."""
-RATES = (0.1, 0.15, 0.175, 0.2)
+RATES = (0.1, 0.15, 0.175)
 """Agents that start per second, over 8 GPUs; six times as many chats come beside them."""
 TARGET_S = 1.0
 """Limit of the 90th percentile of agents' TTFT."""
