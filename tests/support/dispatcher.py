@@ -8,7 +8,7 @@ from typing import Self, cast
 from penstock.core.errors import RequestError
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
-from penstock.core.types.kv_actions import KvAction
+from penstock.core.types.kv.actions import KvAction
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_tokens, unpack_tokens

@@ -36,7 +36,7 @@ from penstock.core.types.instances import (
     Role,
     WatchSynced,
 )
-from penstock.core.types.kv_actions import (
+from penstock.core.types.kv.actions import (
     KvEvict,
     KvFlush,
     KvHeld,
@@ -45,8 +45,8 @@ from penstock.core.types.kv_actions import (
     KvReport,
     KvUnpin,
 )
-from penstock.core.types.kv_exchange import KvAccess, KvExchange
-from penstock.core.types.kv_layout import KvLayout
+from penstock.core.types.kv.exchange import KvAccess, KvExchange
+from penstock.core.types.kv.layout import KvLayout
 from penstock.core.types.load import KvRead, KvTierCounts, SessionCounts, WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaItem, MediaPrompt
 from penstock.core.types.requests import (

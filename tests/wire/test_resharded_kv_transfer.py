@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.core.types.instances import Role
-from penstock.core.types.kv_layout import KvLayout
+from penstock.core.types.kv.layout import KvLayout
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig

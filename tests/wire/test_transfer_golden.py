@@ -13,7 +13,7 @@ from penstock.core.descriptors import MemoryKind, RegionInfo, TransferOp
 from penstock.core.errors import ErrorInfo
 from penstock.core.net.framing import LENGTH_BYTES, Goodbye, Ping, Pong
 from penstock.core.net.handshake import Challenge
-from penstock.core.types.kv_layout import KvLayout, RankLayout
+from penstock.core.types.kv.layout import KvLayout, RankLayout
 from penstock.core.wire import encode
 from penstock.transfer.link import frames
 from penstock.transfer.link.grants import Grant, GrantRequest

@@ -11,7 +11,7 @@ from penstock.core.errors import EngineError, PenstockError, StepFailed, Unavail
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.instances import EngineInfo, Role
-from penstock.core.types.kv_actions import KvAction, KvReport
+from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Request
 from penstock.core.types.steps import Step

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.log import get_logger
-from penstock.core.types.kv_layout import KvLayout
+from penstock.core.types.kv.layout import KvLayout
 from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
 
 _log = get_logger()

@@ -6,7 +6,7 @@ from typing import Protocol, Self
 
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
-from penstock.core.types.kv_actions import KvAction
+from penstock.core.types.kv.actions import KvAction
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Request
 

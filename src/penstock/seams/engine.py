@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.instances import EngineInfo, Role
-from penstock.core.types.kv_actions import KvAction, KvReport
+from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Request

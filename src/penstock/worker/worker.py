@@ -28,7 +28,7 @@ from penstock.core.types.cards import ModelCard
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import AllBlocksCleared
 from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
-from penstock.core.types.kv_actions import KvAction
+from penstock.core.types.kv.actions import KvAction
 from penstock.core.types.media import MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.types.steps import Step
@@ -53,10 +53,10 @@ from penstock.worker.frontends import Frontend, Frontends, Running
 from penstock.worker.identity import WorkerIdentity
 from penstock.worker.kv_actions import act
 from penstock.worker.kv_transfer.kv_transfer import KvTransfer
-from penstock.worker.media import MediaExpansions
 from penstock.worker.registration import WorkerRegistration, fitting_card
 from penstock.worker.reports import LoadReports
-from penstock.worker.request_checks import check_request
+from penstock.worker.requests.checks import check_request
+from penstock.worker.requests.media import MediaExpansions
 from penstock.worker.step_log import StepLog
 
 _log = log.get_logger()

@@ -25,7 +25,7 @@ from penstock.core.errors import (
 )
 from penstock.core.hashing import block_hashes
 from penstock.core.types.instances import InstanceState, Role
-from penstock.core.types.kv_layout import KvLayout
+from penstock.core.types.kv.layout import KvLayout
 from penstock.core.types.requests import FinishReason
 from penstock.core.wire import unpack_tokens
 from penstock.engine.scheduling.partial_blocks import PartialBlocks

@@ -4,8 +4,8 @@ from enum import StrEnum
 
 from penstock.core.ids import WorkerId
 from penstock.core.types.cards import ModelCard
-from penstock.core.types.kv_exchange import KvExchange
-from penstock.core.types.kv_layout import KvLayout
+from penstock.core.types.kv.exchange import KvExchange
+from penstock.core.types.kv.layout import KvLayout
 from penstock.core.types.media import MediaKind
 from penstock.core.wire import Wire
 

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import PinId, RequestId, WorkerId
-from penstock.core.types.kv_exchange import KvAccess
+from penstock.core.types.kv.exchange import KvAccess
 from penstock.core.types.media import MediaPrompt
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, Wire
 

@@ -12,7 +12,7 @@ from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.log import get_logger
 from penstock.core.types.changes import BecomeRole
 from penstock.core.types.instances import Prices, Role
-from penstock.core.types.kv_actions import KvReport
+from penstock.core.types.kv.actions import KvReport
 from penstock.deploy.messages import (
     Assignment,
     Beat,

@@ -17,7 +17,7 @@ from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.ids import WorkerId
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
-from penstock.core.types.kv_actions import KvAction, KvUnpin
+from penstock.core.types.kv.actions import KvAction, KvUnpin
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Request
 from penstock.router.config import RouterConfig

@@ -13,7 +13,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import EngineInfo, Instance, Role
-from penstock.core.types.kv_exchange import KvExchange
+from penstock.core.types.kv.exchange import KvExchange
 from penstock.core.types.load import WorkerLoad
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.service.gateway import KvTransfer, Server

@@ -6,7 +6,7 @@ from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.net.handshake import Challenge
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage
-from penstock.core.types.kv_actions import KvAction, KvReport
+from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request

@@ -11,7 +11,7 @@ from penstock.core.log import get_logger
 from penstock.core.net.channel import FrameChannel
 from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
 from penstock.core.types.events import EventMessage
-from penstock.core.types.kv_actions import KvReport
+from penstock.core.types.kv.actions import KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import ExpandedPrompt
 from penstock.core.types.requests import Delta

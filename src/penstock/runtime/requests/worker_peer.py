@@ -20,7 +20,7 @@ from penstock.core.net.channel import FrameChannel
 from penstock.core.net.handshake import Challenge
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.instances import Instance
-from penstock.core.types.kv_actions import KvAction, KvReport
+from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Prefetch, Request
 from penstock.runtime import handshake

@@ -15,7 +15,7 @@ from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import AllBlocksCleared, EventMessage
 from penstock.core.types.instances import Instance
-from penstock.core.types.kv_actions import KvAction, KvReport
+from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request

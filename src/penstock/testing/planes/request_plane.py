@@ -28,8 +28,8 @@ from penstock.core.errors import (
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import BecomeRole, Sleep, WakeUp, WorkerChange
 from penstock.core.types.instances import Role
-from penstock.core.types.kv_actions import KvEvict, KvReport
-from penstock.core.types.kv_exchange import KvAccess
+from penstock.core.types.kv.actions import KvEvict, KvReport
+from penstock.core.types.kv.exchange import KvAccess
 from penstock.core.types.media import ExpandedPrompt, MediaItem, MediaPrompt
 from penstock.core.types.requests import FinishReason, Prefetch, TokenLogprob
 from penstock.core.wire import PackedHashes, num_tokens, pack_tokens

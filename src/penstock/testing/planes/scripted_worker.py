@@ -18,7 +18,7 @@ from penstock.core.types.cards import ModelCard
 from penstock.core.types.changes import BecomeRole, Sleep, WorkerChange
 from penstock.core.types.events import BlockRemoved, BlockStored, EventMessage
 from penstock.core.types.instances import EngineInfo, Instance, Role
-from penstock.core.types.kv_actions import KvAction, KvEvict, KvReport
+from penstock.core.types.kv.actions import KvAction, KvEvict, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request, SamplingParams, TokenLogprob

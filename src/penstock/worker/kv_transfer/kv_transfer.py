@@ -16,7 +16,7 @@ from penstock.core.errors import ConfigError, MemoryInUse, Overloaded, PenstockE
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo
-from penstock.core.types.kv_exchange import KvAccess, KvExchange
+from penstock.core.types.kv.exchange import KvAccess, KvExchange
 from penstock.core.types.requests import KvHandle, Prefetch, Request
 from penstock.core.wire import encode
 from penstock.seams import KvBlocks

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.core.errors import RequestError
 from penstock.core.types.events import Tier
-from penstock.core.types.kv_actions import KvEvict, KvFlush, KvHeld, KvList, KvPin, KvReport, KvUnpin
+from penstock.core.types.kv.actions import KvEvict, KvFlush, KvHeld, KvList, KvPin, KvReport, KvUnpin
 from penstock.core.wire import PackedHashes, pack_hashes
 from penstock.kv.sessions.actions import KvActions
 from tests.support.session_scene import OPEN, SessionScene

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import TransferRefused
-from penstock.core.types.kv_layout import KvLayout, RankLayout
+from penstock.core.types.kv.layout import KvLayout, RankLayout
 from penstock.testing.loop import run_async
 from penstock.transfer import TransferAgent, TransferConfig, TransferOp, reshard
 

@@ -10,11 +10,11 @@ from penstock.core.types.media import ExpandedPrompt, MediaItem, MediaKind, Medi
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from penstock.sim.loop.loop import run_virtual
-from penstock.worker.media import PROMPTS_MAX, MediaExpansions
-from penstock.worker.request_checks import check_request
+from penstock.worker.requests.checks import check_request
+from penstock.worker.requests.media import PROMPTS_MAX, MediaExpansions
 from tests.support.cluster import MemoryCluster
 from tests.support.manual_engine import ManualEngine
-from tests.unit.worker.test_request_checks import INFO
+from tests.unit.worker.requests.test_request_checks import INFO
 
 IMAGE = MediaKind(modality="image", placeholder="", items_max=4)
 PROMPT = MediaPrompt(token_ids=pack_tokens([1, 2]), items=(MediaItem.of("image", b"file"),))
