@@ -81,6 +81,10 @@ EXPERIMENTS = Benches(
             "benchmarks.processes.profile",
             "how well `penstock profile` predicts the paged engine at points it was not fitted to",
         ),
+        "recipes": (
+            "benchmarks.simulated.recipes",
+            "the recipes in examples/recipes, simulated under one load: TTFT, TPOT and goodput",
+        ),
         "reshard": (
             "benchmarks.micro.reshard",
             "planning KV transfers between workers of different tensor parallelism and layout",

@@ -26,6 +26,7 @@ from tables import (
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # for `benchmarks`
 
+from tables import recipes  # noqa: E402 - it asks `benchmarks`
 from tables.pictures import PICTURES  # noqa: E402 - it draws with `benchmarks`
 
 END = "<!-- end of table -->"
@@ -42,6 +43,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = (
     | policies.TABLES
     | deployments.TABLES
     | eviction.TABLES
+    | recipes.TABLES
 )
 """What makes each table, line by line, by its name."""
 

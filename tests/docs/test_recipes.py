@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.simulated import recipes as bench
 from penstock.deploy.supervisor.local import runnable_roles
 from penstock.engine.sglang.arguments import make_arguments as sglang_arguments
 from penstock.engine.trtllm.arguments import make_arguments as trtllm_arguments
@@ -55,6 +56,18 @@ def test_a_recipe_is_simulated_as_its_page_says(path: Path) -> None:
     graph = load(path, Overrides(sets))
     assert simulated_roles(graph)
     assert plan_deployment(graph, beside=path.parent)
+
+
+def test_the_table_of_simulations_is_of_the_commands_on_the_page() -> None:
+    """tests/docs/test_tables.py compares the table with the JSON; this compares the JSON with the page."""
+    assert {path.stem for path in RECIPES} == {*bench.RECIPES}
+    commands = json.loads((ROOT / "benchmarks" / "results" / "recipes.json").read_text())["config"][
+        "commands"
+    ]
+    for recipe in bench.RECIPES:
+        words = ["penstock", "simulate", *bench.arguments(recipe)]
+        assert SIMULATIONS[f"examples/recipes/{recipe}.yaml"] == words
+        assert shlex.split(commands[recipe]) == words
 
 
 @pytest.mark.parametrize("each", roles("sglang"), ids=lambda each: f"{each[0].name}-{each[1]}")
