@@ -8,6 +8,7 @@ from penstock.core.errors import TransferError
 from penstock.core.types.events import Tier
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.stored_tier import StoredTier
+from penstock.testing.kv_source import load_into
 from penstock.testing.kv_tier import BLOCK_BYTES, Stage, chain
 from penstock.testing.loop import run_async
 
@@ -79,7 +80,7 @@ def test_a_store_that_hangs_is_turned_off_after_a_few_late_loads():
 def test_loads_cancelled_for_other_reasons_say_nothing_about_the_store():
     async def scenario(stage, store):
         for _ in range(10):
-            assert await stage.load(chain(1, 4), [0, 1, 2, 3], cancels=True) == 0
+            assert await load_into(stage.tier, chain(1, 4), [0, 1, 2, 3], cancels=True) == 0
         assert stage.tier.locate(chain(1, 4)) == 4
 
     staged(scenario)
