@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import cast
 
 import msgspec
@@ -188,7 +189,7 @@ class _Simulation:
                 await self._run_all(sessions, cluster)
                 sampling.cancel()
             loads = [worker.engine.load().onboarded_tokens for worker in cluster.workers.values()]
-            self._recording.onboarded_tokens.extend(sum(tier) for tier in zip(*loads, strict=True))
+            self._recording.onboarded_tokens.extend(sum(tier) for tier in zip_longest(*loads, fillvalue=0))
             for role_group in self._deployment.role_groups:
                 workers = [worker for worker in cluster.workers.values() if worker.role is role_group.role]
                 self._recording.counters[role_group.role] = Counters.of(workers, cluster)

@@ -49,8 +49,26 @@ def chat(count=80, rate=12.0, seed=1, **fields):
 
 @pytest.mark.parametrize("roles", [{"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 1, "aggregated": 1}])
 def test_both_engines_agree(roles):
+    expect_agreement(graph(**roles), chat())
+
+
+def test_decode_workers_load_from_their_own_tiers_and_receive_less():
+    """Conversations whose history has left a small device, in one role; the other role has no tiers."""
+    small = {"kv_blocks": 220}
+    bare = expect_agreement(graph({"decode": small}, prefill=1, decode=1), chat(turns=3))
+    tiered = expect_agreement(
+        graph({"decode": small | {"kv": {"host": "8x"}}}, prefill=1, decode=1), chat(turns=3)
+    )
+    assert sum(bare.onboarded_tokens) == 0
+    assert sum(tiered.onboarded_tokens) > 50_000
+    received = [recording.counters["decode"].received_bytes for recording in (bare, tiered)]
+    assert received[1] < 0.8 * received[0]
+
+
+def expect_agreement(deployed, sessions):
+    """Simulate with both engines and compare the times of all requests; returns the jump engine's recording."""
     recordings = [
-        simulate(plan_deployment(graph(**roles), beside=Path(), exact=exact), chat(), seed=1)
+        simulate(plan_deployment(deployed, beside=Path(), exact=exact), sessions, seed=1)
         for exact in (False, True)
     ]
     jump, exact = recordings
@@ -60,6 +78,7 @@ def test_both_engines_agree(roles):
         times = [np.asarray(getattr(r, name))[o] for r, o in zip(recordings, order, strict=True)]
         assert times[0] == pytest.approx(times[1], rel=1e-3)
     assert sorted(jump.cached_tokens) == sorted(exact.cached_tokens)
+    return jump
 
 
 ROLE_KEYS = [
