@@ -1,6 +1,7 @@
 """Images by URL: only from the hosts that are allowed, within size and time, without redirects."""
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -28,6 +29,9 @@ async def answer(request: web.Request) -> web.StreamResponse:
             await asyncio.sleep(60)
         case "/moved.png":
             raise web.HTTPFound("/good.png")
+        case "/packed.png":
+            assert request.headers["Accept-Encoding"] == "identity"
+            return web.Response(body=gzip.compress(bytes(1000)), headers={"Content-Encoding": "gzip"})
         case "/empty.png":
             return web.Response()
     raise web.HTTPNotFound
@@ -85,6 +89,7 @@ def test_a_file_of_an_allowed_host_comes_whole() -> None:
         ("http://127.0.0.1:{port}/moved.png", {}, 400, "answered 302; redirects are not followed"),
         ("http://127.0.0.1:{port}/none.png", {}, 400, "answered 404"),
         ("http://127.0.0.1:{port}/empty.png", {}, 400, "sent no bytes"),
+        ("http://127.0.0.1:{port}/packed.png", {}, 400, "sent it compressed ('gzip')"),
         ("http://127.0.0.1:1/good.png", {}, 400, "could not be fetched: 127.0.0.1:1"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import aiohttp.abc
 import aiohttp.resolver
+from aiohttp import hdrs
 from yarl import URL
 
 from penstock.core.errors import PenstockError, RequestError
@@ -69,12 +70,19 @@ class MediaFetcher:
                 resolver=resolver, use_dns_cache=False, limit=self._config.connections_max
             )
             self._session = aiohttp.ClientSession(
-                connector=connector, cookie_jar=aiohttp.DummyCookieJar(), trust_env=False
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+                auto_decompress=False,  # a few compressed bytes may stand for any number
+                headers={hdrs.ACCEPT_ENCODING: "identity"},
             )
         async with self._session.get(url, allow_redirects=False) as answer:
             if answer.status != 200:
                 where = "; redirects are not followed" if 300 <= answer.status < 400 else ""
                 raise _failed(part, f"{url.host} answered {answer.status}{where}")
+            encoding = answer.headers.get(hdrs.CONTENT_ENCODING, "identity")
+            if encoding.lower() != "identity":
+                raise _failed(part, f"{url.host} sent it compressed ({encoding[:20]!r}), though asked not to")
             most, data = self._config.bytes_max, bytearray()
             async for piece in answer.content.iter_chunked(_PIECE_BYTES):
                 data += piece
