@@ -41,7 +41,8 @@ def make_plan(
         scale: the workers as they are. Those that start or flip count for the role that they get.
         target: workers wanted of each role; roles that it does not name stay as they are.
         load: work of each worker, in any unit; the least loaded are flipped and retired first. Unknown is none.
-        overdue: workers that do not count, as they have not become ready in time; they are replaced and retired.
+        overdue: workers that do not count, as they have not become ready in time; those of the roles in `target` are replaced
+            and retired.
         rigid: (from, to) roles that workers cannot change between.
     """
     work = load or {}
@@ -63,7 +64,7 @@ def make_plan(
     retires = [
         replica.name for role in target for replica in _to_retire(have[role], surplus[role], gone, work)
     ]
-    present = {replica.name for replica in scale.replicas if replica.state is not ReplicaState.DRAINING}
+    present = {replica.name for role in target for replica in scale.of(role)}
     replaced = tuple(name for name in overdue if name in present)
     is_starting = any(
         replica.state is ReplicaState.STARTING

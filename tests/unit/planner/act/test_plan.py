@@ -53,6 +53,11 @@ def test_overdue_workers_are_replaced():
     assert make_plan(scale, {D: 2}, overdue=("d2",)) == Plan(adds={D: 1}, retires=("d2",))
 
 
+def test_overdue_workers_of_roles_that_are_not_named_stay():
+    scale = scale_of(("p1", P, "starting"), ("d1", D, "ready"))
+    assert make_plan(scale, {D: 1}, overdue=("p1",)) == Plan()
+
+
 states = st.sampled_from(["ready", "starting", "failed", "flipping", "draining"])
 counts = st.integers(0, 5)
 
