@@ -64,6 +64,7 @@ class _Turn:
     prepared: PreparedRequest
     answer: Answer | None = None
     task: asyncio.Task[None] | None = None
+    is_given_up: bool = False
     outcome: NextTurn = NextTurn.ARRIVED
 
     def continued_by(self, request: Request) -> bool:
@@ -148,8 +149,9 @@ class NextTurns:
 
     def _give_up(self, request: Request) -> None:
         """Give up the turns that a request continues."""
-        for turn in [turn for turn in self._turns if turn.continued_by(request)]:
-            if turn.task is not None:
+        for turn in self._turns:
+            if turn.task is not None and not turn.is_given_up and turn.continued_by(request):
+                turn.is_given_up = True
                 turn.task.cancel()
 
     async def close(self) -> None:
@@ -161,7 +163,7 @@ class NextTurns:
 
     def _begin(self, turn: _Turn) -> None:
         self._give_up(turn.request)  # one a session
-        if len(self._turns) >= self._turns_max:
+        if sum(not each.is_given_up for each in self._turns) >= self._turns_max:
             self._metrics.next_turn(NextTurn.DROPPED)
             return
         self._turns.append(turn)

@@ -247,6 +247,18 @@ def test_turns_and_bodies_kept_are_bounded() -> None:
     run(scene, turns_max=2)
 
 
+def test_a_turn_that_was_given_up_leaves_its_place_to_the_next() -> None:
+    async def scene(scene: Scene) -> None:
+        scene.outcomes = ["hang"]
+        await scene.answer(session={"id": "s", "action": "open"})
+        await scene.hanging.wait()
+        await scene.answer(session={"id": "s"}, content="and " + LONG)
+        await scene.ended()
+        assert [scene.count(outcome) for outcome in ("arrived", "dropped", "computed")] == [1, 0, 1]
+
+    run(scene, turns_max=1)
+
+
 def test_failures_are_counted_and_end_nothing_else() -> None:
     async def scene(scene: Scene) -> None:
         scene.outcomes = [Unavailable("no worker is left"), ValueError("odd")]
