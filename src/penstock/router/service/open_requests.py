@@ -170,10 +170,10 @@ class OpenRequests:
 
     def _expire(self) -> None:
         self._timer = None
-        until_s = asyncio.get_running_loop().time() - self._silence_s
+        now_s = asyncio.get_running_loop().time()
         while self._open:
             request_id, open_ = next(iter(self._open.items()))
-            if open_.heard_s > until_s:
+            if open_.heard_s + self._silence_s > now_s:
                 break
             self._close(request_id, "silent")
         self._set_timer()

@@ -183,21 +183,24 @@ class Servers:
             self._plane.publish(known.instance.worker_id, events)
 
     async def _remove(self, name: str) -> None:
-        known = self._known.pop(name, None)
+        known = self._known.get(name)
         if known is None:
             names = sorted(self._known)
             told = ", ".join(names[:_NAMES_TOLD]) + ", ..." * (len(names) > _NAMES_TOLD) or "none"
             raise RequestError(f"worker {name!r} is not known; known: {told}", http_status=404)
-        await known.registration.close()
         changed = asyncio.Event()
-        with self._fleet.changes.telling(changed.set):
-            while any(
-                view.worker_id == known.instance.worker_id
-                and view.condition in {Condition.READY, Condition.PREFILL_ONLY}
-                for view in self._fleet.workers()
-            ):
-                changed.clear()
-                await changed.wait()
+        try:
+            await known.registration.close()
+            with self._fleet.changes.telling(changed.set):
+                while any(
+                    view.worker_id == known.instance.worker_id
+                    and view.condition in {Condition.READY, Condition.PREFILL_ONLY}
+                    for view in self._fleet.workers()
+                ):
+                    changed.clear()
+                    await changed.wait()
+        finally:
+            del self._known[name]  # last: until then requests may be routed to it
 
     def _instance(self, worker_id: WorkerId, name: str, server: Server, watched: Watched | None) -> Instance:
         watched = watched or Watched()

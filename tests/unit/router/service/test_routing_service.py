@@ -3,16 +3,18 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import msgspec
 import numpy as np
 import pytest
 
 from penstock.core.errors import Overloaded, PenstockError, RequestError, Unavailable
-from penstock.core.types.instances import InstanceState, Prices
+from penstock.core.types.instances import InstanceState, Prices, Role
 from penstock.router.config import RouterConfig
-from penstock.router.service.gateway import Choice, Query, Server, Stage
+from penstock.router.service.gateway import Choice, KvTransfer, Query, Server, Stage
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
+from penstock.router.service.servers import Watched
 from penstock.router.workers.price_table import UNKNOWN
 from penstock.sim.loop.loop import run_virtual
 
@@ -348,3 +350,45 @@ def test_sessions_stay():
             assert ask(service, TOKENS[number:].copy(), session="s")[0] == home
 
     run_scenario(scene, router={"policy": "session"})
+
+
+def test_silence_ends_at_its_last_instant_however_the_times_round():
+    begun_s, silence_s = 0.1, 0.7
+    assert (begun_s + silence_s) - silence_s < begun_s
+
+    async def scene(service: RoutingService) -> None:
+        await asyncio.sleep(begun_s - asyncio.get_running_loop().time())
+        ask(service)
+        await asyncio.sleep(1.0)
+        assert not len(service.open)
+
+    run_scenario(scene, silence_s=silence_s)
+
+
+def test_requests_are_routed_while_a_prefill_server_is_being_removed():
+    transfer = KvTransfer(prefill={"room": 1}, decode={"room": 1})
+
+    def watched(role: Role) -> Watched:
+        return Watched(
+            role=role, kv_transfer_kind="x", make_transfer=lambda: transfer, transferred_prompts_only=True
+        )
+
+    async def scene(service: RoutingService) -> None:
+        for name in ("a", "b"):
+            await service.remove(name)
+        await service.put("d", Server(url="http://d", model="m"), watched(Role.DECODE))
+        await service.put("p", Server(url="http://p", model="m"), watched(Role.PREFILL))
+        removal = asyncio.create_task(service.servers.remove("p"))
+        routed = 0
+        while not removal.done():
+            with suppress(Unavailable):
+                choice = service.route(Query(model="m", prompt=TOKENS))
+                assert choice.prefill is not None
+                service.feedback(choice.id, Stage.FINISHED)
+                routed += 1
+            await asyncio.sleep(0)
+        await removal
+        assert routed > 1, "also while it was being removed"
+        assert service.servers.worker_id("p") is None
+
+    run_scenario(scene)
