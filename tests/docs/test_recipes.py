@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.simulated import recipes as bench
+from penstock import cli
 from penstock.deploy.supervisor.local import runnable_roles
 from penstock.engine.sglang.arguments import make_arguments as sglang_arguments
 from penstock.engine.trtllm.arguments import make_arguments as trtllm_arguments
@@ -47,6 +48,38 @@ def test_a_recipe_is_on_its_page_and_serve_takes_it(path: Path) -> None:
     graph = load(path)
     assert graph.name == path.stem
     assert runnable_roles(graph)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        ("llama-3.3-70b-fp8-h100-vllm", None),
+        ("gpt-oss-120b-h100-p4d4-vllm", None),
+        ("deepseek-r1-gb200-sglang", "roles.prefill: worker 1 of 1 would get GPUs 0 to 7, "),
+        ("deepseek-r1-gb200-trtllm", "roles.prefill: worker 2 of 4 would get GPUs 4 to 7, "),
+    ],
+)
+def test_graph_check_says_that_a_recipe_spans_machines(
+    capsys: pytest.CaptureFixture[str], recipe: str, problem: str | None
+) -> None:
+    cli.main(["graph", "check", str(ROOT / "examples" / "recipes" / f"{recipe}.yaml")])
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if ": penstock serve " in each)
+    if problem is None:
+        assert line.endswith("penstock serve takes it")
+    else:
+        assert f"refuses it: {problem}but a machine with gb200 has 4, 0 to 3" in line
+
+
+def test_graph_check_counts_the_gpus_of_all_roles(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(ROOT / "examples" / "recipes" / "gpt-oss-120b-h100-p4d4-vllm.yaml")
+    cli.main(["graph", "check", path, "--set", "roles.decode.replicas=2"])
+    assert "roles.decode: worker 2 of 2 would get GPUs 8 to 11, but a machine with h100 has 8" in (
+        capsys.readouterr().out
+    )
+    cli.main(
+        ["graph", "check", path, "--set", "roles.decode.replicas=2", "--set", "roles.decode.hardware=l40s"]
+    )
+    assert "penstock serve takes it" in capsys.readouterr().out, "machines with L40S differ"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

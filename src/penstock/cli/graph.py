@@ -30,6 +30,7 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from penstock.deploy.card import check_checkpoint, check_model  # noqa: PLC0415
     from penstock.deploy.supervisor.local import expect_same_blocks, runnable_roles  # noqa: PLC0415
+    from penstock.deploy.supervisor.resources.devices import expect_one_machine  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
     from penstock.graph.partners import say_empty, say_small_kv  # noqa: PLC0415
     from penstock.sim.break_even import say_break_even  # noqa: PLC0415
@@ -51,6 +52,7 @@ def _run(options: argparse.Namespace) -> int:
     def check_serve() -> None:
         roles = runnable_roles(graph)
         check_model(graph)
+        expect_one_machine(roles)
         if cards := check_checkpoint(graph, roles):
             expect_same_blocks(cards)
 

@@ -51,6 +51,8 @@ class Hardware(Config):
     """Bandwidth of the device's memory."""
     scale_up_devices: PositiveInt = 1
     """Devices in one NVLink domain."""
+    host_devices: PositiveInt | None = None
+    """Devices of one machine, as its operating system sees them; None where machines differ."""
     scale_up_bytes_per_s: PositiveFloat
     """Bandwidth per device and direction within the NVLink domain."""
     scale_out_bytes_per_s: PositiveFloat
@@ -82,6 +84,9 @@ _WIDER: dict[Dtype, tuple[Dtype, ...]] = {
 
 _PRICE = "price: assumed"
 _TERA, _GIGA = 1e12, 1e9
+_TRAY_DEVICES = 4
+"""GPUs of a compute tray of GB200 and GB300 NVL72, each tray a machine: 18 trays have 72 (NVIDIA's data sheets)."""
+_NVL72_DEVICES = 72
 
 
 def _nvidia(  # noqa: PLR0917 - columns of the table below
@@ -95,6 +100,7 @@ def _nvidia(  # noqa: PLR0917 - columns of the table below
         memory_bytes=memory_gb * _GIGA,
         bandwidth_bytes_per_s=bandwidth_tb_s * _TERA,
         scale_up_devices=devices,
+        host_devices={1: None, _NVL72_DEVICES: _TRAY_DEVICES}.get(devices, devices),
         scale_up_bytes_per_s=scale_up_gb_s * _GIGA,
         scale_out_bytes_per_s=scale_out_gb_s * _GIGA,
         watts=watts,

@@ -2,11 +2,14 @@
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import ConfigError, RequestError
+from penstock.core.types.instances import Role
 from penstock.engine.registry import engine_kind
 from penstock.graph import RoleSpec
+from penstock.perf.model.hardware import find_hardware
 
 
 class Devices:
@@ -73,6 +76,30 @@ class Devices:
 def devices_of(spec: RoleSpec) -> int:
     """Count the GPUs of one worker; 0 for mock engines, servers elsewhere and workers on CPUs."""
     return 0 if spec.hardware == "cpu" or not engine_kind(spec.engine).has_weights else spec.devices
+
+
+def expect_one_machine(roles: Mapping[Role, RoleSpec]) -> None:
+    """Check that a machine of the graph's hardware has the GPUs of all workers, which get them in the order of the roles.
+
+    Says nothing of hardware whose machines differ in their number of GPUs.
+
+    Raises:
+        ConfigError: the first worker for which none are left.
+    """
+    used = 0
+    for name, role in roles.items():
+        count, most = devices_of(role), find_hardware(role.hardware).host_devices
+        workers = role.replicas if count else 0
+        if most is not None and used + workers * count > most:
+            index = max(most - used, 0) // count
+            first = used + index * count
+            gpus = f"GPU {first}" if count == 1 else f"GPUs {first} to {first + count - 1}"
+            raise ConfigError(
+                f"roles.{name}: worker {index + 1} of {role.replicas} would get {gpus}, but a machine with"
+                f" {role.hardware} has {most}, 0 to {most - 1}; penstock serve starts workers on one machine: start"
+                " workers that span machines as servers of their own (docs/recipes.md), or lower replicas or the parallelism"
+            )
+        used += workers * count
 
 
 def count_devices(root: Path = Path("/")) -> int | None:
