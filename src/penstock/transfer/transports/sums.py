@@ -18,7 +18,7 @@ from penstock.seams import Link, TransportHost
 from penstock.transfer.regions.checksum import Sums, checksum_ranges
 from penstock.transfer.regions.regions import addresses_of, distinct
 
-_RANGES_MAX = 1 << 16
+RANGES_MAX = 1 << 16
 """Ranges in one request."""
 
 
@@ -65,8 +65,8 @@ async def ask_sums(
         TransferError: the peer does not answer with them.
     """
     parts = [np.empty(0, np.uint32)]
-    for first in range(0, len(ranges), _RANGES_MAX):
-        part = slice(first, first + _RANGES_MAX)
+    for first in range(0, len(ranges), RANGES_MAX):
+        part = slice(first, first + RANGES_MAX)
         some = Descriptors(ranges.region_ids[part], ranges.offsets[part], ranges.lengths[part])
         infos = (regions.get(region_id) for region_id in distinct(some.region_ids))
         keys = {info.region_id: info.key(TransferOp.READ) for info in infos if info is not None}
@@ -87,7 +87,7 @@ async def answer_sums(
 
     Raises:
         TransferRefused: a key does not allow to read, a region is gone or in VRAM, or a range ends outside of it.
-        ProtocolError: the payload is invalid.
+        ProtocolError: the payload is invalid, or has more than `RANGES_MAX` ranges.
     """
     try:
         ranges = msgspec.msgpack.decode(payload, type=SumRanges).ranges
@@ -95,6 +95,10 @@ async def answer_sums(
         raise ProtocolError(
             f"agent {link.peer}: a message of {len(payload)} bytes for checksums: {error}"
         ) from error
+    if len(ranges) > RANGES_MAX:
+        raise ProtocolError(
+            f"agent {link.peer}: {len(ranges)} ranges for checksums in one message, at most {RANGES_MAX} are allowed"
+        )
     host.authorize(link.peer, keys.get(TransferOp.READ, {}), ranges, TransferOp.READ)
     regions = {region_id: host.region(region_id) for region_id in distinct(ranges.region_ids)}
     for region_id, region in regions.items():
@@ -103,11 +107,11 @@ async def answer_sums(
     addresses = addresses_of(ranges, {region_id: region.address for region_id, region in regions.items()})
     lengths = np.ascontiguousarray(ranges.lengths)
 
-    def work() -> Sums:
-        assert regions or not len(lengths), "keeps the memory"
+    def work(_kept: object) -> Sums:
         return checksum_ranges(addresses, lengths)
 
-    sums = await asyncio.get_running_loop().run_in_executor(executor, work)
+    # the thread has the regions, so that their memory stays even if this task is cancelled
+    sums = await asyncio.get_running_loop().run_in_executor(executor, work, regions)
     return sums.astype("<u4").tobytes()
 
 

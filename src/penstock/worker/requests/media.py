@@ -14,7 +14,7 @@ _log = get_logger()
 
 
 class MediaExpansions:
-    """Expands prompts one after another. One event loop owns it."""
+    """Has the engine expand prompts, at most `PROMPTS_MAX` at a time. One event loop owns it."""
 
     def __init__(self, engine: Engine, *, worker: str, engine_name: str) -> None:
         self._engine = engine
