@@ -45,9 +45,10 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        # Ended first: a process that finds its pipe closed writes a traceback.
         for child in multiprocessing.active_children():
             child.terminate()
+        self._pool.shutdown(wait=False, cancel_futures=True)
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:

@@ -13,7 +13,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR, MODEL_NAME
 from penstock.deploy.card import make_card, open_checkpoint
-from penstock.deploy.messages import Beat, Ready, WorkerJob
+from penstock.deploy.messages import Beat, Phase, Ready, WorkerJob
 from penstock.deploy.supervisor.child import Child
 from penstock.graph import Graph
 
@@ -49,7 +49,7 @@ async def joined(site, role, **fields):
         msgspec.structs.replace(assignment, name=name, job=job, common=common), site.deployment._guard
     )
     try:
-        while isinstance(report := await child.report(), Beat):
+        while isinstance(report := await child.report(), Beat | Phase):
             pass
         assert isinstance(report, Ready), report
 

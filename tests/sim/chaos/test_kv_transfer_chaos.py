@@ -177,7 +177,7 @@ class KvTransferTrial:
                 assert self.cluster.worker(name).instance.state is InstanceState.READY
                 worker = self.cluster.worker(name)
                 links = [link for link in self.links() if link.server.service is worker]
-                assert len(worker._frontends) == len(links), f"{name}: who is gone is still a frontend"
+                assert len(worker._frontends.all) == len(links), f"{name}: who is gone is still a frontend"
             for dispatcher in dispatchers:
                 dispatcher.check()
         self.outcomes += self.ended
