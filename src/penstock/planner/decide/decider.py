@@ -1,0 +1,166 @@
+"""Decides replicas by role: a slow floor from the forecast, under a fast reaction to the queue and the SLO error."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from penstock.core.errors import ConfigError
+from penstock.core.types.instances import Role
+from penstock.planner.decide.capacity import Capacity
+from penstock.planner.decide.decision import Decision, RoleTerm
+from penstock.planner.decide.expected_demand import ExpectedDemand
+from penstock.planner.decide.slo import Slo
+
+_STEP_MAX = 2.0
+"""An SLO error at most doubles the replicas in one decision."""
+_GPUS_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decider:
+    """A deployment of given roles: one aggregated, or prefill and decode. Pure; decisions depend on the arguments only.
+
+    capacities:     one of each role
+    budget:         most that all workers may cost, in any unit: GPUs, dollars an hour, watts
+    price_per_gpu:  what one GPU costs in that unit
+    drain_s:        seconds in which the queue shall be served, beside the arrivals
+    margin:         scale-in only if the rest holds the SLO at the rate times 1 + margin
+    """
+
+    capacities: tuple[Capacity, ...]
+    slo: Slo
+    budget: float
+    price_per_gpu: float = 1.0
+    drain_s: float = 30.0
+    margin: float = 0.15
+
+    def __post_init__(self) -> None:
+        """Check the settings; raises ConfigError."""
+        for name in ("budget", "price_per_gpu", "drain_s"):
+            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+                raise ConfigError(f"planner: {name} is {value}: expected a number above 0")
+        roles = {capacity.role for capacity in self.capacities}
+        if len(roles) < len(self.capacities) or roles not in ({Role.AGGREGATED}, {Role.PREFILL, Role.DECODE}):
+            raise ConfigError(
+                f"planner: roles {sorted(roles)}: expected one aggregated, or one prefill and one decode"
+            )
+        if not (self.slo.ttft_s > 0 and self.slo.itl_s > 0 and 0 < self.slo.percentile < 100):
+            raise ConfigError(f"planner: {self.slo}: expected targets above 0 and a percentile in 0 to 100")
+        if not 0 <= self.margin < math.inf:
+            raise ConfigError(f"planner: margin is {self.margin}: expected a number of at least 0")
+        needed = sum(capacity.gpus for capacity in self.capacities)
+        if self.gpus_max < needed:
+            raise ConfigError(
+                f"planner: the budget of {self.budget:g} pays {self.gpus_max} GPUs, one replica of each role takes {needed};"
+                f" raise it to {needed * self.price_per_gpu:g}"
+            )
+
+    @property
+    def gpus_max(self) -> int:
+        """GPUs that the budget pays, 4,096 at most."""
+        return min(int(self.budget / self.price_per_gpu + 1e-9), _GPUS_MAX)
+
+    def decide(self, expected: ExpectedDemand, now: Mapping[Role, int]) -> Decision:
+        """Choose the fewest replicas that hold the SLO, never beyond the budget.
+
+        Args:
+            expected: demand at the band's upper edge, queue and present latencies.
+            now: replicas that serve or start.
+        """
+        terms, missing = [], []
+        for capacity in self.capacities:
+            reason, term = self._term(capacity, expected, now.get(capacity.role, 0))
+            terms.append(term)
+            missing += [reason] if reason else []
+        gpus = self._gpus(terms)
+        if gpus > self.gpus_max:
+            missing.append(f"{gpus} GPUs are needed, the budget pays {self.gpus_max}")
+            terms = self._cut(terms, gpus)
+        return Decision(
+            expected=expected,
+            slo=self.slo,
+            terms=tuple(terms),
+            gpus=self._gpus(terms),
+            shortfall="; ".join(missing),
+        )
+
+    def _term(self, capacity: Capacity, expected: ExpectedDemand, now: int) -> tuple[str, RoleTerm]:
+        """Choose the replicas of one role alone; the text says why they do not hold the SLO."""
+        others = sum(each.gpus for each in self.capacities if each is not capacity)
+        most = (self.gpus_max - others) // capacity.gpus
+        rate_per_s = expected.rate_per_s
+        if reason := capacity.unreachable(expected, self.slo):
+            return reason, _at_most(capacity.role, now, most, reason)
+        floor = capacity.workers(rate_per_s, expected, self.slo, most)
+        if floor is None:
+            held = capacity.rate_per_s(most, expected, self.slo)
+            reason = f"{capacity.role}: {most} replicas serve {held:.2f} of {rate_per_s:.2f} requests/s within the SLO"
+            return reason, _at_most(capacity.role, now, most, reason)
+        # Queued requests have their first token before them: where the roles are separate, prefill serves them.
+        backlog = rate_per_s + expected.queued / self.drain_s
+        drained = capacity.workers(backlog, expected, self.slo, most) or most
+        reaction = min(most, max(drained, math.ceil(now * self._error(capacity.role, expected))))
+        keep = capacity.workers(rate_per_s * (1 + self.margin), expected, self.slo, most) or most
+        choice = max(floor, reaction, min(now, keep))
+        why = self._why(capacity, expected, choice, floor, drained)
+        return "", RoleTerm(
+            role=capacity.role,
+            now=now,
+            floor=floor,
+            reaction=reaction,
+            keep=keep,
+            choice=choice,
+            why_not_fewer=why,
+        )
+
+    def _error(self, role: Role, expected: ExpectedDemand) -> float:
+        """Give the worst ratio of a present latency to its target above 1, at most 2; 0 if all targets are met."""
+        ratios = []
+        if role is not Role.DECODE and expected.ttft_s is not None:
+            ratios.append(expected.ttft_s / self.slo.ttft_s)
+        if role is not Role.PREFILL and expected.itl_s is not None:
+            ratios.append(expected.itl_s / self.slo.itl_s)
+        worst = max(ratios, default=0.0)
+        return min(worst, _STEP_MAX) if worst > 1 else 0.0
+
+    def _why(
+        self, capacity: Capacity, expected: ExpectedDemand, choice: int, floor: int, drained: int
+    ) -> str:
+        """Say what one replica fewer would break."""
+        if choice == 1:
+            return f"{capacity.role}: one replica is the fewest"
+        held = capacity.rate_per_s(choice - 1, expected, self.slo)
+        fewer = f"{capacity.role}: {choice - 1} would serve {held:.2f} requests/s within the SLO"
+        if choice == floor:
+            return fewer
+        if choice == drained:
+            return f"{fewer}, too few to serve the {expected.queued} queued within {self.drain_s:g} s"
+        if self._error(capacity.role, expected):
+            return f"{fewer}, but its SLO is missed now"
+        return f"{fewer}, without the margin of {self.margin:.0%}"
+
+    def _gpus(self, terms: Iterable[RoleTerm]) -> int:
+        sizes = {capacity.role: capacity.gpus for capacity in self.capacities}
+        return sum(sizes[term.role] * term.choice for term in terms)
+
+    def _cut(self, terms: list[RoleTerm], gpus: int) -> list[RoleTerm]:
+        """Divide the budget among the roles as they need it, at least one replica each."""
+        sizes = {capacity.role: capacity.gpus for capacity in self.capacities}
+        spare = self.gpus_max - sum(sizes.values())
+        needed = gpus - sum(sizes.values())
+        cut = []
+        for term in terms:
+            size = sizes[term.role]
+            choice = 1 + spare * (term.choice - 1) * size // needed // size
+            cut.append(_at_most(term.role, term.now, choice, f"{term.role}: the budget pays no more"))
+        return cut
+
+
+def cheapest(decisions: Iterable[Decision]) -> Decision:
+    """Choose between aggregated and disaggregated: the fewest GPUs of those that hold the SLO, else the first."""
+    found = list(decisions)
+    return min(found, key=lambda decision: (bool(decision.shortfall), decision.gpus))
+
+
+def _at_most(role: Role, now: int, most: int, why: str) -> RoleTerm:
+    return RoleTerm(role=role, now=now, floor=most, reaction=most, keep=most, choice=most, why_not_fewer=why)

@@ -1,0 +1,134 @@
+"""Decisions on Llama 3.1 8B on H100, by the roofline."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.errors import ConfigError
+from penstock.core.types.instances import Role
+from penstock.perf.model.catalogue import find_shape
+from penstock.perf.model.hardware import find_hardware
+from penstock.perf.roofline.roofline import Roofline
+from penstock.planner.decide.capacity import Capacity
+from penstock.planner.decide.decider import Decider, cheapest
+from penstock.planner.decide.decision import Decision
+from penstock.planner.decide.expected_demand import ExpectedDemand
+from penstock.planner.decide.slo import Slo
+
+MODEL = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"))
+A, P, D = (
+    Capacity(role=role, model=MODEL, max_batch_tokens=tokens)
+    for role, tokens in ((Role.AGGREGATED, 512), (Role.PREFILL, 8192), (Role.DECODE, 512))
+)
+SLO = Slo(ttft_s=0.5, itl_s=0.025)
+ONE = Decider(capacities=(A,), slo=SLO, budget=16)
+TWO = Decider(capacities=(P, D), slo=SLO, budget=16)
+RATES = st.floats(0.0, 400.0)
+NOW = st.integers(0, 16)
+
+
+def asked(rate_per_s, **more):
+    return ExpectedDemand(rate_per_s=rate_per_s, input_tokens=2000, output_tokens=200, **more)
+
+
+@given(low=RATES, more=RATES, now=NOW, decider=st.sampled_from([ONE, TWO]))
+def test_more_demand_never_gets_fewer_gpus(low, more, now, decider):
+    have = {capacity.role: now for capacity in decider.capacities}
+    first, second = (decider.decide(asked(rate), have) for rate in (low, low + more))
+    slack = 1 if first.shortfall and decider is TWO else 0  # a division of the budget is rounded down
+    assert first.gpus <= second.gpus + slack
+
+
+@given(rate=RATES, queued=st.integers(0, 5000), now=NOW, decider=st.sampled_from([ONE, TWO]))
+def test_the_budget_is_kept(rate, queued, now, decider):
+    found = decider.decide(
+        asked(rate, queued=queued, ttft_s=3.0), {each.role: now for each in decider.capacities}
+    )
+    assert found.gpus <= 16
+    assert all(term.choice >= 1 for term in found.terms)
+
+
+@given(rate=st.floats(0.1, 400.0), decider=st.sampled_from([ONE, TWO]))
+def test_the_choice_holds_the_slo_and_one_fewer_does_not(rate, decider):
+    found = decider.decide(asked(rate), {})
+    if found.shortfall:
+        return
+    for capacity, term in zip(decider.capacities, found.terms, strict=True):
+        assert capacity.rate_per_s(term.choice, asked(rate), SLO) >= rate
+        assert term.choice == 1 or capacity.rate_per_s(term.choice - 1, asked(rate), SLO) < rate
+
+
+def test_scale_in_keeps_a_margin():
+    rate = 0.99 * A.rate_per_s(4, asked(1.0), SLO)
+    assert ONE.decide(asked(rate), {}).target == {Role.AGGREGATED: 4}
+    kept = ONE.decide(asked(rate), {Role.AGGREGATED: 5})
+    assert kept.target == {Role.AGGREGATED: 5}
+    assert "margin" in kept.explain()
+    assert ONE.decide(asked(0.5 * rate), {Role.AGGREGATED: 5}).target == {Role.AGGREGATED: 3}
+
+
+def test_a_queue_adds_what_drains_it_in_time():
+    rate = 0.99 * A.rate_per_s(4, asked(1.0), SLO)
+    found = ONE.decide(asked(rate, queued=900), {Role.AGGREGATED: 4})
+    chosen = found.target[Role.AGGREGATED]
+    assert A.rate_per_s(chosen, asked(1.0), SLO) >= rate + 900 / ONE.drain_s
+    assert chosen == 7
+    assert "900 queued" in found.explain()
+
+
+def test_an_slo_error_adds_in_proportion_to_the_role_that_causes_it():
+    have = {Role.PREFILL: 4, Role.DECODE: 4}
+    assert TWO.decide(asked(1.0, ttft_s=0.75), have).target == {Role.PREFILL: 6, Role.DECODE: 1}
+    assert TWO.decide(asked(1.0, itl_s=0.1), have).target == {Role.PREFILL: 1, Role.DECODE: 8}
+
+
+def test_long_prompts_add_prefill_and_cached_ones_do_not():
+    short = TWO.decide(asked(60.0), {}).target
+    long = TWO.decide(msgspec.structs.replace(asked(60.0), input_tokens=3500), {}).target
+    assert long[Role.PREFILL] > short[Role.PREFILL]
+    cached = TWO.decide(asked(60.0, cached_share=0.8), {}).target
+    assert cached[Role.PREFILL] < short[Role.PREFILL]
+    assert cached[Role.DECODE] == short[Role.DECODE]
+
+
+@pytest.mark.parametrize(
+    ("slo", "bound"), [(Slo(ttft_s=0.005, itl_s=1.0), "TTFT"), (Slo(ttft_s=9.0, itl_s=0.001), "ITL")]
+)
+def test_an_slo_out_of_reach_names_the_bound_and_runs_at_max(slo, bound):
+    found = Decider(capacities=(A,), slo=slo, budget=6).decide(asked(1.0), {})
+    assert found.target == {Role.AGGREGATED: 6}
+    assert f"idle worker's {bound}" in found.shortfall
+    assert "ms above the target" in found.explain()
+
+
+def test_a_budget_in_dollars_that_is_too_small_is_divided():
+    found = Decider(capacities=(P, D), slo=SLO, budget=12.0, price_per_gpu=2.0).decide(asked(115.0), {})
+    assert found.gpus <= 6
+    assert found.shortfall
+
+
+def test_the_cheaper_kind_of_deployment_is_chosen():
+    both = [decider.decide(asked(60.0), {}) for decider in (ONE, TWO)]
+    assert cheapest(both).gpus == min(each.gpus for each in both)
+    assert not cheapest(both).shortfall
+
+
+def test_a_decision_survives_the_wire():
+    found = TWO.decide(asked(60.0), {Role.PREFILL: 1})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Decision) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"budget": 1}, "raise it to 2"),
+        ({"budget": float("nan")}, "budget is nan"),
+        ({"capacities": (P,)}, "expected one aggregated"),
+        ({"slo": Slo(ttft_s=-1.0, itl_s=1.0)}, "targets above 0"),
+        ({"margin": -1.0}, "margin is -1.0"),
+    ],
+)
+def test_bad_settings_are_refused(changes, text):
+    with pytest.raises(ConfigError, match=text):
+        Decider(**{"capacities": (P, D), "slo": SLO, "budget": 8, **changes})
