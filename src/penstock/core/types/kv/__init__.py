@@ -1,1 +1,1 @@
-"""KV in messages: how it lies in memory, how it is handed over, and what is asked of it by hand."""
+"""KV in messages: how it lies in memory, how workers exchange it, and what operators ask of it."""
