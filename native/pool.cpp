@@ -7,8 +7,6 @@
 namespace penstock {
 namespace {
 
-constexpr std::size_t kTenantLeaves = 32;  // of a tenant past its share: so many are compared for a victim
-
 std::string name(BlockId id) { return "block " + std::to_string(id); }
 
 // For checks; where speed counts, the text is only made when it is thrown.
@@ -275,6 +273,29 @@ void Pool::check() const {
     }
 }
 
+void Pool::check_leaves() const {
+    std::size_t num_children = 0;
+    std::size_t num_with_parent = 0;
+    std::size_t num_nodes = 0;
+    nodes_.for_each([&](std::uint64_t, const Node& node) {
+        num_children += static_cast<std::size_t>(node.idle_children);
+        num_nodes += static_cast<std::size_t>(node.num_cached);
+        if (node.idle != kNone) {
+            require(at(node.idle).is_idle(), name(node.idle) + " is known as idle");
+            require(eviction_->is_leaf(node.idle) == (node.idle_children == 0), name(node.idle) + ": a leaf has no idle children");
+        }
+    });
+    for (std::size_t index = 0; index < blocks_.size(); ++index) {
+        const Block& block = blocks_[index];
+        num_with_parent += block.is_idle() && block.has_parent;
+        require(block.is_idle() || !eviction_->is_leaf(static_cast<BlockId>(index)),
+                name(static_cast<BlockId>(index)) + " may go, but is not idle");
+    }
+    require(num_children == num_with_parent, "a parent's children are counted wrong");
+    require(num_nodes == index_.size(), "a cached block has no node");
+    eviction_->check();
+}
+
 Pool::Block& Pool::at(BlockId id) { return const_cast<Block&>(std::as_const(*this).at(id)); }
 
 const Pool::Block& Pool::at(BlockId id) const {
@@ -337,128 +358,6 @@ void Pool::evict(std::size_t count, std::vector<BlockId>* gone) {
             gone->push_back(id);
         }
     }
-}
-
-BlockId Pool::victim() {
-    if (const auto id = victim_of_tenant()) {
-        return *id;
-    }
-    // Without a leaf the parents lead in a circle: no chain of hashes does, but callers may err.
-    return eviction_ ? eviction_->victim().value_or(first_idle_) : first_idle_;
-}
-
-// Of a few leaves of a tenant past its share the one that goes first by the policy. The others go to the end of the
-// tenant's list: so each victim is the first of a fresh sample.
-std::optional<BlockId> Pool::victim_of_tenant() {
-    std::optional<BlockId> first = tenants_ ? tenants_->first_over() : std::nullopt;
-    if (!first || !eviction_) {
-        return first;
-    }
-    BlockId last = *first;
-    auto least = eviction_->standing(last);
-    std::size_t left = kTenantLeaves;
-    for (auto next = tenants_->after(last); next && --left > 0; next = tenants_->after(last)) {
-        last = *next;
-        if (const auto standing = eviction_->standing(last); standing < least) {
-            least = standing;
-            first = last;
-        }
-    }
-    tenants_->rotate(last);
-    return first;
-}
-
-void Pool::add_leaf(BlockId id) {
-    eviction_->add_leaf(id);
-    if (tenants_) {
-        tenants_->add_leaf(id);
-    }
-}
-
-void Pool::remove_leaf(BlockId id) {
-    eviction_->remove_leaf(id);
-    if (tenants_) {
-        tenants_->remove_leaf(id);
-    }
-}
-
-// ---- Leaves: idle blocks that are no idle block's parent
-
-void Pool::enter_cache(BlockId id, const Block& block) {
-    const Node* parent = block.has_parent ? nodes_.find(block.parent) : nullptr;
-    const std::int32_t depth = parent != nullptr && parent->num_cached > 0 ? parent->depth + 1 : 0;
-    Node& node = nodes_.find_or_insert(block.hash.low);
-    ++node.num_cached;
-    node.depth = depth;
-    eviction_->commit(id, block.hash, depth);
-}
-
-void Pool::leave_cache(const Block& block) {
-    Node& node = *nodes_.find(block.hash.low);
-    if (node.num_cached == 1 && node.idle_children == 0) {
-        nodes_.erase(block.hash.low);
-    } else {
-        --node.num_cached;
-    }
-}
-
-void Pool::enter_idle(BlockId id, const Block& block) {
-    Node& node = *nodes_.find(block.hash.low);
-    node.idle = id;
-    if (node.idle_children == 0) {
-        add_leaf(id);
-    }
-    if (block.has_parent) {
-        Node& parent = nodes_.find_or_insert(block.parent);
-        if (++parent.idle_children == 1 && parent.idle != kNone && eviction_->is_leaf(parent.idle)) {
-            remove_leaf(parent.idle);
-        }
-    }
-}
-
-void Pool::leave_idle(BlockId id, const Block& block) {
-    Node& node = *nodes_.find(block.hash.low);
-    if (node.idle == id) {
-        node.idle = kNone;
-    }
-    if (eviction_->is_leaf(id)) {
-        remove_leaf(id);
-    }
-    eviction_->hold(id);
-    if (block.has_parent) {
-        Node& parent = *nodes_.find(block.parent);
-        if (parent.idle_children == 1 && parent.idle != kNone && !eviction_->is_leaf(parent.idle)) {
-            add_leaf(parent.idle);
-        }
-        if (parent.idle_children == 1 && parent.num_cached == 0) {
-            nodes_.erase(block.parent);
-        } else {
-            --parent.idle_children;
-        }
-    }
-}
-
-void Pool::check_leaves() const {
-    std::size_t num_children = 0;
-    std::size_t num_with_parent = 0;
-    std::size_t num_nodes = 0;
-    nodes_.for_each([&](std::uint64_t, const Node& node) {
-        num_children += static_cast<std::size_t>(node.idle_children);
-        num_nodes += static_cast<std::size_t>(node.num_cached);
-        if (node.idle != kNone) {
-            require(at(node.idle).is_idle(), name(node.idle) + " is known as idle");
-            require(eviction_->is_leaf(node.idle) == (node.idle_children == 0), name(node.idle) + ": a leaf has no idle children");
-        }
-    });
-    for (std::size_t index = 0; index < blocks_.size(); ++index) {
-        const Block& block = blocks_[index];
-        num_with_parent += block.is_idle() && block.has_parent;
-        require(block.is_idle() || !eviction_->is_leaf(static_cast<BlockId>(index)),
-                name(static_cast<BlockId>(index)) + " may go, but is not idle");
-    }
-    require(num_children == num_with_parent, "a parent's children are counted wrong");
-    require(num_nodes == index_.size(), "a cached block has no node");
-    eviction_->check();
 }
 
 void Pool::tell_removed(Hash hash) {
