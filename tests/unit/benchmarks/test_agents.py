@@ -27,6 +27,7 @@ def test_agents_and_chats_are_the_same_whether_or_not_sessions_are_opened():
         assert lengths == sorted(lengths)
 
 
+@pytest.mark.slow
 def test_sessions_find_what_was_evicted_without_them(monkeypatch):
     small = (
         "roles.aggregated.replicas=1",

@@ -144,6 +144,7 @@ class TestRunner:
         assert len(cache) == 1
 
 
+@pytest.mark.slow
 def test_a_job_runs_in_a_process():
     job = Description(find_graph(ROOT / "examples", "8b-bf16"), Workload(SYNTHETIC, 50))
     with Runner(1) as runner:

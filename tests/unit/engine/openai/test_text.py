@@ -64,6 +64,7 @@ TEXTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 @given(TEXTS)
 @settings(max_examples=150, deadline=None)

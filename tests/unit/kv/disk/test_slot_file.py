@@ -259,6 +259,7 @@ def test_sizes_that_hold_nothing_are_refused(tmp_path: Path) -> None:
         SlotFile(tmp_path / "kv", 8191, BLOCK_BYTES, NAMESPACE)
 
 
+@pytest.mark.slow
 def test_ten_thousand_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     """The benchmark `kv-stores` opens a million."""
     count = 10_000

@@ -353,6 +353,7 @@ def test_a_worker_without_requests_says_what_others_store():
     run_async(main())
 
 
+@pytest.mark.slow
 def test_no_damage_to_records_notes_or_header_serves_a_wrong_block():
     """Whatever a killed or mad process leaves: workers load right blocks or none, and raise nothing."""
     rng = random.Random(1)

@@ -598,6 +598,7 @@ def test_open_requests_are_bounded_and_ids_are_unique():
     run_scenario(scene, config=RouterConfig(open_requests_max=2))
 
 
+@pytest.mark.slow
 def test_a_host_with_2048_streams_is_lost_and_each_of_them_goes_on():
     """As many as a frontend takes; none is refused, and none goes on twice."""
 

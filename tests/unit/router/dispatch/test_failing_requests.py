@@ -109,7 +109,7 @@ async def answer(dispatcher: Dispatcher, request: Request) -> tuple[list[int], O
     return tokens, stream
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("is_deadly", [False, True], ids=["steps fail", "workers die"])
 @pytest.mark.parametrize("from_tokens", [0, 60], ids=["at once", "later"])
 def test_a_request_that_fails_wherever_it_goes_ends_soon_and_takes_nobody_with_it(

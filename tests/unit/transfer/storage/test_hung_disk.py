@@ -106,6 +106,7 @@ def test_a_disk_that_hangs_while_a_slab_is_opened_stops_neither_the_loop_nor_oth
     run_scenario(scenario, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_slab_that_hangs_as_it_is_opened_is_in_quarantine(tmp_path: Path) -> None:
     async def scenario(agent, disk, local, sick, well):
         disk.sick = str(tmp_path / "new")
@@ -123,6 +124,7 @@ def test_a_slab_that_hangs_as_it_is_opened_is_in_quarantine(tmp_path: Path) -> N
     run_scenario(scenario, tmp_path)
 
 
+@pytest.mark.slow
 def test_memory_that_a_hung_disk_may_still_write_is_in_quarantine(tmp_path: Path) -> None:
     async def scenario(agent, disk, local, sick, well):
         handle = agent.post(READ, local.ranges(), sick.ranges(), timeout_s=0.05)
