@@ -47,6 +47,8 @@ class HeldTier:
         self.offloads: list[tuple[list[int], list[BlockId], Callable[[Sequence[BlockId]], None]]] = []
         self.seconds_per_block = seconds_per_block
         self.is_closed = False
+        self.broken: Exception | None = None
+        """What `load` raises."""
         self.refuses_after: int | None = None
         """New blocks that an offload takes; None takes all."""
 
@@ -72,6 +74,8 @@ class HeldTier:
         self, block_hashes: HashArray, targets: Sequence[BlockId], done: Callable[[int], None]
     ) -> HeldLoad:
         assert len(block_hashes) == len(targets)
+        if self.broken is not None:
+            raise self.broken
         self.loads.append(HeldLoad(targets, done))
         return self.loads[-1]
 

@@ -59,6 +59,11 @@ def test_operators_see_pin_and_flush_what_workers_keep(deploy, capsys, tmp_path)
         assert await kv("unpin", "system") == (1, "penstock: there is no pin 'system' here\n")
         assert await kv("evict", "--text", text) == (0, f"{name}: {blocks} blocks evicted\n")
 
+        before = (await site.load(name))["cached_blocks"]
+        code, told = await kv("pin", "x", "--text", "another " + text, "--ttl", "99999")
+        assert (code, told.split(",")[0]) == (1, "penstock: ttl_s: must be <= 3600")
+        assert (await site.load(name))["cached_blocks"] == before, "refused before anything is computed"
+
         chat = tmp_path / "messages.json"
         chat.write_text(json.dumps([{"role": "system", "content": WORDS}]))
         assert (await kv("pin", "chat", "--messages", str(chat)))[0] == 0

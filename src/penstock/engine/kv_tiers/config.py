@@ -14,6 +14,7 @@ from penstock.seams.kv import Admission, OffloadPolicy
 
 _NONE = TierSize(0, "B")
 _SCHEMES = ("s3", "gs", "az", "file")
+_LIKE_SIZE = re.compile(r"[-+.]*\d[\w.]*")
 _SECRET = re.compile(r"secret|token|password|credential|access_key|account_key|sas")
 
 
@@ -55,6 +56,10 @@ class DiskConfig(_LowerTier):
     def _unfold(cls, data: Any) -> Any:
         if isinstance(data, str | int | float) and not isinstance(data, bool):
             path, _, size = str(data).rpartition(":")
+            if not TierSize.is_size(size):
+                raise wrong(
+                    f"must be a path and a size with its unit, as /var/cache/kv:100GiB, got {str(data)!r}"
+                )
             return {"path": path, "size": size}
         return data
 
@@ -80,9 +85,13 @@ class ObjectConfig(_LowerTier):
             return data
         text = str(data)
         url, _, size = text.rpartition(":")
-        if "://" not in text:
-            return {"size": data}
-        return {"url": url, "size": size} if TierSize.is_size(size) else {"url": text}
+        if TierSize.is_size(size):
+            return {"url": url, "size": size}
+        if "://" not in text or _LIKE_SIZE.fullmatch(size):
+            raise wrong(
+                f"must be a URL, or one and a size with its unit, as s3://bucket/path:1TiB or file:///mnt/kv, got {text!r}"
+            )
+        return {"url": text}
 
     @pydantic.field_validator("url")
     @classmethod

@@ -53,10 +53,12 @@ class KvRoutes:
         if body.ttl_s is not None and not body.ttl_s > 0:
             raise RequestError(f"ttl_s: must be > 0 seconds, got {body.ttl_s:g}", param="ttl_s")
         prefix = await self._prefix(body)
+        pin = KvPin(name=body.name, block_hashes=prefix.request.block_hashes, ttl_s=body.ttl_s)
         if body.worker is None:  # at least one worker has it then
-            await prefix.prefetch(self._frontend.dispatcher)
-        hashes = prefix.request.block_hashes
-        return await self._act(KvPin(name=body.name, block_hashes=hashes, ttl_s=body.ttl_s), body.worker)
+            dispatcher = self._frontend.dispatcher
+            await dispatcher.act_on_kv(msgspec.structs.replace(pin, is_check=True), None)
+            await prefix.prefetch(dispatcher)
+        return await self._act(pin, body.worker)
 
     async def _unpin(self, request: web.Request) -> web.Response:
         body = await self._read(request, UnpinBody)

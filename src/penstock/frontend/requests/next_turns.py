@@ -69,8 +69,10 @@ class _Turn:
 
     def continued_by(self, request: Request) -> bool:
         """Say whether another request is a next turn of this one, or at least one of its session."""
+        if self.request.tenant != request.tenant:
+            return False
         if self.request.session is not None and request.session is not None:
-            return (self.request.tenant, self.request.session) == (request.tenant, request.session)
+            return self.request.session == request.session
         own = self.request.block_hashes
         return (
             len(own) > 0

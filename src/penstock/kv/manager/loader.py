@@ -168,10 +168,10 @@ class Loader:
     def _count(self, load: PrefixLoad, *, is_wanted: bool) -> None:
         """Count a prefix whose loads have all ended. What follows the first block that did not arrive is of no use."""
         waited_s = 0.0
-        size, first = self._pool.block_size, load.runs[0].num_before
+        size = self._pool.block_size
         for part in sorted(load.parts, key=lambda part: part.num_before):
             counters = self._counters[part.source]
-            used = max(0, min(part.num_blocks, first + load.arrived - part.num_before))
+            used = load.count_used(part)
             counters.loads += 1
             counters.loaded_blocks += used
             counters.load_s += part.seconds
@@ -186,6 +186,6 @@ class Loader:
             return
         missing = len(load.targets) - load.arrived
         if missing:
-            lost_at = first + load.arrived
+            lost_at = load.runs[0].num_before + load.arrived
             at = next(run for run in reversed(load.runs) if run.num_before <= lost_at)
             self._counters[at.source].missing_blocks += missing

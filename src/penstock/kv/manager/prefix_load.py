@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from penstock.core.ids import BlockId
+from penstock.core.log import get_logger
 from penstock.core.wire import HashArray
 from penstock.kv.manager.clock import Clock, Timer
 from penstock.seams.kv import KvLoad, KvRun, KvSource
@@ -154,11 +155,20 @@ class PrefixLoad:
             if run.load is not None:
                 run.load.cancel(is_late=is_late)
 
+    def count_used(self, part: Part) -> int:
+        """Count the blocks of an ended load that are of use: none after the prefix's first missing block."""
+        end = self.runs[0].num_before + self.arrived
+        return max(0, min(part.num_blocks, end - part.num_before))
+
     def _begin(self, run: _Run, source: KvSource, block_hashes: HashArray) -> None:
         start = run.depth - self.runs[0].num_before
         targets = self.targets[start : start + len(block_hashes)]
         self._asked[run] = source, len(block_hashes), self._clock.time()
-        run.load = source.load(block_hashes, targets, partial(self._on_done, run))
+        try:
+            run.load = source.load(block_hashes, targets, partial(self._on_done, run))
+        except Exception:  # noqa: BLE001 - a source that cannot begin brings nothing; its targets must come free all the same
+            get_logger().exception("kv_load_failed", effect="other sources are asked, or blocks are computed")
+            self._clock.call_later(0, partial(self._on_done, run, 0))
 
     def _on_done(self, run: _Run, count: int) -> None:
         source, asked, begun_s = self._asked.pop(run)

@@ -91,7 +91,8 @@ class PrefixLoads:
         for part in load.parts:
             counters = self._counters.get(part.source)
             if counters is not None:
+                used = load.count_used(part)
                 counters.loads += 1
-                counters.loaded_blocks += part.num_blocks
-                counters.hit_tokens += part.num_blocks * self._block_size
+                counters.loaded_blocks += used
+                counters.hit_tokens += used * self._block_size
                 counters.load_s += part.seconds

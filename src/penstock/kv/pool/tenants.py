@@ -20,6 +20,7 @@ class Tenants:
         self._owner: dict[BlockId, int] = {}
         self._num_idle: Counter[int] = Counter()
         self._leaves: defaultdict[int, OrderedDict[BlockId, None]] = defaultdict(OrderedDict)
+        """Like `_num_idle`, only of tenants that have some."""
 
     def own(self, block_id: BlockId, tenant: int) -> None:
         """A held block is a tenant's from now on."""
@@ -29,14 +30,20 @@ class Tenants:
         self._num_idle[self._owner[block_id]] += 1
 
     def leave_idle(self, block_id: BlockId) -> None:
-        self._num_idle[self._owner[block_id]] -= 1
+        tenant = self._owner[block_id]
+        self._num_idle[tenant] -= 1
+        if not self._num_idle[tenant]:
+            del self._num_idle[tenant]
 
     def add_leaf(self, block_id: BlockId) -> None:
         """The idle block may go."""
         self._leaves[self._owner[block_id]][block_id] = None
 
     def remove_leaf(self, block_id: BlockId) -> None:
-        del self._leaves[self._owner[block_id]][block_id]
+        leaves = self._leaves[self._owner[block_id]]
+        del leaves[block_id]
+        if not leaves:
+            del self._leaves[self._owner[block_id]]
 
     def sample(self, most: int) -> list[BlockId]:
         """Give up to so many leaves of the tenant with the most idle blocks past its share, and put them behind its others."""
@@ -56,7 +63,7 @@ class Tenants:
             for tenant, count in self._num_idle.items()
             if tenant != NOBODY and count > self._most
         ]
-        return self._leaves[min(over)[1]] if over else OrderedDict()
+        return self._leaves.get(min(over)[1], OrderedDict()) if over else OrderedDict()
 
     def reset(self) -> None:
         self._owner.clear()

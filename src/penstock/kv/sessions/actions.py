@@ -47,6 +47,9 @@ class KvActions:
         match action:
             case KvList():
                 return KvReport(held=tuple(self._describe(session) for session in self._sessions))
+            case KvPin(is_check=True, ttl_s=ttl_s):
+                self._sessions.check_pin(ttl_s)
+                return KvReport()
             case KvPin(name=name, block_hashes=packed, ttl_s=ttl_s):
                 return KvReport(blocks=self._sessions.pin(name, _hashes(packed), ttl_s))
             case KvUnpin(name=name, is_session=is_session, tenant=tenant):

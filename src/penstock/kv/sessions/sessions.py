@@ -58,8 +58,8 @@ class Sessions:
         self._kept: Counter[BlockId] = Counter()  # by how many chains
         self._ends: Counter[SessionEnd] = Counter()
         self._opened = self._speculative = self._wasted = 0
-        self._awaited: dict[bytes, Session] = {}
-        """Answers kept for a next turn, by the last hash of their prompts."""
+        self._awaited: dict[tuple[str, bytes], Session] = {}
+        """Answers kept for a next turn, by their tenant and the last hash of their prompts."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -115,9 +115,9 @@ class Sessions:
         """
         session = self._by_request.get(request.request_id)
         if self._awaited and request.is_background:
-            session = session or self._awaits(block_hashes[:num_shared])
+            session = session or self._awaits(request.tenant, block_hashes[:num_shared])
         elif self._awaited:
-            self._note_next_turn(block_hashes[:num_shared])
+            self._note_next_turn(request.tenant, block_hashes[:num_shared])
         if session is None or not len(block_hashes):
             return
         if session.is_ephemeral:
@@ -163,13 +163,7 @@ class Sessions:
         Raises:
             RequestError: the TTL is longer than `ttl_s_max`, or sessions keep no blocks here.
         """
-        if ttl_s is not None:
-            check_ttl("ttl_s", ttl_s, self.config)
-        if not self.blocks_max:
-            raise RequestError(
-                f"this worker keeps no blocks for sessions (sessions.kv_share {self.config.kv_share:g}); raise it",
-                http_status=409,
-            )
+        self.check_pin(ttl_s)
         key = SessionKey("", name, is_pin=True)
         self.unpin(key)
         session = self._open(key, ttl_s, is_ephemeral=False)
@@ -185,6 +179,20 @@ class Sessions:
         else:
             self._close(session, SessionEnd.CLOSED)
         return len(chain.block_ids)
+
+    def check_pin(self, ttl_s: float | None) -> None:
+        """Refuse a pin that could not be kept, whatever is resident.
+
+        Raises:
+            RequestError: as `pin`.
+        """
+        if ttl_s is not None:
+            check_ttl("ttl_s", ttl_s, self.config)
+        if not self.blocks_max:
+            raise RequestError(
+                f"this worker keeps no blocks for sessions (sessions.kv_share {self.config.kv_share:g}); raise it",
+                http_status=409,
+            )
 
     def unpin(self, key: SessionKey) -> bool:
         """Close a session or a pin; False if it is not open."""
@@ -338,21 +346,21 @@ class Sessions:
         if not chain.num_prompt:
             return
         (key,) = block_keys(chain.hashes[chain.num_prompt - 1 : chain.num_prompt])
-        before = self._awaited.pop(key, None)
+        before = self._awaited.pop((session.key.tenant, key), None)
         if before is not None and before is not session:
             self._close(before, SessionEnd.DISPLACED)
-        self._awaited[key] = session
+        self._awaited[session.key.tenant, key] = session
 
-    def _note_next_turn(self, shared: HashArray) -> None:
-        """End what was kept for a request that found the blocks `shared`."""
+    def _note_next_turn(self, tenant: str, shared: HashArray) -> None:
+        """End what was kept for a tenant's request that found the blocks `shared`."""
         for key in block_keys(shared):
-            session = self._awaited.get(key)
+            session = self._awaited.get((tenant, key))
             if session is not None and not session.requests:
                 self._close(session, SessionEnd.USED)
 
-    def _awaits(self, shared: HashArray) -> Session | None:
-        """Find the answer whose next turn begins with the blocks `shared`: the one with the longest prompt."""
-        found = (self._awaited.get(key) for key in reversed(block_keys(shared)))
+    def _awaits(self, tenant: str, shared: HashArray) -> Session | None:
+        """Find a tenant's answer whose next turn begins with the blocks `shared`: the one with the longest prompt."""
+        found = (self._awaited.get((tenant, key)) for key in reversed(block_keys(shared)))
         return next((session for session in found if session is not None), None)
 
     def _forget_awaited(self, session: Session) -> None:

@@ -36,7 +36,9 @@ def test_a_url_and_a_size_may_be_one_text(text, url, size):
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ("bucket/path", "with its unit"),
+        ("bucket/path", "a URL, or one and a size with its unit, .*got 'bucket/path'"),
+        ("file:///mnt/kv:-1", "a size with its unit, .*got 'file:///mnt/kv:-1'"),
+        ("s3://bucket/path:10Gb", "a size with its unit, .*got 's3://bucket/path:10Gb'"),
         ("http://host/bucket", "must begin with s3://, gs://, az://, file://"),
         ("memory://", "set kv.host instead"),
         ("s3://", "must name a bucket, as s3://bucket/path"),
@@ -74,6 +76,14 @@ def test_a_graph_takes_the_flag_and_fields_beside_it():
     kv = {"object": {"url": "s3://bucket/kv", "options": {"endpoint": "http://host:9000"}}}
     graph = Graph.model_validate({"model": "demo", "roles": {"aggregated": {"kv": kv}}})
     assert graph.roles.aggregated.kv.object.options["endpoint"] == "http://host:9000"
+
+
+@pytest.mark.parametrize("text", ["foo", "/var/cache/kv", "/var/cache/kv:-1", "", "-1"])
+def test_a_disk_is_a_path_and_a_size(text):
+    with pytest.raises(
+        ConfigError, match=f"disk: must be a path and a size with its unit, .*100GiB, got '{text}'"
+    ):
+        KvConfig.parse({"disk": text}, source="t")
 
 
 @pytest.mark.parametrize(

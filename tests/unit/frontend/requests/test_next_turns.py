@@ -1,11 +1,13 @@
 """What is computed ahead for an agent's next turn, by a dispatcher that a test scripts."""
 
 import asyncio
+import dataclasses
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -211,6 +213,20 @@ def test_the_next_turn_ends_what_is_computed_for_it(next_turn: dict[str, Any]) -
         await scene.ended()
         assert (scene.count("arrived"), scene.dispatcher.cancelled) == (1, 1)
         assert scene.dispatcher.open_streams == 0
+
+    run(scene)
+
+
+def test_another_tenants_request_ends_nothing() -> None:
+    async def scene(scene: Scene) -> None:
+        scene.outcomes = ["hang"]
+        await scene.answer()
+        await scene.hanging.wait()
+        _, other = await scene.prepare({"messages": [{"role": "user", "content": LONG}]})
+        theirs = [msgspec.structs.replace(request, tenant="other") for request in other.requests]
+        scene.turns.arrived(dataclasses.replace(other, requests=theirs))
+        await asyncio.sleep(0)
+        assert scene.dispatcher.open_streams == 1
 
     run(scene)
 

@@ -126,3 +126,24 @@ def test_a_source_that_is_not_worth_it_is_passed_over():
     near, far = keeping(0, 1, 2, 3), keeping(0, 1)
     runs = find_runs([near, far], HASHES, 0, lambda source, num_blocks, _: source is far or num_blocks < 3)
     assert [(run.source, run.num_before, run.num_blocks) for run in runs] == [(far, 0, 2), (near, 2, 2)]
+
+
+def test_a_source_that_cannot_begin_brings_nothing_and_the_next_one_is_asked():
+    near, far = keeping(0, 1), keeping(0, 1, 2)
+    near.broken = OSError("no thread is left")
+    loading = Loading(near, far)
+    assert loading.ended == [], "never before the load is made"
+    loading.clock.advance(0)
+    assert far.loads[-1].targets == [100, 101]
+    for load in far.loads:
+        load.end()
+    assert loading.ended == [3]
+
+
+def test_a_load_whose_sources_all_cannot_begin_ends():
+    near, far = keeping(0, 1), keeping(0, 1)
+    near.broken = far.broken = OSError("no thread is left")
+    loading = Loading(near, far)
+    loading.load.cancel()
+    loading.clock.advance(0)
+    assert loading.ended == [0]

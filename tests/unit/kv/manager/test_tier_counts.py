@@ -5,7 +5,9 @@ import pytest
 
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import Tier
+from penstock.kv.manager.counters import TierCounters
 from penstock.kv.manager.manager import KvManager
+from penstock.kv.manager.prefix_loads import PrefixLoads
 from penstock.kv.pool.pool import BlockPool
 from tests.support.held_tier import HeldTier
 
@@ -115,3 +117,30 @@ def test_a_load_of_an_aborted_request_neither_saves_nor_lacks():
     stage.disk.loads[0].end(0)
     host = stage.kv.counts[0]
     assert (host.loads, host.load_s, host.saved_s, host.missing_blocks) == (1, 0.5, 0, 0)
+
+
+def test_the_blocks_of_a_source_that_cannot_begin_come_free():
+    stage = Stage()
+    stage.host.broken = stage.disk.broken = OSError("no thread is left")
+    free = stage.kv._pool.num_available
+    stage.kv.begin("r", stage.kv.choose_runs(HASHES, [], 41))
+    while stage.clock.calls:
+        stage.clock.calls.pop(0)()
+    assert stage.kv.take_arrived() == [("r", 0)]
+    stage.kv._pool.release(range(10))  # the request's own
+    assert (stage.kv._pool.num_available, stage.kv.holders().total()) == (free, 0)
+
+
+def test_what_a_transfer_cannot_use_is_not_counted_as_loaded():
+    tiers = [HeldTier(HASHES[:2, 0].tolist()), HeldTier(HASHES[2:6, 0].tolist())]
+    counters = {tier: TierCounters() for tier in tiers}
+    loads, arrived = PrefixLoads(tiers, SIZE, counters=counters, clock=Clock()), []
+    peer = HeldTier()
+    loads.load(loads.find(HASHES, 0, peer), range(6), peer, arrived.append)
+    tiers[1].loads[0].end()
+    tiers[0].loads[0].end(1)
+    assert arrived == [1]
+    assert [(each.loads, each.loaded_blocks, each.hit_tokens) for each in counters.values()] == [
+        (1, 1, SIZE),
+        (1, 0, 0),
+    ]

@@ -4,7 +4,9 @@ import math
 
 import pytest
 
+from penstock.core.ids import BlockId
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.pool.tenants import Tenants
 from penstock.kv.pool.use import BlockUse, PrefillPrice, UseKind
 from tests.unit.kv.pool.test_pool import chain
 
@@ -175,6 +177,18 @@ def test_a_tenant_may_have_what_nobody_else_wants(make_pool, policy):
     assert (cached(pool, first), cached(pool, second)) == (9, 9)
     run(pool, chain(4, first=2000), BlockUse(tenant=2))
     assert cached(pool, first) + cached(pool, second) == 16
+
+
+def test_the_reference_keeps_nothing_of_tenants_that_have_no_blocks():
+    tenants = Tenants(2)
+    for tenant in range(1, 100):
+        tenants.own(BlockId(0), tenant)
+        tenants.enter_idle(BlockId(0))
+        tenants.add_leaf(BlockId(0))
+        tenants.remove_leaf(BlockId(0))
+        tenants.leave_idle(BlockId(0))
+    assert not tenants._num_idle
+    assert not tenants._leaves
 
 
 def test_blocks_that_two_tenants_use_are_the_last_users(make_pool):

@@ -1,6 +1,7 @@
 """What operators do to a cache."""
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.core.errors import RequestError
 from penstock.core.types.events import Tier
@@ -80,3 +81,13 @@ def test_the_device_alone_is_flushed_block_by_block():
 def test_hashes_that_are_none_are_refused(packed):
     with pytest.raises(RequestError, match="block_hashes: must be hashes of 16 bytes"):
         Stage().act(KvEvict(block_hashes=PackedHashes(packed)))
+
+
+def test_a_check_refuses_what_a_pin_would_and_pins_nothing():
+    stage = Stage()
+    stage.ask(None, [1, 2, 3])
+    pin = KvPin(name="p", block_hashes=stage.packed([1, 2]), is_check=True)
+    assert stage.act(pin) == KvReport()
+    assert stage.act(KvList()).held == ()
+    with pytest.raises(RequestError, match=r"ttl_s: must be <= .*sessions\.ttl_s_max"):
+        stage.act(replace(pin, ttl_s=1e9))

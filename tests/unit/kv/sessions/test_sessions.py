@@ -238,6 +238,17 @@ def test_an_answer_is_kept_for_its_next_turn_and_let_go_when_that_has_come():
     assert scene.cached([1, 2, 3]) == 0
 
 
+def test_another_tenants_request_is_no_next_turn():
+    scene = Scene()
+    scene.run(scene.begin_speculative(), [1, 2, 3], num_prompt=2)
+    for fields in ({"tenant": "other"}, {"tenant": "other", "is_background": True}):
+        request = replace(make_request("x", [1]), **fields)
+        scene.sessions.begin(request)
+        scene.run(request, [1, 2, 3, 4])
+    counts = scene.sessions.counts
+    assert (counts.open, counts.speculative_used) == (1, 0)
+
+
 def test_each_turn_is_kept_in_place_of_the_one_before():
     scene = Scene()
     scene.run(scene.begin_speculative(), [1, 2], num_prompt=1)

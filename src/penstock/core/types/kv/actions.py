@@ -9,11 +9,12 @@ class KvList(Wire, frozen=True, tag="kv_list"):
 
 
 class KvPin(Wire, frozen=True, tag="kv_pin"):
-    """Keep the resident blocks of a prefix under a name; `block_hashes` are packed as in `Request`."""
+    """Keep the resident blocks of a prefix under a name; `block_hashes` are packed as in `Request`. `is_check` pins nothing, and is refused like the pin."""
 
     name: str
     block_hashes: PackedHashes
     ttl_s: float | None = None
+    is_check: bool = False
 
 
 class KvUnpin(Wire, frozen=True, tag="kv_unpin"):
