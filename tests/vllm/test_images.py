@@ -182,7 +182,7 @@ BROKEN = {
     "no image": (part(b"hello world"), "cannot be read"),
     "fetched": (
         {"type": "image_url", "image_url": "http://127.0.0.1:1/a.png"},
-        "does not fetch from '127.0.0.1'",
+        "does not fetch from '127.0.0.1:1'",
     ),
     "a file": ({"type": "image_url", "image_url": "file:///etc/passwd"}, "must be a data URL"),
     "audio": ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "takes text, image"),

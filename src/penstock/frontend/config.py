@@ -3,6 +3,7 @@
 from typing import Self
 
 import pydantic
+from yarl import URL
 
 from penstock.core.config import Config, wrong
 
@@ -27,7 +28,7 @@ class MediaFetchConfig(Config):
     """From where the frontend fetches images and the like that a request names by an http(s) URL."""
 
     hosts: tuple[str, ...] = ()
-    """Hosts, by the name in the URL, from which media are fetched; any other URL gets 400. Empty: none, so clients send data URLs."""
+    """Hosts, by the name in the URL, from which media are fetched; any other URL gets 400. NAME is asked at the ports of http and https, NAME:PORT at that one. Empty: none, so clients send data URLs."""
     private_addresses: bool = False
     """Whether these hosts may have private, loopback or link-local addresses; redirects are never followed."""
     bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
@@ -36,6 +37,34 @@ class MediaFetchConfig(Config):
     """Longest time that one file may take, waiting for its turn included."""
     connections_max: int = pydantic.Field(default=16, ge=1)
     """Files that are fetched at once; others wait."""
+
+    @pydantic.field_validator("hosts")
+    @classmethod
+    def _check_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            _places(host)
+        return hosts
+
+    @property
+    def places(self) -> frozenset[tuple[str, int]]:
+        """Hosts in lower case with the ports that are allowed there."""
+        return frozenset(place for host in self.hosts for place in _places(host))
+
+
+def _places(entry: str) -> set[tuple[str, int]]:
+    """Read `NAME`, `NAME:PORT`, `ADDRESS` or `[ADDRESS]:PORT`.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    try:
+        url = URL(f"http://[{entry}]" if entry.count(":") > 1 and "[" not in entry else f"http://{entry}")
+        host = (url.host or "").lower()
+    except ValueError:
+        host = ""
+    if not host or url != URL.build(scheme="http", host=host, port=url.port):
+        raise ValueError(f"{entry!r} is no host; expected NAME or NAME:PORT, such as images.example.com")
+    return {(host, url.explicit_port)} if url.explicit_port else {(host, 80), (host, 443)}
 
 
 class MediaConfig(Config):

@@ -23,7 +23,7 @@ class MediaFetcher:
 
     def __init__(self, config: MediaFetchConfig) -> None:
         self._config = config
-        self._hosts = {host.lower() for host in config.hosts}
+        self._places = config.places
         self._free = asyncio.Semaphore(config.connections_max)
         self._session: aiohttp.ClientSession | None = None
 
@@ -38,10 +38,11 @@ class MediaFetcher:
             host, port = (url.host or "").lower(), url.port
         except ValueError as error:
             raise RequestError(f"{part.param}.url: not a URL: {error}", param=part.param) from error
-        if host not in self._hosts:
+        if (host, port) not in self._places:
+            where = host if url.is_default_port() else f"{host}:{port}"
             raise RequestError(
-                f"{part.param}.url: this server does not fetch from {host!r}; send the file as a data URL"
-                " (data:image/png;base64,...), or have the operator add the host to frontend.media.fetch.hosts",
+                f"{part.param}.url: this server does not fetch from {where!r}; send the file as a data URL"
+                f" (data:image/png;base64,...), or have the operator add {where!r} to frontend.media.fetch.hosts",
                 param=part.param,
             )
         try:

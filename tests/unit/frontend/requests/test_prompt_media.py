@@ -215,8 +215,27 @@ def test_a_prompt_that_expands_beyond_the_context_is_refused() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.1.2.3", "[::1]", "[::ffff:a00:1]", "169.254.169.254"])
 def test_an_allowed_host_may_have_no_private_address(host: str) -> None:
-    hosts = (host.strip("[]"),)
+    hosts = (f"{host}:9", "example.com")
     part = {"type": "image_url", "image_url": f"http://{host}:9/a.png"}
     error = scene(fetch=MediaFetchConfig(hosts=hosts)).refusal(part)
     assert error.http_status == 400
     assert "no public address" in error.message
+
+
+@pytest.mark.parametrize(
+    "host", ["", "http://example.com", "example.com/a", "example.com:x", "a@b", "a:70000"]
+)
+def test_hosts_of_the_configuration_are_checked(host: str) -> None:
+    with pytest.raises(ValueError, match="is no host; expected NAME or NAME:PORT"):
+        MediaFetchConfig(hosts=(host,))
+
+
+def test_a_host_without_a_port_is_asked_at_the_usual_ones() -> None:
+    config = MediaFetchConfig(hosts=("Example.com", "::1", "[::1]:8080"))
+    assert config.places == {
+        ("example.com", 80),
+        ("example.com", 443),
+        ("::1", 80),
+        ("::1", 443),
+        ("::1", 8080),
+    }
