@@ -110,14 +110,6 @@ class Indexed:
         requests = [self._request(ids, salt, tokens, adapter) for ids in prompts]
         return self.running.do(self._run(requests))
 
-    def hear(self, ids: list[int], tokens: int) -> None:
-        """Wait until vLLM has told of so many tokens of a prompt: a worker that restarts tells with its first steps."""
-        for _ in range(100):
-            self.run()
-            if self.known(ids) == tokens:
-                return
-        raise AssertionError(f"vLLM has told of {self.known(ids)} tokens of {tokens}")
-
     def known(self, ids: list[int], salt: bytes = b"") -> int:
         """Tokens of a prompt that the index says vLLM has."""
         depths = self.tree.match_tokens(ids, BLOCK, salt, key=KEY).depths

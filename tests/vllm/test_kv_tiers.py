@@ -156,7 +156,6 @@ def test_a_killed_worker_is_warm_again_from_its_disk(started, spec_of, tmp_path,
     for process in vllm_processes():
         process.send_signal(signal.SIGKILL)
     again = Indexed(started(spec))
-    again.hear(prompts[0], CACHED)
     assert again.run(*prompts, tokens=TOKENS) == [CACHED] * 4
     assert again.emitted == expected
     disk = counts_of(again, Tier.DISK)

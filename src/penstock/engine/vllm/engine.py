@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError, Unavailable
 from penstock.core.ids import RequestId
+from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import WorkerLoad
@@ -33,7 +34,10 @@ from penstock.engine.vllm.sleep import check_sleep, wake_up
 from penstock.engine.vllm.tiers.settings import HASH_KEY, check_tiers, with_tiers
 
 _RETRY_AFTER_S = 1.0
+_TIERS_S = 60.0
+"""An idle vLLM tells what its tiers keep with its first steps: milliseconds after its start."""
 _UNENCODABLE = (OverflowError, TypeError, ValueError)
+_log = get_logger()
 
 
 class VllmEngine:
@@ -68,10 +72,11 @@ class VllmEngine:
         self._closed = False
 
     async def start(self) -> EngineInfo:
-        """Start vLLM's processes and load the model.
+        """Start vLLM's processes and load the model; with KV tiers, until vLLM's scheduler knows what they keep.
 
         Raises:
             ConfigError: vLLM cannot run here, or refuses the model or an argument.
+            EngineError: a process of vLLM died.
         """
         spec, variables = self._spec, self._environment(os.environ)
         if spec.kv.present():
@@ -94,6 +99,8 @@ class VllmEngine:
         )  # vLLM counts those of all ranks
         for counts in self._counts:
             counts.total_blocks = total_blocks
+        if spec.kv.present():
+            await self._hear_of_tiers()
         return EngineInfo(
             block_size=config.cache_config.block_size,
             total_blocks=total_blocks,
@@ -161,7 +168,7 @@ class VllmEngine:
         try:
             while True:
                 if getting is None:
-                    getting = asyncio.get_running_loop().create_task(self._core.get_output_async())
+                    getting = asyncio.get_running_loop().create_task(self._message())
                     getting.add_done_callback(lambda _: self._wake.set())
                 await self._wake.wait()
                 self._wake.clear()
@@ -169,7 +176,7 @@ class VllmEngine:
                     return
                 if getting.done():
                     ended, getting = getting, None
-                    for step in self._steps(self._deltas(self._outputs(ended))):
+                    for step in self._steps(self._deltas(ended.result())):
                         yield step
                 elif (events := self._events.take()) or self._unsent:
                     deltas, self._unsent = tuple(self._unsent), []
@@ -231,6 +238,20 @@ class VllmEngine:
 
     # -- messages
 
+    async def _hear_of_tiers(self) -> None:
+        """Take vLLM's first messages until each rank's scheduler has told of its tiers; it computes prompts that come sooner."""
+        try:
+            async with asyncio.timeout(_TIERS_S):
+                while not all(counts.tiers.counts for counts in self._counts):
+                    self._deltas(await self._message())
+        except TimeoutError:
+            _log.warning(
+                "kv_tiers_unknown",
+                waited_s=_TIERS_S,
+                effect="first prompts may be computed instead of loaded",
+            )
+        self._wake.set()  # `steps` gives the events that came
+
     def _deltas(self, outputs: Any) -> tuple[Delta, ...]:
         """Count what one data-parallel rank's step brought, and make its deltas."""
         deltas, counts = [], self._counts[outputs.engine_index]
@@ -266,14 +287,14 @@ class VllmEngine:
         counts.cached_blocks = min(self._events.num_blocks(rank), counts.total_blocks)
         self._wake.set()
 
-    def _outputs(self, ended: asyncio.Task[Any]) -> Any:
-        """Give the message of vLLM's engine core that came.
+    async def _message(self) -> Any:
+        """Wait for the next message of vLLM's engine core.
 
         Raises:
             EngineError: a process of vLLM died.
         """
         try:
-            return ended.result()
+            return await self._core.get_output_async()
         except Exception as error:
             raise EngineError(f"vLLM died: {self._output.reason() or error}") from error
 

@@ -1,0 +1,129 @@
+"""A start of vLLM with KV tiers: it ends once the scheduler of every rank has told what they keep, over a fake core client."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from penstock.core.errors import EngineError
+from penstock.core.types.events import BlockStored, Tier
+from penstock.core.types.instances import EngineInfo
+from penstock.core.types.load import KvTierCounts
+from penstock.core.wire import pack_hashes
+from penstock.engine.kv_tiers import KvConfig
+from penstock.engine.spec import EngineSpec
+from penstock.engine.vllm import engine as engine_module
+from penstock.engine.vllm.engine import VllmEngine
+from penstock.engine.vllm.tiers.stats import pack_stats
+from penstock.sim.loop.loop import run_virtual
+
+KEY = bytes(range(16))
+STORED = BlockStored(block_hashes=pack_hashes([7]), parent_block_hash=None, block_size=32, tier=Tier.HOST)
+STEP_S = 5.0
+
+
+class StartingCore:
+    """Has a message every `STEP_S` seconds; none is left to wait for at the end."""
+
+    def __init__(self, messages: list[Any]) -> None:
+        self.messages = messages
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(num_gpu_blocks=64, block_size=32),
+            model_config=SimpleNamespace(max_model_len=512),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=512, max_num_seqs=8),
+        )
+
+    async def get_output_async(self) -> Any:
+        if not self.messages:
+            await asyncio.Event().wait()
+        await asyncio.sleep(STEP_S)
+        message = self.messages.pop(0)
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+
+def told(rank: int, *events: BlockStored, known: bool = True) -> Any:
+    """Make the message of a step without outputs; `known`: the rank's device processes have all reported."""
+    counts = [KvTierCounts(tier=Tier.HOST, total_blocks=4, cached_blocks=len(events), block_bytes=10)]
+    stats = pack_stats(counts if known else [], events)
+    statistics = SimpleNamespace(num_running_reqs=0, kv_cache_usage=0.0, kv_connector_stats=stats)
+    return SimpleNamespace(engine_index=rank, outputs=[], scheduler_stats=statistics)
+
+
+async def started(
+    monkeypatch: pytest.MonkeyPatch, messages: list[Any], *, ranks: int = 1, **kv: str
+) -> tuple[VllmEngine, EngineInfo, float]:
+    """Start over the fake; give the engine, what it says of itself, and the seconds that it took."""
+    core = StartingCore(messages)
+
+    async def no_adapters(*_: Any) -> dict[str, Any]:
+        return {}
+
+    monkeypatch.setattr(engine_module, "launch", lambda *_, **__: (core, None))
+    monkeypatch.setattr(engine_module, "load_adapters", no_adapters)
+    monkeypatch.setattr(engine_module, "MediaReader", lambda _: SimpleNamespace(kinds=()))
+    engine = VllmEngine(
+        EngineSpec(
+            model="m", block_size=32, data_parallel=ranks, kv=KvConfig.model_validate(kv), hash_key=KEY
+        )
+    )
+    before_s = asyncio.get_running_loop().time()
+    return engine, await engine.start(), asyncio.get_running_loop().time() - before_s
+
+
+def test_a_start_ends_when_the_tiers_are_known_and_their_blocks_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scene() -> None:
+        engine, info, seconds = await started(
+            monkeypatch, [told(0, known=False), told(0, STORED), told(0)], host="2x"
+        )
+        assert info.block_size == 32
+        assert seconds == 2 * STEP_S
+        assert [counts.cached_blocks for counts in engine.load().kv_tiers] == [1]
+        step = await anext(engine.steps())
+        assert step.events == (STORED,)
+
+    run_virtual(scene())
+
+
+def test_every_data_parallel_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        _, _, seconds = await started(
+            monkeypatch, [told(1, STORED), told(1), told(0), told(1)], ranks=2, host="2x"
+        )
+        assert seconds == 3 * STEP_S
+
+    run_virtual(scene())
+
+
+def test_without_tiers_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        _, _, seconds = await started(monkeypatch, [])
+        assert not seconds
+
+    run_virtual(scene())
+
+
+def test_tiers_that_say_nothing_end_the_wait_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        with capture_logs() as logs:
+            engine, info, seconds = await started(monkeypatch, [told(0, known=False)], host="2x")
+        assert info.total_blocks == 64
+        assert seconds == pytest.approx(60.0)
+        (warning,) = (entry for entry in logs if entry["log_level"] == "warning")
+        assert (warning["event"], warning["waited_s"]) == ("kv_tiers_unknown", 60.0)
+        assert engine.load().kv_tiers == ()
+
+    run_virtual(scene())
+
+
+def test_a_core_that_dies_meanwhile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene() -> None:
+        with pytest.raises(EngineError, match="vLLM died: no memory"):
+            await started(monkeypatch, [told(0, known=False), MemoryError("no memory")], host="2x")
+
+    run_virtual(scene())
