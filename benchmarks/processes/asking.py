@@ -24,6 +24,7 @@ class KvRead(msgspec.Struct):
 
 class Load(msgspec.Struct):
     kv_reads: list[KvRead] = []
+    kv_failures: int = 0
     onboarded_tokens: list[int] = []
 
 
@@ -66,13 +67,21 @@ class Asker:
         """
         text = ""
         tokens: list[str] = []
+        busy: list[int] = []
         for choice in self._stream(question):
             text += choice["delta"].get("content") or ""
             sampled = (choice.get("logprobs") or {}).get("content") or ()
             tokens.extend(f"{token['token']} {token['bytes']}" for token in sampled)
-            if kill_after is not None and len(tokens) >= kill_after:
+            if kill_after is None or not tokens:
+                continue
+            if (
+                not busy
+            ):  # asked with the first token: at `kill_after` an answer of a fast engine would soon be over
+                busy = [worker.pid for worker in self.workers() if worker.open_requests]
+            if len(tokens) >= kill_after:
                 kill_after = None
-                self._kill_busy()
+                for pid in busy:
+                    os.kill(pid, signal.SIGKILL)
         return Answer(text, tuple(tokens))
 
     def workers(self) -> list[WorkerState]:
@@ -85,11 +94,6 @@ class Asker:
         lines = self._get("/metrics", {}).decode().splitlines()
         pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
-
-    def _kill_busy(self) -> None:
-        for worker in self.workers():
-            if worker.open_requests:
-                os.kill(worker.pid, signal.SIGKILL)
 
     def _stream(self, question: str) -> Iterator[dict[str, Any]]:
         http = self._connect(_TIMEOUT_S)

@@ -46,6 +46,16 @@ def test_a_run_in_which_nothing_moved_shows_nothing():
     ]
 
 
+def test_kv_that_did_not_come_is_a_problem():
+    figures, problems = judge(
+        QUESTIONS, GOOD | {"disaggregated": Outcome(ANSWERS, 0, 2, 0, 0, kv_failures=1)}
+    )
+    assert figures["eval_kv_failures"] == 1
+    assert problems == [
+        "disaggregated: 1 prompts were computed by the decode worker, as their KV did not come"
+    ]
+
+
 def test_an_offloaded_run_must_have_loaded_from_the_host():
     figures, problems = judge(QUESTIONS, GOOD | {"offloaded": Outcome(ANSWERS, 0, 0, 0, 96)})
     assert problems == []
