@@ -25,7 +25,7 @@ _QUESTIONS = Path(__file__).parents[2] / "tests" / "data" / "demo_questions.json
 _QUICK_QUESTIONS = 3
 _OFFLOADED_QUESTIONS = 20
 _READY_TIMEOUT_S = 600.0
-"""For a worker that was killed. A vLLM takes most of a minute on two cores of its own, and several where others work."""
+"""For a worker that was killed. A vLLM takes half a minute on two cores of its own, and several where others work."""
 _MIGRATED_SHARE_MIN = 0.75
 """Of the answers, that must have been under way when their worker was killed: some end before the signal arrives."""
 _EVERY_PROMPT_REMOTE = (

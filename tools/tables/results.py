@@ -56,7 +56,7 @@ def _engines() -> Iterator[list[str]]:
         "`cancel_to_free_ms_p99`, 200 clients that hang up", of("cancel", "cancel_to_free_ms_p99", ",.0f") + " ms",
         of("cancel", "ask_ms_p99", ".1f") + " ms, asking the worker", "", "100 ms", link("cancel"),
     ]  # fmt: skip
-    for file, model in (("eval", "demo model"),):
+    for file, model in (("eval", "demo model"), ("eval_vllm", "the same with engine vLLM")):
         for name, moved in (
             ("disaggregated", "eval_remote_prefills"),
             ("migrated", "eval_migrations"),
