@@ -164,7 +164,7 @@ def plan_role_group(
         update={name: value for name, value in own.items() if value is not None}
     )
     roofline = make_roofline(shape, spec)
-    latency = price_per_token(roofline)
+    latency: LatencyModel = price_per_token(roofline)
     profile_path = engine_profile or spec.profile
     profile = None if profile_path is None else Profile.load(Path(profile_path))
     if profile is not None:

@@ -7,11 +7,11 @@ its share of a real step. Batches then decode at the real speed, without drawing
 from collections.abc import Sequence
 
 from penstock.core.types.events import Tier
-from penstock.perf.latency import LatencyModel
+from penstock.perf.model.parallel import Parallel
 from penstock.perf.roofline.roofline import Roofline
 
 
-def price_per_token(roofline: Roofline) -> LatencyModel:
+def price_per_token(roofline: Roofline) -> "Roofline | SpeculativeModel":
     """Make a latency model whose decode steps yield one token per sequence."""
     return roofline if roofline.tokens_per_step == 1 else SpeculativeModel(roofline)
 
@@ -26,6 +26,14 @@ class SpeculativeModel:
     def __init__(self, roofline: Roofline) -> None:
         self._step = roofline
         self._part = 1 / roofline.tokens_per_step
+
+    @property
+    def parallel(self) -> Parallel:
+        return self._step.parallel
+
+    @property
+    def verified_tokens(self) -> int:
+        return self._step.verified_tokens
 
     @property
     def kv_bytes_per_token(self) -> float:

@@ -5,11 +5,12 @@ they compute (`Share`).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Protocol
 
-from penstock.perf.roofline.roofline import Roofline
-from penstock.perf.roofline.speculation import price_per_token
+from penstock.perf.model.parallel import Parallel
 from penstock.perf.search.demand import Demand
 from penstock.perf.search.queueing import wait_s
 
@@ -33,6 +34,10 @@ class Share:
     """Output tokens decoded here."""
     computed: float = 1.0
     """Fraction of requests whose prompt is computed here."""
+    prompt_spread: float = 1.0
+    """Mean square over squared mean of prompt lengths; queues grow with it."""
+    answer_spread: float = 1.0
+    """Likewise of answers; a running request is likelier one with a long answer."""
 
     @property
     def held_tokens(self) -> int:
@@ -42,19 +47,28 @@ class Share:
     @property
     def context_tokens(self) -> float:
         """Mean context of a sequence during decode, in tokens."""
-        return self.new_tokens + self.cached_tokens + self.answer_tokens / 2
+        return self.new_tokens + self.cached_tokens + self.answer_spread * self.answer_tokens / 2
 
 
 def aggregated_share(demand: Demand) -> Share:
     """Make the share of an aggregated worker."""
-    return Share(
-        new_tokens=demand.input_tokens, cached_tokens=0, answer_tokens=demand.output_tokens - 1
-    )  # the last prefill step yields the first token
+    return _whole_prompt(demand, demand.output_tokens - 1)  # the last prefill step yields the first token
 
 
 def prefill_share(demand: Demand) -> Share:
     """Make the share of a prefill worker."""
-    return Share(new_tokens=demand.input_tokens, cached_tokens=0, answer_tokens=0)
+    return _whole_prompt(demand, 0)
+
+
+def _whole_prompt(demand: Demand, answer_tokens: int) -> Share:
+    new = max(demand.input_tokens - demand.cached_tokens, 1)
+    return Share(
+        new_tokens=new,
+        cached_tokens=max(demand.input_tokens - new, 0),
+        answer_tokens=answer_tokens,
+        prompt_spread=demand.input_spread,
+        answer_spread=demand.output_spread,
+    )
 
 
 def decode_share(demand: Demand, block_size: int, local: float = 0.0) -> Share:
@@ -69,6 +83,7 @@ def decode_share(demand: Demand, block_size: int, local: float = 0.0) -> Share:
         cached_tokens=demand.input_tokens - new,
         answer_tokens=demand.output_tokens - 1,
         computed=local + (1 - local) * again / new,
+        answer_spread=demand.output_spread,
     )
 
 
@@ -86,6 +101,25 @@ class Prediction:
     """Mean number of decoding sequences in a worker."""
 
 
+class PoolModel(Protocol):
+    """What a pool needs of a worker's latency model, whose decode step yields one token per sequence."""
+
+    @property
+    def parallel(self) -> Parallel: ...
+
+    @property
+    def verified_tokens(self) -> int:
+        """Tokens computed per decode step and sequence."""
+        ...
+
+    @property
+    def kv_capacity_tokens(self) -> int: ...
+
+    def decode_step_s(self, batch: int, context_tokens: int) -> float: ...
+
+    def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
     """Equal workers, each with an equal part of the requests.
@@ -93,11 +127,13 @@ class Pool:
     model:            latency model of one worker
     workers:          number of workers
     max_batch_tokens: most tokens of a step on each data-parallel rank
+    requests_max:     most requests in a worker's batch; None is as many as its KV holds
     """
 
-    model: Roofline
+    model: PoolModel
     workers: int
     max_batch_tokens: int
+    requests_max: int | None = None
 
     def predict(self, share: Share, rate_per_s: float, percentile: float) -> Prediction | None:
         """Predict latencies at `rate_per_s` requests per second over all workers; None if they are overloaded."""
@@ -137,7 +173,8 @@ class Pool:
             return None
         z = NormalDist().inv_cdf(percentile / 100)
         prompts_per_s, batch = state.each_per_s * share.computed, state.batch
-        queue_s = wait_s(state.service_s, self.workers, state.load, percentile / 100)
+        # Constant prompts wait half as long as exponential ones: the mean wait grows as their mean square.
+        queue_s = share.prompt_spread * wait_s(state.service_s, self.workers, state.load, percentile / 100)
         under_way_s = state.busy * state.mixed_s + (1 - state.busy) * state.decode_s
         # Requests that waited are prefilled together with others that waited.
         others_s = min(prompts_per_s * queue_s, state.others_max) * state.other_s
@@ -157,8 +194,9 @@ class Pool:
         )
 
     def _room(self, share: Share) -> float:
-        """Count the requests whose KV fits into one worker."""
-        return self.model.kv_capacity_tokens / share.held_tokens
+        """Count the requests that run in one worker at once."""
+        fits = self.model.kv_capacity_tokens / share.held_tokens
+        return fits if self.requests_max is None else min(fits, self.requests_max)
 
     def _state(self, share: Share, level: float, fits: float) -> "_State | None":
         """Describe a worker at a load: `level` is the fraction of fitting requests in its batch, for prefill workers the busy fraction of time.
@@ -166,7 +204,7 @@ class Pool:
         A worker runs mixed steps (with prompt tokens) and decode steps; each yields one token per stream. A mixed step has
         one prompt while that suffices, else all prompts that arrive during a step; time is linear in between.
         """
-        model = price_per_token(self.model)
+        model = self.model
         batch = level * fits if share.answer_tokens else 0.0
         decoding = max(round(batch), 1) if batch else 0
         context = round(decoding * share.context_tokens)

@@ -199,7 +199,10 @@ class LayoutSearch:
             return None
         rate_per_s = min(first.rate_per_s, second.rate_per_s)
         rest = self._rest(prefill.parallel, decode.parallel, count)
-        pools = Pool(prefill, count, first.max_batch_tokens), Pool(decode, rest, second.max_batch_tokens)
+        pools = (
+            Pool(price_per_token(prefill), count, first.max_batch_tokens),
+            Pool(price_per_token(decode), rest, second.max_batch_tokens),
+        )
         return self._join(*pools, rate_per_s, 0.0)
 
     def _with_local(self, one: Parallel, other: Parallel, count: int) -> Iterator[Layout]:
@@ -215,7 +218,7 @@ class LayoutSearch:
         for tokens in _SHARED_STEPS:
             best = 0.0, 0.0
             for local in _LOCAL:
-                pool = Pool(decode, rest, tokens)
+                pool = Pool(price_per_token(decode), rest, tokens)
                 found = pool.largest(decode_share(self.demand, self.block_size, local), targets)
                 if found is None:
                     break
@@ -224,7 +227,9 @@ class LayoutSearch:
                 if found[0] <= relieved_per_s:
                     break  # decode workers cannot prefill more
             if best[0] > first.rate_per_s:
-                layout = self._join(Pool(prefill, count, first.max_batch_tokens), pool, *best)
+                layout = self._join(
+                    Pool(price_per_token(prefill), count, first.max_batch_tokens), pool, *best
+                )
                 if layout is not None:
                     yield layout
 
@@ -307,7 +312,7 @@ class LayoutSearch:
 
     def _each_size(self, model: Roofline, workers: int, share: Share, demand: Demand) -> Iterator[_Found]:
         for tokens in STEP_TOKENS:
-            found = Pool(model, workers, tokens).largest(share, demand)
+            found = Pool(price_per_token(model), workers, tokens).largest(share, demand)
             if found is not None:
                 yield _Found(max_batch_tokens=tokens, rate_per_s=found[0], prediction=found[1])
             if tokens * model.parallel.dp >= model.kv_capacity_tokens:

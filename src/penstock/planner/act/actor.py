@@ -26,6 +26,8 @@ class ActorConfig:
     """After a flip that failed, workers of its role are added and retired instead, for so long."""
     start_deadline_factor: float = 3.0
     """The deadline is at least so many times the last measured start of its role."""
+    flip_wait_s: float = 2.0
+    """A flip that takes longer, as the worker drains first, goes on while the actor looks after the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,31 @@ class Outcome:
     held: str = ""
     refused: tuple[str, ...] = ()
     overdue: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A deployment before a round of changes.
+
+    Attributes:
+        scale: the workers as they are.
+        now: workers of each role that count: ready ones, and starting ones before their deadline.
+        overdue: names of workers that are past it.
+        held: why the workers stay as they are; empty where changes are free.
+    """
+
+    scale: Scale
+    now: Mapping[Role, int]
+    overdue: tuple[str, ...] = ()
+    held: str = ""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no worker starts or changes roles; those that are overdue do not count."""
+        return all(
+            replica.state in {ReplicaState.READY, ReplicaState.DRAINING} or replica.name in self.overdue
+            for replica in self.scale.replicas
+        )
 
 
 class Actor:
@@ -63,32 +90,58 @@ class Actor:
         self._held_why = ""
         self._pending_since: dict[str, float] = {}
         self._rigid_until_s: dict[tuple[Role, Role], float] = {}
+        self._flipping: dict[str, tuple[Role, Role]] = {}
+
+    async def look(self) -> Look:
+        """See how the deployment is; raises Unavailable if it does not answer."""
+        scale = await self._connector.scale()
+        now_s = asyncio.get_running_loop().time()
+        self._notice(scale, now_s)
+        self._note_flips(scale, now_s)
+        overdue = self._overdue(scale, now_s)
+        left_s = self._held_until_s - now_s
+        return Look(
+            scale=scale,
+            now={
+                limit.role: sum(replica.name not in overdue for replica in scale.of(limit.role))
+                for limit in scale.limits
+            },
+            overdue=overdue,
+            held=f"{self._held_why}; the planner waits {left_s:.0f} s more" if left_s > 0 else "",
+        )
+
+    def may_flip(self, source: Role, to: Role) -> bool:
+        """Tell whether no worker has lately failed to change from one role to the other."""
+        return asyncio.get_running_loop().time() >= self._rigid_until_s.get((source, to), 0.0)
 
     async def carry_out(
-        self, target: Mapping[Role, int], *, load: Mapping[str, float] | None = None
+        self,
+        target: Mapping[Role, int],
+        *,
+        load: Mapping[str, float] | None = None,
+        look: Look | None = None,
+        is_dry: bool = False,
     ) -> Outcome:
-        """Begin the changes towards `target`; returns once flips are done and the rest has begun.
+        """Begin the changes towards `target`; returns once short flips are done and the rest has begun.
 
         Call it again with each decision: what could not be done yet is planned anew.
 
         Args:
             target: workers wanted of each role; other roles stay.
             load: work of each worker by name; the least loaded are flipped and retired first.
+            look: the last look; None looks now.
+            is_dry: plan and change nothing.
 
         Raises:
             Unavailable: the deployment does not answer.
         """
-        scale = await self._connector.scale()
-        now_s = asyncio.get_running_loop().time()
-        self._notice(scale, now_s)
-        if now_s < self._held_until_s:
-            left_s = self._held_until_s - now_s
-            return Outcome(plan=Plan(), held=f"{self._held_why}; the planner waits {left_s:.0f} s more")
-        overdue = self._overdue(scale, now_s)
-        rigid = {roles for roles, until_s in self._rigid_until_s.items() if now_s < until_s}
-        plan = make_plan(scale, target, load=load, overdue=overdue, rigid=rigid)
-        refused = await self._make(plan, scale)
-        return Outcome(plan=plan, refused=tuple(refused), overdue=overdue)
+        seen = look or await self.look()
+        if seen.held:
+            return Outcome(plan=Plan(), held=seen.held, overdue=seen.overdue)
+        rigid = {roles for roles in self._rigid_until_s if not self.may_flip(*roles)}
+        plan = make_plan(seen.scale, target, load=load, overdue=seen.overdue, rigid=rigid)
+        refused = [] if is_dry else await self._make(plan, seen.scale)
+        return Outcome(plan=plan, refused=tuple(refused), overdue=seen.overdue)
 
     def _notice(self, scale: Scale, now_s: float) -> None:
         """Hold still if somebody else has changed the workers since the last time."""
@@ -104,6 +157,17 @@ class Actor:
                 workers=counts,
             )
         self._revision = scale.revision
+
+    def _note_flips(self, scale: Scale, now_s: float) -> None:
+        """Note which of the long flips have failed."""
+        states = {replica.name: replica for replica in scale.replicas}
+        for name, (source, to) in list(self._flipping.items()):
+            replica = states.get(name)
+            if replica is not None and replica.state is ReplicaState.FLIPPING:
+                continue
+            del self._flipping[name]
+            if replica is not None and replica.role is source:
+                self._rigid_until_s[source, to] = now_s + self._config.flip_again_s
 
     def _overdue(self, scale: Scale, now_s: float) -> tuple[str, ...]:
         """Name the workers that have not become ready in time."""
@@ -131,9 +195,7 @@ class Actor:
         rooms = {limit.role: limit for limit in scale.limits}
         try:
             for name, role in plan.flips:
-                if not await self._try(
-                    self._connector.flip(name, role, by=self._by, revision=self._revision), refused
-                ):
+                if not await self._try(self._flip(name, roles[name], role), refused):
                     until_s = asyncio.get_running_loop().time() + self._config.flip_again_s
                     self._rigid_until_s[roles[name], role] = until_s
             for role, count in plan.adds.items():
@@ -148,6 +210,14 @@ class Actor:
         except _ForeignChangeError as error:
             refused.append(str(error))
         return refused
+
+    async def _flip(self, name: str, source: Role, to: Role) -> None:
+        """Flip a worker, and wait a moment for it."""
+        try:
+            async with asyncio.timeout(self._config.flip_wait_s):
+                await self._connector.flip(name, to, by=self._by, revision=self._revision)
+        except TimeoutError:
+            self._flipping[name] = source, to
 
     @staticmethod
     def _fitting(limit: RoleLimit | None, count: int, refused: list[str]) -> int:

@@ -127,6 +127,9 @@ class MemoryConnector:
         worker.role = role
         self._become(worker, ReplicaState.READY, ReplicaState.FLIPPING)
         self._accept(by)
+        asyncio.get_running_loop().call_later(
+            self._times.flip_s, self._become, worker, ReplicaState.FLIPPING, ReplicaState.READY
+        )  # also if the caller does not wait
         await asyncio.sleep(self._times.flip_s)
         if self._workers.get(name) is not worker or _drains(worker):
             raise Unavailable(f"{name} has ended while it became {role}")

@@ -34,6 +34,13 @@ class Damper:
 
     config: DamperConfig = field(default_factory=DamperConfig)
     _changed_s: float | None = None
+    _approved: int | None = None
+    """A decrease that may go on: workers are retired late where others have to be ready first."""
+
+    def cools_for_s(self, now_s: float) -> float:
+        """Give the seconds until the number may decrease."""
+        begun_s = now_s if self._changed_s is None else self._changed_s
+        return max(0.0, begun_s + self.config.cool_down_s - now_s)
 
     def damp(self, now_s: float, have: int, wanted: int) -> int:
         """Give the replicas to aim at.
@@ -49,11 +56,14 @@ class Damper:
         if self._changed_s is None:
             self._changed_s = now_s
         target = min(max(wanted, config.replicas_min), config.replicas_max)
+        if self._approved is not None and target <= self._approved < have:
+            return self._approved
+        self._approved = None
         within = config.replicas_min <= have <= config.replicas_max
         if within and target < have:
-            cooling = now_s - self._changed_s < config.cool_down_s
-            if cooling or have - target <= config.hysteresis:
+            if self.cools_for_s(now_s) or have - target <= config.hysteresis:
                 return have
+            self._approved = target
         if target != have:
             self._changed_s = now_s
         return target

@@ -1,13 +1,21 @@
 """The largest request rate that a number of replicas of one role serves within the SLO."""
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 
 from penstock.core.types.instances import Role
-from penstock.perf.roofline.roofline import Roofline
 from penstock.perf.search.demand import Demand
-from penstock.perf.search.pool import Pool, Share
-from penstock.planner.decide.expected_demand import ExpectedDemand
-from penstock.planner.decide.slo import Slo
+from penstock.perf.search.pool import (
+    Pool,
+    PoolModel,
+    Share,
+    aggregated_share,
+    decode_share,
+    prefill_share,
+)
+from penstock.planner.decide.worker_model import WorkerModel
+from penstock.planner.estimate.expected_demand import ExpectedDemand
+from penstock.planner.estimate.slo import Slo
 
 _IDLE_PER_S = (1.0, 0.1, 0.01, 0.001)
 """Rates to look at an almost idle worker by: predictions have no finer resolution than a share of its largest rate."""
@@ -17,35 +25,57 @@ _IDLE_PER_S = (1.0, 0.1, 0.01, 0.001)
 class Capacity:
     """The latency model of one role's workers.
 
-    model:            latency model of one worker
+    model:            latency model of one worker; a decode step yields one token per sequence
     max_batch_tokens: most tokens of a step on each data-parallel rank
     block_size:       tokens in a KV block
+    requests_max:     most requests in a worker's batch; None is as many as its KV holds
+    price:            what one worker costs in the unit of the budget; None is its GPUs
     """
 
     role: Role
-    model: Roofline
+    model: PoolModel
     max_batch_tokens: int
     block_size: int = 16
+    requests_max: int | None = None
+    price: float | None = None
 
     @property
     def gpus(self) -> int:
-        """GPUs of one worker."""
+        """GPUs of one worker, or the cores that it computes on."""
         return self.model.parallel.devices
+
+    @property
+    def cost(self) -> float:
+        """What one worker costs in the unit of the budget."""
+        return self.gpus if self.price is None else self.price
+
+    def slower(self, factor: float) -> "Capacity":
+        """Give the same workers with step times `factor` times as long."""
+        if factor == 1:
+            return self
+        model = WorkerModel(
+            self.model, self.model.parallel, factor, verified_tokens=self.model.verified_tokens
+        )
+        return replace(self, model=model)
 
     def rate_per_s(self, workers: int, expected: ExpectedDemand, slo: Slo) -> float:
         """Give the largest rate within the SLO; 0 if no rate is."""
-        found = self._pool(workers).largest(self._share(expected), self._demand(expected, slo))
+        demand = self._demand(expected, slo)
+        found = self._pool(workers).largest(self._share(demand), demand)
         return found[0] if found else 0.0
 
     def workers(self, rate_per_s: float, expected: ExpectedDemand, slo: Slo, most: int) -> int | None:
         """Give the fewest workers that serve a rate within the SLO; None if `most` do not."""
-        return next((n for n in range(1, most + 1) if self.rate_per_s(n, expected, slo) >= rate_per_s), None)
+        # A worker more never serves less, so the fewest are found by bisection.
+        counts = range(1, most + 1)
+        found = bisect_left(counts, rate_per_s, key=lambda n: self.rate_per_s(n, expected, slo))
+        return None if found == len(counts) else counts[found]
 
     def unreachable(self, expected: ExpectedDemand, slo: Slo) -> str:
         """Say which target one worker misses at any rate and by how much; empty if it meets both at some rate."""
         if self.rate_per_s(1, expected, slo) > 0:
             return ""
-        pool, share = self._pool(1), self._share(expected)
+        pool, share = self._pool(1), self._share(self._demand(expected, slo))
         found = (pool.predict(share, rate_per_s, slo.percentile) for rate_per_s in _IDLE_PER_S)
         seen = min(
             (each for each in found if each is not None),
@@ -64,21 +94,25 @@ class Capacity:
         return f"{self.role}: no rate meets both targets"
 
     def _pool(self, workers: int) -> Pool:
-        return Pool(self.model, workers, self.max_batch_tokens)
+        return Pool(self.model, workers, self.max_batch_tokens, self.requests_max)
 
-    def _share(self, expected: ExpectedDemand) -> Share:
-        total = max(expected.input_tokens, 1)
-        new = max(1, round(total * (1 - expected.cached_share)))
-        if self.role is Role.DECODE:  # the KV of the prompt's full blocks comes from prefill workers
-            new = (total - 1) % self.block_size + 1
-        answer = 0 if self.role is Role.PREFILL else max(expected.output_tokens - 1, 1)
-        return Share(new_tokens=new, cached_tokens=total - new, answer_tokens=answer)
+    def _share(self, demand: Demand) -> Share:
+        if self.role is Role.PREFILL:
+            return prefill_share(demand)
+        if self.role is Role.DECODE:
+            return decode_share(demand, self.block_size)
+        return aggregated_share(demand)
 
-    def _demand(self, expected: ExpectedDemand, slo: Slo) -> Demand:
+    @staticmethod
+    def _demand(expected: ExpectedDemand, slo: Slo) -> Demand:
+        tokens = max(expected.input_tokens, 1)
         return Demand(
-            input_tokens=max(expected.input_tokens, 1),
-            output_tokens=max(expected.output_tokens, 1),
+            input_tokens=tokens,
+            output_tokens=max(expected.output_tokens, 2),
             ttft_s=slo.ttft_s,
             itl_s=slo.itl_s,
             percentile=slo.percentile,
+            cached_tokens=round(tokens * expected.cached_share),
+            input_spread=expected.input_lengths.spread,
+            output_spread=expected.output_lengths.spread,
         )

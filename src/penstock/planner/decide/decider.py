@@ -8,12 +8,13 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.planner.decide.capacity import Capacity
 from penstock.planner.decide.decision import Decision, RoleTerm
-from penstock.planner.decide.expected_demand import ExpectedDemand
-from penstock.planner.decide.slo import Slo
+from penstock.planner.estimate.expected_demand import ExpectedDemand
+from penstock.planner.estimate.slo import Slo
 
+_TINY = 1e-9
 _STEP_MAX = 2.0
 """An SLO error at most doubles the replicas in one decision."""
-_GPUS_MAX = 4096
+_REPLICAS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +22,7 @@ class Decider:
     """A deployment of given roles: one aggregated, or prefill and decode. Pure; decisions depend on the arguments only.
 
     capacities:     one of each role
-    budget:         most that all workers may cost, in any unit: GPUs, dollars an hour, watts
-    price_per_gpu:  what one GPU costs in that unit
+    budget:         most that all workers may cost, in the unit of `Capacity.cost`: GPUs, dollars an hour, watts
     drain_s:        seconds in which the queue shall be served, beside the arrivals
     margin:         scale-in only if the rest holds the SLO at the rate times 1 + margin
     """
@@ -30,13 +30,12 @@ class Decider:
     capacities: tuple[Capacity, ...]
     slo: Slo
     budget: float
-    price_per_gpu: float = 1.0
     drain_s: float = 30.0
     margin: float = 0.15
 
     def __post_init__(self) -> None:
         """Check the settings; raises ConfigError."""
-        for name in ("budget", "price_per_gpu", "drain_s"):
+        for name in ("budget", "drain_s"):
             if not (math.isfinite(value := getattr(self, name)) and value > 0):
                 raise ConfigError(f"planner: {name} is {value}: expected a number above 0")
         roles = {capacity.role for capacity in self.capacities}
@@ -48,46 +47,67 @@ class Decider:
             raise ConfigError(f"planner: {self.slo}: expected targets above 0 and a percentile in 0 to 100")
         if not 0 <= self.margin < math.inf:
             raise ConfigError(f"planner: margin is {self.margin}: expected a number of at least 0")
-        needed = sum(capacity.gpus for capacity in self.capacities)
-        if self.gpus_max < needed:
+        needed = sum(capacity.cost for capacity in self.capacities)
+        if self.budget < needed - _TINY:
             raise ConfigError(
-                f"planner: the budget of {self.budget:g} pays {self.gpus_max} GPUs, one replica of each role takes {needed};"
-                f" raise it to {needed * self.price_per_gpu:g}"
+                f"planner: the budget is {self.budget:g}, one replica of each role costs {needed:g}; raise it to that at least"
             )
 
     @property
-    def gpus_max(self) -> int:
-        """GPUs that the budget pays, 4,096 at most."""
-        return min(int(self.budget / self.price_per_gpu + 1e-9), _GPUS_MAX)
+    def roles(self) -> frozenset[Role]:
+        return frozenset(capacity.role for capacity in self.capacities)
 
-    def decide(self, expected: ExpectedDemand, now: Mapping[Role, int]) -> Decision:
-        """Choose the fewest replicas that hold the SLO, never beyond the budget.
+    def decide(
+        self,
+        expected: ExpectedDemand,
+        now: Mapping[Role, int],
+        *,
+        most: Mapping[Role, int] | None = None,
+        gpus_max: int | None = None,
+    ) -> Decision:
+        """Choose the fewest replicas that hold the SLO, never beyond the budget and the limits.
 
         Args:
             expected: demand at the band's upper edge, queue and present latencies.
             now: replicas that serve or start.
+            most: most replicas of a role; of roles that it does not name as many as the rest allows.
+            gpus_max: GPUs that there are; None is no known limit.
         """
         terms, missing = [], []
         for capacity in self.capacities:
-            reason, term = self._term(capacity, expected, now.get(capacity.role, 0))
+            bound = self._most(capacity, most or {}, gpus_max)
+            reason, term = self._term(capacity, expected, now.get(capacity.role, 0), bound)
             terms.append(term)
             missing += [reason] if reason else []
-        gpus = self._gpus(terms)
-        if gpus > self.gpus_max:
-            missing.append(f"{gpus} GPUs are needed, the budget pays {self.gpus_max}")
-            terms = self._cut(terms, gpus)
+        costs = {capacity.role: capacity.cost for capacity in self.capacities}
+        gpus = {capacity.role: float(capacity.gpus) for capacity in self.capacities}
+        if (cost := _total(terms, costs)) > self.budget + _TINY:
+            missing.append(f"{cost:g} are needed, the budget is {self.budget:g}")
+            terms = _cut(terms, costs, self.budget, "the budget pays no more")
+        if gpus_max is not None and (needed := _total(terms, gpus)) > gpus_max:
+            missing.append(f"{needed:g} GPUs are needed, there are {gpus_max}")
+            terms = _cut(terms, gpus, gpus_max, "there are no more GPUs")
         return Decision(
             expected=expected,
             slo=self.slo,
             terms=tuple(terms),
-            gpus=self._gpus(terms),
+            gpus=round(_total(terms, gpus)),
             shortfall="; ".join(missing),
         )
 
-    def _term(self, capacity: Capacity, expected: ExpectedDemand, now: int) -> tuple[str, RoleTerm]:
+    def _most(self, capacity: Capacity, most: Mapping[Role, int], gpus_max: int | None) -> int:
+        """Bound the replicas of one role, if every other role has one; at least 1."""
+        others = [each for each in self.capacities if each is not capacity]
+        left = self.budget - sum(each.cost for each in others)
+        bounds = [int(left / capacity.cost + _TINY), most.get(capacity.role, _REPLICAS_MAX), _REPLICAS_MAX]
+        if gpus_max is not None:
+            bounds.append((gpus_max - sum(each.gpus for each in others)) // capacity.gpus)
+        return max(1, min(bounds))
+
+    def _term(
+        self, capacity: Capacity, expected: ExpectedDemand, now: int, most: int
+    ) -> tuple[str, RoleTerm]:
         """Choose the replicas of one role alone; the text says why they do not hold the SLO."""
-        others = sum(each.gpus for each in self.capacities if each is not capacity)
-        most = (self.gpus_max - others) // capacity.gpus
         rate_per_s = expected.rate_per_s
         if reason := capacity.unreachable(expected, self.slo):
             return reason, _at_most(capacity.role, now, most, reason)
@@ -139,21 +159,19 @@ class Decider:
             return f"{fewer}, but its SLO is missed now"
         return f"{fewer}, without the margin of {self.margin:.0%}"
 
-    def _gpus(self, terms: Iterable[RoleTerm]) -> int:
-        sizes = {capacity.role: capacity.gpus for capacity in self.capacities}
-        return sum(sizes[term.role] * term.choice for term in terms)
 
-    def _cut(self, terms: list[RoleTerm], gpus: int) -> list[RoleTerm]:
-        """Divide the budget among the roles as they need it, at least one replica each."""
-        sizes = {capacity.role: capacity.gpus for capacity in self.capacities}
-        spare = self.gpus_max - sum(sizes.values())
-        needed = gpus - sum(sizes.values())
-        cut = []
-        for term in terms:
-            size = sizes[term.role]
-            choice = 1 + spare * (term.choice - 1) * size // needed // size
-            cut.append(_at_most(term.role, term.now, choice, f"{term.role}: the budget pays no more"))
-        return cut
+def _total(terms: Iterable[RoleTerm], sizes: Mapping[Role, float]) -> float:
+    return sum(sizes[term.role] * term.choice for term in terms)
+
+
+def _cut(terms: list[RoleTerm], sizes: Mapping[Role, float], limit: float, why: str) -> list[RoleTerm]:
+    """Divide what there is among the roles as they need it, at least one replica each."""
+    ones = sum(sizes[term.role] for term in terms)
+    share = max(0.0, limit - ones) / (_total(terms, sizes) - ones)
+    return [
+        _at_most(term.role, term.now, 1 + int(share * (term.choice - 1) + _TINY), f"{term.role}: {why}")
+        for term in terms
+    ]
 
 
 def cheapest(decisions: Iterable[Decision]) -> Decision:

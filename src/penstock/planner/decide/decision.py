@@ -2,8 +2,8 @@
 
 from penstock.core.types.instances import Role
 from penstock.core.wire import Wire
-from penstock.planner.decide.expected_demand import ExpectedDemand
-from penstock.planner.decide.slo import Slo
+from penstock.planner.estimate.expected_demand import ExpectedDemand
+from penstock.planner.estimate.slo import Slo
 
 
 class RoleTerm(Wire, frozen=True):

@@ -16,6 +16,8 @@ _ERRORS_MIN = 12
 """Comparisons before a band is taken from errors."""
 _COLD_HIGH = 1.5
 """Before that, the upper edge is the largest value so far times this."""
+_RISE_MAX = 1.0
+"""An error counts as twice the prediction at most: a jump from nothing says little of the next one."""
 _SWITCH = 0.95
 """Another method is chosen once its error is below this share of the chosen one's, so that methods do not alternate."""
 
@@ -121,7 +123,7 @@ class _Track:
         if len(self._open) == self._horizon and (predicted := self._open[0]) is not None:
             self._error_sum = decay * self._error_sum + abs(value - predicted)
             self._weight_sum = decay * self._weight_sum + 1
-            self.errors.append((value - predicted) / max(predicted, self.scale, 1e-9))
+            self.errors.append(min((value - predicted) / max(predicted, self.scale, 1e-9), _RISE_MAX))
         self.method.observe(value)
         self._open.append(self.method.predict(self._horizon))
 

@@ -24,6 +24,10 @@ def bucket_of(value: float) -> int:
     return min(max(math.floor(math.log2(value) * _PER_DOUBLING), _BUCKET_MIN), _BUCKET_MAX)
 
 
+def _middle(bucket: int) -> float:
+    return 0.0 if bucket == _BUCKET_MIN else 2.0 ** ((bucket + 0.5) / _PER_DOUBLING)
+
+
 class Digest(Wire, frozen=True):
     """A distribution: how many values, their sum, and how many in each bucket of `bucket_of`."""
 
@@ -36,6 +40,18 @@ class Digest(Wire, frozen=True):
         """The exact mean; None of no values."""
         return self.total / self.count if self.count else None
 
+    @property
+    def spread(self) -> float:
+        """Mean square over squared mean, within a few percent: 1 of equal values, 2 of exponential ones; 1 of no values."""
+        if not self.total:
+            return 1.0
+        squares = sum(number * _middle(bucket) ** 2 for bucket, number in self.buckets.items())
+        return max(1.0, squares * self.count / self.total**2)
+
+    def above(self, value: float) -> int:
+        """Count the values above `value`; one bucket's are above or not by its middle."""
+        return sum(number for bucket, number in self.buckets.items() if _middle(bucket) > value)
+
     def quantile(self, share: float) -> float | None:
         """Give the value that `share` (0 to 1) of the values do not exceed, within 5 %; None of no values."""
         if not self.count:
@@ -44,7 +60,7 @@ class Digest(Wire, frozen=True):
         sums = accumulate(self.buckets[bucket] for bucket in ordered)
         reached = (bucket for bucket, seen in zip(ordered, sums, strict=True) if seen >= share * self.count)
         bucket = next(reached, ordered[-1])
-        return 0.0 if bucket == _BUCKET_MIN else 2.0 ** ((bucket + 0.5) / _PER_DOUBLING)
+        return _middle(bucket)
 
     @staticmethod
     def merged(digests: Iterable["Digest"]) -> "Digest":

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.planner.damp.damper import Damper, DamperConfig
-from penstock.planner.damp.pending import counted, warm
+from penstock.planner.damp.warm import warm
 from penstock.planner.observe.observation import WorkerView
 from penstock.runtime.observations.windows import Digest
 
@@ -41,8 +41,13 @@ def test_more_than_the_bound_is_reduced_at_once():
     assert Damper(DamperConfig(replicas_max=4)).damp(0, 9, 9) == 4
 
 
-def test_pending_workers_count_until_their_deadline():
-    assert counted(2, {"a": 0.0, "b": 50.0}, 100.0, 60.0) == 3
+def test_a_decrease_that_has_begun_goes_on_until_it_is_done():
+    damper = Damper(DamperConfig(cool_down_s=100))
+    assert damper.damp(0, 5, 3) == 5
+    assert damper.damp(100, 5, 3) == 3
+    assert damper.damp(105, 5, 2) == 3, "the retired worker waits for others"
+    assert damper.damp(110, 3, 2) == 3, "a further decrease waits for the cool-down"
+    assert damper.damp(120, 5, 4) == 5, "more is wanted meanwhile"
 
 
 def test_samples_of_cold_workers_are_masked():

@@ -1,5 +1,7 @@
 """Decisions on Llama 3.1 8B on H100, by the roofline."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -13,8 +15,8 @@ from penstock.perf.roofline.roofline import Roofline
 from penstock.planner.decide.capacity import Capacity
 from penstock.planner.decide.decider import Decider, cheapest
 from penstock.planner.decide.decision import Decision
-from penstock.planner.decide.expected_demand import ExpectedDemand
-from penstock.planner.decide.slo import Slo
+from penstock.planner.estimate.expected_demand import ExpectedDemand
+from penstock.planner.estimate.slo import Slo
 
 MODEL = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"))
 A, P, D = (
@@ -104,7 +106,8 @@ def test_an_slo_out_of_reach_names_the_bound_and_runs_at_max(slo, bound):
 
 
 def test_a_budget_in_dollars_that_is_too_small_is_divided():
-    found = Decider(capacities=(P, D), slo=SLO, budget=12.0, price_per_gpu=2.0).decide(asked(115.0), {})
+    dear = tuple(replace(each, price=2.0) for each in (P, D))
+    found = Decider(capacities=dear, slo=SLO, budget=12.0).decide(asked(115.0), {})
     assert found.gpus <= 6
     assert found.shortfall
 
@@ -123,7 +126,7 @@ def test_a_decision_survives_the_wire():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"budget": 1}, "raise it to 2"),
+        ({"budget": 1}, "one replica of each role costs 2"),
         ({"budget": float("nan")}, "budget is nan"),
         ({"capacities": (P,)}, "expected one aggregated"),
         ({"slo": Slo(ttft_s=-1.0, itl_s=1.0)}, "targets above 0"),

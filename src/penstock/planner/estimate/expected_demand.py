@@ -1,6 +1,7 @@
 """The requests for which capacity is decided."""
 
 from penstock.core.wire import Wire
+from penstock.runtime.observations.windows import Digest
 
 
 class ExpectedDemand(Wire, frozen=True):
@@ -11,10 +12,12 @@ class ExpectedDemand(Wire, frozen=True):
         input_tokens: mean prompt tokens of a request, cached ones included.
         output_tokens: mean output tokens of a request.
         cached_share: share of prompt tokens that come from a prefix cache, 0 to 1.
-        queued: requests that wait in routers now.
-        ttft_s: TTFT at the SLO's percentile now; None if no request was seen.
-        itl_s: ITL at the SLO's percentile now; None if no request was seen.
+        queued: requests that wait in routers and workers now.
+        ttft_s: TTFT at the SLO's percentile now; None if it is met, or too few requests were seen to tell.
+        itl_s: ITL likewise.
         method: the forecast's method.
+        input_lengths: distribution of prompt tokens of late; empty if all are taken as equal.
+        output_lengths: likewise of output tokens.
     """
 
     rate_per_s: float
@@ -25,3 +28,5 @@ class ExpectedDemand(Wire, frozen=True):
     ttft_s: float | None = None
     itl_s: float | None = None
     method: str = ""
+    input_lengths: Digest = Digest()
+    output_lengths: Digest = Digest()

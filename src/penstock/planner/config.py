@@ -1,0 +1,88 @@
+"""Settings of the planner: how many workers it may run, and how fast it reacts."""
+
+from typing import Self
+
+import pydantic
+
+from penstock.core.config import Config, wrong
+from penstock.core.types.instances import Role
+
+_WORKERS_MAX = 4096
+
+
+class Budget(Config):
+    """What all workers together may cost, in one unit."""
+
+    gpus: int | None = pydantic.Field(default=None, ge=1)
+    """GPUs, or CPU cores of workers that compute on cores."""
+    usd_per_hour: float | None = pydantic.Field(default=None, gt=0)
+    """US dollars per hour, by the price of each role's hardware."""
+    watts: float | None = pydantic.Field(default=None, gt=0)
+    """Watts, by the power of each role's hardware with its share of the host."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_unit(self) -> Self:
+        given = self.model_dump(exclude_none=True)
+        if len(given) != 1:
+            named = ", ".join(given) or "none"
+            raise wrong(f"must be in one of gpus, usd_per_hour or watts, got {named}")
+        return self
+
+    @property
+    def amount(self) -> float:
+        """The budget in its unit."""
+        return next(value for value in (self.gpus, self.usd_per_hour, self.watts) if value is not None)
+
+
+class WorkerBounds(Config):
+    """How many workers one role may have; None is the planner's bound for all roles."""
+
+    min_workers: int | None = pydantic.Field(default=None, ge=1, le=_WORKERS_MAX)
+    """Fewest workers."""
+    max_workers: int | None = pydantic.Field(default=None, ge=1, le=_WORKERS_MAX)
+    """Most workers."""
+
+
+class PlannerConfig(Config):
+    """When the planner changes the number and roles of workers; the latency targets are the graph's `slo`."""
+
+    min_workers: int = pydantic.Field(default=1, ge=1, le=_WORKERS_MAX)
+    """Fewest workers of each role."""
+    max_workers: int = pydantic.Field(default=8, ge=1, le=_WORKERS_MAX)
+    """Most workers of each role."""
+    roles: dict[Role, WorkerBounds] = pydantic.Field(default_factory=dict)
+    """Bounds of single roles, as `{decode: {max_workers: 12}}`."""
+    budget: Budget | None = None
+    """What all workers together may cost, as `{gpus: 16}`; None is no limit beside `max_workers`."""
+    react_period_s: float = pydantic.Field(default=5.0, ge=0.1, le=600)
+    """Seconds between two looks at queued requests and latencies, which add workers at once."""
+    floor_period_s: float = pydantic.Field(default=60.0, ge=1, le=3600)
+    """Seconds between two forecasts of demand, by which workers are also taken away."""
+    season_s: float | None = pydantic.Field(default=None, ge=60, le=604_800)
+    """Seconds after which demand repeats itself, such as 86400; None is no season."""
+    cool_down_s: float = pydantic.Field(default=300.0, ge=0, le=86_400)
+    """Workers of a role are taken away only so many seconds after its last change, and after the planner began."""
+    cold_s: float = pydantic.Field(default=30.0, ge=0, le=3600)
+    """Seconds after a worker became ready in which the latencies and step times of its deployment do not count."""
+    hold_s: float = pydantic.Field(default=600.0, ge=0, le=86_400)
+    """Seconds for which workers stay as somebody else has set them, such as by `penstock scale`."""
+    start_deadline_s: float = pydantic.Field(default=120.0, gt=0, le=86_400)
+    """A worker that is not ready so many seconds after its start is replaced, or after three times the last start if that is longer."""
+    dry_run: bool = False
+    """Decide and record, but change nothing."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        for role in (None, *self.roles):
+            least, most = self.bounds(role)
+            if least > most:
+                place = f" of {role}" if role else ""
+                raise wrong(
+                    f"min_workers{place} is {least} and max_workers {most}; lower one or raise the other"
+                )
+        return self
+
+    def bounds(self, role: Role | None) -> tuple[int, int]:
+        """Give the fewest and most workers of a role."""
+        own = self.roles.get(role, WorkerBounds()) if role else WorkerBounds()
+        return own.min_workers or self.min_workers, own.max_workers or self.max_workers

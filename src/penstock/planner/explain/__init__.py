@@ -1,0 +1,1 @@
+"""Why the planner did what it did: a record of each round."""

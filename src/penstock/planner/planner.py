@@ -1,0 +1,381 @@
+"""The planner: observes a deployment, expects, decides, damps and acts, round after round."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Set as AbstractSet
+
+import msgspec
+
+from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.log import get_logger
+from penstock.core.types.instances import Role
+from penstock.planner.act.actor import Actor, ActorConfig, Look
+from penstock.planner.config import PlannerConfig
+from penstock.planner.damp.damper import DamperConfig
+from penstock.planner.damp.damping import Damped, Damping
+from penstock.planner.damp.warm import warm
+from penstock.planner.decide.capacity import Capacity
+from penstock.planner.decide.decider import Decider, cheapest
+from penstock.planner.decide.decision import Decision
+from penstock.planner.estimate.estimator import Estimator
+from penstock.planner.estimate.expected_demand import ExpectedDemand
+from penstock.planner.estimate.significance import surely_above
+from penstock.planner.estimate.slo import Slo
+from penstock.planner.explain.record import DecisionRecord, Expected, RoleSeen, Seen
+from penstock.planner.observe.observation import Observation, WorkerView
+from penstock.runtime.observations.windows import Digest
+from penstock.seams import ScalingConnector
+
+Observe = Callable[[float], Awaitable[Observation]]
+"""Gives what was seen in the last so many seconds."""
+
+BY = "planner"
+"""The planner's name in a deployment's log."""
+_INTERVAL_S = 10.0
+"""Length of the intervals that demand is forecast in; shorter ones have more noise than news."""
+_START_GUESS_S = 60.0
+"""Seconds of a worker's start before one was measured."""
+_RECENT_S = 10.0
+"""Queues and latencies of the last two reactions count, and of so many seconds at least."""
+_BACK_OFF_S_MAX = 60.0
+_EPSILON_S = 1e-6
+_SAME_HORIZON = 0.8
+"""Horizons are equal within this ratio."""
+_KINDS = ({Role.AGGREGATED}, {Role.PREFILL, Role.DECODE})
+_SWITCH = 0.85
+"""Aggregated workers become disaggregated ones, and back, where these need at most this share of the GPUs."""
+_log = get_logger()
+
+
+class Planner:
+    """Changes the workers of a deployment so that it holds its SLO with few of them. One task owns it.
+
+    Event-loop time is its only clock.
+    """
+
+    def __init__(
+        self,
+        connector: ScalingConnector,
+        observe: Observe,
+        *,
+        config: PlannerConfig,
+        slo: Slo,
+        capacities: Sequence[Capacity],
+        by: str = BY,
+        on_record: Callable[[DecisionRecord], None] = lambda _record: None,
+    ) -> None:
+        """Check the settings; looks at nothing yet.
+
+        Args:
+            connector: the deployment; the caller closes it.
+            observe: gives what was seen of it in the last so many seconds.
+            config: bounds, periods and times.
+            slo: latency targets.
+            capacities: the latency model of each role's workers, with prices in the unit of `config.budget`: one aggregated
+                role, prefill and decode, or all three.
+            by: the planner's name for the connector.
+            on_record: called with the record of each round.
+
+        Raises:
+            ConfigError: the roles cannot be planned, a bound names none of them, or the budget pays no replica of each.
+        """
+        roles = {capacity.role for capacity in capacities}
+        self._kinds = [kind for kind in _KINDS if kind <= roles]
+        _check(config, roles, self._kinds)
+        self._observe = observe
+        self._config = config
+        self._slo = slo
+        self._capacities = tuple(capacities)
+        self._on_record = on_record
+        self._actor = Actor(
+            connector,
+            by=by,
+            config=ActorConfig(hold_s=config.hold_s, start_deadline_s=config.start_deadline_s),
+        )
+        least = 1 if len(self._kinds) == 1 else 0
+        self._damping = Damping(
+            {
+                role: DamperConfig(
+                    replicas_min=least * config.bounds(role)[0],
+                    replicas_max=config.bounds(role)[1],
+                    cool_down_s=config.cool_down_s,
+                )
+                for role in sorted(roles)
+            }
+        )
+        self._horizon_s = _START_GUESS_S + config.floor_period_s
+        self._estimator = Estimator(
+            {capacity.role: capacity.model for capacity in capacities},
+            interval_s=_INTERVAL_S,
+            horizon_s=self._horizon_s,
+            season_s=config.season_s,
+        )
+        self._number = 0
+        self._interval_since_s: float | None = None
+        self._floor_s = -math.inf
+        self._floor: ExpectedDemand | None = None
+        self._switched_s = -math.inf
+        self._shortfall = ""
+        self._deciders()
+
+    async def run(self) -> None:
+        """Decide every `react_period_s`, until it is cancelled. A round that fails is logged and tried again, later each time."""
+        failures = 0
+        while True:
+            try:
+                await self.step()
+                failures = 0
+            except Exception as error:  # noqa: BLE001 - serving goes on without a planner
+                failures += 1
+                text = error.message if isinstance(error, PenstockError) else repr(error)
+                _log.warning("planner_round_failed", error=text, failures=failures)
+            wait_s = self._config.react_period_s * 2 ** min(failures, 16)
+            await asyncio.sleep(min(wait_s, max(_BACK_OFF_S_MAX, self._config.react_period_s)))
+
+    async def step(self) -> DecisionRecord:
+        """Observe, expect, decide, damp and act once; returns what came of it.
+
+        Raises:
+            Unavailable: the deployment does not answer.
+        """
+        now_s = asyncio.get_running_loop().time()
+        look = await self._actor.look()
+        recent = await self._observe(max(2 * self._config.react_period_s, _RECENT_S))
+        await self._take_intervals(now_s)
+        views = warm(recent.workers, self._config.cold_s)
+        self._estimator.learn_steps(views, recent.seconds)
+        is_floor = self._begin_floor(now_s, look, recent)
+        self._number += 1
+        record = DecisionRecord(
+            number=self._number,
+            at_s=now_s,
+            seen=self._seen(recent, views),
+            horizon_s=self._horizon_s,
+            is_floor=is_floor,
+            now=dict(look.now),
+            overdue=look.overdue,
+            is_dry=self._config.dry_run,
+        )
+        if not recent.frontends:
+            held = "no frontend has sent what it sees, so nothing is known of the demand"
+            record = msgspec.structs.replace(record, held=held)
+        else:
+            is_settled = look.is_settled and len(views) == len(recent.workers)
+            expected = self._expect(recent, is_floor=is_floor, is_settled=is_settled)
+            record = await self._act(record, look, recent, self._decide(now_s, expected, look))
+        self._say(record)
+        self._on_record(record)
+        return record
+
+    async def _act(
+        self, record: DecisionRecord, look: Look, recent: Observation, decision: Decision
+    ) -> DecisionRecord:
+        """Damp the decision and carry it out; gives the whole record."""
+        damped = self._damp(record.at_s, look, decision)
+        load = {
+            worker.name: float(worker.running_requests + worker.waiting_requests) for worker in recent.workers
+        }
+        outcome = await self._actor.carry_out(
+            damped.target, load=load, look=look, is_dry=self._config.dry_run
+        )
+        plan = outcome.plan
+        return msgspec.structs.replace(
+            record,
+            expected=self._expected(),
+            decision=decision,
+            target=damped.target,
+            damped=damped.why,
+            flips=plan.flips,
+            adds=dict(plan.adds),
+            retires=plan.retires,
+            late=plan.late,
+            refused=outcome.refused,
+            held=outcome.held,
+        )
+
+    # -- observe and expect
+
+    async def _take_intervals(self, now_s: float) -> None:
+        """Give the estimator the intervals that have ended since the last round."""
+        if self._interval_since_s is None:
+            self._interval_since_s = now_s
+        ended = int((now_s - self._interval_since_s + _EPSILON_S) / _INTERVAL_S)
+        if ended < 1:
+            return
+        seen = await self._observe(now_s - self._interval_since_s)
+        self._interval_since_s += ended * _INTERVAL_S
+        if seen.frontends:
+            self._estimator.take(seen, ended)
+
+    def _begin_floor(self, now_s: float, look: Look, recent: Observation) -> bool:
+        """Tell whether demand is to be forecast anew: it is time, or more arrives than was expected."""
+        is_due = now_s - self._floor_s >= self._config.floor_period_s - _EPSILON_S
+        if not is_due and not self._is_surge(recent):
+            return False
+        starts_s = [limit.start_s for limit in look.scale.limits if limit.start_s is not None]
+        horizon_s = max(starts_s, default=_START_GUESS_S) + self._config.floor_period_s
+        if not _SAME_HORIZON < horizon_s / self._horizon_s < 1 / _SAME_HORIZON:
+            self._horizon_s = horizon_s
+            self._estimator.look_ahead(horizon_s)
+        self._floor_s = now_s
+        return True
+
+    def _is_surge(self, recent: Observation) -> bool:
+        floor_per_s = self._floor.rate_per_s if self._floor else 0.0
+        return surely_above(recent.demand.arrivals_per_s, recent.seconds, floor_per_s)
+
+    def _expect(self, recent: Observation, *, is_floor: bool, is_settled: bool) -> ExpectedDemand:
+        """Give the demand to provide for; between two floors, rate and lengths stay as they were forecast."""
+        expected = self._estimator.expect(recent, self._slo, is_settled=is_settled)
+        if is_floor or self._floor is None:
+            if self._is_surge(recent):  # the forecast follows only once an interval has ended
+                rate_per_s = max(expected.rate_per_s, recent.demand.arrivals_per_s)
+                expected = msgspec.structs.replace(expected, rate_per_s=rate_per_s)
+            self._floor = expected
+            return expected
+        return msgspec.structs.replace(
+            self._floor, queued=expected.queued, ttft_s=expected.ttft_s, itl_s=expected.itl_s
+        )
+
+    # -- decide and damp
+
+    def _deciders(self) -> list[Decider]:
+        """Make a decider of each kind of deployment, by step times as they are measured.
+
+        Raises:
+            ConfigError: the budget pays no replica of each role.
+        """
+        config = self._config
+        made = []
+        for kind in self._kinds:
+            every = [capacity for capacity in self._capacities if capacity.role in kind]
+            whole = sum(capacity.cost * config.bounds(capacity.role)[1] for capacity in every)
+            made.append(
+                Decider(
+                    capacities=tuple(
+                        capacity.slower(self._estimator.factors[capacity.role].value) for capacity in every
+                    ),
+                    slo=self._slo,
+                    budget=config.budget.amount if config.budget else whole,
+                )
+            )
+        return made
+
+    def _decide(self, now_s: float, expected: ExpectedDemand, look: Look) -> Decision:
+        """Decide for each kind of deployment; another kind than the present one has to be clearly cheaper."""
+        now, most, gpus_max = look.now, self._most(look), self._gpus_max(look)
+        found = [decider.decide(expected, now, most=most, gpus_max=gpus_max) for decider in self._deciders()]
+        best = cheapest(found)
+        if len(found) == 1:
+            return best
+        present = max(found, key=lambda each: sum(now.get(role, 0) for role in each.target))
+        saves = best.gpus <= _SWITCH * present.gpus or (present.shortfall and not best.shortfall)
+        if best is present or not saves or now_s - self._switched_s < self._config.cool_down_s:
+            return present
+        self._switched_s = now_s
+        return best
+
+    def _most(self, look: Look) -> dict[Role, int]:
+        """Bound each role by its settings and by the room that there is."""
+        limits = {limit.role: limit for limit in look.scale.limits}
+        total = sum(look.now.values())
+        most = {}
+        for capacity in self._capacities:
+            bound = self._config.bounds(capacity.role)[1]
+            limit = limits.get(capacity.role)
+            room = limit.room if limit else 0
+            most[capacity.role] = bound if room is None else min(bound, total + room)
+        return most
+
+    def _gpus_max(self, look: Look) -> int | None:
+        """Count the GPUs of the present workers and of those that still find room; None is no known limit."""
+        rooms = {limit.role: limit.room for limit in look.scale.limits}
+        free = [(rooms.get(capacity.role, 0), capacity.gpus) for capacity in self._capacities]
+        known = [room * gpus for room, gpus in free if room is not None]
+        if len(known) < len(free):
+            return None
+        taken = sum(look.now.get(capacity.role, 0) * capacity.gpus for capacity in self._capacities)
+        return taken + max(known)
+
+    def _damp(self, now_s: float, look: Look, decision: Decision) -> Damped:
+        wanted = {capacity.role: 0 for capacity in self._capacities} | decision.target
+        if len(self._kinds) > 1:
+            wanted |= {
+                role: max(count, self._config.bounds(role)[0]) for role, count in decision.target.items()
+            }
+        return self._damping.damp(now_s, look.now, wanted, may_flip=self._actor.may_flip)
+
+    # -- explain
+
+    def _seen(self, recent: Observation, views: Sequence[WorkerView]) -> Seen:
+        demand, share = recent.demand, self._slo.percentile / 100
+        return Seen(
+            seconds=recent.seconds,
+            arrivals_per_s=demand.arrivals_per_s,
+            finished_per_s=demand.finished_per_s,
+            failed_per_s=demand.failed_per_s,
+            ttft_s=demand.ttft_s.quantile(share),
+            itl_s=demand.itl_s.quantile(share),
+            queued=demand.queued,
+            oldest_queued_s=demand.oldest_queued_s,
+            frontends=len(recent.frontends),
+            silent=recent.silent,
+            roles=tuple(
+                _role_seen(role, recent.of(role), views, factor.value)
+                for role, factor in self._estimator.factors.items()
+            ),
+        )
+
+    def _expected(self) -> tuple[Expected, ...]:
+        return tuple(
+            Expected(
+                series=name,
+                mean=found.mean,
+                low=found.low,
+                high=found.high,
+                method=found.method,
+                is_cold=found.is_cold,
+            )
+            for name, found in self._estimator.forecasts.items()
+        )
+
+    def _say(self, record: DecisionRecord) -> None:
+        """Log changes, and whether the SLO is out of reach once."""
+        if record.is_change:
+            _log.info("planner_decided", round=record.number, what=record.explain())
+        shortfall = record.decision.shortfall if record.decision else self._shortfall
+        if bool(shortfall) != bool(self._shortfall):
+            event = "slo_out_of_reach" if shortfall else "slo_in_reach"
+            _log.warning(event, why=shortfall or "the decided workers hold it")
+        self._shortfall = shortfall
+
+
+def _check(config: PlannerConfig, roles: AbstractSet[Role], kinds: Sequence[AbstractSet[Role]]) -> None:
+    """Check that the roles can be planned, and that bounds are of them; raises ConfigError."""
+    have = ", ".join(sorted(roles))
+    if not kinds or roles != set().union(*kinds):
+        raise ConfigError(
+            f"planner: the roles are {have}: it scales aggregated workers, prefill with decode workers, or all three; describe"
+            " the role that is missing, with replicas 0 for none at the start"
+        )
+    for role in config.roles:
+        if role not in roles:
+            raise ConfigError(f"planner.roles.{role}: there is no such role here; the roles are {have}")
+
+
+def _role_seen(
+    role: Role, workers: Sequence[WorkerView], warm_ones: Sequence[WorkerView], factor: float
+) -> RoleSeen:
+    steps = Digest.merged(worker.step_s for worker in workers)
+    return RoleSeen(
+        role=role,
+        workers=len(workers),
+        cold=sum(worker not in warm_ones for worker in workers),
+        running=sum(worker.running_requests for worker in workers),
+        waiting=sum(worker.waiting_requests for worker in workers),
+        queued_prefill_tokens=sum(worker.queued_prefill_tokens for worker in workers),
+        kv_usage=sum(worker.kv_usage for worker in workers) / max(1, len(workers)),
+        step_s=steps.mean,
+        factor=factor,
+    )

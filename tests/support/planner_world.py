@@ -1,0 +1,93 @@
+"""A deployment in memory with a demand that tests set: what a planner sees and what it does."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core.types.instances import Role
+from penstock.core.types.scaling import ReplicaState
+from penstock.perf.model.catalogue import find_shape
+from penstock.perf.model.hardware import find_hardware
+from penstock.perf.roofline.roofline import Roofline
+from penstock.planner.act.memory_connector import MemoryConnector, WorkerTimes
+from penstock.planner.config import PlannerConfig
+from penstock.planner.decide.capacity import Capacity
+from penstock.planner.estimate.expected_demand import ExpectedDemand
+from penstock.planner.estimate.slo import Slo
+from penstock.planner.explain.record import DecisionRecord
+from penstock.planner.observe.observation import Demand, Observation, WorkerView
+from penstock.planner.planner import Planner
+from penstock.runtime.observations.windows import Digest, bucket_of
+
+MODEL = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"))
+TOKENS = {Role.AGGREGATED: 512, Role.PREFILL: 8192, Role.DECODE: 512}
+SLO = Slo(ttft_s=0.5, itl_s=0.025)
+
+
+def digest(value: float, count: float) -> Digest:
+    number = round(count)
+    return (
+        Digest(count=number, total=value * number, buckets={bucket_of(value): number}) if number else Digest()
+    )
+
+
+class World:
+    """Requests of 2,000 and 200 tokens at `rate_per_s`; a planner looks at it and scales it."""
+
+    def __init__(
+        self,
+        replicas: Mapping[Role, int],
+        *,
+        start_s: float = 20.0,
+        workers_max: int = 64,
+        slo: Slo = SLO,
+        **settings: Any,
+    ) -> None:
+        self.connector = MemoryConnector(
+            replicas, workers_max=workers_max, times=WorkerTimes(start_s=start_s)
+        )
+        self.rate_per_s = 0.0
+        self.input_tokens, self.output_tokens = 2000, 200
+        self.queued = 0
+        self.ttft_s, self.itl_s = 0.1, 0.01
+        self.frontends: tuple[str, ...] = ("frontend-1",)
+        self.records: list[DecisionRecord] = []
+        self.capacities = [
+            Capacity(role=role, model=MODEL, max_batch_tokens=TOKENS[role]) for role in replicas
+        ]
+        self.planner = Planner(
+            self.connector,
+            self.observe,
+            config=PlannerConfig(**settings),
+            slo=slo,
+            capacities=self.capacities,
+            on_record=self.records.append,
+        )
+
+    async def observe(self, seconds: float) -> Observation:
+        scale = await self.connector.scale()
+        count = self.rate_per_s * seconds
+        views = tuple(
+            WorkerView(replica.name, replica.role, replica.age_s, Digest(), 0, 0, 0, 0, 0, 0, 0, 0)
+            for replica in scale.replicas
+            if replica.state is ReplicaState.READY
+        )
+        demand = Demand(
+            arrivals_per_s=self.rate_per_s,
+            finished_per_s=self.rate_per_s,
+            input_tokens=digest(self.input_tokens, count),
+            output_tokens=digest(self.output_tokens, count),
+            ttft_s=digest(self.ttft_s, count),
+            itl_s=digest(self.itl_s, count),
+            queued=self.queued,
+        )
+        return Observation(at_s=0.0, seconds=seconds, demand=demand, frontends=self.frontends, workers=views)
+
+    def needed(self, rate_per_s: float, role: Role = Role.AGGREGATED) -> int | None:
+        """Count the workers that hold the SLO."""
+        expected = ExpectedDemand(rate_per_s=rate_per_s, input_tokens=2000, output_tokens=200)
+        capacity = next(each for each in self.capacities if each.role is role)
+        return capacity.workers(rate_per_s, expected, SLO, 64)
+
+    async def counts(self) -> dict[Role, int]:
+        scale = await self.connector.scale()
+        return {limit.role: len(scale.of(limit.role)) for limit in scale.limits}

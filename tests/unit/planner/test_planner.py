@@ -1,0 +1,248 @@
+"""The planner on a deployment in memory, in virtual time."""
+
+import asyncio
+import contextlib
+
+import msgspec
+import pytest
+
+from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.types.instances import Role
+from penstock.planner.config import PlannerConfig
+from penstock.planner.estimate.slo import Slo
+from penstock.planner.explain.record import DecisionRecord
+from penstock.sim.loop.loop import run_virtual
+from tests.support.planner_world import World
+
+A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
+
+
+@contextlib.asynccontextmanager
+async def running(world):
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(world.planner.run())
+        yield
+        task.cancel()
+
+
+def test_workers_follow_a_step_of_load_up_and_down():
+    async def main():
+        world = World({A: 1}, max_workers=16)
+        async with running(world):
+            await asyncio.sleep(400)
+            assert await world.counts() == {A: 1}
+            world.rate_per_s = 60.0
+            await asyncio.sleep(120)
+            peak = (await world.counts())[A]
+            assert world.needed(60.0) <= peak <= world.needed(2 * 60.0)
+            world.rate_per_s = 5.0
+            await asyncio.sleep(200)
+            assert (await world.counts())[A] == peak, "cools down"
+            await asyncio.sleep(1500)
+            assert await world.counts() == {A: world.needed(5.0)}
+
+    run_virtual(main())
+
+
+def test_a_new_planner_does_not_scale_in_at_once():
+    async def main():
+        world = World({A: 6}, cool_down_s=300)
+        async with running(world):
+            await asyncio.sleep(299)
+            assert await world.counts() == {A: 6}
+            assert "cool-down" in world.records[-1].explain()
+            await asyncio.sleep(10)
+            assert await world.counts() == {A: 1}
+
+    run_virtual(main())
+
+
+def test_a_queue_adds_workers_within_seconds():
+    async def main():
+        world = World({A: 1}, start_s=60)
+        async with running(world):
+            world.rate_per_s = 1.0
+            await asyncio.sleep(100)
+            assert await world.counts() == {A: 1}
+            world.queued = 1000
+            await asyncio.sleep(5)
+            assert (await world.counts())[A] > 1
+            assert not world.records[-1].is_floor
+            assert "1000 queued" in world.records[-1].explain()
+
+    run_virtual(main())
+
+
+def test_roles_are_exchanged_before_workers_start():
+    async def main():
+        world = World({P: 1, D: 5}, cool_down_s=3600)
+        world.rate_per_s = 40.0
+        async with running(world):
+            await asyncio.sleep(15)
+            first = next(record for record in world.records if record.is_change)
+            assert first.flips
+            assert all(role is P for _, role in first.flips)
+            assert not first.adds
+            assert sum((await world.counts()).values()) == 6
+
+    run_virtual(main())
+
+
+def test_an_slo_error_of_warm_workers_adds_and_one_of_cold_workers_waits():
+    async def main():
+        world = World({A: 2}, cold_s=30)
+        world.rate_per_s, world.ttft_s = 20.0, 0.9
+        async with running(world):
+            await asyncio.sleep(29)
+            assert world.records[-1].decision.expected.ttft_s is None
+            await asyncio.sleep(10)
+            assert any(record.decision.expected.ttft_s for record in world.records)
+            assert (await world.counts())[A] == 4
+            await asyncio.sleep(15)
+            assert (await world.counts())[A] == 4, "what starts counts, and its latencies are not judged"
+
+    run_virtual(main())
+
+
+def test_a_persons_change_is_respected_for_a_while():
+    async def main():
+        world = World({A: 2}, hold_s=600, cool_down_s=0)
+        world.rate_per_s = 5.0
+        async with running(world):
+            await asyncio.sleep(30)
+            before = await world.counts()
+            await world.connector.add(A, 3, by="penstock scale")
+            await asyncio.sleep(590)
+            assert await world.counts() == {A: before[A] + 3}
+            assert world.records[-1].held.startswith("penstock scale has set")
+            await asyncio.sleep(60)
+            assert await world.counts() == before
+
+    run_virtual(main())
+
+
+def test_without_frontends_nothing_changes():
+    async def main():
+        world = World({A: 3}, cool_down_s=0)
+        world.frontends = ()
+        async with running(world):
+            await asyncio.sleep(300)
+            assert await world.counts() == {A: 3}
+            assert "nothing is known of the demand" in world.records[-1].explain()
+
+    run_virtual(main())
+
+
+def test_a_dry_run_decides_and_changes_nothing():
+    async def main():
+        world = World({A: 1}, dry_run=True)
+        world.rate_per_s = 60.0
+        async with running(world):
+            await asyncio.sleep(120)
+            assert await world.counts() == {A: 1}
+            assert world.records[-1].adds[A] > 1
+            assert world.records[-1].explain().startswith("would: ")
+
+    run_virtual(main())
+
+
+def test_a_deployment_that_does_not_answer_is_asked_again():
+    async def main():
+        world = World({A: 1})
+        answers = world.connector.scale
+
+        async def nobody(after=None):
+            raise Unavailable("no supervisor answers")
+
+        world.connector.scale = nobody
+        async with running(world):
+            await asyncio.sleep(100)
+            world.connector.scale = answers
+            await asyncio.sleep(60)
+            assert world.records
+
+    run_virtual(main())
+
+
+def test_an_slo_out_of_reach_runs_at_max_and_says_so():
+    async def main():
+        world = World({A: 1}, max_workers=5, slo=Slo(ttft_s=0.005, itl_s=1.0))
+        world.rate_per_s = 1.0
+        async with running(world):
+            await asyncio.sleep(100)
+            assert await world.counts() == {A: 5}
+            assert "an idle worker's TTFT is" in world.records[-1].explain()
+
+    run_virtual(main())
+
+
+def test_room_bounds_both_roles_together():
+    async def main():
+        world = World({P: 1, D: 1}, workers_max=6, max_workers=16)
+        world.rate_per_s = 200.0
+        async with running(world):
+            await asyncio.sleep(200)
+            counts = await world.counts()
+            assert sum(counts.values()) == 6
+            assert min(counts.values()) >= 2
+            assert "there are no more GPUs" in world.records[-1].decision.explain() or (
+                "there are 6" in world.records[-1].decision.shortfall
+            )
+
+    run_virtual(main())
+
+
+def test_the_cheaper_kind_of_deployment_is_taken_by_flips():
+    async def main():
+        world = World({A: 8, P: 0, D: 0}, cool_down_s=60, max_workers=16)
+        world.rate_per_s = 100.0
+        async with running(world):
+            await asyncio.sleep(900)
+            counts = await world.counts()
+            assert not counts[A] or not (counts[P] or counts[D]), counts
+
+    run_virtual(main())
+
+
+def test_a_record_survives_the_wire():
+    async def main():
+        world = World({P: 1, D: 1})
+        world.rate_per_s = 60.0
+        async with running(world):
+            await asyncio.sleep(30)
+        for record in world.records:
+            assert msgspec.json.decode(msgspec.json.encode(record), type=DecisionRecord) == record
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("replicas", "settings", "text"),
+    [
+        ({A: 1, P: 1}, {}, "aggregated, prefill: it scales aggregated workers"),
+        ({A: 1}, {"roles": {"decode": {"max_workers": 3}}}, "roles.decode: there is no such role"),
+        ({P: 1, D: 1}, {"budget": {"gpus": 1}}, "the budget is 1, one replica of each role costs 2"),
+    ],
+)
+def test_roles_and_budgets_that_do_not_fit_are_refused(replicas, settings, text):
+    with pytest.raises(ConfigError, match=text):
+        World(replicas, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"min_workers": 5, "max_workers": 2}, "min_workers is 5 and max_workers 2"),
+        ({"roles": {"decode": {"min_workers": 9}}}, "min_workers of decode is 9 and max_workers 8"),
+        ({"budget": {"gpus": 4, "watts": 3.0}}, "one of gpus, usd_per_hour or watts, got gpus, watts"),
+        ({"budget": {"watts": float("nan")}}, "finite"),
+        ({"budget": {"usd_per_hour": -3}}, "must be > 0"),
+        ({"cool_down_s": float("inf")}, "finite"),
+        ({"cool_down_s": -1}, "must be >= 0"),
+        ({"roles": {"decoder": {}}}, "decoder"),
+        ({"max_worker": 2}, "did you mean 'max_workers'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        PlannerConfig.parse(settings, source="graph.yaml")
