@@ -54,6 +54,14 @@ FLAGS = {
         "object store for KV that all workers share, as s3://bucket/path:1TiB or file:///mnt/kv",
     ),
     "--policy": ("router.policy", "NAME", "routing policy, such as kv or least-loaded (default kv)"),
+    "--slo-ttft": ("slo.ttft_s", "S", "seconds to the first token that the planner keeps (default 2)"),
+    "--slo-itl": ("slo.itl_s", "S", "mean seconds between tokens that the planner keeps (default 0.1)"),
+    "--min-workers": (
+        "planner.min_workers",
+        "N",
+        "fewest workers of each role; with it or --max-workers a planner scales them by demand (default 1)",
+    ),
+    "--max-workers": ("planner.max_workers", "N", "most workers of each role (default 8)"),
 }
 """Flag: (path in the graph, placeholder, help). Each is short for `--set PATH=VALUE`."""
 
@@ -90,6 +98,9 @@ def add(commands: Any) -> None:
     )
     add_urls(parser)
     parser.add_argument(
+        "--planner-dry-run", action="store_true", help="let the planner decide, and change nothing"
+    )
+    parser.add_argument(
         "--first-chat", action="store_true", help="send one chat when ready, and show what to try next"
     )
     add_log_level(parser)
@@ -124,6 +135,8 @@ def graph_of(options: argparse.Namespace) -> Any:
         if (value := getattr(options, place)) is not None:
             for meant in _places(place, roles):
                 overrides.assign(meant, value, flag=flag)
+    if options.planner_dry_run:
+        overrides.assign("planner.dry_run", value=True, flag="--planner-dry-run")
     _assign_engine(options, overrides, roles)
     _check_workers(roles, options, overrides.assigned())
     engine = getattr(options, FLAGS["--engine"][0])
@@ -133,7 +146,7 @@ def graph_of(options: argparse.Namespace) -> Any:
     if model:
         overrides.assign("model", model, flag="--demo" if options.demo else "MODEL")
     if options.graph:
-        return _with_speedup_used(load(options.graph, overrides), options)
+        return _with_flags_used(load(options.graph, overrides), options)
     if not model and engine != "mock":
         raise ConfigError(
             "serve what? Give a model directory or hub name, --demo, --graph FILE, or --engine mock"
@@ -143,7 +156,7 @@ def graph_of(options: argparse.Namespace) -> Any:
     if options.demo:
         data["roles"] = {role: _demo_role(roles, engine) for role in roles}
         data["supervision"] = {"spare_processes": _DEMO_SPARES}
-    return _with_speedup_used(build(data, overrides, source="serve"), options)
+    return _with_flags_used(build(data, overrides, source="serve"), options)
 
 
 def _assign_engine(options: argparse.Namespace, overrides: Any, roles: list[str]) -> None:
@@ -203,8 +216,14 @@ def _check_workers(roles: list[str], options: argparse.Namespace, assigned: dict
         raise ConfigError(f"--workers: must be >= 1 to serve anything, got {text}")
 
 
-def _with_speedup_used(graph: Any, options: argparse.Namespace) -> Any:
-    """Return the graph; raises ConfigError for `--mock-speedup` without a mock engine."""
+def _with_flags_used(graph: Any, options: argparse.Namespace) -> Any:
+    """Return the graph; raises ConfigError for `--mock-speedup` without a mock engine, and `--slo-…` without a planner."""
+    for flag in ("--slo-ttft", "--slo-itl"):
+        value = getattr(options, FLAGS[flag][0])
+        if value is not None and graph.planner is None:
+            raise ConfigError(
+                f"{flag} {value}: only the planner keeps a target; add --max-workers N, to let it scale up to N workers"
+            )
     speedup = getattr(options, FLAGS["--mock-speedup"][0])
     engines = sorted({spec.engine for spec in graph.roles.present().values()})
     if speedup is not None and "mock" not in engines:

@@ -18,7 +18,8 @@ from penstock.engine.user_engine import check_user_engine_name, make_user_engine
 from penstock.engine.weights_digest import weights_digest, weights_stamp
 from penstock.seams import Engine
 
-_MOCK_BLOCKS = 4096
+MOCK_BLOCKS = 4096
+"""KV blocks of a mock engine where nobody says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,7 @@ def _mock(spec: EngineSpec) -> Engine:
     if spec.context_length is None:
         raise ConfigError("context_length: the mock engine has no checkpoint to read it from; give it")
     shape = RunnerInfo(
-        num_blocks=spec.kv_blocks or _MOCK_BLOCKS,
+        num_blocks=spec.kv_blocks or MOCK_BLOCKS,
         block_size=spec.block_size,
         context_length=spec.context_length,
         vocab_size=spec.vocab_size,

@@ -18,10 +18,12 @@ from penstock.graph.document import parse_yaml
 from penstock.graph.frontend import FrontendSpec
 from penstock.graph.overrides import Overrides
 from penstock.graph.partners import check_partners, check_transfer
+from penstock.graph.planning import check_planner
 from penstock.graph.role import Roles, RoleSpec
 from penstock.graph.slo import Slo
 from penstock.graph.supervision import Supervision
 from penstock.perf.profile.profile import Profile
+from penstock.planner.config import PlannerConfig
 from penstock.router.config import RouterConfig
 from penstock.runtime.config import PlaneConfig
 from penstock.worker.config import WorkerConfig
@@ -53,6 +55,8 @@ class Graph(Config):
     """Load reports, KV transfer and draining of every worker."""
     slo: Slo | None = None
     """Latency targets; None for no targets."""
+    planner: PlannerConfig | None = None
+    """Changes the number and roles of the workers by demand, so that `slo` holds; None leaves them as they are."""
     request_plane: PlaneConfig = PlaneConfig()
     """Connections between frontends and workers."""
     supervision: Supervision = Supervision()
@@ -77,6 +81,12 @@ class Graph(Config):
     def _check_transfer(self) -> Self:
         if self.roles.prefill is not None:
             check_transfer(self.worker.kv_transfer.transfer)
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_planner(self) -> Self:
+        if self.planner is not None:
+            check_planner(self.planner, self.roles)
         return self
 
     @pydantic.model_validator(mode="after")

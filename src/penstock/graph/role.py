@@ -48,9 +48,9 @@ class RoleSpec(Config):
     hardware: str = "cpu"
     """Device type of a worker, by its name in `penstock.perf.model.hardware`."""
     usd_per_hour: float | None = pydantic.Field(default=None, gt=0, le=1000)
-    """Price of one device in US dollars per hour; None is the catalogue's. Only simulated."""
+    """Price of one device in US dollars per hour; None is the catalogue's. For simulations and the planner's budget."""
     watts: float | None = pydantic.Field(default=None, gt=0, le=100_000)
-    """Power of one device with its share of host, network and cooling, in watts; None is the catalogue's. Only simulated."""
+    """Power of one device with its share of host, network and cooling, in watts; None is the catalogue's. For simulations and the planner's budget."""
     tensor_parallel: int = pydantic.Field(default=1, ge=1)
     """Devices over which each layer's weights are split."""
     pipeline_parallel: int = pydantic.Field(default=1, ge=1)

@@ -1,13 +1,21 @@
 """Settings of the planner: how many workers it may run, and how fast it reacts."""
 
+from collections.abc import Set as AbstractSet
 from typing import Self
 
 import pydantic
 
 from penstock.core.config import Config, wrong
+from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 
 _WORKERS_MAX = 4096
+_KINDS = (frozenset({Role.AGGREGATED}), frozenset({Role.PREFILL, Role.DECODE}))
+
+
+def kinds_of(roles: AbstractSet[Role]) -> list[frozenset[Role]]:
+    """List the kinds of deployment that these roles make: aggregated, disaggregated, or either."""
+    return [kind for kind in _KINDS if kind <= roles]
 
 
 class Budget(Config):
@@ -81,6 +89,22 @@ class PlannerConfig(Config):
                     f"min_workers{place} is {least} and max_workers {most}; lower one or raise the other"
                 )
         return self
+
+    def check_roles(self, roles: AbstractSet[Role]) -> None:
+        """Check that a deployment of these roles can be planned, and that bounds are of them.
+
+        Raises:
+            ConfigError: they cannot, or are not.
+        """
+        have = ", ".join(sorted(roles))
+        if not kinds_of(roles) or roles != set().union(*kinds_of(roles)):
+            raise ConfigError(
+                f"planner: the roles are {have}: it scales aggregated workers, prefill with decode workers, or all three;"
+                " describe the role that is missing, with replicas 0 for none at the start"
+            )
+        for role in self.roles:
+            if role not in roles:
+                raise ConfigError(f"planner.roles.{role}: there is no such role here; the roles are {have}")
 
     def bounds(self, role: Role | None) -> tuple[int, int]:
         """Give the fewest and most workers of a role."""

@@ -3,15 +3,14 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from collections.abc import Set as AbstractSet
 
 import msgspec
 
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import PenstockError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
 from penstock.planner.act.actor import Actor, ActorConfig, Look
-from penstock.planner.config import PlannerConfig
+from penstock.planner.config import PlannerConfig, kinds_of
 from penstock.planner.damp.damper import DamperConfig
 from penstock.planner.damp.damping import Damped, Damping
 from penstock.planner.damp.warm import warm
@@ -42,7 +41,6 @@ _BACK_OFF_S_MAX = 60.0
 _EPSILON_S = 1e-6
 _SAME_HORIZON = 0.8
 """Horizons are equal within this ratio."""
-_KINDS = ({Role.AGGREGATED}, {Role.PREFILL, Role.DECODE})
 _SWITCH = 0.85
 """Aggregated workers become disaggregated ones, and back, where these need at most this share of the GPUs."""
 _log = get_logger()
@@ -81,8 +79,8 @@ class Planner:
             ConfigError: the roles cannot be planned, a bound names none of them, or the budget pays no replica of each.
         """
         roles = {capacity.role for capacity in capacities}
-        self._kinds = [kind for kind in _KINDS if kind <= roles]
-        _check(config, roles, self._kinds)
+        config.check_roles(roles)
+        self._kinds = kinds_of(roles)
         self._observe = observe
         self._config = config
         self._slo = slo
@@ -349,19 +347,6 @@ class Planner:
             event = "slo_out_of_reach" if shortfall else "slo_in_reach"
             _log.warning(event, why=shortfall or "the decided workers hold it")
         self._shortfall = shortfall
-
-
-def _check(config: PlannerConfig, roles: AbstractSet[Role], kinds: Sequence[AbstractSet[Role]]) -> None:
-    """Check that the roles can be planned, and that bounds are of them; raises ConfigError."""
-    have = ", ".join(sorted(roles))
-    if not kinds or roles != set().union(*kinds):
-        raise ConfigError(
-            f"planner: the roles are {have}: it scales aggregated workers, prefill with decode workers, or all three; describe"
-            " the role that is missing, with replicas 0 for none at the start"
-        )
-    for role in config.roles:
-        if role not in roles:
-            raise ConfigError(f"planner.roles.{role}: there is no such role here; the roles are {have}")
 
 
 def _role_seen(

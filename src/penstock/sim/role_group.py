@@ -11,10 +11,11 @@ from penstock.core.types.instances import Role
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.graph import RoleSpec
+from penstock.graph.capacities import hardware_of
 from penstock.graph.engine_prices import make_latency, make_roofline
 from penstock.graph.step_size import with_step_size
 from penstock.perf.latency import LatencyModel
-from penstock.perf.model.hardware import Hardware, find_hardware
+from penstock.perf.model.hardware import Hardware
 from penstock.perf.model.shape import ModelShape
 from penstock.perf.profile.profile import Profile, ProfiledModel
 from penstock.perf.published import publish
@@ -159,10 +160,7 @@ def plan_role_group(
     spec = with_step_size(
         role, spec, lambda: publish(make_latency(shape, spec), context_length=shape.context_length)
     )
-    own = {"usd_per_hour": spec.usd_per_hour, "watts": spec.watts}
-    hardware = find_hardware(spec.hardware).model_copy(
-        update={name: value for name, value in own.items() if value is not None}
-    )
+    hardware = hardware_of(spec)
     roofline = make_roofline(shape, spec)
     latency: LatencyModel = price_per_token(roofline)
     profile_path = engine_profile or spec.profile

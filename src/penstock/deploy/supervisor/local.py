@@ -25,6 +25,7 @@ from penstock.deploy.state import RuntimeDirectory, load_admin_token, load_hash_
 from penstock.deploy.supervisor.child import Child
 from penstock.deploy.supervisor.group_guard import GroupGuard
 from penstock.deploy.supervisor.member import Member
+from penstock.deploy.supervisor.planning import make_planner
 from penstock.deploy.supervisor.port import Port
 from penstock.deploy.supervisor.resources.devices import Devices, count_devices
 from penstock.deploy.supervisor.resources.host_arena import HostArena
@@ -159,6 +160,14 @@ class LocalDeployment:
                 )
             )
             self._create_members(common, port, cards, str(checkpoint.path), scale_file)
+            planner = make_planner(
+                self.graph,
+                self._roles,
+                self.pool,
+                self.observations,
+                model_dir=checkpoint.path,
+                say=self._say,
+            )
             await stack.enter_async_context(
                 ControlServer(
                     self.pool,
@@ -177,7 +186,10 @@ class LocalDeployment:
                         self._has_started = True
                         self.pool.open()
                         self._spares.refill()
+                        planning = group.create_task(planner.run(), name="planner") if planner else None
                         yield
+                        if planning is not None:
+                            planning.cancel()
                     except BaseException:
                         self.kill()
                         raise
