@@ -43,6 +43,7 @@ _WHOLE_CONTEXT = frozenset({"full_attention", "mla_attention", "sink_full_attent
 """Kinds of attention whose blocks stay as long as the prompt does."""
 _HASH_BYTES_MAX = 64
 _SHAPES_MAX = 64
+_COMPLAINTS_MAX = 3
 _TOKEN_BYTES = 4
 EVENTS_MAX = 1 << 19
 """Events of one message: 8 MiB of the shortest."""
@@ -69,7 +70,7 @@ class EventDecoder:
         self._block_size = block_size
         self._omissions = omissions
         self._group: int | None = None
-        self._other_size: int | None = None  # that was complained of
+        self._other_sizes: set[int] = set()  # that were complained of
         self._shapes: set[tuple[str, ...]] = set()  # names of maps' fields, all of them known
         self._kinds: dict[str, Callable[[Fields], EngineEvent | None]] = {
             "BlockStored": self._stored,
@@ -168,9 +169,9 @@ class EventDecoder:
     def _complain(self, size: int | None) -> None:
         if size is None:
             raise refused("block_size", size, "an integer")
-        if size == self._other_size:
+        if size in self._other_sizes or len(self._other_sizes) >= _COMPLAINTS_MAX:
             return
-        self._other_size = size
+        self._other_sizes.add(size)
         _log.warning(
             "kv_events_of_other_block_size",
             engine=size,
