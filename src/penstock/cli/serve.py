@@ -151,19 +151,29 @@ def graph_of(options: argparse.Namespace) -> Any:
         raise ConfigError(
             "serve what? Give a model directory or hub name, --demo, --graph FILE, or --engine mock"
         )
-    _check_partners(roles, overrides.assigned())
+    _check_partners(roles, options, overrides.assigned())
     data: dict[str, Any] = {"model": DEMO_MODEL, "roles": {role: {} for role in roles}}
     if options.demo:
-        data["roles"] = {role: _demo_role(roles, engine) for role in roles}
+        has_urls = any(url_settings(options))
+        data["roles"] = {role: {} if has_urls else _demo_role(roles, engine) for role in roles}
         data["supervision"] = {"spare_processes": _DEMO_SPARES}
     return _with_flags_used(build(data, overrides, source="serve"), options)
 
 
 def _assign_engine(options: argparse.Namespace, overrides: Any, roles: list[str]) -> None:
     """Assign the engine's own arguments, and the running servers that are workers."""
-    for role, name, value, flag in url_settings(options):
+    engine = getattr(options, FLAGS["--engine"][0])
+    settings = tuple(url_settings(options))
+    has_servers = options.graph or engine == _URL_ENGINE or any(name == "url" for _, name, _, _ in settings)
+    for role, name, value, flag in settings:
+        if not has_servers:
+            raise ConfigError(f"{flag}: no running server publishes there; add --url, one for each {flag}")
+        if name == "url" and engine not in {None, _URL_ENGINE}:
+            raise ConfigError(
+                f"{flag}: running servers are workers of engine {_URL_ENGINE}, got --engine {engine}; leave one of them out"
+            )
         overrides.assign(f"roles.{role}.engine_args.{name}", value, flag=flag)
-        if name == "url" and getattr(options, FLAGS["--engine"][0]) is None:
+        if name == "url" and engine is None:
             overrides.assign(f"roles.{role}.engine", _URL_ENGINE, flag=flag)
     for argument in options.engine_arg:
         name, value = _engine_arg(argument)
@@ -181,17 +191,22 @@ def _check_engine(name: str) -> None:
         raise ConfigError(f"--engine: {error.message}") from error
 
 
-def _check_partners(roles: list[str], assigned: dict[str, Any]) -> None:
+def _check_partners(roles: list[str], options: argparse.Namespace, assigned: dict[str, Any]) -> None:
     """Refuse `--prefill` alone and `--decode` alone, naming the flag that is missing.
 
     Args:
         roles: roles that flags ask for.
+        options: the flags.
         assigned: values set by flags, by dotted path; a path below `roles.decode` also declares that role.
     """
     described = {*roles, *(path.split(".")[1] for path in assigned if path.startswith("roles."))}
     if "prefill" in described and described.isdisjoint({"decode", "aggregated"}):
+        if options.prefill_urls:
+            raise ConfigError("--prefill-url: no decode server would take its KV; add --decode-url")
         raise ConfigError("--prefill: no decode worker would take its KV; add --decode D")
     if "decode" in described and "prefill" not in described:
+        if options.decode_urls:
+            raise ConfigError("--decode-url: no prefill server would compute its prompts; add --prefill-url")
         raise ConfigError("--decode: no prefill worker would compute its prompts; add --prefill P")
 
 

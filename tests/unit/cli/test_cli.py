@@ -377,4 +377,15 @@ def test_urls_and_other_workers_do_not_mix(capsys: pytest.CaptureFixture[str]) -
     said = complaint(capsys, "serve", "m", "--url", "http://a:1", "--workers", "3")
     assert "one worker for each url, 1, got 3; leave replicas out" in said
     said = complaint(capsys, "serve", "m", "--prefill-url", "http://a:1")
-    assert "no decode worker would take its KV" in said
+    assert "--prefill-url: no decode server would take its KV; add --decode-url" in said
+    said = complaint(capsys, "serve", "m", "--decode-url", "http://a:1")
+    assert "--decode-url: no prefill server would compute its prompts; add --prefill-url" in said
+    said = complaint(capsys, "serve", "m", "--url", "http://a:1", "--engine", "vllm")
+    assert "--url: running servers are workers of engine openai, got --engine vllm" in said
+    said = complaint(capsys, "serve", "m", "--kv-events", "tcp://a:1")
+    assert "--kv-events: no running server publishes there; add --url" in said
+
+
+def test_the_demo_model_may_be_that_of_running_servers() -> None:
+    role = graph_of("--demo", "--url", "http://a:1").roles.aggregated
+    assert role == RoleSpec(engine="openai", engine_args={"url": ["http://a:1"]})
