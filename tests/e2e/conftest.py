@@ -184,10 +184,10 @@ async def site_of(graph: Graph, log_level: str = "warning") -> AsyncIterator[Sit
     ):
         site = Site(deployment, http, said)
         async with site.client:
-            wanted = sum(role.replicas for role in graph.roles.present().values())
+            wanted = sum(member.ready.is_set() for member in deployment.pool.members)
 
             async def all_known() -> bool:
-                return await site.ready_workers() == wanted
+                return await site.ready_workers() >= wanted
 
             await site.until(all_known)
             yield site

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from penstock.core.ids import WorkerId
@@ -92,6 +92,8 @@ class PoolScene:
         self.processes: dict[str, ScriptedProcess] = {}
         self.jobs: list[WorkerJob] = []
         self.next = ScriptedProcess
+        self.make: Callable[[str], ScriptedProcess] = lambda _name: self.next()
+        """Makes the process of the worker with this name."""
         self.restored = ""
         self.devices = Devices(devices)
         self.pool = WorkerPool(
@@ -111,7 +113,7 @@ class PoolScene:
             return Assignment(name=worker.name, job=job, common=COMMON)
 
         async def start(assignment: Assignment) -> ScriptedProcess:
-            process = self.processes[assignment.name] = self.next()
+            process = self.processes[assignment.name] = self.make(assignment.name)
             return process
 
         return Member(worker.name, assign, _PATIENT, start=start, say=lambda *_: None)
@@ -122,8 +124,7 @@ class PoolScene:
         self.restored = self.pool.fill(self._make, self._file)
         async with asyncio.TaskGroup() as group:
             self.pool.start(group)
-            for member in self.pool.members:
-                await member.ready.wait()
+            await self.pool.started()
             self.pool.open()
             try:
                 yield self.pool

@@ -2,6 +2,7 @@
 
 PenstockError (code, http_status)
   ConfigError             a flag, file or field is wrong; the command exits with 2
+    WrongServerError      a running server is not what the deployment needs; others may be
   RequestError            the caller's fault: 400, 404, 413
   Overloaded              429 or 503, with retry_after_s
   DeadlineExceeded        504
@@ -58,6 +59,10 @@ class PenstockError(Exception):
 
 class ConfigError(PenstockError):
     code = "config_error"
+
+
+class WrongServerError(ConfigError):
+    pass
 
 
 class RequestError(PenstockError):

@@ -111,7 +111,8 @@ class Observed(Wire, frozen=True, tag="observed"):
 class Failed(Wire, frozen=True, tag="failed"):
     """The process ends with an error.
 
-    `config`: a restart would fail the same way. `outside`: what it needs is not of this deployment, such as a running server.
+    `config`: a restart would fail the same way. `outside`: what it needs is not of this deployment, such as a running server;
+    with `config` that is there, and the wrong one.
     """
 
     message: str

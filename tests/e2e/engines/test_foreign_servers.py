@@ -289,6 +289,33 @@ def test_a_prefill_server_that_dies_is_left_out(deploy):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("is_there", [True, False], ids=["another model", "not there"])
+def test_a_deployment_starts_with_the_servers_that_serve(deploy, is_there):
+    late, good = servers = fakes("vllm", "vllm")
+    late.model = "llama"
+
+    async def scenario(site, call):
+        assert await site.ready_workers() == 1
+        why = "serves 'llama', expected" if is_there else "no connection: connection refused"
+        assert any(line.startswith("worker-1 failed") and why in line for line in site.said)
+        assert (await complete(site, PROMPT, 4)).choices[0].text == expected(good, PROMPT, 4)
+        late.model = "penstock-demo"
+        if not is_there:
+            await call(late.start())
+
+        async def both() -> bool:
+            return await site.ready_workers() == 2
+
+        await site.until(both)
+
+    def stop(loop) -> None:
+        if not is_there:
+            loop.create_task(late.stop())
+
+    supervision = {"spare_processes": 0, "restart_delay_s": 0.05, "restart_delay_max_s": 0.2}
+    serve(deploy, scenario, servers, before=stop, supervision=supervision)
+
+
 def test_a_server_that_loads_for_long_is_waited_for(deploy):
     (server,) = servers = fakes("vllm")
     server.loading_checks = 4

@@ -29,7 +29,9 @@ async def _serve(graph: Graph, *, log_level: str, first_chat: bool) -> None:
     try:
         async with deployment:
             stopping.is_started = True
-            say("penstock", "ready", f"{deployment.url}  model {served_name(graph)}  Ctrl-C stops")
+            workers = [member.ready.is_set() for member in deployment.pool.members]
+            share = "" if all(workers) else f"  {sum(workers)} of {len(workers)} workers"
+            say("penstock", "ready", f"{deployment.url}  model {served_name(graph)}{share}  Ctrl-C stops")
             if first_chat:
                 await _chat_until(stopping.requested, deployment)
             await stopping.requested.wait()

@@ -1,6 +1,6 @@
 """The report of a process that an error ends."""
 
-from penstock.core.errors import ConfigError, PenstockError, Unavailable
+from penstock.core.errors import ConfigError, PenstockError, Unavailable, WrongServerError
 from penstock.deploy.causes import cause_of
 from penstock.deploy.messages import Failed
 
@@ -11,5 +11,7 @@ def report_of(error: BaseException) -> Failed:
     if not isinstance(cause, PenstockError):
         return Failed(message=f"{type(cause).__name__}: {cause}")
     return Failed(
-        message=cause.message, config=isinstance(cause, ConfigError), outside=isinstance(cause, Unavailable)
+        message=cause.message,
+        config=isinstance(cause, ConfigError),
+        outside=isinstance(cause, (Unavailable, WrongServerError)),
     )

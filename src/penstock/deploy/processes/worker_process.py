@@ -130,9 +130,10 @@ async def _tell_ready(worker: Worker, engine: Engine, role: RoleSpec, tell: Tell
     control.pulse = partial(_pulse, engine)
     worker.on_health = lambda problem: tell(Health(problem=problem or ""))
     instance = worker.instance
+    blocks = instance.engine.total_blocks
     tell(
         Ready(
-            detail=f"{role.engine}  {instance.card.name}  {instance.engine.total_blocks} blocks",
+            detail=f"{role.engine}  {instance.card.name}" + (f"  {blocks} blocks" if blocks else ""),
             needs_prefill=instance.engine.transferred_prompts_only,
         )
     )

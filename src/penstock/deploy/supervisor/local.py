@@ -181,8 +181,9 @@ class LocalDeployment:
                     self.pool.start(group)
                     tasks = {member: group.create_task(member.run()) for member in self._frontends}
                     try:
-                        for member in self.members:
+                        for member in self._frontends:
                             await member.ready.wait()
+                        await self.pool.started()
                         self._has_started = True
                         self.pool.open()
                         self._spares.refill()

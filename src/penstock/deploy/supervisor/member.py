@@ -96,10 +96,14 @@ class Member:
         """
         self.name = name
         self.ready = asyncio.Event()
+        self.waits_outside = False
+        """Whether its last process ended for want of something outside of the deployment, such as a running server."""
+        self.has_wrong_server = False
+        """Whether that is there, and is another than this deployment needs."""
         self.may_give_up: Callable[[], bool] = lambda: True
         """Called after too many failed starts; False (keep trying) while the deployment serves without this member."""
         self.may_refuse: Callable[[], bool] = lambda: True
-        """Called after a config error; False (keep trying) while a started deployment serves without this member."""
+        """Called after a config error; False (keep trying) while the deployment can do without this member."""
         self.on_ready: Callable[[], None] = lambda: None
         """Called when a process is ready."""
         self.on_failure: Callable[[str, str], None] = lambda _name, _reason: None
@@ -140,7 +144,7 @@ class Member:
         """Run until `stop`, restarting the process whenever it ends.
 
         Raises:
-            ConfigError: the process reported a config error.
+            ConfigError: the process reported a config error, and `may_refuse`.
             Unavailable: `failed_starts_max` consecutive starts failed.
         """
         backoff = Backoff(self._settings)
@@ -150,6 +154,8 @@ class Member:
                 self._say(self.name, "stopped", ending.why if ending.reason == CLOSE_TIMEOUT else "")
                 return
             self.has_failed = True
+            self.waits_outside = ending.is_outside
+            self.has_wrong_server = ending.is_outside and ending.is_config
             self._note(ending.why)
             self.on_failure(self.name, ending.reason)
             if ending.is_config and self.may_refuse():
@@ -245,6 +251,7 @@ class Member:
                     watchdog.ready()
                     self.ready.set()
                     self.start_s, self.has_failed = self._ready_at - started_at, False
+                    self.waits_outside = self.has_wrong_server = False
                     self._note("")
                     self._say(self.name, "ready", f"{detail}  {self._ready_at - started_at:.1f} s")
                     self.on_ready()

@@ -10,13 +10,13 @@ import aiohttp
 import msgspec
 
 from penstock.core.errors import (
-    ConfigError,
     EngineError,
     Overloaded,
     PenstockError,
     RequestError,
     StepFailed,
     Unavailable,
+    WrongServerError,
 )
 from penstock.engine.openai.config import LimitsConfig
 
@@ -215,7 +215,7 @@ class Connection:
         if status in _REFUSED:
             return RequestError(text, http_status=413 if status == 413 else 400)
         if status in _KEY_WRONG:
-            return ConfigError(f"{text}; give the server's key in a file (api_key_file)")
+            return WrongServerError(f"{text}; give the server's key in a file (api_key_file)")
         if status >= 500:
             return StepFailed(text)
         return EngineError(text)

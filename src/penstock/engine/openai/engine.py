@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.core.errors import Overloaded, PenstockError, RequestError, StepFailed, Unavailable
+from penstock.core.errors import (
+    ConfigError,
+    Overloaded,
+    PenstockError,
+    RequestError,
+    StepFailed,
+    Unavailable,
+    WrongServerError,
+)
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent
@@ -85,7 +93,7 @@ class ServerEngine:
 
         Raises:
             Unavailable: it does not answer, or not as such a server does.
-            ConfigError: it serves another model, or asks for another key.
+            WrongServerError: it serves another model, has blocks of another size, or asks for another key.
         """
         if self._info is not None:
             return self._info
@@ -98,7 +106,10 @@ class ServerEngine:
         serving, tokens = self._serving, None if load is None else load.kv_tokens
         self._outside = load or ServerLoad()
         if self._subscriber is not None and self._outside.block_size is not None:
-            check_block_size(self._outside.block_size, serving.block_size)
+            try:
+                check_block_size(self._outside.block_size, serving.block_size)
+            except ConfigError as error:
+                raise WrongServerError(f"{self._server.url}: {error.message}") from error
         self._info = EngineInfo(
             block_size=serving.block_size,
             total_blocks=serving.kv_blocks or (tokens or 0) // serving.block_size,

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.errors import ConfigError, Overloaded, PenstockError, StepFailed, Unavailable
+from penstock.core.errors import Overloaded, PenstockError, StepFailed, Unavailable, WrongServerError
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import Request, SamplingParams
@@ -29,10 +29,6 @@ _OWNERS = {
     "vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "trtllm", "llamacpp": "llamacpp", "library": "ollama",
 }  # fmt: skip
 """APIs by `owned_by` in `/v1/models`."""
-
-
-class WrongModelError(ConfigError):
-    """The server serves, but not this model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +91,7 @@ class Server:
 
         Raises:
             Unavailable: it is not healthy, or cannot be reached.
-            WrongModelError: it serves others.
-            ConfigError: it asks for another key.
+            WrongServerError: it serves others, or asks for another key.
         """
         timeout_s = self._config.health.timeout_s
         try:
@@ -112,12 +107,11 @@ class Server:
 
         Raises:
             Unavailable: it does not answer as such a server does.
-            WrongModelError: its tokenizer gives other ids.
-            ConfigError: it cannot transfer KV, which its role needs.
+            WrongServerError: its tokenizer gives other ids, or it cannot transfer KV, which its role needs.
         """
         await self._find_api(served)
         if self._role is not Role.AGGREGATED and transfer_kind(self.api) is None:
-            raise ConfigError(
+            raise WrongServerError(
                 f"{self.url}: a prefill or decode server must be vLLM or SGLang; serve others with --url"
             )
 
@@ -235,9 +229,9 @@ class Server:
                         context_length = None  # some say 0 or -1 for what they do not know
                     return ServedModel(model.id, context_length, model.owned_by or "")
         served = ", ".join(repr(model.id[:_NAME_CHARACTERS_MAX]) for model in models[:8]) or "no model"
-        raise WrongModelError(
+        raise WrongServerError(
             f"{self.url}: serves {served}, expected {' or '.join(map(repr, dict.fromkeys(wanted)))}; if it is the same"
-            " model, give its name there: --engine-arg model=NAME"
+            " model, give its name there: --engine-arg model=NAME (penstock router: --set servers.model=NAME)"
         )
 
     async def _slot_context(self, timeout_s: float) -> int | None:
@@ -252,7 +246,7 @@ class Server:
         """Compare the ids of a sample where the server tokenizes.
 
         Raises:
-            WrongModelError: they differ.
+            WrongServerError: they differ.
         """
         expected = self._codec.tokenize(_SAMPLE)
         for body in (
@@ -267,7 +261,7 @@ class Server:
             except (PenstockError, *UNREADABLE):
                 continue  # it has no such path, or another shape: the ids of its answers are checked at least
             if token_ids and token_ids != expected:
-                raise WrongModelError(
+                raise WrongServerError(
                     f"{self.url}: its tokenizer gives other ids than the model's here ({token_ids[:8]} ..., expected"
                     f" {expected[:8]} ...); give the MODEL that it serves"
                 )

@@ -309,6 +309,8 @@ class _Session:
             case handshake.HelloReply():
                 self._on_reply(message)
             case Welcome():
+                if self.welcomed.cancelled():  # nobody waits for it any more: the process ends
+                    return
                 if not self._trusted or self.welcomed.done():
                     raise ProtocolError("welcome: before the handshake, or twice; the peer is no hub")
                 self.welcomed.set_result(message)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from penstock.core.errors import RequestError, Unavailable, from_info
 from penstock.core.log import get_logger
@@ -90,6 +91,16 @@ class WorkerPool:
         for worker in self._workers:
             self._run(worker)
 
+    async def started(self) -> None:
+        """Wait until each role has a ready worker, and every other worker is ready or waits for a running server."""
+        while not self._has_started():
+            await self._change()
+
+    def _has_started(self) -> bool:
+        settled = all(member.ready.is_set() or member.waits_outside for member in self.members)
+        serving = {worker.home for worker in self._workers if worker.running.ready.is_set()}
+        return settled and serving == {worker.home for worker in self._workers}
+
     def open(self) -> None:
         """Accept changes from now on: the deployment has started."""
         self._is_open = True
@@ -112,15 +123,9 @@ class WorkerPool:
 
     async def scale(self, after: int | None = None) -> Scale:
         if after is not None and after >= self._sequence:
-            changed = asyncio.get_running_loop().create_future()
-            self._waiting.add(changed)
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(WAIT_S_MAX):
-                    await changed
-            except TimeoutError:
-                pass
-            finally:
-                self._waiting.discard(changed)
+                    await self._change()
         now_s = asyncio.get_running_loop().time()
         return Scale(
             sequence=self._sequence,
@@ -238,9 +243,17 @@ class WorkerPool:
 
         member.on_ready, member.on_failure = ready, failed
         member.may_give_up = self._nobody_serves
-        member.may_refuse = lambda: not self._is_open or self._nobody_serves()
+        member.may_refuse = partial(self._may_refuse, worker)
         member.on_change = self._note_change
         member.on_role = lambda changed: self._note_role(worker, changed)
+
+    def _may_refuse(self, worker: PoolWorker) -> bool:
+        """Tell whether a config error of a worker ends the deployment. A wrong server does not where its role has others."""
+        if worker.running.has_wrong_server and not all(
+            each.running.has_wrong_server for each in self._workers if each.home is worker.home
+        ):
+            return False
+        return not self._is_open or self._nobody_serves()
 
     def _nobody_serves(self) -> bool:
         return not any(member.ready.is_set() for member in self.members)
@@ -304,6 +317,15 @@ class WorkerPool:
                 if not worker.is_draining
             )
             self._file.save(kept, revision=self._revision, changed_by=self._changed_by)
+
+    async def _change(self) -> None:
+        """Wait for the next change."""
+        changed = asyncio.get_running_loop().create_future()
+        self._waiting.add(changed)
+        try:
+            await changed
+        finally:
+            self._waiting.discard(changed)
 
     def _note_change(self) -> None:
         self._sequence += 1

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from penstock.core.errors import RequestError, Unavailable
+from penstock.core.errors import ConfigError, RequestError, Unavailable
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState
 from penstock.deploy.messages import Failed, Phase, Ready, RoleChanged
@@ -63,6 +63,68 @@ def test_a_worker_that_fails_to_start_is_seen_and_tried_again():
             assert (replica.state, replica.phase) == (ReplicaState.FAILED, "no memory")
             await asyncio.sleep(1)
             assert states(await pool.scale())[name] is ReplicaState.READY
+
+    run_virtual(main())
+
+
+THREE = {"aggregated": {"engine": "mock", "replicas": 3}}
+NOT_THERE = Failed(message="no connection", outside=True)
+WRONG = Failed(message="serves 'other'", outside=True, config=True)
+
+
+def failing(scene, **failures):
+    """Have the workers named so fail with these reports at every start."""
+
+    def process(name):
+        made = ScriptedProcess(is_slow=name in failures)
+        if name in failures:
+            made.say(failures[name])
+            made.end(1)
+        return made
+
+    scene.make = process
+    return scene
+
+
+@pytest.mark.parametrize("failure", [NOT_THERE, WRONG], ids=["not there", "wrong"])
+def test_a_deployment_starts_without_servers_that_are_not_there_or_wrong(failure):
+    async def main():
+        scene = failing(PoolScene(THREE), **{"worker-2": failure})
+        async with asyncio.timeout(120), scene.running() as pool:
+            await asyncio.sleep(30)  # it is tried again and again
+            scale = states(await pool.scale())
+            assert scale == {
+                "worker-1": ReplicaState.READY,
+                "worker-2": ReplicaState.FAILED,
+                "worker-3": ReplicaState.READY,
+            }
+            failing(scene)
+            await asyncio.sleep(30)
+            assert states(await pool.scale())["worker-2"] is ReplicaState.READY
+
+    run_virtual(main())
+
+
+def test_a_deployment_waits_for_a_server_of_each_role():
+    async def main():
+        scene = failing(PoolScene(PAIR), **{"prefill-1": NOT_THERE})
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(60), scene.running():
+                pass
+        scene = failing(PoolScene(PAIR), **{"decode-1": NOT_THERE})
+        async with asyncio.timeout(60), scene.running():
+            pass
+
+    run_virtual(main())
+
+
+def test_a_role_whose_servers_are_all_wrong_ends_the_start():
+    async def main():
+        scene = failing(PoolScene(PAIR), **{"decode-1": WRONG, "decode-2": WRONG})
+        with pytest.raises(ExceptionGroup) as caught:
+            async with asyncio.timeout(60), scene.running():
+                pass
+        assert caught.group_contains(ConfigError, match="serves 'other'")
 
     run_virtual(main())
 
