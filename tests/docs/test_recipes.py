@@ -8,18 +8,19 @@ import json
 import re
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks.simulated import recipes as bench
 from penstock import cli
+from penstock.core.types.instances import Role
+from penstock.deploy.commands.render import render_workers
 from penstock.deploy.supervisor.local import runnable_roles
-from penstock.engine.sglang.arguments import make_arguments as sglang_arguments
-from penstock.engine.trtllm.arguments import make_arguments as trtllm_arguments
-from penstock.graph import Overrides, load
+from penstock.graph import Graph, Overrides, load
 from penstock.sim.deployment import plan_deployment, simulated_roles
-from tests.support.recipes import RECIPES, roles_of, spec_of
+from tests.support.recipes import RECIPES, roles_of
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
@@ -105,11 +106,9 @@ def test_the_table_of_simulations_is_of_the_commands_on_the_page() -> None:
 
 @pytest.mark.parametrize("each", roles("sglang"), ids=lambda each: f"{each[0].name}-{each[1]}")
 def test_sglang_documents_every_argument(each) -> None:
-    fields = SimpleNamespace(__struct_fields__=tuple(SERVER_ARGS))
-    module = SimpleNamespace(Engine=SimpleNamespace(server_args_class=fields))
-    server = sglang_arguments(spec_of(*each), module, 0).server
+    graph, name, role = each
+    server = arguments_of(graph, name)
     assert set(server) <= set(SERVER_ARGS), "also those that the adapter sets"
-    graph, _, role = each
     assert server["tp_size"] == role.devices, "attention-parallel ranks are part of it"
     assert server["ep_size"] == role.expert_parallel
     assert server["nnodes"] * 4 == role.devices, "a tray has four GPUs"
@@ -118,9 +117,48 @@ def test_sglang_documents_every_argument(each) -> None:
 
 @pytest.mark.parametrize("each", roles("trtllm"), ids=lambda each: f"{each[0].name}-{each[1]}")
 def test_tensorrt_llm_documents_every_argument(each) -> None:
-    module = SimpleNamespace(TorchLlmArgs=SimpleNamespace(model_fields=dict.fromkeys(LLM_ARGS["arguments"])))
-    arguments = trtllm_arguments(spec_of(*each), module)
+    graph, name, role = each
+    arguments = arguments_of(graph, name)
     assert set(arguments) <= set(LLM_ARGS["arguments"]), "also those that the adapter sets"
     for section, known in LLM_ARGS["nested"].items():
         assert set(arguments.get(section, {})) <= set(known)
-    assert arguments["tensor_parallel_size"] == arguments["moe_expert_parallel_size"] == each[2].devices
+    assert arguments["tensor_parallel_size"] == arguments["moe_expert_parallel_size"] == role.devices
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_rendered_as_recorded(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a deliberate change: penstock graph render examples/recipes/NAME.yaml > tests/data/renders/NAME.yaml."""
+    assert cli.main(["graph", "render", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (DATA / "renders" / path.name).read_text()
+    assert set(yaml.safe_load(printed)) == set(load(path).roles.present())
+
+
+def test_every_recorded_render_is_of_a_recipe() -> None:
+    assert {path.name for path in (DATA / "renders").iterdir()} == {path.name for path in RECIPES}
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted({*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples" / "graphs").glob("*.yaml")}),
+    ids=lambda path: path.stem,
+)
+def test_every_graph_is_rendered_or_refused_in_one_line(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.main(["graph", "render", "--json", str(path)])
+    printed = capsys.readouterr()
+    if path.parent.name == "graphs":
+        assert (code, printed.err.count("\n")) == (2, 1)
+        assert "is a shape for penstock simulate and penstock plan, without weights" in printed.err
+        return
+    workers = json.loads(printed.out)["workers"]
+    assert (code, len(workers)) == (
+        0,
+        sum(role.replicas for role in load(path).roles.present().values()),
+    )
+
+
+def arguments_of(graph: Graph, name: Role) -> dict[str, Any]:
+    """Give the arguments of a role's first worker."""
+    return dict(next(each.arguments for each in render_workers(graph, None) if each.role == name))

@@ -100,7 +100,8 @@ def test_nothing_was_left_out(indexed: Indexed) -> None:
 def test_the_sockets_are_private_and_go_with_the_engine(
     indexed: Indexed, started: Callable[[EngineSpec], Running], spec_of: Callable[..., EngineSpec]
 ) -> None:
-    folder = Path(indexed.running.engine._events._folder)
+    (subscriber,) = indexed.running.engine._events._subscribers
+    folder = Path(subscriber._address.endpoint.removeprefix("ipc://")).parent
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.name for path in folder.iterdir()} == {"inproc.events", "inproc.replay"}
     with pytest.raises(ConfigError, match="kv_events_config: Penstock itself follows"):

@@ -1,33 +1,59 @@
-"""vLLM itself has every argument that the recipes give, and takes their values."""
+"""vLLM itself takes what `penstock graph render` says that its engine core is started with, names and values."""
+
+import json
+from dataclasses import fields
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from penstock import cli
 from penstock.core.errors import ConfigError
-from penstock.engine.vllm.launch.arguments import engine_arguments
-from tests.support.recipes import RECIPES, roles_of, spec_of
+from penstock.engine.spec import EngineSpec
+from penstock.engine.vllm.launch.arguments import engine_arguments, typed_arguments
+from penstock.graph import load
+from tests.support.recipes import RECIPES, roles_of
 
-ROLES = [each for path in RECIPES for each in roles_of(path) if each[2].engine == "vllm"]
+VLLM = [path for path in RECIPES if {role.engine for _, _, role in roles_of(path)} == {"vllm"}]
 
 
-@pytest.mark.parametrize("each", ROLES, ids=lambda each: f"{each[0].name}-{each[1]}")
-def test_vllm_has_every_argument(each) -> None:
-    graph, name, role = each
-    arguments = engine_arguments(spec_of(graph, name, role), AsyncEngineArgs)
-    engine = AsyncEngineArgs(**arguments)
-    assert engine.tensor_parallel_size == role.tensor_parallel
-    assert engine.max_model_len == graph.context_length
-    assert engine.kv_cache_dtype == role.kv_dtype
-    for argument, value in role.engine_args.items():
-        assert getattr(engine, argument) == value
+@pytest.mark.parametrize("path", VLLM, ids=lambda path: path.stem)
+def test_vllm_takes_what_is_rendered(path, capsys) -> None:
+    assert cli.main(["graph", "render", "--json", str(path)]) == 0
+    workers = json.loads(capsys.readouterr().out)["workers"]
+    graph = load(path)
+    for worker in workers:
+        role = graph.roles.present()[worker["role"]]
+        spec = EngineSpec(model=graph.model, block_size=graph.block_size, args=role.engine_args)
+        engine = AsyncEngineArgs(**typed_arguments(spec, worker["arguments"], AsyncEngineArgs))
+        assert engine.tensor_parallel_size == role.tensor_parallel == len(worker["devices"])
+        assert engine.max_model_len == graph.context_length
+        assert engine.kv_cache_dtype == role.kv_dtype
+        assert engine.max_num_batched_tokens == role.max_batch_tokens
+        assert engine.kv_transfer_config.kv_connector == "NixlConnector"
+        assert engine.kv_transfer_config.kv_connector_extra_config == {"kv_lease_duration": 60}
+        assert engine.kv_events_config.enable_kv_cache_events
+        assert engine.kv_events_config.endpoint.startswith("ipc://<directory vllm-events-")
+        for argument, value in role.engine_args.items():
+            assert getattr(engine, argument) == value
 
 
 def test_there_are_some() -> None:
-    assert len(ROLES) == 4
+    assert len(VLLM) == 2
+
+
+def test_an_argument_that_is_left_out_is_none_by_default() -> None:
+    left_out = (
+        "max_model_len",
+        "num_gpu_blocks_override",
+        "quantization",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    )
+    defaults = {field.name: field.default for field in fields(AsyncEngineArgs)}
+    assert {defaults[name] for name in left_out} == {None}
 
 
 def test_a_wrong_argument_would_be_found() -> None:
-    graph, name, role = ROLES[0]
-    wrong = role.model_copy(update={"engine_args": {"gpu_memory_utilisation": 0.9}})
+    spec = EngineSpec(model="m", block_size=64, device="cuda:0", args={"gpu_memory_utilisation": 0.9})
     with pytest.raises(ConfigError, match="did you mean 'gpu_memory_utilization'"):
-        engine_arguments(spec_of(graph, name, wrong), AsyncEngineArgs)
+        typed_arguments(spec, engine_arguments(spec), AsyncEngineArgs)

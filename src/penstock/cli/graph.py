@@ -1,6 +1,7 @@
 """`penstock graph`."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,33 @@ def add(commands: Any) -> None:
         description="Say every mistake of a graph in one line, or which of penstock serve and penstock simulate take it.",
         epilog="Exit code: 2 if the graph has a mistake, or if neither command takes it.",
     )
-    check.add_argument("file", metavar="FILE", help="YAML, or Python that sets `graph`")
-    add_set(check, "set a field, as for serve")
-    check.set_defaults(run=_run)
+    check.set_defaults(run=_check)
+    render = actions.add_parser(
+        "render",
+        help="print what each worker would be started with",
+        description="Print for each worker of a graph the engine's arguments, its environment and its GPUs. Nothing is started,"
+        " and neither the engine nor the model has to be here.",
+        epilog="What a start finds on its machine has a name instead of a value, such as <NIXL port>. Lines with # say what"
+        " is not final. Exit code: 2 if the graph has a mistake, or its engine cannot have a setting.",
+    )
+    render.add_argument("--json", action="store_true", help="as JSON, each worker by itself")
+    render.set_defaults(run=_render)
+    for action in (check, render):
+        action.add_argument("file", metavar="FILE", help="YAML, or Python that sets `graph`")
+        add_set(action, "set a field, as for serve")
 
 
-def _run(options: argparse.Namespace) -> int:
-    from penstock.deploy.card import check_checkpoint, check_model  # noqa: PLC0415
-    from penstock.deploy.supervisor.local import expect_same_blocks, runnable_roles  # noqa: PLC0415
-    from penstock.deploy.supervisor.resources.devices import expect_one_machine  # noqa: PLC0415
+def _render(options: argparse.Namespace) -> int:
+    from penstock.deploy.commands.render import render  # noqa: PLC0415
+    from penstock.graph import Overrides, load  # noqa: PLC0415
+
+    graph = load(options.file, Overrides(options.set))
+    print(render(graph, as_json=options.json), end="")  # noqa: T201
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    from penstock.deploy.commands.check import check_serve  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
     from penstock.graph.partners import say_empty, say_small_kv  # noqa: PLC0415
     from penstock.sim.break_even import say_break_even  # noqa: PLC0415
@@ -49,13 +68,6 @@ def _run(options: argparse.Namespace) -> int:
     for line in (*say_empty(graph.roles), *say_small_kv(graph.roles, graph.block_size)):
         print(f"{options.file}: {line}")  # noqa: T201
 
-    def check_serve() -> None:
-        roles = runnable_roles(graph)
-        check_model(graph)
-        expect_one_machine(roles)
-        if cards := check_checkpoint(graph, roles):
-            expect_same_blocks(cards)
-
     def check_simulate() -> None:
         beside = Path(options.file).parent
         simulated_roles(graph)
@@ -68,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
             print(f"{options.file}: {line}")  # noqa: T201
 
     is_taken = False
-    for command, check in (("serve", check_serve), ("simulate", check_simulate)):
+    for command, check in (("serve", partial(check_serve, graph)), ("simulate", check_simulate)):
         try:
             check()
         except ConfigError as error:

@@ -1,7 +1,7 @@
 """Engines by the name that a graph or a flag gives, users' own included."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -10,11 +10,13 @@ from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.engine.kv_tiers import TierMaker, tier_maker
+from penstock.engine.launch import EngineLaunch
+from penstock.engine.launch_host import LaunchHost
 from penstock.engine.mock.engine import mock_engine
 from penstock.engine.mock.ranks import MockRanks
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.spec import EngineSpec
-from penstock.engine.user_engine import check_user_engine_name, make_user_engine
+from penstock.engine.user_engine import check_user_engine_name, make_user_engine, user_engine_launch
 from penstock.engine.weights_digest import weights_digest, weights_stamp
 from penstock.seams import Engine
 
@@ -28,6 +30,7 @@ class EngineKind:
 
     Attributes:
         make: makes an engine, or raises ConfigError.
+        describe: describes the start of an engine that `make` makes; needs neither its packages nor a checkpoint.
         modules: what making it imports, for spare processes that import them ahead of time.
         dtypes: number formats that it computes in; None: any, or the engine refuses others itself.
         takes_args: whether `EngineSpec.args` reach it.
@@ -40,6 +43,7 @@ class EngineKind:
     """
 
     make: Callable[[EngineSpec], Engine]
+    describe: Callable[[EngineSpec, LaunchHost], EngineLaunch]
     modules: tuple[str, ...] = ()
     dtypes: tuple[str, ...] | None = None
     takes_args: bool = True
@@ -58,6 +62,32 @@ def create_engine(name: str, spec: EngineSpec) -> Engine:
         ConfigError: there is no engine of this name, its packages are missing, or the spec contradicts it.
     """
     kind = engine_kind(name)
+    _check_spec(name, kind, spec)
+    return kind.make(spec)
+
+
+def describe_launch(name: str, spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
+    """Describe how `create_engine` and the engine's `start` start an engine.
+
+    Args:
+        name: of the engine.
+        spec: the engine; without a checkpoint it lacks what the engine reads from one.
+        host: gives ports and directories, or names for them.
+
+    Raises:
+        ConfigError: there is no engine of this name, or the spec contradicts it.
+    """
+    kind = engine_kind(name)
+    _check_spec(name, kind, spec)
+    return kind.describe(spec, host)
+
+
+def _check_spec(name: str, kind: EngineKind, spec: EngineSpec) -> None:
+    """Check that the engine has what the spec asks for.
+
+    Raises:
+        ConfigError: it takes no arguments, or has no KV tiers.
+    """
     if spec.args and not kind.takes_args:
         given = ", ".join(sorted(spec.args))
         raise ConfigError(f"engine_args: engine {name!r} takes none, got {given}; leave them out")
@@ -67,7 +97,6 @@ def create_engine(name: str, spec: EngineSpec) -> Engine:
         raise ConfigError(
             f"kv: engine {name!r} has no KV tiers below its device, got {given}; use engine {having}, or leave kv out"
         )
-    return kind.make(spec)
 
 
 def engine_kind(name: str) -> EngineKind:
@@ -77,7 +106,11 @@ def engine_kind(name: str) -> EngineKind:
         ConfigError: there is no engine of this name that runs.
     """
     if ":" in name:
-        return EngineKind(make=partial(make_user_engine, name), has_adapters=True)
+        return EngineKind(
+            make=partial(make_user_engine, name),
+            describe=partial(user_engine_launch, name),
+            has_adapters=True,
+        )
     kind = _KINDS.get(name)
     if kind is None:
         raise ConfigError(f"engine: there is no {name!r}{nearest(name, list(_KINDS))}")
@@ -104,10 +137,10 @@ def engine_names() -> tuple[str, ...]:
     return tuple(_KINDS)
 
 
-def _mock(spec: EngineSpec) -> Engine:
+def _mock_shape(spec: EngineSpec) -> RunnerInfo:
     if spec.context_length is None:
         raise ConfigError("context_length: the mock engine has no checkpoint to read it from; give it")
-    shape = RunnerInfo(
+    return RunnerInfo(
         num_blocks=spec.kv_blocks or MOCK_BLOCKS,
         block_size=spec.block_size,
         context_length=spec.context_length,
@@ -115,6 +148,23 @@ def _mock(spec: EngineSpec) -> Engine:
         eos_token_ids=spec.eos_token_ids,
         kv_bytes_per_block=spec.mock.kv_bytes_per_block,
     )
+
+
+def _describe_mock(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:  # noqa: ARG001 - it takes nothing
+    arguments = asdict(_mock_shape(spec)) | {"mock": spec.mock.model_dump(mode="json")}
+    return _own_launch("penstock.engine.mock", arguments, spec)
+
+
+def _own_launch(call: str, arguments: Mapping[str, Any], spec: EngineSpec) -> EngineLaunch:
+    """Describe an engine of Penstock's: its arguments, its scheduler, and its KV tiers."""
+    scheduler = {"scheduler": spec.scheduler.model_dump(mode="json")}
+    tiers = {"kv": spec.kv.model_dump(mode="json")} if spec.kv.present() else {}
+    said = {name: value for name, value in arguments.items() if value is not None}
+    return EngineLaunch(call=call, arguments=said | scheduler | tiers)
+
+
+def _mock(spec: EngineSpec) -> Engine:
+    shape = _mock_shape(spec)
     if spec.data_parallel > 1:
         return _mock_ranks(spec, shape)
     make_tiers = _tiers(spec, lambda: "mock", lambda: "mock")
@@ -137,6 +187,22 @@ def _mock_ranks(spec: EngineSpec, shape: RunnerInfo) -> Engine:
     )
 
 
+def _paged_settings(spec: EngineSpec) -> dict[str, Any]:
+    return {
+        "model": spec.model,
+        "device": spec.device,
+        "dtype": spec.dtype,
+        "block_size": spec.block_size,
+        "kv_blocks": spec.kv_blocks,
+        "sharing_engines": spec.sharing_engines,
+        "context_length": spec.context_length,
+    }
+
+
+def _describe_paged(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:  # noqa: ARG001 - it takes nothing
+    return _own_launch("penstock.engine.paged.PagedConfig", _paged_settings(spec), spec)
+
+
 def _paged(spec: EngineSpec) -> Engine:
     missing = [package for package in ("torch", "transformers") if find_spec(package) is None]
     if missing:
@@ -146,16 +212,7 @@ def _paged(spec: EngineSpec) -> Engine:
     from penstock.engine.paged.config import PagedConfig  # noqa: PLC0415 - its packages are an extra
     from penstock.engine.paged.engine import paged_engine  # noqa: PLC0415
 
-    settings = {
-        "model": spec.model,
-        "device": spec.device,
-        "dtype": spec.dtype,
-        "block_size": spec.block_size,
-        "kv_blocks": spec.kv_blocks,
-        "sharing_engines": spec.sharing_engines,
-        "context_length": spec.context_length,
-    }
-    config = PagedConfig.parse(settings, source="engine paged")
+    config = PagedConfig.parse(_paged_settings(spec), source="engine paged")
     make_tiers = _tiers(spec, lambda: weights_digest(spec.model), lambda: weights_stamp(spec.model))
     engine = paged_engine(config, spec.scheduler, hash_key=spec.hash_key, make_tiers=make_tiers)
     engine.by_role = spec.schedulers
@@ -179,6 +236,13 @@ def _openai(spec: EngineSpec) -> Engine:
     return make_engine(spec)
 
 
+def _describe_openai(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:  # noqa: ARG001 - it takes nothing
+    from penstock.engine.openai.config import ServerConfig  # noqa: PLC0415
+
+    config = ServerConfig.parse(dict(spec.args), source="engine openai").of_server(spec.index)
+    return EngineLaunch(call="a running server", arguments=config.model_dump(mode="json", exclude_unset=True))
+
+
 def _count_urls(args: Mapping[str, Any]) -> int | None:
     """Count the servers of engine `openai`: one worker for each."""
     urls = args.get("url")
@@ -190,10 +254,17 @@ def _count_urls(args: Mapping[str, Any]) -> int | None:
 def _vllm(spec: EngineSpec) -> Engine:
     from penstock.engine.vllm.engine import VllmEngine  # noqa: PLC0415
     from penstock.engine.vllm.launch.arguments import check_version  # noqa: PLC0415
-    from penstock.engine.vllm.nixl_transfer import NixlVllmEngine, transfers_kv  # noqa: PLC0415
+    from penstock.engine.vllm.launch.nixl import transfers_kv  # noqa: PLC0415
+    from penstock.engine.vllm.nixl_transfer import NixlVllmEngine  # noqa: PLC0415
 
     check_version()
     return NixlVllmEngine(spec) if transfers_kv(spec) else VllmEngine(spec)
+
+
+def _describe_vllm(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
+    from penstock.engine.vllm.engine_launch import engine_launch  # noqa: PLC0415 - only where it is used
+
+    return engine_launch(spec, host)
 
 
 def _sglang(spec: EngineSpec) -> Engine:
@@ -202,16 +273,36 @@ def _sglang(spec: EngineSpec) -> Engine:
     return SglangEngine(spec)
 
 
+def _describe_sglang(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
+    from penstock.engine.sglang.arguments import engine_launch  # noqa: PLC0415
+
+    return engine_launch(spec, host)
+
+
 def _trtllm(spec: EngineSpec) -> Engine:
     from penstock.engine.trtllm.engine import TrtllmEngine  # noqa: PLC0415
 
     return TrtllmEngine(spec)
 
 
+def _describe_trtllm(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
+    from penstock.engine.trtllm.arguments import engine_launch  # noqa: PLC0415
+
+    return engine_launch(spec, host)
+
+
 _KINDS = {
-    "mock": EngineKind(make=_mock, takes_args=False, has_adapters=True, has_kv_tiers=True, has_weights=False),
+    "mock": EngineKind(
+        make=_mock,
+        describe=_describe_mock,
+        takes_args=False,
+        has_adapters=True,
+        has_kv_tiers=True,
+        has_weights=False,
+    ),
     "paged": EngineKind(
         make=_paged,
+        describe=_describe_paged,
         modules=("penstock.engine.paged.engine",),
         dtypes=("auto", "float32", "bfloat16", "float16"),
         takes_args=False,
@@ -220,13 +311,14 @@ _KINDS = {
     ),
     "openai": EngineKind(
         make=_openai,
+        describe=_describe_openai,
         modules=("penstock.engine.openai.make",),
         has_adapters=True,
         has_weights=False,
         is_elsewhere=True,
         count_workers=_count_urls,
     ),
-    "vllm": EngineKind(make=_vllm, has_adapters=True, has_kv_tiers=True),
-    "sglang": EngineKind(make=_sglang, has_adapters=True),
-    "trtllm": EngineKind(make=_trtllm),
+    "vllm": EngineKind(make=_vllm, describe=_describe_vllm, has_adapters=True, has_kv_tiers=True),
+    "sglang": EngineKind(make=_sglang, describe=_describe_sglang, has_adapters=True),
+    "trtllm": EngineKind(make=_trtllm, describe=_describe_trtllm),
 }

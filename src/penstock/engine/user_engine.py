@@ -1,15 +1,19 @@
 """A user's engine: a function or class of theirs that makes it, named as `package.module:make`."""
 
 import sys
+from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.engine.launch import EngineLaunch
+from penstock.engine.launch_host import LaunchHost
 from penstock.engine.spec import EngineSpec
 from penstock.seams import Engine
 
 _FORM = "`package.module:make`, importable by every worker (PYTHONPATH)"
+_UNTOLD = ("schedulers",)
 _MEMBERS = ("start", "submit", "abort", "steps", "load", "close")
 
 
@@ -25,6 +29,18 @@ def check_user_engine_name(name: str) -> None:
     package = module_name.split(".")[0]
     if package not in sys.modules and find_spec(package) is None:
         raise ConfigError(f"engine {name!r}: there is no module {package!r}; expected {_FORM}")
+
+
+def user_engine_launch(name: str, spec: EngineSpec, host: LaunchHost) -> EngineLaunch:  # noqa: ARG001
+    """Describe a user's engine by the plain fields of the `EngineSpec` that it gets. Its code is not imported."""
+    plain = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    kinds = (str, int, dict, tuple)
+    return EngineLaunch(
+        call=f"{name}(EngineSpec)",
+        arguments={
+            key: value for key, value in plain.items() if isinstance(value, kinds) and key not in _UNTOLD
+        },
+    )
 
 
 def make_user_engine(name: str, spec: EngineSpec) -> Engine:

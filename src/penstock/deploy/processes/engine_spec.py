@@ -1,5 +1,7 @@
 """Makes the engine spec of a worker from the graph."""
 
+from pathlib import Path
+
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
@@ -18,7 +20,7 @@ _VOCABULARY = 32_000  # assumed where the checkpoint has none
 def engine_spec(
     graph: Graph,
     role: RoleSpec,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | None,
     *,
     card: ModelCard | None = None,
     index: int = 0,
@@ -33,7 +35,7 @@ def engine_spec(
     Args:
         graph: the deployment.
         role: one of its roles.
-        checkpoint: the graph's model.
+        checkpoint: the graph's model; None where it is not on this machine: then what the checkpoint says stays open.
         card: the worker's model card.
         index: the worker's number among those of its role.
         device_index: index of the worker's first GPU; unused on CPUs.
@@ -46,24 +48,29 @@ def engine_spec(
         ConfigError: the checkpoint lacks a field that the engine needs, or the engine does not support the role's settings.
     """
     present = graph.roles.present()
-    schedulers = {name: _scheduler(_sized(name, each, checkpoint)) for name, each in present.items()}
+    model_dir = Path(graph.model) if checkpoint is None else checkpoint.path
+    schedulers = {name: _scheduler(_sized(name, each, model_dir)) for name, each in present.items()}
     own = next((name for name, each in present.items() if each is role), Role.AGGREGATED)
     return EngineSpec(
-        model=str(checkpoint.path),
+        model=str(model_dir),
         block_size=graph.block_size,
         model_names=(graph.model, served_name(graph)),
         card=card,
         index=index,
         role=own,
         args=role.engine_args,
-        context_length=checkpoint.served_context(graph.context_length),
-        vocab_size=checkpoint.text_config.get("vocab_size", _VOCABULARY),
-        eos_token_ids=checkpoint.eos_token_ids,
+        context_length=graph.context_length
+        if checkpoint is None
+        else checkpoint.served_context(graph.context_length),
+        vocab_size=_VOCABULARY
+        if checkpoint is None
+        else checkpoint.text_config.get("vocab_size", _VOCABULARY),
+        eos_token_ids=() if checkpoint is None else checkpoint.eos_token_ids,
         kv_blocks=role.kv_blocks,
         kv=role.kv,
         host_part=host_part,
         sharing_engines=_sharing(graph, role),
-        max_batch_tokens=_sized(own, role, checkpoint).max_batch_tokens,
+        max_batch_tokens=_sized(own, role, model_dir).max_batch_tokens,
         max_running_requests=role.max_running_requests,
         scheduler=schedulers.get(own) or _scheduler(role),
         schedulers=schedulers,
@@ -97,8 +104,8 @@ def _device(role: RoleSpec, index: int, core: int | None) -> str:
     return "cpu" if core is None else f"cpu:{core}"
 
 
-def _sized(name: Role, role: RoleSpec, checkpoint: Checkpoint) -> RoleSpec:
-    return with_step_size(name, role, lambda: engine_prices(role, checkpoint.path))
+def _sized(name: Role, role: RoleSpec, model_dir: Path) -> RoleSpec:
+    return with_step_size(name, role, lambda: engine_prices(role, model_dir))
 
 
 def _scheduler(role: RoleSpec) -> SchedulerConfig:

@@ -97,6 +97,20 @@ class ServerConfig(Config):
             raise wrong("kv_events_replay: needs kv_events, where the events themselves come from")
         return self
 
+    def of_server(self, index: int) -> Self:
+        """Give the settings of one worker, which has the server at this place of `url`.
+
+        Raises:
+            ConfigError: there are fewer servers.
+        """
+        if index >= len(self.url):
+            raise ConfigError(
+                f"engine openai: worker {index + 1} has no server, as url names {len(self.url)}; name one for each worker"
+            )
+        given = ("url", "kv_events", "kv_events_replay")
+        own = {name: values[index : index + 1] for name in given if (values := getattr(self, name))}
+        return self.model_copy(update=own)
+
     def api_key(self) -> str | None:
         """Read the key.
 

@@ -23,15 +23,11 @@ def make_engine(spec: EngineSpec) -> ServerEngine:
     Raises:
         ConfigError: an argument is wrong, or there are fewer servers than workers.
     """
-    config = ServerConfig.parse(dict(spec.args), source="engine openai")
-    if spec.index >= len(config.url):
-        raise ConfigError(
-            f"engine openai: worker {spec.index + 1} has no server, as url names {len(config.url)}; name one for each worker"
-        )
+    config = ServerConfig.parse(dict(spec.args), source="engine openai").of_server(spec.index)
     if spec.context_length is None:
         raise ConfigError("context_length: must be given for engine openai")
     codec = TextCodec.open(spec.model)
-    server = Server(config.url[spec.index], config, (*spec.model_names, spec.model), codec, role=spec.role)
+    server = Server(config.url[0], config, (*spec.model_names, spec.model), codec, role=spec.role)
     serving = Serving(
         block_size=spec.block_size,
         context_length=spec.context_length,
@@ -43,7 +39,7 @@ def make_engine(spec: EngineSpec) -> ServerEngine:
         max_batch_tokens=_chosen(spec.scheduler, "max_batch_tokens", _BATCH_TOKENS),
         follow=followed(
             config,
-            spec.index,
+            0,
             card=spec.card or ModelCard(name="", context_length=1, block_size=spec.block_size, salt=b""),
             adapters=spec.adapters,
             hash_key=spec.hash_key,

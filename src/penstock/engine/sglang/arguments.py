@@ -1,16 +1,15 @@
 """From an engine spec to SGLang's `ServerArgs`."""
 
 import json
-import socket
-import tempfile
 from dataclasses import dataclass
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.engine.kv_events.subscriber import PublisherAddress
+from penstock.engine.launch import EngineLaunch
+from penstock.engine.launch_host import LaunchHost, own_address
 from penstock.engine.spec import EngineSpec
 from penstock.engine.streams.package import Package, check_arguments, supported
 
@@ -20,6 +19,8 @@ PACKAGE = Package(
     versions=((0, 5, 12), (0, 6)),
     install="pip install 'sglang>=0.5.12,<0.6'",
 )
+WRITTEN_FOR = "SGLang 0.5.23"
+"""Where the installed version's names are unknown, arguments have the names of this one."""
 OURS = {
     "model_path": "give the model to `penstock serve`",
     "tokenizer_path": "frontends tokenize",
@@ -52,23 +53,37 @@ class Arguments:
         server: by the names of `ServerArgs`.
         bootstrap: host and port of a prefill worker's bootstrap server, where decode workers learn of its KV.
         events: where rank 0 publishes its KV events; None: it has no prefix cache, or nobody could read them.
-        scratch: directory of sockets, for the engine to remove; None without any.
     """
 
     server: dict[str, Any]
-    bootstrap: tuple[str, int] | None
+    bootstrap: tuple[str, int | str] | None
     events: PublisherAddress | None = None
-    scratch: str | None = None
 
 
-def make_arguments(spec: EngineSpec, sglang: ModuleType, gpu: int) -> Arguments:
+def engine_launch(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
+    """Describe the start of `sglang.Engine`; needs neither SGLang nor a checkpoint.
+
+    Raises:
+        ConfigError: Penstock sets an argument of the graph, or SGLang cannot have a setting.
+    """
+    made = make_arguments(spec, frozenset(), host)
+    return EngineLaunch(
+        call="sglang.Engine", version=WRITTEN_FOR, arguments=made.server, kv_events=made.events
+    )
+
+
+def make_arguments(spec: EngineSpec, known: frozenset[str], host: LaunchHost) -> Arguments:
     """Make the arguments of an engine, and check those of the graph.
+
+    Args:
+        spec: the engine.
+        known: arguments that the installed SGLang has (`server_arg_names`); empty: those of `WRITTEN_FOR`.
+        host: gives ports and directories.
 
     Raises:
         ConfigError: SGLang has no argument of a name, or Penstock sets it.
     """
     given = dict(spec.args)
-    known = server_arg_names(sglang)
     check_arguments("sglang", given, known, OURS, "SGLang's server arguments")
     if spec.kv_dtype not in _KV_DTYPES and "kv_cache_dtype" not in given:
         raise ConfigError(
@@ -82,14 +97,19 @@ def make_arguments(spec: EngineSpec, sglang: ModuleType, gpu: int) -> Arguments:
         )
     bootstrap = None
     if spec.role is Role.PREFILL:
-        port = given.setdefault("disaggregation_bootstrap_port", free_port())
-        bootstrap = (given.get("host") or own_address(), int(port))
+        if "disaggregation_bootstrap_port" not in given:
+            given["disaggregation_bootstrap_port"] = host.ports("bootstrap port")[0]
+        elif not str(given["disaggregation_bootstrap_port"]).isdecimal():
+            port = given["disaggregation_bootstrap_port"]
+            raise ConfigError(
+                f"engine_args.disaggregation_bootstrap_port: must be a port number, got {port!r}"
+            )
+        address = given.get("host") or host.read("address of the host", own_address)
+        bootstrap = (str(address), given["disaggregation_bootstrap_port"])
     has_cache = not given.get("disable_radix_cache", False)
     if spec.role is Role.DECODE:
         has_cache = has_cache and bool(given.get("disaggregation_decode_enable_radix_cache", False))
-    published, events, scratch = None, None, None
-    if has_cache and find_spec("zmq") is not None:
-        published, events, scratch = _events(spec.data_parallel)
+    events = events_address(spec.data_parallel, host) if has_cache and host.has_module("zmq") else None
     tokens, requests = spec.max_batch_tokens, spec.max_running_requests
     shared = spec.data_parallel if is_attention_dp(spec) else 1  # then SGLang divides its limits by the ranks
     ours = {
@@ -102,19 +122,19 @@ def make_arguments(spec: EngineSpec, sglang: ModuleType, gpu: int) -> Arguments:
         "dtype": spec.dtype if spec.dtype in _DTYPES else "auto",  # fp8 and int4 are the checkpoint's own
         "kv_cache_dtype": _KV_DTYPES.get(spec.kv_dtype),
         **_parallel(spec, known),
-        "base_gpu_id": gpu,
+        "base_gpu_id": _first_gpu(spec),
         "max_running_requests": requests and requests * shared,
         "chunked_prefill_size": tokens and tokens * shared,
         "max_total_tokens": spec.kv_blocks and spec.kv_blocks // spec.data_parallel * spec.block_size,
         "disaggregation_mode": _MODES[spec.role],
-        "kv_events_config": published and json.dumps(published),
+        "kv_events_config": events and json.dumps(_events_config(events)),
         "log_level": "warning",
     }
-    names = known or ours.keys() - {"stream_output"}
+    names = known or ours.keys()
     if "incremental_streaming_output" in names:
         ours.pop("stream_output")
     server = {**supported(ours, names), **given}
-    return Arguments(server=server, bootstrap=bootstrap, events=events, scratch=scratch)
+    return Arguments(server=server, bootstrap=bootstrap, events=events)
 
 
 def is_attention_dp(spec: EngineSpec) -> bool:
@@ -136,37 +156,39 @@ def _parallel(spec: EngineSpec, known: frozenset[str]) -> dict[str, Any]:
     if not is_attention_dp(spec):
         return {**sizes, "dp_size": ranks}
     sizes["tp_size"] *= ranks
-    if "attn_dp_size" in known:
+    if not known or "attn_dp_size" in known:
         return {**sizes, "attn_dp_size": ranks}
     return {**sizes, "dp_size": ranks, "enable_dp_attention": True}
 
 
-def _events(ranks: int) -> tuple[dict[str, Any], PublisherAddress, str | None]:
+def _first_gpu(spec: EngineSpec) -> int:
+    """Give the index of the worker's first GPU; 0 where `engine_args` name another kind of device."""
+    kind, _, index = spec.device.partition(":")
+    return int(index or 0) if kind == "cuda" and "device" not in spec.args else 0
+
+
+def events_address(ranks: int, host: LaunchHost) -> PublisherAddress:
     """Choose where KV events go, out of reach of other machines.
 
     One rank publishes at a socket in a private directory. Several add their rank to a port, and bind the loopback address.
-
-    Returns:
-        SGLang's `kv_events_config`, the address to read from, and the directory to remove.
     """
-    config: dict[str, Any] = {"publisher": "zmq", "topic": ""}
     if ranks == 1:
-        scratch = tempfile.mkdtemp(prefix="penstock-sglang-")
-        address = PublisherAddress(
-            endpoint=f"ipc://{scratch}/events", replay_endpoint=f"ipc://{scratch}/replay"
+        directory = host.directory("penstock-sglang-")
+        return PublisherAddress(
+            endpoint=f"ipc://{directory}/events", replay_endpoint=f"ipc://{directory}/replay"
         )
-    else:
-        scratch = None
-        first = free_port(2 * ranks)
-        address = PublisherAddress(
-            endpoint=f"tcp://127.0.0.1:{first}", replay_endpoint=f"tcp://127.0.0.1:{first + ranks}"
-        )
-        config["bind"] = True  # else it would connect
-    return (
-        {**config, "endpoint": address.endpoint, "replay_endpoint": address.replay_endpoint},
-        address,
-        scratch,
+    ports = host.ports("KV events port", 2 * ranks)
+    return PublisherAddress(
+        endpoint=f"tcp://127.0.0.1:{ports[0]}", replay_endpoint=f"tcp://127.0.0.1:{ports[ranks]}"
     )
+
+
+def _events_config(address: PublisherAddress) -> dict[str, Any]:
+    """Make SGLang's `kv_events_config`."""
+    config: dict[str, Any] = {"publisher": "zmq", "topic": ""}
+    if address.endpoint.startswith("tcp:"):
+        config["bind"] = True  # else it would connect
+    return {**config, "endpoint": address.endpoint, "replay_endpoint": address.replay_endpoint}
 
 
 def server_arg_names(sglang: ModuleType) -> frozenset[str]:
@@ -176,33 +198,3 @@ def server_arg_names(sglang: ModuleType) -> frozenset[str]:
         if names := getattr(arguments, fields, None):
             return frozenset(names)
     return frozenset()
-
-
-def free_port(count: int = 1) -> int:
-    """Find a TCP port that is free, with the `count` - 1 ports above it."""
-    for _ in range(100):
-        with socket.socket() as first:
-            first.bind(("", 0))
-            port = int(first.getsockname()[1])
-            if port + count <= 65_536 and all(_is_free(port + number) for number in range(1, count)):
-                return port
-    raise ConfigError(f"no {count} free TCP ports in a row; end other programs of this machine")
-
-
-def own_address() -> str:
-    """Find the address by which this machine reaches others; the loopback address without a network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # RFC 5737: nobody; UDP sends nothing
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-        return True

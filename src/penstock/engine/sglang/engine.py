@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import inspect
-import shutil
 import signal
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -20,7 +19,8 @@ from penstock.core.types.requests import FinishReason, KvHandle
 from penstock.core.wire import Wire, encode
 from penstock.engine.kv_events.subscriber import KvEventSubscriber
 from penstock.engine.kv_events.translator import HexSalts
-from penstock.engine.sglang.arguments import PACKAGE, Arguments, make_arguments
+from penstock.engine.launch_host import ThisHost
+from penstock.engine.sglang.arguments import PACKAGE, Arguments, make_arguments, server_arg_names
 from penstock.engine.sglang.outputs import generate_arguments, read_chunk
 from penstock.engine.spec import EngineSpec
 from penstock.engine.streams.backend import Call, Output, Serving
@@ -66,6 +66,7 @@ class SglangBackend:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._engine: Any = None
+        self._host = ThisHost()
         self._arguments: Arguments | None = None
         self._parameters: frozenset[str] = frozenset()
         """Keyword arguments that the installed `async_generate` has."""
@@ -80,8 +81,9 @@ class SglangBackend:
         """
         spec = self._spec
         sglang = PACKAGE.load()
-        gpu = 0 if "device" in spec.args else check_gpu("sglang", spec.device)
-        self._arguments = arguments = make_arguments(spec, sglang, gpu)
+        if "device" not in spec.args:
+            check_gpu("sglang", spec.device)
+        self._arguments = arguments = make_arguments(spec, server_arg_names(sglang), self._host)
         loop = asyncio.get_running_loop()
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # outside the main thread
             loop.add_signal_handler(
@@ -191,8 +193,7 @@ class SglangBackend:
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         if engine is not None:
             await asyncio.to_thread(engine.shutdown)
-        if self._arguments is not None and self._arguments.scratch is not None:
-            shutil.rmtree(self._arguments.scratch, ignore_errors=True)
+        await asyncio.to_thread(self._host.close)
 
     async def _serving(self) -> Serving:
         """Read the sizes that SGLang settled on."""
@@ -231,7 +232,7 @@ class SglangBackend:
         host, port = self._arguments.bootstrap
         ranks = self._spec.data_parallel
         room = (uuid.uuid4().int & ((1 << 62) - 1)) // ranks * ranks + rank
-        return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
+        return {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": room}
 
 
 def _decode(kv: KvHandle | None) -> dict[str, Any]:

@@ -98,14 +98,13 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match.group().split(".")[:3]) if match else ()
 
 
-def check_gpu(engine: str, device: str) -> int:
-    """Check that there is a CUDA device; return the index of the worker's first one.
+def check_gpu(engine: str, device: str) -> None:
+    """Check that there is a CUDA device.
 
     Raises:
         ConfigError: the worker has no GPU in the graph, or PyTorch sees none.
     """
-    kind, _, index = device.partition(":")
-    if kind != "cuda":
+    if not device.startswith("cuda"):
         raise ConfigError(
             f"engine {engine}: runs on NVIDIA GPUs alone, the graph gives this worker hardware cpu; set hardware, as in"
             " `--set roles.aggregated.hardware=h100`"
@@ -116,7 +115,6 @@ def check_gpu(engine: str, device: str) -> int:
         raise ConfigError(
             f"engine {engine}: PyTorch sees no CUDA device; check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or use engine mock"
         )
-    return int(index or 0)
 
 
 def check_arguments(

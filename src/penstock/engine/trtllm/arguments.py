@@ -1,12 +1,13 @@
 """From an engine spec to the arguments of TensorRT-LLM's `LLM`."""
 
-import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
+from penstock.engine.launch import EngineLaunch
+from penstock.engine.launch_host import LaunchHost
 from penstock.engine.spec import EngineSpec
 from penstock.engine.streams.package import Package, check_arguments
 
@@ -17,6 +18,7 @@ PACKAGE = Package(
     install="pip install 'tensorrt-llm>=1.1,<2' --extra-index-url https://pypi.nvidia.com",
     distributions=("tensorrt-llm", "tensorrt_llm"),
 )
+WRITTEN_FOR = "TensorRT-LLM 1.1"
 OURS = {
     "model": "give the model to `penstock serve`",
     "tokenizer": "frontends tokenize",
@@ -36,14 +38,32 @@ _EVENTS_MAX = 65_536
 _KV_CACHE_OURS = {"tokens_per_block": "block_size", "max_tokens": "kv_blocks", "dtype": "kv_dtype"}
 
 
-def make_arguments(spec: EngineSpec, llmapi: ModuleType) -> dict[str, Any]:
+def engine_launch(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
+    """Describe the start of TensorRT-LLM's `LLM`; needs neither TensorRT-LLM nor a checkpoint.
+
+    Raises:
+        ConfigError: Penstock sets an argument of the graph, or TensorRT-LLM cannot have a setting.
+    """
+    return EngineLaunch(
+        call="tensorrt_llm.llmapi.LLM",
+        version=WRITTEN_FOR,
+        arguments=make_arguments(spec, frozenset()),
+        environment=visible_devices(spec, host.variables),
+    )
+
+
+def make_arguments(spec: EngineSpec, known: frozenset[str]) -> dict[str, Any]:
     """Make the arguments of `LLM`, and check those of the graph.
+
+    Args:
+        spec: the engine.
+        known: arguments that the installed `LLM` has (`argument_names`); empty: unknown, and names are not checked.
 
     Raises:
         ConfigError: TensorRT-LLM has no argument of a name, Penstock sets it, or the parallelism has no equal there.
     """
     given = dict(spec.args)
-    check_arguments("trtllm", given, argument_names(llmapi), OURS, "TensorRT-LLM's LLM API")
+    check_arguments("trtllm", given, known, OURS, "TensorRT-LLM's LLM API")
     if spec.data_parallel > 1 and spec.tensor_parallel > 1:
         raise ConfigError(
             f"data_parallel: engine trtllm gives each rank of data-parallel attention one GPU, so tensor_parallel must be"
@@ -98,21 +118,31 @@ def argument_names(llmapi: ModuleType) -> frozenset[str]:
     return frozenset(getattr(arguments, "model_fields", None) or ())
 
 
-def choose_devices(spec: EngineSpec, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Leave this process the worker's GPUs alone, before CUDA starts: TensorRT-LLM counts its ranks from GPU 0."""
+def visible_devices(spec: EngineSpec, present: Mapping[str, str]) -> dict[str, str]:
+    """Give the variable that leaves a process the worker's GPUs alone: TensorRT-LLM counts its ranks from GPU 0.
+
+    It has to be set before CUDA starts.
+
+    Args:
+        spec: the engine.
+        present: the environment so far.
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES has too few GPUs.
+    """
     kind, _, index = spec.device.partition(":")
     if kind != "cuda":
-        return
+        return {}
     first = int(index or 0)
     count = spec.tensor_parallel * spec.pipeline_parallel * spec.data_parallel
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = present.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(number) for number in range(first + count)]
     if len(names) < first + count:
         raise ConfigError(
             f"engine trtllm: the worker needs GPUs {first} to {first + count - 1}, CUDA_VISIBLE_DEVICES has"
             f" {len(names)} ({visible}); start fewer workers, or name more GPUs"
         )
-    environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[first : first + count])
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + count])}
 
 
 def _section(given: dict[str, Any], name: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import inspect
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from penstock.engine.spec import EngineSpec
 from penstock.engine.streams.backend import Call, Output, Serving
 from penstock.engine.streams.engine import StreamedEngine
 from penstock.engine.streams.package import check_gpu, first_line, supported
-from penstock.engine.trtllm.arguments import PACKAGE, choose_devices, make_arguments
+from penstock.engine.trtllm.arguments import PACKAGE, argument_names, make_arguments, visible_devices
 from penstock.engine.trtllm.events import PolledCache
 from penstock.engine.trtllm.outputs import Context, read_result, retention_config, sampling_arguments
 from penstock.kv.sessions.retention import check_retention
@@ -71,7 +72,7 @@ class TrtllmBackend:
             ConfigError: TensorRT-LLM is missing, does not fit, or cannot start.
         """
         spec = self._spec
-        choose_devices(spec)
+        os.environ.update(visible_devices(spec, os.environ))
         PACKAGE.load()
         check_gpu("trtllm", spec.device)
         try:
@@ -80,7 +81,7 @@ class TrtllmBackend:
             raise ConfigError(
                 f"engine trtllm: {first_line(error)}; reinstall with `{PACKAGE.install}`"
             ) from error
-        arguments = make_arguments(spec, self._api)
+        arguments = make_arguments(spec, argument_names(self._api))
         if spec.data_parallel > 1:
             self._ranks_api = importlib.import_module("tensorrt_llm.scheduling_params")
         cache = arguments["kv_cache_config"]

@@ -4,8 +4,7 @@ The core and its device processes are children of the worker. vLLM is imported w
 """
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -21,17 +20,18 @@ from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Request
 from penstock.core.types.steps import Step
+from penstock.engine.launch_host import ThisHost
 from penstock.engine.spec import EngineSpec
+from penstock.engine.vllm.engine_launch import engine_launch
 from penstock.engine.vllm.inputs import Inputs
 from penstock.engine.vllm.kv_events import VllmKvEvents
-from penstock.engine.vllm.launch.arguments import environment
 from penstock.engine.vllm.launch.child_output import ChildOutput
 from penstock.engine.vllm.launch.launch import end, launch, load_adapters
 from penstock.engine.vllm.load import LoadCounts
 from penstock.engine.vllm.media import MediaReader
 from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
 from penstock.engine.vllm.sleep import check_sleep, wake_up
-from penstock.engine.vllm.tiers.settings import HASH_KEY, check_tiers, with_tiers
+from penstock.engine.vllm.tiers.settings import check_tiers
 
 _RETRY_AFTER_S = 1.0
 _TIERS_S = 60.0
@@ -52,6 +52,7 @@ class VllmEngine:
         if spec.kv.present():
             check_tiers(spec)
         self._spec = spec
+        self._host = ThisHost()
         self._output = ChildOutput()
         self._core: Any = None
         """vLLM's AsyncMPClient."""
@@ -78,28 +79,19 @@ class VllmEngine:
             ConfigError: vLLM cannot run here, or refuses the model or an argument.
             EngineError: a process of vLLM died.
         """
-        spec, variables = self._spec, self._environment(os.environ)
-        if spec.kv.present():
-            spec = await asyncio.to_thread(with_tiers, spec)
-            variables[HASH_KEY] = spec.hash_key.hex()
-        self._core, processor = await asyncio.to_thread(
-            launch,
-            spec,
-            self._output,
-            variables=variables,
-            more=self._events.arguments,
-        )
+        described = await asyncio.to_thread(engine_launch, self._spec, self._host)
+        self._core, processor = await asyncio.to_thread(launch, self._spec, self._output, described)
         self._inputs = Inputs(processor, await load_adapters(self._spec, self._core))
         self._media = await asyncio.to_thread(MediaReader, processor)
         self._output.forget()
-        self._events.follow()
+        self._events.follow(described.kv_events)
         config = self._core.vllm_config
         total_blocks = config.cache_config.num_gpu_blocks // len(
             self._counts
         )  # vLLM counts those of all ranks
         for counts in self._counts:
             counts.total_blocks = total_blocks
-        if spec.kv.present():
+        if self._spec.kv.present():
             await self._hear_of_tiers()
         return EngineInfo(
             block_size=config.cache_config.block_size,
@@ -206,6 +198,7 @@ class VllmEngine:
         core, self._core = self._core, None
         if core is not None:
             await asyncio.to_thread(end, core)
+        await asyncio.to_thread(self._host.close)
 
     def check_sleep(self, level: int) -> None:
         """Check that vLLM was started with sleep mode, and can read again what the level drops.
@@ -223,10 +216,6 @@ class VllmEngine:
         await wake_up(self._core, self._level)
 
     # -- where NixlVllmEngine differs
-
-    def _environment(self, present: Mapping[str, str]) -> dict[str, str]:
-        """Give the variables to set for vLLM's processes."""
-        return environment(self._spec, present)
 
     def _sampling_arguments(self, request: Request) -> dict[str, Any]:
         """Give the arguments of vLLM's SamplingParams."""

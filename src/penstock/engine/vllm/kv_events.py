@@ -1,24 +1,46 @@
 """KV events of vLLM's engine core, over sockets in a private directory, since events contain the tokens of all prompts."""
 
 import asyncio
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.core.types.events import AllBlocksCleared, KvEvent
 from penstock.engine.kv_events.subscriber import KvEventSubscriber, PublisherAddress
 from penstock.engine.kv_events.translator import HexSalts
+from penstock.engine.launch_host import LaunchHost
 from penstock.engine.spec import EngineSpec
 
-_PARENT_BYTES_MAX = 60
-"""A Unix socket's path has at most 107 bytes."""
 _log = get_logger()
+
+
+def events_address(spec: EngineSpec, host: LaunchHost) -> PublisherAddress | None:
+    """Choose where vLLM publishes its KV events; None: it has no prefix cache.
+
+    Raises:
+        ConfigError: no private directory can be made for the sockets.
+    """
+    if not spec.args.get("enable_prefix_caching", True):
+        return None
+    folder = host.directory("vllm-events-")
+    # vLLM appends the rank only to names with "inproc".
+    return PublisherAddress(
+        endpoint=f"ipc://{folder}/inproc.events", replay_endpoint=f"ipc://{folder}/inproc.replay"
+    )
+
+
+def events_arguments(address: PublisherAddress | None) -> dict[str, Any]:
+    """Give the arguments of AsyncEngineArgs that have vLLM publish there."""
+    if address is None:
+        return {}
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": address.endpoint,
+        "replay_endpoint": address.replay_endpoint,
+    }
+    return {"kv_events_config": config}
 
 
 class VllmKvEvents:
@@ -28,48 +50,17 @@ class VllmKvEvents:
         """Make it; `came` is called with the data-parallel rank of which there are events to take."""
         self._spec = spec
         self._came = came
-        self._folder: str | None = None
         self._subscribers: list[KvEventSubscriber] = []
         self._following: list[asyncio.Task[None]] = []
         self._events: dict[int, list[KvEvent]] = {}
 
-    def arguments(self) -> dict[str, Any]:
-        """Make the directory, and give the arguments of AsyncEngineArgs that have vLLM publish there.
-
-        Raises:
-            ConfigError: the directory cannot be made.
-        """
-        from vllm.config import KVEventsConfig  # noqa: PLC0415 - an optional package
-
-        if not self._spec.args.get("enable_prefix_caching", True):
-            return {}
-        parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-        if len(os.fsencode(parent)) > _PARENT_BYTES_MAX:
-            parent = Path("/tmp")  # noqa: S108 - mkdtemp creates a private directory in it
-        try:
-            self._folder = tempfile.mkdtemp(prefix="vllm-events-", dir=parent)
-        except OSError as error:
-            raise ConfigError(
-                f"{parent}: cannot make a private directory there: {(error.strerror or str(error)).lower()};"
-                " set XDG_RUNTIME_DIR to a directory you can write"
-            ) from error
-        address = self._address(self._folder)
-        return {
-            "kv_events_config": KVEventsConfig(
-                enable_kv_cache_events=True,
-                publisher="zmq",
-                endpoint=address.endpoint,
-                replay_endpoint=address.replay_endpoint,
-            )
-        }
-
-    def follow(self) -> None:
-        """Begin to follow a vLLM that was started with `arguments`."""
-        if self._folder is None:
+    def follow(self, address: PublisherAddress | None) -> None:
+        """Begin to follow a vLLM that publishes at `address`; None: it publishes nothing."""
+        if address is None:
             return
         for rank in range(self._spec.data_parallel):
             subscriber = KvEventSubscriber(
-                self._address(self._folder).of_rank(rank),
+                address.of_rank(rank),
                 block_size=self._spec.block_size,
                 salt_of=HexSalts(),
                 publish=partial(self._publish, rank),
@@ -97,14 +88,11 @@ class VllmKvEvents:
             self._events.setdefault(rank, []).extend(events)
 
     async def close(self) -> None:
-        """Stop following, and remove the directory. Safe twice."""
+        """Stop following. Safe twice."""
         following, self._following = self._following, []
         for each in following:
             each.cancel()
         await asyncio.gather(*following, return_exceptions=True)
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _ended(self, rank: int, following: asyncio.Task[None]) -> None:
         """Log that events cannot be followed, and clear the rank's blocks; requests go on."""
@@ -117,9 +105,3 @@ class VllmKvEvents:
     def _publish(self, rank: int, events: Sequence[KvEvent]) -> None:
         self.add(rank, events)
         self._came(rank)
-
-    def _address(self, folder: str) -> PublisherAddress:
-        # vLLM appends the rank only to names with "inproc".
-        return PublisherAddress(
-            endpoint=f"ipc://{folder}/inproc.events", replay_endpoint=f"ipc://{folder}/inproc.replay"
-        )

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from penstock.core.errors import ConfigError, EngineError, Overloaded
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle, SamplingParams
-from penstock.engine.sglang import arguments
-from penstock.engine.sglang.arguments import make_arguments
+from penstock.engine.launch_host import SymbolicHost, ThisHost
+from penstock.engine.sglang.arguments import Arguments, engine_launch, make_arguments, server_arg_names
 from penstock.engine.sglang.engine import SglangEngine
 from penstock.engine.spec import EngineSpec
 from penstock.seams import KvBlocks, NativeKvTransfer
@@ -41,6 +41,10 @@ def spec(**changes) -> EngineSpec:
         "args": {"device": "cpu"},
     }
     return EngineSpec(**fields | changes)
+
+
+def made(of: EngineSpec, host=None) -> Arguments:
+    return make_arguments(of, server_arg_names(fake), host or SymbolicHost())
 
 
 def start(of: EngineSpec) -> None:
@@ -81,6 +85,8 @@ def test_an_unknown_argument_names_the_nearest(sglang) -> None:
         start(spec(args={"device": "cpu", "mem_fraction": 0.8}))
     with pytest.raises(ConfigError, match=r"engine_args\.tp_size: Penstock sets it.*set tensor_parallel"):
         start(spec(args={"device": "cpu", "tp_size": 2}))
+    with pytest.raises(ConfigError, match=r"disaggregation_bootstrap_port: must be a port number, got 'x'"):
+        start(spec(role=Role.PREFILL, args={"device": "cpu", "disaggregation_bootstrap_port": "x"}))
 
 
 @pytest.mark.parametrize(
@@ -107,8 +113,9 @@ def test_the_graph_reaches_the_server_arguments(sglang) -> None:
         kv_blocks=800,
         max_batch_tokens=2048,
         args={"mem_fraction_static": 0.8},
+        device="cuda:4",
     )
-    server = make_arguments(graph, sglang, 4).server
+    server = made(graph).server
     assert (server["tp_size"], server["attn_dp_size"], server["ep_size"], server["base_gpu_id"]) == (
         8,
         8,
@@ -121,30 +128,58 @@ def test_the_graph_reaches_the_server_arguments(sglang) -> None:
     assert server["mem_fraction_static"] == 0.8
     assert "max_running_requests" not in server, "SGLang chooses what the graph leaves open"
     assert server["disaggregation_mode"] == "null"
-    copies = make_arguments(spec(tensor_parallel=4, data_parallel=2), sglang, 0).server
+    copies = made(spec(tensor_parallel=4, data_parallel=2)).server
     assert (copies["tp_size"], copies["dp_size"]) == (4, 2)
 
 
-def test_kv_events_stay_on_this_machine(sglang, monkeypatch) -> None:
-    monkeypatch.setattr(arguments, "find_spec", lambda _: object())
-    one = make_arguments(spec(), sglang, 0)
+def test_a_start_has_the_arguments_of_the_description(sglang, monkeypatch) -> None:
+    given = {}
+    init = fake.Engine.__init__
+    monkeypatch.setattr(
+        fake.Engine, "__init__", lambda self, **kwargs: given.update(kwargs) or init(self, **kwargs)
+    )
+    of = spec(role=Role.PREFILL, max_batch_tokens=512, args={"device": "cpu", "attention_backend": "fa3"})
+    described = engine_launch(of, SymbolicHost()).arguments
+    start(of)
+    found = {"disaggregation_bootstrap_port", "kv_events_config"}
+    assert given.keys() == described.keys() >= found
+    assert {name for name in given if given[name] != described[name]} == found
+    assert described["disaggregation_bootstrap_port"] == "<bootstrap port>"
+    assert not Path(json.loads(given["kv_events_config"])["endpoint"].removeprefix("ipc://")).parent.exists()
+
+
+def test_an_older_sglang_has_other_names() -> None:
+    older = server_arg_names(fake) - {"attn_dp_size", "incremental_streaming_output"} | {"stream_output"}
+    of = spec(data_parallel=4, expert_parallel=4)
+    server = make_arguments(of, older, SymbolicHost()).server
+    assert (server["dp_size"], server["enable_dp_attention"], server["stream_output"]) == (4, True, True)
+    newest = engine_launch(of, SymbolicHost()).arguments
+    assert newest["attn_dp_size"] == 4
+    assert not {"dp_size", "enable_dp_attention", "stream_output"} & newest.keys()
+
+
+def test_kv_events_stay_on_this_machine() -> None:
+    host = ThisHost()
+    one = made(spec(), host)
     config = json.loads(one.server["kv_events_config"])
     assert one.events is not None
-    assert config["endpoint"] == one.events.endpoint == f"ipc://{one.scratch}/events"
-    assert stat.S_IMODE(Path(one.scratch).stat().st_mode) == 0o700
-    Path(one.scratch).rmdir()
-    config = json.loads(make_arguments(spec(data_parallel=4), sglang, 0).server["kv_events_config"])
+    assert config["endpoint"] == one.events.endpoint
+    directory = Path(config["endpoint"].removeprefix("ipc://")).parent
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    host.close()
+    assert not directory.exists()
+    config = json.loads(made(spec(data_parallel=4), host).server["kv_events_config"])
     assert config["endpoint"].startswith("tcp://127.0.0.1:")
     assert config["bind"] is True, "else SGLang would connect"
     assert int(config["replay_endpoint"].rpartition(":")[2]) == int(config["endpoint"].rpartition(":")[2]) + 4
 
 
-def test_who_has_no_prefix_cache_sends_no_events(sglang, monkeypatch) -> None:
+def test_who_has_no_prefix_cache_sends_no_events(monkeypatch) -> None:
     cacheless = spec(args={"device": "cpu", "disable_radix_cache": True})
-    assert make_arguments(cacheless, sglang, 0).events is None
-    assert make_arguments(spec(role=Role.DECODE), sglang, 0).events is None
-    monkeypatch.setattr(arguments, "find_spec", lambda _: None)
-    assert make_arguments(spec(), sglang, 0).events is None, "nobody could read them"
+    assert made(cacheless).events is None
+    assert made(spec(role=Role.DECODE)).events is None
+    monkeypatch.setattr(SymbolicHost, "has_module", lambda *_: False)
+    assert made(spec()).events is None, "nobody could read them"
 
 
 def test_a_version_that_cannot_keep_tenants_apart_is_refused(sglang, monkeypatch) -> None:

@@ -11,10 +11,11 @@ from msgspec.structs import replace
 from penstock.core.errors import ConfigError, EngineError, RequestError
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle, KvRetention, SamplingParams
+from penstock.engine.launch_host import SymbolicHost
 from penstock.engine.spec import EngineSpec
 from penstock.engine.streams.backend import Call
 from penstock.engine.trtllm import engine as adapter
-from penstock.engine.trtllm.arguments import choose_devices, make_arguments
+from penstock.engine.trtllm.arguments import argument_names, engine_launch, make_arguments, visible_devices
 from penstock.engine.trtllm.outputs import Context, read_result, sampling_arguments
 from penstock.seams import KvBlocks, NativeKvTransfer
 from penstock.testing.engines.probe import EngineProbe, make_request
@@ -117,7 +118,7 @@ def test_the_graph_reaches_the_arguments(trtllm) -> None:
         max_running_requests=128,
         args={"kv_cache_config": {"free_gpu_memory_fraction": 0.7}, "moe_config": {"backend": "WIDEEP"}},
     )
-    arguments = make_arguments(graph, trtllm)
+    arguments = make_arguments(graph, argument_names(trtllm))
     assert (arguments["tensor_parallel_size"], arguments["moe_expert_parallel_size"]) == (8, 8)
     assert arguments["enable_attention_dp"]
     assert (arguments["max_num_tokens"], arguments["max_batch_size"]) == (4096, 128), "of each rank"
@@ -126,17 +127,33 @@ def test_the_graph_reaches_the_arguments(trtllm) -> None:
     assert (cache["free_gpu_memory_fraction"], cache["enable_block_reuse"]) == (0.7, True)
     assert arguments["cache_transceiver_config"] == {"backend": "DEFAULT"}
     assert arguments["disable_overlap_scheduler"] is True
-    plain = make_arguments(spec(), trtllm)
+    plain = make_arguments(spec(), argument_names(trtllm))
     assert not plain.keys() & {"cache_transceiver_config", "enable_attention_dp", "max_batch_size"}
 
 
 def test_a_worker_sees_its_own_gpus_alone() -> None:
     for visible, expected in ((None, "4,5"), ("9,8,7,6,5,4", "5,4")):
-        environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        choose_devices(spec(device="cuda:4", tensor_parallel=2), environment)
-        assert environment["CUDA_VISIBLE_DEVICES"] == expected
+        present = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        found = visible_devices(spec(device="cuda:4", tensor_parallel=2), present)
+        assert found == {"CUDA_VISIBLE_DEVICES": expected}
+    assert visible_devices(spec(device="cpu"), {}) == {}
     with pytest.raises(ConfigError, match="needs GPUs 4 to 5, CUDA_VISIBLE_DEVICES has 2"):
-        choose_devices(spec(device="cuda:4", tensor_parallel=2), {"CUDA_VISIBLE_DEVICES": "0,1"})
+        visible_devices(spec(device="cuda:4", tensor_parallel=2), {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def test_a_start_has_the_arguments_of_the_description(trtllm, monkeypatch) -> None:
+    given = {}
+    init = fake.LLM.__init__
+    monkeypatch.setattr(
+        fake.LLM, "__init__", lambda self, **kwargs: given.update(kwargs) or init(self, **kwargs)
+    )
+    of = spec(
+        role=Role.PREFILL, max_batch_tokens=512, args={"kv_cache_config": {"free_gpu_memory_fraction": 0.7}}
+    )
+    described = engine_launch(of, SymbolicHost())
+    start(of)
+    assert given == described.arguments
+    assert engine_launch(spec(device="cuda:2"), SymbolicHost()).environment == {"CUDA_VISIBLE_DEVICES": "2"}
 
 
 def _call(**sampling) -> Call:

@@ -14,19 +14,16 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, KvHandle, Request, SamplingParams
 from penstock.core.wire import num_tokens, pack_tokens, unpack_tokens
+from penstock.engine.launch_host import SymbolicHost, ThisHost
 from penstock.engine.registry import create_engine
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm import nixl_transfer
 from penstock.engine.vllm.engine import VllmEngine
+from penstock.engine.vllm.engine_launch import engine_launch
 from penstock.engine.vllm.launch import arguments
-from penstock.engine.vllm.nixl_transfer import (
-    NixlVllmEngine,
-    pack_params,
-    transfer_config,
-    transfer_environment,
-    unpack_params,
-)
+from penstock.engine.vllm.launch.nixl import LEASE_S, transfer_config, transfer_environment
+from penstock.engine.vllm.nixl_transfer import NixlVllmEngine, pack_params, unpack_params
 from penstock.engine.vllm.requests import Running
 from penstock.seams import NativeKvTransfer
 
@@ -75,11 +72,9 @@ class Engine(NixlVllmEngine):
     def delta_of(self, asked: Request, said: Any) -> Any:
         return self._delta(Running.of(asked, 0.0), said)
 
-    def environment_in(self, present: Mapping[str, str]) -> Mapping[str, str]:
-        return self._environment(present)
 
-    def config(self) -> Any:
-        return self._spec.args["kv_transfer_config"]
+def config_of(of: EngineSpec) -> Any:
+    return engine_launch(of, SymbolicHost()).arguments["kv_transfer_config"]
 
 
 def test_roles_that_a_worker_has_or_may_change_to_decide_whether_kv_can_be_transferred() -> None:
@@ -120,35 +115,51 @@ def test_nixl_is_configured_unless_the_graph_does() -> None:
         "kv_connector_extra_config": {"kv_lease_duration": 7},
     }
     engine = Engine(spec(args={"kv_transfer_config": own, "seed": 1}))
-    assert engine.config() == own
+    assert config_of(spec(args={"kv_transfer_config": own, "seed": 1})) == own
     assert engine.delta_of(request(prefill_only=True), output(kv_transfer_params=PARAMS)).kv.ttl_s == 7
     several = {
         "kv_connector": "MultiConnector",
         "kv_connector_extra_config": {"connectors": [{"kv_connector": "A"}, own]},
     }
-    assert Engine(spec(args={"kv_transfer_config": several})).config() == several
+    assert config_of(spec(args={"kv_transfer_config": several})) == several
     with pytest.raises(
         ConfigError, match="transfer KV by NixlConnector, got connectors LMCacheConnectorV1; add"
     ):
         Engine(spec(args={"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    ["NixlConnector", {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": ["x"]}}],
+)
+def test_a_configuration_that_is_no_mapping_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"kv_transfer_config: must be a mapping, as .*, got '"):
+        transfer_config(spec(args={"kv_transfer_config": wrong}))
+
+
 def test_each_engine_gets_ports_of_its_own_and_the_users_variables_stay() -> None:
-    given = Engine(spec(sharing_engines=2)).environment_in({})
+    host = ThisHost({})
+    given = engine_launch(spec(sharing_engines=2), host).environment
+    host.close()
     assert given["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
     assert given["UCX_TLS"] == "self,sm,tcp"
     assert given["UCX_NET_DEVICES"] == "lo"
     with socket.create_server(("127.0.0.1", int(given["VLLM_NIXL_SIDE_CHANNEL_PORT"]))) as taken:
         port = taken.getsockname()[1]
         present = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "UCX_TLS": "tcp"}
-        other = transfer_environment(spec(data_parallel=2), present)
+        other = transfer_environment(spec(data_parallel=2), ThisHost(present))
     assert int(other["VLLM_NIXL_SIDE_CHANNEL_PORT"]) > port, "it begins at the user's"
     assert "UCX_TLS" not in other
-    everywhere = transfer_environment(spec(), {"VLLM_NIXL_SIDE_CHANNEL_HOST": "0.0.0.0"})
+    everywhere = transfer_environment(spec(), ThisHost({"VLLM_NIXL_SIDE_CHANNEL_HOST": "0.0.0.0"}))
     assert "UCX_NET_DEVICES" not in everywhere, "other hosts are reached by other devices"
-    assert "UCX_TLS" not in transfer_environment(spec(device="cuda:0"), {})
-    with pytest.raises(ConfigError, match=r"SIDE_CHANNEL_HOST: 192.0.2.1 is no address of this machine"):
-        transfer_environment(spec(), {"VLLM_NIXL_SIDE_CHANNEL_HOST": "192.0.2.1"})
+    assert "UCX_TLS" not in transfer_environment(spec(device="cuda:0"), ThisHost({}))
+    for wrong, why in (
+        ({"VLLM_NIXL_SIDE_CHANNEL_HOST": "192.0.2.1"}, "192.0.2.1 is no address of this machine"),
+        ({"VLLM_NIXL_SIDE_CHANNEL_PORT": "any"}, "PORT: must be a port number, got 'any'"),
+        ({"VLLM_NIXL_SIDE_CHANNEL_PORT": "65535"}, "no 2 successive free TCP ports on 127.0.0.1 from 65535"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            transfer_environment(spec(data_parallel=2), ThisHost(wrong))
 
 
 def test_a_prefill_ends_with_a_handle_and_no_token() -> None:
@@ -157,7 +168,7 @@ def test_a_prefill_ends_with_a_handle_and_no_token() -> None:
     assert (asked["do_remote_decode"], asked["do_remote_prefill"]) == (True, False)
     delta = engine.delta_of(request(prefill_only=True), output(kv_transfer_params=PARAMS))
     assert (num_tokens(delta.token_ids), delta.finish_reason) == (0, FinishReason.LENGTH)
-    assert (delta.kv.num_tokens, delta.kv.ttl_s) == (50, nixl_transfer.LEASE_S)
+    assert (delta.kv.num_tokens, delta.kv.ttl_s) == (50, LEASE_S)
     assert unpack_params(delta.kv.payload) == PARAMS | {"remote_block_ids": [[3, 4]]}
 
 

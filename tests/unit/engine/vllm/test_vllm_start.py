@@ -13,6 +13,7 @@ from penstock.core.types.instances import EngineInfo
 from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import pack_hashes
 from penstock.engine.kv_tiers import KvConfig
+from penstock.engine.launch import EngineLaunch
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm import engine as engine_module
 from penstock.engine.vllm.engine import VllmEngine
@@ -62,7 +63,8 @@ async def started(
     async def no_adapters(*_: Any) -> dict[str, Any]:
         return {}
 
-    monkeypatch.setattr(engine_module, "launch", lambda *_, **__: (core, None))
+    monkeypatch.setattr(engine_module, "engine_launch", lambda *_: EngineLaunch(call="", arguments={}))
+    monkeypatch.setattr(engine_module, "launch", lambda *_: (core, None))
     monkeypatch.setattr(engine_module, "load_adapters", no_adapters)
     monkeypatch.setattr(engine_module, "MediaReader", lambda _: SimpleNamespace(kinds=()))
     engine = VllmEngine(

@@ -13,8 +13,10 @@ from penstock.core.types.events import BlockStored, Tier
 from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import pack_hashes
 from penstock.engine.kv_tiers import KvConfig
+from penstock.engine.launch_host import SymbolicHost, ThisHost
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.engine import VllmEngine
+from penstock.engine.vllm.engine_launch import engine_launch
 from penstock.engine.vllm.tiers.prompts import PromptHashes
 from penstock.engine.vllm.tiers.settings import HASH_KEY, TierSettings, with_tiers
 from penstock.engine.vllm.tiers.stats import TierStats, pack_stats
@@ -31,7 +33,7 @@ def spec_of(kv: dict[str, str], **fields: Any) -> EngineSpec:
 
 
 def config_of(spec: EngineSpec) -> dict[str, Any]:
-    config: dict[str, Any] = dict(with_tiers(spec).args["kv_transfer_config"])
+    config: dict[str, Any] = dict(with_tiers(spec, ThisHost()).args["kv_transfer_config"])
     return config
 
 
@@ -97,7 +99,15 @@ def test_a_disk_is_of_these_weights_and_adapters(tmp_path: Path) -> None:
     (adapter / "weights.safetensors").write_bytes(b"others!")
     assert digest("sql") != adapted
     with pytest.raises(ConfigError, match=r"there is no \*.safetensors or \*.bin"):
-        with_tiers(spec_of({"disk": f"{tmp_path}/kv:1MiB"}, model="org/on-the-hub"))
+        with_tiers(spec_of({"disk": f"{tmp_path}/kv:1MiB"}, model="org/on-the-hub"), ThisHost())
+
+
+def test_a_description_reads_no_weights_and_tells_no_key() -> None:
+    spec = spec_of({"host": "1GiB", "disk": "/kv:1MiB"}, model="org/on-the-hub")
+    described = engine_launch(spec, SymbolicHost())
+    extra = described.arguments["kv_transfer_config"]["kv_connector_extra_config"]
+    assert extra["model_digest"] == "<digest of the weights>"
+    assert described.environment[HASH_KEY] == "<the deployment's hash key>"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,37 @@ _RECORDS_FACTOR = 4
 _RECORDS_BYTES = 1 << 20
 
 
+class HostExtents:
+    """Where each worker's extent lies in the arena. Takes no memory.
+
+    Attributes:
+        num_bytes: of the arena; 0 if no role has a host tier.
+    """
+
+    def __init__(self, roles: Mapping[Role, RoleSpec]) -> None:
+        """Lay out the extents of all workers that the roles may get."""
+        self._numbers: dict[tuple[Role, int], int] = {}
+        self._sharing: dict[Role, int] = {}
+        self.num_bytes = 0
+        extents: list[tuple[int, int]] = []
+        for name, role in roles.items():
+            if role.kv.host and role.replicas_most:
+                self._sharing[name] = role.replicas_most
+                size = _extent_bytes(role)
+                for index in range(role.replicas_most):
+                    self._numbers[name, index] = len(extents)
+                    extents.append((self.num_bytes, size))
+                    self.num_bytes += size
+        self._extents = tuple(extents)
+
+    def part(self, role: Role, index: int, path: str) -> HostPart | None:
+        """Return what a worker is told of the arena at `path`; None if its role has no host tier."""
+        number = self._numbers.get((role, index))
+        if number is None:
+            return None
+        return HostPart(path=path, number=number, extents=self._extents, sharing=self._sharing[role])
+
+
 class HostArena:
     """One sealed arena with an extent for each worker of this host. Each worker allocates the pages of its own extent; the supervisor keeps the arena open.
 
@@ -33,37 +64,19 @@ class HostArena:
         Raises:
             ConfigError: the host refuses so much address space.
         """
-        self._numbers: dict[tuple[Role, int], int] = {}
-        self._sharing: dict[Role, int] = {}
+        self._extents = HostExtents(roles)
         self._arena: Arena | None = None
-        extents: list[tuple[int, int]] = []
-        end = 0
-        for name, role in roles.items():
-            if role.kv.host and role.replicas_most:
-                self._sharing[name] = role.replicas_most
-                size = _extent_bytes(role)
-                for index in range(role.replicas_most):
-                    self._numbers[name, index] = len(extents)
-                    extents.append((end, size))
-                    end += size
-        self._extents = tuple(extents)
-        if extents:
+        if self._extents.num_bytes:
             try:
-                self._arena = Arena.create(end, prefault=False)
+                self._arena = Arena.create(self._extents.num_bytes, prefault=False)
             except TransferError as error:
                 raise ConfigError(f"kv.host: {error.message}") from error
 
     def part(self, role: Role, index: int) -> HostPart | None:
         """Return what a worker is told of it; None if its role has no host tier."""
-        number = self._numbers.get((role, index))
-        if number is None or self._arena is None:
+        if self._arena is None:
             return None
-        return HostPart(
-            path=f"/proc/{os.getpid()}/fd/{self._arena.fd}",
-            number=number,
-            extents=self._extents,
-            sharing=self._sharing[role],
-        )
+        return self._extents.part(role, index, f"/proc/{os.getpid()}/fd/{self._arena.fd}")
 
     def __enter__(self) -> Self:
         return self

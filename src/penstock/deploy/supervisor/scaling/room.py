@@ -27,6 +27,15 @@ class Room:
         self._workers_max = workers_max
         self._num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
+    def give(self, worker: PoolWorker, spec: RoleSpec) -> None:
+        """Give a worker its GPUs and its core.
+
+        Raises:
+            RequestError: they are not free (409).
+        """
+        worker.devices = self.devices.take(worker.name, devices_of(spec))
+        worker.core = self.cores.take(worker.name, worker.home, spec)
+
     def of(self, role: Role, spec: RoleSpec, workers: Sequence[PoolWorker]) -> tuple[int | None, str]:
         """Give (workers that may be added, what stops more); None without a known limit.
 

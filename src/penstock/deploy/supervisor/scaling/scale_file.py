@@ -14,6 +14,7 @@ from penstock.core.files import write_whole
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
 from penstock.core.wire import Wire
+from penstock.graph import RoleSpec
 
 _VERSION = 1
 _log = get_logger()
@@ -25,6 +26,15 @@ class KeptWorker(Wire, frozen=True):
     home: Role
     index: int
     role: Role
+
+
+def declared_workers(roles: Mapping[Role, RoleSpec]) -> tuple[KeptWorker, ...]:
+    """List the workers of the graph, in the order in which they get GPUs and cores."""
+    return tuple(
+        KeptWorker(home=role, index=index, role=role)
+        for role, spec in roles.items()
+        for index in range(spec.replicas)
+    )
 
 
 class KeptScale(Wire, frozen=True):

@@ -14,7 +14,7 @@ from penstock.deploy.supervisor.member import Member
 from penstock.deploy.supervisor.resources.devices import devices_of
 from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
 from penstock.deploy.supervisor.scaling.room import Room
-from penstock.deploy.supervisor.scaling.scale_file import KeptWorker, ScaleFile
+from penstock.deploy.supervisor.scaling.scale_file import KeptWorker, ScaleFile, declared_workers
 from penstock.graph import RoleSpec
 
 WAIT_S_MAX = 20.0
@@ -69,11 +69,7 @@ class WorkerPool:
         """
         self._make, self._file = make, file
         kept = None if file is None else file.load()
-        declared = tuple(
-            KeptWorker(home=role, index=index, role=role)
-            for role, spec in self._roles.items()
-            for index in range(spec.replicas)
-        )
+        declared = declared_workers(self._roles)
         if kept is not None:
             try:
                 self._place(kept.workers)
@@ -211,11 +207,9 @@ class WorkerPool:
         added: list[PoolWorker] = []
         try:
             for place in places:
-                spec = self._roles[place.home]
                 worker = PoolWorker(home=place.home, index=place.index, role=place.role)
                 added.append(worker)
-                worker.devices = self._room.devices.take(worker.name, devices_of(spec))
-                worker.core = self._room.cores.take(worker.name, place.home, spec)
+                self._room.give(worker, self._roles[place.home])
         except RequestError:
             for worker in added:
                 self._release(worker)

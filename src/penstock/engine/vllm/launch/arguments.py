@@ -1,4 +1,4 @@
-"""Converts a spec to vLLM's arguments and environment variables. Only nested arguments need vLLM itself."""
+"""Converts a spec to vLLM's arguments and environment variables. Only `typed_arguments` needs vLLM itself."""
 
 import contextlib
 import os
@@ -11,6 +11,7 @@ import pydantic
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
+from penstock.engine.launch_host import LaunchHost
 from penstock.engine.spec import EngineSpec
 from penstock.engine.streams.package import numbers
 from penstock.engine.vllm.launch.adapters import LORA_MODULES, lora_arguments, lora_paths
@@ -68,13 +69,9 @@ def check_platform(device: str, platform: str) -> None:
         )
 
 
-def environment(spec: EngineSpec, present: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables to set for vLLM's processes. Variables that only tune stay as the user has set them.
-
-    Args:
-        spec: the engine.
-        present: the environment so far.
-    """
+def environment(spec: EngineSpec, host: LaunchHost) -> dict[str, str]:
+    """Give the variables to set for vLLM's processes. Variables that only tune stay as the user has set them."""
+    present = host.variables
     tuned = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
     kind, _, index = spec.device.partition(":")
     forced = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy the worker's sockets and threads
@@ -88,24 +85,19 @@ def environment(spec: EngineSpec, present: Mapping[str, str]) -> dict[str, str]:
         ranks = spec.tensor_parallel * spec.pipeline_parallel * spec.data_parallel
         forced["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(int(index) + rank) for rank in range(ranks))
     elif spec.sharing_engines > 1:  # vLLM would bind every engine to all cores
-        cores = len(os.sched_getaffinity(0)) // spec.sharing_engines
-        tuned |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(max(cores, 1))}
+        share = host.read(f"cores / {spec.sharing_engines}", lambda: _share_of_cores(spec.sharing_engines))
+        tuned |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": share}
     return {name: value for name, value in tuned.items() if name not in present} | forced
 
 
-def engine_arguments(spec: EngineSpec, kind: type) -> dict[str, Any]:
-    """Give the arguments of `kind`, which is vLLM's AsyncEngineArgs.
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Give the arguments of vLLM's AsyncEngineArgs as plain values; those that nobody has set are left out.
 
     Raises:
-        ConfigError: `spec.args` has an unknown argument, or one that another field of the graph sets, or a wrong value.
+        ConfigError: `spec.args` has an argument that another field of the graph sets, or vLLM cannot have a setting.
     """
-    known = {field.name: field.type for field in fields(kind)}
     args = {name: value for name, value in spec.args.items() if name != LORA_MODULES}
     for name in args:
-        if name not in known:
-            raise ConfigError(
-                f"engine_args: vLLM has no {name!r}{nearest(name, sorted({*known, LORA_MODULES}))}"
-            )
         if name in _OWN:
             raise ConfigError(f"engine_args: {name} is set by the graph's {_OWN[name]}; set that instead")
         if name == "kv_events_config":
@@ -122,7 +114,7 @@ def engine_arguments(spec: EngineSpec, kind: type) -> dict[str, Any]:
             f"weight_dtype: vLLM reads {spec.dtype} weights from a checkpoint that has them; leave weight_dtype out"
         )
     quantization = _QUANTIZATION.get(spec.dtype)
-    given: dict[str, Any] = {
+    ours: dict[str, Any] = {
         "model": spec.model,
         "block_size": spec.block_size,
         "max_model_len": spec.context_length,
@@ -141,10 +133,39 @@ def engine_arguments(spec: EngineSpec, kind: type) -> dict[str, Any]:
         "scheduling_policy": "priority",
     }
     if spec.device.startswith("cpu"):
-        given["kv_cache_memory_bytes"] = _CPU_KV_BYTES
-        given["worker_extension_cls"] = "penstock.engine.vllm.amx.AmxTiles"
-    given |= lora_arguments(lora_paths(spec), on_cpu=spec.device.startswith("cpu"))
-    return given | {name: _converted(name, value, known[name]) for name, value in args.items()}
+        ours["kv_cache_memory_bytes"] = _CPU_KV_BYTES
+        ours["worker_extension_cls"] = "penstock.engine.vllm.amx.AmxTiles"
+    ours |= lora_arguments(lora_paths(spec), on_cpu=spec.device.startswith("cpu"))
+    return {name: value for name, value in ours.items() if value is not None} | args
+
+
+def typed_arguments(spec: EngineSpec, arguments: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Check arguments against vLLM, and make its configuration classes out of mappings.
+
+    Args:
+        spec: the engine, whose `args` the user has written.
+        arguments: plain values, of `engine_arguments` and more.
+        kind: vLLM's AsyncEngineArgs.
+
+    Raises:
+        ConfigError: `spec.args` has an argument that vLLM does not know, or a wrong value.
+    """
+    known = {field.name: field.type for field in fields(kind)}
+    for name in spec.args:
+        if name not in known and name != LORA_MODULES:
+            raise ConfigError(
+                f"engine_args: vLLM has no {name!r}{nearest(name, sorted({*known, LORA_MODULES}))}"
+            )
+    return {
+        name: _converted(name, value, known[name])
+        if name in spec.args or isinstance(value, Mapping)
+        else value
+        for name, value in arguments.items()
+    }
+
+
+def _share_of_cores(engines: int) -> str:
+    return str(max(len(os.sched_getaffinity(0)) // engines, 1))
 
 
 def _converted(name: str, value: Any, hint: Any) -> Any:

@@ -1,34 +1,27 @@
 """Starts and ends vLLM's engine core and its device processes. They are children of the worker."""
 
 import os
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pydantic
 
 from penstock.core.errors import ConfigError
+from penstock.engine.launch import EngineLaunch
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.launch.adapters import lora_paths
-from penstock.engine.vllm.launch.arguments import check_platform, engine_arguments
+from penstock.engine.vllm.launch.arguments import check_platform, typed_arguments
 from penstock.engine.vllm.launch.child_output import ChildOutput
 
 _CLOSE_S = 10.0
 
 
-def launch(
-    spec: EngineSpec,
-    output: ChildOutput,
-    *,
-    variables: Mapping[str, str],
-    more: Callable[[], Mapping[str, Any]],
-) -> tuple[Any, Any]:
+def launch(spec: EngineSpec, output: ChildOutput, described: EngineLaunch) -> tuple[Any, Any]:
     """Start vLLM's processes and load the model; blocks until they are ready.
 
     Args:
         spec: the engine.
         output: takes what they print.
-        variables: set in the environment, which they inherit.
-        more: gives arguments of AsyncEngineArgs beside those of the spec.
+        described: the arguments, and the variables that they inherit.
 
     Returns:
         vLLM's AsyncMPClient, which speaks to the engine core, and its InputProcessor.
@@ -36,10 +29,10 @@ def launch(
     Raises:
         ConfigError: vLLM cannot run here, or refuses the model or an argument.
     """
-    os.environ.update(variables)
+    os.environ.update(described.environment)
     with output.taken():
         try:
-            return _launch(spec, output, more)
+            return _launch(spec, output, described)
         except ConfigError:
             raise
         except Exception as error:
@@ -72,7 +65,7 @@ def end(core: Any) -> None:
         process.join(_CLOSE_S)
 
 
-def _launch(spec: EngineSpec, output: ChildOutput, more: Callable[[], Mapping[str, Any]]) -> tuple[Any, Any]:
+def _launch(spec: EngineSpec, output: ChildOutput, described: EngineLaunch) -> tuple[Any, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - an optional package of gigabytes
     from vllm.platforms import current_platform  # noqa: PLC0415
     from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
@@ -81,7 +74,7 @@ def _launch(spec: EngineSpec, output: ChildOutput, more: Callable[[], Mapping[st
     from vllm.v1.executor import Executor  # noqa: PLC0415
 
     check_platform(spec.device, current_platform.device_type)
-    arguments = AsyncEngineArgs(**engine_arguments(spec, AsyncEngineArgs), **more())
+    arguments = AsyncEngineArgs(**typed_arguments(spec, described.arguments, AsyncEngineArgs))
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)  # its batch limits
     output.take_log("vllm")  # creating the configuration sets it up
     inputs = InputProcessor(config)

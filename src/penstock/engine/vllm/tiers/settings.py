@@ -11,8 +11,10 @@ import msgspec
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import Tier
 from penstock.engine.kv_tiers import KvConfig, tier_maker
+from penstock.engine.launch_host import LaunchHost
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.launch.adapters import lora_paths
+from penstock.engine.vllm.launch.nixl import given_config
 from penstock.engine.weights_digest import weights_digest, weights_stamp
 from penstock.kv.host.memory import HostPart
 from penstock.seams.kv import OffloadPolicy
@@ -79,18 +81,21 @@ def check_tiers(spec: EngineSpec) -> None:
         )
 
 
-def with_tiers(spec: EngineSpec) -> EngineSpec:
+def with_tiers(spec: EngineSpec, host: LaunchHost) -> EngineSpec:
     """Add the connector to vLLM's arguments, after the connectors that are there: they come first for a request's KV.
 
-    Reads all weights for their digest, if a tier outlives the worker.
+    The host reads all weights for their digest, if a tier outlives the worker.
 
     Raises:
         ConfigError: the weights cannot be read.
     """
     sharing = spec.host_part.sharing if spec.host_part is not None else 1
     kv = spec.kv.model_copy(update={"host": spec.kv.host.shared_by(sharing)})
-    digest = _digest(spec, weights_digest) if spec.kv.present().keys() & _OUTLIVING else ""
-    stamp = _digest(spec, weights_stamp) if spec.host_part is not None else ""
+    digest, stamp = "", ""
+    if spec.kv.present().keys() & _OUTLIVING:
+        digest = host.read("digest of the weights", lambda: _digest(spec, weights_digest))
+    if spec.host_part is not None:
+        stamp = host.read("stamp of the weights", lambda: _digest(spec, weights_stamp))
     own: dict[str, Any] = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": _MODULE,
@@ -104,7 +109,7 @@ def with_tiers(spec: EngineSpec) -> EngineSpec:
             "host_part": msgspec.to_builtins(spec.host_part),
         },
     }
-    given = spec.args.get("kv_transfer_config")
+    given = given_config(spec)
     config = own if given is None else _combined(given, own)
     return dataclasses.replace(spec, args={**spec.args, "kv_transfer_config": config})
 

@@ -6,10 +6,17 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import ConfigError
+from penstock.engine.launch_host import ThisHost
 from penstock.engine.registry import create_engine
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.launch import arguments
-from penstock.engine.vllm.launch.arguments import check_platform, check_version, engine_arguments, environment
+from penstock.engine.vllm.launch.arguments import (
+    check_platform,
+    check_version,
+    engine_arguments,
+    environment,
+    typed_arguments,
+)
 
 
 @dataclass
@@ -34,10 +41,13 @@ def spec(**fields: Any) -> EngineSpec:
     return EngineSpec(**{"model": "m", "block_size": 64, "context_length": 512} | fields)
 
 
+def variables(of: EngineSpec, present: dict[str, str] | None = None) -> dict[str, str]:
+    return environment(of, ThisHost(present or {}))
+
+
 def test_fields_of_the_graph_become_arguments() -> None:
     given = engine_arguments(
-        spec(device="cuda:2", kv_blocks=9, tensor_parallel=2, dtype="bfloat16", max_batch_tokens=77),
-        Arguments,
+        spec(device="cuda:2", kv_blocks=9, tensor_parallel=2, dtype="bfloat16", max_batch_tokens=77)
     )
     assert (given["block_size"], given["max_model_len"], given["num_gpu_blocks_override"]) == (64, 512, 9)
     assert (given["tensor_parallel_size"], given["dtype"], given["max_num_batched_tokens"]) == (
@@ -48,7 +58,8 @@ def test_fields_of_the_graph_become_arguments() -> None:
     assert (given["enable_prefix_caching"], given["prefix_caching_hash_algo"]) == (True, "sha256_cbor")
     assert "kv_cache_memory_bytes" not in given, "on a GPU vLLM takes what is free"
     assert "worker_extension_cls" not in given, "for CPUs alone"
-    on_cpu = engine_arguments(spec(), Arguments)
+    assert not {"max_num_seqs", "quantization"} & given.keys(), "left to vLLM"
+    on_cpu = engine_arguments(spec())
     assert on_cpu["kv_cache_memory_bytes"] == 1 << 30
     module, _, name = on_cpu["worker_extension_cls"].rpartition(".")
     assert (module, name) == ("penstock.engine.vllm.amx", "AmxTiles")
@@ -56,12 +67,12 @@ def test_fields_of_the_graph_become_arguments() -> None:
 
 
 def test_narrow_weights_are_named_as_vllm_names_them() -> None:
-    given = engine_arguments(spec(dtype="fp8"), Arguments)
+    given = engine_arguments(spec(dtype="fp8"))
     assert (given["dtype"], given["quantization"]) == ("auto", "fp8")
     with pytest.raises(
         ConfigError, match="weight_dtype: vLLM reads int8 weights from a checkpoint that has them"
     ):
-        engine_arguments(spec(dtype="int8"), Arguments)
+        engine_arguments(spec(dtype="int8"))
 
 
 def test_engine_args_win_and_mappings_become_configurations() -> None:
@@ -70,7 +81,9 @@ def test_engine_args_win_and_mappings_become_configurations() -> None:
         "kv_transfer_config": {"kv_role": "kv_both", "port": 3},
         "hf_overrides": {"a": 1},
     }
-    given = engine_arguments(spec(args=args), Arguments)
+    plain = engine_arguments(spec(args=args))
+    assert plain["kv_transfer_config"] == {"kv_role": "kv_both", "port": 3}
+    given = typed_arguments(spec(args=args), plain, Arguments)
     assert (given["enforce_eager"], given["hf_overrides"]) == (True, {"a": 1})
     assert given["kv_transfer_config"] == Connector("kv_both", 3)
 
@@ -92,25 +105,23 @@ def test_engine_args_win_and_mappings_become_configurations() -> None:
 )
 def test_wrong_arguments_are_named(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        engine_arguments(spec(**fields), Arguments)
+        typed_arguments(spec(**fields), engine_arguments(spec(**fields)), Arguments)
 
 
 def test_an_engine_is_kept_to_its_devices() -> None:
-    assert environment(spec(device="cpu:3"), {})["VLLM_CPU_OMP_THREADS_BIND"] == "3"
-    assert environment(spec(device="cpu:3", tensor_parallel=2), {})["VLLM_CPU_OMP_THREADS_BIND"] == "3|4"
-    assert environment(spec(device="cuda:2", tensor_parallel=2), {})["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert variables(spec(device="cpu:3"))["VLLM_CPU_OMP_THREADS_BIND"] == "3"
+    assert variables(spec(device="cpu:3", tensor_parallel=2))["VLLM_CPU_OMP_THREADS_BIND"] == "3|4"
+    assert variables(spec(device="cuda:2", tensor_parallel=2))["CUDA_VISIBLE_DEVICES"] == "2,3"
     visible = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    assert environment(spec(device="cuda:1", pipeline_parallel=2), visible)["CUDA_VISIBLE_DEVICES"] == "5,6"
+    assert variables(spec(device="cuda:1", pipeline_parallel=2), visible)["CUDA_VISIBLE_DEVICES"] == "5,6"
 
 
 def test_engines_that_share_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments.os, "sched_getaffinity", lambda _pid: set(range(8)))
-    shared = environment(spec(sharing_engines=2), {})
+    shared = variables(spec(sharing_engines=2))
     assert (shared["VLLM_CPU_OMP_THREADS_BIND"], shared["OMP_NUM_THREADS"]) == ("nobind", "4")
-    assert "OMP_NUM_THREADS" not in environment(spec(), {})
-    assert "OMP_NUM_THREADS" not in environment(spec(sharing_engines=2), {"OMP_NUM_THREADS": "1"}), (
-        "the user's"
-    )
+    assert "OMP_NUM_THREADS" not in variables(spec())
+    assert "OMP_NUM_THREADS" not in variables(spec(sharing_engines=2), {"OMP_NUM_THREADS": "1"}), "the user's"
 
 
 def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,19 @@
+"""What `penstock serve` refuses of a graph before anything starts."""
+
+from penstock.deploy.card import check_checkpoint, check_model
+from penstock.deploy.supervisor.local import expect_same_blocks, runnable_roles
+from penstock.deploy.supervisor.resources.devices import expect_one_machine
+from penstock.graph import Graph
+
+
+def check_serve(graph: Graph) -> None:
+    """Check a graph as `penstock serve` does; a checkpoint only if it is on this machine.
+
+    Raises:
+        ConfigError: the first thing that is refused.
+    """
+    roles = runnable_roles(graph)
+    check_model(graph)
+    expect_one_machine(roles)
+    if cards := check_checkpoint(graph, roles):
+        expect_same_blocks(cards)

@@ -1,0 +1,176 @@
+"""`penstock graph render`: what is printed, and what is refused. Recipes have recorded renders in tests/docs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock import cli
+from penstock.demo import MODEL_DIR
+
+VLLM = """
+model: org/model
+context_length: 4096
+roles:
+  aggregated: {replicas: 2, engine: {name: vllm, args: {seed: 3}}, hardware: h100, tensor_parallel: 2}
+"""
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "graph.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def rendered(capsys: pytest.CaptureFixture[str], path: str, *flags: str) -> Any:
+    assert cli.main(["graph", "render", "--json", path, *flags]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], path: str, *flags: str) -> str:
+    assert cli.main(["graph", "render", path, *flags]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    return line
+
+
+def test_each_worker_has_gpus_of_its_own_and_equal_arguments(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = rendered(capsys, write(tmp_path, VLLM))
+    first, second = document["workers"]
+    assert [first["name"], second["name"]] == ["worker-1", "worker-2"]
+    assert (first["devices"], second["devices"]) == ([0, 1], [2, 3])
+    assert first["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert first["arguments"] == second["arguments"]
+    assert (first["arguments"]["seed"], first["arguments"]["max_model_len"]) == (3, 4096)
+    assert "kv_transfer_config" not in first["arguments"], "aggregated workers transfer nothing"
+
+
+def test_the_text_has_the_same_content(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = write(tmp_path, VLLM)
+    document = rendered(capsys, path)
+    assert cli.main(["graph", "render", path]) == 0
+    section = yaml.safe_load(capsys.readouterr().out)["aggregated"]
+    for worker in document["workers"]:
+        own = section["workers"][worker["name"]]
+        assert own["devices"] == worker["devices"]
+        for kind in ("arguments", "environment"):
+            assert section[kind] | own.get(kind, {}) == worker[kind]
+
+
+def test_a_model_that_is_here_gives_what_the_graph_leaves_open(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    roles = "{prefill: {engine: vllm, hardware: h100}, decode: {engine: vllm, hardware: h100}}"
+    here = rendered(capsys, write(tmp_path, f"{{model: {MODEL_DIR}, block_size: 32, roles: {roles}}}"))
+    prefill, decode = (worker["arguments"] for worker in here["workers"])
+    assert (prefill["model"], here["notes"]) == (str(MODEL_DIR), [])
+    assert (
+        prefill["max_model_len"]
+        == json.loads((MODEL_DIR / "config.json").read_text())["max_position_embeddings"]
+    )
+    assert prefill["max_num_batched_tokens"] > 0
+    assert "max_num_batched_tokens" not in decode
+    elsewhere = rendered(capsys, write(tmp_path, f"{{model: org/model, roles: {roles}}}"))
+    assert "max_model_len" not in elsewhere["workers"][0]["arguments"]
+    (note,) = elsewhere["notes"]
+    assert note == (
+        "model: org/model is not on this machine: a start gives engines the directory of its download, and reads"
+        " context_length and roles.prefill.max_batch_tokens from its config.json"
+    )
+
+
+def test_engines_of_penstock_and_of_others(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cases = {
+        "paged": ("", "penstock.engine.paged.PagedConfig", {"device": "cpu", "block_size": 16}),
+        "mock": ("kv_blocks: 99", "penstock.engine.mock", {"num_blocks": 99, "context_length": 512}),
+        "json:loads": ("engine_args: {a: 1}", "json:loads(EngineSpec)", {"args": {"a": 1}, "device": "cpu"}),
+    }
+    for engine, (more, call, expected) in cases.items():
+        text = f"model: demo\ncontext_length: 512\nroles: {{aggregated: {{engine: '{engine}', {more}}}}}"
+        (worker,) = rendered(capsys, write(tmp_path, text))["workers"]
+        assert (worker["call"], worker["devices"]) == (call, [])
+        assert expected.items() <= worker["arguments"].items()
+        assert "hash_key" not in worker["arguments"], "a secret"
+
+
+def test_each_worker_of_running_servers_has_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = "{url: [http://a:1, http://b:2], kv_events: [tcp://a:3, tcp://b:4]}"
+    text = f"model: demo\nroles: {{aggregated: {{engine: {{name: openai, args: {args}}}}}}}"
+    workers = rendered(capsys, write(tmp_path, text))["workers"]
+    assert [worker["arguments"] for worker in workers] == [
+        {"url": ["http://a:1"], "kv_events": ["tcp://a:3"]},
+        {"url": ["http://b:2"], "kv_events": ["tcp://b:4"]},
+    ]
+
+
+def test_tiers_are_named_without_their_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    document = rendered(capsys, write(tmp_path, VLLM), "--set", "roles.aggregated.kv={host: 8GiB}")
+    extra = [
+        worker["arguments"]["kv_transfer_config"]["kv_connector_extra_config"]
+        for worker in document["workers"]
+    ]
+    assert [each["worker"] for each in extra] == ["aggregated.0", "aggregated.1"]
+    assert [each["host_part"]["number"] for each in extra] == [0, 1]
+    assert extra[0]["host_part"]["path"] == "<memory of the host's workers>"
+    assert document["workers"][0]["environment"]["PENSTOCK_KV_HASH_KEY"] == "<the deployment's hash key>"
+
+
+@pytest.mark.parametrize(
+    ("flag", "note"),
+    [
+        (
+            "roles.aggregated.replicas=5",
+            "penstock serve refuses it: roles.aggregated: worker 5 of 5 would get GPUs 8 to 9, but a machine with h100",
+        ),
+        (
+            "roles.aggregated={engine: vllm, replicas: 0}",
+            "penstock serve refuses it: roles.aggregated.replicas: must be >= 1 to serve anything, got 0",
+        ),
+    ],
+)
+def test_what_serve_would_refuse_is_said_beside(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, note: str
+) -> None:
+    path = write(tmp_path, VLLM)
+    assert rendered(capsys, path, "--set", flag)["notes"][0].startswith(note)
+    assert cli.main(["graph", "render", path, "--set", flag]) == 0
+    assert capsys.readouterr().out.startswith(f"# {note}")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("model: m\nroles: {aggregated: {engine: {args: {}}}}", "engine: must be a name, or a mapping with name"),
+        ("model: m\nroles: {aggregated: {engine: vlm}}", "there is no engine 'vlm'; did you mean 'vllm'?"),
+        ("model: llama-3.1-70b", "is a shape for penstock simulate and penstock plan, without weights"),
+        ("model: ./none", "no such directory: ./none"),
+        (
+            VLLM.replace("seed: 3", "block_size: 3"),
+            "roles.aggregated: engine_args: block_size is set by the graph's block_size; set that instead",
+        ),
+        (
+            VLLM.replace("seed: 3", "kv_transfer_config: x").replace("aggregated:", "prefill: &r").replace(
+                "tensor_parallel: 2}", "tensor_parallel: 2}\n  decode: *r"
+            ),
+            "roles.prefill: engine_args: kv_transfer_config: must be a mapping",
+        ),
+        (VLLM.replace("seed: 3", "").replace("vllm", "sglang").replace("{}", "{tp_size: 2}"), "set tensor_parallel"),
+        (
+            VLLM.replace("args: {seed: 3}", "data_parallel: 2").replace("vllm", "trtllm"),
+            "engine trtllm gives each rank of data-parallel attention one GPU, so tensor_parallel must be 1, got 2",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, why: str
+) -> None:
+    assert why in refusal(capsys, write(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert refusal(capsys, str(tmp_path / "none.yaml")).endswith("none.yaml: no such file or directory")
