@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import msgspec
 
@@ -115,6 +116,8 @@ class Planner:
         self._floor: ExpectedDemand | None = None
         self._switched_s = -math.inf
         self._shortfall = ""
+        self._decided_by: tuple[dict[Role, float], list[Decider]] = {}, []
+        """Factors of step times, and the deciders by them."""
         self._deciders()
 
     async def run(self) -> None:
@@ -239,26 +242,24 @@ class Planner:
     # -- decide and damp
 
     def _deciders(self) -> list[Decider]:
-        """Make a decider of each kind of deployment, by step times as they are measured.
+        """Give a decider of each kind of deployment, by step times as they are measured.
 
         Raises:
             ConfigError: the budget pays no replica of each role.
         """
-        config = self._config
-        made = []
-        for kind in self._kinds:
-            every = [capacity for capacity in self._capacities if capacity.role in kind]
-            whole = sum(capacity.cost * config.bounds(capacity.role)[1] for capacity in every)
-            made.append(
-                Decider(
-                    capacities=tuple(
-                        capacity.slower(self._estimator.factors[capacity.role].value) for capacity in every
-                    ),
-                    slo=self._slo,
-                    budget=config.budget.amount if config.budget else whole,
-                )
-            )
-        return made
+        factors = {role: factor.value for role, factor in self._estimator.factors.items()}
+        if factors != self._decided_by[0]:
+            self._decided_by = factors, [self._decider(kind, factors) for kind in self._kinds]
+        return self._decided_by[1]
+
+    def _decider(self, kind: AbstractSet[Role], factors: Mapping[Role, float]) -> Decider:
+        own = [capacity for capacity in self._capacities if capacity.role in kind]
+        whole = sum(capacity.cost * self._config.bounds(capacity.role)[1] for capacity in own)
+        return Decider(
+            capacities=tuple(capacity.slower(factors[capacity.role]) for capacity in own),
+            slo=self._slo,
+            budget=self._config.budget.amount if self._config.budget else whole,
+        )
 
     def _decide(self, now_s: float, expected: ExpectedDemand, look: Look) -> Decision:
         """Decide for each kind of deployment; another kind than the present one has to be clearly cheaper."""

@@ -91,6 +91,8 @@ class Actor:
         self._pending_since: dict[str, float] = {}
         self._rigid_until_s: dict[tuple[Role, Role], float] = {}
         self._flipping: dict[str, tuple[Role, Role]] = {}
+        self._refused: tuple[str, ...] = ()
+        """Reasons of the last round, which are logged once."""
 
     async def look(self) -> Look:
         """See how the deployment is; raises Unavailable if it does not answer."""
@@ -141,6 +143,7 @@ class Actor:
         rigid = {roles for roles in self._rigid_until_s if not self.may_flip(*roles)}
         plan = make_plan(seen.scale, target, load=load, overdue=seen.overdue, rigid=rigid)
         refused = [] if is_dry else await self._make(plan, seen.scale)
+        self._refused = tuple(refused)
         return Outcome(plan=plan, refused=tuple(refused), overdue=seen.overdue)
 
     def _notice(self, scale: Scale, now_s: float) -> None:
@@ -241,7 +244,8 @@ class Actor:
                 raise _ForeignChangeError(error.message) from error
             self._revision = scale.revision  # a flip that the worker refuses was accepted first
             refused.append(error.message)
-            _log.warning("change_refused", by=self._by, error=error.message)
+            if error.message not in self._refused:
+                _log.warning("change_refused", by=self._by, error=error.message)
             return False
         assert self._revision is not None, "looked"
         self._revision += 1

@@ -1,7 +1,7 @@
 """The largest request rate that a number of replicas of one role serves within the SLO."""
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from penstock.core.types.instances import Role
 from penstock.perf.search.demand import Demand
@@ -17,6 +17,7 @@ from penstock.planner.decide.worker_model import WorkerModel
 from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.estimate.slo import Slo
 
+_KNOWN_MAX = 512
 _IDLE_PER_S = (1.0, 0.1, 0.01, 0.001)
 """Rates to look at an almost idle worker by: predictions have no finer resolution than a share of its largest rate."""
 
@@ -38,6 +39,8 @@ class Capacity:
     block_size: int = 16
     requests_max: int | None = None
     price: float | None = None
+    _known: dict[tuple[int, Demand], float] = field(default_factory=dict, repr=False, compare=False)
+    """Rates that were worked out: each takes a millisecond, and a decision asks for some of them several times."""
 
     @property
     def gpus(self) -> int:
@@ -56,13 +59,19 @@ class Capacity:
         model = WorkerModel(
             self.model, self.model.parallel, factor, verified_tokens=self.model.verified_tokens
         )
-        return replace(self, model=model)
+        return replace(self, model=model, _known={})
 
     def rate_per_s(self, workers: int, expected: ExpectedDemand, slo: Slo) -> float:
         """Give the largest rate within the SLO; 0 if no rate is."""
         demand = self._demand(expected, slo)
-        found = self._pool(workers).largest(self._share(demand), demand)
-        return found[0] if found else 0.0
+        known = self._known.get((workers, demand))
+        if known is None:
+            found = self._pool(workers).largest(self._share(demand), demand)
+            known = found[0] if found else 0.0
+            if len(self._known) >= _KNOWN_MAX:
+                self._known.clear()
+            self._known[workers, demand] = known
+        return known
 
     def workers(self, rate_per_s: float, expected: ExpectedDemand, slo: Slo, most: int) -> int | None:
         """Give the fewest workers that serve a rate within the SLO; None if `most` do not."""

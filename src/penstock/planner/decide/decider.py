@@ -168,10 +168,14 @@ def _cut(terms: list[RoleTerm], sizes: Mapping[Role, float], limit: float, why: 
     """Divide what there is among the roles as they need it, at least one replica each."""
     ones = sum(sizes[term.role] for term in terms)
     share = max(0.0, limit - ones) / (_total(terms, sizes) - ones)
-    return [
-        _at_most(term.role, term.now, 1 + int(share * (term.choice - 1) + _TINY), f"{term.role}: {why}")
-        for term in terms
-    ]
+    ideal = {term.role: 1 + share * (term.choice - 1) for term in terms}
+    counts = {role: int(count + _TINY) for role, count in ideal.items()}
+    left = limit - sum(sizes[role] * count for role, count in counts.items())
+    for role in sorted(ideal, key=lambda role: counts[role] - ideal[role]):  # the largest remainder first
+        if counts[role] + _TINY < ideal[role] and sizes[role] <= left + _TINY:
+            counts[role] += 1
+            left -= sizes[role]
+    return [_at_most(term.role, term.now, counts[term.role], f"{term.role}: {why}") for term in terms]
 
 
 def cheapest(decisions: Iterable[Decision]) -> Decision:

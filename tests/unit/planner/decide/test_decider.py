@@ -112,6 +112,12 @@ def test_a_budget_in_dollars_that_is_too_small_is_divided():
     assert found.shortfall
 
 
+def test_what_the_budget_pays_is_used():
+    for budget in range(2, 9):
+        found = Decider(capacities=(P, D), slo=SLO, budget=budget).decide(asked(300.0), {})
+        assert found.gpus == budget, found.explain()
+
+
 def test_the_cheaper_kind_of_deployment_is_chosen():
     both = [decider.decide(asked(60.0), {}) for decider in (ONE, TWO)]
     assert cheapest(both).gpus == min(each.gpus for each in both)

@@ -1,0 +1,137 @@
+"""Capacities of a graph's roles, and what the planner refuses."""
+
+import json
+
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.core.types.instances import Role
+from penstock.demo import MODEL_DIR
+from penstock.graph import build
+from penstock.graph.capacities import cost_of, is_predicted, make_capacity
+from penstock.perf.profile.profile import DecodePoint, PrefillPoint, Profile
+from penstock.planner.estimate.expected_demand import ExpectedDemand
+from penstock.planner.estimate.slo import Slo
+
+EXPECTED = ExpectedDemand(rate_per_s=1.0, input_tokens=100, output_tokens=50)
+SLO = Slo(ttft_s=1.0, itl_s=0.05, percentile=90.0)
+
+
+def graph_of(planner=None, **roles):
+    return build({"model": "demo", "roles": roles, "planner": planner})
+
+
+def capacity(role="aggregated", model_dir=MODEL_DIR, planner=None, **settings):
+    graph = graph_of(planner, **{role: settings, **({"prefill": {}} if role == "decode" else {})})
+    spec = graph.roles.present()[Role(role)]
+    return make_capacity(
+        Role(role),
+        spec,
+        model_dir=model_dir,
+        block_size=graph.block_size,
+        budget=graph.planner and graph.planner.budget,
+    )
+
+
+def test_a_mock_engine_is_as_fast_as_its_settings():
+    timing = {"step_s": 0.01, "decode_s_per_request": 0.001, "decode_s_per_context_token": 0.0}
+    one = capacity(engine="mock", mock={"timing": timing}, kv_blocks=64)
+    assert one.model.decode_step_s(5, 0) == pytest.approx(0.015)
+    assert one.model.kv_capacity_tokens == 64 * 16
+    assert (one.max_batch_tokens, one.requests_max) == (512, 64)
+    twice = capacity(engine="mock", mock={"timing": timing, "speedup": 2.0})
+    assert twice.model.decode_step_s(5, 0) == pytest.approx(0.0075)
+    assert twice.rate_per_s(1, EXPECTED, SLO) > one.rate_per_s(1, EXPECTED, SLO)
+
+
+def test_a_batch_that_is_full_bounds_the_rate():
+    slow = {"mock": {"timing": {"step_s": 0.02}}, "engine": "mock"}
+    few, many = (capacity(**slow, max_running_requests=n) for n in (4, 64))
+    # Four requests of 50 steps of 20 ms: four a second at most.
+    assert 1.0 < few.rate_per_s(1, EXPECTED, SLO) < 4.0
+    assert many.rate_per_s(1, EXPECTED, SLO) > 5 * few.rate_per_s(1, EXPECTED, SLO)
+
+
+def test_a_profile_counts_before_the_data_sheet(tmp_path):
+    Profile(
+        engine="mock",
+        prefill=(PrefillPoint(new_tokens=100, seconds=0.1), PrefillPoint(new_tokens=400, seconds=0.4)),
+        decode=(
+            DecodePoint(batch=1, context=100, seconds=0.03),
+            DecodePoint(batch=8, context=100, seconds=0.04),
+        ),
+    ).save(tmp_path / "p.json")
+    found = capacity(profile=str(tmp_path / "p.json"))
+    assert found.model.decode_step_s(1, 100) == pytest.approx(0.03)
+    assert not is_predicted(graph_of(aggregated={"profile": str(tmp_path / "p.json")}).roles.aggregated)
+    assert is_predicted(graph_of(aggregated={}).roles.aggregated)
+
+
+def test_without_a_profile_the_data_sheet_counts():
+    found = capacity()
+    assert found.rate_per_s(1, EXPECTED, SLO) > 0
+    assert found.model.kv_capacity_tokens == pytest.approx(2**30 / 1280, rel=0.01), "1 GiB of KV on a CPU"
+
+
+def test_a_model_whose_speed_nobody_knows_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mystery"}))
+    with pytest.raises(
+        ConfigError, match=r"roles\.aggregated: step times cannot be predicted: .*penstock profile"
+    ):
+        capacity(model_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("budget", "cost"), [({"gpus": 9}, 2), ({"usd_per_hour": 9.0}, 6.0), ({"watts": 9000.0}, 1400.0)]
+)
+def test_a_worker_costs_what_its_devices_do(budget, cost):
+    role = {"hardware": "h100", "tensor_parallel": 2, "watts": 700.0, "engine": "mock"}
+    graph = graph_of({"budget": budget}, aggregated=role)
+    assert cost_of(graph.roles.aggregated, graph.planner.budget) == cost
+    assert capacity(planner={"budget": budget}, **role).cost == cost
+
+
+@pytest.mark.parametrize(
+    ("planner", "roles", "text"),
+    [
+        (
+            {"max_workers": 2},
+            {"aggregated": {"replicas": 3}},
+            "replicas is 3, planner.max_workers 2 for aggregated",
+        ),
+        ({"min_workers": 3, "max_workers": 2}, {"aggregated": {}}, "min_workers is 3 and max_workers 2"),
+        ({}, {"aggregated": {}, "prefill": {}}, "the roles are aggregated, prefill"),
+        (
+            {"roles": {"decode": {"max_workers": 3}}},
+            {"aggregated": {}},
+            "planner.roles.decode: there is no such role",
+        ),
+        (
+            {"budget": {"gpus": 1}},
+            {"prefill": {}, "decode": {}},
+            "gpus is 1, and 1 decode and 1 prefill cost 2",
+        ),
+        (
+            {"budget": {"usd_per_hour": 5.0}, "min_workers": 2},
+            {"aggregated": {"hardware": "h100", "engine": "mock"}},
+            "usd_per_hour is 5, and 2 aggregated cost 6",
+        ),
+        (
+            {},
+            {"aggregated": {"engine": "openai", "engine_args": {"url": ["http://127.0.0.1:1"]}}},
+            "one worker for each url",
+        ),
+        ({"budget": {"watts": float("nan")}}, {"aggregated": {}}, "finite"),
+        ({"cool_down_s": float("inf")}, {"aggregated": {}}, "finite"),
+        ({"react_period_s": 0}, {"aggregated": {}}, "react_period_s: must be >= 0.1"),
+        ({"max_worker": 3}, {"aggregated": {}}, "did you mean 'max_workers'"),
+    ],
+)
+def test_a_planner_that_cannot_work_is_refused(planner, roles, text):
+    with pytest.raises(ConfigError, match=text):
+        graph_of(planner, **roles)
+
+
+def test_an_slo_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match=r"slo\.ttft_s: must be a finite number"):
+        build({"model": "demo", "slo": {"ttft_s": float("nan")}, "planner": {}})
