@@ -1,4 +1,7 @@
-"""A fake `tensorrt_llm` and `tensorrt_llm.llmapi`: what the adapter uses, with the names, shapes and habits of 1.1."""
+"""A fake `tensorrt_llm` and `tensorrt_llm.llmapi`: what the adapter uses, with the names, shapes and habits of 1.1.
+
+`DisaggregatedParams` has `first_gen_log_probs`, as later versions; tests take it away.
+"""
 
 import asyncio
 import dataclasses
@@ -71,6 +74,7 @@ class SamplingParams:
 class DisaggregatedParams:
     request_type: str | None = None
     first_gen_tokens: list[int] | None = None
+    first_gen_log_probs: list[Any] | None = None
     ctx_request_id: int | None = None
     opaque_state: bytes | None = None
     draft_tokens: list[int] | None = None
@@ -145,6 +149,10 @@ class RequestOutput:
             if self._done or self._streaming:
                 return self
 
+    @property
+    def _is_generation_only(self) -> bool:
+        return self._disaggregated is not None and self._disaggregated.request_type == "generation_only"
+
     def abort(self) -> None:
         ABORTED.append(self.request_id)
         for request_id in self.holder:
@@ -154,9 +162,15 @@ class RequestOutput:
         output = self.outputs[0]
         output.token_ids.extend(memoryview(delta.token_ids).cast("i") if delta.token_ids else ())
         self.cached_tokens = delta.cached_tokens or self.cached_tokens
-        for each in delta.logprobs:
+        is_first = len(output.token_ids) == len(memoryview(delta.token_ids).cast("i"))
+        for number, each in enumerate(delta.logprobs):
+            if number == 0 and is_first and self._is_generation_only:
+                output.logprobs += getattr(self._disaggregated, "first_gen_log_probs", None) or []
+                continue  # it was generated elsewhere
             entry = {token_id: Logprob(value, rank + 1) for rank, (token_id, value) in enumerate(each.top)}
             output.logprobs.append(entry or {each.token_id: Logprob(each.logprob)})
+        if self._params.logprobs is not None:
+            assert len(output.logprobs) == len(output.token_ids)
         if delta.finish_reason is None:
             return
         self._done = True
@@ -179,6 +193,8 @@ class RequestOutput:
                 ctx_request_id=self.request_id,
                 opaque_state=CONTEXTS[self.request_id],
             )
+            if output.logprobs and hasattr(output.disaggregated_params, "first_gen_log_probs"):
+                output.disaggregated_params.first_gen_log_probs = list(output.logprobs)
 
 
 class IterationResult:

@@ -17,7 +17,13 @@ from penstock.engine.streams.engine import StreamedEngine
 from penstock.engine.streams.package import check_gpu, first_line, supported
 from penstock.engine.trtllm.arguments import PACKAGE, argument_names, make_arguments, visible_devices
 from penstock.engine.trtllm.events import PolledCache
-from penstock.engine.trtllm.outputs import Context, read_result, retention_config, sampling_arguments
+from penstock.engine.trtllm.outputs import (
+    FIRST_LOGPROBS,
+    Context,
+    read_result,
+    retention_config,
+    sampling_arguments,
+)
 from penstock.kv.sessions.retention import check_retention
 
 _log = get_logger()
@@ -59,6 +65,8 @@ class TrtllmBackend:
         """Module `tensorrt_llm.scheduling_params`, with several data-parallel ranks."""
         self._parameters: frozenset[str] = frozenset()
         """Keyword arguments that the installed `generate_async` has."""
+        self._disaggregated_fields: frozenset[str] = frozenset()
+        """Fields of the installed `DisaggregatedParams`."""
         self._results: dict[int, Any] = {}
         self._cache = PolledCache(spec)
         self._reuses_blocks = True
@@ -81,6 +89,7 @@ class TrtllmBackend:
             raise ConfigError(
                 f"engine trtllm: {first_line(error)}; reinstall with `{PACKAGE.install}`"
             ) from error
+        self._disaggregated_fields = frozenset(inspect.signature(self._api.DisaggregatedParams).parameters)
         arguments = make_arguments(spec, argument_names(self._api))
         if spec.data_parallel > 1:
             self._ranks_api = importlib.import_module("tensorrt_llm.scheduling_params")
@@ -112,13 +121,8 @@ class TrtllmBackend:
 
     async def generate(self, call: Call) -> AsyncGenerator[Output, None]:
         request, eos = call.request, self._spec.eos_token_ids
-        context = Context.read(request.kv)
         self._cache.expect(call.token_ids, call.salt)
-        disaggregated = None
-        if request.prefill_only:
-            disaggregated = self._api.DisaggregatedParams(request_type="context_only")
-        elif context is not None:
-            disaggregated = self._disaggregated(context)
+        disaggregated = self._disaggregated(call)
         kwargs = {
             "sampling_params": self._api.SamplingParams(**sampling_arguments(call, eos)),
             "disaggregated_params": disaggregated,
@@ -202,11 +206,25 @@ class TrtllmBackend:
             return None
         return self._ranks_api.SchedulingParams(attention_dp_rank=rank, attention_dp_relax=False)
 
-    def _disaggregated(self, context: Context) -> Any:
-        """Make the parameters of a generation request, of the fields that the installed version has."""
-        names = inspect.signature(self._api.DisaggregatedParams).parameters
+    def _disaggregated(self, call: Call) -> Any:
+        """Make the parameters of a context or generation request, of the fields that the installed version has.
+
+        None where the request asks for logprobs and its first token's cannot be passed on: then a prefill worker generates
+        that token, and a decode worker computes the prompt itself.
+        """
+        request, names = call.request, self._disaggregated_fields
+        asks_logprobs = call.sampling.logprobs is not None
+        if request.prefill_only:
+            if asks_logprobs and FIRST_LOGPROBS not in names:
+                return None
+            return self._api.DisaggregatedParams(request_type="context_only")
+        context = Context.read(request.kv)
+        if context is None or (
+            asks_logprobs and (context.first_gen_log_probs is None or FIRST_LOGPROBS not in names)
+        ):
+            return None
         return self._api.DisaggregatedParams(
-            request_type="generation_only", **supported(context.arguments(), names)
+            request_type="generation_only", **supported(context.arguments(_make_logprob), names)
         )
 
     def _is_shut_down(self) -> bool:
@@ -252,6 +270,10 @@ class TrtllmBackend:
             ranks=ranks,
             kv_events=self._reuses_blocks,
         )
+
+
+def _make_logprob(**fields: Any) -> Any:
+    return importlib.import_module("tensorrt_llm.executor.result").Logprob(**fields)
 
 
 def _prefilled(output: Output, params: Any) -> Output:

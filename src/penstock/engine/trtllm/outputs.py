@@ -1,6 +1,6 @@
 """From a call to TensorRT-LLM's sampling parameters, from its outputs to ours, and KV handles."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +24,10 @@ CONTEXT_FIELDS = (
     "ctx_info_endpoint",
 )  # fmt: skip
 """Fields of `DisaggregatedParams` that go from the context to the generation request; older versions lack the last ones."""
-
+FIRST_LOGPROBS = "first_gen_log_probs"
+"""The field with the first token's logprobs. A version without it fails on generation requests that ask for logprobs."""
+_Position = float | dict[int, tuple[float, int | None]]
+"""Logprobs of one token: its own, or (logprob, rank) of several tokens by their ids."""
 
 _PRIORITY, _PRIORITY_MAX = 35, 100
 """TensorRT-LLM's priority of a block without a hint, and its highest; the lowest is 0."""
@@ -40,11 +43,17 @@ class Context(Wire, frozen=True):
     disagg_request_id: int | None = None
     ctx_dp_rank: int | None = None
     ctx_info_endpoint: str | None = None
+    first_gen_log_probs: list[_Position | list[_Position]] | None = None
+    """By position, or by beam and position."""
 
     @classmethod
     def of(cls, params: Any) -> "Context":
         """Take the fields of a `DisaggregatedParams`."""
-        return cls(**{name: getattr(params, name, None) for name in CONTEXT_FIELDS})
+        logprobs = getattr(params, FIRST_LOGPROBS, None)
+        return cls(
+            **{name: getattr(params, name, None) for name in CONTEXT_FIELDS},
+            first_gen_log_probs=None if logprobs is None else [_packed(each) for each in logprobs],
+        )
 
     @classmethod
     def read(cls, kv: KvHandle | None) -> "Context | None":
@@ -56,8 +65,33 @@ class Context(Wire, frozen=True):
         except msgspec.MsgspecError:
             return None
 
-    def arguments(self) -> dict[str, Any]:
-        return {name: value for name in CONTEXT_FIELDS if (value := getattr(self, name)) is not None}
+    def arguments(self, logprob: Callable[..., Any]) -> dict[str, Any]:
+        """Give the arguments of `DisaggregatedParams`.
+
+        Args:
+            logprob: TensorRT-LLM's class `Logprob`.
+        """
+        said = {name: value for name in CONTEXT_FIELDS if (value := getattr(self, name)) is not None}
+        if self.first_gen_log_probs is not None:
+            said[FIRST_LOGPROBS] = [_unpacked(each, logprob) for each in self.first_gen_log_probs]
+        return said
+
+
+def _packed(logprobs: Any) -> Any:
+    """Make plain values of TensorRT-LLM's logprobs, whose positions are numbers or `Logprob`s by token id."""
+    if isinstance(logprobs, Mapping):
+        return {int(token_id): (float(found.logprob), found.rank) for token_id, found in logprobs.items()}
+    if isinstance(logprobs, list | tuple):
+        return [_packed(each) for each in logprobs]
+    return float(logprobs)
+
+
+def _unpacked(logprobs: Any, logprob: Callable[..., Any]) -> Any:
+    if isinstance(logprobs, dict):
+        return {token_id: logprob(logprob=value, rank=rank) for token_id, (value, rank) in logprobs.items()}
+    if isinstance(logprobs, list):
+        return [_unpacked(each, logprob) for each in logprobs]
+    return logprobs
 
 
 def retention_config(api: Any, retention: KvRetention, default_ttl_s: float) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.engine.kv_events.engine_events import EngineRemoved, EngineStored, Omissions
 from penstock.engine.kv_events.polled import PolledEvents
-from penstock.engine.trtllm.outputs import CONTEXT_FIELDS, Context
+from penstock.engine.trtllm.outputs import CONTEXT_FIELDS, FIRST_LOGPROBS, Context
 from tests.fakes import tensorrt_llm as fake
 
 RECORDED: dict[str, Any] = json.loads(
@@ -22,7 +22,8 @@ def test_a_handle_has_what_the_generation_request_needs() -> None:
     fields = {*RECORDED["disaggregated_params"]}
     assert {*CONTEXT_FIELDS} <= fields
     assert {*CONTEXT_FIELDS} == {*RECORDED["context_phase_params"]}, "what ContextPhaseParams is made of"
-    assert {*Context.__struct_fields__} == {*CONTEXT_FIELDS}
+    assert {*Context.__struct_fields__} == {*CONTEXT_FIELDS, FIRST_LOGPROBS}
+    assert FIRST_LOGPROBS in fields
 
 
 def test_the_fake_has_no_names_of_its_own() -> None:

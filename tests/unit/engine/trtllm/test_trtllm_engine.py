@@ -1,5 +1,6 @@
 """The TensorRT-LLM adapter over a fake of the package: start, refusals, disaggregation, aborts."""
 
+import dataclasses
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from types import SimpleNamespace
@@ -30,8 +31,24 @@ def trtllm(monkeypatch):
     fake.CONTEXTS.clear()
     fake.ABORTED.clear()
     monkeypatch.setattr(adapter, "check_gpu", lambda *_: 0)
-    with installed("tensorrt_llm", fake, "1.1.0"), installed("tensorrt_llm.llmapi", fake, "1.1.0") as module:
+    names = ("tensorrt_llm", "tensorrt_llm.executor.result", "tensorrt_llm.llmapi")
+    with (
+        installed(names[0], fake, "1.1.0"),
+        installed(names[1], fake, "1.1.0"),
+        installed(names[2], fake, "1.1.0") as module,
+    ):
         yield module
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class OlderDisaggregatedParams:
+    """As in 1.1."""
+
+    request_type: str | None = None
+    first_gen_tokens: list[int] | None = None
+    ctx_request_id: int | None = None
+    opaque_state: bytes | None = None
+    draft_tokens: list[int] | None = None
 
 
 def spec(**changes) -> EngineSpec:
@@ -195,7 +212,11 @@ def test_a_handle_of_another_kind_is_computed_anew() -> None:
     assert Context.read(KvHandle.native(b"\xc1nonsense", 3, 1.0)) is None
     context = Context(first_gen_tokens=[3], ctx_request_id=1, opaque_state=b"\x00\xff")
     assert Context.read(KvHandle.native(msgspec.msgpack.encode(context), 3, 1.0)) == context
-    assert context.arguments() == {"first_gen_tokens": [3], "ctx_request_id": 1, "opaque_state": b"\x00\xff"}
+    assert context.arguments(fake.Logprob) == {
+        "first_gen_tokens": [3],
+        "ctx_request_id": 1,
+        "opaque_state": b"\x00\xff",
+    }
 
 
 def test_an_executor_that_shuts_down_ends_the_engine(trtllm, monkeypatch) -> None:
@@ -250,6 +271,65 @@ def test_kv_goes_from_a_prefill_to_a_decode_engine(trtllm) -> None:
             assert source.engine.load().prefilled_tokens == 40
 
     run_async(main())
+
+
+def asking_logprobs(max_tokens: int = 12):
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
+    return make_request("a", range(100, 140), sampling=sampling)
+
+
+def test_the_first_tokens_logprobs_go_from_prefill_to_decode(trtllm) -> None:
+    async def main() -> None:
+        async with disaggregated() as (source, target), EngineProbe(adapter.TrtllmEngine(spec())) as alone:
+            (expected,) = await alone.run(asking_logprobs())
+            kv = await prefilled_handle(source, asking_logprobs())
+            (answer,) = await target.run(replace(asking_logprobs(), kv=kv))
+            assert (answer.error, answer.token_ids) == (None, expected.token_ids)
+            assert [each.token_id for each in answer.logprobs] == answer.token_ids
+            assert answer.logprobs == expected.logprobs
+            assert fake.CALLS[-1]["disaggregated"].request_type == "generation_only"
+
+    run_async(main())
+
+
+def test_where_they_cannot_the_decode_worker_computes_the_prompt(trtllm) -> None:
+    async def main() -> None:
+        async with disaggregated() as (source, target), EngineProbe(adapter.TrtllmEngine(spec())) as alone:
+            (expected,) = await alone.run(asking_logprobs())
+            without = await prefilled_handle(source, make_request("b", range(100, 140), max_tokens=12))
+            (answer,) = await target.run(replace(asking_logprobs(), kv=without))
+            assert (answer.error, answer.logprobs) == (None, expected.logprobs)
+            assert fake.CALLS[-1]["disaggregated"] is None, "the prompt was computed here"
+
+    run_async(main())
+
+
+def test_an_older_version_prefills_no_request_for_logprobs(trtllm, monkeypatch) -> None:
+    monkeypatch.setattr(fake, "DisaggregatedParams", OlderDisaggregatedParams)
+    monkeypatch.setattr(trtllm, "DisaggregatedParams", OlderDisaggregatedParams)
+
+    async def main() -> None:
+        async with disaggregated() as (source, target):
+            (first,) = await source.run(replace(asking_logprobs(max_tokens=1), prefill_only=True))
+            assert (len(first.token_ids), len(first.logprobs)) == (1, 1)
+            assert not fake.CONTEXTS, "no KV waits for a decode worker"
+            request = make_request("c", range(100, 140), max_tokens=12)
+            kv = await prefilled_handle(source, request)
+            (answer,) = await target.run(replace(asking_logprobs(), kv=kv))
+            assert (answer.error, len(answer.logprobs)) == (None, 12)
+            assert fake.CALLS[-1]["disaggregated"] is None
+
+    run_async(main())
+
+
+def test_logprobs_of_every_shape_survive_the_wire() -> None:
+    positions = [-0.5, {3: fake.Logprob(-0.7, 1), 5: fake.Logprob(float("-inf"))}]
+    for given in (positions, [positions]):
+        context = Context.of(fake.DisaggregatedParams(first_gen_log_probs=given))
+        read = Context.read(KvHandle.native(msgspec.msgpack.encode(context), 3, 1.0))
+        assert read.arguments(fake.Logprob)["first_gen_log_probs"] == given
+    malformed = msgspec.msgpack.encode({"first_gen_log_probs": ["x"]})
+    assert Context.read(KvHandle.native(malformed, 3, 1.0)) is None
 
 
 def test_a_prompt_that_ends_with_its_first_token_needs_no_decode_worker(trtllm) -> None:
