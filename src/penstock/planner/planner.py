@@ -2,8 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Awaitable, Callable, Sequence
+from time import perf_counter
 
 import msgspec
 
@@ -11,12 +11,9 @@ from penstock.core.errors import PenstockError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
 from penstock.planner.act.actor import Actor, ActorConfig, Look
-from penstock.planner.config import PlannerConfig, kinds_of
-from penstock.planner.damp.damper import DamperConfig
-from penstock.planner.damp.damping import Damped, Damping
+from penstock.planner.config import PlannerConfig
 from penstock.planner.damp.warm import warm
 from penstock.planner.decide.capacity import Capacity
-from penstock.planner.decide.decider import Decider, cheapest
 from penstock.planner.decide.decision import Decision
 from penstock.planner.estimate.estimator import Estimator
 from penstock.planner.estimate.expected_demand import ExpectedDemand
@@ -24,6 +21,7 @@ from penstock.planner.estimate.significance import surely_above
 from penstock.planner.estimate.slo import Slo
 from penstock.planner.explain.record import DecisionRecord, Expected, RoleSeen, Seen
 from penstock.planner.observe.observation import Observation, WorkerView
+from penstock.planner.policy import Policy
 from penstock.runtime.observations.windows import Digest
 from penstock.seams import ScalingConnector
 
@@ -42,8 +40,6 @@ _BACK_OFF_S_MAX = 60.0
 _EPSILON_S = 1e-6
 _SAME_HORIZON = 0.8
 """Horizons are equal within this ratio."""
-_SWITCH = 0.85
-"""Aggregated workers become disaggregated ones, and back, where these need at most this share of the GPUs."""
 _log = get_logger()
 
 
@@ -63,6 +59,7 @@ class Planner:
         capacities: Sequence[Capacity],
         by: str = BY,
         on_record: Callable[[DecisionRecord], None] = lambda _record: None,
+        on_round: Callable[[float, str], None] = lambda _seconds, _error: None,
     ) -> None:
         """Check the settings; looks at nothing yet.
 
@@ -75,33 +72,21 @@ class Planner:
                 role, prefill and decode, or all three.
             by: the planner's name for the connector.
             on_record: called with the record of each round.
+            on_round: called with the seconds of each round of `run` and why it failed, empty if it did not.
 
         Raises:
             ConfigError: the roles cannot be planned, a bound names none of them, or the budget pays no replica of each.
         """
-        roles = {capacity.role for capacity in capacities}
-        config.check_roles(roles)
-        self._kinds = kinds_of(roles)
+        self._policy = Policy(config, slo, capacities)
         self._observe = observe
         self._config = config
         self._slo = slo
-        self._capacities = tuple(capacities)
         self._on_record = on_record
+        self._on_round = on_round
         self._actor = Actor(
             connector,
             by=by,
             config=ActorConfig(hold_s=config.hold_s, start_deadline_s=config.start_deadline_s),
-        )
-        least = 1 if len(self._kinds) == 1 else 0
-        self._damping = Damping(
-            {
-                role: DamperConfig(
-                    replicas_min=least * config.bounds(role)[0],
-                    replicas_max=config.bounds(role)[1],
-                    cool_down_s=config.cool_down_s,
-                )
-                for role in sorted(roles)
-            }
         )
         self._horizon_s = _START_GUESS_S + config.floor_period_s
         self._estimator = Estimator(
@@ -114,16 +99,13 @@ class Planner:
         self._interval_since_s: float | None = None
         self._floor_s = -math.inf
         self._floor: ExpectedDemand | None = None
-        self._switched_s = -math.inf
         self._shortfall = ""
-        self._decided_by: tuple[dict[Role, float], list[Decider]] = {}, []
-        """Factors of step times, and the deciders by them."""
-        self._deciders()
 
     async def run(self) -> None:
         """Decide every `react_period_s`, until it is cancelled. A round that fails is logged and tried again, later each time."""
         failures = 0
         while True:
+            text, begun_s = "", perf_counter()  # the loop's clock stands still while a round computes
             try:
                 await self.step()
                 failures = 0
@@ -131,6 +113,7 @@ class Planner:
                 failures += 1
                 text = error.message if isinstance(error, PenstockError) else repr(error)
                 _log.warning("planner_round_failed", error=text, failures=failures)
+            self._on_round(perf_counter() - begun_s, text)
             wait_s = self._config.react_period_s * 2 ** min(failures, 16)
             await asyncio.sleep(min(wait_s, max(_BACK_OFF_S_MAX, self._config.react_period_s)))
 
@@ -155,6 +138,8 @@ class Planner:
             horizon_s=self._horizon_s,
             is_floor=is_floor,
             now=dict(look.now),
+            room={limit.role: limit.room for limit in look.scale.limits},
+            rigid=self._actor.rigid,
             overdue=look.overdue,
             is_dry=self._config.dry_run,
         )
@@ -164,7 +149,14 @@ class Planner:
         else:
             is_settled = look.is_settled and len(views) == len(recent.workers)
             expected = self._expect(recent, is_floor=is_floor, is_settled=is_settled)
-            record = await self._act(record, look, recent, self._decide(now_s, expected, look))
+            decision = self._policy.decide(
+                now_s,
+                expected,
+                now=record.now,
+                room=record.room,
+                factors={role: factor.value for role, factor in self._estimator.factors.items()},
+            )
+            record = await self._act(record, look, recent, decision)
         self._say(record)
         self._on_record(record)
         return record
@@ -173,7 +165,9 @@ class Planner:
         self, record: DecisionRecord, look: Look, recent: Observation, decision: Decision
     ) -> DecisionRecord:
         """Damp the decision and carry it out; gives the whole record."""
-        damped = self._damp(record.at_s, look, decision)
+        damped = self._policy.damp(
+            record.at_s, decision, now=record.now, may_flip=lambda *roles: roles not in record.rigid
+        )
         load = {
             worker.name: float(worker.running_requests + worker.waiting_requests) for worker in recent.workers
         }
@@ -239,72 +233,6 @@ class Planner:
             self._floor, queued=expected.queued, ttft_s=expected.ttft_s, itl_s=expected.itl_s
         )
 
-    # -- decide and damp
-
-    def _deciders(self) -> list[Decider]:
-        """Give a decider of each kind of deployment, by step times as they are measured.
-
-        Raises:
-            ConfigError: the budget pays no replica of each role.
-        """
-        factors = {role: factor.value for role, factor in self._estimator.factors.items()}
-        if factors != self._decided_by[0]:
-            self._decided_by = factors, [self._decider(kind, factors) for kind in self._kinds]
-        return self._decided_by[1]
-
-    def _decider(self, kind: AbstractSet[Role], factors: Mapping[Role, float]) -> Decider:
-        own = [capacity for capacity in self._capacities if capacity.role in kind]
-        whole = sum(capacity.cost * self._config.bounds(capacity.role)[1] for capacity in own)
-        return Decider(
-            capacities=tuple(capacity.slower(factors[capacity.role]) for capacity in own),
-            slo=self._slo,
-            budget=self._config.budget.amount if self._config.budget else whole,
-        )
-
-    def _decide(self, now_s: float, expected: ExpectedDemand, look: Look) -> Decision:
-        """Decide for each kind of deployment; another kind than the present one has to be clearly cheaper."""
-        now, most, gpus_max = look.now, self._most(look), self._gpus_max(look)
-        found = [decider.decide(expected, now, most=most, gpus_max=gpus_max) for decider in self._deciders()]
-        best = cheapest(found)
-        if len(found) == 1:
-            return best
-        present = max(found, key=lambda each: sum(now.get(role, 0) for role in each.target))
-        saves = best.gpus <= _SWITCH * present.gpus or (present.shortfall and not best.shortfall)
-        if best is present or not saves or now_s - self._switched_s < self._config.cool_down_s:
-            return present
-        self._switched_s = now_s
-        return best
-
-    def _most(self, look: Look) -> dict[Role, int]:
-        """Bound each role by its settings and by the room that there is."""
-        limits = {limit.role: limit for limit in look.scale.limits}
-        total = sum(look.now.values())
-        most = {}
-        for capacity in self._capacities:
-            bound = self._config.bounds(capacity.role)[1]
-            limit = limits.get(capacity.role)
-            room = limit.room if limit else 0
-            most[capacity.role] = bound if room is None else min(bound, total + room)
-        return most
-
-    def _gpus_max(self, look: Look) -> int | None:
-        """Count the GPUs of the present workers and of those that still find room; None is no known limit."""
-        rooms = {limit.role: limit.room for limit in look.scale.limits}
-        free = [(rooms.get(capacity.role, 0), capacity.gpus) for capacity in self._capacities]
-        known = [room * gpus for room, gpus in free if room is not None]
-        if len(known) < len(free):
-            return None
-        taken = sum(look.now.get(capacity.role, 0) * capacity.gpus for capacity in self._capacities)
-        return taken + max(known)
-
-    def _damp(self, now_s: float, look: Look, decision: Decision) -> Damped:
-        wanted = {capacity.role: 0 for capacity in self._capacities} | decision.target
-        if len(self._kinds) > 1:
-            wanted |= {
-                role: max(count, self._config.bounds(role)[0]) for role, count in decision.target.items()
-            }
-        return self._damping.damp(now_s, look.now, wanted, may_flip=self._actor.may_flip)
-
     # -- explain
 
     def _seen(self, recent: Observation, views: Sequence[WorkerView]) -> Seen:
@@ -335,6 +263,7 @@ class Planner:
                 high=found.high,
                 method=found.method,
                 is_cold=found.is_cold,
+                mean_error=found.mean_error,
             )
             for name, found in self._estimator.forecasts.items()
         )

@@ -112,9 +112,11 @@ class Actor:
             held=f"{self._held_why}; the planner waits {left_s:.0f} s more" if left_s > 0 else "",
         )
 
-    def may_flip(self, source: Role, to: Role) -> bool:
-        """Tell whether no worker has lately failed to change from one role to the other."""
-        return asyncio.get_running_loop().time() >= self._rigid_until_s.get((source, to), 0.0)
+    @property
+    def rigid(self) -> tuple[tuple[Role, Role], ...]:
+        """(from, to) roles that a worker has lately failed to change between."""
+        now_s = asyncio.get_running_loop().time()
+        return tuple(sorted(roles for roles, until_s in self._rigid_until_s.items() if now_s < until_s))
 
     async def carry_out(
         self,
@@ -140,8 +142,7 @@ class Actor:
         seen = look or await self.look()
         if seen.held:
             return Outcome(plan=Plan(), held=seen.held, overdue=seen.overdue)
-        rigid = {roles for roles in self._rigid_until_s if not self.may_flip(*roles)}
-        plan = make_plan(seen.scale, target, load=load, overdue=seen.overdue, rigid=rigid)
+        plan = make_plan(seen.scale, target, load=load, overdue=seen.overdue, rigid=self.rigid)
         refused = [] if is_dry else await self._make(plan, seen.scale)
         self._refused = tuple(refused)
         return Outcome(plan=plan, refused=tuple(refused), overdue=seen.overdue)

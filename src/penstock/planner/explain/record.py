@@ -61,6 +61,7 @@ class Expected(Wire, frozen=True):
         mean: the largest value up to the horizon; between `low` and `high` in most cases.
         method: the method that predicted best so far.
         is_cold: too few values to judge methods; the band is a guess, on the safe side.
+        mean_error: the method's mean absolute error of late; None before the first comparison.
     """
 
     series: str
@@ -69,6 +70,7 @@ class Expected(Wire, frozen=True):
     high: float
     method: str = ""
     is_cold: bool = False
+    mean_error: float | None = None
 
 
 class DecisionRecord(Wire, frozen=True):
@@ -92,6 +94,8 @@ class DecisionRecord(Wire, frozen=True):
         refused: the deployment's reasons against single changes.
         held: why nothing was changed; empty if changes were free.
         is_dry: the changes were planned and not made.
+        room: workers of each role that could be added; None is no known limit.
+        rigid: (from, to) roles that workers failed to change between lately.
     """
 
     number: int
@@ -112,6 +116,8 @@ class DecisionRecord(Wire, frozen=True):
     refused: tuple[str, ...] = ()
     held: str = ""
     is_dry: bool = False
+    room: dict[Role, int | None] = msgspec.field(default_factory=dict)
+    rigid: tuple[tuple[Role, Role], ...] = ()
 
     @property
     def is_change(self) -> bool:
