@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import chain
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import pydantic
@@ -188,6 +189,13 @@ class RoleSpec(Config):
         level: list[Any] = [engine_args]
         for _ in range(_ARGS_DEPTH_MAX):
             inner = [each.values() if isinstance(each, dict) else each for each in level]
+            for part in chain.from_iterable(inner):
+                is_plain = part is None or isinstance(part, dict | list | tuple | str | int | float)
+                if not is_plain or (isinstance(part, float) and not math.isfinite(part)):
+                    raise wrong(
+                        "must be of text, finite numbers, true, false, null, lists and mappings, which go to a worker as JSON,"
+                        f" got {part!r}; write it as text in quotes"
+                    )
             level = [part for parts in inner for part in parts if isinstance(part, dict | list | tuple)]
             if not level:
                 return engine_args

@@ -60,6 +60,7 @@ def render(graph: Graph, *, as_json: bool = False) -> str:
         ConfigError: there is no such model, or an engine cannot have a setting of the graph.
     """
     check_model(graph)
+    graph = Graph.model_validate_json(graph.model_dump_json())  # as it reaches a worker
     checkpoint = _find_checkpoint(graph)
     workers = render_workers(graph, checkpoint)
     notes = list(_notes(graph, checkpoint))

@@ -11,7 +11,7 @@ from penstock.engine.kv_events.subscriber import PublisherAddress
 from penstock.engine.launch import EngineLaunch
 from penstock.engine.launch_host import LaunchHost, own_address
 from penstock.engine.spec import EngineSpec
-from penstock.engine.streams.package import Package, check_arguments, supported
+from penstock.engine.streams.package import Package, check_arguments, expect_gpu, supported
 
 PACKAGE = Package(
     engine="sglang",
@@ -66,6 +66,8 @@ def engine_launch(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
     Raises:
         ConfigError: Penstock sets an argument of the graph, or SGLang cannot have a setting.
     """
+    if "device" not in spec.args:
+        expect_gpu("sglang", spec.device)
     made = make_arguments(spec, frozenset(), host)
     return EngineLaunch(
         call="sglang.Engine", version=WRITTEN_FOR, arguments=made.server, kv_events=made.events

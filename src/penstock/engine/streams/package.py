@@ -98,17 +98,26 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match.group().split(".")[:3]) if match else ()
 
 
-def check_gpu(engine: str, device: str) -> None:
-    """Check that there is a CUDA device.
+def expect_gpu(engine: str, device: str) -> None:
+    """Check that the graph gives the worker a GPU.
 
     Raises:
-        ConfigError: the worker has no GPU in the graph, or PyTorch sees none.
+        ConfigError: it gives a CPU.
     """
     if not device.startswith("cuda"):
         raise ConfigError(
             f"engine {engine}: runs on NVIDIA GPUs alone, the graph gives this worker hardware cpu; set hardware, as in"
             " `--set roles.aggregated.hardware=h100`"
         )
+
+
+def check_gpu(engine: str, device: str) -> None:
+    """Check that there is a CUDA device.
+
+    Raises:
+        ConfigError: the worker has no GPU in the graph, or PyTorch sees none.
+    """
+    expect_gpu(engine, device)
     import torch  # noqa: PLC0415 - the engine's package brings it
 
     if not torch.cuda.is_available():

@@ -9,7 +9,7 @@ from penstock.core.types.instances import Role
 from penstock.engine.launch import EngineLaunch
 from penstock.engine.launch_host import LaunchHost
 from penstock.engine.spec import EngineSpec
-from penstock.engine.streams.package import Package, check_arguments
+from penstock.engine.streams.package import Package, check_arguments, expect_gpu
 
 PACKAGE = Package(
     engine="trtllm",
@@ -44,6 +44,7 @@ def engine_launch(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
     Raises:
         ConfigError: Penstock sets an argument of the graph, or TensorRT-LLM cannot have a setting.
     """
+    expect_gpu("trtllm", spec.device)
     return EngineLaunch(
         call="tensorrt_llm.llmapi.LLM",
         version=WRITTEN_FOR,

@@ -160,6 +160,11 @@ def test_what_serve_would_refuse_is_said_beside(
             "roles.prefill: engine_args: kv_transfer_config: must be a mapping",
         ),
         (VLLM.replace("seed: 3", "").replace("vllm", "sglang").replace("{}", "{tp_size: 2}"), "set tensor_parallel"),
+        (VLLM.replace("h100", "cpu").replace("vllm", "sglang"), "engine sglang: runs on NVIDIA GPUs alone"),
+        (VLLM.replace("h100", "cpu").replace("vllm", "trtllm"), "engine trtllm: runs on NVIDIA GPUs alone"),
+        (VLLM.replace("h100", "cpu"), "block_size: vLLM on CPUs needs a multiple of 32, got 16; set block_size: 32"),
+        (VLLM.replace("seed: 3", "seed: {of: 2024-01-01}"), "got datetime.date(2024, 1, 1); write it as text in quotes"),
+        (VLLM.replace("seed: 3", "seed: .nan"), "engine_args: must be of text, finite numbers, true"),
         (
             VLLM.replace("args: {seed: 3}", "data_parallel: 2").replace("vllm", "trtllm"),
             "engine trtllm gives each rank of data-parallel attention one GPU, so tensor_parallel must be 1, got 2",

@@ -150,7 +150,7 @@ def test_a_start_has_the_arguments_of_the_description(sglang, monkeypatch) -> No
 
 def test_an_older_sglang_has_other_names() -> None:
     older = server_arg_names(fake) - {"attn_dp_size", "incremental_streaming_output"} | {"stream_output"}
-    of = spec(data_parallel=4, expert_parallel=4)
+    of = spec(data_parallel=4, expert_parallel=4, device="cuda:0")
     server = make_arguments(of, older, SymbolicHost()).server
     assert (server["dp_size"], server["enable_dp_attention"], server["stream_output"]) == (4, True, True)
     newest = engine_launch(of, SymbolicHost()).arguments

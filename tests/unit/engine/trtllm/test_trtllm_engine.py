@@ -167,7 +167,7 @@ def test_a_start_has_the_arguments_of_the_description(trtllm, monkeypatch) -> No
     of = spec(
         role=Role.PREFILL, max_batch_tokens=512, args={"kv_cache_config": {"free_gpu_memory_fraction": 0.7}}
     )
-    described = engine_launch(of, SymbolicHost())
+    described = engine_launch(dataclasses.replace(of, device="cuda:0"), SymbolicHost())
     start(of)
     assert given == described.arguments
     assert engine_launch(spec(device="cuda:2"), SymbolicHost()).environment == {"CUDA_VISIBLE_DEVICES": "2"}
