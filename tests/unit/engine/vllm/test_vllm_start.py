@@ -9,11 +9,13 @@ from structlog.testing import capture_logs
 
 from penstock.core.errors import EngineError
 from penstock.core.types.events import BlockStored, Tier
-from penstock.core.types.instances import EngineInfo
+from penstock.core.types.instances import EngineInfo, Role
 from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import pack_hashes
 from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.launch import EngineLaunch
+from penstock.engine.launch_host import SymbolicHost
+from penstock.engine.registry import describe_launch
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm import engine as engine_module
 from penstock.engine.vllm.engine import VllmEngine
@@ -129,3 +131,38 @@ def test_a_core_that_dies_meanwhile_is_named(monkeypatch: pytest.MonkeyPatch) ->
             await started(monkeypatch, [told(0, known=False), MemoryError("no memory")], host="2x")
 
     run_virtual(scene())
+
+
+def test_a_start_has_what_its_description_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`penstock graph render` prints the description; only ports and directories are found at the start."""
+    spec = EngineSpec(model="m", block_size=32, device="cuda:2", role=Role.DECODE, args={"seed": 3})
+    given: list[EngineLaunch] = []
+
+    async def scene() -> None:
+        def launch(_spec: EngineSpec, _output: Any, described: EngineLaunch) -> Any:
+            given.append(described)
+            return StartingCore([]), None
+
+        async def no_adapters(*_: Any) -> dict[str, Any]:
+            return {}
+
+        monkeypatch.setattr(engine_module, "launch", launch)
+        monkeypatch.setattr(engine_module, "load_adapters", no_adapters)
+        monkeypatch.setattr(engine_module, "MediaReader", lambda _: SimpleNamespace(kinds=()))
+        monkeypatch.setattr(engine_module, "end", lambda _: None)
+        monkeypatch.setattr(engine_module.VllmKvEvents, "follow", lambda *_: None)
+        for name in ("CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP", "VLLM_NO_USAGE_STATS"):
+            monkeypatch.delenv(name, raising=False)
+        engine = VllmEngine(spec)
+        await engine.start()
+        await engine.close()
+
+    asyncio.run(scene())
+    (start,), described = given, describe_launch("vllm", spec, SymbolicHost())
+    assert start.arguments.keys() == described.arguments.keys()
+    differing = {name for name in start.arguments if start.arguments[name] != described.arguments[name]}
+    assert differing == {"kv_events_config"}
+    assert start.environment.keys() == described.environment.keys()
+    changed = {name for name in start.environment if start.environment[name] != described.environment[name]}
+    assert changed == {"VLLM_NIXL_SIDE_CHANNEL_PORT"}
+    assert start.arguments["kv_transfer_config"]["kv_connector"] == "NixlConnector"
