@@ -12,6 +12,7 @@ from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
 from penstock.planner.act.actor import Actor, ActorConfig, Look
 from penstock.planner.config import PlannerConfig
+from penstock.planner.damp.damping import Damped
 from penstock.planner.damp.warm import warm
 from penstock.planner.decide.capacity import Capacity
 from penstock.planner.decide.decision import Decision
@@ -165,9 +166,12 @@ class Planner:
         self, record: DecisionRecord, look: Look, recent: Observation, decision: Decision
     ) -> DecisionRecord:
         """Damp the decision and carry it out; gives the whole record."""
-        damped = self._policy.damp(
-            record.at_s, decision, now=record.now, may_flip=lambda *roles: roles not in record.rigid
-        )
+        if look.held:
+            damped = Damped(dict(record.now))
+        else:
+            damped = self._policy.damp(
+                record.at_s, decision, now=record.now, may_flip=lambda *roles: roles not in record.rigid
+            )
         load = {
             worker.name: float(worker.running_requests + worker.waiting_requests) for worker in recent.workers
         }

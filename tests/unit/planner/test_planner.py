@@ -176,6 +176,16 @@ def test_an_slo_out_of_reach_runs_at_max_and_says_so():
     run_virtual(main())
 
 
+def test_before_the_first_request_nothing_starts():
+    async def main():
+        world = World({P: 1, D: 3}, slo=Slo(ttft_s=0.005, itl_s=0.001))
+        async with running(world):
+            await asyncio.sleep(100)
+            assert await world.counts() == {P: 1, D: 3}
+
+    run_virtual(main())
+
+
 def test_room_bounds_both_roles_together():
     async def main():
         world = World({P: 1, D: 1}, workers_max=6, max_workers=16)

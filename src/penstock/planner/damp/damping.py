@@ -1,5 +1,6 @@
 """Damps the decisions of all roles together: a surplus that waits for its cool-down may still change roles."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,11 +24,12 @@ class Damping:
 
         Args:
             configs: bounds and times of each role.
-            flip_again_s: seconds between two exchanges of workers between roles.
+            flip_again_s: seconds after which a role gives back workers that it took from another one.
         """
         self._dampers = {role: Damper(config) for role, config in configs.items()}
         self._flip_again_s = flip_again_s
-        self._flipped_s: float | None = None
+        self._flipped_s: dict[tuple[Role, Role], float] = {}
+        """Last exchange by (from, to)."""
 
     def damp(
         self,
@@ -62,8 +64,6 @@ class Damping:
         may_flip: Callable[[Role, Role], bool],
     ) -> list[str]:
         """Let roles that lack workers take those that others keep for their cool-down alone; changes `target`."""
-        if self._flipped_s is not None and now_s - self._flipped_s < self._flip_again_s:
-            return []
         said = []
         for to, count in list(target.items()):
             lack = count - have.get(to, 0)  # flips that damping allows anyway come first
@@ -73,10 +73,11 @@ class Damping:
                 spare = target[source] - least if target[source] <= have.get(source, 0) else 0
                 lack -= free
                 moved = min(lack, spare)
-                if moved > 0 and may_flip(source, to):
+                is_back = now_s - self._flipped_s.get((to, source), -math.inf) < self._flip_again_s
+                if moved > 0 and not is_back and may_flip(source, to):
                     target[source] -= moved
                     lack -= moved
-                    self._flipped_s = now_s
+                    self._flipped_s[source, to] = now_s
                     said.append(f"{source}: {moved} may become {to} during the cool-down")
         return said
 

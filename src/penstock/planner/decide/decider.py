@@ -12,6 +12,8 @@ from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.estimate.slo import Slo
 
 _TINY = 1e-9
+_IDLE_PER_S = 1 / 600
+"""At fewer requests nobody misses the SLO, and one replica will do."""
 _STEP_MAX = 2.0
 """An SLO error at most doubles the replicas in one decision."""
 _REPLICAS_MAX = 4096
@@ -109,8 +111,11 @@ class Decider:
     ) -> tuple[str, RoleTerm]:
         """Choose the replicas of one role alone; the text says why they do not hold the SLO."""
         rate_per_s = expected.rate_per_s
-        if reason := capacity.unreachable(expected, self.slo):
+        is_idle = rate_per_s < _IDLE_PER_S and not expected.queued
+        if not is_idle and (reason := capacity.unreachable(expected, self.slo)):
             return reason, _at_most(capacity.role, now, most, reason)
+        if is_idle:
+            rate_per_s = 0.0
         floor = capacity.workers(rate_per_s, expected, self.slo, most)
         if floor is None:
             held = capacity.rate_per_s(most, expected, self.slo)

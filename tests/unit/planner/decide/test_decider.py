@@ -105,6 +105,12 @@ def test_an_slo_out_of_reach_names_the_bound_and_runs_at_max(slo, bound):
     assert "ms above the target" in found.explain()
 
 
+def test_without_demand_an_slo_out_of_reach_needs_one_replica():
+    decider = Decider(capacities=(A,), slo=Slo(ttft_s=0.005, itl_s=1.0), budget=6)
+    assert decider.decide(asked(0.0), {}).target == {Role.AGGREGATED: 1}
+    assert decider.decide(asked(0.0, queued=1), {}).target == {Role.AGGREGATED: 6}
+
+
 def test_a_budget_in_dollars_that_is_too_small_is_divided():
     dear = tuple(replace(each, price=2.0) for each in (P, D))
     found = Decider(capacities=dear, slo=SLO, budget=12.0).decide(asked(115.0), {})

@@ -1,0 +1,120 @@
+"""The demand that is expected, from observations."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.core.types.instances import Role
+from penstock.perf.model.parallel import Parallel
+from penstock.planner.decide.worker_model import WorkerModel
+from penstock.planner.estimate.estimator import Estimator
+from penstock.planner.estimate.series import Series
+from penstock.planner.estimate.slo import Slo
+from penstock.planner.estimate.step_factor import StepFactor
+from penstock.planner.observe.observation import Demand, Observation, WorkerView
+from penstock.runtime.observations.windows import Digest, bucket_of
+
+SLO = Slo(ttft_s=1.0, itl_s=0.1, percentile=90.0)
+D = Role.DECODE
+
+
+class Steps:
+    """10 ms a step, 1 ms a sequence, 0.1 ms a prompt token."""
+
+    kv_capacity_tokens = 1000
+
+    def decode_step_s(self, batch, context_tokens):
+        return 0.01 + 0.001 * batch
+
+    def mixed_step_s(self, chunks, batch, context_tokens):
+        return self.decode_step_s(batch, context_tokens) + 1e-4 * sum(new for new, _ in chunks)
+
+
+MODEL = WorkerModel(Steps(), Parallel())
+IDLE = WorkerView("d", D, 100.0, Digest(), 0.0, 0.0, 0, 0, 0, 0, 0.0, 0.0)
+
+
+def digest(value, count):
+    return Digest(count=count, total=value * count, buckets={bucket_of(value): count})
+
+
+def seen(rate, inputs=100, outputs=50, **more):
+    count = max(1, round(10 * rate))
+    demand = Demand(
+        arrivals_per_s=rate,
+        input_tokens=digest(inputs, count),
+        output_tokens=digest(outputs, count),
+        **more,
+    )
+    return Observation(at_s=0.0, seconds=10.0, demand=demand, frontends=("f",))
+
+
+def estimator():
+    return Estimator({D: MODEL}, interval_s=10.0, horizon_s=120.0)
+
+
+def test_without_a_request_nothing_is_expected():
+    expected = estimator().expect(Observation(at_s=0.0, seconds=10.0, demand=Demand()), SLO, is_settled=True)
+    assert (expected.rate_per_s, expected.queued, expected.ttft_s) == (0.0, 0, None)
+    assert expected.input_tokens > 1
+
+
+def test_the_first_intervals_are_taken_with_a_reserve():
+    new = estimator()
+    new.take(seen(4.0))
+    expected = new.expect(seen(4.0), SLO, is_settled=True)
+    assert expected.rate_per_s == pytest.approx(6.0)
+    assert (expected.input_tokens, expected.output_tokens) == (100, 50)
+
+
+def test_lengths_follow_and_keep_their_distribution():
+    new = estimator()
+    for step in range(60):
+        new.take(seen(4.0, inputs=100 + 10 * step))
+    expected = new.expect(seen(4.0), SLO, is_settled=True)
+    assert expected.input_tokens > 600
+    assert expected.input_lengths.count == 30 * 40
+    assert expected.input_lengths.spread > 1.01
+    assert expected.output_lengths.spread == pytest.approx(1.0, abs=0.1)
+
+
+def test_present_latencies_count_only_once_workers_are_warm():
+    slow = seen(4.0, ttft_s=digest(3.0, 40), itl_s=digest(0.05, 40))
+    expected = estimator().expect(slow, SLO, is_settled=True)
+    assert (expected.ttft_s, expected.itl_s) == (pytest.approx(3.0, rel=0.1), None)
+    assert estimator().expect(slow, SLO, is_settled=False).ttft_s is None
+
+
+def test_what_waits_in_workers_for_long_is_queued():
+    waiting = replace(IDLE, waiting_requests=5, oldest_wait_s=0.8)
+    between_steps = replace(IDLE, waiting_requests=7, oldest_wait_s=0.02)
+    now = replace(seen(4.0, queued=3), workers=(waiting, between_steps))
+    assert estimator().expect(now, SLO, is_settled=True).queued == 8
+
+
+def test_a_longer_horizon_is_learned_from_what_was_seen():
+    series = Series("requests_per_s", interval_s=10.0, horizon_s=50.0, season_s=None)
+    for step in range(100):
+        series.take(float(step))
+    near = series.forecast().mean
+    series.look_ahead(300.0)
+    assert not series.forecast().is_cold
+    assert series.forecast().mean > near
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 3.0])
+def test_step_times_are_corrected_by_measured_ones(factor):
+    found = StepFactor(MODEL)
+    decoding = replace(IDLE, step_s=digest(factor * 0.03, 100), running_requests=20)
+    # 100 steps in 10 s with 30 prompt tokens each: 10 + 20 + 3 ms.
+    mixed = replace(decoding, step_s=digest(factor * 0.033, 100), prefilled_tokens_per_s=300.0)
+    for _ in range(20):
+        found.learn([decoding, mixed, IDLE], 10.0)
+    assert found.value == pytest.approx(factor, rel=0.06)
+    assert found.is_trusted
+
+
+def test_a_few_steps_correct_nothing():
+    found = StepFactor(MODEL)
+    found.learn([replace(IDLE, step_s=digest(1.0, 5), running_requests=1)] * 10, 10.0)
+    assert found.value == 1.0
