@@ -39,7 +39,7 @@ _RECENT_S = 10.0
 """Queues and latencies of the last two reactions count, and of so many seconds at least."""
 _BACK_OFF_S_MAX = 60.0
 _EPSILON_S = 1e-6
-_SAME_HORIZON = 0.8
+_SAME_HORIZON = 0.6
 """Horizons are equal within this ratio."""
 _log = get_logger()
 

@@ -146,13 +146,14 @@ def test_a_dry_run_decides_and_changes_nothing():
     run_virtual(main())
 
 
-def test_a_deployment_that_does_not_answer_is_asked_again():
+@pytest.mark.parametrize("error", [Unavailable("no supervisor answers"), ZeroDivisionError("a mistake")])
+def test_a_round_that_fails_is_tried_again(error):
     async def main():
         world = World({A: 1})
         answers = world.connector.scale
 
         async def nobody(after=None):
-            raise Unavailable("no supervisor answers")
+            raise error
 
         world.connector.scale = nobody
         async with running(world):

@@ -1,6 +1,7 @@
 """Carries out what a planner decides, and gives way to everybody else who scales."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 
@@ -91,6 +92,8 @@ class Actor:
         self._pending_since: dict[str, float] = {}
         self._rigid_until_s: dict[tuple[Role, Role], float] = {}
         self._flipping: dict[str, tuple[Role, Role]] = {}
+        self._kept_until_s: dict[str, float] = {}
+        """Workers that the deployment refused to end, such as the last one with an adapter: others are tried first."""
         self._refused: tuple[str, ...] = ()
         """Reasons of the last round, which are logged once."""
 
@@ -142,7 +145,10 @@ class Actor:
         seen = look or await self.look()
         if seen.held:
             return Outcome(plan=Plan(), held=seen.held, overdue=seen.overdue)
-        plan = make_plan(seen.scale, target, load=load, overdue=seen.overdue, rigid=self.rigid)
+        now_s = asyncio.get_running_loop().time()
+        self._kept_until_s = {name: end_s for name, end_s in self._kept_until_s.items() if now_s < end_s}
+        work = {**(load or {}), **dict.fromkeys(self._kept_until_s, math.inf)}
+        plan = make_plan(seen.scale, target, load=work, overdue=seen.overdue, rigid=self.rigid)
         refused = [] if is_dry else await self._make(plan, seen.scale)
         self._refused = tuple(refused)
         return Outcome(plan=plan, refused=tuple(refused), overdue=seen.overdue)
@@ -209,7 +215,10 @@ class Actor:
                         self._connector.add(role, fitting, by=self._by, revision=self._revision), refused
                     )
             for name in plan.retires:
-                await self._try(self._connector.retire([name], by=self._by, revision=self._revision), refused)
+                retire = self._connector.retire([name], by=self._by, revision=self._revision)
+                if not await self._try(retire, refused):
+                    now_s = asyncio.get_running_loop().time()
+                    self._kept_until_s[name] = now_s + self._config.flip_again_s
                 self._pending_since.pop(name, None)  # the name may come back
         except _ForeignChangeError as error:
             refused.append(str(error))

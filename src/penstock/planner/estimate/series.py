@@ -6,9 +6,10 @@ from collections import deque
 from penstock.planner.forecast.forecast import Forecast
 from penstock.planner.forecast.selected import SelectedForecast, standard_methods
 
-_REPLAYED_MAX = 2000
-"""Most values that a new horizon is learned from."""
-_COLD_HISTORY = 64
+_REPLAYED = 2000
+"""Values that a new horizon is learned from; two seasons if that is more."""
+_REPLAYED_MAX = 20_000
+"""More would keep a core busy for a second."""
 
 
 class Series:
@@ -26,9 +27,8 @@ class Series:
         self.name = name
         self._interval_s = interval_s
         self._period = round(season_s / interval_s) if season_s else 0
-        self._history: deque[float] = deque(
-            maxlen=max(_COLD_HISTORY, min(_REPLAYED_MAX, 2 * self._period or _REPLAYED_MAX))
-        )
+        replayed = max(_REPLAYED, min(2 * self._period, _REPLAYED_MAX))
+        self._history: deque[float] = deque(maxlen=replayed)
         self._steps = math.ceil(horizon_s / interval_s)
         self._selected = self._make()
 

@@ -14,6 +14,28 @@ from penstock.sim.loop.loop import run_virtual
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
 
 
+def test_another_worker_ends_where_one_may_not():
+    class Adapted(MemoryConnector):
+        async def retire(self, names, **values):
+            if "aggregated-1" in names:
+                raise RequestError("no other worker has adapter 'a'; retire another worker", http_status=409)
+            await super().retire(names, **values)
+
+    async def main():
+        connector = Adapted({A: 3})
+        actor = Actor(connector)
+        outcome = await actor.carry_out({A: 2})
+        assert "adapter 'a'" in outcome.refused[0]
+        assert not (await actor.carry_out({A: 2})).refused
+        assert await counts(connector) == {A: 2}
+        assert [replica.name for replica in (await connector.scale()).of(A)] == [
+            "aggregated-1",
+            "aggregated-3",
+        ]
+
+    run_virtual(main())
+
+
 async def counts(connector):
     scale = await connector.scale()
     return {limit.role: len(scale.of(limit.role)) for limit in scale.limits}
