@@ -39,7 +39,14 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Any:
 def executor(connector: Any) -> Any:
     from tests.fakes.kv_cache_connector import Executor
 
-    return Executor(connector.PenstockScheduler, connector.PenstockWorker)
+    class Settling(Executor):
+        """Waits for the tiers too: a save has ended once its blocks are read, and the tiers may still store them."""
+
+        def settle(self) -> None:
+            super().settle()
+            assert connector._SHARED.tiers.wait(30.0)
+
+    return Settling(connector.PenstockScheduler, connector.PenstockWorker)
 
 
 def request(number: int, tokens: list[int], **fields: Any) -> Any:
