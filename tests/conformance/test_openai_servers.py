@@ -656,6 +656,23 @@ def test_metrics_tell_of_the_requests_of_others() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("metrics", ["", "broken"], ids=["gone", "broken"])
+def test_load_that_is_told_no_more_is_forgotten_until_it_is_told_again(metrics: str) -> None:
+    told = "vllm:num_requests_running 5.0\n"
+
+    async def main() -> None:
+        fake = fake_of()
+        fake.metrics = told
+        async with fake, driven(fake) as case:
+            await case.until(lambda: case.engine.load().running_requests == 5)
+            fake.metrics = metrics
+            await case.until(lambda: case.engine.load().running_requests == 0)
+            fake.metrics = told
+            await case.until(lambda: case.engine.load().running_requests == 5)
+
+    run(main())
+
+
 def test_more_requests_than_allowed_are_refused() -> None:
     async def main() -> None:
         serving = replace(SERVING, max_running_requests=2, max_waiting_requests=1)

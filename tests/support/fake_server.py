@@ -68,6 +68,7 @@ class FakeServer:
         self.silent = False
         """Whether it accepts connections and answers nothing, as a stopped process does."""
         self.metrics = ""
+        """Answer to `/metrics`; empty: 404, `broken`: 500."""
         self.models: bytes | None = None
         """Answer to `/v1/models`; None: the model."""
         self.key: str | None = None
@@ -179,6 +180,8 @@ class FakeServer:
         await self._gate(request)
         if not self.metrics:
             raise web.HTTPNotFound
+        if self.metrics == "broken":
+            raise web.HTTPInternalServerError
         return web.Response(text=self.metrics)
 
     async def _props(self, _request: web.Request) -> web.Response:

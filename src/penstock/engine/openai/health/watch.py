@@ -40,7 +40,6 @@ class HealthWatch:
         self._on_load = on_load
         self._told: str | None = None
         self._doubt = asyncio.Event()
-        self._has_metrics = True
 
     def request_failed(self, reason: str) -> None:
         """Note a request that the server broke, and check the server soon."""
@@ -83,18 +82,24 @@ class HealthWatch:
         self._doubt.clear()
 
     async def _watch_load(self) -> None:
-        while self._has_metrics:
-            await asyncio.sleep(self._config.load_interval_s)
+        """Read the metrics; after failures in a row, or where there are none, only our own requests count."""
+        pause_s, failures = self._config.load_interval_s, 0
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = self._config.load_interval_s
             if self.breaker.is_open:
                 continue
             try:
                 load = await self._server.load()
-            except PenstockError:
-                continue  # the health check will tell
-            if load is None:
-                self._has_metrics = False
+            except PenstockError:  # the health check tells what is wrong
+                load, failures = None, failures + 1
+                if failures < self._config.health.failures_max:
+                    continue
             else:
-                self._on_load(load)
+                failures = 0
+                if load is None:
+                    pause_s = self._config.health.retry_s_max
+            self._on_load(load or ServerLoad())
 
     def _tell(self, *, is_silent: bool) -> None:
         problem = self.breaker.problem
