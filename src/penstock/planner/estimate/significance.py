@@ -5,15 +5,16 @@ from statistics import NormalDist
 
 from penstock.runtime.observations.windows import Digest
 
-_CHANCE = 0.01
+_CHANCE = 0.001
+"""Rounds ask every few seconds: what happens in one of a hundred happens every few minutes."""
 _MANY = 100
 """From so many expected ones on, a binomial distribution is a normal one."""
-_DEVIATIONS = 2.33
-"""One in a hundred values of a normal distribution is so many deviations above its mean."""
+_DEVIATIONS = 4.0
+"""One in thirty thousand values of a normal distribution is so many deviations above its mean."""
 
 
 def surely_above(per_s: float, seconds: float, expected_per_s: float) -> bool:
-    """Tell whether a rate seen over `seconds` would be seen in less than one of a hundred cases at `expected_per_s`."""
+    """Tell whether a rate seen over `seconds` would hardly ever be seen by chance at `expected_per_s`."""
     expected = expected_per_s * seconds
     return per_s * seconds > expected + _DEVIATIONS * math.sqrt(max(expected, 1.0)) + 1
 
@@ -22,7 +23,7 @@ def missed_quantile(digest: Digest, target: float, percentile: float) -> float |
     """Give the value at `percentile` if it misses the target beyond chance.
 
     Returns:
-        None if it is met, or if as many values above the target are seen in one of a hundred cases where it is met.
+        None if it is met, or if as many values above the target are seen in one of a thousand cases where it is met.
     """
     if not digest.count:
         return None

@@ -25,7 +25,7 @@ def test_an_slo_that_is_just_met_is_hardly_ever_missed(count, share):
         )
         for _ in range(400)
     ]
-    assert sum(value is not None for value in found) <= 12, "1 % of 400, and some chance"
+    assert sum(value is not None for value in found) <= 3, "one of 400, and some chance"
 
 
 @pytest.mark.parametrize(("count", "share"), [(20, 0.1), (200, 0.1), (500, 0.01), (5000, 0.1)])
@@ -40,7 +40,7 @@ def test_one_slow_request_says_nothing_and_no_request_neither():
 
 
 def test_a_rate_is_above_another_beyond_chance():
-    assert not surely_above(0.3, 10.0, 0.0), "three requests"
+    assert not surely_above(0.5, 10.0, 0.0), "five requests"
     assert surely_above(2.0, 10.0, 0.0)
-    assert not surely_above(11.0, 10.0, 10.0)
-    assert surely_above(14.0, 10.0, 10.0)
+    assert not surely_above(13.5, 10.0, 10.0)
+    assert surely_above(15.0, 10.0, 10.0)
