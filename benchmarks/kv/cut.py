@@ -103,12 +103,11 @@ def _cut(prompts: Prompts, block_s: float) -> LoadBlocks:
 
     def load_blocks(blocks: int, cached_tokens: int, prompt_tokens: int) -> int:
         runs = worth_loading(
-            [("store", blocks)],
+            [("store", blocks, blocks * PREFIX_BLOCK_TOKENS)],
             lambda _store, count: count * block_s,
             prompts.prefill_s,
             known_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
-            block_size=PREFIX_BLOCK_TOKENS,
         )
         return blocks if runs else 0
 

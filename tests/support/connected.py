@@ -14,6 +14,7 @@ from penstock.kv.connector.scheduler import KvConnectorScheduler
 from penstock.kv.connector.staging import Staging
 from penstock.kv.connector.worker import KvConnectorWorker
 from penstock.kv.device_blocks import DeviceBlocks
+from penstock.kv.groups.groups import KvGroups
 from penstock.kv.host.host_tier import HostTier
 from penstock.seams.kv import KvTier
 
@@ -46,7 +47,12 @@ class Connected:
     """
 
     def __init__(
-        self, make_tiers: Callable[[Staging], Sequence[KvTier]], *, num_blocks: int = 64, num_ranks: int = 1
+        self,
+        make_tiers: Callable[[Staging], Sequence[KvTier]],
+        *,
+        num_blocks: int = 64,
+        num_ranks: int = 1,
+        groups: KvGroups | None = None,
     ) -> None:
         self.memories = [Memory(num_blocks) for _ in range(num_ranks)]
         self.workers = [KvConnectorWorker(make_tiers, memory) for memory in self.memories]
@@ -58,6 +64,7 @@ class Connected:
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
             num_ranks=num_ranks,
+            groups=groups,
             clock=lambda: self.now_s,
         )
         self.reports: list[Report] = []
@@ -116,7 +123,7 @@ class Connected:
         hashes = hashes_of(seed, count)
         ids = list(range(count))
         self.fill(ids, seed)
-        self.scheduler.commit(hashes, ids)
+        self.scheduler.commit(hashes, [ids])
         while self.scheduler.needs_steps:
             self.step()
         for memory in self.memories:

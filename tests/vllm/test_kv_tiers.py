@@ -15,6 +15,7 @@ from penstock.deploy.supervisor.resources.host_arena import HostArena
 from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.vllm.tiers.settings import TierSettings
 from penstock.graph import RoleSpec
+from penstock.kv.groups.group import GroupKind, KvGroup
 from tests.vllm.conftest import BLOCK, vllm_processes
 from tests.vllm.indexed import KEY, Indexed
 from tests.vllm.test_adapters import merged
@@ -211,14 +212,17 @@ def test_the_scheduler_hears_of_every_step_also_of_those_that_report_nothing():
 
     settings = TierSettings(KvConfig(), "worker", "", KEY)
     parallel = SimpleNamespace(rank=0, world_size=1)
-    worker = _WorkerSide(settings, SimpleNamespace(parallel_config=parallel), None)
-    assert worker.ended_requests() == set()
+    cache = SimpleNamespace(block_size=BLOCK)
+    config = SimpleNamespace(parallel_config=parallel, cache_config=cache)
+    groups = [KvGroup(GroupKind.FULL, ("layer",), 1)]
+    worker = _WorkerSide(settings, config, None, groups)
+    assert worker.ended_requests() == (set(), set())
     report = worker.take_report()
     assert report == RankReports({})
     assert not KVConnectorOutput(kv_connector_worker_meta=report).is_empty(), "vLLM would drop it"
-    cache = SimpleNamespace(block_size=BLOCK)
-    config = SimpleNamespace(parallel_config=parallel, cache_config=cache)
-    scheduler = _SchedulerSide(settings, config, SimpleNamespace(num_blocks=8))
+    scheduler = _SchedulerSide(
+        settings, config, SimpleNamespace(num_blocks=8, prefix_cache_retention_interval=0), groups
+    )
     for _ in range(3):
         scheduler.begin_step(SimpleNamespace(num_scheduled_tokens={}, scheduled_new_reqs=[]))
         scheduler.end_step(report)

@@ -6,6 +6,9 @@ With several processes (tensor or pipeline parallelism) a block counts once each
 from collections.abc import Iterator, Sequence
 from typing import assert_never
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
 from penstock.core.wire import HashArray, hash_list, pack_hashes
 
@@ -26,6 +29,13 @@ class TierMirror:
             return 0
         hashes: list[int] = block_hashes[:, 0].tolist()
         return next((n for n, each in enumerate(hashes) if held.get(each) != whole), len(hashes))
+
+    def held(self, tiers: Sequence[Tier], block_hashes: HashArray) -> NDArray[np.bool_]:
+        """Say of each block whether one of these tiers keeps it in every process: (n,)."""
+        kept, whole = [self._held[tier] for tier in tiers], self._all
+        return np.array(
+            [any(held.get(each) == whole for held in kept) for each in block_hashes[:, 0].tolist()], np.bool_
+        )
 
     def apply(self, rank: int, events: Sequence[KvEvent]) -> list[KvEvent]:
         """Note one process's events.

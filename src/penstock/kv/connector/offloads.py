@@ -52,8 +52,8 @@ class Offloads:
         self._turn, self._is_offloaded = asyncio.Lock(), asyncio.Event()
         self._is_offloaded.set()
         self._change = asyncio.Event()
-        self._taken: dict[Tier, bytes] = {}
-        """The last block that each tier has taken."""
+        self._taken: dict[Tier, HashArray] = {}
+        """The blocks that each tier took last."""
         self.dropped: Counter[Tier] = Counter()
         """Blocks that each tier did not take, of those that it was offered."""
 
@@ -92,8 +92,14 @@ class Offloads:
         """Wait, for a while, until tiers have room, and keep the piece before that they have taken: they may only have read it."""
 
         def is_behind(tier: KvTier) -> bool:
-            is_storing = len(parents) > 0 and self._taken.get(tier.tier) == parents[-1].tobytes()
-            return (is_storing and tier.locate(parents) < len(parents)) or not tier.offload_room
+            taken = self._taken.get(tier.tier)
+            is_storing = (
+                taken is not None
+                and len(parents) > 0
+                and bool((taken == parents[-1]).all(axis=1).any())
+                and not tier.locate(taken[-1:])
+            )
+            return is_storing or not tier.offload_room
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STORING_S):
@@ -134,7 +140,7 @@ class Offloads:
                 self.dropped[tier.tier] += len(hashes) - max(kept, start) - len(read)
                 if read:
                     readers += 1
-                    self._taken[tier.tier] = hashes[slots.index(read[-1]) + start].tobytes()
+                    self._taken[tier.tier] = hashes[[slots.index(slot) + start for slot in read]]
                     self._on_begin()
         finally:
             release()

@@ -5,7 +5,7 @@ then is missing from its load, and computed.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -17,7 +17,11 @@ from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import HashArray
 from penstock.kv.connector.mirror import TierMirror
 from penstock.kv.connector.orders import Loaded, LoadOrder, LoadRun, Orders, Report
+from penstock.kv.connector.plans import LoadPlan, Planner
 from penstock.kv.connector.saves import DeviceCache, Saves
+from penstock.kv.connector.told import TierEvents
+from penstock.kv.groups.group import GroupKind, KvGroup
+from penstock.kv.groups.groups import KvGroups
 from penstock.kv.manager.counters import TierCounters
 from penstock.kv.manager.worth import worth_loading
 from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
@@ -28,29 +32,12 @@ _LINGER_S = 1.0
 """Steps are asked for so long after the last order, so that events are told although no request comes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    tier: Tier
-    start: int
-    end: int
-
-
-@dataclass(slots=True, eq=False)
-class _Match:
-    """What `match` found: runs of blocks of the prefix, numbered from its first block."""
-
-    block_hashes: HashArray
-    runs: list[_Run]
-
-
 @dataclass(slots=True, eq=False)
 class _Load:
     """A load under way in all device processes."""
 
     request_id: str
-    runs: list[_Run]
-    hashes: list[int]
-    begun_s: float
+    plan: LoadPlan
     by_rank: dict[int, Loaded] = field(default_factory=dict)
     is_wanted: bool = True
 
@@ -69,6 +56,7 @@ class KvConnectorScheduler:
         block_size: int,
         num_blocks: int,
         num_ranks: int = 1,
+        groups: KvGroups | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         """Begin before the device processes have reported.
@@ -78,6 +66,7 @@ class KvConnectorScheduler:
             block_size: tokens in a block.
             num_blocks: of the device.
             num_ranks: device processes, each of which keeps its part of every block.
+            groups: of the model's layers; None for one table of blocks.
             clock: seconds.
         """
         self.prefill = MeasuredSpeed()
@@ -85,25 +74,30 @@ class KvConnectorScheduler:
         self._block_size = block_size
         self._num_ranks = num_ranks
         self._clock = clock
+        self._groups = groups or KvGroups([KvGroup(GroupKind.FULL, (), 0)], block_size)
         self._mirror = TierMirror(num_ranks)
+        self._planner = Planner(self._groups, self._mirror, block_size)
         self._reports: dict[int, Report] = {}
         """The latest of each process."""
         self._counters: dict[Tier, TierCounters] = {}
         self._speeds: dict[Tier, MeasuredSpeed] = {}
         self._waiting: Counter[Tier] = Counter()
         """Blocks of loads under way."""
-        self._matches: dict[str, _Match] = {}
+        self._plans: dict[str, LoadPlan] = {}
+        self._junctions: dict[str, int] = {}
+        """As `junction` returns them."""
         self._loads: dict[int, _Load] = {}
         self._load_of: dict[str, int] = {}
         self._loading: set[int] = set()
         """First block of each load under way."""
         self._failed: set[str] = set()
         """Requests that compute what a load did not bring, and load nothing more."""
-        self._saves = Saves(device, self._mirror, pinned_max=max(1, num_blocks // 8))
+        self._saves = Saves(device, self._mirror, self._groups, pinned_max=max(1, num_blocks // 8))
         self._orders: list[LoadOrder] = []
         self._cancelled: list[int] = []
         self._is_clearing = False
         self._next_id = 0
+        self._told = TierEvents(self._groups, block_size)
         self._events: list[KvEvent] = []
         self._ordered_s = clock()
 
@@ -124,87 +118,104 @@ class KvConnectorScheduler:
             as many as are predicted to be loaded sooner than computed; None while they are loaded for another request: ask
             again, the device may have them then.
         """
-        self._matches.pop(request_id, None)
+        self._plans.pop(request_id, None)
         if request_id in self._failed or num_cached >= len(block_hashes):
             return 0
         if int(block_hashes[num_cached, 0]) in self._loading:
             return None
-        runs = self._runs(block_hashes, num_cached)
+        plan = self._planner.plan(block_hashes, num_cached, self._tiers_on())
+        if plan.num_found > plan.num_blocks:
+            self._junctions[request_id] = num_cached + plan.num_found
+        if not plan.num_blocks:
+            return 0
+        tokens = [run.num_tokens for run in plan.runs]
+        if not self._groups.is_one_table:  # of no use before the last one has arrived
+            tokens = [0] * (len(tokens) - 1) + [sum(tokens)]
         count = worth_loading(
-            [(run.tier, run.end - run.start) for run in runs],
+            [(run.tier, run.num_blocks, each) for run, each in zip(plan.runs, tokens, strict=True)],
             lambda tier, blocks: self._speeds[tier].seconds(self._waiting[tier] + blocks),
             self._compute_s,
             known_tokens=known_tokens,
             cached_tokens=num_cached * self._block_size,
-            block_size=self._block_size,
         )
         if not count:
             return 0
-        self._matches[request_id] = _Match(block_hashes, runs[:count])
-        return runs[count - 1].end - num_cached
+        if count < len(plan.runs):
+            plan = plan.cut(plan.runs[count - 1].end)
+        self._plans[request_id] = plan
+        return plan.num_blocks
+
+    def junction(self, request_id: str) -> int:
+        """Return how many blocks a prompt shares with another one, if some group with a window lacks its blocks there; else 0.
+
+        The engine should keep these blocks for `commit`: others may have the same beginning.
+        """
+        return self._junctions.get(request_id, 0)
 
     def is_quick(self, request_id: str) -> bool:
         """Say whether the load that `match` found is predicted so short that the next step may wait for it."""
-        runs = self._matches[request_id].runs
+        runs = self._plans[request_id].runs
         if any(run.tier is not Tier.HOST for run in runs) or not self._speeds[Tier.HOST].is_known:
             return False
-        blocks = self._waiting[Tier.HOST] + sum(run.end - run.start for run in runs)
+        blocks = self._waiting[Tier.HOST] + sum(run.num_blocks for run in runs)
         return self._speeds[Tier.HOST].seconds(blocks) <= _QUICK_S
 
     def reserve(
-        self, request_id: str, block_ids: Sequence[int], num_blocks: int, *, is_awaited: bool = False
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_blocks: int,
+        *,
+        is_awaited: bool = False,
     ) -> None:
         """Order the load that `match` found.
 
         Args:
             request_id: of the request.
-            block_ids: its device blocks, from the first one on. Those that are loaded stay the load's until it has ended in
-                all processes.
-            num_blocks: as many as `match` returned, or fewer.
+            block_ids: by group, its device blocks, from the first one on. Those that are loaded stay the load's until it has
+                ended in all processes.
+            num_blocks: as many as `match` returned; or fewer, in a model with one table of blocks.
             is_awaited: the next step waits for it.
         """
-        match = self._matches.pop(request_id)
-        start = match.runs[0].start
-        targets = block_ids[start : start + num_blocks]
-        runs = [
-            _Run(run.tier, run.start, min(run.end, start + len(targets)))
-            for run in match.runs
-            if run.start < start + len(targets)
-        ]
-        hashes = match.block_hashes
+        plan = self._plans.pop(request_id)
+        if num_blocks < plan.num_blocks:
+            assert self._groups.is_one_table, (
+                f"{num_blocks} of {plan.num_blocks} blocks: windows end elsewhere"
+            )
+            plan = plan.cut(num_blocks)
+        targets = self._planner.targets(plan, block_ids)
         self._next_id += 1
         orders = []
-        for run in runs:
-            blocks = run.end - run.start
-            self._waiting[run.tier] += blocks
-            self._counters[run.tier].hit_tokens += blocks * self._block_size
-            orders.append(
-                LoadRun(
-                    run.tier, hashes[run.start : run.end], list(targets[run.start - start : run.end - start])
-                )
-            )
-        names = hashes[start : start + len(targets), 0].tolist()
-        self._loads[self._next_id] = _Load(request_id, runs, names, self._clock())
+        for run in plan.runs:
+            self._waiting[run.tier] += run.num_blocks
+            self._counters[run.tier].hit_tokens += run.num_tokens
+            hashes = plan.block_hashes[run.start : run.end]
+            orders.append(LoadRun(run.tier, hashes, targets[run.start : run.end]))
+        self._loads[self._next_id] = _Load(request_id, plan)
         self._load_of[request_id] = self._next_id
-        self._loading.add(names[0])
+        self._loading.add(plan.first)
         self._orders.append(LoadOrder(self._next_id, request_id, tuple(orders), is_awaited))
 
     def is_loading(self, request_id: str) -> bool:
         """Say whether a request's load is under way."""
         return request_id in self._load_of
 
-    def commit(self, block_hashes: HashArray, keys: Sequence[Any]) -> None:
-        """Have complete blocks offloaded.
+    def commit(
+        self, block_hashes: HashArray, keys: Sequence[Sequence[Any]], ends: Collection[int] = ()
+    ) -> None:
+        """Have complete blocks offloaded. Of a group with a window only those that prefixes of certain lengths need.
 
         Args:
             block_hashes: (n, 2) uint64, of a prefix from its first block on.
-            keys: (n,) what `DeviceCache.pin` finds these blocks by.
+            keys: by group, (n,) what `DeviceCache.pin` finds its blocks by.
+            ends: lengths, in blocks, after which another request may go on, as far as the device has the blocks.
         """
-        self._saves.add(block_hashes, keys)
+        self._saves.add(block_hashes, keys, ends)
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended; its load, if one is under way, is cancelled."""
-        self._matches.pop(request_id, None)
+        self._plans.pop(request_id, None)
+        self._junctions.pop(request_id, None)
         self._failed.discard(request_id)
         load_id = self._load_of.pop(request_id, None)
         if load_id is not None:
@@ -229,7 +240,7 @@ class KvConnectorScheduler:
     def take_reports(self, reports: Mapping[int, Report]) -> None:
         """Note what device processes have done, by their number."""
         for rank, report in reports.items():
-            self._events += self._mirror.apply(rank, report.events)
+            self._events += self._told.translate(self._mirror.apply(rank, report.events))
             self._reports[rank] = report
             for counts in report.tiers:
                 self._counters.setdefault(counts.tier, TierCounters())
@@ -247,7 +258,7 @@ class KvConnectorScheduler:
     def clear(self) -> None:
         """Have all tiers forget their blocks."""
         self._saves.clear()
-        self._matches.clear()
+        self._plans.clear()
         self._is_clearing = True
 
     @property
@@ -302,20 +313,9 @@ class KvConnectorScheduler:
         assert len(self._loading) <= len(self._loads), "a load that has ended keeps others waiting"
         self._saves.check()
 
-    def _runs(self, block_hashes: HashArray, depth: int) -> list[_Run]:
-        """Find what the tiers keep of a prefix from block `depth` on, nearest first."""
+    def _tiers_on(self) -> list[Tier]:
         off = {counts.tier for report in self._reports.values() for counts in report.tiers if counts.is_off}
-        runs: list[_Run] = []
-        while depth < len(block_hashes):
-            for tier in self._counters:
-                found = 0 if tier in off else self._mirror.locate(tier, block_hashes[depth:])
-                if found:
-                    runs.append(_Run(tier, depth, depth + found))
-                    depth += found
-                    break
-            else:
-                break
-        return runs
+        return [tier for tier in self._counters if tier not in off]
 
     def _compute_s(self, new_tokens: int, cached_tokens: int) -> float | None:  # noqa: ARG002 - depth is not measured
         return self.prefill.seconds(new_tokens) if self.prefill.is_known else None
@@ -327,39 +327,41 @@ class KvConnectorScheduler:
         if len(load.by_rank) < self._num_ranks:
             return
         del self._loads[loaded.load_id]
-        self._loading.discard(load.hashes[0])
+        self._loading.discard(load.plan.first)
         if load.is_wanted:
             del self._load_of[load.request_id]
-        if self._count(load) < len(load.hashes) and load.is_wanted:
+        if not self._count(load) and load.is_wanted:
             self._failed.add(load.request_id)
 
-    def _count(self, load: _Load) -> int:
-        """Count a load that is over; return how many leading blocks all processes have."""
-        arrived, waited_s = 0, 0.0
-        is_whole = True
-        total = len(load.hashes)
-        for number, run in enumerate(load.runs):
-            results = [each.runs[number] for each in load.by_rank.values()]
-            blocks, seconds = min(each[0] for each in results), max(each[1] for each in results)
-            counters, wanted = self._counters[run.tier], run.end - run.start
+    def _count(self, load: _Load) -> bool:
+        """Count a load that is over; return whether all of it has arrived in all processes."""
+        runs, ranks = load.plan.runs, tuple(load.by_rank.values())
+        arrived = [min(rank.runs[number][0] for rank in ranks) for number in range(len(runs))]
+        is_whole = all(blocks == run.num_blocks for blocks, run in zip(arrived, runs, strict=True))
+        is_of_use = is_whole or self._groups.is_one_table
+        waited_s, left, is_leading = 0.0, len(load.plan.block_hashes), True
+        for number, (run, blocks) in enumerate(zip(runs, arrived, strict=True)):
+            seconds = max(rank.runs[number][1] for rank in ranks)
+            counters, wanted = self._counters[run.tier], run.num_blocks
             self._waiting[run.tier] -= wanted
-            used = blocks if is_whole else 0
-            arrived += used
+            used = blocks if is_leading else 0
+            left -= used
             if blocks:
                 self._speeds[run.tier].measure(blocks, seconds)
             counters.loads += 1
             counters.loaded_blocks += used
             counters.load_s += seconds
-            counters.late_loads += any(each.is_late for each in load.by_rank.values()) and blocks < wanted
+            counters.late_loads += any(rank.is_late for rank in ranks) and blocks < wanted
             if load.is_wanted:
-                compute_s = self._compute_s(used * self._block_size, 0)
+                tokens = run.num_tokens * used // wanted if is_of_use else 0
+                compute_s = self._compute_s(tokens, 0)
                 if compute_s is not None:
                     counters.saved_s += compute_s - max(0.0, seconds - waited_s)
                 waited_s = max(waited_s, seconds)
-                if is_whole and used < wanted:
-                    counters.missing_blocks += total - arrived
-            is_whole &= used == wanted
-        return arrived
+                if is_leading and used < wanted:
+                    counters.missing_blocks += left
+            is_leading &= used == wanted
+        return is_whole
 
 
 _COUNTED = (

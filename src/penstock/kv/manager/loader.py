@@ -79,12 +79,11 @@ class Loader:
         if not runs:
             return runs
         best = worth_loading(
-            [(run.source, run.num_blocks) for run in runs],
+            [(run.source, run.num_blocks, run.num_blocks * self._pool.block_size) for run in runs],
             lambda source, num_blocks: source.load_s(num_blocks),
             self._compute_s,
             known_tokens=known_tokens,
             cached_tokens=len(hits) * self._pool.block_size,
-            block_size=self._pool.block_size,
         )
         return runs[:best]
 

@@ -12,33 +12,31 @@ _LATE_MARGIN_S = 0.25
 
 
 def worth_loading(
-    runs: Sequence[tuple[_Source, int]],
+    runs: Sequence[tuple[_Source, int, int]],
     load_s: Callable[[_Source, int], float],
     compute_s: ComputeSeconds,
     *,
     known_tokens: int,
     cached_tokens: int,
-    block_size: int,
 ) -> int:
     """Return how many leading runs to load for the earliest end; all of them before a prompt was ever computed.
 
     Sources load at the same time, and each of them its runs one after another.
 
     Args:
-        runs: source and number of blocks of consecutive runs of a prefix.
+        runs: source, number of blocks, and tokens that need not be computed, of consecutive runs of a prefix.
         load_s: predicts the seconds until a source has loaded so many blocks.
         compute_s: how long the engine computes.
         known_tokens: all tokens of the request.
         cached_tokens: tokens before the first run.
-        block_size: tokens in a block.
     """
     best, best_s = 0, compute_s(known_tokens - cached_tokens, cached_tokens)
     num_blocks: Counter[_Source] = Counter()
     slowest_s = 0.0
-    for count, (source, blocks) in enumerate(runs, 1):
+    for count, (source, blocks, tokens) in enumerate(runs, 1):
         num_blocks[source] += blocks
         slowest_s = max(slowest_s, load_s(source, num_blocks[source]))
-        cached_tokens += blocks * block_size
+        cached_tokens += tokens
         rest_s = compute_s(known_tokens - cached_tokens, cached_tokens)
         if best_s is None or rest_s is None:
             return len(runs)

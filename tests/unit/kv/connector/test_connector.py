@@ -51,7 +51,7 @@ def test_what_was_offloaded_is_loaded_into_other_blocks(connected: Maker, num_ra
     hashes = scene.keep(1, 6)
     assert not scene.pinned
     assert matched(scene, "a", hashes, cached=2) == 4
-    scene.scheduler.reserve("a", [0, 1, 20, 21, 22, 23], 4)
+    scene.scheduler.reserve("a", [[0, 1, 20, 21, 22, 23]], 4)
     assert scene.scheduler.is_loading("a")
     scene.step()
     assert not scene.scheduler.is_loading("a")
@@ -68,7 +68,7 @@ def test_prompts_longer_than_the_slots_come_in_pieces(connected: Maker) -> None:
     hashes = scene.keep(2, 300)
     assert matched(scene, "a", hashes) == 300
     targets = list(range(500, 800))
-    scene.scheduler.reserve("a", targets, 300)
+    scene.scheduler.reserve("a", [targets], 300)
     scene.step()
     assert scene.holds(targets, 2)
 
@@ -77,7 +77,7 @@ def test_an_engine_that_gives_fewer_blocks_gets_so_many(connected: Maker) -> Non
     scene = connected()
     hashes = scene.keep(3, 4)
     assert matched(scene, "a", hashes) == 4
-    scene.scheduler.reserve("a", [30, 31, 32, 33], 2)
+    scene.scheduler.reserve("a", [[30, 31, 32, 33]], 2)
     scene.step()
     assert scene.holds([30, 31], 3)
     assert not scene.memories[0].blocks[32:34].any()
@@ -87,7 +87,7 @@ def test_a_request_waits_for_another_ones_load_of_the_same_prefix(connected: Mak
     scene = connected()
     hashes = scene.keep(4, 3)
     assert matched(scene, "a", hashes) == 3
-    scene.scheduler.reserve("a", [30, 31, 32], 3)
+    scene.scheduler.reserve("a", [[30, 31, 32]], 3)
     assert matched(scene, "b", hashes) is None
     scene.step()
     assert matched(scene, "b", hashes) == 3, "unless the device has it by now, which the engine says"
@@ -98,7 +98,7 @@ def test_a_corrupt_block_ends_the_load_and_the_request_loads_no_more(connected: 
     hashes = scene.keep(5, 4)
     damage(scene.workers[0].tiers[0], hashes[2:3])
     assert matched(scene, "a", hashes) == 4
-    scene.scheduler.reserve("a", [30, 31, 32, 33], 4)
+    scene.scheduler.reserve("a", [[30, 31, 32, 33]], 4)
     scene.step()
     (loaded,) = scene.reports[-1].loaded
     assert (loaded.request_id, loaded.missing) == ("a", (32, 33))
@@ -115,7 +115,7 @@ def test_loads_and_saves_are_compared_with_computing(connected: Maker) -> None:
     scene = connected()
     hashes = scene.keep(6, 4)
     assert matched(scene, "a", hashes) == 4, "tried once, before anything is known"
-    scene.scheduler.reserve("a", [30, 31, 32, 33], 4)
+    scene.scheduler.reserve("a", [[30, 31, 32, 33]], 4)
     scene.step()
     scene.scheduler.prefill.measure(1_000_000, 1e-9)
     assert matched(scene, "b", hashes) == 0
@@ -129,11 +129,11 @@ def test_a_short_load_from_the_host_may_be_awaited_by_its_step(connected: Maker)
     hashes = scene.keep(11, 4)
     assert matched(scene, "a", hashes) == 4
     assert not scene.scheduler.is_quick("a"), "nobody knows how long it takes"
-    scene.scheduler.reserve("a", [30, 31, 32, 33], 4)
+    scene.scheduler.reserve("a", [[30, 31, 32, 33]], 4)
     scene.step()
     assert matched(scene, "b", hashes) == 4
     assert scene.scheduler.is_quick("b")
-    scene.scheduler.reserve("b", [40, 41, 42, 43], 4, is_awaited=True)
+    scene.scheduler.reserve("b", [[40, 41, 42, 43]], 4, is_awaited=True)
     scene.workers[0].submit(scene.scheduler.take_orders())
     assert scene.workers[0].wait_for_awaited(WAIT_S)
     assert scene.holds([40, 41, 42, 43], 11)
@@ -150,7 +150,7 @@ def test_few_device_blocks_are_pinned_and_what_is_evicted_first_is_dropped(conne
     scene = connected(num_blocks=64)
     hashes = hashes_of(7, 20)
     scene.fill(range(20), 7)
-    scene.scheduler.commit(hashes, list(range(20)))
+    scene.scheduler.commit(hashes, [list(range(20))])
     orders = scene.scheduler.take_orders()
     assert [len(save.block_ids) for save in orders.saves] == [8]
     assert scene.pinned == list(range(8))
@@ -182,7 +182,7 @@ def test_a_load_of_a_request_that_has_ended_is_cancelled_and_counted(connected: 
     scene = connected()
     hashes = scene.keep(9, 3)
     assert matched(scene, "a", hashes) == 3
-    scene.scheduler.reserve("a", [30, 31, 32], 3)
+    scene.scheduler.reserve("a", [[30, 31, 32]], 3)
     scene.scheduler.forget("a")
     orders = scene.step()
     assert orders.cancelled == (orders.loads[0].load_id,)
@@ -235,7 +235,7 @@ def test_a_prefix_in_two_tiers_is_loaded_from_both_and_ends_at_the_first_gap(tmp
         if damaged is not None:
             damage(scene.workers[0].tiers[0], hashes[damaged : damaged + 1])
         assert matched(scene, f"r{number}", hashes) == 8
-        scene.scheduler.reserve(f"r{number}", targets, 8)
+        scene.scheduler.reserve(f"r{number}", [targets], 8)
         orders = scene.step()
         assert [(run.tier, len(run.targets)) for run in orders.loads[0].runs] == [
             (Tier.HOST, 4),
@@ -272,7 +272,7 @@ def test_whatever_is_evicted_damaged_or_cancelled_no_wrong_block_arrives(connect
             case kind:
                 if not (count := matched(scene, name, hashes)):
                     continue
-                scene.scheduler.reserve(name, targets, count)
+                scene.scheduler.reserve(name, [targets], count)
                 if kind == 3:
                     scene.scheduler.forget(name)
                 scene.reports.clear()
@@ -305,7 +305,7 @@ def test_closing_leaves_a_copy_that_hangs_its_memory(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(memory, "read", hang)
     scene.fill(range(4), 1)
-    scene.scheduler.commit(hashes_of(1, 4), list(range(4)))
+    scene.scheduler.commit(hashes_of(1, 4), [list(range(4))])
     scene.step(is_waiting=False)
     assert begun.wait(WAIT_S)
     worker.close()

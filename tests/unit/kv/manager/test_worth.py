@@ -11,12 +11,11 @@ FAST, SLOW = "fast", "slow"
 def worth(runs, *, block_s, token_s=0.01, deeper_s=0.0, known=100, cached=0):
     """Count runs; `block_s` maps a source to its seconds for a block, `deeper_s` is what a token costs more for each before it."""
     return worth_loading(
-        runs,
+        [(source, blocks, blocks * BLOCK) for source, blocks in runs],
         lambda source, blocks: blocks * block_s[source],
         lambda new, before: new * (token_s + deeper_s * before),
         known_tokens=known,
         cached_tokens=cached,
-        block_size=BLOCK,
     )
 
 
@@ -48,12 +47,11 @@ def test_deep_tokens_cost_more_so_the_same_run_is_worth_more_behind_a_long_prefi
 
 def test_all_is_loaded_before_a_prompt_was_ever_computed():
     count = worth_loading(
-        [(SLOW, 5), (FAST, 5)],
+        [(SLOW, 5, 50), (FAST, 5, 50)],
         lambda _source, blocks: 100.0 * blocks,
         lambda _new, _before: None,
         known_tokens=100,
         cached_tokens=0,
-        block_size=BLOCK,
     )
     assert count == 2
     assert worth([], block_s={}) == 0

@@ -14,13 +14,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from penstock.core.errors import ConfigError
+from penstock.core.log import get_logger
 from penstock.engine.kv_tiers.memory import HostMemory, TorchMemory
 from penstock.engine.kv_tiers.staged import staged_tiers
+from penstock.engine.vllm.tiers.groups import kv_groups
 from penstock.engine.vllm.tiers.prompts import PromptHashes
 from penstock.engine.vllm.tiers.settings import TierSettings
 from penstock.engine.vllm.tiers.stats import pack_stats
@@ -28,6 +31,8 @@ from penstock.engine.vllm.tiers.storage import device_process
 from penstock.kv.connector.orders import Orders, Report
 from penstock.kv.connector.scheduler import KvConnectorScheduler
 from penstock.kv.connector.worker import KvConnectorWorker
+from penstock.kv.groups.group import KvGroup
+from penstock.kv.groups.groups import KvGroups
 
 _AWAITED_S = 30.0
 """A late load ends in far less; after that its blocks may still be written, and the step must not begin."""
@@ -71,29 +76,26 @@ class TierReport(KVConnectorStats):  # type: ignore[misc]
         return not self.data
 
 
-class PenstockConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class PenstockConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One class for both sides, as vLLM has it: `role` says which one an object is.
 
-    It does not support vLLM's hybrid memory allocator, so that all layers share one table of blocks.
+    Groups of layers may have tables of blocks of their own (vLLM's hybrid memory allocator). vLLM then knows loads that failed
+    by their request alone, and only such that no step waits for.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Make a side.
 
         Raises:
-            ConfigError: the model's layers do not share one table of blocks.
+            ConfigError: tiers cannot keep the blocks of a group of the model's layers.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        groups = len(kv_cache_config.kv_cache_groups)
-        if groups != 1:
-            raise ConfigError(
-                f"kv: vLLM keeps {groups} groups of layers with blocks of their own for this model; tiers need one; leave kv out"
-            )
+        groups = kv_groups(vllm_config, kv_cache_config)
         settings = TierSettings.read(self._kv_transfer_config.kv_connector_extra_config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = _SchedulerSide(settings, vllm_config, kv_cache_config)
+            self._scheduler = _SchedulerSide(settings, vllm_config, kv_cache_config, groups)
         else:
-            self._worker = _WorkerSide(settings, vllm_config, kv_cache_config)
+            self._worker = _WorkerSide(settings, vllm_config, kv_cache_config, groups)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -114,7 +116,7 @@ class PenstockConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            self._scheduler.reserve(request, blocks.get_block_ids()[0], num_external_tokens)
+            self._scheduler.reserve(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
         return self._scheduler.begin_step(scheduler_output)
@@ -122,7 +124,14 @@ class PenstockConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.end_step(connector_output.kv_connector_worker_meta)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self,
+        request: Any,
+        block_ids: tuple[list[int], ...],  # noqa: ARG002
+    ) -> tuple[bool, None]:
         self._scheduler.finish(request)
         return False, None  # the blocks are pinned while they are read
 
@@ -154,8 +163,9 @@ class PenstockConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Begin saves, after the step's forward pass: it may write their blocks. They are pinned until a report releases them."""
         self._worker.save(self._get_connector_metadata())
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:  # noqa: ARG002
-        return None, self._worker.ended_requests()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        ended, failed = self._worker.ended_requests()
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_missing()
@@ -180,8 +190,22 @@ class PenstockConnector(KVConnectorBase_V1):  # type: ignore[misc]
 class _SchedulerSide:
     """vLLM's requests, blocks and steps in the terms of `KvConnectorScheduler`."""
 
-    def __init__(self, settings: TierSettings, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(
+        self, settings: TierSettings, vllm_config: Any, kv_cache_config: Any, groups: Sequence[KvGroup]
+    ) -> None:
         self._block_size: int = vllm_config.cache_config.block_size
+        self._num_groups = len(groups)
+        tables = KvGroups(groups, self._block_size)
+        for group in groups if len(groups) > 1 else ():
+            get_logger().info(
+                "kv_group",
+                kind=group.kind,
+                layers=len(group.layers),
+                bytes_per_token=group.bytes_per_token,
+                window_tokens=group.window_tokens,
+            )
+        self._may_wait = tables.is_one_table
+        self._retention: int | None = kv_cache_config.prefix_cache_retention_interval
         self._hashes = PromptHashes(self._block_size, settings.hash_key)
         self.pool: Any = None
         self.side = KvConnectorScheduler(
@@ -189,6 +213,7 @@ class _SchedulerSide:
             block_size=self._block_size,
             num_blocks=kv_cache_config.num_blocks,
             num_ranks=vllm_config.parallel_config.world_size,
+            groups=tables,
         )
         self._quick: set[str] = set()
         """Requests whose step waits for their load, as vLLM was told."""
@@ -201,8 +226,8 @@ class _SchedulerSide:
 
     def pin(self, keys: Sequence[Any]) -> list[int]:
         blocks = []
-        for key in keys:
-            found = self.pool.get_cached_block(key, [0])
+        for block_hash, group in keys:
+            found = self.pool.get_cached_block(block_hash, [group])
             if not found:
                 break
             blocks += found
@@ -223,14 +248,16 @@ class _SchedulerSide:
             request.request_id, usable, num_computed_tokens // self._block_size, request.num_tokens
         )
         self._quick.discard(request.request_id)
+        junction = self.side.junction(request.request_id) * self._block_size
+        request.shared_prefix_boundary = max(request.shared_prefix_boundary, junction)
         if not count:
             return (None if count is None else 0), False
-        is_quick = self.side.is_quick(request.request_id)
+        is_quick = self._may_wait and self.side.is_quick(request.request_id)
         if is_quick:
             self._quick.add(request.request_id)
         return count * self._block_size, not is_quick
 
-    def reserve(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:
+    def reserve(self, request: Any, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
         request_id = request.request_id
         is_awaited = request_id in self._quick
         self.side.reserve(request_id, block_ids, num_tokens // self._block_size, is_awaited=is_awaited)
@@ -247,10 +274,21 @@ class _SchedulerSide:
                 len(request.block_hashes),
             )
             if count > 0:
-                self.side.commit(hashes[:count], list(request.block_hashes[:count]))
+                names = request.block_hashes[:count]
+                keys = [[(name, group) for name in names] for group in range(self._num_groups)]
+                self.side.commit(hashes[:count], keys, self._ends(request, count))
         self.side.forget(request_id)
         self._quick.discard(request_id)
         self._hashes.forget(request_id)
+
+    def _ends(self, request: Any, count: int) -> set[int]:
+        """Give the prefixes of which vLLM keeps the windows: of the prompt, of what it shares, and by intervals."""
+        tokens = {request.num_prompt_tokens - 1, request.shared_prefix_boundary}
+        if self._retention is None:
+            tokens.add(count * self._block_size)
+        elif self._retention:
+            tokens |= set(range(self._retention, count * self._block_size + 1, self._retention))
+        return {each // self._block_size for each in tokens}
 
     # -- steps
 
@@ -281,8 +319,12 @@ class _SchedulerSide:
 class _WorkerSide:
     """A device process's tiers."""
 
-    def __init__(self, settings: TierSettings, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(
+        self, settings: TierSettings, vllm_config: Any, kv_cache_config: Any, groups: Sequence[KvGroup]
+    ) -> None:
         self._settings = settings
+        self._groups = groups
+        self._fails_whole = not KvGroups(groups, vllm_config.cache_config.block_size).is_one_table
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._rank: int = vllm_config.parallel_config.rank
@@ -296,7 +338,9 @@ class _WorkerSide:
         memory_type = HostMemory if device.type == "cpu" else TorchMemory
         memory = memory_type(kv_caches, self._kv_cache_config.num_blocks)
         self._memory = memory
-        process = device_process(self._settings, memory.block_bytes, self._vllm_config, self._kv_cache_config)
+        process = device_process(
+            self._settings, memory.block_bytes, self._vllm_config, self._kv_cache_config, self._groups
+        )
         self._side = KvConnectorWorker(
             lambda staging: staged_tiers(self._settings.kv, process, staging), memory
         )
@@ -315,13 +359,20 @@ class _WorkerSide:
             self._memory.mark()
             self._side.submit(Orders(saves=step.orders.saves))
 
-    def ended_requests(self) -> set[str]:
-        """Take a report, and give the requests whose loads it ends; called once in a step, before what tells the rest of it."""
+    def ended_requests(self) -> tuple[set[str], set[str]]:
+        """Take a report, and give the requests whose loads it ends, and of them those that have to compute all again.
+
+        Called once in a step, before what tells the rest of it. With one table of blocks `take_missing` names what did not arrive.
+        """
         self._report = self._side.take_report() if self._side is not None else None
         if self._report is None:
-            return set()
+            return set(), set()
+        loads = [loaded for loaded in self._report.loaded if not loaded.is_awaited]
+        ended = {loaded.request_id for loaded in loads}
+        if self._fails_whole:
+            return ended, {loaded.request_id for loaded in loads if loaded.missing}
         self._missing = {block for loaded in self._report.loaded for block in loaded.missing}
-        return {loaded.request_id for loaded in self._report.loaded if not loaded.is_awaited}
+        return ended, set()
 
     def take_missing(self) -> set[int]:
         missing, self._missing = self._missing, set()

@@ -1,21 +1,30 @@
 """Which device process of vLLM this is, and what its blocks contain."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.kv_tiers.staged import DeviceProcess
 from penstock.engine.vllm.tiers.settings import TierSettings
+from penstock.kv.groups.group import KvGroup
 
 
 def device_process(
-    settings: TierSettings, block_bytes: int, vllm_config: Any, kv_cache_config: Any
+    settings: TierSettings,
+    block_bytes: int,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    groups: Sequence[KvGroup],
 ) -> DeviceProcess:
     """Describe this process by vLLM's configuration."""
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    (group,) = kv_cache_config.kv_cache_groups
-    spec = group.kv_cache_spec
+    dtypes = [getattr(group.kv_cache_spec, "dtype", "") for group in kv_cache_config.kv_cache_groups]
+    tables = " | ".join(
+        f"{group.kind} {group.window_tokens or ''} {group.bytes_per_token} {dtype} {' '.join(group.layers)}"
+        for group, dtype in zip(groups, dtypes, strict=True)
+    )
     content = (
-        f"vllm {type(spec).__name__} {getattr(spec, 'dtype', '')} {cache.cache_dtype}"
-        f" {cache.get_resolved_kv_cache_layout().name} {' '.join(group.layer_names)} rank {parallel.rank} of {parallel.world_size}"
+        f"vllm {cache.cache_dtype} {cache.get_resolved_kv_cache_layout().name} {tables}"
+        f" rank {parallel.rank} of {parallel.world_size}"
     )
     return DeviceProcess(
         worker=settings.worker,

@@ -1,0 +1,151 @@
+"""KV tiers below a vLLM whose layers have tables of blocks of their own: two groups with a window, one over the whole context."""
+
+import signal
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.core.types.events import Tier
+from tests.support.checkpoints import make_checkpoint
+from tests.vllm.conftest import BLOCK, vllm_processes
+from tests.vllm.indexed import Indexed
+from tests.vllm.test_engine import greedy
+from tests.vllm.test_engine import prompt as random_prompt
+from tests.vllm.test_kv_tiers import counts_of, damage_host, tiers
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "head_dim": 64}
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+WINDOW = 2
+"""Blocks that a window of 48 tokens needs."""
+NUM_WINDOWS = 2
+LENGTH = 400
+BLOCKS = LENGTH // BLOCK
+CACHED = BLOCKS * BLOCK
+KV_BLOCKS = 64
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def hybrid_dir(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "gemma", "gemma3", **SIZES, layer_types=KINDS)
+
+
+@pytest.fixture(scope="module")
+def model(hybrid_dir):
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(hybrid_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def hybrid_of(spec_of, hybrid_dir):
+    def make(model=hybrid_dir, args=None, **kv):
+        return spec_of(**tiers(**kv) | {"model": str(model), "kv_blocks": KV_BLOCKS}, args=args or {})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def hybrid(started, hybrid_of):
+    return Indexed(started(hybrid_of(host="25x")))
+
+
+def evict(indexed, seed):
+    """Run prompts that take all of the device's blocks; `seed` and the next ones are theirs."""
+    for number in range(6):
+        indexed.run(random_prompt(LENGTH, seed + number), tokens=1)
+
+
+def test_only_the_last_window_of_a_group_is_loaded_and_the_tokens_are_the_same(hybrid, model):
+    prompts = [random_prompt(LENGTH, seed) for seed in range(3)]
+    expected = [greedy(model, ids, TOKENS) for ids in prompts]
+    for ids, tokens in zip(prompts, expected, strict=True):
+        assert hybrid.run(ids, tokens=TOKENS) == [0]
+        assert hybrid.emitted == [tokens]
+    evict(hybrid, 100)
+    before = counts_of(hybrid)
+    assert hybrid.run(*prompts, tokens=TOKENS) == [CACHED] * 3
+    assert hybrid.emitted == expected
+    after = counts_of(hybrid)
+    assert after.hit_tokens - before.hit_tokens == 3 * CACHED
+    assert after.loaded_blocks - before.loaded_blocks == 3 * (BLOCKS + NUM_WINDOWS * WINDOW)
+    assert (after.missing_blocks, after.corrupt_blocks, after.is_off) == (0, 0, False)
+
+
+def test_a_longer_prompt_goes_on_after_what_the_host_has(hybrid, model):
+    first = random_prompt(LENGTH - 100, 200)
+    hybrid.run(first, tokens=TOKENS)
+    second = first + hybrid.emitted[0] + random_prompt(92, 201)
+    evict(hybrid, 210)
+    assert hybrid.run(second, tokens=TOKENS) == [(len(first) + TOKENS - 1) // BLOCK * BLOCK]
+    assert hybrid.emitted == [greedy(model, second, TOKENS)]
+
+
+def test_a_prefix_that_prompts_share_is_held_once_two_had_it(hybrid, model):
+    shared = random_prompt(8 * BLOCK, 300)
+    prompts = [shared + random_prompt(LENGTH - 8 * BLOCK, 301 + number) for number in range(3)]
+    found = []
+    for number, ids in enumerate(prompts):
+        found += hybrid.run(ids, tokens=TOKENS)
+        assert hybrid.emitted == [greedy(model, ids, TOKENS)]
+        evict(hybrid, 310 + 10 * number)
+    assert found == [0, 0, 8 * BLOCK], "the first one kept its windows elsewhere"
+
+
+def test_corrupt_blocks_are_computed(hybrid, model):
+    ids = random_prompt(LENGTH, 600)
+    hybrid.run(ids)
+    evict(hybrid, 610)
+    before = counts_of(hybrid)
+    damage_host()
+    for number in range(3):  # each finds another block that is damaged
+        assert hybrid.run(ids, tokens=TOKENS) == [0]
+        assert hybrid.emitted == [greedy(model, ids, TOKENS)]
+        evict(hybrid, 620 + 10 * number)
+    assert counts_of(hybrid).corrupt_blocks > before.corrupt_blocks
+    assert counts_of(hybrid).missing_blocks > before.missing_blocks
+
+
+def test_requests_that_are_aborted_with_a_load_under_way_leave_nothing(hybrid, model):
+    prompts = [random_prompt(LENGTH, seed) for seed in range(400, 403)]
+    hybrid.run(*prompts)
+    evict(hybrid, 410)
+    loads = counts_of(hybrid).loads
+    for steps in (0, 1, 1, 2, 3):
+        for ids in prompts:
+            hybrid.abort(ids, steps=steps)
+    evict(hybrid, 420)
+    assert counts_of(hybrid).loads > loads
+    assert hybrid.run(*prompts, tokens=TOKENS) == [CACHED] * 3
+    assert hybrid.emitted == [greedy(model, ids, TOKENS) for ids in prompts]
+    load = hybrid.running.load()
+    assert (load.running_requests, load.waiting_requests, load.active_blocks) == (0, 0, 0)
+
+
+def test_a_killed_worker_is_warm_again_from_its_disk(started, hybrid_of, tmp_path, model):
+    prompts = [random_prompt(LENGTH, seed) for seed in range(700, 704)]
+    expected = [greedy(model, ids, TOKENS) for ids in prompts]
+    spec = hybrid_of(host="1x", disk=f"{tmp_path}/kv:64MiB")
+    first = Indexed(started(spec))
+    for ids, tokens in zip(prompts, expected, strict=True):
+        first.run(ids, tokens=TOKENS)
+        assert first.emitted == [tokens]
+    assert counts_of(first, Tier.DISK).cached_blocks >= 4 * (BLOCKS + NUM_WINDOWS * WINDOW)
+    for process in vllm_processes():
+        process.send_signal(signal.SIGKILL)
+    again = Indexed(started(spec))
+    assert again.run(*prompts, tokens=TOKENS) == [CACHED] * 4
+    assert again.emitted == expected
+    disk = counts_of(again, Tier.DISK)
+    assert (disk.hit_tokens, disk.corrupt_blocks) == (4 * CACHED, 0)
+
+
+def test_one_table_for_all_layers_gives_the_same(started, hybrid_of, model):
+    indexed = Indexed(started(hybrid_of(host="25x", args={"disable_hybrid_kv_cache_manager": True})))
+    ids = random_prompt(LENGTH, 800)
+    indexed.run(ids)
+    evict(indexed, 810)
+    before = counts_of(indexed)
+    assert indexed.run(ids, tokens=TOKENS) == [CACHED]
+    assert indexed.emitted == [greedy(model, ids, TOKENS)]
+    assert counts_of(indexed).loaded_blocks - before.loaded_blocks == BLOCKS
