@@ -51,6 +51,8 @@ class Policy:
                 for role in sorted(roles)
             }
         )
+        self._kind: frozenset[Role] | None = None
+        """The roles in use, of several kinds; the others' workers leave or change roles."""
         self._switched_s = -math.inf
         self._decided_by: tuple[dict[Role, float], list[Decider]] | None = None
         """Factors of step times, and the deciders by them."""
@@ -81,11 +83,13 @@ class Policy:
         best = cheapest(found)
         if len(found) == 1:
             return best
-        present = max(found, key=lambda each: sum(now.get(role, 0) for role in each.target))
+        if self._kind is None:
+            self._kind = max(self._kinds, key=lambda kind: sum(now.get(role, 0) for role in kind))
+        present = found[self._kinds.index(self._kind)]
         saves = best.gpus <= _SWITCH * present.gpus or (present.shortfall and not best.shortfall)
         if best is present or not saves or at_s - self._switched_s < self._config.cool_down_s:
             return present
-        self._switched_s = at_s
+        self._switched_s, self._kind = at_s, frozenset(best.target)
         return best
 
     def damp(

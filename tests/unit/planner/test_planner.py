@@ -203,14 +203,21 @@ def test_room_bounds_both_roles_together():
     run_virtual(main())
 
 
-def test_the_cheaper_kind_of_deployment_is_taken_by_flips():
+def test_aggregated_workers_become_disaggregated_ones_where_these_are_clearly_fewer_and_back():
     async def main():
-        world = World({A: 8, P: 0, D: 0}, cool_down_s=60, max_workers=16)
+        # At 10 ms of ITL, 18 aggregated workers do as much as 5 prefill and 6 decode workers: long steps with prompts hurt.
+        world = World({A: 20, P: 0, D: 0}, cool_down_s=60, max_workers=32, slo=Slo(ttft_s=0.5, itl_s=0.010))
         world.rate_per_s = 100.0
         async with running(world):
             await asyncio.sleep(900)
             counts = await world.counts()
-            assert not counts[A] or not (counts[P] or counts[D]), counts
+            assert counts[A] == 0
+            assert counts[P] + counts[D] <= 14
+            switched = next(record for record in world.records if record.flips)
+            assert not switched.adds
+            world.rate_per_s = 1.0  # one aggregated worker does what a prefill and a decode worker do
+            await asyncio.sleep(900)
+            assert await world.counts() == {A: 1, P: 0, D: 0}
 
     run_virtual(main())
 

@@ -65,16 +65,20 @@ class Damping:
     ) -> list[str]:
         """Let roles that lack workers take those that others keep for their cool-down alone; changes `target`."""
         said = []
+        free = {role: max(0, have.get(role, 0) - count) for role, count in target.items()}
         for to, count in list(target.items()):
-            lack = count - have.get(to, 0)  # flips that damping allows anyway come first
-            for source, damper in self._dampers.items():
-                least = max(wanted.get(source, 0), damper.config.replicas_min)
-                free = max(0, have.get(source, 0) - target[source])
+            lack = max(0, count - have.get(to, 0))
+            sources = [source for source in target if may_flip(source, to)]
+            for source in sources:  # those that damping lets go anyway
+                taken = min(lack, free[source])
+                free[source] -= taken
+                lack -= taken
+            for source in sources:
+                least = max(wanted.get(source, 0), self._dampers[source].config.replicas_min)
                 spare = target[source] - least if target[source] <= have.get(source, 0) else 0
-                lack -= free
                 moved = min(lack, spare)
                 is_back = now_s - self._flipped_s.get((to, source), -math.inf) < self._flip_again_s
-                if moved > 0 and not is_back and may_flip(source, to):
+                if moved > 0 and not is_back:
                     target[source] -= moved
                     lack -= moved
                     self._flipped_s[source, to] = now_s
