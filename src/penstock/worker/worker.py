@@ -338,7 +338,8 @@ class Worker:
             problem = error
         why = {} if problem is None else log.cause(problem)
         _log.error("engine_died", worker=self._name, requests=len(self._frontends.requests), **why)
-        refusal = WorkerLost(f"the engine ended: {problem!r}" if problem else "the engine ended by itself")
+        said = problem.message if isinstance(problem, PenstockError) else repr(problem)
+        refusal = WorkerLost("the engine ended by itself" if problem is None else f"the engine ended: {said}")
         refusal.__cause__ = problem
         registration.refusal = refusal
         self._end_all(refusal)

@@ -26,7 +26,7 @@ from penstock.engine.vllm.engine_launch import engine_launch
 from penstock.engine.vllm.inputs import Inputs
 from penstock.engine.vllm.kv_events import VllmKvEvents
 from penstock.engine.vllm.launch.child_output import ChildOutput
-from penstock.engine.vllm.launch.launch import end, launch, load_adapters
+from penstock.engine.vllm.launch.launch import end, launch, load_adapters, why_it_died
 from penstock.engine.vllm.load import LoadCounts
 from penstock.engine.vllm.media import MediaReader
 from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
@@ -285,7 +285,7 @@ class VllmEngine:
         try:
             return await self._core.get_output_async()
         except Exception as error:
-            raise EngineError(f"vLLM died: {self._output.reason() or error}") from error
+            raise EngineError(f"vLLM died: {why_it_died(self._core, self._output, error)}") from error
 
     async def _add_with_media(
         self, vllm_id: str, request: Request, arguments: dict[str, Any], rank: int

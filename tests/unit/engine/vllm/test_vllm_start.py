@@ -32,6 +32,7 @@ class StartingCore:
 
     def __init__(self, messages: list[Any]) -> None:
         self.messages = messages
+        self.resources = SimpleNamespace(engine_manager=None)
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(num_gpu_blocks=64, block_size=32),
             model_config=SimpleNamespace(max_model_len=512),
