@@ -7,7 +7,7 @@ then know less than the engine has, and never more.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -147,9 +147,26 @@ class KvEventSubscriber:
         Raises:
             ConfigError: the address cannot be used on this machine.
         """
-        zmq, zmq_asyncio = _zmq(), import_module("zmq.asyncio")
+        zmq_asyncio = import_module("zmq.asyncio")
 
-        with zmq_asyncio.Context() as context, context.socket(zmq.SUB) as messages:
+        with zmq_asyncio.Context() as context:
+            self._absence = asyncio.get_running_loop().call_later(_ABSENT_S, self._absent)
+            try:
+                while True:
+                    await self._follow(context, zmq_asyncio.Poller())
+                    await asyncio.sleep(_RECONNECT_S)
+            finally:
+                self._absence.cancel()
+
+    async def _follow(self, context: Any, poller: Any) -> None:
+        """Follow over one socket, until its connection is lost; a bound one has many and stays.
+
+        Each connection has a socket of its own. ZeroMQ gives an address up after a message that is too long or no ZMTP, and a
+        `disconnect` while a message waits in the socket ends the whole process (libzmq 4.3.5, `fq.cpp: !_more`).
+        """
+        zmq = _zmq()
+
+        with context.socket(zmq.SUB) as messages:
             messages.linger = 0
             messages.rcvhwm = _QUEUED_MESSAGES_MAX
             messages.maxmsgsize = MESSAGE_BYTES_MAX
@@ -157,39 +174,30 @@ class KvEventSubscriber:
             changes = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
             failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             with messages.get_monitor_socket(changes | failures) as monitor:
-                poller = zmq_asyncio.Poller()
                 poller.register(monitor, zmq.POLLIN)
                 poller.register(messages, zmq.POLLIN)
                 messages.ipv6 = "[" in self._address.endpoint
                 _open(messages, self._address.endpoint)
-                self._absence = asyncio.get_running_loop().call_later(_ABSENT_S, self._absent)
                 try:
                     while True:
                         ready = dict(await poller.poll())
                         if monitor in ready:
-                            await self._connection_changed(await monitor.recv_multipart(), messages, context)
+                            if not await self._is_connected(await monitor.recv_multipart(), context):
+                                return
                         elif messages in ready:
                             await self._receive(messages, context)
                 finally:
-                    self._absence.cancel()
                     messages.disable_monitor()
 
-    async def _connection_changed(self, frames: Sequence[bytes], messages: Any, context: Any) -> None:
-        zmq = _zmq()
-
-        if int.from_bytes(frames[0][:2], "little") == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+    async def _is_connected(self, frames: Sequence[bytes], context: Any) -> bool:
+        """Note a change of the connection; False where another socket is needed."""
+        if int.from_bytes(frames[0][:2], "little") == _zmq().EVENT_HANDSHAKE_SUCCEEDED:
             if self._absence is not None:
                 self._absence.cancel()
             await self._sync(context)
-            return
+            return True
         self._synced = False
-        if not _is_bound(
-            self._address.endpoint
-        ):  # ZeroMQ itself gives up after a message that is too long or no ZMTP
-            await asyncio.sleep(_RECONNECT_S)
-            with suppress(zmq.ZMQError):  # it has forgotten the address already
-                messages.disconnect(self._address.endpoint)
-            _open(messages, self._address.endpoint)
+        return _is_bound(self._address.endpoint)
 
     async def _receive(self, messages: Any, context: Any) -> None:
         """Take the messages that are there, up to a number."""
