@@ -110,7 +110,7 @@ def test_forged_events_leave_the_subscriber_sound(tmp_path: Path, *, has_replay:
             await publisher.events.send_multipart(frames)
             if index % 16 == 0:  # else most would be dropped
                 await asyncio.sleep(0.002)
-                subscriber._translator.check()
+                subscriber._reader.check()
 
     async def scenario() -> None:
         held = Held(address)
@@ -131,7 +131,7 @@ def test_forged_events_leave_the_subscriber_sound(tmp_path: Path, *, has_replay:
             while subscriber.num_blocks != 2 or len(held.blocks) != 2:
                 await publisher.send({"type": "AllBlocksCleared"}, sound, sound)
                 await asyncio.sleep(0.02)
-            subscriber._translator.check()
+            subscriber._reader.check()
             assert not following.done()
             following.cancel()
 

@@ -16,6 +16,7 @@ from penstock.engine.vllm.launch.child_output import ChildOutput
 _CLOSE_S = 10.0
 _OTHER_BUILD = "torchvision::nms"
 _OTHER_BUILD_FIX = "pip uninstall -y torchvision torchaudio torchcodec triton"
+_SCHEDULER = "penstock.engine.vllm.scheduler.Telling{}Scheduler"
 
 
 def launch(spec: EngineSpec, output: ChildOutput, described: EngineLaunch) -> tuple[Any, Any]:
@@ -80,6 +81,13 @@ def why_it_died(core: Any, output: ChildOutput, error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def tell_events(config: Any) -> None:
+    """Set the scheduler that tells KV events in a VllmConfig, which has decided whether scheduling is asynchronous."""
+    if config.kv_events_config is not None:
+        kind = "Async" if config.scheduler_config.async_scheduling else ""
+        config.scheduler_config.scheduler_cls = _SCHEDULER.format(kind)
+
+
 def _launch(spec: EngineSpec, output: ChildOutput, described: EngineLaunch) -> tuple[Any, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - an optional package of gigabytes
     from vllm.platforms import current_platform  # noqa: PLC0415
@@ -91,6 +99,7 @@ def _launch(spec: EngineSpec, output: ChildOutput, described: EngineLaunch) -> t
     check_platform(spec.device, current_platform.device_type)
     arguments = AsyncEngineArgs(**typed_arguments(spec, described.arguments, AsyncEngineArgs))
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)  # its batch limits
+    tell_events(config)
     output.take_log("vllm")  # creating the configuration sets it up
     inputs = InputProcessor(config)
     return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True), inputs
