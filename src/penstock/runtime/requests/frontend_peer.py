@@ -96,12 +96,12 @@ class FrontendPeer:
 
     def push_load(self, load: WorkerLoad) -> None:
         if self.channel.writable:
-            self.channel.send(Load(load=load))
+            self.channel.send_soon(Load(load=load))
         else:
             self._load = load
 
     def send_event(self, message: EventMessage) -> None:
-        self.channel.send(Event(message=message))
+        self.channel.send_soon(Event(message=message))
 
     def finish(self, reason: str) -> None:
         """Close once all buffered deltas are sent; the caller sets a timeout."""
