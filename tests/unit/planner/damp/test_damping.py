@@ -43,10 +43,13 @@ def test_roles_that_cannot_be_changed_wait_for_the_cool_down():
 
 
 def test_a_worker_is_given_to_one_role_only():
-    bounds = DamperConfig(cool_down_s=100, replicas_min=0, replicas_max=2)
+    bounds = DamperConfig(cool_down_s=100, replicas_min=0)
     three = Damping({A: bounds, P: bounds, D: bounds})
-    found = three.damp(0, {A: 4, P: 0, D: 0}, {A: 0, P: 2, D: 2})
-    assert found.target == {A: 0, P: 2, D: 2}, "two of A have to leave anyway, two more are needed"
+    four = {A: 4, P: 0, D: 0}
+    assert three.damp(0, four, four).target == four
+    assert three.damp(100, four, {A: 2, P: 0, D: 0}).target == {A: 2, P: 0, D: 0}
+    found = three.damp(105, four, {A: 0, P: 2, D: 2})
+    assert found.target == {A: 0, P: 2, D: 2}, "two leave anyway, and two more are needed"
 
 
 def test_nothing_is_exchanged_where_a_decrease_is_free_anyway():
