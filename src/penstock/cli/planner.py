@@ -65,7 +65,7 @@ def add(commands: Any) -> None:
 
 
 def _run_log(options: argparse.Namespace) -> int:
-    from penstock.deploy.commands.planner_log import find_log, show_log  # noqa: PLC0415
+    from penstock.deploy.commands.planner.log import find_log, show_log  # noqa: PLC0415
 
     if options.n < 1:
         raise ConfigError(f"-n: must be >= 1, got {options.n}")
@@ -75,7 +75,7 @@ def _run_log(options: argparse.Namespace) -> int:
 
 
 def _run_why(options: argparse.Namespace) -> int:
-    from penstock.deploy.commands.planner_log import find_log, show_why  # noqa: PLC0415
+    from penstock.deploy.commands.planner.log import find_log, show_why  # noqa: PLC0415
 
     path = find_log(name=options.name, url=options.url, file=options.file)
     show_why(path, options.which, as_json=options.json)
@@ -83,7 +83,7 @@ def _run_why(options: argparse.Namespace) -> int:
 
 
 def _run_replay(options: argparse.Namespace) -> int:
-    from penstock.deploy.commands.planner_replay import replay  # noqa: PLC0415
+    from penstock.deploy.commands.planner.replay import replay  # noqa: PLC0415
     from penstock.graph import Overrides  # noqa: PLC0415
 
     overrides = Overrides(options.set)

@@ -9,7 +9,7 @@ import msgspec
 from penstock import __version__
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
-from penstock.deploy.commands.planner_text import clock
+from penstock.deploy.commands.planner.text import clock
 from penstock.graph import Graph, Overrides, Slo, build
 from penstock.graph.capacities import make_capacity
 from penstock.planner.config import PlannerConfig

@@ -16,7 +16,7 @@ from penstock.core.clock import wall_time_s
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import Role
-from penstock.deploy.commands.planner_text import clock, folded, line, paragraphs
+from penstock.deploy.commands.planner.text import clock, folded, line, paragraphs
 from penstock.deploy.control.deployments import find_deployment
 from penstock.deploy.state import PLANNER_LOG, state_dir
 from penstock.planner.explain.entries import Entry, Round, Run, decode, read_entries
