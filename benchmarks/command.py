@@ -97,6 +97,10 @@ EXPERIMENTS = Benches(
             "benchmarks.simulated.routers",
             "several frontends against one on the same requests, simulated: how much TTFT grows",
         ),
+        "shared-index": (
+            "benchmarks.micro.shared_index",
+            "the prefix index with blocks of hosts' arenas: told by each worker that loads them, or once",
+        ),
         "simulate": (
             "benchmarks.simulated.simulate",
             "the simulator: requests per wall second, and where the time goes",
