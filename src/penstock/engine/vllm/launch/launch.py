@@ -78,7 +78,8 @@ def why_it_died(core: Any, output: ChildOutput, error: Exception) -> str:
         if code := process.exitcode:
             how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
             return f"its engine core has ended: {how}"
-    return " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    return "one of its processes ended without an error text" if "root cause" in text else text
 
 
 def tell_events(config: Any) -> None:

@@ -15,7 +15,7 @@ _VLLMS_OWN = RuntimeError("EngineCore encountered an issue.\nSee stack trace (ab
     [
         ([None, -9], "its engine core has ended: killed by SIGKILL"),
         ([0, 3], "its engine core has ended: exit code 3"),
-        ([None], "EngineCore encountered an issue. See stack trace (above) for the root cause."),
+        ([None], "one of its processes ended without an error text"),
     ],
 )
 def test_a_dead_process_is_the_reason_where_nothing_was_printed(codes: list[int | None], why: str) -> None:
