@@ -27,6 +27,7 @@ from penstock.engine.launch_host import SymbolicHost
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.registry import describe_launch
 from penstock.graph import DEMO_MODEL, Graph
+from penstock.graph.partners import check_counts
 
 _ARENA = "<memory of the host's workers>"
 
@@ -84,9 +85,11 @@ def render_workers(graph: Graph, checkpoint: Checkpoint | None) -> list[Rendered
         checkpoint: its model; None where it is not on this machine.
 
     Raises:
-        ConfigError: an engine cannot have a setting of the graph.
+        ConfigError: an engine cannot have a setting of the graph, or there are more workers than a router can know.
     """
     roles = graph.roles.present()
+    if sum(role.replicas for role in roles.values()) > graph.router.workers_max:
+        check_counts(graph.roles, graph.router.workers_max)
     room = Room(Devices(None), ProcessCores(None), graph.router.workers_max)
     extents = HostExtents(roles)
     rendered = []

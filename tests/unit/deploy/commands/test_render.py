@@ -160,6 +160,7 @@ def test_what_serve_would_refuse_is_said_beside(
             "roles.prefill: engine_args: kv_transfer_config: must be a mapping",
         ),
         (VLLM.replace("seed: 3", "").replace("vllm", "sglang").replace("{}", "{tp_size: 2}"), "set tensor_parallel"),
+        (VLLM.replace("replicas: 2", "replicas: 1025"), "1,025 workers, but a router knows at most 1,024"),
         (VLLM.replace("h100", "cpu").replace("vllm", "sglang"), "engine sglang: runs on NVIDIA GPUs alone"),
         (VLLM.replace("h100", "cpu").replace("vllm", "trtllm"), "engine trtllm: runs on NVIDIA GPUs alone"),
         (VLLM.replace("h100", "cpu"), "block_size: vLLM on CPUs needs a multiple of 32, got 16; set block_size: 32"),
