@@ -28,8 +28,7 @@ class HeldTier:
     """Keeps hashes and no bytes."""
 
     tier = Tier.HOST
-    num_blocks = 1_000
-    shared = None
+    num_blocks = num_indexed = 1_000
     block_bytes = 32
     num_corrupt = 0
     is_off = False

@@ -34,11 +34,7 @@ class SharedHost:
 
     def part(self, number: int) -> HostPart:
         return HostPart(
-            path=f"/proc/{os.getpid()}/fd/{self.arena.fd}",
-            number=number,
-            extents=self.extents,
-            sharing=2,
-            arena="arena",
+            path=f"/proc/{os.getpid()}/fd/{self.arena.fd}", number=number, extents=self.extents, sharing=2
         )
 
     def worker(

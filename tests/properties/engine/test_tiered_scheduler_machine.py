@@ -29,8 +29,7 @@ class CellTier:
     """Keeps cells by hash, the oldest forgotten first."""
 
     tier = Tier.HOST
-    num_blocks = ROOM
-    shared = None
+    num_blocks = num_indexed = ROOM
     block_bytes = 1
     num_corrupt = 0
     is_off = False

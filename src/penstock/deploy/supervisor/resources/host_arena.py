@@ -2,12 +2,9 @@
 
 import mmap
 import os
-import secrets
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
-
-from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError, TransferError
 from penstock.core.types.instances import Role
@@ -69,7 +66,6 @@ class HostArena:
         """
         self._extents = HostExtents(roles)
         self._arena: Arena | None = None
-        self._name = secrets.token_hex(8)
         if self._extents.num_bytes:
             try:
                 self._arena = Arena.create(self._extents.num_bytes, prefault=False)
@@ -80,8 +76,7 @@ class HostArena:
         """Return what a worker is told of it; None if its role has no host tier."""
         if self._arena is None:
             return None
-        part = self._extents.part(role, index, f"/proc/{os.getpid()}/fd/{self._arena.fd}")
-        return None if part is None else replace(part, arena=self._name)
+        return self._extents.part(role, index, f"/proc/{os.getpid()}/fd/{self._arena.fd}")
 
     def __enter__(self) -> Self:
         return self
