@@ -62,7 +62,9 @@ def test_only_the_last_window_of_a_group_is_loaded_and_the_tokens_are_the_same(h
     for ids, tokens in zip(prompts, expected, strict=True):
         assert hybrid.run(ids, tokens=TOKENS) == [0]
         assert hybrid.emitted == [tokens]
+        assert hybrid.known(ids) == CACHED
     evict(hybrid, 100)
+    hybrid.check()
     before = counts_of(hybrid)
     assert hybrid.run(*prompts, tokens=TOKENS) == [CACHED] * 3
     assert hybrid.emitted == expected

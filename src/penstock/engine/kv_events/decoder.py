@@ -41,6 +41,8 @@ _MEDIA = {
 }
 _WHOLE_CONTEXT = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of attention whose blocks stay as long as the prompt does."""
+_WINDOWS = frozenset({"sliding_window", "sliding_window_mla"})
+_GROUPS_MAX = 64
 _HASH_BYTES_MAX = 64
 _SHAPES_MAX = 64
 _COMPLAINTS_MAX = 3
@@ -56,8 +58,8 @@ _log = get_logger()
 class EventDecoder:
     """Decodes one publisher's messages.
 
-    Only one group of layers counts: the first one with attention over the whole context. It decides how much of a prompt the
-    engine can use again; groups with sliding windows keep less, and their blocks have the same hashes.
+    Of several groups of layers the first one with attention over the whole context tells the tokens. Blocks of others have the
+    same hashes: those of sliding windows, and of further groups over the whole context, are told apart from it by `group`.
     """
 
     def __init__(self, block_size: int, omissions: Omissions) -> None:
@@ -70,6 +72,8 @@ class EventDecoder:
         self._block_size = block_size
         self._omissions = omissions
         self._group: int | None = None
+        self._needed: dict[int, int | None] = {}
+        """By other group: last blocks of a prefix that it needs; None: all."""
         self._other_sizes: set[int] = set()  # that were complained of
         self._shapes: set[tuple[str, ...]] = set()  # names of maps' fields, all of them known
         self._kinds: dict[str, Callable[[Fields], EngineEvent | None]] = {
@@ -130,12 +134,15 @@ class EventDecoder:
 
     def _stored(self, event: Fields) -> EngineEvent | None:
         hashes = _hashes(event)
-        if not self._counts(event, is_stored=True):
+        group = self._group_of(event)
+        if group is not None and group not in self._needed:
             self._omissions[Omission.GROUP] += len(hashes)
             return None
         tier = self._tier(event, len(hashes))
         if tier is None:
             return None
+        if group is not None:
+            return EngineStored(hashes, tier=tier, group=group, needed_blocks=self._needed[group])
         token_ids = _token_ids(event)
         return (
             self._described(event, hashes, token_ids, tier) if token_ids else EngineStored(hashes, tier=tier)
@@ -181,25 +188,33 @@ class EventDecoder:
 
     def _removed(self, event: Fields) -> EngineEvent | None:
         hashes = _hashes(event)
-        if not self._counts(event, is_stored=False):
+        told = fields.integer(event, "group_idx")
+        is_first = told is None or (told not in self._needed and told == (self._group or 0))
+        if not is_first and told not in self._needed:
             self._omissions[Omission.GROUP] += len(hashes)
             return None
         tier = self._tier(event, len(hashes))
-        return None if tier is None else EngineRemoved(hashes, tier)
+        return None if tier is None else EngineRemoved(hashes, tier, None if is_first else told)
 
-    def _counts(self, event: Fields, *, is_stored: bool) -> bool:
-        """Say whether blocks of this group of layers count."""
+    def _group_of(self, event: Fields) -> int | None:
+        """Find the group of stored blocks, and note what it needs; None: the first one. One that is not noted does not count."""
         group = fields.integer(event, "group_idx")
-        if not is_stored:
-            return group is None or group == (self._group or 0)
         kind = fields.text(event, "kv_cache_spec_kind")
         if kind is None:
-            return not group
-        if kind not in _WHOLE_CONTEXT:
-            return False
-        if self._group is None:
+            return group or None
+        if kind in _WHOLE_CONTEXT and self._group is None:
             self._group = group
-        return group == self._group
+        if kind in _WHOLE_CONTEXT and group == self._group:
+            return None
+        number = -1 if group is None else group
+        is_known = number in self._needed or len(self._needed) >= _GROUPS_MAX or number < 0
+        if is_known or fields.integer(event, "block_size") != self._block_size:
+            return number
+        if kind in _WHOLE_CONTEXT:
+            self._needed[number] = None
+        elif kind in _WINDOWS and (window := fields.integer(event, "kv_cache_spec_sliding_window") or 0) > 0:
+            self._needed[number] = -(-(window - 1) // self._block_size)
+        return number
 
     def _tier(self, event: Fields, num_blocks: int) -> Tier | None:
         if fields.text(event, "locality") == "REMOTE":

@@ -24,6 +24,8 @@ class EngineStored(msgspec.Struct, frozen=True, gc=False):
         lora_name: the LoRA adapter that computed the blocks.
         cache_salt: of the first block, if it begins a prompt.
         media: (index in `token_ids`, digest) of each image and the like that begins in these blocks, ascending.
+        group: the engine's number of the group of layers; None: the first one over the whole context.
+        needed_blocks: last blocks of a prefix that the group needs; None: all. For other groups than the first.
     """
 
     hashes: list[EngineHash]
@@ -34,13 +36,16 @@ class EngineStored(msgspec.Struct, frozen=True, gc=False):
     lora_name: str | None = None
     cache_salt: str | None = None
     media: tuple[tuple[int, bytes], ...] = ()
+    group: int | None = None
+    needed_blocks: int | None = None
 
 
 class EngineRemoved(msgspec.Struct, frozen=True, gc=False):
-    """One copy less of each block is in `tier`."""
+    """One copy less of each block is in `tier`; `group` is as in `EngineStored`."""
 
     hashes: list[EngineHash]
     tier: Tier = Tier.DEVICE
+    group: int | None = None
 
 
 class EngineCleared(msgspec.Struct, frozen=True, gc=False):
@@ -57,7 +62,7 @@ class Omission(StrEnum):
     UNKNOWN_TYPE = "unknown_type"  # (events) of a type that this version does not know
     UNKNOWN_FIELD = "unknown_field"  # (fields) that this version does not know
     MEDIUM = "medium"  # (blocks) in a medium that this version does not know
-    GROUP = "group"  # (blocks) of sliding windows, states, and any second group of layers
+    GROUP = "group"  # (blocks) of layers with states, chunked attention, or blocks of another size than the first group's
     CONTENT = "content"  # (blocks) whose content is neither tokens nor media, and those after them
     PARTIAL = "partial"  # (blocks) that are not full, or whose event has too few tokens
     BLOCK_SIZE = "block_size"  # (blocks) of another size than the model's

@@ -20,6 +20,7 @@ from penstock.engine.kv_events.engine_events import (
     Omission,
     Omissions,
 )
+from penstock.engine.kv_events.tables import OtherTables
 
 SaltOf = Callable[[str | None, str | None], bytes | None]
 """(cache_salt, lora_name) of an engine's block -> `Request.salt` of such prompts; None: no request here has it."""
@@ -60,6 +61,8 @@ class KvEventTranslator:
 
     An engine may hold several copies of a block, and removes each. Here the copies are counted by tier and hash, and only the
     first and the last one become events: a block is told stored once, so that counts in an index never overflow.
+
+    In a model with several groups of layers a block is told while it leads to a prefix that every group still has.
     """
 
     def __init__(
@@ -89,6 +92,8 @@ class KvEventTranslator:
         self._forgotten: dict[EngineHash, _Named] = {}
         self._copies: dict[Tier, dict[EngineHash, int]] = {tier: {} for tier in Tier}
         self._roots: dict[bytes, tuple[int, int]] = {}
+        self._tables: OtherTables | None = None
+        """None before an event of a second group."""
 
     def __len__(self) -> int:
         """Number of blocks held in any tier."""
@@ -96,10 +101,18 @@ class KvEventTranslator:
 
     def translate(self, events: Iterable[EngineEvent]) -> list[KvEvent]:
         """Translate events in their order; the result may have fewer or more of them."""
+        before: list[KvEvent] = []  # the engine told of a second group
         out: list[KvEvent] = []
         removed: list[int] = []  # of `tier`, of successive events
         tier = Tier.DEVICE
         for event in events:
+            if not isinstance(event, EngineCleared) and event.group is not None:
+                if self._tables is None:
+                    _flush(removed, tier, out)
+                    before, out = out, []
+                    self._tables = OtherTables(self._block_size, self._held())
+                self._note_other(self._tables, event)
+                continue
             if isinstance(event, EngineRemoved):
                 if event.tier is not tier:
                     _flush(removed, tier, out)
@@ -109,13 +122,13 @@ class KvEventTranslator:
             _flush(removed, tier, out)
             if isinstance(event, EngineCleared):
                 self._forget_all()
-                out.append(AllBlocksCleared())
+                out = [AllBlocksCleared()]
             elif event.token_ids:
                 self._store(event, out)
             else:
                 self._store_named(event, out)
         _flush(removed, tier, out)
-        return out
+        return out if self._tables is None else before + self._tables.translate(out)
 
     def clear(self) -> list[KvEvent]:
         """Forget everything, after events were lost. What the engine stores from now on becomes known again."""
@@ -130,6 +143,24 @@ class KvEventTranslator:
         assert not held & self._forgotten.keys(), "translator: a block is held or forgotten"
         assert all(count > 0 for copies in self._copies.values() for count in copies.values())
         assert len(self._forgotten) <= _FORGOTTEN_MAX
+
+    def _held(self) -> dict[Tier, list[tuple[int, int | None]]]:
+        """Give all blocks with their parents, by the low halves of their hashes."""
+        return {
+            tier: [(low, parent) for low, _, parent in map(self._named.__getitem__, copies)]
+            for tier, copies in self._copies.items()
+        }
+
+    def _note_other(self, tables: OtherTables, event: EngineStored | EngineRemoved) -> None:
+        """Note blocks of another group than the first."""
+        if isinstance(event, EngineStored) and len(tables) >= self._blocks_max:
+            self._omissions[Omission.FULL] += len(event.hashes)
+        else:
+            tables.apply(event, self._name_of)
+
+    def _name_of(self, block_hash: EngineHash) -> int | None:
+        named = self._named.get(block_hash) or self._forgotten.get(block_hash)
+        return None if named is None else named[0]
 
     def _store(self, event: EngineStored, out: list[KvEvent]) -> None:
         parent = event.parent
@@ -174,6 +205,8 @@ class KvEventTranslator:
                     break
                 names[block_hash] = named
                 self._forgotten.pop(block_hash, None)
+                if self._tables is not None:
+                    self._tables.named(block_hash, named[0])
             elif known[0] != named[0]:
                 self._omissions[Omission.CONTRADICTION] += len(chain) - index
                 break
@@ -223,6 +256,8 @@ class KvEventTranslator:
         self._forgotten.clear()
         for copies in self._copies.values():
             copies.clear()
+        if self._tables is not None:
+            self._tables.clear()
 
     def _root(self, event: EngineStored) -> tuple[int, int] | None:
         """Give the parent of a prompt's first block."""

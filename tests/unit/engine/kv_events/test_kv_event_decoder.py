@@ -161,16 +161,47 @@ def test_other_types_and_fields_are_counted(harness: Harness) -> None:
     assert harness.omissions == {Omission.UNKNOWN_TYPE: 2, Omission.UNKNOWN_FIELD: 3}
 
 
-def test_only_one_group_of_layers_counts(harness: Harness) -> None:
+def test_the_first_group_over_the_whole_context_tells_tokens_and_others_what_they_need(
+    harness: Harness,
+) -> None:
     """A hybrid model: sliding windows first, then two groups with the whole context."""
-    window = stored(group_idx=0, kv_cache_spec_kind="sliding_window", token_ids=TOKENS[:7])
-    assert harness.decode(window, stored(group_idx=1), stored(group_idx=2)) == [EXPECTED]
+    window = stored(
+        group_idx=0,
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=2 * SIZE + 2,
+        token_ids=TOKENS[:7],
+    )
+    second = EngineStored([11, 12], group=2)
+    windows = EngineStored([11, 12], group=0, needed_blocks=3)
+    assert harness.decode(window, stored(group_idx=1), stored(group_idx=2)) == [windows, EXPECTED, second]
     gone = [
         {"type": "BlockRemoved", "block_hashes": [11], "medium": "GPU", "group_idx": group}
         for group in (0, 1, 2)
     ]
-    assert harness.decode(*gone) == [EngineRemoved([11])]
-    assert harness.omissions == {Omission.GROUP: 6}
+    assert harness.decode(*gone) == [
+        EngineRemoved([11], group=0), EngineRemoved([11]), EngineRemoved([11], group=2),
+    ]  # fmt: skip
+    assert not harness.omissions
+
+
+def test_groups_whose_needs_are_not_known_do_not_count(harness: Harness) -> None:
+    others = [
+        stored(group_idx=1, kv_cache_spec_kind="mamba"),
+        stored(group_idx=2, kv_cache_spec_kind="sliding_window"),
+        stored(
+            group_idx=3,
+            kv_cache_spec_kind="sliding_window",
+            kv_cache_spec_sliding_window=8,
+            block_size=2 * SIZE,
+        ),
+        stored(group_idx=4, kv_cache_spec_kind="full_attention", block_size=2 * SIZE),
+    ]
+    assert harness.decode(stored(), *others) == [EXPECTED]
+    gone = [
+        {"type": "BlockRemoved", "block_hashes": [11], "medium": "GPU", "group_idx": n} for n in range(1, 5)
+    ]
+    assert harness.decode(*gone) == []
+    assert harness.omissions == {Omission.GROUP: 2 * 4 + 4}
 
 
 def test_other_sizes_and_media_are_left_out(harness: Harness) -> None:
