@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from penstock.bench.registry import Benches
 from penstock.cli import run
-from penstock.cli.parser import Parser
+from penstock.cli.arguments.parser import Parser
 
 EXPERIMENTS = Benches(
     "benchmarks",
@@ -69,10 +69,6 @@ EXPERIMENTS = Benches(
             "benchmarks.simulated.plan",
             "how long `penstock plan` takes, for four models",
         ),
-        "planner": (
-            "benchmarks.planner",
-            "the planner against static workers, an autoscaler, interpolation and an oracle, simulated: SLO and GPU-hours",
-        ),
         "policies": (
             "benchmarks.policies",
             "routing policies side by side, on the simulator: kv and the baselines under benchmarks/baselines",
@@ -100,6 +96,10 @@ EXPERIMENTS = Benches(
         "routers": (
             "benchmarks.simulated.routers",
             "several frontends against one on the same requests, simulated: how much TTFT grows",
+        ),
+        "shared-index": (
+            "benchmarks.micro.shared_index",
+            "the prefix index with blocks of hosts' arenas: told by each worker that loads them, or once",
         ),
         "simulate": (
             "benchmarks.simulated.simulate",

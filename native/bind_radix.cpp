@@ -170,6 +170,10 @@ class LockedTree : GuardedTree {
         write(0, [&] { tree_.grow(num_slots); });
     }
 
+    void share(std::uint32_t worker, std::vector<std::uint32_t> sources) {
+        write(0, [&] { tree_.share(worker, std::move(sources)); });
+    }
+
     PrefixMatch match(nb::handle hashes) {
         const HashBuffer buffer(hashes);
         PrefixMatch result = prepare();
@@ -273,6 +277,7 @@ void bind_radix(nb::module_& module) {
         .def(nb::init<std::optional<std::size_t>, std::uint32_t>(), "pairs_max"_a.none(), "num_slots"_a = 1)
         .def_prop_ro("num_slots", &LockedTree::num_slots)
         .def("grow", &LockedTree::grow, "num_slots"_a)
+        .def("share", &LockedTree::share, "worker"_a, "sources"_a)
         .def("allow", &LockedTree::allow, "pairs_max"_a)
         .def("store", &LockedTree::store, "worker"_a, "hashes"_a, "parent"_a = nb::none(), "tier"_a = "device")
         .def("remove", &LockedTree::remove, "worker"_a, "hashes"_a, "tier"_a = "device")

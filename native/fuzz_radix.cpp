@@ -81,17 +81,38 @@ class Straightforward {
         }
     }
 
+    // Whether the tree takes it.
+    bool share(std::uint32_t worker, const std::vector<std::uint32_t>& sources) {
+        const auto is_both = [&](std::uint32_t source) { return source == worker || !sources_[source].empty(); };
+        if (!sources.empty() && (is_source(worker) || std::ranges::any_of(sources, is_both))) {
+            return false;
+        }
+        sources_[worker] = sources;
+        return true;
+    }
+
     void match(const Hashes& hashes, std::vector<std::int32_t>& depths, std::vector<std::int32_t>& tiers) {
         std::int32_t deepest = 0;
         for (std::uint32_t worker = 0; worker < depths.size(); ++worker) {
+            if (is_source(worker)) {
+                continue;
+            }
+            std::vector<std::uint32_t> from = sources_[worker];
+            from.push_back(worker);
             for (const std::uint64_t hash : hashes) {
                 const auto at = blocks.find(hash);
-                if (at == blocks.end() || !at->second.holders.contains(worker)) {
+                std::size_t best = penstock::kTiers;
+                for (const std::uint32_t each : from) {
+                    if (at != blocks.end() && at->second.holders.contains(each)) {
+                        const Copies& copies = at->second.holders[each];
+                        const auto tier = std::ranges::find_if(copies, [](std::uint32_t count) { return count > 0; });
+                        best = std::min(best, static_cast<std::size_t>(tier - copies.begin()));
+                    }
+                }
+                if (best == penstock::kTiers) {
                     break;
                 }
-                const Copies& copies = at->second.holders[worker];
-                const auto best = std::ranges::find_if(copies, [](std::uint32_t count) { return count > 0; });
-                ++tiers[static_cast<std::size_t>(best - copies.begin()) * depths.size() + worker];
+                ++tiers[best * depths.size() + worker];
                 deepest = std::max(deepest, ++depths[worker]);
             }
         }
@@ -101,6 +122,10 @@ class Straightforward {
     }
 
   private:
+    bool is_source(std::uint32_t slot) const {
+        return std::ranges::any_of(sources_, [&](const auto& entry) { return std::ranges::count(entry.second, slot) > 0; });
+    }
+
     using Place = std::map<std::uint64_t, Block>::iterator;
 
     void drop(Place at, std::uint32_t worker) {
@@ -136,6 +161,7 @@ class Straightforward {
 
     std::size_t pairs_max_;
     std::uint64_t clock_ = 0;
+    std::map<std::uint32_t, std::vector<std::uint32_t>> sources_;
 };
 
 class Input {
@@ -239,7 +265,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         const std::uint32_t node = input.below(250) + 1;
         const std::size_t tier = std::max(input.below(8), 4U) - 4;
         Hashes hashes = names.chain_to(node);
-        switch (input.below(8)) {
+        switch (input.below(9)) {
             case 0:
             case 1:
             case 2: {
@@ -276,6 +302,20 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                 model.clear(worker);
                 reclaiming = true;
                 break;
+            case 6: {
+                std::vector<std::uint32_t> sources;
+                for (std::uint32_t count = input.below(3); count > 0; --count) {
+                    sources.push_back(input.below(9));
+                }
+                bool is_taken = true;
+                try {
+                    tree.share(worker, sources);
+                } catch (const std::invalid_argument&) {
+                    is_taken = false;
+                }
+                require(model.share(worker, sources) == is_taken, "whose blocks are loaded");
+                break;
+            }
             default:
                 if (!nonsense) {
                     compare_matches(tree, model, hashes);

@@ -86,6 +86,33 @@ void RadixTree::grow(std::uint32_t num_slots) {
     }
 }
 
+void RadixTree::share(std::uint32_t worker, std::vector<std::uint32_t> sources) {
+    std::ranges::sort(sources);
+    sources.erase(std::unique(sources.begin(), sources.end()), sources.end());
+    grow_to_hold(worker);
+    if (!sources.empty()) {
+        grow_to_hold(sources.back());
+    }
+    const auto is_both = [&](std::uint32_t source) { return source == worker || has_sources(source); };
+    if (!sources.empty() && (is_source(worker) || std::ranges::any_of(sources, is_both))) {
+        throw std::invalid_argument("sources: a slot is shared by workers or loads what others share, not both, got " +
+                                    std::to_string(sources.front()) + " for " + std::to_string(worker));
+    }
+    sources_.resize(num_slots());
+    loaders_.resize(num_slots());
+    for (const std::uint32_t source : sources_[worker]) {
+        std::erase(loaders_[source], worker);
+    }
+    for (const std::uint32_t source : sources) {
+        loaders_[source].push_back(worker);
+    }
+    std::erase(sharers_, worker);
+    if (!sources.empty()) {
+        sharers_.insert(std::ranges::lower_bound(sharers_, worker), worker);
+    }
+    sources_[worker] = std::move(sources);
+}
+
 void RadixTree::grow_to_hold(std::uint32_t worker) {
     if (worker >= kSlotsMax) {
         throw std::length_error("worker: must be a slot from 0 to " + std::to_string(kSlotsMax - 1) + ", got " +

@@ -90,6 +90,10 @@ class RadixTree {
     // Raises std::length_error past `kSlotsMax`.
     void grow(std::uint32_t num_slots);
 
+    // From now on a worker also loads what these slots hold, and no longer what others did. They are no workers: their
+    // own depths are 0 as long as anybody loads what they hold. Raises std::invalid_argument where a slot would be both.
+    void share(std::uint32_t worker, std::vector<std::uint32_t> sources);
+
     void store(std::uint32_t worker, HashView hashes, std::optional<std::uint64_t> parent, std::size_t tier);
     void remove(std::uint32_t worker, HashView hashes, std::size_t tier);
     void clear(std::uint32_t worker);
@@ -162,6 +166,9 @@ class RadixTree {
 
     Node& node(NodeId id) { return nodes_[id]; }
     const Node& node(NodeId id) const { return nodes_[id]; }
+    bool is_irregular(std::uint32_t slot) const { return tenants_[tenant_of_[slot]].irregular(); }
+    bool is_source(std::uint32_t slot) const { return slot < loaders_.size() && !loaders_[slot].empty(); }
+    bool has_sources(std::uint32_t slot) const { return slot < sources_.size() && !sources_[slot].empty(); }
     bool is_gone(std::uint64_t entry) const { return tenants_[worker_of(entry)].slot == kGone; }
     HoldersId holders_of(std::uint64_t key) const;
     bool is_chain(HashView hashes) const;
@@ -188,6 +195,7 @@ class RadixTree {
     void set_irregular(Tenant& tenant, std::uint32_t holes, bool contradicted);
     std::uint32_t new_tenant(std::uint32_t slot);
     void check_shares(NodeId id) const;
+    void check_sources() const;
     void purge_chain(HashView hashes, std::optional<std::uint64_t> parent);
     void drop_empty_storage();
 
@@ -204,6 +212,9 @@ class RadixTree {
     std::size_t pairs_max_;
     RadixLimits limits_;
     std::vector<std::uint32_t> tenant_of_; // by slot
+    std::vector<std::vector<std::uint32_t>> sources_; // by slot, as far as any has some: what else it loads, ascending
+    std::vector<std::vector<std::uint32_t>> loaders_; // by slot, likewise: who loads what it holds
+    std::vector<std::uint32_t> sharers_;              // slots that have sources, ascending
     std::vector<Tenant> tenants_;
     std::vector<std::uint32_t> free_tenants_;
     std::vector<std::uint32_t> going_;      // tenants that the sweep under way has reclaimed once it ends

@@ -125,6 +125,7 @@ void RadixTree::check() const {
         lower_pairs += worker.lower;
         irregular_workers += worker.irregular();
     }
+    check_sources();
     require(gone + num_slots() == tenants_.size(), "tenants: one has each slot");
     require(pairs == pairs_ && pairs <= pairs_max_, "pairs: counted, and within the bound");
     require(lower_pairs == lower_pairs_, "pairs: those off the device are counted");
@@ -139,6 +140,24 @@ void RadixTree::check() const {
     }
     require(places_.size() + free_nodes == nodes_used_, "nodes: each is in use or free");
     holders_.check(references);
+}
+
+void RadixTree::check_sources() const {
+    std::vector<std::uint32_t> sharing;
+    std::size_t num_loaders = 0;
+    for (std::uint32_t slot = 0; slot < sources_.size(); ++slot) {
+        num_loaders += loaders_[slot].size();
+        if (!has_sources(slot)) {
+            continue;
+        }
+        sharing.push_back(slot);
+        require(!is_source(slot), "sources: who has some is none");
+        for (const std::uint32_t source : sources_[slot]) {
+            require(std::ranges::count(loaders_[source], slot) == 1, "sources: each knows who loads from it");
+            --num_loaders;
+        }
+    }
+    require(num_loaders == 0 && sharing == sharers_, "sources: known from both sides");
 }
 
 void RadixTree::check_shares(NodeId id) const {

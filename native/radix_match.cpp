@@ -37,6 +37,10 @@ class RadixTree::Matching {
         const HoldersId last_holders = at(last);
         settle(last, last_holders, hashes_.size(), HoldersTable::kNobody);
         settle(0, first_holders, last, last_holders);
+        if (!tree_.sharers_.empty()) {
+            find_sharing(first_holders);
+            spread();
+        }
         return deepest_;
     }
 
@@ -46,21 +50,26 @@ class RadixTree::Matching {
         bool any_lower = false;
         for (const std::uint64_t entry : tree_.holders_.entries(at(0))) {
             const Tenant& tenant = tree_.tenants_[worker_of(entry)];
-            if (tenant.slot < num_slots) {
+            if (tenant.slot < num_slots && !is_shared(tenant.slot)) {
                 const bool lower = tenant.lower > 0;
                 any_lower |= lower;
                 tiers[tenant.slot] = lower ? 0 : depths_[tenant.slot];
             }
         }
-        for (std::size_t begin = 0, end = 0; any_lower && begin < deepest_; begin = end) {
+        const bool shares = !sharing_.empty();
+        std::vector<std::uint8_t> nearest(shares ? tree_.num_slots() : 0);
+        for (std::size_t begin = 0, end = 0; (any_lower || shares) && begin < deepest_; begin = end) {
             const HoldersId holders = at(begin);
             for (end = begin + 1; end < deepest_ && at(end) == holders;) {
                 ++end;
             }
+            if (shares) {
+                count_shared(holders, begin, end, nearest, tiers);
+            }
             for (const std::uint64_t entry : tree_.holders_.entries(holders)) {
                 const Holding holding(entry);
                 const Tenant& tenant = tree_.tenants_[holding.worker()];
-                if (tenant.slot < num_slots && tenant.lower > 0) {
+                if (tenant.slot < num_slots && tenant.lower > 0 && !is_shared(tenant.slot)) {
                     const auto depth = static_cast<std::size_t>(depths_[tenant.slot]);
                     const std::size_t counted = std::min(depth, end) - std::min(depth, begin);
                     tiers[holding.best_tier() * num_slots + tenant.slot] += static_cast<std::int32_t>(counted);
@@ -71,6 +80,114 @@ class RadixTree::Matching {
 
   private:
     HoldersId at(std::size_t position) const { return tree_.holders_of(hashes_[position]); }
+
+    // Whether the slot's depth depends on what others hold, or is no worker's.
+    bool is_shared(std::uint32_t slot) const { return tree_.has_sources(slot) || tree_.is_source(slot); }
+
+    // Call with the slots of each worker that can load from a set of holders, and with the tier that it loads from.
+    template <class Call>
+    void for_each_loader(HoldersId holders, const Call& call) const {
+        for (const std::uint64_t entry : tree_.holders_.entries(holders)) {
+            if (tree_.is_gone(entry)) {
+                continue;
+            }
+            const std::uint32_t slot = tree_.tenants_[worker_of(entry)].slot;
+            const std::size_t tier = Holding(entry).best_tier();
+            if (tree_.is_source(slot)) {
+                for (const std::uint32_t loader : tree_.loaders_[slot]) {
+                    call(loader, tier);
+                }
+            } else {
+                call(slot, tier);
+            }
+        }
+    }
+
+    // Find the workers with sources that can load the first block: the others have depth 0.
+    void find_sharing(HoldersId first_holders) {
+        for_each_loader(first_holders, [&](std::uint32_t slot, std::size_t) {
+            if (slot < depths_.size() && tree_.has_sources(slot)) {
+                sharing_.push_back(slot);
+            }
+        });
+        std::ranges::sort(sharing_);
+        sharing_.erase(std::unique(sharing_.begin(), sharing_.end()), sharing_.end());
+    }
+
+    // A worker with sources has the greatest depth of its own and theirs: what holds a block without holes holds all
+    // before it. Where one has holes the prefix is walked. Sources are no workers and end with 0.
+    void spread() {
+        std::vector<std::uint32_t> walking;
+        for (const std::uint32_t slot : sharing_) {
+            bool has_holes = tree_.is_irregular(slot);
+            std::int32_t depth = depths_[slot];
+            for (const std::uint32_t source : tree_.sources_[slot]) {
+                has_holes |= source >= depths_.size() || tree_.is_irregular(source);
+                depth = std::max(depth, source < depths_.size() ? depths_[source] : 0);
+            }
+            depths_[slot] = has_holes ? 0 : depth;
+            if (has_holes) {
+                walking.push_back(slot);
+            }
+        }
+        for (const std::uint32_t slot : sharing_) {
+            for (const std::uint32_t source : tree_.sources_[slot]) {
+                if (source < depths_.size()) {
+                    depths_[source] = 0;
+                }
+            }
+        }
+        if (!walking.empty()) {
+            walk_shared(walking);
+        }
+    }
+
+    void walk_shared(std::vector<std::uint32_t>& walking) {
+        std::vector<std::uint32_t> seen(tree_.num_slots()); // by slot, the number of the latest set that it loads from
+        std::uint32_t number = 0;
+        HoldersId previous = HoldersTable::kNobody;
+        const auto end_at = [&](std::uint32_t slot, std::size_t position) {
+            depths_[slot] = static_cast<std::int32_t>(position);
+            deepest_ = std::max(deepest_, position);
+        };
+        for (std::size_t position = 0; position < hashes_.size() && !walking.empty(); ++position) {
+            const HoldersId holders = at(position);
+            if (holders == previous && number > 0) {
+                continue;
+            }
+            previous = holders;
+            ++number;
+            for_each_loader(holders, [&](std::uint32_t slot, std::size_t) { seen[slot] = number; });
+            std::erase_if(walking, [&](std::uint32_t slot) {
+                const bool is_lost = seen[slot] != number;
+                if (is_lost) {
+                    end_at(slot, position);
+                }
+                return is_lost;
+            });
+        }
+        for (const std::uint32_t slot : walking) {
+            end_at(slot, hashes_.size());
+        }
+    }
+
+    // Count blocks `begin` to `end`, which are held alike, by the nearest tier of each worker with sources.
+    void count_shared(HoldersId holders, std::size_t begin, std::size_t end, std::vector<std::uint8_t>& nearest,
+                      std::int32_t* tiers) const {
+        for (const std::uint32_t slot : sharing_) {
+            nearest[slot] = kTiers;
+        }
+        for_each_loader(holders, [&](std::uint32_t slot, std::size_t tier) {
+            nearest[slot] = std::min(nearest[slot], static_cast<std::uint8_t>(tier));
+        });
+        const std::size_t num_slots = depths_.size();
+        for (const std::uint32_t slot : sharing_) {
+            const auto depth = static_cast<std::size_t>(depths_[slot]);
+            if (depth > begin) {
+                tiers[nearest[slot] * num_slots + slot] += static_cast<std::int32_t>(std::min(depth, end) - begin);
+            }
+        }
+    }
 
     void set_depth(std::uint32_t tenant, std::size_t depth) {
         depths_[tree_.tenants_[tenant].slot] = static_cast<std::int32_t>(depth);
@@ -129,7 +246,7 @@ class RadixTree::Matching {
         std::vector<std::uint32_t> walking;
         for (const std::uint64_t entry : tree_.holders_.entries(first_holders)) {
             const Tenant& tenant = tree_.tenants_[worker_of(entry)];
-            if (tenant.slot < depths_.size() && tenant.irregular()) {
+            if (tenant.slot < depths_.size() && tenant.irregular() && !is_shared(tenant.slot)) {
                 walking.push_back(worker_of(entry));
             }
         }
@@ -156,6 +273,7 @@ class RadixTree::Matching {
     HashView hashes_;
     std::span<std::int32_t> depths_;
     std::size_t deepest_ = 0;
+    std::vector<std::uint32_t> sharing_; // ascending
 };
 
 std::uint32_t RadixTree::claim_stamps(std::uint32_t count) const {

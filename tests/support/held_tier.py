@@ -28,7 +28,8 @@ class HeldTier:
     """Keeps hashes and no bytes."""
 
     tier = Tier.HOST
-    num_blocks = num_indexed = 1_000
+    num_blocks = 1_000
+    shared = None
     block_bytes = 32
     num_corrupt = 0
     is_off = False

@@ -27,7 +27,8 @@ class MemoryLoad:
 class MemoryTier:
     """Loads take `block_s` for each block; they bring none while `fails`."""
 
-    num_indexed = num_blocks = 1_000
+    num_blocks = 1_000
+    shared = None
     offload_room = 1_000
     num_corrupt = 0
     is_off = False

@@ -34,7 +34,11 @@ class SharedHost:
 
     def part(self, number: int) -> HostPart:
         return HostPart(
-            path=f"/proc/{os.getpid()}/fd/{self.arena.fd}", number=number, extents=self.extents, sharing=2
+            path=f"/proc/{os.getpid()}/fd/{self.arena.fd}",
+            number=number,
+            extents=self.extents,
+            sharing=2,
+            arena="arena",
         )
 
     def worker(

@@ -75,7 +75,10 @@ def test_a_failure_in_vllms_own_processes_is_told_with_its_cause(started, spec_o
     assert not vllm_processes()
 
 
-def test_a_killed_engine_ends_the_steps_and_close_leaves_nothing(started, spec_of):
+@pytest.mark.parametrize(
+    ("name", "why"), [("EngineCore", "its engine core has ended: killed by SIGKILL"), ("VLLM::Worker", "")]
+)
+def test_a_killed_process_ends_the_steps_and_close_leaves_nothing(started, spec_of, name, why):
     running = started(spec_of())
     request = Request(
         request_id="long",
@@ -84,17 +87,20 @@ def test_a_killed_engine_ends_the_steps_and_close_leaves_nothing(started, spec_o
         sampling=SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True),
     )
     assert running.answers(request, steps=3)[0].token_ids
-    core = next(
-        each for each in psutil.Process().children() if "EngineCore" in each.name() + str(each.cmdline())
+    victim = next(
+        each
+        for each in psutil.Process().children(recursive=True)
+        if name in each.name() + str(each.cmdline())
     )
-    os.kill(core.pid, signal.SIGKILL)
+    os.kill(victim.pid, signal.SIGKILL)
 
     async def consume():
         while True:
             await running.next_step()
 
-    with pytest.raises(EngineError, match="vLLM died"):
+    with pytest.raises(EngineError, match=f"vLLM died: {why}") as died:
         running.do(consume())
+    assert "above" not in died.value.message, "nobody sees what vLLM printed"
     running.do(running.engine.close())
     psutil.wait_procs(vllm_processes(), timeout=20)
     assert not vllm_processes()

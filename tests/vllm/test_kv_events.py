@@ -1,7 +1,6 @@
 """The prefix index of Penstock, fed with vLLM's events, knows what vLLM finds in its cache."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -92,18 +91,21 @@ def test_a_reset_clears(indexed: Indexed) -> None:
 
 
 def test_nothing_was_left_out(indexed: Indexed) -> None:
-    (subscriber,) = indexed.running.engine._events._subscribers
-    assert not subscriber.omissions
-    assert subscriber.num_blocks == len(hash_list(indexed.tree.hashes_of(0)))
+    (reader,) = indexed.running.engine._events.readers
+    assert not reader.omissions
+    assert reader.num_blocks == len(hash_list(indexed.tree.hashes_of(0)))
+    assert indexed.running.load().cached_blocks == reader.num_blocks
 
 
-def test_the_sockets_are_private_and_go_with_the_engine(
-    indexed: Indexed, started: Callable[[EngineSpec], Running], spec_of: Callable[..., EngineSpec]
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("kv_events_config", "kv_events_config: Penstock itself follows"),
+        ("scheduler_cls", "scheduler_cls: Penstock's own scheduler tells"),
+    ],
+)
+def test_what_penstock_sets_itself_is_refused(
+    started: Callable[[EngineSpec], Running], spec_of: Callable[..., EngineSpec], name: str, why: str
 ) -> None:
-    (subscriber,) = indexed.running.engine._events._subscribers
-    folder = Path(subscriber._address.endpoint.removeprefix("ipc://")).parent
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert {path.name for path in folder.iterdir()} == {"inproc.events", "inproc.replay"}
-    with pytest.raises(ConfigError, match="kv_events_config: Penstock itself follows"):
-        started(spec_of(args={"kv_events_config": {}}))
-    assert not folder.exists()
+    with pytest.raises(ConfigError, match=why):
+        started(spec_of(args={name: {}}))

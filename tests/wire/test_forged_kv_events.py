@@ -1,7 +1,14 @@
-"""Forged KV events over real sockets: mutated payloads under any number. What is held stays consistent, and the next sound events count."""
+"""Forged KV events over real sockets: mutated payloads under any number, and servers that are no publishers.
+
+What is held stays consistent, and the next sound events count.
+"""
 
 import asyncio
 import random
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -103,7 +110,7 @@ def test_forged_events_leave_the_subscriber_sound(tmp_path: Path, *, has_replay:
             await publisher.events.send_multipart(frames)
             if index % 16 == 0:  # else most would be dropped
                 await asyncio.sleep(0.002)
-                subscriber._translator.check()
+                subscriber._reader.check()
 
     async def scenario() -> None:
         held = Held(address)
@@ -124,8 +131,95 @@ def test_forged_events_leave_the_subscriber_sound(tmp_path: Path, *, has_replay:
             while subscriber.num_blocks != 2 or len(held.blocks) != 2:
                 await publisher.send({"type": "AllBlocksCleared"}, sound, sound)
                 await asyncio.sleep(0.02)
-            subscriber._translator.check()
+            subscriber._reader.check()
             assert not following.done()
             following.cancel()
+
+    asyncio.run(scenario())
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
+
+
+def hold(content: bytes, connection: socket.socket) -> None:
+    """Say something, and leave the connection open until the other side closes it."""
+    connection.sendall(content)
+    with suppress(TimeoutError):
+        while connection.recv(4096):
+            pass
+
+
+def flood(connection: socket.socket) -> None:
+    rng = random.Random(3)
+    for _ in range(64):
+        connection.sendall(rng.randbytes(65536))
+
+
+NO_PUBLISHERS: dict[str, Callable[[socket.socket], None]] = {
+    "closes": lambda _connection: None,
+    "speaks HTTP": lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    "sends half a greeting": lambda connection: hold(GREETING[:30], connection),
+    "sends noise": flood,
+    "sends half a message": lambda connection: connection.sendall(GREETING + READY + b"\x01\x02kv\x01\x08"),
+    "announces a huge message": lambda connection: hold(
+        GREETING + READY + b"\x03" + (1 << 62).to_bytes(8, "big"), connection
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_PUBLISHERS)
+def test_a_publisher_is_followed_after_a_server_that_is_none(tmp_path: Path, name: str) -> None:
+    """libzmq ended the whole process where a connection was lost while messages waited."""
+    address = PublisherAddress(endpoint=endpoints("tcp", tmp_path).endpoint)
+    stopping = threading.Event()
+
+    def answer(listener: socket.socket) -> None:
+        listener.settimeout(0.05)
+        while not stopping.is_set():
+            with suppress(OSError):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.settimeout(0.2)
+                    NO_PUBLISHERS[name](connection)
+
+    async def scenario() -> None:
+        held = Held(address)
+        following = asyncio.ensure_future(held.subscriber.run())
+        port = int(address.endpoint.rpartition(":")[2])
+        with socket.create_server(("127.0.0.1", port)) as listener:
+            answering = asyncio.to_thread(answer, listener)
+            asyncio.get_running_loop().call_later(0.8, stopping.set)
+            await answering
+        async with asyncio.timeout(60), publishing(address) as publisher:
+            for _ in range(2):
+                while len(held.blocks) != 2:
+                    await publisher.send({"type": "AllBlocksCleared"}, MAP | {"extra_keys": None})
+                    await asyncio.sleep(0.02)
+                held.blocks.clear()
+        assert not following.done()
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_publishers_that_end_with_messages_on_their_way_are_followed_again(tmp_path: Path) -> None:
+    address = PublisherAddress(endpoint=endpoints("tcp", tmp_path).endpoint)
+
+    async def scenario() -> None:
+        held = Held(address)
+        following = asyncio.ensure_future(held.subscriber.run())
+        for _ in range(6):
+            held.blocks.clear()
+            async with asyncio.timeout(60), publishing(address) as publisher:
+                while len(held.blocks) != 2:
+                    await publisher.send({"type": "AllBlocksCleared"}, MAP | {"extra_keys": None})
+                    await asyncio.sleep(0.02)
+                for _ in range(500):
+                    await publisher.send(MAP | {"extra_keys": None})
+        assert not following.done()
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
     asyncio.run(scenario())

@@ -25,6 +25,7 @@ from penstock.core.types.events import (
     BlockStored,
     EventBatch,
     EventSnapshot,
+    Holder,
     Tier,
 )
 from penstock.core.types.instances import (
@@ -229,8 +230,11 @@ PLANE = {
     "grant": frames.Grant(grants=(("r-0", 128), ("r-1", 1))),
     "subscribe": frames.Subscribe(after_sequence=4),
     "subscribe_all": frames.Subscribe(),
+    "subscribe_host": frames.Subscribe(after_sequence=4, holder=Holder.HOST),
+    "unsubscribe": frames.Unsubscribe(holder=Holder.FLEET),
     "fetch": frames.Fetch(fetch_id=1, sha256="ab"),
     "fetch_chunk": frames.FetchChunk(fetch_id=1, data=b"content", last=True, error=ERROR),
+    "host_event": frames.Event(message=msgspec.structs.replace(BATCH, holder=Holder.HOST)),
     "deltas": frames.Deltas(deltas=(DELTA, Delta(request_id="r-1"))),
     "load": frames.Load(load=LOAD),
     "change_role": frames.Change(call_id=2, change=BecomeRole(role=Role.DECODE)),

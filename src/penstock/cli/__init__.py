@@ -14,13 +14,14 @@ from penstock.cli import (
     graph,
     kv,
     plan,
+    planner,
     profile,
     router,
     serve,
     simulate,
     worker_changes,
 )
-from penstock.cli.parser import Parser
+from penstock.cli.arguments.parser import Parser
 from penstock.core.errors import ConfigError, PenstockError
 
 EXIT_FAILED = 1
@@ -75,6 +76,7 @@ def make_parser() -> Parser:
         graph,
         simulate,
         plan,
+        planner,
         profile,
         doctor,
     ):

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.flags import add_set
+from penstock.cli.arguments.flags import add_set
 from penstock.core.errors import ConfigError
 
 EXIT_NO_COMMAND = 2

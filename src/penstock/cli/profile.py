@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from penstock.cli.flags import add_set
+from penstock.cli.arguments.flags import add_set
 
 
 def add(commands: Any) -> None:

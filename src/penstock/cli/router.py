@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from penstock.cli.flags import add_log_level, add_set, add_urls, url_settings
+from penstock.cli.arguments.flags import add_log_level, add_set, add_urls, url_settings
 
 _FLAGS = {
     "--host": ("host", "HOST", "address to listen on (default 127.0.0.1)"),

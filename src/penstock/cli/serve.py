@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from penstock.cli.flags import add_log_level, add_set, add_urls, url_settings
+from penstock.cli.arguments.flags import add_log_level, add_set, add_urls, url_settings
 from penstock.core.errors import ConfigError
 
 _DEMO_WORKERS = 2  # to show routing

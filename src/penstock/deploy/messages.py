@@ -5,12 +5,15 @@ Each side learns of the other's end from the closed socket.
 
 from collections.abc import Callable
 
+import msgspec
+
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.wire import Wire
 from penstock.kv.host.memory import HostPart
+from penstock.planner.explain.record import Expected
 from penstock.runtime.observations.windows import Window
 
 WINDOW_S = 1.0
@@ -151,7 +154,28 @@ class ChangeRole(Wire, frozen=True, tag="change_role"):
     role: Role
 
 
-News = ProcessFailed | ChangeRole
+class Planned(Wire, frozen=True, tag="planned"):
+    """Sent to a frontend, for its metrics: a round of the planner.
+
+    Attributes:
+        outcome: as of `DecisionRecord`, or failed.
+        seconds: how long it took.
+        have: workers that count; `wanted` those that are aimed at.
+        changes: workers by change: add, retire or flip.
+        lost: rounds that the planner's log could not keep since the last message.
+    """
+
+    outcome: str
+    seconds: float
+    have: dict[Role, int] = msgspec.field(default_factory=dict)
+    wanted: dict[Role, int] = msgspec.field(default_factory=dict)
+    changes: dict[str, int] = msgspec.field(default_factory=dict)
+    expected: tuple[Expected, ...] = ()
+    has_shortfall: bool = False
+    lost: int = 0
+
+
+News = ProcessFailed | ChangeRole | Planned
 """What a supervisor tells a child after its assignment."""
 Report = Ready | Failed | Health | Closing | Beat | Phase | RoleChanged | Observed
 Tell = Callable[[Report], None]

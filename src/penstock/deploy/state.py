@@ -14,6 +14,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.hashing import KEY_BYTES
 
 ADMIN_TOKEN_VARIABLE = "PENSTOCK_ADMIN_TOKEN"  # noqa: S105 - a variable's name
+PLANNER_LOG = "planner.jsonl"
+"""Name of the planner's log in a deployment's directory."""
 _TOKEN_BYTES = 32
 
 

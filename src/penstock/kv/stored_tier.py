@@ -11,6 +11,7 @@ import numpy as np
 from penstock.core.errors import DeadlineExceeded
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
+from penstock.core.types.instances import KvHolder
 from penstock.core.wire import HashArray
 from penstock.kv.breaker import CircuitBreaker
 from penstock.kv.device_blocks import DeviceBlocks
@@ -101,6 +102,8 @@ class StoredTier:
         device: DeviceBlocks,
         num_blocks: int,
         offload_policy: OffloadPolicy | None = None,
+        *,
+        shared: KvHolder | None = None,
     ) -> None:
         """Take over a store, which `close` closes.
 
@@ -110,7 +113,9 @@ class StoredTier:
             device: the engine's blocks.
             num_blocks: how many it can keep.
             offload_policy: how blocks are offloaded to it; None for all of them at once.
+            shared: the store, where other workers use it too.
         """
+        self.shared = shared
         self.tier = tier
         self.num_blocks = num_blocks
         self.block_bytes = device.block_bytes
@@ -133,11 +138,6 @@ class StoredTier:
     def num_cached(self) -> int:
         """Blocks that it keeps, also while it is off."""
         return self._store.num_cached
-
-    @property
-    def num_indexed(self) -> int:
-        """As many as it can keep."""
-        return self.num_blocks
 
     @property
     def is_off(self) -> bool:

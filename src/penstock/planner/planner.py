@@ -33,6 +33,8 @@ BY = "planner"
 """The planner's name in a deployment's log."""
 _INTERVAL_S = 10.0
 """Length of the intervals that demand is forecast in; shorter ones have more noise than news."""
+_GAP_MAX = 60
+"""After a longer pause, as of a machine that slept, so many intervals are taken as the last one."""
 _START_GUESS_S = 60.0
 """Seconds of a worker's start before one was measured."""
 _RECENT_S = 10.0
@@ -205,7 +207,7 @@ class Planner:
         seen = await self._observe(now_s - self._interval_since_s)
         self._interval_since_s += ended * _INTERVAL_S
         if seen.frontends:
-            self._estimator.take(seen, ended)
+            self._estimator.take(seen, min(ended, _GAP_MAX))
 
     def _begin_floor(self, now_s: float, look: Look, recent: Observation) -> bool:
         """Tell whether demand is to be forecast anew: it is time, or more arrives than was expected."""

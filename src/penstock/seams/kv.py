@@ -7,6 +7,7 @@ from typing import Protocol
 
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
+from penstock.core.types.instances import KvHolder
 from penstock.core.wire import HashArray
 
 
@@ -113,12 +114,14 @@ class KvTier(KvSource, Protocol):
         num_blocks: how many it can keep.
         block_bytes: size of one.
         offload_policy: how blocks are offloaded to it.
+        shared: whose blocks it loads, those of other workers among them; None for blocks of its own.
     """
 
     tier: Tier
     num_blocks: int
     block_bytes: int
     offload_policy: OffloadPolicy
+    shared: KvHolder | None
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin, on the event loop and before any other method.
@@ -131,11 +134,6 @@ class KvTier(KvSource, Protocol):
     @property
     def num_cached(self) -> int:
         """Blocks that it keeps."""
-        ...
-
-    @property
-    def num_indexed(self) -> int:
-        """Blocks that its KV events may name at a time: more than it keeps if it loads what other workers keep."""
         ...
 
     @property
@@ -160,7 +158,7 @@ class KvTier(KvSource, Protocol):
         ...
 
     def take_events(self) -> tuple[KvEvent, ...]:
-        """Return the KV events since the last call, in order."""
+        """Return the KV events since the last call, in order: of all blocks that it can load. Who asks notes their holder."""
         ...
 
     def clear(self) -> None:

@@ -7,7 +7,7 @@ from typing import Protocol
 from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import WorkerChange
-from penstock.core.types.events import EventMessage
+from penstock.core.types.events import EventMessage, Holder
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
@@ -70,8 +70,12 @@ class WorkerService(Protocol):
         """Abort all requests and prefetches of this frontend: it is gone."""
         ...
 
-    def events(self, rank: int = 0) -> "EventSource":
-        """Give the KV events of a data-parallel rank."""
+    def events(self, rank: int = 0, holder: Holder = Holder.WORKER) -> "EventSource":
+        """Give the KV events of a data-parallel rank, or those of another holder that the worker loads from.
+
+        Raises:
+            ProtocolError: it loads from no such holder.
+        """
         ...
 
     def read_file(self, sha256: str) -> asyncio.Future[bytes | None]:
@@ -163,8 +167,12 @@ class Connection(Protocol):
         """Allow the worker to send `tokens` more tokens of this request, since its reader has consumed as many."""
         ...
 
-    def subscribe(self, after_sequence: int | None) -> None:
-        """Subscribe to the KV events after `after_sequence` (None: after a snapshot); a second call resyncs."""
+    def subscribe(self, after_sequence: int | None, holder: Holder = Holder.WORKER) -> None:
+        """Subscribe to the KV events of a holder after `after_sequence` (None: after a snapshot); a second call resyncs."""
+        ...
+
+    def unsubscribe(self, holder: Holder) -> None:
+        """End a subscription; events that are under way still arrive. No error without one."""
         ...
 
     async def fetch(self, sha256: str) -> bytes:

@@ -26,13 +26,14 @@ from penstock.core.errors import (
 from penstock.core.ids import RequestId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.changes import WorkerChange
-from penstock.core.types.events import AllBlocksCleared
+from penstock.core.types.events import AllBlocksCleared, Holder
 from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
 from penstock.core.types.kv.actions import KvAction
 from penstock.core.types.media import MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.types.steps import Step
 from penstock.runtime.events.publisher import EventPublisher
+from penstock.runtime.events.publishers import EventPublishers
 from penstock.runtime.observations.worker_recorder import WorkerRecorder
 from penstock.seams import (
     Answer,
@@ -97,7 +98,7 @@ class Worker:
             ConfigError: the role needs KV transfer, but the engine neither exposes its KV blocks nor transfers them itself.
         """
         self.config = config or WorkerConfig()
-        self.publishers = [EventPublisher(self.config.events)]  # of each data-parallel rank
+        self.publishers = EventPublishers(self.config.events)
         self.ready = asyncio.Event()
         """Set once the worker is registered."""
         self.on_health: Callable[[str | None], None] = lambda _problem: None
@@ -150,7 +151,7 @@ class Worker:
             if not config.kv_events:
                 info = msgspec.structs.replace(info, kv_events=False)
             info = self._info = self._driver.assume(self._identity.role, info)
-            self.publishers += [EventPublisher(config.events) for _ in range(1, info.data_parallel)]
+            self.publishers.begin(info)
             card = fitting_card(self._card, info)
             async with AsyncExitStack() as stack:
                 self._driver.context_length = card.context_length
@@ -198,8 +199,10 @@ class Worker:
     # -- WorkerService
 
     def check_rank(self, rank: int) -> None:
-        if not 0 <= rank < len(self.publishers):
-            raise ProtocolError(f"rank {rank}: {self._name} has {len(self.publishers)} data-parallel ranks")
+        if not 0 <= rank < len(self.publishers.ranks):
+            raise ProtocolError(
+                f"rank {rank}: {self._name} has {len(self.publishers.ranks)} data-parallel ranks"
+            )
 
     def connected(self, sink: FrontendSink, rank: int = 0) -> None:
         self._frontends.push_load_to(self._frontends.connect(sink, rank), self._driver.load())
@@ -208,7 +211,7 @@ class Worker:
         frontend = self._frontends.at(sink)
         frontend.sent += 1
         self._reports.accepted += 1
-        if len(self.publishers) > 1:
+        if len(self.publishers.ranks) > 1:
             request = msgspec.structs.replace(request, rank=frontend.rank.number)
         try:
             self._check(request, frontend)
@@ -261,8 +264,8 @@ class Worker:
                 self._abort(self._frontends.requests[request_id])
             self._driver.drop_owner(frontend)
 
-    def events(self, rank: int = 0) -> EventPublisher:
-        return self.publishers[rank]
+    def events(self, rank: int = 0, holder: Holder = Holder.WORKER) -> EventPublisher:
+        return self.publishers.of(rank, holder)
 
     def read_file(self, sha256: str) -> asyncio.Future[bytes | None]:
         return asyncio.get_running_loop().run_in_executor(None, self._read_file, sha256)
@@ -281,8 +284,7 @@ class Worker:
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent; for tests and simulations."""
         self._frontends.check()
-        for publisher in self.publishers:
-            publisher.check()
+        self.publishers.check()
         self._driver.check()
 
     # -- starting
@@ -338,7 +340,8 @@ class Worker:
             problem = error
         why = {} if problem is None else log.cause(problem)
         _log.error("engine_died", worker=self._name, requests=len(self._frontends.requests), **why)
-        refusal = WorkerLost(f"the engine ended: {problem!r}" if problem else "the engine ended by itself")
+        said = problem.message if isinstance(problem, PenstockError) else repr(problem)
+        refusal = WorkerLost("the engine ended by itself" if problem is None else f"the engine ended: {said}")
         refusal.__cause__ = problem
         registration.refusal = refusal
         self._end_all(refusal)
@@ -368,7 +371,7 @@ class Worker:
         # Deltas go last: a client that sends its next turn at once is routed by the KV events and load of this step.
         assert self._info is not None, "started"
         if self._info.kv_events:
-            self.publishers[step.rank].publish(step.events)
+            self.publishers.publish(step.rank, step.events)
         self._reports.note(load)
         if any(isinstance(event, AllBlocksCleared) for event in step.events):
             self._reports.hurry()  # an idle worker reports nothing else

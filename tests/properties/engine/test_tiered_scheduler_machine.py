@@ -29,7 +29,8 @@ class CellTier:
     """Keeps cells by hash, the oldest forgotten first."""
 
     tier = Tier.HOST
-    num_blocks = num_indexed = ROOM
+    num_blocks = ROOM
+    shared = None
     block_bytes = 1
     num_corrupt = 0
     is_off = False

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
@@ -57,6 +58,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.bounded = pairs_max is not None
         self.reclaiming = False
         self.copies: Counter[tuple[int, int, Tier]] = Counter()
+        self.sources: dict[int, set[int]] = {}
 
     @rule(target=stored, slot=SLOTS, node=NODES, skip=st.integers(0, 3), tier=TIERS)
     def store(self, slot, node, skip, tier):
@@ -96,6 +98,20 @@ class RadixMachine(RuleBasedStateMachine):
         self.reclaiming = True
         for key in [key for key in self.copies if key[0] == slot]:
             del self.copies[key]
+
+    @rule(slot=SLOTS, sources=st.sets(SLOTS, max_size=2))
+    def share(self, slot, sources):
+        shared = set().union(*self.sources.values())
+        is_both = sources and (slot in shared | sources or sources & self.sources.keys())
+        for tree in (self.native, self.reference):
+            if is_both:
+                with pytest.raises(ValueError, match="not both"):
+                    tree.share(slot, [*sources])
+            else:
+                tree.share(slot, [*sources])
+        if not is_both:
+            self.sources.pop(slot, None)
+            self.sources.update({slot: sources} if sources else {})
 
     @rule(pairs_max=st.integers(1, 40))
     def allow(self, pairs_max):
@@ -142,8 +158,15 @@ class RadixMachine(RuleBasedStateMachine):
 
     def compare_to_model(self, path, match):
         held = {key for key, count in self.copies.items() if count}
+        shared = set().union(*self.sources.values())
         for slot, depth in enumerate(match.depths.tolist()):
-            best = [next((t for t in Tier if (slot, h, t) in held), None) for h in path]
+            if slot in shared:
+                assert depth == 0
+                continue
+            loads = {slot} | self.sources.get(slot, set())
+            best = [
+                next((t for t in Tier if any((each, h, t) in held for each in loads)), None) for h in path
+            ]
             expected = best.index(None) if None in best else len(best)
             assert depth <= expected
             if not self.bounded:

@@ -58,7 +58,7 @@ class EventPlaneMachine(RuleBasedStateMachine):
     def push_event(self, message):
         self.flight.append(message)
 
-    def subscribe(self, after_sequence):
+    def subscribe(self, after_sequence, _holder):
         self.asked.append(after_sequence)
 
     def apply(self, _worker_id, events):

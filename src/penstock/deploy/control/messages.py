@@ -19,11 +19,15 @@ SOCKET_NAME = "control.sock"
 
 
 class Deployment(Wire, frozen=True):
-    """Who answers: the graph's name, the frontends' URL and the supervisor's process."""
+    """Who answers: the graph's name, the frontends' URL and the supervisor's process.
+
+    `planner_log` is the file of the planner's decisions; empty without a planner.
+    """
 
     name: str
     url: str
     pid: int
+    planner_log: str = ""
 
 
 class GetScale(Wire, frozen=True, tag="scale"):

@@ -15,6 +15,7 @@ from penstock.deploy.messages import (
     ChangeRole,
     News,
     Observed,
+    Planned,
     ProcessFailed,
     Report,
 )
@@ -33,6 +34,8 @@ class Control:
         """Makes the next heartbeat."""
         self.on_process_failed: Callable[[ProcessFailed], None] = lambda _failure: None
         """Called for each failure of another process."""
+        self.on_planned: Callable[[Planned], None] = lambda _planned: None
+        """Called for each round of the planner."""
         self.on_change_role: Callable[[Role], None] = lambda _role: None
         """Called when the supervisor asks for a change of role."""
         self._socket = socket.socket(fileno=descriptor)
@@ -83,5 +86,7 @@ class Control:
             match _news.decode(line):
                 case ProcessFailed() as failure:
                     self.on_process_failed(failure)
+                case Planned() as planned:
+                    self.on_planned(planned)
                 case ChangeRole(role=role):
                     self.on_change_role(role)

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter
 from penstock.deploy.messages import Assignment, FrontendJob, Ready, Tell
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.location import location_here
+from penstock.deploy.processes.planner_metrics import PlannerMetrics
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
 from penstock.frontend.limits.access import Access
@@ -45,6 +46,8 @@ async def run_frontend(
     control.on_process_failed = lambda failure: failures.labels(failure.name, failure.reason).inc(
         failure.count
     )
+    if graph.planner is not None:
+        control.on_planned = PlannerMetrics(registry).take
     rng = random.Random()
     discovery = LocalDiscovery(common.hub_address, identity, rng=rng)
     dispatcher = Dispatcher(

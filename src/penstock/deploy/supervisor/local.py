@@ -20,12 +20,20 @@ from penstock.deploy.card import check_model, make_card, open_checkpoint, served
 from penstock.deploy.causes import cause_of
 from penstock.deploy.control.messages import Deployment
 from penstock.deploy.control.server import ControlServer
-from penstock.deploy.messages import Assignment, Common, FrontendJob, Job, ProcessFailed, WorkerJob
-from penstock.deploy.state import RuntimeDirectory, load_admin_token, load_hash_key, state_dir
+from penstock.deploy.messages import (
+    Assignment,
+    Common,
+    FrontendJob,
+    Job,
+    Planned,
+    ProcessFailed,
+    WorkerJob,
+)
+from penstock.deploy.state import PLANNER_LOG, RuntimeDirectory, load_admin_token, load_hash_key, state_dir
 from penstock.deploy.supervisor.child import Child
 from penstock.deploy.supervisor.group_guard import GroupGuard
 from penstock.deploy.supervisor.member import Member
-from penstock.deploy.supervisor.planning import make_planner
+from penstock.deploy.supervisor.planning import make_planning
 from penstock.deploy.supervisor.port import Port
 from penstock.deploy.supervisor.resources.devices import Devices, count_devices
 from penstock.deploy.supervisor.resources.host_arena import HostArena
@@ -160,20 +168,30 @@ class LocalDeployment:
                 )
             )
             self._create_members(common, port, cards, str(checkpoint.path), scale_file)
-            planner = make_planner(
+            directory = state_dir(self.graph.name) if scale_file.is_ours else Path(common.runtime_dir)
+            planning = make_planning(
                 self.graph,
                 self._roles,
                 self.pool,
                 self.observations,
                 model_dir=checkpoint.path,
+                log_path=directory / PLANNER_LOG,
                 say=self._say,
+                tell=self._tell_planned,
             )
+            if planning is not None:
+                stack.enter_context(planning)
             await stack.enter_async_context(
                 ControlServer(
                     self.pool,
                     self.observations,
                     Path(common.runtime_dir),
-                    Deployment(name=self.graph.name, url=self.url, pid=os.getpid()),
+                    Deployment(
+                        name=self.graph.name,
+                        url=self.url,
+                        pid=os.getpid(),
+                        planner_log=str(directory / PLANNER_LOG) if planning else "",
+                    ),
                 )
             )
             try:
@@ -187,10 +205,10 @@ class LocalDeployment:
                         self._has_started = True
                         self.pool.open()
                         self._spares.refill()
-                        planning = group.create_task(planner.run(), name="planner") if planner else None
+                        rounds = group.create_task(planning.run(), name="planner") if planning else None
                         yield
-                        if planning is not None:
-                            planning.cancel()
+                        if rounds is not None:
+                            rounds.cancel()
                     except BaseException:
                         self.kill()
                         raise
@@ -310,6 +328,12 @@ class LocalDeployment:
             for (name, reason), count in self._unsent_failures.items():
                 frontend.tell(ProcessFailed(name=name, reason=reason, count=count))
             self._unsent_failures.clear()
+
+    def _tell_planned(self, planned: Planned) -> None:
+        """Send a round of the planner to one frontend; a round that none can take is not counted."""
+        frontend = next((member for member in self._frontends if member.ready.is_set()), None)
+        if frontend is not None:
+            frontend.tell(planned)
 
     def _forget_dead(self, metrics_dir: Path) -> None:
         """Remove the gauges of dead frontends from the metrics directory; counters stay."""

@@ -1,12 +1,20 @@
 """Makes the planner of a deployment on this machine."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
+from penstock import __version__
+from penstock.core.clock import wall_time_s
 from penstock.core.types.instances import Role
+from penstock.deploy.messages import Planned
 from penstock.graph import Graph, RoleSpec, Slo
 from penstock.graph.capacities import is_predicted, make_capacity
 from penstock.planner.estimate import slo as estimate
+from penstock.planner.explain.decision_log import DecisionLog
+from penstock.planner.explain.entries import Run
 from penstock.planner.explain.record import DecisionRecord
 from penstock.planner.observe.observation import Observation
 from penstock.planner.observe.stream import ObservationStream
@@ -17,15 +25,77 @@ Say = Callable[[str, str, str], None]
 _NAME = "planner"
 
 
-def make_planner(
+class Planning:
+    """A planner with its log and metrics. Its context ends the log."""
+
+    def __init__(self, log_path: Path, run: Run, *, say: Say, tell: Callable[[Planned], None]) -> None:
+        """Keep nothing yet; set `planner` before it runs.
+
+        Args:
+            log_path: file of the decisions.
+            run: the log's first line.
+            say: called with (name, state, detail) at changes.
+            tell: called with each round.
+        """
+        self.planner: Planner
+        self._log: DecisionLog
+        self._make_log = partial(DecisionLog, log_path, run)
+        self._say, self._tell = say, tell
+        self._record: DecisionRecord | None = None
+        self._lost = 0
+
+    def __enter__(self) -> Self:
+        self._log = self._make_log()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._log.close()
+
+    async def run(self) -> None:
+        """Decide until it is cancelled."""
+        await self.planner.run()
+
+    def take(self, record: DecisionRecord) -> None:
+        """Print a round's changes and keep the round."""
+        if record.is_change:
+            self._say(_NAME, "would" if record.is_dry else "scales", record.explain().removeprefix("would: "))
+        self._log.put(record)
+        self._record = record
+
+    def end(self, seconds: float, error: str) -> None:
+        """Tell a frontend of a round that has ended, or failed."""
+        lost, self._lost = self._log.lost - self._lost, self._log.lost
+        record = self._record
+        if error or record is None:
+            self._tell(Planned(outcome="failed", seconds=seconds, lost=lost))
+            return
+        self._tell(
+            Planned(
+                outcome=record.outcome,
+                seconds=seconds,
+                have=record.now,
+                wanted=record.target,
+                changes=_changes(record),
+                expected=record.expected,
+                has_shortfall=record.decision is not None and bool(record.decision.shortfall),
+                lost=lost,
+            )
+        )
+
+
+def make_planning(
     graph: Graph,
     roles: dict[Role, RoleSpec],
     connector: ScalingConnector,
     observations: ObservationStream,
     *,
     model_dir: Path,
+    log_path: Path,
     say: Say,
-) -> Planner | None:
+    tell: Callable[[Planned], None],
+) -> Planning | None:
     """Make the planner that the graph describes; None if it describes none.
 
     Args:
@@ -34,7 +104,9 @@ def make_planner(
         connector: changes its workers.
         observations: what its processes see.
         model_dir: the checkpoint's directory.
+        log_path: file of its decisions.
         say: called with (name, state, detail) for what a user should know.
+        tell: called with each round.
 
     Raises:
         ConfigError: step times of a role cannot be predicted.
@@ -68,15 +140,30 @@ def make_planner(
     async def observe(seconds: float) -> Observation:
         return observations.observe(seconds)
 
-    def tell(record: DecisionRecord) -> None:
-        if record.is_change:
-            say(_NAME, "would" if record.is_dry else "scales", record.explain().removeprefix("would: "))
-
-    return Planner(
+    run = Run(
+        time_s=wall_time_s(),
+        version=__version__,
+        graph=graph.model_dump(mode="json", exclude_unset=True),
+        model_dir=str(model_dir.resolve()),
+    )
+    planning = Planning(log_path, run, say=say, tell=tell)
+    planning.planner = Planner(
         connector,
         observe,
         config=config,
         slo=estimate.Slo(ttft_s=slo.ttft_s, itl_s=slo.itl_s, percentile=slo.percentile),
         capacities=capacities,
-        on_record=tell,
+        on_record=planning.take,
+        on_round=planning.end,
     )
+    return planning
+
+
+def _changes(record: DecisionRecord) -> dict[str, int]:
+    """Count the workers that the round began to change, refused ones included."""
+    counts = {
+        "flip": len(record.flips),
+        "add": sum(record.adds.values()),
+        "retire": len(record.retires),
+    }
+    return {change: count for change, count in counts.items() if count and not record.is_dry}

@@ -7,19 +7,19 @@ then know less than the engine has, and never more.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from penstock.core.errors import ConfigError, ProtocolError
+from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent
-from penstock.engine.kv_events.decoder import EventDecoder
 from penstock.engine.kv_events.engine_events import Omission, Omissions
-from penstock.engine.kv_events.translator import KvEventTranslator, SaltOf
+from penstock.engine.kv_events.reader import EventReader
+from penstock.engine.kv_events.translator import SaltOf
 
 MESSAGE_BYTES_MAX = 1 << 23
 """One step that stores a prompt of a million tokens sends less."""
@@ -36,10 +36,6 @@ _REPLAYS_S = 60.0
 """Time limit of all replays for one gap, since a replay may never end."""
 _MESSAGES_AT_ONCE = 64
 """Messages handled before other tasks of the event loop run."""
-_TOLD = (
-    Omission.UNKNOWN_TYPE, Omission.MEDIUM, Omission.UNKNOWN_PARENT, Omission.CONTRADICTION, Omission.FULL,
-)  # fmt: skip
-"""Omissions to warn about: routers know fewer blocks than the engine has."""
 _END = b"\xff" * 8
 _NUMBER_BYTES = 8
 _PORTS = 1 << 16
@@ -116,14 +112,12 @@ class KvEventSubscriber:
         """
         address.check()
         require_zmq()
-        self.omissions: Omissions = Omissions()
         self.batches = 0
         """Messages applied."""
         self._address = address
         self._publish = publish
-        self._decoder = EventDecoder(block_size, self.omissions)
-        self._translator = KvEventTranslator(
-            block_size=block_size, salt_of=salt_of, omissions=self.omissions, hash_key=hash_key
+        self._reader = EventReader(
+            address.endpoint, block_size=block_size, salt_of=salt_of, hash_key=hash_key
         )
         self._synced = False
         self._next: int | None = None
@@ -132,14 +126,17 @@ class KvEventSubscriber:
         """Payload of the message before."""
         self._live = -1
         """Number of the latest message that came without a replay."""
-        self._warn_at = 1
-        """Warn at so many omissions: the first, then each ten times as many."""
         self._absence: asyncio.TimerHandle | None = None
 
     @property
     def num_blocks(self) -> int:
         """Blocks that the engine is known to hold."""
-        return len(self._translator)
+        return self._reader.num_blocks
+
+    @property
+    def omissions(self) -> Omissions:
+        """What was left out."""
+        return self._reader.omissions
 
     async def run(self) -> None:
         """Follow the engine until cancelled. It may start later, end and come again.
@@ -147,9 +144,26 @@ class KvEventSubscriber:
         Raises:
             ConfigError: the address cannot be used on this machine.
         """
-        zmq, zmq_asyncio = _zmq(), import_module("zmq.asyncio")
+        zmq_asyncio = import_module("zmq.asyncio")
 
-        with zmq_asyncio.Context() as context, context.socket(zmq.SUB) as messages:
+        with zmq_asyncio.Context() as context:
+            self._absence = asyncio.get_running_loop().call_later(_ABSENT_S, self._absent)
+            try:
+                while True:
+                    await self._follow(context, zmq_asyncio.Poller())
+                    await asyncio.sleep(_RECONNECT_S)
+            finally:
+                self._absence.cancel()
+
+    async def _follow(self, context: Any, poller: Any) -> None:
+        """Follow over one socket, until its connection is lost; a bound one has many and stays.
+
+        Each connection has a socket of its own. ZeroMQ gives an address up after a message that is too long or no ZMTP, and a
+        `disconnect` while a message waits in the socket ends the whole process (libzmq 4.3.5, `fq.cpp: !_more`).
+        """
+        zmq = _zmq()
+
+        with context.socket(zmq.SUB) as messages:
             messages.linger = 0
             messages.rcvhwm = _QUEUED_MESSAGES_MAX
             messages.maxmsgsize = MESSAGE_BYTES_MAX
@@ -157,39 +171,30 @@ class KvEventSubscriber:
             changes = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
             failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             with messages.get_monitor_socket(changes | failures) as monitor:
-                poller = zmq_asyncio.Poller()
                 poller.register(monitor, zmq.POLLIN)
                 poller.register(messages, zmq.POLLIN)
                 messages.ipv6 = "[" in self._address.endpoint
                 _open(messages, self._address.endpoint)
-                self._absence = asyncio.get_running_loop().call_later(_ABSENT_S, self._absent)
                 try:
                     while True:
                         ready = dict(await poller.poll())
                         if monitor in ready:
-                            await self._connection_changed(await monitor.recv_multipart(), messages, context)
+                            if not await self._is_connected(await monitor.recv_multipart(), context):
+                                return
                         elif messages in ready:
                             await self._receive(messages, context)
                 finally:
-                    self._absence.cancel()
                     messages.disable_monitor()
 
-    async def _connection_changed(self, frames: Sequence[bytes], messages: Any, context: Any) -> None:
-        zmq = _zmq()
-
-        if int.from_bytes(frames[0][:2], "little") == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+    async def _is_connected(self, frames: Sequence[bytes], context: Any) -> bool:
+        """Note a change of the connection; False where another socket is needed."""
+        if int.from_bytes(frames[0][:2], "little") == _zmq().EVENT_HANDSHAKE_SUCCEEDED:
             if self._absence is not None:
                 self._absence.cancel()
             await self._sync(context)
-            return
+            return True
         self._synced = False
-        if not _is_bound(
-            self._address.endpoint
-        ):  # ZeroMQ itself gives up after a message that is too long or no ZMTP
-            await asyncio.sleep(_RECONNECT_S)
-            with suppress(zmq.ZMQError):  # it has forgotten the address already
-                messages.disconnect(self._address.endpoint)
-            _open(messages, self._address.endpoint)
+        return _is_bound(self._address.endpoint)
 
     async def _receive(self, messages: Any, context: Any) -> None:
         """Take the messages that are there, up to a number."""
@@ -202,7 +207,7 @@ class KvEventSubscriber:
                 return
             message = _message(frames)
             if message is None:
-                self._malformed(f"{len(frames)} frames, expected topic, number of 8 bytes and payload")
+                self._reader.malformed(f"{len(frames)} frames, expected topic, number of 8 bytes and payload")
             else:
                 await self._take(*message, context)
         await asyncio.sleep(0)
@@ -316,7 +321,7 @@ class KvEventSubscriber:
                     return
                 message = _message(frames)
                 if message is None:
-                    self._malformed(f"{len(frames)} frames of a replay, expected number and payload")
+                    self._reader.malformed(f"{len(frames)} frames of a replay, expected number and payload")
                     return
                 yield message
                 taken += 1
@@ -326,18 +331,10 @@ class KvEventSubscriber:
     async def _apply(self, number: int, payload: bytes) -> None:
         self._next, self._latest = number + 1, payload
         self.batches += 1
-        try:
-            for index, events in enumerate(self._decoder.decode(payload)):
-                if index:
-                    await asyncio.sleep(0)
-                self._tell(self._translator.translate(events))
-        except ProtocolError as error:
-            self._malformed(error.message)
-            self._tell(self._translator.clear())  # it may have told of blocks removed
-        told = {str(why): count for why in _TOLD if (count := self.omissions[why])}
-        if told and (total := sum(told.values())) >= self._warn_at:
-            self._warn_at = 10 * total
-            _log.warning("kv_events_left_out", endpoint=self._address.endpoint, **told)
+        for index, events in enumerate(self._reader.read(payload)):
+            if index:
+                await asyncio.sleep(0)
+            self._tell(events)
 
     def _tell(self, events: Sequence[KvEvent]) -> None:
         if events:
@@ -346,32 +343,22 @@ class KvEventSubscriber:
     def _absent(self) -> None:
         _log.warning("kv_events_nobody_publishes", endpoint=self._address.endpoint, seconds=_ABSENT_S)
 
-    def _malformed(self, reason: str) -> None:
-        if self._noted(Omission.MALFORMED):
-            _log.warning("kv_event_message_malformed", endpoint=self._address.endpoint, reason=reason)
-
     def _lost(self, number: int | None) -> None:
         """Forget all blocks, since events up to `number` are lost."""
-        if self._next and self._noted(Omission.LOST):  # at the start nothing was known
+        if self._next and self._reader.noted(Omission.LOST):  # at the start nothing was known
             _log.warning("kv_events_lost", endpoint=self._address.endpoint, expected=self._next, got=number)
         self._clear()
         self._next = number
 
     def _restarted(self) -> None:
         """Forget all blocks: another engine publishes here now."""
-        if self._noted(Omission.RESTART):
+        if self._reader.noted(Omission.RESTART):
             _log.info("kv_events_restarted", endpoint=self._address.endpoint)
         self._clear()
         self._next, self._live = 0, -1
 
-    def _noted(self, why: Omission) -> bool:
-        """Count one, and say whether to log it: the first ten, then the 100th, the 1000th and so on."""
-        self.omissions[why] += 1
-        count = self.omissions[why]
-        return count <= 10 or str(count).rstrip("0") == "1"
-
     def _clear(self) -> None:
-        self._tell(self._translator.clear())
+        self._tell(self._reader.clear())
 
 
 def _zmq() -> Any:

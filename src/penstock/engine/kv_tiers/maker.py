@@ -1,6 +1,8 @@
 """Makes the KV tiers of an engine from its configuration."""
 
 import hashlib
+import os
+import re
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +10,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError, TransferError
-from penstock.core.types.events import Tier
+from penstock.core.types.events import Holder, Tier
+from penstock.core.types.instances import KvHolder
 from penstock.engine.kv_tiers.config import DiskConfig, KvConfig, ObjectConfig
 from penstock.engine.kv_tiers.size import TierSize
 from penstock.engine.runner import RunnerInfo
@@ -28,6 +31,10 @@ TierMaker = Callable[[RunnerInfo, Sequence[Sequence[object]]], Sequence[KvTier]]
 
 _KNOWN_BLOCKS_MAX = 1 << 20
 """Blocks of an object store that a worker knows at most: 250 MB of memory, and with blocks of 2 MiB 2 TiB of KV."""
+
+
+_ENDPOINT = re.compile(r"^(AWS|GOOGLE|GCS|AZURE)_.*(ENDPOINT|REGION|ACCOUNT_NAME)")
+"""Settings of stores in the environment that say which store it is."""
 
 
 def tier_maker(
@@ -166,4 +173,12 @@ def _object_tier(
         store = ObjectPacks(config.url, device.block_bytes, namespace, packs, options=config.options)
     except TransferError as error:
         raise ConfigError(f"kv.object: {error}") from error
-    return StoredTier(store, Tier.OBJECT, device, num_blocks, config.offload_policy)
+    holder = KvHolder(kind=Holder.FLEET, id=_store_id(config, namespace), blocks=num_blocks)
+    return StoredTier(store, Tier.OBJECT, device, num_blocks, config.offload_policy, shared=holder)
+
+
+def _store_id(config: ObjectConfig, namespace: Namespace) -> str:
+    """Name the packs that a worker can load; other endpoints may have a bucket of the same name."""
+    endpoints = sorted((name, value) for name, value in os.environ.items() if _ENDPOINT.search(name))
+    named = [config.url, namespace.digest.hex(), *sorted(config.options.items()), *endpoints]
+    return hashlib.blake2b(repr(named).encode(), digest_size=16).hexdigest()

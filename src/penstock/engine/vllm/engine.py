@@ -26,7 +26,7 @@ from penstock.engine.vllm.engine_launch import engine_launch
 from penstock.engine.vllm.inputs import Inputs
 from penstock.engine.vllm.kv_events import VllmKvEvents
 from penstock.engine.vllm.launch.child_output import ChildOutput
-from penstock.engine.vllm.launch.launch import end, launch, load_adapters
+from penstock.engine.vllm.launch.launch import end, launch, load_adapters, why_it_died
 from penstock.engine.vllm.load import LoadCounts
 from penstock.engine.vllm.media import MediaReader
 from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
@@ -67,7 +67,7 @@ class VllmEngine:
         self._counts = [LoadCounts() for _ in range(spec.data_parallel)]
         """Of each data-parallel rank."""
         self._wake = asyncio.Event()
-        self._events = VllmKvEvents(spec, self._events_came)
+        self._events = VllmKvEvents(spec)
         self._level = 0
         """Level of the current sleep, or of the last one."""
         self._closed = False
@@ -84,7 +84,6 @@ class VllmEngine:
         self._inputs = Inputs(processor, await load_adapters(self._spec, self._core))
         self._media = await asyncio.to_thread(MediaReader, processor)
         self._output.forget()
-        self._events.follow(described.kv_events)
         config = self._core.vllm_config
         total_blocks = config.cache_config.num_gpu_blocks // len(
             self._counts
@@ -133,15 +132,16 @@ class VllmEngine:
             sending = self._add_with_media(vllm_id, request, arguments, rank)
         without = msgspec.structs.replace(request, media=None)
         self._ids[request.request_id] = vllm_id
-        self._running[vllm_id] = Running.of(without, asyncio.get_running_loop().time(), rank)
+        self._running[vllm_id] = running = Running.of(without, asyncio.get_running_loop().time(), rank)
+        self._counts[rank].begin(vllm_id, running)
         self._send(sending, vllm_id)
 
     def abort(self, request_id: RequestId) -> None:
-        vllm_id = self._ids.pop(request_id, None)
+        vllm_id = self._ids.get(request_id)
         if vllm_id is not None:
-            del self._running[vllm_id]
-        if vllm_id is not None and self._core is not None:
-            self._send(self._core.abort_requests_async([vllm_id]))
+            self._forget(vllm_id)
+            if self._core is not None:
+                self._send(self._core.abort_requests_async([vllm_id]))
 
     async def expand_media(self, prompt: MediaPrompt) -> ExpandedPrompt:
         """Expand the media of a prompt; see `MediaReader.expand`."""
@@ -149,7 +149,7 @@ class VllmEngine:
         return await self._media.expand(prompt)
 
     async def steps(self) -> AsyncIterator[Step]:
-        """Yield a step for each message of vLLM's engine core, and for KV events that come without one, until `close`.
+        """Yield a step for each message of vLLM's engine core, until `close`.
 
         Raises:
             EngineError: a process of vLLM died.
@@ -180,21 +180,15 @@ class VllmEngine:
                 await asyncio.gather(getting, return_exceptions=True)
 
     def load(self) -> WorkerLoad:
-        now_s, running = asyncio.get_running_loop().time(), self._running.values()
+        now_s = asyncio.get_running_loop().time()
         if len(self._counts) == 1:
-            return self._counts[0].load(running, now_s)
-        return WorkerLoad.of_ranks(
-            [
-                counts.load([each for each in running if each.rank == rank], now_s)
-                for rank, counts in enumerate(self._counts)
-            ]
-        )
+            return self._counts[0].load(now_s)
+        return WorkerLoad.of_ranks([counts.load(now_s) for counts in self._counts])
 
     async def close(self) -> None:
         """End vLLM's processes. Safe after a failed `start`, and twice."""
         self._closed = True
         self._wake.set()
-        await self._events.close()
         core, self._core = self._core, None
         if core is not None:
             await asyncio.to_thread(end, core)
@@ -251,11 +245,24 @@ class VllmEngine:
             deltas.append(self._delta(running, output))
             counts.count(running, output)
             if output.finish_reason is not None:
-                del self._running[output.request_id]
-                if self._ids.get(running.request.request_id) == output.request_id:
-                    del self._ids[running.request.request_id]
-        self._events.add(outputs.engine_index, counts.stepped(outputs.scheduler_stats))
+                self._forget(output.request_id)
+        self._count_step(outputs.engine_index, outputs.scheduler_stats)
         return tuple(deltas)
+
+    def _count_step(self, rank: int, stats: Any) -> None:
+        """Note a rank's step with vLLM's SchedulerStats, None without, and the KV events that come with them."""
+        counts = self._counts[rank]
+        self._events.add(rank, counts.stepped(stats))
+        if stats is not None and stats.kv_connector_stats:
+            self._events.read(rank, stats.kv_connector_stats)
+            counts.cached_blocks = min(self._events.readers[rank].num_blocks, counts.total_blocks)
+
+    def _forget(self, vllm_id: str) -> Running:
+        """Remove a request that has ended."""
+        running = self._running.pop(vllm_id)
+        del self._ids[running.request.request_id]
+        self._counts[running.rank].end(vllm_id, running)
+        return running
 
     def _steps(
         self, deltas: tuple[Delta, ...], events: Sequence[tuple[int, Sequence[KvEvent]]] | None = None
@@ -268,13 +275,7 @@ class VllmEngine:
 
     def _least_loaded(self) -> int:
         """Choose the rank of a request that no router sent: the one with the fewest requests."""
-        ranks = range(len(self._counts))
-        return min(ranks, key=lambda rank: sum(each.rank == rank for each in self._running.values()))
-
-    def _events_came(self, rank: int) -> None:
-        counts = self._counts[rank]
-        counts.cached_blocks = min(self._events.num_blocks(rank), counts.total_blocks)
-        self._wake.set()
+        return min(range(len(self._counts)), key=lambda rank: self._counts[rank].requests)
 
     async def _message(self) -> Any:
         """Wait for the next message of vLLM's engine core.
@@ -285,7 +286,7 @@ class VllmEngine:
         try:
             return await self._core.get_output_async()
         except Exception as error:
-            raise EngineError(f"vLLM died: {self._output.reason() or error}") from error
+            raise EngineError(f"vLLM died: {why_it_died(self._core, self._output, error)}") from error
 
     async def _add_with_media(
         self, vllm_id: str, request: Request, arguments: dict[str, Any], rank: int
@@ -308,8 +309,7 @@ class VllmEngine:
         self._sending.discard(task)
         error = None if task.cancelled() else task.exception()
         if vllm_id in self._running and isinstance(error, (*_UNENCODABLE, PenstockError)):
-            running = self._running.pop(vllm_id)
-            del self._ids[running.request.request_id]
+            running = self._forget(vllm_id)
             if not isinstance(error, PenstockError):
                 error = RequestError(f"vLLM's engine core cannot be sent this request: {error}")
             self._unsent.append(running.refused(error))

@@ -5,7 +5,7 @@ import dataclasses
 from penstock.engine.launch import EngineLaunch
 from penstock.engine.launch_host import LaunchHost
 from penstock.engine.spec import EngineSpec
-from penstock.engine.vllm.kv_events import events_address, events_arguments
+from penstock.engine.vllm.kv_events import events_arguments
 from penstock.engine.vllm.launch.arguments import VERSIONS, engine_arguments, environment
 from penstock.engine.vllm.launch.nixl import transfer_config, transfer_environment, transfers_kv
 from penstock.engine.vllm.tiers.settings import HASH_KEY, check_tiers, with_tiers
@@ -25,12 +25,9 @@ def engine_launch(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
         check_tiers(spec)
         spec = with_tiers(spec, host)
         variables[HASH_KEY] = host.read("the deployment's hash key", spec.hash_key.hex)
-    arguments = engine_arguments(spec)
-    address = events_address(spec, host)
     return EngineLaunch(
         call="vllm.AsyncEngineArgs",
         version=f"vLLM {VERSIONS}",
-        arguments=arguments | events_arguments(address),
+        arguments=engine_arguments(spec) | events_arguments(spec),
         environment=variables,
-        kv_events=address,
     )

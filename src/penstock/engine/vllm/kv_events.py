@@ -1,79 +1,60 @@
-"""KV events of vLLM's engine core, over sockets in a private directory, since events contain the tokens of all prompts."""
+"""KV events of vLLM's engine core, which come with the messages of its steps."""
 
-import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.core.log import get_logger
-from penstock.core.types.events import AllBlocksCleared, KvEvent
-from penstock.engine.kv_events.subscriber import KvEventSubscriber, PublisherAddress
+from penstock.core.errors import ConfigError
+from penstock.core.types.events import KvEvent
+from penstock.engine.kv_events.reader import EventReader
 from penstock.engine.kv_events.translator import HexSalts
-from penstock.engine.launch_host import LaunchHost
 from penstock.engine.spec import EngineSpec
 
-_log = get_logger()
+KV_EVENTS = "PenstockKvEvents"
+"""Their key in `SchedulerStats.kv_connector_stats`."""
 
 
-def events_address(spec: EngineSpec, host: LaunchHost) -> PublisherAddress | None:
-    """Choose where vLLM publishes its KV events; None: it has no prefix cache.
+def events_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Give the arguments of AsyncEngineArgs that have vLLM note its events, without a publisher of its own.
 
     Raises:
-        ConfigError: no private directory can be made for the sockets.
+        ConfigError: the graph sets another scheduler than Penstock's, which tells them.
     """
     if not spec.args.get("enable_prefix_caching", True):
-        return None
-    folder = host.directory("vllm-events-")
-    # vLLM appends the rank only to names with "inproc".
-    return PublisherAddress(
-        endpoint=f"ipc://{folder}/inproc.events", replay_endpoint=f"ipc://{folder}/inproc.replay"
-    )
-
-
-def events_arguments(address: PublisherAddress | None) -> dict[str, Any]:
-    """Give the arguments of AsyncEngineArgs that have vLLM publish there."""
-    if address is None:
         return {}
-    config = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": address.endpoint,
-        "replay_endpoint": address.replay_endpoint,
-    }
-    return {"kv_events_config": config}
+    if "scheduler_cls" in spec.args:
+        raise ConfigError(
+            "engine_args: scheduler_cls: Penstock's own scheduler tells the KV events; leave it out, or set"
+            " enable_prefix_caching: false"
+        )
+    return {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
 
 
 class VllmKvEvents:
-    """Follows vLLM's events from `follow` to `close`. One event loop owns it."""
+    """Events of all data-parallel ranks that no `Step` has told yet. One event loop owns it."""
 
-    def __init__(self, spec: EngineSpec, came: Callable[[int], None]) -> None:
-        """Make it; `came` is called with the data-parallel rank of which there are events to take."""
-        self._spec = spec
-        self._came = came
-        self._subscribers: list[KvEventSubscriber] = []
-        self._following: list[asyncio.Task[None]] = []
+    def __init__(self, spec: EngineSpec) -> None:
+        self.readers = [
+            EventReader("vLLM", block_size=spec.block_size, salt_of=HexSalts(), hash_key=spec.hash_key)
+            for _ in range(spec.data_parallel)
+        ]
+        """By rank."""
         self._events: dict[int, list[KvEvent]] = {}
 
-    def follow(self, address: PublisherAddress | None) -> None:
-        """Begin to follow a vLLM that publishes at `address`; None: it publishes nothing."""
-        if address is None:
-            return
-        for rank in range(self._spec.data_parallel):
-            subscriber = KvEventSubscriber(
-                address.of_rank(rank),
-                block_size=self._spec.block_size,
-                salt_of=HexSalts(),
-                publish=partial(self._publish, rank),
-                hash_key=self._spec.hash_key,
-            )
-            following = asyncio.get_running_loop().create_task(subscriber.run())
-            following.add_done_callback(partial(self._ended, rank))
-            self._subscribers.append(subscriber)
-            self._following.append(following)
+    def read(self, rank: int, reported: Mapping[str, Any] | None) -> None:
+        """Read the events of a rank's step.
 
-    def num_blocks(self, rank: int) -> int:
-        """Count the blocks that a data-parallel rank is known to hold."""
-        return self._subscribers[rank].num_blocks
+        Args:
+            rank: data-parallel rank.
+            reported: `SchedulerStats.kv_connector_stats`.
+        """
+        for payload in (reported or {}).get(KV_EVENTS, ()):
+            for events in self.readers[rank].read(payload):
+                self.add(rank, events)
+
+    def add(self, rank: int, events: Sequence[KvEvent]) -> None:
+        """Add events of a data-parallel rank, such as those of tiers."""
+        if events:
+            self._events.setdefault(rank, []).extend(events)
 
     def take(self) -> Sequence[tuple[int, Sequence[KvEvent]]]:
         """Give the events since the last call, in order: (data-parallel rank, its events)."""
@@ -81,27 +62,3 @@ class VllmKvEvents:
             return ()
         events, self._events = self._events, {}
         return tuple(events.items())
-
-    def add(self, rank: int, events: Sequence[KvEvent]) -> None:
-        """Add events of a data-parallel rank, such as those of tiers, which vLLM does not tell."""
-        if events:
-            self._events.setdefault(rank, []).extend(events)
-
-    async def close(self) -> None:
-        """Stop following. Safe twice."""
-        following, self._following = self._following, []
-        for each in following:
-            each.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
-
-    def _ended(self, rank: int, following: asyncio.Task[None]) -> None:
-        """Log that events cannot be followed, and clear the rank's blocks; requests go on."""
-        if not following.cancelled() and (error := following.exception()) is not None:
-            _log.error(
-                "kv_events_ended", exc_info=error, effect="routers know nothing of this worker's prefix cache"
-            )
-            self._publish(rank, [AllBlocksCleared()])
-
-    def _publish(self, rank: int, events: Sequence[KvEvent]) -> None:
-        self.add(rank, events)
-        self._came(rank)

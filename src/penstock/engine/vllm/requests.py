@@ -16,7 +16,7 @@ _CONTINUED = 1_000_003
 
 @dataclass(slots=True)
 class Running:
-    """One request in vLLM. `num_tokens` is its context so far, `missing` the prompt tokens it still has to compute."""
+    """One request in vLLM. `num_tokens` is its context so far, `missing` the prompt tokens to compute before its first output."""
 
     request: Request
     arrived_s: float

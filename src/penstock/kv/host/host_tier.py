@@ -8,7 +8,8 @@ import numpy as np
 
 from penstock.core.ids import BlockId
 from penstock.core.log import get_logger
-from penstock.core.types.events import KvEvent, Tier
+from penstock.core.types.events import Holder, KvEvent, Tier
+from penstock.core.types.instances import KvHolder
 from penstock.core.wire import HashArray
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.host.copies import HostLoad, Piece, copy_from_device, copy_to_device
@@ -82,6 +83,7 @@ class HostTier:
             Sibling(number, memory, key, device.block_bytes, block_size)
             for number, memory in self._memory.others.items()
         ]
+        self.shared = None if part is None else _holder(part, namespace, num_blocks)
         self._pool = BlockPool(num_blocks, block_size, eviction, Tier.HOST)
         self._tick = 0
         self._adopt()
@@ -100,11 +102,6 @@ class HostTier:
     def num_cached(self) -> int:
         """Blocks that its own extent keeps."""
         return self._pool.num_cached
-
-    @property
-    def num_indexed(self) -> int:
-        """Blocks of all extents, as if the others were as large as its own."""
-        return self.num_blocks * (1 + len(self._siblings))
 
     @property
     def num_shared(self) -> int:
@@ -413,3 +410,11 @@ class HostTier:
         """Reserve numbers; returns the one before the first."""
         tick, self._tick = self._tick, self._tick + count
         return tick
+
+
+def _holder(part: HostPart, namespace: Namespace, num_blocks: int) -> KvHolder | None:
+    """Describe the arena, for blocks of one namespace, as if all extents were as large; None where nobody else has one."""
+    if len(part.extents) == 1:
+        return None
+    name = f"{part.arena}/{namespace.digest.hex()}"
+    return KvHolder(kind=Holder.HOST, id=name, blocks=num_blocks * len(part.extents))

@@ -31,12 +31,14 @@ class HostPart(Wire, frozen=True):
         number: of the worker's own extent.
         extents: (offset, bytes) of each extent, multiples of the page size; pages that nobody writes take no memory.
         sharing: workers among which the configured size is divided.
+        arena: names the arena, among those of all hosts.
     """
 
     path: str
     number: int
     extents: tuple[tuple[int, int], ...]
     sharing: int = 1
+    arena: str = ""
 
 
 class HostMemory:

@@ -4,8 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 
+from msgspec.structs import replace
+
 from penstock.core.ids import BlockId
-from penstock.core.types.events import AllBlocksCleared, KvEvent, Tier
+from penstock.core.types.events import AllBlocksCleared, Holder, KvEvent, Tier
+from penstock.core.types.instances import KvHolder
 from penstock.core.types.load import KvTierCounts
 from penstock.kv.manager.clock import Clock, LoopClock
 from penstock.kv.manager.counters import TierCounters
@@ -45,6 +48,8 @@ class KvManager:
         self._pool = pool
         self._on_change = on_change
         self._on_room: Callable[[], None] = lambda: None
+        self._cleared: list[Holder] = []
+        """Shared holders whose blocks were forgotten since events were taken."""
         self._counters: dict[KvSource, TierCounters] = {tier: TierCounters() for tier in tiers}
         clock, compute_s = clock or LoopClock(), compute_s or self._measured_s
         self.prefix_loads = PrefixLoads(
@@ -76,9 +81,14 @@ class KvManager:
         return sum(tier.num_blocks for tier in self.tiers)
 
     @property
-    def num_indexed(self) -> int:
-        """Blocks that KV events of all tiers may name at a time."""
-        return sum(tier.num_indexed for tier in self.tiers)
+    def num_own(self) -> int:
+        """Blocks that the tiers can keep which no other worker loads from."""
+        return sum(tier.num_blocks for tier in self.tiers if tier.shared is None)
+
+    @property
+    def shared(self) -> tuple[KvHolder, ...]:
+        """Whose blocks its shared tiers load."""
+        return tuple(tier.shared for tier in self.tiers if tier.shared is not None)
 
     @property
     def has_arrived(self) -> bool:
@@ -113,9 +123,10 @@ class KvManager:
         Events of the lowest tier come first, so that a router knows an offloaded block before the device evicts it. If the
         device was cleared, its events come first, since a clearing removes the blocks of all tiers.
         """
-        lower: list[KvEvent] = []
+        lower: list[KvEvent] = [AllBlocksCleared(holder=holder) for holder in self._cleared]
+        self._cleared.clear()
         for tier in reversed(self.tiers):
-            lower += tier.take_events()
+            lower += _held_by(tier.shared, tier.take_events())
         is_cleared = any(isinstance(event, AllBlocksCleared) for event in events)
         return (*events, *lower) if is_cleared else (*lower, *events)
 
@@ -128,11 +139,13 @@ class KvManager:
         return self._offloader.holders()
 
     def clear(self) -> None:
-        """Forget all blocks of all tiers. The caller clears the device's pool too; its event covers the tiers."""
+        """Forget all blocks of all tiers. The caller clears the device's pool too; its event covers the worker's own tiers."""
         self._offloader.clear()
         for tier in self.tiers:
             tier.clear()
             tier.take_events()
+            if tier.shared is not None:
+                self._cleared.append(tier.shared.kind)
 
     def check(self) -> None:
         """Raise AssertionError if it holds blocks although nothing is under way."""
@@ -156,6 +169,11 @@ class KvManager:
     def _changed(self) -> None:
         self._on_room()
         self._on_change()
+
+
+def _held_by(holder: KvHolder | None, events: Sequence[KvEvent]) -> Sequence[KvEvent]:
+    """Note in a tier's events who holds its blocks."""
+    return events if holder is None else [replace(event, holder=holder.kind) for event in events]
 
 
 def _count(tier: KvTier, counters: TierCounters) -> KvTierCounts:

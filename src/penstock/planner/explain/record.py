@@ -124,6 +124,19 @@ class DecisionRecord(Wire, frozen=True):
         """Whether workers were started, ended or flipped, or would have been."""
         return bool(self.flips or self.adds or self.retires)
 
+    @property
+    def outcome(self) -> str:
+        """What came of it: blind, held, refused, dry_run, changed or kept."""
+        if self.decision is None:
+            return "blind"
+        if self.held:
+            return "held"
+        if self.refused:
+            return "refused"
+        if self.is_change:
+            return "dry_run" if self.is_dry else "changed"
+        return "kept"
+
     def explain(self) -> str:
         """Say the round in one line: the change, then the reason."""
         changes = [f"{name} becomes {role}" for name, role in self.flips]

@@ -12,16 +12,18 @@ from functools import cached_property
 from penstock.core.errors import PenstockError, ProtocolError, WorkerLost
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types.events import EventMessage, KvEvent
+from penstock.core.types.events import EventMessage
 from penstock.core.types.load import KvRead, WorkerLoad
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.router.config import RouterConfig
+from penstock.router.fleet.index_feeds import IndexFeeds
+from penstock.router.fleet.kv_holders import KvHolders
 from penstock.router.index.indexer import Indexer
 from penstock.router.metrics import RouterMetrics
+from penstock.router.workers.event_feeds import EventFeeds
 from penstock.router.workers.loads import LoadTracker
 from penstock.router.workers.member import Condition, Member
 from penstock.router.workers.price_correction import PriceCorrection
-from penstock.runtime.events.subscriber import EventSubscriber
 from penstock.seams import Connection, RequestPlaneClient
 
 _log = get_logger()
@@ -36,6 +38,8 @@ class Connector:
         indexer: Indexer,
         loads: LoadTracker,
         *,
+        take_slot: Callable[[], int],
+        free_slot: Callable[[int], None],
         config: RouterConfig,
         metrics: RouterMetrics,
         rng: random.Random,
@@ -50,6 +54,8 @@ class Connector:
             plane: connects to workers.
             indexer: follows their blocks.
             loads: follows their load reports.
+            take_slot: takes a slot of the index that is no worker's.
+            free_slot: gives it back.
             config: timeouts and pauses.
             metrics: counts lost connections and failures.
             rng: for jitter.
@@ -61,6 +67,8 @@ class Connector:
         self._plane = plane
         self._indexer = indexer
         self._loads = loads
+        self._feeds = IndexFeeds(indexer, metrics, rng)
+        self.holders = KvHolders(indexer, self._feeds, take_slot=take_slot, free_slot=free_slot)
         self._config = config
         self._metrics = metrics
         self._rng = rng
@@ -131,7 +139,8 @@ class Connector:
                 await member.closing.wait()
         finally:
             sink.ended = True
-            self._detach(member, WorkerLost(f"worker {member.instance.name}: the connection was closed here"))
+            closed = WorkerLost(f"worker {member.instance.name}: the connection was closed here")
+            self._detach(member, closed)
             await connection.close()
 
     async def _wait_closing(self, member: Member, timeout_s: float) -> None:
@@ -146,7 +155,9 @@ class Connector:
         member.problem = None
         member.connections += 1
         if member.instance.engine.kv_events:
-            self._follow(member, connection, sink)
+            feeds = member.feeds = sink.feeds = EventFeeds(connection)
+            member.subscriber = self._feeds.follow(member, feeds, member.slot)
+            self.holders.connected(member, feeds)
         _log.info("worker_connected", worker=member.instance.name, address=member.instance.address)
         self._on_change(member)
         if not member.matching:
@@ -157,31 +168,6 @@ class Connector:
                 block_size=member.instance.card.block_size,
                 fix="its block size or salt differs from the model's other workers; it waits until they are gone",
             )
-
-    def _follow(self, member: Member, connection: Connection, sink: "MemberSink") -> None:
-        """Have the index follow the worker's KV events."""
-        block_size = member.instance.card.block_size
-
-        def apply(_: WorkerId, events: Sequence[KvEvent]) -> None:
-            left_out = self._indexer.apply(member.slot, events, block_size)
-            if left_out and subscriber.doubt():
-                _log.warning(
-                    "kv_events_left_out",
-                    worker=member.instance.name,
-                    events=left_out,
-                    block_size=block_size,
-                    fix="they are of blocks of another size, or have hashes that are none; its content is asked for"
-                    " anew. Should it go on (penstock_router_event_faults_total), update the older side",
-                )
-
-        subscriber = member.subscriber = sink.subscriber = EventSubscriber(
-            connection,
-            apply=apply,
-            replace=lambda _, part: self._indexer.replace(member.slot, part, block_size),
-            on_fault=lambda fault: self._metrics.event_faults.labels(fault).inc(),
-            rng=self._rng,
-        )
-        subscriber.start()
 
     def _on_unreachable(self, member: Member, error: Exception, *, was_lost: bool) -> None:
         problem = (
@@ -224,6 +210,7 @@ class Connector:
             self._metrics.show_prefill_worker(member.instance.name, load.waiting_requests, load.oldest_wait_s)
         self._metrics.kv_tiers.show(member.instance.name, load.kv_tiers)
         self._metrics.sessions.show(member.instance.name, load.sessions)
+        self.holders.note_tiers(member, load.kv_tiers)
 
     def _detach(self, member: Member, error: WorkerLost) -> None:
         """Forget the member's blocks and loads, and end the requests on its connection."""
@@ -231,8 +218,9 @@ class Connector:
             return
         member.connection = None
         alone = len(member.requests) == 1 and self._loads.requests(member.slot) <= 1
-        if member.subscriber is not None:
-            member.subscriber.close()
+        if member.feeds is not None:
+            member.feeds.close()
+        self.holders.lost(member)
         self._indexer.forget(member.slot)
         self._loads.reset(member.slot)
         self._metrics.kv_tiers.forget(member.instance.name)
@@ -248,7 +236,7 @@ class MemberSink:
 
     def __init__(self, connector: Connector, member: Member) -> None:
         self.ended = False
-        self.subscriber: EventSubscriber | None = None
+        self.feeds: EventFeeds | None = None
         self._connector = connector
         self._member = member
 
@@ -266,8 +254,8 @@ class MemberSink:
             self._connector._metrics.output_tokens.inc(num_bytes >> 2)
 
     def push_event(self, worker_id: WorkerId, message: EventMessage) -> None:  # noqa: ARG002
-        if self.subscriber is not None and not self.ended:
-            self.subscriber.push(message)
+        if self.feeds is not None and not self.ended:
+            self.feeds.push(message)
 
     def push_load(self, worker_id: WorkerId, load: WorkerLoad) -> None:  # noqa: ARG002
         if not self.ended:

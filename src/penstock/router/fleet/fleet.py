@@ -74,6 +74,8 @@ class Fleet:
             plane,
             self._indexer,
             self.loads,
+            take_slot=self._lend_slot,
+            free_slot=self._take_back_slot,
             config=config,
             metrics=metrics,
             rng=rng,
@@ -195,6 +197,7 @@ class Fleet:
     def check(self) -> None:
         """Raise AssertionError where parts disagree."""
         self._indexer.check()
+        self._connector.holders.check()
         self.loads.check()
         self.slots.check()
         self.link_bandwidths.check()
@@ -207,7 +210,8 @@ class Fleet:
             ]
             if member is None:
                 assert not pools, f"free slot {slot} is ready for {pools}"
-                assert not self.tree.held_blocks(slot), f"free slot {slot} holds blocks"
+                is_free = not self._connector.holders.holds(slot)
+                assert not (is_free and self.tree.held_blocks(slot)), f"free slot {slot} holds blocks"
                 continue
             assert self._members[member.worker_id] is member, f"slot {slot}: found by id"
             assert member.noted is member.condition, (
@@ -268,7 +272,7 @@ class Fleet:
     def _take_slot(self) -> int:
         slot = self.slots.next_slot()
         if slot >= self.loads.num_slots:
-            num_slots = min(2 * self.loads.num_slots, self._config.workers_max)
+            num_slots = max(slot + 1, min(2 * self.loads.num_slots, self._config.workers_max))
             self.tree.grow(num_slots)
             self.loads.grow(num_slots)
             self.link_bandwidths.grow(num_slots)
@@ -278,6 +282,15 @@ class Fleet:
             for follower in self.slot_followers:
                 follower.grow(num_slots)
         return slot
+
+    def _lend_slot(self) -> int:
+        """Take a slot for what several workers share."""
+        slot = self._take_slot()
+        self.slots.lend(slot)
+        return slot
+
+    def _take_back_slot(self, slot: int) -> None:
+        self.slots.take_back(slot)
 
     async def _keep(self, member: Member) -> None:
         await self._connector.keep_connected(member)

@@ -17,6 +17,7 @@ class WorkerSlots:
     def __init__(self) -> None:
         self._members: list[Member | None] = []
         self._free: list[int] = []  # heap
+        self._lent: set[int] = set()  # taken, and no worker's
         self._now: tuple[Member | None, ...] | None = None
         self._ids = np.zeros(0, dtype=np.int64)
         self._conditions = np.zeros(0, dtype=np.uint8)
@@ -28,6 +29,15 @@ class WorkerSlots:
             return heappop(self._free)
         self._members.append(None)
         return len(self._members) - 1
+
+    def lend(self, slot: int) -> None:
+        """Keep a slot that `next_slot` gave for something else than a worker."""
+        self._lent.add(slot)
+
+    def take_back(self, slot: int) -> None:
+        """Free a slot that was lent."""
+        self._lent.remove(slot)
+        heappush(self._free, slot)
 
     def grow(self, num_slots: int) -> None:
         """Have this many slots."""
@@ -72,7 +82,8 @@ class WorkerSlots:
     def check(self) -> None:
         """Raise AssertionError where parts disagree."""
         assert self.now() == tuple(self._members), "members now"
-        assert sorted(self._free) == [n for n, member in enumerate(self._members) if member is None], "free"
+        free = [n for n, member in enumerate(self._members) if member is None and n not in self._lent]
+        assert sorted(self._free) == free, "free"
         for slot, member in enumerate(self._members):
             if member is None:
                 assert not self.worker_ids[slot], f"free slot {slot} has a worker's id"

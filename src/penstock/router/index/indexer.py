@@ -1,7 +1,7 @@
 """Keeps the prefix index: by workers' KV events, and by prediction for workers that send none."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, EventSnapshot, KvEvent
@@ -23,7 +23,7 @@ _RECLAIMED_AT_ONCE = 1024
 
 
 class Indexer:
-    """Applies events and predictions to the radix tree, by worker slot. One event loop owns it.
+    """Applies events and predictions to the radix tree, by slot: of a worker, or of a host or store that workers share. One event loop owns it.
 
     From `forget` to `forget` a slot has events or predictions, never both. A worker's blocks are forgotten at once, and their
     memory is reclaimed over the next turns of the loop.
@@ -40,12 +40,18 @@ class Indexer:
         self._metrics = metrics
         self._gauges = IndexGauges(metrics, self.tree.stats, self._why_full)
         self._reclaiming: asyncio.Handle | None = None
+        self.on_cleared: Callable[[int], None] = lambda _slot: None
+        """Called when events say that all of a slot's blocks are gone."""
 
     def expect(self, slot: int, blocks: int) -> None:
         """Make room for a worker with so many blocks; room never shrinks."""
         self._expected_blocks += blocks - self._expected.get(slot, 0)
         self._expected[slot] = blocks
         self.tree.allow(min(max(_BLOCKS_MIN, _ROOM_FACTOR * self._expected_blocks), self._blocks_max))
+
+    def expected(self, slot: int) -> int:
+        """Give the blocks that a slot was expected to have."""
+        return self._expected.get(slot, 0)
 
     def leave(self, slot: int) -> None:
         """Forget a worker for good."""
@@ -74,6 +80,7 @@ class Indexer:
                     self.tree.remove(slot, event.block_hashes, event.tier)
                 case AllBlocksCleared():
                     self._clear(slot)
+                    self.on_cleared(slot)
                 case _:
                     assert_never(event)
         self._gauges.events += len(events) - left_out

@@ -53,6 +53,8 @@ class RadixTreePython(RadixCalls):
         self._used: dict[int, int] = {}  # hash -> when it was stored or ended a match
         self._held: list[dict[int, int]] = []  # by slot: hash -> copies by tier
         self._lower: list[int] = []  # by slot: how many blocks are not on the device
+        self._sources: dict[int, tuple[int, ...]] = {}  # slot -> whose blocks it loads, too
+        self._loaders: dict[int, int] = {}  # slot -> bit set of those that load its blocks
         self._leaves: list[tuple[int, int]] = []  # heap of (used, hash); entries may be stale
         self._clock = 0
         self._pairs = 0
@@ -140,15 +142,45 @@ class RadixTreePython(RadixCalls):
         """
         return False
 
+    def share(self, worker: int, sources: Sequence[int]) -> None:
+        """From now on a worker also loads what these slots hold, and no longer what others did; a match counts it as the worker's.
+
+        Such slots are no workers: a host, or an object store. Their own depths are 0 while anybody loads what they hold.
+
+        Raises:
+            ValueError: a slot would be shared and have sources, or is not from 0 to 65,534.
+        """
+        wanted = tuple(sorted(set(sources)))
+        for slot in (worker, *wanted):
+            self._grow_to_hold(slot)
+        if wanted and (
+            worker in self._loaders or worker in wanted or not self._sources.keys().isdisjoint(wanted)
+        ):
+            raise ValueError(
+                f"sources: a slot is shared by workers or loads what others share, not both, got {wanted[0]} for {worker}"
+            )
+        for source in self._sources.pop(worker, ()):
+            self._loaders[source] &= ~(1 << worker)
+            if not self._loaders[source]:
+                del self._loaders[source]
+        for source in wanted:
+            self._loaders[source] = self._loaders.get(source, 0) | 1 << worker
+        if wanted:
+            self._sources[worker] = wanted
+
     def match(self, hashes: Hashes) -> PrefixMatch:
-        """Count, per worker, the leading blocks it holds in any tier; nothing after the first missing one."""
+        """Count, per worker, the leading blocks it can load from any tier; nothing after the first missing one."""
         depths = np.zeros(self.num_slots, dtype=np.int32)
         alive = -1
         last, depth = None, 0
-        holders = self._holders
+        holders, loaders = self._holders, self._loaders
         path = hash_list(hashes)
         for depth, block_hash in enumerate(path):
-            still = alive & holders.get(block_hash, 0)
+            mask = holders.get(block_hash, 0)
+            for source in loaders:
+                if mask >> source & 1:
+                    mask = mask & ~(1 << source) | loaders[source]
+            still = alive & mask
             if still != alive:
                 if alive > 0:
                     self._set_bits(depths, alive ^ still, depth)
@@ -255,6 +287,12 @@ class RadixTreePython(RadixCalls):
         for parent in self._parents.values():
             children[parent] = children.get(parent, 0) + 1
         assert children == self._children, "children: counted from the parents"
+        sharing: dict[int, int] = {}
+        for worker, sources in self._sources.items():
+            for source in sources:
+                sharing[source] = sharing.get(source, 0) | 1 << worker
+        assert sharing == self._loaders, "loaders: those that have it as a source"
+        assert self._sources.keys().isdisjoint(sharing), "sources: who has some is none"
         leaves = {block_hash for _, block_hash in self._leaves}
         assert holders.keys() - children.keys() <= leaves, "leaves: each can be found for eviction"
         assert all(used <= self._used.get(h, used) for used, h in self._leaves), "leaves: none is too young"
@@ -361,9 +399,16 @@ class RadixTreePython(RadixCalls):
         tiers = np.zeros((len(_TIERS), self.num_slots), dtype=np.int32)
         tiers[0] = depths
         for worker in np.flatnonzero(depths).tolist():
-            if self._lower[worker]:
-                held = self._held[worker]
-                copies = [held[block_hash] for block_hash in path[: depths[worker]]]
-                best = [((c & -c).bit_length() - 1) // _COPY_BITS for c in copies]
+            loads = (worker, *self._sources.get(worker, ()))
+            if any(self._lower[slot] for slot in loads):
+                held = [self._held[slot] for slot in loads]
+                best = [
+                    min(_tier_of(each.get(block, 0)) for each in held) for block in path[: depths[worker]]
+                ]
                 tiers[:, worker] = np.bincount(best, minlength=len(_TIERS))
         return tiers
+
+
+def _tier_of(copies: int) -> int:
+    """Give the index of the nearest tier with a copy; past the last one without any."""
+    return ((copies & -copies).bit_length() - 1) // _COPY_BITS if copies else len(_TIERS)

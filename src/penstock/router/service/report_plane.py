@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import WorkerChange
-from penstock.core.types.events import EventMessage, KvEvent
+from penstock.core.types.events import EventMessage, Holder, KvEvent
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
@@ -69,8 +69,11 @@ class _ReportConnection:
     def grant(self, request_id: RequestId, tokens: int) -> None:
         """Leave it to the gateway."""
 
-    def subscribe(self, after_sequence: int | None) -> None:
+    def subscribe(self, after_sequence: int | None, holder: Holder = Holder.WORKER) -> None:  # noqa: ARG002 - servers tell of themselves
         self._feed.subscribe(after_sequence)
+
+    def unsubscribe(self, holder: Holder) -> None:
+        """Nobody has subscribed to another holder."""
 
     async def fetch(self, sha256: str) -> bytes:
         raise RequestError(f"file {sha256}: nothing is fetched from servers of a gateway", http_status=404)

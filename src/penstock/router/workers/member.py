@@ -14,6 +14,7 @@ from penstock.core.types.instances import Instance, InstanceState, Role
 from penstock.core.types.kv.exchange import KvAccess
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta
+from penstock.router.workers.event_feeds import EventFeeds
 from penstock.router.workers.loads import Reserved
 from penstock.router.workers.price_correction import PriceCorrection
 from penstock.runtime.events.subscriber import EventSubscriber
@@ -58,6 +59,7 @@ class Member:
     """A worker's state.
 
     matching: whether its card has the block hashes of the canonical model card
+    feeds:    KV events of the present connection; `subscriber` is the one of its own blocks
     requests: sent and not ended
     closing:  ends the present connection
     noted:    the condition under which the fleet counts it
@@ -69,6 +71,7 @@ class Member:
     matching: bool = True
     connection: Connection | None = None
     subscriber: EventSubscriber | None = None
+    feeds: EventFeeds | None = None
     problem: PenstockError | None = None
     requests: dict[RequestId, DeltaHandler] = field(default_factory=dict)
     closing: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,4 +1,4 @@
-"""A worker's KV events: numbered, the latest kept in a replay ring, their sum in a mirror.
+"""A worker's KV events of one holder: numbered, the latest kept in a replay ring, their sum in a mirror.
 
 Workers are the source of truth. A subscriber asks for the batches after its last one; if the ring is
 too short, it gets a snapshot of the mirror as of the latest sequence.
@@ -16,6 +16,7 @@ from penstock.core.types.events import (
     BlockStored,
     EventBatch,
     EventMessage,
+    Holder,
     KvEvent,
     Tier,
 )
@@ -29,11 +30,12 @@ _log = get_logger()
 
 
 class ContentMirror:
-    """The content of a worker's caches, derived from its KV events."""
+    """The content of a worker's caches, or of another holder, derived from KV events."""
 
-    def __init__(self) -> None:
+    def __init__(self, holder: Holder = Holder.WORKER) -> None:
         self._content = Content()
         self._block_size = 0
+        self._holder = holder
 
     def __len__(self) -> int:
         return len(self._content)
@@ -65,18 +67,19 @@ class ContentMirror:
 
     def snapshot(self, sequence: int, chunk_hashes: int) -> Snapshot:
         """Make a snapshot of the content as of batch `sequence`, the latest one; later events do not affect it."""
-        return Snapshot(self._content.walk(), sequence, self._block_size, chunk_hashes)
+        return Snapshot(self._content.walk(), sequence, self._block_size, chunk_hashes, self._holder)
 
     def check(self) -> None:
         self._content.check()
 
 
 class EventPublisher:
-    """Numbers a worker's event batches 1, 2, 3, ... and replays them to subscribers. One task owns it."""
+    """Numbers a worker's event batches of one holder 1, 2, 3, ... and replays them to subscribers. One task owns it."""
 
-    def __init__(self, config: EventConfig | None = None) -> None:
+    def __init__(self, config: EventConfig | None = None, holder: Holder = Holder.WORKER) -> None:
         self.config = config or EventConfig()
-        self.mirror = ContentMirror()
+        self.holder = holder
+        self.mirror = ContentMirror(holder)
         self.sequence = 0
         """Number of the latest batch; 0 before the first."""
         self._ring: deque[tuple[EventBatch, int]] = deque()
@@ -90,7 +93,7 @@ class EventPublisher:
         if not events:
             return
         self.sequence += 1
-        batch = EventBatch(sequence=self.sequence, events=tuple(events))
+        batch = EventBatch(sequence=self.sequence, events=tuple(events), holder=self.holder)
         for event in events:
             self.mirror.apply(event)
         if self.config.replay_batches_max:

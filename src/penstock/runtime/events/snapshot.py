@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from penstock.core.types.events import BlockStored, EventSnapshot, Tier
+from penstock.core.types.events import BlockStored, EventSnapshot, Holder, Tier
 from penstock.core.wire import PackedHashes
 from penstock.runtime.events.content import Runs, Walk
 
@@ -16,7 +16,14 @@ _EVENTS_MAX = 512
 class Snapshot:
     """A snapshot that any number of subscribers may read at once; they share its messages. One task owns it."""
 
-    def __init__(self, walk: Walk, sequence: int, block_size: int, chunk_hashes: int) -> None:
+    def __init__(
+        self,
+        walk: Walk,
+        sequence: int,
+        block_size: int,
+        chunk_hashes: int,
+        holder: Holder = Holder.WORKER,
+    ) -> None:
         """Make a snapshot.
 
         Args:
@@ -24,7 +31,9 @@ class Snapshot:
             sequence: the batch whose content the snapshot has.
             block_size: tokens in a block.
             chunk_hashes: most hashes in a message.
+            holder: whose content it is.
         """
+        self._holder = holder
         self.sequence = sequence
         self._walk = walk
         self._block_size = block_size
@@ -67,7 +76,13 @@ class Snapshot:
 
     def _close(self, *, last: bool) -> None:
         self._built.append(
-            EventSnapshot(sequence=self.sequence, chunk=len(self._built), last=last, events=tuple(self._open))
+            EventSnapshot(
+                sequence=self.sequence,
+                chunk=len(self._built),
+                last=last,
+                events=tuple(self._open),
+                holder=self._holder,
+            )
         )
         self._open = []
         self._room = self._chunk_hashes

@@ -1,4 +1,4 @@
-"""Follows one worker's KV events: applies them in order, and resyncs when some are missing.
+"""Follows one worker's KV events of one holder: applies them in order, and resyncs when some are missing.
 
 A router that connects, reconnects or sees a gap names the last batch that it has applied, and the worker sends the later
 batches or a snapshot.
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types.events import EventBatch, EventMessage, EventSnapshot, KvEvent
+from penstock.core.types.events import EventBatch, EventMessage, EventSnapshot, Holder, KvEvent
 from penstock.runtime.config import EventConfig
 from penstock.seams import Connection
 
@@ -47,6 +47,7 @@ class EventSubscriber:
         rng: random.Random,
         on_fault: Callable[[EventFault], None],
         config: EventConfig | None = None,
+        holder: Holder = Holder.WORKER,
     ) -> None:
         """Make a subscriber; `start` subscribes.
 
@@ -58,7 +59,9 @@ class EventSubscriber:
             rng: for jitter.
             on_fault: called with each fault of a message.
             config: bounds and delays.
+            holder: whose blocks it follows, as this worker tells of them.
         """
+        self.holder = holder
         self.sequence: int | None = None
         """The last batch applied; None before the first snapshot, and during one."""
         self.resyncs = 0
@@ -183,7 +186,7 @@ class EventSubscriber:
         config = self._config
         timeout_s = min(config.resync_timeout_s * 2 ** min(self._tries - 1, 32), config.resync_timeout_s_max)
         self._arm(timeout_s * self._rng.uniform(0.5, 1.0))
-        self._connection.subscribe(None if self._in_doubt else self.sequence)
+        self._connection.subscribe(None if self._in_doubt else self.sequence, self.holder)
 
     def _arm(self, delay_s: float) -> None:
         self._cancel()

@@ -5,7 +5,7 @@ from penstock.core.ids import RequestId
 from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.net.handshake import Challenge
 from penstock.core.types.changes import WorkerChange
-from penstock.core.types.events import EventMessage
+from penstock.core.types.events import EventMessage, Holder
 from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
@@ -33,9 +33,16 @@ class Grant(Wire, frozen=True, tag="grant"):
 
 
 class Subscribe(Wire, frozen=True, tag="subscribe"):
-    """Send the KV events after this sequence (None: a snapshot), and all later ones."""
+    """Send the KV events of a holder after this sequence (None: a snapshot), and all later ones."""
 
     after_sequence: int | None = None
+    holder: Holder = Holder.WORKER
+
+
+class Unsubscribe(Wire, frozen=True, tag="unsubscribe"):
+    """Send no more KV events of a holder."""
+
+    holder: Holder
 
 
 class Fetch(Wire, frozen=True, tag="fetch"):
@@ -97,7 +104,7 @@ class Event(Wire, frozen=True, tag="event"):
 
 
 Frame = (
-    Challenge | Hello | HelloReply | Submit | PrefetchKv | Abort | Grant | Subscribe | Fetch | FetchChunk
+    Challenge | Hello | HelloReply | Submit | PrefetchKv | Abort | Grant | Subscribe | Unsubscribe | Fetch | FetchChunk
     | Deltas | Load | Event | Change | Changed | ExpandMedia | MediaExpanded | Ping | Pong | Goodbye
 )  # fmt: skip
 

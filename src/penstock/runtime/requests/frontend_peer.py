@@ -10,7 +10,7 @@ from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
 from penstock.core.net.channel import FrameChannel
 from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
-from penstock.core.types.events import EventMessage
+from penstock.core.types.events import EventMessage, Holder
 from penstock.core.types.kv.actions import KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import ExpandedPrompt
@@ -36,6 +36,7 @@ from penstock.runtime.requests.frames import (
     PrefetchKv,
     Submit,
     Subscribe,
+    Unsubscribe,
 )
 from penstock.runtime.requests.outbox import Outbox
 from penstock.seams import WorkerService
@@ -79,7 +80,8 @@ class FrontendPeer:
         self._hello_timer: asyncio.TimerHandle | None = None
         self._outbox: Outbox | None = None  # None until the client is accepted
         self._load: WorkerLoad | None = None
-        self._feed: EventFeed | None = None  # likewise
+        self._feeds: dict[Holder, EventFeed] = {}  # those that were asked for
+        self._rank = 0
         self._reads: dict[int, asyncio.Future[bytes | None]] = {}
         self._files: deque[tuple[int, Iterator[tuple[bytes, bool]]]] = deque()
         self._finishing: str | None = None
@@ -96,12 +98,12 @@ class FrontendPeer:
 
     def push_load(self, load: WorkerLoad) -> None:
         if self.channel.writable:
-            self.channel.send(Load(load=load))
+            self.channel.send_soon(Load(load=load))
         else:
             self._load = load
 
     def send_event(self, message: EventMessage) -> None:
-        self.channel.send(Event(message=message))
+        self.channel.send_soon(Event(message=message))
 
     def finish(self, reason: str) -> None:
         """Close once all buffered deltas are sent; the caller sets a timeout."""
@@ -142,9 +144,8 @@ class FrontendPeer:
             case Abort(request_id=request_id):
                 self._outbox.close(request_id)
                 self._service.abort(request_id, self)
-            case Subscribe(after_sequence=after_sequence):
-                assert self._feed is not None, "accepted"
-                self._feed.subscribe(after_sequence)
+            case Subscribe() | Unsubscribe():
+                self._on_subscription(message)
             case Fetch():
                 self._on_fetch(message)
             case Change(call_id=call_id, change=change):
@@ -156,6 +157,19 @@ class FrontendPeer:
                     f"{type(message).__name__}: a frontend does not send this; update the older side"
                 )
 
+    def _on_subscription(self, message: Subscribe | Unsubscribe) -> None:
+        feed = self._feeds.get(message.holder)
+        if isinstance(message, Unsubscribe):
+            if feed is not None:
+                feed.close()
+                del self._feeds[message.holder]
+            return
+        if feed is None:
+            feed = self._feeds[message.holder] = EventFeed(
+                self._service.events(self._rank, message.holder), self
+            )
+        feed.subscribe(message.after_sequence)
+
     def unknown_received(self, tag: str) -> None:
         """Ignore a message of a newer frontend; the channel has counted it."""
 
@@ -165,8 +179,8 @@ class FrontendPeer:
         if self._load is not None and self.channel.writable:
             self.channel.send(Load(load=self._load))
             self._load = None
-        if self._feed is not None:
-            self._feed.pump()
+        for feed in self._feeds.values():
+            feed.pump()
         self._send_files()
 
     def channel_closed(self, reason: str) -> None:
@@ -178,8 +192,8 @@ class FrontendPeer:
             read.cancel()
         if self._outbox is not None:
             _log.info("frontend_disconnected", process=self.process, peer=self.channel.peer, reason=reason)
-            if self._feed is not None:
-                self._feed.close()
+            for feed in self._feeds.values():
+                feed.close()
             self._service.disconnected(self)
 
     def _on_hello(self, message: Frame) -> None:
@@ -209,7 +223,7 @@ class FrontendPeer:
             abort=self._abort_later,
         )
         _log.info("frontend_connected", process=self.process, peer=self.channel.peer)
-        self._feed = EventFeed(self._service.events(message.rank), self)
+        self._rank = message.rank
         self._service.connected(self, message.rank)
 
     def _abort_later(self, request_id: RequestId) -> None:

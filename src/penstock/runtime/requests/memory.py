@@ -15,7 +15,7 @@ import msgspec
 from penstock.core.errors import PenstockError, WorkerLost, from_info
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import WorkerChange
-from penstock.core.types.events import EventMessage
+from penstock.core.types.events import EventMessage, Holder
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
@@ -27,7 +27,7 @@ from penstock.runtime.requests.calls import Calls
 from penstock.runtime.requests.fetch import FileReceiver, missing_file
 from penstock.runtime.requests.frames import UNENCODABLE, cannot_be_sent
 from penstock.runtime.requests.outbox import Outbox
-from penstock.seams import WorkerService, WorkerSink
+from penstock.seams import EventSource, WorkerService, WorkerSink
 
 _requests = msgspec.msgpack.Decoder(Request)
 _prefetches = msgspec.msgpack.Decoder(Prefetch)
@@ -93,7 +93,8 @@ class _Link:
     def __init__(self, server: MemoryServer, instance: Instance, sink: WorkerSink) -> None:
         self.server = server
         self.worker_id = instance.worker_id
-        self._events = server.service.events(instance.rank)
+        self._rank = instance.rank
+        self._events: dict[Holder, EventSource] = {}  # subscribed to
         self.sink = sink
         self.up = True
         self._loop = asyncio.get_running_loop()
@@ -156,11 +157,18 @@ class _Link:
         if now:
             self.later(self._push, encode(now))
 
-    def subscribe(self, after_sequence: int | None) -> None:
-        for message in self._events.events_after(after_sequence):
+    def subscribe(self, after_sequence: int | None, holder: Holder) -> None:
+        if holder not in self._events:
+            self._events[holder] = self.server.service.events(self._rank, holder)
+        for message in self._events[holder].events_after(after_sequence):
             if message is not None:
                 self.push_event(message)
-        self._events.subscribe(self)
+        self._events[holder].subscribe(self)
+
+    def unsubscribe(self, holder: Holder) -> None:
+        events = self._events.pop(holder, None)
+        if events is not None:
+            events.unsubscribe(self)
 
     def change(self, change: WorkerChange | KvAction, call_id: int) -> None:
         self.server.service.change(change, partial(self._answer, call_id))
@@ -189,7 +197,8 @@ class _Link:
         self.calls.fail(self._lost("it was closed"))
         self.expansions.fail(self._lost("it was closed"))
         if tell_service:
-            self._events.unsubscribe(self)
+            for holder in tuple(self._events):
+                self.unsubscribe(holder)
             self.server.service.disconnected(self)
 
     def _lost(self, why: str) -> WorkerLost:
@@ -228,8 +237,11 @@ class MemoryConnection:
     def grant(self, request_id: RequestId, tokens: int) -> None:
         self._link.later(self._link.grant, request_id, tokens)
 
-    def subscribe(self, after_sequence: int | None) -> None:
-        self._link.later(self._link.subscribe, after_sequence)
+    def subscribe(self, after_sequence: int | None, holder: Holder = Holder.WORKER) -> None:
+        self._link.later(self._link.subscribe, after_sequence, holder)
+
+    def unsubscribe(self, holder: Holder) -> None:
+        self._link.later(self._link.unsubscribe, holder)
 
     async def fetch(self, sha256: str) -> bytes:
         await asyncio.sleep(0)

@@ -19,6 +19,7 @@ from penstock.core.log import get_logger
 from penstock.core.net.channel import FrameChannel
 from penstock.core.net.handshake import Challenge
 from penstock.core.types.changes import WorkerChange
+from penstock.core.types.events import Holder
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
@@ -45,6 +46,7 @@ from penstock.runtime.requests.frames import (
     PrefetchKv,
     Submit,
     Subscribe,
+    Unsubscribe,
     cannot_be_sent,
 )
 from penstock.seams import WorkerSink
@@ -161,8 +163,11 @@ class WorkerPeer:
             asyncio.get_running_loop().call_soon(self._send_grants)
         self._grants[request_id] = self._grants.get(request_id, 0) + ungranted
 
-    def subscribe(self, after_sequence: int | None) -> None:
-        self.channel.send(Subscribe(after_sequence=after_sequence))
+    def subscribe(self, after_sequence: int | None, holder: Holder = Holder.WORKER) -> None:
+        self.channel.send(Subscribe(after_sequence=after_sequence, holder=holder))
+
+    def unsubscribe(self, holder: Holder) -> None:
+        self.channel.send(Unsubscribe(holder=holder))
 
     async def fetch(self, sha256: str) -> bytes:
         if not self.channel.is_open:

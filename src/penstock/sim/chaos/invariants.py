@@ -45,7 +45,7 @@ def check_at_rest(cluster: SimCluster) -> None:
     """
     check_now(cluster)
     cluster.network.check_at_rest()
-    truth = {w.name: w.worker.publishers[0].mirror.counts() for w in cluster.workers.values()}
+    truth = {w.name: w.worker.publishers.ranks[0].mirror.counts() for w in cluster.workers.values()}
     for worker in cluster.workers.values():
         load = worker.engine.load()
         assert load.running_requests == load.waiting_requests == 0, f"{worker.host}: still runs {load}"

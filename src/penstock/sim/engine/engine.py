@@ -88,7 +88,8 @@ class JumpEngine:
             kv_bytes_per_block=info.kv_bytes_per_block,
             kv_layout=info.kv_layout,
             kv_by_chunk=True,
-            lower_tier_blocks=0 if self.kv is None else self.kv.num_indexed,
+            lower_tier_blocks=0 if self.kv is None else self.kv.num_own,
+            kv_holders=() if self.kv is None else self.kv.shared,
         )
         self._memory = no_memory(info)
         self._scheduler = JumpScheduler(self.pool, context_length, config, stream_of, self.kv)

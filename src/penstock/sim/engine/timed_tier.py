@@ -58,6 +58,7 @@ class TimedTier(KvTier):
 
     num_corrupt = 0
     is_off = False
+    shared = None
 
     def __init__(self, kind: LowerTier, latency: LatencyModel, *, block_size: int, pace: Pace) -> None:
         """Make an empty tier.
@@ -88,11 +89,6 @@ class TimedTier(KvTier):
     def num_cached(self) -> int:
         """Blocks that it keeps."""
         return self.pool.num_cached
-
-    @property
-    def num_indexed(self) -> int:
-        """As many as it can keep."""
-        return self.num_blocks
 
     @property
     def offload_room(self) -> int:

@@ -13,7 +13,7 @@ import msgspec
 from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import WorkerChange
-from penstock.core.types.events import AllBlocksCleared, EventMessage
+from penstock.core.types.events import AllBlocksCleared, EventMessage, Holder
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
@@ -25,7 +25,7 @@ from penstock.runtime.requests.calls import Calls
 from penstock.runtime.requests.fetch import FileReceiver, missing_file
 from penstock.runtime.requests.frames import UNENCODABLE, cannot_be_sent
 from penstock.runtime.requests.outbox import Outbox
-from penstock.seams import WorkerService, WorkerSink
+from penstock.seams import EventSource, WorkerService, WorkerSink
 from penstock.sim.world.network import Pipe, SimNetwork
 
 _FRAME_BYTES = 64  # size of a message besides hashes; a step's tokens are negligible
@@ -126,7 +126,7 @@ class _Link:
         self.server = server
         self.worker_id = instance.worker_id
         self._rank = instance.rank
-        self._events = server.service.events(instance.rank)
+        self._events: dict[Holder, EventSource] = {}  # subscribed to
         self.ends = (server.host, frontend_host)
         self.worker_up = self.frontend_up = True
         self.up = Pipe(server.network, self.ends)
@@ -217,11 +217,18 @@ class _Link:
         self._is_greeted = True
         self.server.service.connected(self, self._rank)
 
-    def subscribe(self, after_sequence: int | None) -> None:
-        for message in self._events.events_after(after_sequence):
+    def subscribe(self, after_sequence: int | None, holder: Holder) -> None:
+        if holder not in self._events:
+            self._events[holder] = self.server.service.events(self._rank, holder)
+        for message in self._events[holder].events_after(after_sequence):
             if message is not None:
                 self.push_event(message)
-        self._events.subscribe(self)
+        self._events[holder].subscribe(self)
+
+    def unsubscribe(self, holder: Holder) -> None:
+        events = self._events.pop(holder, None)
+        if events is not None:
+            events.unsubscribe(self)
 
     def _submit(self, request: Request) -> None:
         self._outbox.open(request.request_id)
@@ -297,7 +304,8 @@ class _Link:
         self.up.is_deaf = True
         self.server.links.remove(self)
         if tell and self._is_greeted:
-            self._events.unsubscribe(self)
+            for holder in tuple(self._events):
+                self.unsubscribe(holder)
             self.server.service.disconnected(self)
         self._forget_if_over()
 
@@ -346,10 +354,15 @@ class SimConnection:
         if self._link.frontend_up:
             self._link.send_grant(request_id, tokens)
 
-    def subscribe(self, after_sequence: int | None) -> None:
+    def subscribe(self, after_sequence: int | None, holder: Holder = Holder.WORKER) -> None:
         link = self._link
         if link.frontend_up:
-            link.up.send(_FRAME_BYTES, link.subscribe, after_sequence)
+            link.up.send(_FRAME_BYTES, link.subscribe, after_sequence, holder)
+
+    def unsubscribe(self, holder: Holder) -> None:
+        link = self._link
+        if link.frontend_up:
+            link.up.send(_FRAME_BYTES, link.unsubscribe, holder)
 
     async def fetch(self, sha256: str) -> bytes:
         link = self._link

@@ -10,7 +10,7 @@ from typing import Generic, Self, TypeVar
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import RequestId
-from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, Holder, KvEvent, Tier
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from penstock.core.types.steps import Step
@@ -181,7 +181,7 @@ class EngineProbe(Generic[E]):
                     removed = Counter(unpack_hashes(event.block_hashes).tolist())
                     assert removed <= resident, "removed, but not stored"
                     resident -= removed
-                case AllBlocksCleared():
+                case AllBlocksCleared(holder=Holder.WORKER):
                     resident.clear()
         return resident
 

@@ -16,7 +16,7 @@ from penstock.core.errors import Overloaded, ProtocolError, RequestError
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.changes import BecomeRole, Sleep, WorkerChange
-from penstock.core.types.events import BlockRemoved, BlockStored, EventMessage
+from penstock.core.types.events import BlockRemoved, BlockStored, EventMessage, Holder
 from penstock.core.types.instances import EngineInfo, Instance, Role
 from penstock.core.types.kv.actions import KvAction, KvEvict, KvReport
 from penstock.core.types.load import WorkerLoad
@@ -99,6 +99,10 @@ class _Live:
     sent: int = 0
 
 
+HOST_BLOCKS_FROM = 1000
+"""Blocks from this number on are the host's."""
+
+
 class ScriptedWorker:
     """Runs steps of a millisecond while there are requests. One event loop owns it.
 
@@ -109,7 +113,8 @@ class ScriptedWorker:
         refuse: emits an error.
         deadline: emits the remaining milliseconds.
         stats: emits its `WorkerStats`.
-        publish: publishes one event batch per prompt token: a block stored at the root, or removed for a negative token.
+        publish: publishes one event batch per prompt token: a block stored at the root, or removed for a negative token;
+            of blocks from `HOST_BLOCKS_FROM` on, the host is the holder.
         rank: emits the rank of its connection.
         silence: emits nothing, ever.
         goodbye: closes the server.
@@ -117,6 +122,7 @@ class ScriptedWorker:
 
     def __init__(self, events: EventConfig | None = None) -> None:
         self.publisher = EventPublisher(events)
+        self.host_publisher = EventPublisher(events, Holder.HOST)
         self.say_goodbye: Callable[[], None] = lambda: None
         """Closes the server; set by the harness."""
         self._live: dict[RequestId, _Live] = {}
@@ -164,8 +170,10 @@ class ScriptedWorker:
         for request_id in [r for r, live in self._live.items() if live.sink is sink]:
             del self._live[request_id]
 
-    def events(self, rank: int = 0) -> EventSource:  # noqa: ARG002 - the same of every rank
-        return self
+    def events(self, rank: int = 0, holder: Holder = Holder.WORKER) -> EventSource:  # noqa: ARG002 - the same of every rank
+        if holder is Holder.FLEET:
+            raise ProtocolError("holder fleet: a scripted worker loads from a host alone")
+        return self if holder is Holder.WORKER else self.host_publisher
 
     def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
         return self.publisher.events_after(sequence)
@@ -290,12 +298,13 @@ class ScriptedWorker:
 
     def _publish(self, live: _Live) -> Delta:
         for token in unpack_tokens(live.request.token_ids).tolist():
+            publisher = self.host_publisher if abs(token) >= HOST_BLOCKS_FROM else self.publisher
             if token >= 0:
-                self.publisher.publish(
+                publisher.publish(
                     [BlockStored(block_hashes=pack_hashes([token]), parent_block_hash=None, block_size=16)]
                 )
             else:
-                self.publisher.publish([BlockRemoved(block_hashes=pack_hashes([-token]))])
+                publisher.publish([BlockRemoved(block_hashes=pack_hashes([-token]))])
         return _delta(live, [self.publisher.sequence], FinishReason.STOP)
 
     def _rank(self, live: _Live) -> Delta:

@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from penstock.core.errors import ProtocolError
 from penstock.core.net.channel import FrameChannel
-from penstock.core.net.framing import LENGTH_BYTES, Goodbye, Ping, Pong
+from penstock.core.net.framing import LENGTH_BYTES, FrameReader, Goodbye, Ping, Pong
 from penstock.runtime.requests.frames import CODEC, Abort, Subscribe
 from penstock.sim.loop.loop import run_virtual
 
@@ -16,6 +16,7 @@ class Transport(asyncio.Transport):
     def __init__(self):
         super().__init__()
         self.written = []
+        self.writes = 0
         self.buffered = 0
         self.ends = []
 
@@ -26,7 +27,9 @@ class Transport(asyncio.Transport):
         return self.buffered
 
     def write(self, data):
-        self.written.append(CODEC.decode(data[LENGTH_BYTES:]))
+        self.writes += 1
+        reader = FrameReader(1 << 20)
+        self.written += [CODEC.decode(payload) for payload in reader.feed(data)]
 
     def close(self):
         self.ends.append("close")
@@ -93,6 +96,39 @@ def test_messages_go_in_and_out():
         stage.receive(Abort(request_id="a"), Abort(request_id="b"))
         assert stage.transport.written == [Subscribe()]
         assert stage.handler.messages == [Abort(request_id="a"), Abort(request_id="b")]
+
+    run_scenario(scenario)
+
+
+def test_messages_sent_soon_go_with_the_next_one_or_at_the_end_of_the_turn():
+    first, second, third = (Abort(request_id=name) for name in "abc")
+
+    async def scenario(stage):
+        stage.channel.send_soon(first)
+        stage.channel.send_soon(second)
+        assert stage.transport.written == []
+        stage.channel.send(third)
+        assert (stage.transport.written, stage.transport.writes) == ([first, second, third], 1)
+        stage.channel.send_soon(first)
+        await asyncio.sleep(0)
+        assert (stage.transport.written[3:], stage.transport.writes) == ([first], 2)
+        stage.channel.send_soon(second)
+        stage.channel.close("done")
+        assert stage.transport.written[4:] == [second, Goodbye(reason="done")]
+        stage.channel.send_soon(third)
+        await asyncio.sleep(0)
+        assert stage.transport.written[6:] == []
+
+    run_scenario(scenario)
+
+
+def test_many_bytes_do_not_wait_for_the_end_of_the_turn():
+    async def scenario(stage):
+        for number in range(1000):
+            stage.channel.send_soon(Abort(request_id=f"{number:030}"))
+        assert 900 > len(stage.transport.written) > 400
+        await asyncio.sleep(0)
+        assert len(stage.transport.written) == 1000
 
     run_scenario(scenario)
 

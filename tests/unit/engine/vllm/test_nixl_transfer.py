@@ -207,8 +207,10 @@ def test_received_tokens_are_no_cache_hits_and_recomputed_prompts_are_counted() 
     recomputed = SimpleNamespace(num_computed_tokens=50, num_cached_tokens=0, num_external_cached_tokens=0)
 
     async def counted() -> Any:
-        running = {name: Running.of(asked, 0.0) for name in "ab"}
-        engine._running.update(running)
+        for name in "ab":
+            own = msgspec.structs.replace(asked, request_id=name)
+            engine._ids[name], engine._running[name] = name, (running := Running.of(own, 0.0))
+            engine._counts[0].begin(name, running)
         said = [output(request_id="a"), output(request_id="b", prefill_stats=recomputed)]
         engine._deltas(SimpleNamespace(outputs=said, engine_index=0, scheduler_stats=None))
         return engine.load()

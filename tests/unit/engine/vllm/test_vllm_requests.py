@@ -4,6 +4,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
@@ -25,8 +27,8 @@ def request(*, num_emitted: int = 0, choice: int = 0, expected: int = 0, **sampl
 
 
 def output(*token_ids: int, **fields: Any) -> SimpleNamespace:
-    given = {"finish_reason": None, "new_logprobs": None, "prefill_stats": None, "events": None}
-    return SimpleNamespace(new_token_ids=list(token_ids), **given | fields)
+    usual = {"finish_reason": None, "new_logprobs": None, "prefill_stats": None, "events": None}
+    return SimpleNamespace(new_token_ids=list(token_ids), **usual | fields)
 
 
 def test_tokens_emitted_elsewhere_shorten_the_answer() -> None:
@@ -79,7 +81,8 @@ def test_finish_reasons(reason: str | None, expected: FinishReason | None) -> No
 def test_only_the_first_delta_says_what_was_cached() -> None:
     running, counts = Running.of(request(), 0.0), LoadCounts()
     stats = SimpleNamespace(num_cached_tokens=64, num_computed_tokens=36)
-    first = output(4, prefill_stats=stats)
+    counts.begin("r-0", running)
+    first = output(4, request_id="r-0", prefill_stats=stats)
     assert delta_of(running, first).cached_tokens == 64
     counts.count(running, first)
     assert delta_of(running, output(5)).cached_tokens is None
@@ -120,14 +123,43 @@ def test_tokens_that_vllm_would_refuse_otherwise_are_refused_by_field(
 def test_the_load_counts_what_vllm_has_not_said_yet() -> None:
     counts = LoadCounts(total_blocks=50)
     first, second = Running.of(request(expected=64), 1.0), Running.of(request(), 3.0)
-    waiting = counts.load([first, second], now_s=4.0)
+    counts.begin("first", first)
+    counts.begin("second", second)
+    waiting = counts.load(now_s=4.0)
     assert (waiting.running_requests, waiting.waiting_requests, waiting.queued_prefill_tokens) == (0, 2, 136)
     assert (waiting.oldest_wait_s, waiting.context_tokens) == (3.0, 0)
     preempted = SimpleNamespace(type=3)
-    counts.count(first, output(1, events=[SimpleNamespace(type=1), preempted]))
+    counts.count(first, output(1, request_id="first", events=[SimpleNamespace(type=1), preempted]))
     counts.stepped(SimpleNamespace(num_running_reqs=2, kv_cache_usage=0.1, kv_connector_stats=None))
-    both = counts.load([first, second], now_s=4.0)
+    both = counts.load(now_s=4.0)
     assert (both.running_requests, both.waiting_requests, both.active_blocks) == (2, 0, 5)
-    assert (both.context_tokens, both.queued_prefill_tokens) == (101, 100)
+    assert (both.context_tokens, both.queued_prefill_tokens, both.oldest_wait_s) == (101, 100, 1.0)
     assert (both.steps, both.preemptions, both.generated_tokens) == (1, 1, 1)
-    assert counts.load([], now_s=4.0).active_blocks == 0
+    counts.count(first, output(1, 2, request_id="first"))
+    counts.end("first", first)
+    counts.end("second", second)
+    assert counts.load(now_s=4.0) == LoadCounts(
+        total_blocks=50, steps=1, preemptions=1, generated_tokens=3, scheduled=2, usage=0.1
+    ).load(now_s=4.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["begin", "count", "end"])), max_size=60))
+def test_the_load_is_that_of_the_requests_under_way(steps: list[tuple[int, str]]) -> None:
+    counts, under_way = LoadCounts(), dict[str, Running]()
+    for now, (number, what) in enumerate(steps):
+        name = f"r{number}"
+        running = under_way.get(name)
+        if what == "begin" and running is None:
+            under_way[name] = running = Running.of(request(expected=10 * number), float(now))
+            counts.begin(name, running)
+        elif what == "count" and running is not None:
+            counts.count(running, output(1, request_id=name))
+        elif what == "end" and running is not None:
+            counts.end(name, under_way.pop(name))
+    load, every = counts.load(now_s=100.0), under_way.values()
+    started = [each for each in every if each.has_output]
+    waiting = [each for each in every if not each.has_output]
+    assert (load.running_requests, load.waiting_requests) == (len(started), len(waiting))
+    assert load.context_tokens == sum(each.num_tokens for each in started)
+    assert load.queued_prefill_tokens == sum(each.missing for each in waiting)
+    assert load.oldest_wait_s == max((100.0 - each.arrived_s for each in waiting), default=0.0)

@@ -32,6 +32,7 @@ class StartingCore:
 
     def __init__(self, messages: list[Any]) -> None:
         self.messages = messages
+        self.resources = SimpleNamespace(engine_manager=None)
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(num_gpu_blocks=64, block_size=32),
             model_config=SimpleNamespace(max_model_len=512),
@@ -134,7 +135,7 @@ def test_a_core_that_dies_meanwhile_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_start_has_what_its_description_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`penstock graph render` prints the description; only ports and directories are found at the start."""
+    """`penstock graph render` prints the description; only ports are found at the start."""
     spec = EngineSpec(model="m", block_size=32, device="cuda:2", role=Role.DECODE, args={"seed": 3})
     given: list[EngineLaunch] = []
 
@@ -150,7 +151,6 @@ def test_a_start_has_what_its_description_says(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(engine_module, "load_adapters", no_adapters)
         monkeypatch.setattr(engine_module, "MediaReader", lambda _: SimpleNamespace(kinds=()))
         monkeypatch.setattr(engine_module, "end", lambda _: None)
-        monkeypatch.setattr(engine_module.VllmKvEvents, "follow", lambda *_: None)
         for name in ("CUDA_VISIBLE_DEVICES", "VLLM_HOST_IP", "VLLM_NO_USAGE_STATS"):
             monkeypatch.delenv(name, raising=False)
         engine = VllmEngine(spec)
@@ -159,9 +159,7 @@ def test_a_start_has_what_its_description_says(monkeypatch: pytest.MonkeyPatch) 
 
     asyncio.run(scene())
     (start,), described = given, describe_launch("vllm", spec, SymbolicHost())
-    assert start.arguments.keys() == described.arguments.keys()
-    differing = {name for name in start.arguments if start.arguments[name] != described.arguments[name]}
-    assert differing == {"kv_events_config"}
+    assert start.arguments == described.arguments
     assert start.environment.keys() == described.environment.keys()
     changed = {name for name in start.environment if start.environment[name] != described.environment[name]}
     assert changed == {"VLLM_NIXL_SIDE_CHANNEL_PORT"}

@@ -4,7 +4,7 @@ from penstock.core.types.instances import Role
 from penstock.planner.damp.damper import DamperConfig
 from penstock.planner.damp.damping import Damping
 
-P, D = Role.PREFILL, Role.DECODE
+A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
 
 
 def damping(**settings):
@@ -40,6 +40,16 @@ def test_workers_go_back_after_a_while_only():
 def test_roles_that_cannot_be_changed_wait_for_the_cool_down():
     found = damping().damp(0, {P: 1, D: 3}, {P: 2, D: 2}, may_flip=lambda _one, _other: False)
     assert found.target == {P: 2, D: 3}
+
+
+def test_a_worker_is_given_to_one_role_only():
+    bounds = DamperConfig(cool_down_s=100, replicas_min=0)
+    three = Damping({A: bounds, P: bounds, D: bounds})
+    four = {A: 4, P: 0, D: 0}
+    assert three.damp(0, four, four).target == four
+    assert three.damp(100, four, {A: 2, P: 0, D: 0}).target == {A: 2, P: 0, D: 0}
+    found = three.damp(105, four, {A: 0, P: 2, D: 2})
+    assert found.target == {A: 0, P: 2, D: 2}, "two leave anyway, and two more are needed"
 
 
 def test_nothing_is_exchanged_where_a_decrease_is_free_anyway():

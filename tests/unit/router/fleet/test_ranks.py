@@ -113,7 +113,7 @@ def test_a_prompt_goes_to_the_rank_that_holds_it() -> None:
         worker = cluster.worker("w1")
         worker.check()
         rank = int(first[-1])
-        mirror = worker.publishers[rank].mirror.counts()
+        mirror = worker.publishers.ranks[rank].mirror.counts()
         assert len(mirror) == held[first], "the index has what this rank said, and nothing of the other"
 
     run(scene)

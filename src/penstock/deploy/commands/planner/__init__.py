@@ -1,0 +1,1 @@
+"""`penstock planner`: what the planner decided, why, and what it would decide otherwise."""

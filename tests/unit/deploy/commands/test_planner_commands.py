@@ -1,0 +1,205 @@
+"""`penstock planner` on the log of a planner that scaled a deployment in memory, and the metrics of the same rounds."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from penstock.cli import main
+from penstock.core.types.instances import Role
+from penstock.deploy.processes.planner_metrics import PlannerMetrics
+from penstock.deploy.supervisor.planning import make_planning
+from penstock.graph import Graph
+from penstock.planner.act.memory_connector import MemoryConnector, WorkerTimes
+from penstock.planner.observe.stream import ObservationStream
+from penstock.runtime.observations.windows import RequestWindow, WorkerWindow
+from penstock.sim.loop.loop import run_virtual
+from tests.support.planner_world import digest
+
+ROOT = Path(__file__).parents[4]
+GRAPH = {
+    "model": "demo",
+    "roles": {"aggregated": {"engine": "mock", "max_running_requests": 16}},
+    "slo": {"ttft_s": 0.5, "itl_s": 0.02},
+    "planner": {"max_workers": 4, "cool_down_s": 60.0, "cold_s": 1.0, "floor_period_s": 20.0},
+}
+
+
+def record(path, **planner):
+    """Run a planner for five minutes, with demand in the second and third; returns what a frontend was told."""
+    told, said = [], []
+
+    async def main():
+        graph = Graph.model_validate(GRAPH | {"planner": GRAPH["planner"] | planner})
+        connector = MemoryConnector({Role.AGGREGATED: 1}, times=WorkerTimes(start_s=5))
+        stream = ObservationStream()
+        planning = make_planning(
+            graph,
+            graph.roles.present(),
+            connector,
+            stream,
+            model_dir=ROOT / "src/penstock/demo/model",
+            log_path=path,
+            say=lambda *words: said.append(words),
+            tell=told.append,
+        )
+        with planning:
+            async with asyncio.TaskGroup() as group:
+                rounds = group.create_task(planning.run())
+                for second in range(300):
+                    await asyncio.sleep(1.0)
+                    count = 60 if 60 <= second < 180 else 1
+                    stream.put(
+                        "frontend-1",
+                        RequestWindow(
+                            seconds=1.0,
+                            arrivals=count,
+                            finished=count,
+                            input_tokens=digest(200, count),
+                            output_tokens=digest(50, count),
+                            ttft_s=digest(0.05, count),
+                            itl_s=digest(0.01, count),
+                        ),
+                    )
+                    for worker in (await connector.scale()).replicas:
+                        stream.put(
+                            worker.name, WorkerWindow(seconds=1.0, role=worker.role, ready_s=worker.age_s)
+                        )
+                rounds.cancel()
+
+    run_virtual(main())
+    return told, said
+
+
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory):
+    path = tmp_path_factory.mktemp("log") / "planner.jsonl"
+    return path, *record(path)
+
+
+def run(capsys, *arguments):
+    code = main(["planner", *map(str, arguments)])
+    done = capsys.readouterr()
+    return code, done.out, done.err
+
+
+def test_the_log_lists_the_last_rounds(rounds, capsys):
+    path, _, said = rounds
+    code, out, _ = run(capsys, "log", "--file", path)
+    assert code == 0
+    lines = [line for line in out.splitlines() if "more came to the same" not in line]
+    assert len(lines) == 20
+    assert len(out.splitlines()) > 20, "rounds that came to the same are counted"
+    _, everything, _ = run(capsys, "log", "--file", path, "-n", "1000")
+    changed = [line for line in everything.splitlines() if "  changed  " in line]
+    assert any("aggregated more: aggregated 1 -> " in line for line in changed)
+    assert any("retires" in line for line in changed)
+    assert len(changed) == sum(words[1] == "scales" for words in said)
+    _, as_json, _ = run(capsys, "log", "--file", path, "-n", "3", "--json")
+    assert [json.loads(line)["type"] for line in as_json.splitlines()] == ["round"] * 3
+
+
+def test_why_explains_a_round(rounds, capsys):
+    path, *_ = rounds
+    code, out, _ = run(capsys, "why", "--file", path)
+    assert code == 0
+    assert "retires worker" in out or "retires aggregated" in out
+    for label in ("did", "decided", "not fewer:", "for ", "expected", "saw", "workers"):
+        assert label in out
+    number = int(out.split()[1])
+    assert run(capsys, "why", number, "--file", path)[1] == out
+    assert run(capsys, "why", "aggregated", "--file", path)[1] == out
+    assert json.loads(run(capsys, "why", number, "--file", path, "--json")[1])["record"]["number"] == number
+    first = run(capsys, "why", 2, "--file", path)[1]
+    assert first.startswith("round ")
+    shown = run(capsys, "why", out.split()[4].rstrip(":"), "--file", path)
+    assert shown[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("which", "why"),
+    [
+        ("99999", "there is no round 99999; the log has 1 to "),
+        ("aggregatd", "did you mean 'aggregated'?"),
+        ("2001-01-01 12:00", "no round before 2001-01-01 12:00; the log begins at"),
+        ("25:00", "25:00: no time"),
+        ("prefill", "there is no role prefill; the roles are aggregated"),
+    ],
+)
+def test_what_is_not_in_the_log_is_said_in_a_line(rounds, capsys, which, why):
+    code, out, err = run(capsys, "why", which, "--file", rounds[0])
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert why in err
+
+
+def test_a_replay_is_equal_until_settings_differ(rounds, capsys):
+    path, *_ = rounds
+    code, out, _ = run(capsys, "replay", path)
+    assert code == 0
+    assert ": " in out
+    assert " the same, 0 not" in out
+    code, out, _ = run(capsys, "replay", path, "--max-workers", "2")
+    assert code == 0
+    assert "aggregated 2 instead of" in out
+    assert "worker-hours aimed at" in out
+    differing = run(capsys, "replay", path, "--max-workers", "2", "--json")[1].splitlines()
+    assert all(json.loads(line)["target"]["aggregated"] <= 2 for line in differing)
+    assert run(capsys, "replay", path, "--set", "planner.cool_down_s=600", "--slo-itl", "0.03")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("replay", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
+        (("replay", ROOT / "README.md"), "no line of a planner's log"),
+        (("log", "-n", "0"), "-n: must be >= 1"),
+        (("log", "--file", ROOT / "README.md"), "no line of a planner's log"),
+    ],
+)
+def test_bad_input_is_refused_in_a_line(capsys, arguments, why):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert why in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--slo-itl", "-1"), "--slo-itl"),
+        (("--max-workers", "0"), "--max-workers"),
+        (("--set", "planner.cool_down=1"), "cool_down_s"),
+    ],
+)
+def test_bad_settings_of_a_replay_are_refused(rounds, capsys, arguments, why):
+    code, out, err = run(capsys, "replay", rounds[0], *arguments)
+    assert (code, out) == (2, "")
+    assert why in err
+
+
+def test_metrics_count_the_rounds_and_are_in_the_docs(rounds):
+    registry = CollectorRegistry()
+    metrics = PlannerMetrics(registry)
+    for planned in rounds[1]:
+        metrics.take(planned)
+    text = generate_latest(registry).decode()
+    assert 'penstock_planner_workers{role="aggregated"} 1.0' in text
+    assert 'penstock_planner_wanted_workers{role="aggregated"} 1.0' in text
+    assert 'penstock_planner_rounds_total{outcome="changed"}' in text
+    assert 'penstock_planner_changes_total{change="retire"}' in text
+    assert 'penstock_planner_forecast_error{series="requests_per_s"}' in text
+    assert f"penstock_planner_round_seconds_count {float(len(rounds[1]))}" in text
+    page = (ROOT / "docs" / "planner.md").read_text()
+    names = [metric.name for metric in registry.collect()]
+    assert [name for name in names if f"`{name}" not in page] == []
+
+
+def test_a_dry_run_records_and_changes_nothing(tmp_path, capsys):
+    path = tmp_path / "planner.jsonl"
+    told, said = record(path, dry_run=True)
+    assert {planned.have[Role.AGGREGATED] for planned in told} == {1}
+    assert any(planned.outcome == "dry_run" for planned in told)
+    assert all(not planned.changes for planned in told)
+    assert any(words[1] == "would" for words in said)
+    assert "(dry run: not done)" in run(capsys, "why", "--file", path)[1]
