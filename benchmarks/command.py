@@ -69,6 +69,10 @@ EXPERIMENTS = Benches(
             "benchmarks.simulated.plan",
             "how long `penstock plan` takes, for four models",
         ),
+        "planner": (
+            "benchmarks.planner",
+            "the planner against static workers, an autoscaler, interpolation and an oracle, simulated: SLO and GPU-hours",
+        ),
         "policies": (
             "benchmarks.policies",
             "routing policies side by side, on the simulator: kv and the baselines under benchmarks/baselines",

@@ -16,7 +16,8 @@ class WorkerTimes:
     """Seconds of a worker's changes."""
 
     start_s: float = 20.0
-    drain_s: float = 1.0
+    drain_s: float | None = 1.0
+    """None: a worker drains until `MemoryConnector.end`."""
     flip_s: float = 0.1
 
 
@@ -56,6 +57,12 @@ class MemoryConnector:
             for _ in range(count):
                 self._put(role, ReplicaState.READY, 0.0)
 
+    @property
+    def workers(self) -> tuple[Replica, ...]:
+        """The workers as they are now."""
+        now_s = asyncio.get_running_loop().time()
+        return tuple(self._describe(worker, now_s) for worker in self._workers.values())
+
     async def scale(self, after: int | None = None) -> Scale:
         self._check(None)
         loop = asyncio.get_running_loop()
@@ -70,7 +77,7 @@ class MemoryConnector:
             sequence=self._sequence,
             revision=self._revision,
             changed_by=self._changed_by,
-            replicas=tuple(self._describe(worker, loop.time()) for worker in self._workers.values()),
+            replicas=self.workers,
             limits=tuple(
                 RoleLimit(role=role, room=room, why=why, start_s=self._times.start_s) for role in self._roles
             ),
@@ -111,7 +118,8 @@ class MemoryConnector:
             was_ready = worker.state in {ReplicaState.READY, ReplicaState.FLIPPING}
             self._become(worker, worker.state, ReplicaState.DRAINING)
             delay_s = self._times.drain_s if was_ready else 0.0
-            asyncio.get_running_loop().call_later(delay_s, self._end, worker)
+            if delay_s is not None:
+                asyncio.get_running_loop().call_later(delay_s, self._end, worker)
         if leaving:
             self._accept(by)
 
@@ -146,6 +154,13 @@ class MemoryConnector:
         asyncio.get_running_loop().call_later(
             self._times.start_s, self._become, worker, ReplicaState.FAILED, ReplicaState.READY
         )
+
+    def end(self, name: str) -> None:
+        """End a worker that drains."""
+        worker = self._find(name)
+        if not _drains(worker):
+            raise _conflict(f"{name} does not drain: {worker.state}")
+        self._end(worker)
 
     def _put(self, role: Role, state: ReplicaState, now_s: float) -> _Worker:
         number = next(n for n in range(1, len(self._workers) + 2) if f"{role}-{n}" not in self._workers)

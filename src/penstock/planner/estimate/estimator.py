@@ -77,8 +77,9 @@ class Estimator:
     def learn_steps(self, workers: Iterable[WorkerView], seconds: float) -> None:
         """Compare the steps of warm workers over the last `seconds` with their models."""
         every = list(workers)
+        tokens = self._new_tokens()
         for role, factor in self.factors.items():
-            factor.learn((worker for worker in every if worker.role is role), seconds)
+            factor.learn((worker for worker in every if worker.role is role), seconds, tokens)
 
     def expect(self, recent: Observation, slo: Slo, *, is_settled: bool) -> ExpectedDemand:
         """Give the demand to provide for: the forecast, and what is queued or too slow now.
@@ -115,6 +116,12 @@ class Estimator:
             input_lengths=inputs,
             output_lengths=outputs,
         )
+
+    def _new_tokens(self) -> int:
+        """Give the mean prompt tokens that are computed."""
+        mean = self._lengths[-1][0].mean if self._lengths else None
+        cached = self._cached.forecast()
+        return 1 if mean is None else max(1, round(mean * (1 - (min(1.0, cached.mean) if cached else 0.0))))
 
     def _cached_share(self, present: float) -> float:
         found = self._cached.forecast()

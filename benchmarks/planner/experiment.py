@@ -1,0 +1,87 @@
+"""One strategy on one workload, in virtual time."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.planner.baselines import Strategy
+from benchmarks.planner.cluster import Cluster, Fleet
+from benchmarks.planner.workload import Workload
+from penstock.core.types.instances import Role
+from penstock.planner.estimate.slo import Slo
+from penstock.sim.loop.loop import run_virtual
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a strategy made of a workload.
+
+    attainment:  share of requests within both targets
+    gpu_hours:   of all workers until the last arrival, those that start and drain included
+    changes:     times that the number of workers began to rise after it fell, or to fall after it rose
+    """
+
+    attainment: float
+    ttft_share: float
+    itl_share: float
+    gpu_hours: float
+    failed: int
+    changes: int
+    flips: int
+    ttft_p99_s: float
+    itl_p99_s: float
+    cpu_s: float
+    history: list[tuple[float, int, dict[Role, int]]]
+
+
+def play(
+    strategy: Strategy,
+    workload: Workload,
+    fleet: Fleet,
+    slo: Slo,
+    *,
+    replicas: Mapping[Role, int],
+    start_s: float,
+) -> Result:
+    """Serve a workload, and see how it went."""
+    began_s = time.process_time()
+    cluster = run_virtual(_serve(strategy, workload, fleet, dict(replicas), start_s))
+    ttft_s, itl_s = np.asarray(cluster.tally.ttft_s), np.asarray(cluster.tally.itl_s)
+    is_early, is_even = ttft_s <= slo.ttft_s, itl_s <= slo.itl_s
+    return Result(
+        attainment=float((is_early & is_even).mean()),
+        ttft_share=float(is_early.mean()),
+        itl_share=float(is_even.mean()),
+        gpu_hours=cluster.gpu_s / 3600,
+        failed=workload.requests - cluster.tally.finished,
+        changes=_turns([sum(counts.values()) for _, _, counts in cluster.history]),
+        flips=cluster.flips,
+        ttft_p99_s=float(np.nanpercentile(ttft_s, 99)),
+        itl_p99_s=float(np.nanpercentile(itl_s, 99)),
+        cpu_s=time.process_time() - began_s,
+        history=cluster.history,
+    )
+
+
+async def _serve(
+    strategy: Strategy, workload: Workload, fleet: Fleet, replicas: dict[Role, int], start_s: float
+) -> Cluster:
+    cluster = Cluster(fleet=fleet, workload=workload, replicas=replicas, start_s=start_s)
+    task = asyncio.create_task(strategy.run(cluster))
+    try:
+        await cluster.serve()
+    finally:
+        if task.done():
+            task.result()
+        task.cancel()
+    return cluster
+
+
+def _turns(counts: list[int]) -> int:
+    """Count the changes of direction."""
+    steps = [after - before for before, after in itertools.pairwise(counts) if after != before]
+    return sum((one > 0) != (other > 0) for one, other in itertools.pairwise(steps))

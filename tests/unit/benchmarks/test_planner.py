@@ -1,0 +1,143 @@
+"""The planner's benchmark: its engines beside the exact simulator, its baselines, and that nothing is lost by scaling."""
+
+import asyncio
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.planner.baselines import Autoscaler, Interpolation, Oracle, Static
+from benchmarks.planner.case import Case, workers_at_mean, workers_at_peak
+from benchmarks.planner.comparison import best
+from benchmarks.planner.exact import against_exact
+from benchmarks.planner.experiment import play
+from benchmarks.planner.fleets import find_model
+from benchmarks.planner.planned import Planned
+from benchmarks.planner.workload import Workload, diurnal, from_trace, growing, steady
+from penstock.core.errors import ConfigError
+from penstock.core.types.instances import Role
+
+MODEL = find_model("8b", Path(__file__).parents[3] / "examples")
+
+
+def stepped(low_per_s=5.0, high_per_s=50.0, span_s=240.0) -> Workload:
+    """Make a load that steps up for the middle half."""
+    load = steady(high_per_s, span_s, seed=3)
+    random = np.random.default_rng(3)
+    middle = (load.at_s > span_s / 4) & (load.at_s < 3 * span_s / 4)
+    kept = middle | (random.random(load.requests) < low_per_s / high_per_s)
+    return Workload("stepped", load.at_s[kept], load.input_tokens[kept], load.output_tokens[kept], span_s)
+
+
+class Mover:
+    """Starts, flips and retires workers every few seconds."""
+
+    async def run(self, cluster):
+        connector = cluster.connector
+        await asyncio.sleep(20)
+        await connector.add(Role.PREFILL, 1, by="test")
+        await asyncio.sleep(40)
+        await connector.flip("prefill-1", Role.DECODE, by="test")
+        await asyncio.sleep(20)
+        await connector.retire(["decode-1"], by="test")
+        await asyncio.sleep(20)
+        await connector.flip("prefill-1", Role.PREFILL, by="test")
+
+
+def run(strategy, load, replicas, start_s=10.0):
+    return play(strategy, load, MODEL.fleet, MODEL.slo, replicas=replicas, start_s=start_s)
+
+
+@pytest.mark.parametrize(("rate_per_s", "workers"), [(10.0, 1), (44.0, 2)])
+def test_engines_are_as_fast_as_the_exact_simulators(rate_per_s, workers):
+    found = against_exact(steady(rate_per_s, 40.0, seed=1), MODEL, workers)
+    for name in ("ttft_p99_s", "itl_p99_s"):
+        assert found[f"fast_{name}"] == pytest.approx(found[f"exact_{name}"], rel=0.15)
+    assert found["fast_attainment"] == pytest.approx(found["exact_attainment"], abs=0.01)
+
+
+def test_no_request_is_lost_while_workers_start_flip_and_retire():
+    found = run(Mover(), steady(30.0, 150.0, seed=2), {Role.PREFILL: 1, Role.DECODE: 2})
+    assert found.failed == 0
+    assert found.flips == 2
+    assert found.history[-1][2] == {Role.PREFILL: 2, Role.DECODE: 1}
+
+
+def test_gpu_hours_count_workers_that_start_and_drain():
+    still = run(Static(), steady(10.0, 120.0, seed=1), {Role.AGGREGATED: 2})
+    assert still.gpu_hours == pytest.approx(2 * 120 / 3600, rel=0.01)
+    assert still.changes == 0
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Autoscaler(target=25.0, stabilised_s=30.0),
+        Interpolation(MODEL.capacity(Role.AGGREGATED), MODEL.slo, 1.3, period_s=15.0),
+        Oracle(np.array([1, 1, 3, 3, 3, 3, 1, 1])),
+        Planned(MODEL, "planner"),
+    ],
+    ids=["autoscaler", "interpolation", "oracle", "planner"],
+)
+def test_strategies_follow_a_step(strategy):
+    found = run(strategy, stepped(), {Role.AGGREGATED: 1})
+    counts = [counts[Role.AGGREGATED] for _, _, counts in found.history]
+    assert max(counts) >= 3
+    assert found.failed == 0
+
+
+def test_the_oracle_keeps_the_slo_with_fewer_gpu_hours_than_the_peak():
+    load = stepped()
+    oracle = run(Oracle(np.array([1, 1, 4, 4, 4, 4, 1, 1])), load, {Role.AGGREGATED: 1})
+    peak = run(Static(), load, {Role.AGGREGATED: 4})
+    assert oracle.attainment > 0.98
+    assert oracle.gpu_hours < 0.9 * peak.gpu_hours
+
+
+def test_the_best_setting_holds_the_slo_for_the_fewest_gpu_hours():
+    tried = [
+        (1.0, {"attainment": 0.9, "gpu_hours": 1.0}),
+        (1.2, {"attainment": 0.992, "gpu_hours": 2.0}),
+        (1.4, {"attainment": 0.999, "gpu_hours": 3.0}),
+    ]
+    assert best(tried)[0] == 1.2
+    assert best(tried[:1])[0] == 1.0
+
+
+class TestWorkload:
+    def test_copies_of_a_trace_keep_its_rate_over_time(self, tmp_path):
+        path = tmp_path / "trace.csv.gz"
+        rows = [f"2023-11-16 18:{at // 60:02}:{at % 60:02}.0,100,10" for at in range(0, 900, 3)]
+        path.write_bytes(
+            gzip.compress("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]).encode())
+        )
+        load = from_trace(path, "trace", 4.5)
+        counts = np.histogram(load.at_s, bins=3)[0]
+        assert load.requests == pytest.approx(4.5 * 300, rel=0.1)
+        assert counts.max() < 1.2 * counts.min()
+        assert (np.diff(load.at_s) >= 0).all()
+
+    def test_a_short_trace_is_refused(self, tmp_path):
+        path = tmp_path / "trace.csv"
+        path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,100,10\n")
+        with pytest.raises(ConfigError, match="at least 600"):
+            from_trace(path, "trace", 2.0)
+
+    def test_a_day_has_bursts_below_its_peak(self):
+        counts = np.histogram(diurnal(10.0, seed=1).at_s, bins=1440)[0] / 60
+        assert counts.max() < 13
+        assert 1.5 < counts.mean() < 5
+
+    def test_prompts_grow(self):
+        load = growing(2.0, seed=1, span_s=3600.0)
+        middle = load.requests // 2
+        assert load.input_tokens[middle:].mean() > 2 * load.input_tokens[:middle].mean()
+
+    def test_equal_seeds_make_equal_requests(self):
+        one, other = (steady(10.0, 100.0, seed=4).at_s for _ in range(2))
+        assert (one == other).all()
+
+    def test_the_peak_needs_more_workers_than_the_mean(self):
+        load = Case("diurnal", "diurnal", "8b", 100.0, 60.0, span_s=3600.0).workload()
+        assert workers_at_peak(load, MODEL) > 1.5 * workers_at_mean(load, MODEL)
