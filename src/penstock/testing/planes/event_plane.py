@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar
 
 from penstock.core.ids import WorkerId
-from penstock.core.types.events import EventBatch, EventMessage, EventSnapshot, KvEvent, Tier
+from penstock.core.types.events import EventBatch, EventMessage, EventSnapshot, Holder, KvEvent, Tier
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.publisher import ContentMirror
 from penstock.runtime.events.subscriber import EventFault, EventSubscriber
@@ -17,14 +17,18 @@ from penstock.seams import Connection
 from penstock.testing.loop import run_async
 from penstock.testing.planes.recording_sink import RecordingSink
 from penstock.testing.planes.request_plane import HarnessFactory, Scene
-from penstock.testing.planes.scripted_worker import scripted_request
+from penstock.testing.planes.scripted_worker import HOST_BLOCKS_FROM, scripted_request
 
 
 class Follower:
     """A subscriber and the content that it has derived."""
 
     def __init__(
-        self, connection: Connection, sink: RecordingSink, config: EventConfig | None = None
+        self,
+        connection: Connection,
+        sink: RecordingSink,
+        config: EventConfig | None = None,
+        holder: Holder = Holder.WORKER,
     ) -> None:
         """Make a subscriber to the worker of `connection`; `start` subscribes."""
         self.mirror = ContentMirror()
@@ -39,6 +43,7 @@ class Follower:
             on_fault=self.faults.append,
             rng=random.Random(1),
             config=config,
+            holder=holder,
         )
         sink.on_event = self.subscriber.push
 
@@ -96,6 +101,36 @@ class EventPlaneSuite:
             await follower.until_at(7)
             assert follower.mirror.counts() == {(3, Tier.DEVICE): 2, (4, Tier.DEVICE): 1}
             assert follower.snapshots == 1
+
+        self.run(scenario)
+
+    def test_what_workers_share_is_told_apart_and_only_while_it_is_asked_for(self) -> None:
+        async def scenario(scene: Scene) -> None:
+            own = Follower(scene.connection, scene.sink)
+            host = Follower(scene.connection, scene.sink, holder=Holder.HOST)
+            followers = {Holder.WORKER: own, Holder.HOST: host}
+            scene.sink.on_event = lambda message: followers[message.holder].subscriber.push(message)
+            first = HOST_BLOCKS_FROM
+            await self.publish(scene, 1, first)
+            own.subscriber.start()
+            await own.until_at(1)
+            assert host.blocks == set(), "nobody has asked yet"
+            host.subscriber.start()
+            await host.until_at(1)
+            await self.publish(scene, first + 1, 2, first + 2, -first)
+            await host.until_at(4)
+            await own.until_at(2)
+            assert (own.blocks, host.blocks) == ({1, 2}, {first + 1, first + 2})
+            scene.connection.unsubscribe(Holder.HOST)
+            scene.connection.unsubscribe(Holder.HOST)
+            prompt = (first + 3, 3)
+            scene.connection.submit(scripted_request("publish", prompt, request_id="last"))
+            await scene.sink.finished("last")
+            await own.until_at(3)
+            assert host.blocks == {first + 1, first + 2}
+            scene.connection.subscribe(4, Holder.HOST)
+            await host.until_at(5)
+            assert (host.blocks, host.faults) == ({first + 1, first + 2, first + 3}, [])
 
         self.run(scenario)
 

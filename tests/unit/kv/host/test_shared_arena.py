@@ -6,12 +6,15 @@ import threading
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.events import BlockRemoved, BlockStored, Tier
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, Holder, Tier
 from penstock.core.wire import unpack_hashes
 from penstock.kv.host import host_tier, memory
 from penstock.kv.host.extent import NOTES, ExtentLayout
+from penstock.kv.manager.manager import KvManager
+from penstock.kv.pool.pool import BlockPool
 from penstock.kv.records import RECORD
 from penstock.testing.loop import run_async
 from tests.support.shared_host import BLOCK_BYTES, SLOTS, HostWorker, SharedHost
@@ -418,5 +421,23 @@ def test_a_prefix_that_is_loaded_again_and_again_outlives_those_that_never_are(e
         worker.tier.check()
         assert any(found[-3:]) == stays
         await worker.tier.close()
+
+    run_async(main())
+
+
+def test_events_name_the_host_where_workers_share_an_arena():
+    async def main():
+        host, alone = SharedHost(), SharedHost(workers=1).worker(0)
+        one, two = host.worker(0), host.worker(1, namespace=replace(NAMESPACE, dtype="float16"))
+        assert (one.tier.shared.kind, alone.tier.shared) == (Holder.HOST, None)
+        assert one.tier.shared.id != two.tier.shared.id, "they cannot load each other's blocks"
+        manager = KvManager(BlockPool(8, 4), [one.tier], lambda: None)
+        assert manager.num_own == 0
+        await one.offload(chain(3))
+        assert {event.holder for event in manager.with_events(())} == {Holder.HOST}
+        manager.clear()
+        assert manager.with_events(()) == (AllBlocksCleared(holder=Holder.HOST),)
+        assert manager.with_events(()) == ()
+        await closed(one, two, alone)
 
     run_async(main())
