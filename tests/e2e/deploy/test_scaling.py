@@ -1,7 +1,6 @@
 """`penstock scale` on a running deployment: real processes, under load, and after the supervisor was killed."""
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -22,12 +21,11 @@ from penstock.deploy.control.messages import SOCKET_NAME
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.graph import Graph
 from penstock.planner.act.actor import Actor
+from tests.support.streams import TOKENS, Load
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime_dir")]
 
-MODEL = "penstock-demo"
 TIMEOUT_S = 60.0
-TOKENS = 48
 
 
 def graph_of(roles, **fields):
@@ -62,54 +60,6 @@ async def observed(stream, worker):
             return seen
         heard.clear()
         await heard.wait()
-
-
-class Load:
-    """Streams that run one after another in several tasks, each prompt with its answer; all must be whole and equal."""
-
-    def __init__(self, url, prompts):
-        self.url, self.prompts = url, prompts
-        self.answers = {prompt: set() for prompt in prompts}
-        self._done = asyncio.Semaphore(0)
-        self._ends = False
-
-    async def stream(self, session, prompt):
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "stream": True, "ignore_eos": True}
-        body["stream_options"] = {"include_usage": True}
-        text, usage = "", None
-        async with session.post(f"{self.url}/v1/completions", json=body) as response:
-            assert response.status == 200, await response.text()
-            async for line in response.content:
-                data = line.removeprefix(b"data: ").strip()
-                if data.startswith(b"{"):
-                    event = json.loads(data)
-                    assert "error" not in event, event
-                    usage = event.get("usage") or usage
-                    text += "".join(choice["text"] for choice in event["choices"])
-        assert usage["completion_tokens"] == TOKENS
-        self.answers[prompt].add(text)
-        self._done.release()
-
-    async def _repeat(self, session, prompt):
-        while not self._ends:
-            await self.stream(session, prompt)
-
-    async def __aenter__(self):
-        self._session = await aiohttp.ClientSession().__aenter__()
-        self._group = await asyncio.TaskGroup().__aenter__()
-        for prompt in self.prompts:
-            self._group.create_task(self._repeat(self._session, prompt))
-        return self
-
-    async def __aexit__(self, *error):
-        self._ends = True
-        await self._group.__aexit__(*error)
-        await self._session.__aexit__(*error)
-
-    async def more(self, count):
-        """Wait until `count` more streams have ended."""
-        for _ in range(count):
-            await self._done.acquire()
 
 
 PROMPTS = [f"{number} times the same question" for number in range(12)]

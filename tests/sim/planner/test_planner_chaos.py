@@ -1,0 +1,185 @@
+"""The planner against workers that do not start, die while they drain, or lie about their load: seeded, in virtual time.
+
+Each trial checks at every round what may never happen, and after the faults that the workers are as many as the demand needs.
+Planted bugs show that the checks find something.
+"""
+
+import asyncio
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from penstock.core.errors import RequestError
+from penstock.core.types.instances import Role
+from penstock.core.types.scaling import ReplicaState
+from penstock.planner.act.actor import Actor
+from penstock.planner.damp.damper import Damper
+from penstock.sim.loop.loop import run_virtual
+from tests.support.planner_world import World
+
+A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
+MOST = 12
+SETTINGS = {
+    "max_workers": MOST,
+    "cool_down_s": 60.0,
+    "start_deadline_s": 60.0,
+    "cold_s": 10.0,
+    "hold_s": 120.0,
+}
+FAULTY_ROUNDS = 160
+QUIET_ROUNDS = 200
+SEEDS = range(12)
+
+
+class Trial:
+    """One seed: demand that steps, faults for 160 rounds, then peace."""
+
+    def __init__(self, seed, replicas):
+        self.rng = random.Random(seed)
+        self.world = World(replicas, start_s=20.0, **SETTINGS)
+        self.connector = self.world.connector
+        self.directions = []
+        self.person_until_s = 0.0
+
+    def fault(self):
+        """Do one thing that a machine or a person does."""
+        loop = asyncio.get_running_loop()
+        workers = list(self.connector._workers.values())
+        worker = self.rng.choice(workers)
+        kind = self.rng.choice(["hang", "die", "lie", "load", "nothing", "nothing", "person"])
+        if kind == "hang" and worker.state is ReplicaState.STARTING:
+            worker.state = ReplicaState.FAILED  # its timer finds another state: never ready
+        elif kind == "die" and worker.state is ReplicaState.DRAINING:
+            self.connector._end(worker)
+        elif kind == "lie":
+            self.world.queued = self.rng.choice([0, 0, 5, 500, 10**6])
+            self.world.ttft_s = self.rng.choice([0.0, 0.1, 0.6, 1e6])
+        elif kind == "load":
+            self.world.rate_per_s = self.rng.choice([0.0, 2.0, 20.0, 60.0])
+        elif kind == "person" and self.rng.random() < 0.15:
+            return self.person(loop.time())
+        return None
+
+    async def person(self, now_s):
+        try:
+            await self.connector.add(self.rng.choice(self.connector._roles), 1, by="penstock scale")
+        except RequestError:
+            return
+        self.person_until_s = now_s + SETTINGS["hold_s"]
+
+    async def round(self):
+        now_s = asyncio.get_running_loop().time()
+        held_until_s = self.person_until_s
+        before = await self.connector.scale()
+        record = await self.world.planner.step()
+        after = await self.connector.scale()
+        pending = {ReplicaState.STARTING, ReplicaState.FAILED}
+        for limit in after.limits:
+            own = [each for each in after.of(limit.role) if each.name not in record.overdue]
+            assert len(own) <= max(MOST, len(before.of(limit.role))), f"{limit.role}: {len(own)} at {now_s}"
+            wanted = record.target.get(limit.role)
+            started = record.adds.get(limit.role, 0)
+            was = [each for each in before.of(limit.role) if each.name not in record.overdue]
+            if wanted is not None and started:
+                assert len(was) + started <= wanted, f"{started} more beside {len(was)} for {wanted}"
+            starting = [each for each in own if each.state in pending and each.age_s < 20.0]
+            assert len(starting) <= MOST
+        serving = [each for each in after.replicas if each.role is not P and each.state is ReplicaState.READY]
+        was_serving = [
+            each for each in before.replicas if each.role is not P and each.state is ReplicaState.READY
+        ]
+        assert serving or not was_serving, "nobody answers any more"
+        if now_s < held_until_s:
+            assert after.revision == before.revision, "a person's change was undone"
+        if record.is_change and not record.overdue:
+            total = sum(record.target.values()) - sum(record.now.values())
+            if total:
+                self.directions.append((now_s, total > 0))
+        return record
+
+    async def run(self):
+        for _ in range(FAULTY_ROUNDS):
+            if (act := self.fault()) is not None:
+                await act
+            await self.round()
+            await asyncio.sleep(5.0)
+        self.world.queued, self.world.ttft_s, self.world.rate_per_s = 0, 0.1, 20.0
+        self.person_until_s = 0.0
+        calm_s = asyncio.get_running_loop().time() + 600
+        for _ in range(QUIET_ROUNDS):
+            await self.round()
+            await asyncio.sleep(5.0)
+        scale = await self.connector.scale()
+        for limit in scale.limits:
+            ready = sum(each.state is ReplicaState.READY for each in scale.of(limit.role))
+            needed = self.world.needed(20.0, limit.role)
+            assert needed <= ready <= needed + 2, f"{limit.role}: {ready} ready, {needed} are needed"
+        turns = [up for at_s, up in self.directions if at_s > calm_s]
+        changes = sum(one != other for one, other in pairwise(turns))
+        assert changes <= 1, "oscillates"
+
+
+def run(seed, replicas):
+    run_virtual(Trial(seed, replicas).run())
+
+
+def run_all():
+    for seed in SEEDS:
+        run(seed, {A: 2})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("replicas", [{A: 2}, {P: 1, D: 2}], ids=["aggregated", "disaggregated"])
+def test_faults_break_no_rule_and_leave_the_right_workers(seed, replicas):
+    run(seed, replicas)
+
+
+def ignores_pending(monkeypatch):
+    """An actor that does not see workers that start, and adds them again each round."""
+    look = Actor.look
+
+    async def blind(self):
+        seen = await look(self)
+        ready = tuple(each for each in seen.scale.replicas if each.state is ReplicaState.READY)
+        from msgspec.structs import replace as changed
+
+        scale = changed(seen.scale, replicas=ready)
+        return replace(seen, scale=scale, now={role: len(scale.of(role)) for role in seen.now})
+
+    monkeypatch.setattr(Actor, "look", blind)
+
+
+def ignores_people(monkeypatch):
+    """An actor that takes every change for its own."""
+    monkeypatch.setattr(
+        Actor, "_notice", lambda self, scale, _now_s: setattr(self, "_revision", scale.revision)
+    )
+
+
+@pytest.mark.parametrize("bug", [ignores_pending, ignores_people])
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    bug(monkeypatch)
+    with pytest.raises(AssertionError):
+        run_all()
+
+
+def test_a_damper_without_cool_down_is_found(monkeypatch):
+    """Demand that rises and falls within a minute makes it start and end workers each time."""
+
+    async def turns():
+        world = World({A: 2}, start_s=20.0, **SETTINGS | {"cool_down_s": 300.0})
+        ups = []
+        for number in range(240):
+            world.rate_per_s = 20.0
+            world.queued = 400 if number % 12 < 3 else 0
+            record = await world.planner.step()
+            if total := sum(record.target.values()) - sum(record.now.values()):
+                ups.append(total > 0)
+            await asyncio.sleep(5.0)
+        return sum(one != other for one, other in pairwise(ups))
+
+    assert run_virtual(turns()) <= 4
+    monkeypatch.setattr(Damper, "cools_for_s", lambda *_: 0.0)
+    assert run_virtual(turns()) > 4

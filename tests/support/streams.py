@@ -1,0 +1,70 @@
+"""Streams against a running deployment, one after another in several tasks; each has to be whole and exact."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+MODEL = "penstock-demo"
+TOKENS = 48
+
+
+class Load:
+    """Streams that run one after another in several tasks, each prompt with its answer; all must be whole and equal."""
+
+    def __init__(self, url: str, prompts: Sequence[str]) -> None:
+        self.url, self.prompts = url, prompts
+        self.answers: dict[str, set[str]] = {prompt: set() for prompt in prompts}
+        self._done = asyncio.Semaphore(0)
+        self._ends = False
+        self._stack = AsyncExitStack()
+
+    async def stream(self, session: aiohttp.ClientSession, prompt: str) -> None:
+        body: dict[str, object] = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": TOKENS,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        body["stream_options"] = {"include_usage": True}
+        text, usage = "", None
+        async with session.post(f"{self.url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                data = line.removeprefix(b"data: ").strip()
+                if data.startswith(b"{"):
+                    event = json.loads(data)
+                    assert "error" not in event, event
+                    usage = event.get("usage") or usage
+                    text += "".join(choice["text"] for choice in event["choices"])
+        assert usage is not None
+        assert usage["completion_tokens"] == TOKENS
+        self.answers[prompt].add(text)
+        self._done.release()
+
+    async def _repeat(self, session: aiohttp.ClientSession, prompt: str) -> None:
+        while not self._ends:
+            await self.stream(session, prompt)
+
+    async def __aenter__(self) -> Self:
+        self._session = await self._stack.enter_async_context(aiohttp.ClientSession())
+        self._group = await self._stack.enter_async_context(asyncio.TaskGroup())
+        for prompt in self.prompts:
+            self._group.create_task(self._repeat(self._session, prompt))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ends = True
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def more(self, count: int) -> None:
+        """Wait until `count` more streams have ended."""
+        for _ in range(count):
+            await self._done.acquire()
