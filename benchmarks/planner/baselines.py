@@ -8,8 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from benchmarks.planner.cluster import Cluster
 from benchmarks.planner.workload import Workload
+from benchmarks.planner.world.cluster import Cluster
 from penstock.core.types.instances import Role
 from penstock.planner.act.actor import Actor
 from penstock.planner.decide.capacity import Capacity

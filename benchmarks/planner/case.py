@@ -18,9 +18,9 @@ from benchmarks.planner.baselines import (
     needed,
 )
 from benchmarks.planner.experiment import play
-from benchmarks.planner.fleets import Model, find_model
 from benchmarks.planner.planned import Planned
 from benchmarks.planner.workload import Workload, diurnal, from_trace, growing, steady
+from benchmarks.planner.world.fleets import Model, find_model
 from benchmarks.runner.cache import Figures
 from benchmarks.runner.run import fingerprint
 from penstock.core.types.instances import Role

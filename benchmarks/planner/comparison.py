@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.planner.case import Case, Play, open_at_capacity, workers_at_mean, workers_at_peak
-from benchmarks.planner.fleets import find_model
+from benchmarks.planner.world.fleets import find_model
 from benchmarks.runner.cache import Figures
 from benchmarks.runner.runner import Runner
 from penstock.core.errors import ConfigError

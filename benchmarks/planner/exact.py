@@ -4,8 +4,8 @@ import numpy as np
 
 from benchmarks.planner.baselines import Static
 from benchmarks.planner.experiment import play
-from benchmarks.planner.fleets import Model
 from benchmarks.planner.workload import Workload
+from benchmarks.planner.world.fleets import Model
 from penstock.core.types.instances import Role
 from penstock.sim.report.report import latencies_s
 from penstock.sim.simulate import simulate

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.planner.baselines import Strategy
-from benchmarks.planner.cluster import Cluster, Fleet
 from benchmarks.planner.workload import Workload
+from benchmarks.planner.world.cluster import Cluster, Fleet
 from penstock.core.types.instances import Role
 from penstock.planner.estimate.slo import Slo
 from penstock.sim.loop.loop import run_virtual

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from benchmarks.planner.cluster import Cluster
-from benchmarks.planner.fleets import Model
+from benchmarks.planner.world.cluster import Cluster
+from benchmarks.planner.world.fleets import Model
 from penstock.core.types.instances import Role
 from penstock.planner.config import PlannerConfig
 from penstock.planner.explain.record import DecisionRecord

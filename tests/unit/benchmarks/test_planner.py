@@ -12,9 +12,9 @@ from benchmarks.planner.case import Case, workers_at_mean, workers_at_peak
 from benchmarks.planner.comparison import best
 from benchmarks.planner.exact import against_exact
 from benchmarks.planner.experiment import play
-from benchmarks.planner.fleets import find_model
 from benchmarks.planner.planned import Planned
 from benchmarks.planner.workload import Workload, diurnal, from_trace, growing, steady
+from benchmarks.planner.world.fleets import find_model
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.planner.cluster import Fleet
-from benchmarks.planner.step_times import GridTimes
+from benchmarks.planner.world.cluster import Fleet
+from benchmarks.planner.world.step_times import GridTimes
 from benchmarks.runner.run import GraphFiles
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role

@@ -4,8 +4,8 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
-from benchmarks.planner.step_times import GridTimes
-from benchmarks.planner.tally import Tally
+from benchmarks.planner.world.step_times import GridTimes
+from benchmarks.planner.world.tally import Tally
 from penstock.core.types.instances import Role
 from penstock.runtime.observations.windows import Digest, WorkerWindow, bucket_of
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.planner.engine import Engine, Prompt
-from benchmarks.planner.step_times import GridTimes
-from benchmarks.planner.tally import Tally
 from benchmarks.planner.workload import Workload
+from benchmarks.planner.world.engine import Engine, Prompt
+from benchmarks.planner.world.step_times import GridTimes
+from benchmarks.planner.world.tally import Tally
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import Replica, ReplicaState
 from penstock.planner.act.memory_connector import MemoryConnector, WorkerTimes

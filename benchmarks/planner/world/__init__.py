@@ -1,0 +1,1 @@
+"""The deployment that strategies scale: simulated workers, step by step, behind a scaling connector."""
