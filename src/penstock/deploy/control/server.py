@@ -31,6 +31,7 @@ from penstock.seams import ScalingConnector
 
 _CONNECTIONS_MAX = 64
 _LINE_TIMEOUT_S = 10.0
+_NAME_LENGTH_MAX = 64
 _CREDENTIALS = struct.Struct("3i")
 _log = get_logger()
 
@@ -84,36 +85,41 @@ class ControlServer:
         assert task is not None, "started by asyncio"
         self._tasks.add(task)
         try:
-            told = await self._answer(reader, writer)
-            if told is not None:
-                writer.write(msgspec.json.encode(told) + b"\n")
+            line = await self._answer(reader, writer)
+            if line is not None:
+                writer.write(line)
                 async with asyncio.timeout(_LINE_TIMEOUT_S):
                     await writer.drain()
-        except (OSError, TimeoutError, ValueError) as error:  # ValueError: the line is too long
+        except (OSError, TimeoutError) as error:
             _log.info("control_request_dropped", error=str(error) or type(error).__name__)
         finally:
             self._tasks.discard(task)
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Told | None:
-        """Read one line and answer it; None if it does not end."""
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
+        """Read one line and answer it in one; None if it does not end."""
         if (user := _user_of(writer)) not in {os.getuid(), 0}:
-            return Told(
-                error=RequestError(f"user {user} may not control this deployment", http_status=403).to_info()
-            )
-        if len(self._tasks) > _CONNECTIONS_MAX:
-            message = f"{_CONNECTIONS_MAX} callers control this deployment already; end one"
-            return Told(error=RequestError(message, http_status=409).to_info())
-        async with asyncio.timeout(_LINE_TIMEOUT_S):
-            line = await reader.readline()
-        if not line.endswith(b"\n"):
-            return None
+            refused = RequestError(f"user {user} may not control this deployment", http_status=403)
+            return msgspec.json.encode(Told(error=refused.to_info())) + b"\n"
         try:
-            return await self._obey(_read(line))
+            _check_callers(len(self._tasks))
+            async with asyncio.timeout(_LINE_TIMEOUT_S):
+                line = await _read_line(reader)
+            if not line.endswith(b"\n"):
+                return None
+            return msgspec.json.encode(await self._obey(_read(line))) + b"\n"
         except PenstockError as error:
-            return Told(deployment=self._deployment, error=error.to_info())
+            info = error.to_info()
+        except (OSError, TimeoutError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the caller learns of it, and others are served
+            _log.error("control_request_failed", error=repr(error))
+            info = PenstockError(f"the supervisor failed at this request: {error!r}").to_info()
+        return msgspec.json.encode(Told(deployment=self._deployment, error=info)) + b"\n"
 
     async def _obey(self, ask: Ask) -> Told:
+        if isinstance(ask.body, Add | Retire | Flip):
+            _check_name(ask.body.by)
         told = Told(deployment=self._deployment)
         match ask.body:
             case GetScale(after=after):
@@ -132,6 +138,20 @@ class ControlServer:
         return told
 
 
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
+    """Read one line, or what came before the caller's end.
+
+    Raises:
+        ProtocolError: it is too long.
+    """
+    try:
+        return await reader.readline()
+    except ValueError as error:
+        raise ProtocolError(
+            f"a request of the control channel has at most {LINE_BYTES_MAX} bytes, and this line is longer"
+        ) from error
+
+
 def _read(line: bytes) -> Ask:
     """Read a request.
 
@@ -146,8 +166,23 @@ def _read(line: bytes) -> Ask:
                 " penstock that started it"
             )
         return msgspec.json.decode(line, type=Ask)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"no request of the control channel: {error}") from error
+
+
+def _check_callers(callers: int) -> None:
+    """Raise RequestError if that is too many."""
+    if callers > _CONNECTIONS_MAX:
+        message = f"{_CONNECTIONS_MAX} callers control this deployment already; end one"
+        raise RequestError(message, http_status=409)
+
+
+def _check_name(by: str) -> None:
+    """Check the name of who scales, which logs and other callers are told; raises RequestError."""
+    if not 1 <= len(by) <= _NAME_LENGTH_MAX or not by.isprintable():
+        raise RequestError(
+            f"by: must have 1 to {_NAME_LENGTH_MAX} printable characters, got {by[:_NAME_LENGTH_MAX]!r} of {len(by)}"
+        )
 
 
 def _user_of(writer: asyncio.StreamWriter) -> int:
