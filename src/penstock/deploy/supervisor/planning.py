@@ -42,6 +42,8 @@ class Planning:
         self._make_log = partial(DecisionLog, log_path, run)
         self._say, self._tell = say, tell
         self._record: DecisionRecord | None = None
+        self._said: dict[Role, int] | None = None
+        """Workers aimed at by the last round, if it changed something."""
         self._lost = 0
 
     def __enter__(self) -> Self:
@@ -58,8 +60,10 @@ class Planning:
         await self.planner.run()
 
     def take(self, record: DecisionRecord) -> None:
-        """Print a round's changes and keep the round."""
-        if record.is_change:
+        """Print a round's changes and keep the round. A dry run prints the same change once, as it comes again each round."""
+        is_said = record.is_dry and record.target == self._said
+        self._said = dict(record.target) if record.is_change else None
+        if record.is_change and not is_said:
             self._say(_NAME, "would" if record.is_dry else "scales", record.explain().removeprefix("would: "))
         self._log.put(record)
         self._record = record
