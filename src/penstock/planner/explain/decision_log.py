@@ -74,7 +74,7 @@ class DecisionLog:
 
     def _offer(self, entry: Entry) -> None:
         try:
-            self._lines.put_nowait(msgspec.json.encode(entry) + b"\n")
+            self._lines.put_nowait(_line(entry))
         except queue.Full:
             self._lose(f"{_WAITING_MAX} lines wait for the disk")
 
@@ -100,9 +100,9 @@ class DecisionLog:
         if (size := os.fstat(file).st_size) and size + len(line) > self._file_bytes_max:
             self._close_file()
             self._path.replace(older(self._path))
-            file = self._open()
-            again = msgspec.structs.replace(self._run, continues=True)
-            line = msgspec.json.encode(again) + b"\n" + line
+            file, size = self._open(), 0
+        if not size and line != _line(self._run):
+            line = _line(msgspec.structs.replace(self._run, continues=True)) + line
         if self._is_torn and os.fstat(file).st_size:
             line = b"\n" + line  # the last line may have been written in part
         self._is_torn = True
@@ -111,6 +111,8 @@ class DecisionLog:
         self._is_torn = False
 
     def _open(self) -> int:
+        if self._file is not None and not os.fstat(self._file).st_nlink:
+            self._close_file()  # somebody has removed it
         if self._file is None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._is_torn = True
@@ -129,6 +131,10 @@ class DecisionLog:
             _log.warning(
                 "planner_log_not_written", path=str(self._path), error=why, effect="decisions are not kept"
             )
+
+
+def _line(entry: Entry) -> bytes:
+    return msgspec.json.encode(entry) + b"\n"
 
 
 def _is_alike(one: DecisionRecord, other: DecisionRecord) -> bool:

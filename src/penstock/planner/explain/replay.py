@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from penstock.core.types.instances import Role
+from penstock.planner.damp.damping import Damped
 from penstock.planner.explain.entries import Entry, Round, Run
 from penstock.planner.explain.record import DecisionRecord
 from penstock.planner.policy import Policy
@@ -94,9 +95,12 @@ def _decide(policy: Policy, entry: Round, *, is_compared: bool) -> Replayed:
         room=record.room,
         factors=_factors(record),
     )
-    damped = policy.damp(
-        record.at_s, decision, now=record.now, may_flip=lambda *roles: roles not in record.rigid
-    )
+    if record.held:  # the planner left the workers to somebody else
+        damped = Damped(dict(record.now))
+    else:
+        damped = policy.damp(
+            record.at_s, decision, now=record.now, may_flip=lambda *roles: roles not in record.rigid
+        )
     why = "; ".join((*damped.why, decision.explain()))
     return Replayed(entry, decision.target, damped.target, why, is_compared)
 

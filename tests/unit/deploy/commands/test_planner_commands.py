@@ -101,6 +101,11 @@ def test_the_log_lists_the_last_rounds(rounds, capsys):
     assert [json.loads(line)["type"] for line in as_json.splitlines()] == ["round"] * 3
 
 
+def test_more_rounds_than_a_machine_can_count_are_all(rounds, capsys):
+    code, out, _ = run(capsys, "log", "--file", rounds[0], "-n", "9" * 30)
+    assert (code, out) == (0, run(capsys, "log", "--file", rounds[0], "-n", "10000")[1])
+
+
 def test_why_explains_a_round(rounds, capsys):
     path, *_ = rounds
     code, out, _ = run(capsys, "why", "--file", path)

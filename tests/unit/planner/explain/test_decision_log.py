@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 
 import pytest
 
@@ -117,6 +118,23 @@ def test_a_disk_that_hangs_stops_nobody(tmp_path, monkeypatch):
     log.close()
     with path.open("rb") as reader:  # it goes on
         assert b'"run"' in reader.readline()
+
+
+def test_a_file_that_somebody_removes_is_made_again(tmp_path):
+    path = tmp_path / "planner.jsonl"
+    log = DecisionLog(path, RUN)
+    log.put(record(1, is_floor=True))
+    end_s = time.monotonic() + 30.0
+    while not path.exists() or b'"round"' not in path.read_bytes():
+        assert time.monotonic() < end_s
+    path.unlink()
+    log.put(record(2, is_floor=True))
+    log.close()
+    assert log.lost == 0
+    assert [(type(entry), getattr(entry, "continues", None)) for entry in read_entries(path)] == [
+        (Run, True),
+        (Round, None),
+    ]
 
 
 def test_a_full_disk_loses_lines_and_then_writes_again(tmp_path, monkeypatch):

@@ -57,6 +57,28 @@ def test_equal_settings_decide_the_same(recorded):
     assert sum(again.recorded_s.values()) > 0
 
 
+def test_rounds_that_leave_the_workers_to_somebody_else_stay_so(tmp_path):
+    path = tmp_path / "planner.jsonl"
+
+    async def main():
+        world = World({A: 2}, **SETTINGS, hold_s=30.0)
+        world.rate_per_s = 60.0
+        log = DecisionLog(path, Run(time_s=0.0, version="1"))
+        for number in range(24):
+            if number == 6:
+                names = [replica.name for replica in (await world.connector.scale()).replicas]
+                await world.connector.retire(names[1:], by="a person")
+            log.put(await world.planner.step())
+            await asyncio.sleep(5.0)
+        log.close()
+        return world
+
+    _, found = replayed(run_virtual(main()), read_entries(path))
+    held = [each for each in found if each.round.record.held]
+    assert any(each.wanted != each.target for each in held)
+    assert [each.round.record.number for each in found if each.differs] == []
+
+
 def test_other_settings_decide_otherwise(recorded):
     world, path = recorded
     _, found = replayed(world, read_entries(path), slo=Slo(ttft_s=0.2, itl_s=0.0105))

@@ -56,7 +56,7 @@ def show_log(path: Path, *, last: int, follow: bool, as_json: bool) -> None:
         ConfigError: the file cannot be read, or is no log.
     """
     follower = _Follower(path) if follow else None
-    entries = deque(_rounds(read_entries(path)), maxlen=last)
+    entries = deque(_rounds(read_entries(path)), maxlen=min(last, sys.maxsize))
     _print(_lines(entries, as_json=as_json))
     if not entries and follower is None:
         sys.stderr.write(f"penstock: {path}: no rounds yet\n")
