@@ -230,9 +230,10 @@ class Planner:
         """Give the demand to provide for; between two floors, rate and lengths stay as they were forecast."""
         expected = self._estimator.expect(recent, self._slo, is_settled=is_settled)
         if is_floor or self._floor is None:
-            if self._is_surge(recent):  # the forecast follows only once an interval has ended
-                rate_per_s = max(expected.rate_per_s, recent.demand.arrivals_per_s)
-                expected = msgspec.structs.replace(expected, rate_per_s=rate_per_s)
+            arrivals_per_s = recent.demand.arrivals_per_s
+            if surely_above(arrivals_per_s, recent.seconds, expected.rate_per_s):
+                # The forecast follows only once an interval has ended, and falls after one that was not seen whole.
+                expected = msgspec.structs.replace(expected, rate_per_s=arrivals_per_s)
             self._floor = expected
             return expected
         return msgspec.structs.replace(

@@ -264,3 +264,31 @@ def test_roles_and_budgets_that_do_not_fit_are_refused(replicas, settings, text)
 def test_settings_that_make_no_sense_are_refused(settings, text):
     with pytest.raises(ConfigError, match=text):
         PlannerConfig.parse(settings, source="graph.yaml")
+
+
+def test_workers_stay_after_an_interval_that_was_not_seen_whole():
+    """A supervisor that stood still hears afterwards of what arrived meanwhile; requests arrive as before."""
+
+    class StoodStill(World):
+        async def observe(self, seconds):
+            whole_per_s = self.rate_per_s
+            if seconds > 15.0:
+                self.rate_per_s /= 100
+            seen = await super().observe(seconds)
+            self.rate_per_s = whole_per_s
+            return seen
+
+    async def main():
+        world = StoodStill({A: 2}, cool_down_s=10.0, floor_period_s=10.0)
+        world.rate_per_s = 40.0
+        for _ in range(40):
+            await world.planner.step()
+            await asyncio.sleep(5.0)
+        for seconds in (40.0, 5.0, 5.0, 5.0, 40.0, *[5.0] * 12):
+            await asyncio.sleep(seconds)
+            await world.planner.step()
+        after = world.records[40:]
+        assert {record.held for record in after} == {""}
+        assert min(record.target[A] for record in after) >= world.needed(40.0)
+
+    run_virtual(main())
