@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 
@@ -27,7 +28,7 @@ from penstock.core.errors import ConfigError
 from penstock.graph import Graph, Overrides, load
 from penstock.graph.document import parse_yaml
 from penstock.graph.overrides import SET
-from penstock.sim.deployment import Deployment, hardware_hint, plan_deployment
+from penstock.sim.deployment import Deployment, hardware_hint, plan_deployment, say_ignored
 from penstock.sim.report.charts import say_s
 from penstock.sim.report.figures import Run
 from penstock.sim.report.inputs import Inputs, mismatches
@@ -104,7 +105,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     num_prompts = sum(len(session.turns) for session in sessions)
     for name, deployment in deployments.items():
-        for text in mismatches(deployment):
+        for text in chain(say_ignored(deployment.graph), mismatches(deployment)):
             _warn(f"{name}: {text}")
         if num_too_long := deployment.count_too_long(sessions):
             _warn(

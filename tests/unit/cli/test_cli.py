@@ -1,8 +1,10 @@
 """What the command says without starting anything; tests/e2e runs the real one."""
 
+import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock import __version__, cli
+from penstock.demo import MODEL_DIR
 from penstock.engine.registry import engine_names
 from penstock.graph import Graph, Roles, RoleSpec, Supervision
 from penstock.plan import command as plan_command
@@ -203,6 +206,34 @@ def test_sigterm_ends_a_plan_in_order() -> None:
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_graphs_with_a_planner(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text("model: demo\nroles: {aggregated: {engine: mock}}\nplanner: {max_workers: 3}\n")
+    assert cli.main(["graph", "check", str(path)]) == 0
+    assert capsys.readouterr().out == (
+        f"{path}: demo, 1 aggregated (mock), frontend on port 8000\n"
+        f"{path}: penstock serve takes it\n"
+        f"{path}: planner: nothing scales in a simulation; each role keeps its replicas\n"
+        f"{path}: penstock simulate takes it\n"
+    )
+    workload = tmp_path / "workload.yaml"
+    workload.write_text("requests: 3\nrate_per_s: 1\ninput_tokens: 20\noutput_tokens: 3\n")
+    assert cli.main(["simulate", str(workload), "--graph", str(path)]) == 0
+    assert "penstock simulate: graph: planner: nothing scales in a simulation" in capsys.readouterr().err
+    model = tmp_path / "model"
+    shutil.copytree(MODEL_DIR, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(
+        json.dumps(config | {"architectures": ["Unheard"], "model_type": "unheard"})
+    )
+    path.write_text(f"model: {model}\nroles: {{aggregated: {{engine: vllm}}}}\nplanner: {{max_workers: 3}}\n")
+    cli.main(["graph", "check", str(path)])
+    assert (
+        "penstock serve refuses it: planner: roles.aggregated: step times cannot be predicted"
+        in capsys.readouterr().out
+    )
 
 
 def test_graph_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

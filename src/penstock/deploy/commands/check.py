@@ -1,7 +1,8 @@
 """What `penstock serve` refuses of a graph before anything starts."""
 
-from penstock.deploy.card import check_checkpoint, check_model
+from penstock.deploy.card import check_checkpoint, check_model, open_checkpoint
 from penstock.deploy.supervisor.local import expect_same_blocks, runnable_roles
+from penstock.deploy.supervisor.planning import capacities_of
 from penstock.deploy.supervisor.resources.devices import expect_one_machine
 from penstock.graph import Graph
 
@@ -17,3 +18,5 @@ def check_serve(graph: Graph) -> None:
     expect_one_machine(roles)
     if cards := check_checkpoint(graph, roles):
         expect_same_blocks(cards)
+        if graph.planner is not None:
+            capacities_of(graph, roles, open_checkpoint(graph).path)

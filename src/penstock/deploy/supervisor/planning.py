@@ -12,6 +12,7 @@ from penstock.core.types.instances import Role
 from penstock.deploy.messages import Planned
 from penstock.graph import Graph, RoleSpec, Slo
 from penstock.graph.capacities import is_predicted, make_capacity
+from penstock.planner.decide.capacity import Capacity
 from penstock.planner.estimate import slo as estimate
 from penstock.planner.explain.decision_log import DecisionLog
 from penstock.planner.explain.entries import Run
@@ -118,10 +119,7 @@ def make_planning(
     config = graph.planner
     if config is None:
         return None
-    capacities = [
-        make_capacity(role, spec, model_dir=model_dir, block_size=graph.block_size, budget=config.budget)
-        for role, spec in roles.items()
-    ]
+    capacities = capacities_of(graph, roles, model_dir)
     slo = graph.slo or Slo()
     bounds = ", ".join(
         f"{least} to {most} {role}" for role in roles for least, most in (config.bounds(role),)
@@ -161,6 +159,19 @@ def make_planning(
         on_round=planning.end,
     )
     return planning
+
+
+def capacities_of(graph: Graph, roles: dict[Role, RoleSpec], model_dir: Path) -> list[Capacity]:
+    """Give what one worker of each role can do, for the planner of the graph.
+
+    Raises:
+        ConfigError: step times of a role cannot be predicted.
+    """
+    budget = graph.planner.budget if graph.planner else None
+    return [
+        make_capacity(role, spec, model_dir=model_dir, block_size=graph.block_size, budget=budget)
+        for role, spec in roles.items()
+    ]
 
 
 def _changes(record: DecisionRecord) -> dict[str, int]:
