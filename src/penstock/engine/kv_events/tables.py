@@ -66,7 +66,6 @@ class OtherTables:
 
     def translate(self, events: Iterable[KvEvent]) -> list[KvEvent]:
         """Note events of the first group, and return what routers are told of all since the last call."""
-        out: list[KvEvent] = []
         for event in events:
             match event:
                 case BlockStored():
@@ -78,15 +77,8 @@ class OtherTables:
                     for each in hash_list(event.block_hashes):
                         self._told.of(event.tier).remove(each)
                 case AllBlocksCleared():
-                    out.append(event)  # `clear` has been called
-        return out + self._told.take()
-
-    def clear(self) -> None:
-        """Forget all blocks."""
-        self._told.clear()
-        self._copies.clear()
-        self._names.clear()
-        self._unnamed.clear()
+                    raise AssertionError("tables begin after it")
+        return self._told.take()
 
     def _store(self, place: tuple[Tier, int], block_hash: EngineHash, key: int | None) -> None:
         if key is None:

@@ -256,8 +256,7 @@ class KvEventTranslator:
         self._forgotten.clear()
         for copies in self._copies.values():
             copies.clear()
-        if self._tables is not None:
-            self._tables.clear()
+        self._tables = None  # a garbled event may have told of a group that is none
 
     def _root(self, event: EngineStored) -> tuple[int, int] | None:
         """Give the parent of a prompt's first block."""
