@@ -4,15 +4,18 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.cli import main
 from penstock.core.types.instances import Role
+from penstock.deploy.commands.planner import log as log_command
 from penstock.deploy.processes.planner_metrics import PlannerMetrics
 from penstock.deploy.supervisor.planning import make_planning
 from penstock.graph import Graph
 from penstock.planner.act.memory_connector import MemoryConnector, WorkerTimes
+from penstock.planner.explain.entries import Round
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.observations.windows import RequestWindow, WorkerWindow
 from penstock.sim.loop.loop import run_virtual
@@ -104,6 +107,26 @@ def test_the_log_lists_the_last_rounds(rounds, capsys):
 def test_more_rounds_than_a_machine_can_count_are_all(rounds, capsys):
     code, out, _ = run(capsys, "log", "--file", rounds[0], "-n", "9" * 30)
     assert (code, out) == (0, run(capsys, "log", "--file", rounds[0], "-n", "10000")[1])
+
+
+def test_a_log_is_followed_also_once_the_clock_is_set_back(rounds, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "planner.jsonl"
+    path.write_bytes(rounds[0].read_bytes())
+    last = msgspec.json.decode(path.read_bytes().splitlines()[-1], type=Round)
+    earlier = msgspec.structs.replace(last, time_s=last.time_s - 3600, like_before=0)
+    lines = [msgspec.json.encode(earlier) + b"\n", b""]
+
+    def sleep(_seconds):
+        if not lines:
+            raise KeyboardInterrupt
+        with path.open("ab") as log:
+            log.write(lines.pop(0))
+
+    monkeypatch.setattr(log_command.time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        log_command.show_log(path, last=1, follow=True, as_json=True)
+    shown = [msgspec.json.decode(line, type=Round) for line in capsys.readouterr().out.splitlines()]
+    assert shown == [last, earlier]
 
 
 def test_why_explains_a_round(rounds, capsys):

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from penstock.deploy.state import PLANNER_LOG, state_dir
 from penstock.planner.explain.entries import Entry, Round, Run, decode, read_entries
 
 _POLL_S = 0.2
+_RACING = 64
+"""More rounds than are written between a follower's beginning and the end of the first reading."""
 _TIME = re.compile(r"(?:(\d{4}-\d{2}-\d{2})[T ])?(\d{1,2}):(\d{2})(?::(\d{2}))?")
 
 
@@ -55,19 +58,22 @@ def show_log(path: Path, *, last: int, follow: bool, as_json: bool) -> None:
     Raises:
         ConfigError: the file cannot be read, or is no log.
     """
-    follower = _Follower(path) if follow else None
-    entries = deque(_rounds(read_entries(path)), maxlen=min(last, sys.maxsize))
-    _print(_lines(entries, as_json=as_json))
-    if not entries and follower is None:
-        sys.stderr.write(f"penstock: {path}: no rounds yet\n")
-    if follower is None:
-        return
-    seen = entries[-1] if entries else None
-    while True:
-        for entry in _rounds(follower.new()):
-            if seen is None or (entry.time_s, entry.record.number) > (seen.time_s, seen.record.number):
-                _print(_lines([entry], as_json=as_json))
-        time.sleep(_POLL_S)
+    with ExitStack() as stack:
+        follower = stack.enter_context(closing(_Follower(path))) if follow else None
+        found = deque(_rounds(read_entries(path)), maxlen=min(max(last, _RACING), sys.maxsize))
+        entries = list(found)[-last:]
+        _print(_lines(entries, as_json=as_json))
+        if follower is None:
+            if not entries:
+                sys.stderr.write(f"penstock: {path}: no rounds yet\n")
+            return
+        seen = {(entry.time_s, entry.record.number) for entry in found}  # no order: a clock may be set back
+        while True:
+            new = [
+                entry for entry in _rounds(follower.new()) if (entry.time_s, entry.record.number) not in seen
+            ]
+            _print(_lines(new, as_json=as_json))
+            time.sleep(_POLL_S)
 
 
 def show_why(path: Path, which: str | None, *, as_json: bool) -> None:
@@ -205,6 +211,10 @@ class _Follower:
             self._file.close()
             self._file, self._begun = self._path.open("rb"), b""
             yield from self._rest()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
     def _rest(self) -> Iterator[Run | Round]:
         *lines, self._begun = (self._begun + self._file.read()).split(b"\n")
