@@ -66,6 +66,9 @@ class ObservationStream:
                 requests[source] = requests_of
                 begun_s = min(begun_s, *(at_s - w.seconds for at_s, w in windows if at_s > since_s))
         covered_s = min(seconds, now_s - begun_s) or seconds
+        # After a pause of this process, windows of a longer time have arrived at once.
+        spans_s = (sum(window.seconds for window in windows) for windows in requests.values())
+        covered_s = max(covered_s, *spans_s) if requests else covered_s
         return Observation(
             at_s=now_s,
             seconds=covered_s,

@@ -97,3 +97,16 @@ def test_a_source_keeps_a_bounded_number_of_windows():
         assert stream.observe(100.0).demand.input_tokens.count == 3
 
     run_virtual(main())
+
+
+def test_windows_that_arrive_at_once_after_a_pause_are_of_the_whole_pause():
+    async def main():
+        stream = ObservationStream()
+        await asyncio.sleep(30)
+        for _ in range(25):  # the supervisor stood still for 25 s
+            stream.put("frontend-1", requests(8))
+            stream.put("frontend-2", requests(2))
+        seen = stream.observe(10.0)
+        assert (seen.demand.arrivals_per_s, seen.seconds) == (10.0, 25.0)
+
+    run_virtual(main())
