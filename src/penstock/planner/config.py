@@ -69,7 +69,7 @@ class PlannerConfig(Config):
     season_s: float | None = pydantic.Field(default=None, ge=60, le=604_800)
     """Seconds after which demand repeats itself, such as 86400; None is no season."""
     cool_down_s: float = pydantic.Field(default=300.0, ge=0, le=86_400)
-    """Workers of a role are taken away only so many seconds after its last change, and after the planner began."""
+    """Workers of a role are taken away down to the most that was wanted in the last so many seconds, and not before the planner ran so long."""
     cold_s: float = pydantic.Field(default=30.0, ge=0, le=3600)
     """Seconds after a worker became ready in which the latencies and step times of its deployment do not count."""
     hold_s: float = pydantic.Field(default=600.0, ge=0, le=86_400)

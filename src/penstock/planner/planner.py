@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from time import perf_counter
 
 import msgspec
@@ -150,8 +150,8 @@ class Planner:
             held = "no frontend has sent what it sees, so nothing is known of the demand"
             record = msgspec.structs.replace(record, held=held)
         else:
-            is_settled = look.is_settled and len(views) == len(recent.workers)
-            expected = self._expect(recent, is_floor=is_floor, is_settled=is_settled)
+            counts = {role: sum(view.role is role for view in views) for role in self._estimator.factors}
+            expected = self._expect(recent, is_floor=is_floor, counts=counts)
             decision = self._policy.decide(
                 now_s,
                 expected,
@@ -226,9 +226,9 @@ class Planner:
         floor_per_s = self._floor.rate_per_s if self._floor else 0.0
         return surely_above(recent.demand.arrivals_per_s, recent.seconds, floor_per_s)
 
-    def _expect(self, recent: Observation, *, is_floor: bool, is_settled: bool) -> ExpectedDemand:
+    def _expect(self, recent: Observation, *, is_floor: bool, counts: Mapping[Role, int]) -> ExpectedDemand:
         """Give the demand to provide for; between two floors, rate and lengths stay as they were forecast."""
-        expected = self._estimator.expect(recent, self._slo, is_settled=is_settled)
+        expected = self._estimator.expect(recent, self._slo, warm=counts)
         if is_floor or self._floor is None:
             arrivals_per_s = recent.demand.arrivals_per_s
             if surely_above(arrivals_per_s, recent.seconds, expected.rate_per_s):
@@ -237,7 +237,11 @@ class Planner:
             self._floor = expected
             return expected
         return msgspec.structs.replace(
-            self._floor, queued=expected.queued, ttft_s=expected.ttft_s, itl_s=expected.itl_s
+            self._floor,
+            queued=expected.queued,
+            ttft_s=expected.ttft_s,
+            itl_s=expected.itl_s,
+            warm=expected.warm,
         )
 
     # -- explain

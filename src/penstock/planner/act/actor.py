@@ -61,14 +61,6 @@ class Look:
     overdue: tuple[str, ...] = ()
     held: str = ""
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no worker starts or changes roles; those that are overdue do not count."""
-        return all(
-            replica.state in {ReplicaState.READY, ReplicaState.DRAINING} or replica.name in self.overdue
-            for replica in self.scale.replicas
-        )
-
 
 class Actor:
     """Changes a deployment towards targets. One task owns it; event-loop time is its clock."""

@@ -1,5 +1,6 @@
 """Wraps decisions of one role: the number of replicas changes late, little and within bounds."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from penstock.core.errors import ConfigError
@@ -12,7 +13,7 @@ class DamperConfig:
     replicas_min: int = 1
     replicas_max: int = 8
     cool_down_s: float = 300.0
-    """Scale-in only so long after the last change of the number."""
+    """Scale-in goes to the most that was wanted for so long."""
     hysteresis: int = 0
     """A decrease by at most so many replicas is ignored."""
 
@@ -30,22 +31,26 @@ class DamperConfig:
 
 @dataclass(slots=True)
 class Damper:
-    """Remembers the last change of one role. Not thread-safe; times are seconds of one clock, given by the caller."""
+    """Remembers what was wanted of one role. Not thread-safe; times are seconds of one clock, given by the caller."""
 
     config: DamperConfig = field(default_factory=DamperConfig)
-    _changed_s: float | None = None
-    _approved: int | None = None
-    """A decrease that may go on: workers are retired late where others have to be ready first."""
+    _begun_s: float | None = None
+    _last: int | None = None
+    """What was wanted at the last call; it held until the next one."""
+    _before: deque[tuple[float, int]] = field(default_factory=deque)
+    """Until when so many were wanted, in the last `cool_down_s`: later ones are fewer."""
 
     def cools_for_s(self, now_s: float) -> float:
-        """Give the seconds until the number may decrease."""
-        begun_s = now_s if self._changed_s is None else self._changed_s
-        return max(0.0, begun_s + self.config.cool_down_s - now_s)
+        """Give the seconds until the number may decrease, if what is wanted stays as it is."""
+        since_s = now_s if self._begun_s is None else self._begun_s
+        larger = (until_s for until_s, count in self._before if self._last is not None and count > self._last)
+        return max(0.0, max(larger, default=since_s) + self.config.cool_down_s - now_s)
 
     def damp(self, now_s: float, have: int, wanted: int) -> int:
         """Give the replicas to aim at.
 
-        Scale-out is immediate. The cool-down begins at the first call, so a new planner does not scale in at once.
+        Scale-out is immediate. Scale-in goes to the most that was wanted during the cool-down, so neither a short dip nor a new
+        planner scales in.
 
         Args:
             now_s: present time.
@@ -53,17 +58,24 @@ class Damper:
             wanted: replicas that were decided.
         """
         config = self.config
-        if self._changed_s is None:
-            self._changed_s = now_s
+        if self._begun_s is None:
+            self._begun_s = now_s
         target = min(max(wanted, config.replicas_min), config.replicas_max)
-        if self._approved is not None and target <= self._approved < have:
-            return self._approved
-        self._approved = None
+        most = self._most(now_s, target)
         within = config.replicas_min <= have <= config.replicas_max
-        if within and target < have:
-            if self.cools_for_s(now_s) or have - target <= config.hysteresis:
-                return have
-            self._approved = target
-        if target != have:
-            self._changed_s = now_s
-        return target
+        if not within or target >= have:
+            return target
+        if now_s - self._begun_s < config.cool_down_s or have - most <= config.hysteresis:
+            return have
+        return min(most, have)
+
+    def _most(self, now_s: float, target: int) -> int:
+        """Note what is wanted, and give the most that was wanted during the cool-down."""
+        if self._last is not None:
+            while self._before and self._before[-1][1] <= self._last:
+                self._before.pop()
+            self._before.append((now_s, self._last))
+        while self._before and now_s - self._before[0][0] >= self.config.cool_down_s:
+            self._before.popleft()
+        self._last = target
+        return max([target, *(count for _, count in self._before)])

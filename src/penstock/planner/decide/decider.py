@@ -33,7 +33,7 @@ class Decider:
     slo: Slo
     budget: float
     drain_s: float = 30.0
-    margin: float = 0.15
+    margin: float = 0.05
 
     def __post_init__(self) -> None:
         """Check the settings; raises ConfigError."""
@@ -124,7 +124,10 @@ class Decider:
         # Queued requests have their first token before them: where the roles are separate, prefill serves them.
         backlog = rate_per_s + expected.queued / self.drain_s
         drained = capacity.workers(backlog, expected, self.slo, most) or most
-        reaction = min(most, max(drained, math.ceil(now * self._error(capacity.role, expected))))
+        slow = expected.warm.get(
+            capacity.role, now
+        )  # others are on their way already, or not to be judged yet
+        reaction = min(most, max(drained, math.ceil(slow * self._error(capacity.role, expected))))
         keep = capacity.workers(rate_per_s * (1 + self.margin), expected, self.slo, most) or most
         choice = max(floor, reaction, min(now, keep))
         why = self._why(capacity, expected, choice, floor, drained)

@@ -1,7 +1,7 @@
 """Turns observations into the demand to provide for."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from penstock.core.types.instances import Role
 from penstock.perf.search.pool import PoolModel
@@ -81,13 +81,13 @@ class Estimator:
         for role, factor in self.factors.items():
             factor.learn((worker for worker in every if worker.role is role), seconds, tokens)
 
-    def expect(self, recent: Observation, slo: Slo, *, is_settled: bool) -> ExpectedDemand:
+    def expect(self, recent: Observation, slo: Slo, *, warm: Mapping[Role, int]) -> ExpectedDemand:
         """Give the demand to provide for: the forecast, and what is queued or too slow now.
 
         Args:
             recent: the last seconds.
             slo: targets of present latencies.
-            is_settled: whether present latencies are of warm workers alone, and of as many as were decided.
+            warm: workers of each role that present latencies are of; none are looked at where none is warm.
         """
         demand = recent.demand
         rate = self._rate.forecast()
@@ -98,7 +98,7 @@ class Estimator:
         if not outputs.count:
             outputs = demand.output_tokens
         late = {
-            name: missed_quantile(digest, target_s, slo.percentile) if is_settled else None
+            name: missed_quantile(digest, target_s, slo.percentile) if any(warm.values()) else None
             for name, digest, target_s in (
                 ("ttft", demand.ttft_s, slo.ttft_s),
                 ("itl", demand.itl_s, slo.itl_s),
@@ -112,6 +112,7 @@ class Estimator:
             queued=demand.queued + sum(_stale(worker, slo.ttft_s) for worker in recent.workers),
             ttft_s=late["ttft"],
             itl_s=late["itl"],
+            warm=dict(warm),
             method=rate.method if rate else "",
             input_lengths=inputs,
             output_lengths=outputs,

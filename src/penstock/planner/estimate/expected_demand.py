@@ -1,5 +1,8 @@
 """The requests for which capacity is decided."""
 
+import msgspec
+
+from penstock.core.types.instances import Role
 from penstock.core.wire import Wire
 from penstock.runtime.observations.windows import Digest
 
@@ -15,6 +18,7 @@ class ExpectedDemand(Wire, frozen=True):
         queued: requests that wait in routers and workers now.
         ttft_s: TTFT at the SLO's percentile now; None if it is met, or too few requests were seen to tell.
         itl_s: ITL likewise.
+        warm: workers of each role that both are of; others start, or began a moment ago.
         method: the forecast's method.
         input_lengths: distribution of prompt tokens of late; empty if all are taken as equal.
         output_lengths: likewise of output tokens.
@@ -27,6 +31,7 @@ class ExpectedDemand(Wire, frozen=True):
     queued: int = 0
     ttft_s: float | None = None
     itl_s: float | None = None
+    warm: dict[Role, int] = msgspec.field(default_factory=dict)
     method: str = ""
     input_lengths: Digest = Digest()
     output_lengths: Digest = Digest()

@@ -15,19 +15,27 @@ from penstock.runtime.observations.windows import Digest
 
 
 @given(steps=st.lists(st.tuples(st.floats(0, 500), st.integers(0, 40)), max_size=30))
-def test_bounds_and_cool_down_are_kept(steps):
+def test_bounds_are_kept_and_the_most_of_the_cool_down_stays(steps):
     damper = Damper(DamperConfig(replicas_min=2, replicas_max=9, cool_down_s=300))
-    now_s, changed_s, have = 0.0, None, 2
+    now_s, have = 0.0, 2
+    held: list[tuple[float, int]] = []  # until when so many were wanted
+    begun_s = None
     for wait_s, wanted in steps:
         now_s += wait_s
-        changed_s = now_s if changed_s is None else changed_s
+        begun_s = now_s if begun_s is None else begun_s
+        held = [(now_s if until_s is None else until_s, count) for until_s, count in held]
+        clamped = min(max(wanted, 2), 9)
+        held.append((None, clamped))
         target = damper.damp(now_s, have, wanted)
-        assert 2 <= target <= 9
-        assert target >= min(wanted, 9)
+        lately = [count for until_s, count in held if until_s is None or now_s - until_s < 300]
+        assert clamped <= target <= 9
         if target < have:
-            assert now_s - changed_s >= 300
-        if target != have:
-            changed_s, have = now_s, target
+            assert now_s - begun_s >= 300
+            assert target == max(lately)
+        elif clamped < have:
+            assert target == have
+            assert now_s - begun_s < 300 or max(lately) >= have
+        have = target
 
 
 def test_a_small_decrease_is_ignored():
@@ -41,13 +49,17 @@ def test_more_than_the_bound_is_reduced_at_once():
     assert Damper(DamperConfig(replicas_max=4)).damp(0, 9, 9) == 4
 
 
-def test_a_decrease_that_has_begun_goes_on_until_it_is_done():
+def test_a_decrease_goes_to_the_most_that_was_wanted_meanwhile():
     damper = Damper(DamperConfig(cool_down_s=100))
     assert damper.damp(0, 5, 3) == 5
+    assert damper.cools_for_s(40) == 60
     assert damper.damp(100, 5, 3) == 3
     assert damper.damp(105, 5, 2) == 3, "the retired worker waits for others"
-    assert damper.damp(110, 3, 2) == 3, "a further decrease waits for the cool-down"
-    assert damper.damp(120, 5, 4) == 5, "more is wanted meanwhile"
+    assert damper.damp(110, 3, 2) == 3, "3 were wanted until 105 s"
+    assert damper.cools_for_s(110) == 95
+    assert damper.damp(120, 5, 4) == 4, "more is wanted meanwhile"
+    assert damper.damp(205, 4, 2) == 4, "4 were wanted until now"
+    assert damper.damp(305, 4, 2) == 2
 
 
 def test_samples_of_cold_workers_are_masked():

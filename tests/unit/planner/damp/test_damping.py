@@ -46,7 +46,7 @@ def test_a_worker_is_given_to_one_role_only():
     bounds = DamperConfig(cool_down_s=100, replicas_min=0)
     three = Damping({A: bounds, P: bounds, D: bounds})
     four = {A: 4, P: 0, D: 0}
-    assert three.damp(0, four, four).target == four
+    assert three.damp(0, four, {A: 2, P: 0, D: 0}).target == four
     assert three.damp(100, four, {A: 2, P: 0, D: 0}).target == {A: 2, P: 0, D: 0}
     found = three.damp(105, four, {A: 0, P: 2, D: 2})
     assert found.target == {A: 0, P: 2, D: 2}, "two leave anyway, and two more are needed"

@@ -148,3 +148,11 @@ def test_a_decision_survives_the_wire():
 def test_bad_settings_are_refused(changes, text):
     with pytest.raises(ConfigError, match=text):
         Decider(**{"capacities": (P, D), "slo": SLO, "budget": 8, **changes})
+
+
+def test_workers_that_are_on_their_way_already_count_for_what_is_missed_now():
+    """Latencies are of the warm workers: with as many again on their way, nothing more is added."""
+    slow = asked(1.0, itl_s=10 * SLO.itl_s, warm={Role.AGGREGATED: 3})
+    assert ONE.decide(slow, {Role.AGGREGATED: 3}).target == {Role.AGGREGATED: 6}
+    found = ONE.decide(slow, {Role.AGGREGATED: 6})
+    assert found.terms[0].reaction == 6

@@ -54,7 +54,9 @@ def estimator():
 
 
 def test_without_a_request_nothing_is_expected():
-    expected = estimator().expect(Observation(at_s=0.0, seconds=10.0, demand=Demand()), SLO, is_settled=True)
+    expected = estimator().expect(
+        Observation(at_s=0.0, seconds=10.0, demand=Demand()), SLO, warm={Role.AGGREGATED: 1}
+    )
     assert (expected.rate_per_s, expected.queued, expected.ttft_s) == (0.0, 0, None)
     assert expected.input_tokens > 1
 
@@ -62,7 +64,7 @@ def test_without_a_request_nothing_is_expected():
 def test_the_first_intervals_are_taken_with_a_reserve():
     new = estimator()
     new.take(seen(4.0))
-    expected = new.expect(seen(4.0), SLO, is_settled=True)
+    expected = new.expect(seen(4.0), SLO, warm={Role.AGGREGATED: 1})
     assert expected.rate_per_s == pytest.approx(6.0)
     assert (expected.input_tokens, expected.output_tokens) == (100, 50)
 
@@ -71,7 +73,7 @@ def test_lengths_follow_and_keep_their_distribution():
     new = estimator()
     for step in range(60):
         new.take(seen(4.0, inputs=100 + 10 * step))
-    expected = new.expect(seen(4.0), SLO, is_settled=True)
+    expected = new.expect(seen(4.0), SLO, warm={Role.AGGREGATED: 1})
     assert expected.input_tokens > 600
     assert expected.input_lengths.count == 30 * 40
     assert expected.input_lengths.spread > 1.01
@@ -80,16 +82,16 @@ def test_lengths_follow_and_keep_their_distribution():
 
 def test_present_latencies_count_only_once_workers_are_warm():
     slow = seen(4.0, ttft_s=digest(3.0, 40), itl_s=digest(0.05, 40))
-    expected = estimator().expect(slow, SLO, is_settled=True)
+    expected = estimator().expect(slow, SLO, warm={Role.AGGREGATED: 1})
     assert (expected.ttft_s, expected.itl_s) == (pytest.approx(3.0, rel=0.1), None)
-    assert estimator().expect(slow, SLO, is_settled=False).ttft_s is None
+    assert estimator().expect(slow, SLO, warm={Role.AGGREGATED: 0}).ttft_s is None
 
 
 def test_what_waits_in_workers_for_long_is_queued():
     waiting = replace(IDLE, waiting_requests=5, oldest_wait_s=0.8)
     between_steps = replace(IDLE, waiting_requests=7, oldest_wait_s=0.02)
     now = replace(seen(4.0, queued=3), workers=(waiting, between_steps))
-    assert estimator().expect(now, SLO, is_settled=True).queued == 8
+    assert estimator().expect(now, SLO, warm={Role.AGGREGATED: 1}).queued == 8
 
 
 def test_a_longer_horizon_is_learned_from_what_was_seen():
