@@ -18,6 +18,7 @@ from tables import (
     kv_cut,
     kv_stores,
     placements,
+    planner,
     policies,
     readme,
     results,
@@ -40,6 +41,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = (
     | kv_cut.TABLES
     | kv_stores.TABLES
     | placements.TABLES
+    | planner.TABLES
     | policies.TABLES
     | deployments.TABLES
     | eviction.TABLES
