@@ -44,6 +44,7 @@ class HeldTier:
     """A tier whose loads end when the test says so."""
 
     num_corrupt = 0
+    shared = None
     offload_policy = OffloadPolicy()
     offload = TimedTier.offload
     offload_room = TimedTier.offload_room

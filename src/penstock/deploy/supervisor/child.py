@@ -16,6 +16,7 @@ from penstock.deploy.supervisor.resources.left_shared_memory import remove_unuse
 
 _REPORT_BYTES_MAX = 1 << 20
 _NEWS_BYTES_MAX = 1 << 16
+_CLOSE_S = 0.1
 _KILL_AFTER_S = 1.0
 _SIGTERM_TIMES = 5
 _reports: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
@@ -116,6 +117,10 @@ class Child:
             self._guard.remove(self.pid)
             # Orphans may become this process's children (PID 1 of a container): reap them here.
             asyncio.get_running_loop().call_later(_KILL_AFTER_S, _reap_group, self.pid)
+            # Where it never read what it was told, the socket ends with an error that asyncio would print.
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._writer.wait_closed()
         return status
 
     def tell(self, news: News) -> None:
