@@ -13,7 +13,7 @@ from penstock.sim.loop.loop import SimLoop
 from penstock.testing.scaling_connector import ScalingConnectorSuite
 from tests.support.scripted_pool import PoolScene
 
-QUICK = WorkerTimes(start_s=0.01, drain_s=0.01, flip_s=0.01)
+QUICK = WorkerTimes(start_s=0.01, drain_s=0.3, flip_s=0.01)
 
 
 class TestMemoryConnector(ScalingConnectorSuite):
