@@ -70,6 +70,7 @@ class GroupedEventsMachine(RuleBasedStateMachine):
     def clear(self):
         for held in self.held.values():
             held.clear()
+        self.seen = {FIRST}  # groups are learnt anew
         self.batch.append(EngineCleared())
 
     @rule()
