@@ -12,7 +12,7 @@ from tests.vllm.conftest import BLOCK, vllm_processes
 from tests.vllm.indexed import Indexed
 from tests.vllm.test_engine import greedy
 from tests.vllm.test_engine import prompt as random_prompt
-from tests.vllm.test_kv_tiers import counts_of, damage_host, tiers
+from tests.vllm.test_kv_tiers import check_aborts_leave_nothing, counts_of, damage_host, tiers
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "head_dim": 64}
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
@@ -109,19 +109,7 @@ def test_corrupt_blocks_are_computed(hybrid, model):
 
 
 def test_requests_that_are_aborted_with_a_load_under_way_leave_nothing(hybrid, model):
-    prompts = [random_prompt(LENGTH, seed) for seed in range(400, 403)]
-    hybrid.run(*prompts)
-    evict(hybrid, 410)
-    loads = counts_of(hybrid).loads
-    for steps in (0, 1, 1, 2, 3):
-        for ids in prompts:
-            hybrid.abort(ids, steps=steps)
-    evict(hybrid, 420)
-    assert counts_of(hybrid).loads > loads
-    assert hybrid.run(*prompts, tokens=TOKENS) == [CACHED] * 3
-    assert hybrid.emitted == [greedy(model, ids, TOKENS) for ids in prompts]
-    load = hybrid.running.load()
-    assert (load.running_requests, load.waiting_requests, load.active_blocks) == (0, 0, 0)
+    check_aborts_leave_nothing(hybrid, model, evict)
 
 
 def test_a_killed_worker_is_warm_again_from_its_disk(started, hybrid_of, tmp_path, model):

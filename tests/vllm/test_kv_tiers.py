@@ -97,21 +97,26 @@ def test_salts_and_adapters_share_nothing(tiered, model, model_dir, adapter_dir)
         assert tiered.emitted == [expected]
 
 
-def test_requests_that_are_aborted_with_a_load_under_way_leave_nothing(tiered, model):
+def check_aborts_leave_nothing(indexed, model, evict):
+    """Abort requests with a load under way; then their prompts are loaded and the answers right, and nothing is held."""
     prompts = [random_prompt(LENGTH, seed) for seed in range(400, 403)]
     expected = [greedy(model, ids, TOKENS) for ids in prompts]
-    tiered.run(*prompts)
-    evict(tiered, 410)
-    loads = counts_of(tiered).loads
+    indexed.run(*prompts)
+    evict(indexed, 410)
+    loads = counts_of(indexed).loads
     for steps in (0, 1, 1, 2, 3):
         for ids in prompts:
-            tiered.abort(ids, steps=steps)
-    evict(tiered, 420)
-    assert counts_of(tiered).loads > loads
-    assert tiered.run(*prompts, tokens=TOKENS) == [CACHED] * 3
-    assert tiered.emitted == expected
-    load = tiered.running.load()
+            indexed.abort(ids, steps=steps)
+    evict(indexed, 420)
+    assert counts_of(indexed).loads > loads
+    assert indexed.run(*prompts, tokens=TOKENS) == [CACHED] * 3
+    assert indexed.emitted == expected
+    load = indexed.running.load()
     assert (load.running_requests, load.waiting_requests, load.active_blocks) == (0, 0, 0)
+
+
+def test_requests_that_are_aborted_with_a_load_under_way_leave_nothing(tiered, model):
+    check_aborts_leave_nothing(tiered, model, evict)
 
 
 def test_preempted_requests_go_on_the_same(tiered):

@@ -71,7 +71,7 @@ class PlannerConfig(Config):
     cool_down_s: float = pydantic.Field(default=300.0, ge=0, le=86_400)
     """Workers of a role are taken away down to the most that was wanted in the last so many seconds, and not before the planner ran so long."""
     cold_s: float = pydantic.Field(default=30.0, ge=0, le=3600)
-    """Seconds after a worker became ready in which the latencies and step times of its deployment do not count."""
+    """Seconds after a worker became ready in which its step times do not count, and latencies are not taken for its own."""
     hold_s: float = pydantic.Field(default=600.0, ge=0, le=86_400)
     """Seconds for which workers stay as somebody else has set them, such as by `penstock scale`."""
     start_deadline_s: float = pydantic.Field(default=120.0, gt=0, le=86_400)

@@ -59,7 +59,7 @@ class EventDecoder:
     """Decodes one publisher's messages.
 
     Of several groups of layers the first one with attention over the whole context tells the tokens. Blocks of others have the
-    same hashes: those of sliding windows, and of further groups over the whole context, are told apart from it by `group`.
+    same hashes: those of sliding windows, and of further groups over the whole context, differ from it in `group`.
     """
 
     def __init__(self, block_size: int, omissions: Omissions) -> None:

@@ -8,6 +8,7 @@ from penstock.core.ids import BlockId
 from penstock.core.log import get_logger
 from penstock.core.wire import HashArray
 from penstock.kv.connector.orders import Loaded, LoadOrder, LoadRun
+from penstock.kv.connector.runs import leading_runs
 from penstock.kv.connector.staging import Staging
 from penstock.kv.manager.worth import late_after_s
 from penstock.seams.kv import KvLoad, KvTier
@@ -97,18 +98,7 @@ class Loads:
 
     def find(self, block_hashes: HashArray) -> list[tuple[KvTier, int, int]]:
         """Find what the tiers keep of a prefix, nearest first: (tier, first block, block after the last)."""
-        runs: list[tuple[KvTier, int, int]] = []
-        depth = 0
-        while depth < len(block_hashes):
-            for tier in self._tiers:
-                found = tier.locate(block_hashes[depth:])
-                if found:
-                    runs.append((tier, depth, depth + found))
-                    depth += found
-                    break
-            else:
-                break
-        return runs
+        return leading_runs(self._tiers, lambda tier, rest: tier.locate(rest), block_hashes)
 
     async def hold(self, block_hashes: HashArray) -> Held:
         """Load leading blocks into slots, as many as are free now."""

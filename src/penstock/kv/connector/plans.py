@@ -8,6 +8,7 @@ import numpy as np
 from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
 from penstock.kv.connector.mirror import TierMirror
+from penstock.kv.connector.runs import leading_runs
 from penstock.kv.groups.groups import KvGroups
 
 
@@ -91,7 +92,7 @@ class Planner:
             tiers: that may be used, nearest first.
         """
         rest = block_hashes[num_before:]
-        runs = self._runs(rest, tiers)
+        runs = leading_runs(tiers, self._mirror.locate, rest)
         end = found = runs[-1][2] if runs else 0
         hashes = rest[:found]
         if not self._groups.is_one_table:
@@ -101,7 +102,7 @@ class Planner:
             hashes = np.concatenate(
                 [place.names(rest[blocks.start : blocks.stop]) for place, blocks in needed]
             )
-            runs = self._runs(hashes, tiers)
+            runs = leading_runs(tiers, self._mirror.locate, hashes)
         return LoadPlan(num_before, int(rest[0, 0]), end, found, hashes, self._with_tokens(runs, end))
 
     def targets(self, plan: LoadPlan, block_ids: Sequence[Sequence[int]]) -> list[int]:
@@ -125,18 +126,3 @@ class Planner:
             Run(tier, start, end, tokens * max(0, min(end, first) - start) // first if first else 0)
             for tier, start, end in runs
         )
-
-    def _runs(self, block_hashes: HashArray, tiers: Sequence[Tier]) -> list[tuple[Tier, int, int]]:
-        """Find what the tiers keep of leading blocks, the nearest tier first."""
-        runs: list[tuple[Tier, int, int]] = []
-        depth = 0
-        while depth < len(block_hashes):
-            for tier in tiers:
-                found = self._mirror.locate(tier, block_hashes[depth:])
-                if found:
-                    runs.append((tier, depth, depth + found))
-                    depth += found
-                    break
-            else:
-                break
-        return runs
