@@ -6,12 +6,9 @@ The core and its device processes are children of the worker. vLLM is imported w
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from functools import partial
-from itertools import count
 from typing import Any
 
-import msgspec
-
-from penstock.core.errors import EngineError, Overloaded, PenstockError, RequestError, Unavailable
+from penstock.core.errors import EngineError, PenstockError, RequestError, Unavailable
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent
@@ -27,13 +24,12 @@ from penstock.engine.vllm.inputs import Inputs
 from penstock.engine.vllm.kv_events import VllmKvEvents
 from penstock.engine.vllm.launch.child_output import ChildOutput
 from penstock.engine.vllm.launch.launch import end, launch, load_adapters, why_it_died
-from penstock.engine.vllm.load import LoadCounts
 from penstock.engine.vllm.media import MediaReader
+from penstock.engine.vllm.request_table import RequestTable
 from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
 from penstock.engine.vllm.sleep import check_sleep, wake_up
 from penstock.engine.vllm.tiers.settings import check_tiers
 
-_RETRY_AFTER_S = 1.0
 _TIERS_S = 60.0
 """An idle vLLM tells what its tiers keep with its first steps: milliseconds after its start."""
 _UNENCODABLE = (OverflowError, TypeError, ValueError)
@@ -58,14 +54,10 @@ class VllmEngine:
         """vLLM's AsyncMPClient."""
         self._inputs: Inputs | None = None
         self._media: MediaReader | None = None
-        self._running: dict[str, Running] = {}
-        """By vLLM's id, which is never used twice: a request id may come again while vLLM still aborts its first use."""
-        self._ids: dict[RequestId, str] = {}
-        self._serial = count()
+        limit = spec.scheduler.max_waiting_requests + spec.scheduler.max_running_requests
+        self._requests = RequestTable(limit, spec.data_parallel)
         self._sending: set[asyncio.Task[None]] = set()
         self._unsent: list[Delta] = []
-        self._counts = [LoadCounts() for _ in range(spec.data_parallel)]
-        """Of each data-parallel rank."""
         self._wake = asyncio.Event()
         self._events = VllmKvEvents(spec)
         self._level = 0
@@ -85,10 +77,9 @@ class VllmEngine:
         self._media = await asyncio.to_thread(MediaReader, processor)
         self._output.forget()
         config = self._core.vllm_config
-        total_blocks = config.cache_config.num_gpu_blocks // len(
-            self._counts
-        )  # vLLM counts those of all ranks
-        for counts in self._counts:
+        ranks = self._requests.counts
+        total_blocks = config.cache_config.num_gpu_blocks // len(ranks)  # vLLM counts those of all ranks
+        for counts in ranks:
             counts.total_blocks = total_blocks
         if self._spec.kv.present():
             await self._hear_of_tiers()
@@ -98,7 +89,7 @@ class VllmEngine:
             context_length=config.model_config.max_model_len,
             max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
             max_running_requests=config.scheduler_config.max_num_seqs,
-            data_parallel=len(self._counts),
+            data_parallel=len(ranks),
             structured_outputs=True,
             media=self._media.kinds,
         )
@@ -113,33 +104,23 @@ class VllmEngine:
         """
         if self._closed:
             raise Unavailable("the engine is closed; try another worker")
-        if request.request_id in self._ids:
-            raise RequestError(f"request_id: {request.request_id!r} is under way already; choose another")
-        limit = self._spec.scheduler.max_waiting_requests + self._spec.scheduler.max_running_requests
-        if len(self._running) >= limit:
-            raise Overloaded(
-                f"{len(self._running)} requests are here, at most {limit} may be; try another worker",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+        self._requests.check(request)
         check_tokens(request, self._core.vllm_config.model_config.get_vocab_size())
-        vllm_id = f"{request.request_id}-{next(self._serial)}"
-        rank = self._least_loaded() if request.rank is None else request.rank
+        vllm_id = self._requests.next_id(request)
+        rank = self._requests.least_loaded() if request.rank is None else request.rank
         assert self._inputs is not None, "started"
         arguments = self._sampling_arguments(request)
         if request.media is None:
             sending = self._core.add_request_async(self._inputs.make(vllm_id, request, arguments, rank))
         else:
             sending = self._add_with_media(vllm_id, request, arguments, rank)
-        without = msgspec.structs.replace(request, media=None)
-        self._ids[request.request_id] = vllm_id
-        self._running[vllm_id] = running = Running.of(without, asyncio.get_running_loop().time(), rank)
-        self._counts[rank].begin(vllm_id, running)
+        self._requests.add(vllm_id, request, asyncio.get_running_loop().time(), rank)
         self._send(sending, vllm_id)
 
     def abort(self, request_id: RequestId) -> None:
-        vllm_id = self._ids.get(request_id)
+        vllm_id = self._requests.vllm_id(request_id)
         if vllm_id is not None:
-            self._forget(vllm_id)
+            self._requests.remove(vllm_id)
             if self._core is not None:
                 self._send(self._core.abort_requests_async([vllm_id]))
 
@@ -180,10 +161,7 @@ class VllmEngine:
                 await asyncio.gather(getting, return_exceptions=True)
 
     def load(self) -> WorkerLoad:
-        now_s = asyncio.get_running_loop().time()
-        if len(self._counts) == 1:
-            return self._counts[0].load(now_s)
-        return WorkerLoad.of_ranks([counts.load(now_s) for counts in self._counts])
+        return self._requests.load(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
         """End vLLM's processes. Safe after a failed `start`, and twice."""
@@ -225,7 +203,7 @@ class VllmEngine:
         """Take vLLM's first messages until each rank's scheduler has told of its tiers; it computes prompts that come sooner."""
         try:
             async with asyncio.timeout(_TIERS_S):
-                while not all(counts.tiers.counts for counts in self._counts):
+                while not all(counts.tiers.counts for counts in self._requests.counts):
                     self._deltas(await self._message())
         except TimeoutError:
             _log.warning(
@@ -237,32 +215,25 @@ class VllmEngine:
 
     def _deltas(self, outputs: Any) -> tuple[Delta, ...]:
         """Count what one data-parallel rank's step brought, and make its deltas."""
-        deltas, counts = [], self._counts[outputs.engine_index]
+        deltas, counts = [], self._requests.counts[outputs.engine_index]
         for output in outputs.outputs:
-            running = self._running.get(output.request_id)
+            running = self._requests.get(output.request_id)
             if running is None:
                 continue  # aborted meanwhile
             deltas.append(self._delta(running, output))
             counts.count(running, output)
             if output.finish_reason is not None:
-                self._forget(output.request_id)
+                self._requests.remove(output.request_id)
         self._count_step(outputs.engine_index, outputs.scheduler_stats)
         return tuple(deltas)
 
     def _count_step(self, rank: int, stats: Any) -> None:
         """Note a rank's step with vLLM's SchedulerStats, None without, and the KV events that come with them."""
-        counts = self._counts[rank]
+        counts = self._requests.counts[rank]
         self._events.add(rank, counts.stepped(stats))
         if stats is not None and stats.kv_connector_stats:
             self._events.read(rank, stats.kv_connector_stats)
             counts.cached_blocks = min(self._events.readers[rank].num_blocks, counts.total_blocks)
-
-    def _forget(self, vllm_id: str) -> Running:
-        """Remove a request that has ended."""
-        running = self._running.pop(vllm_id)
-        del self._ids[running.request.request_id]
-        self._counts[running.rank].end(vllm_id, running)
-        return running
 
     def _steps(
         self, deltas: tuple[Delta, ...], events: Sequence[tuple[int, Sequence[KvEvent]]] | None = None
@@ -272,10 +243,6 @@ class VllmEngine:
         for other, own in first:
             yield Step(events=tuple(own), rank=other, load=self.load())
         yield Step(deltas=deltas, events=tuple(last), rank=rank, load=self.load())
-
-    def _least_loaded(self) -> int:
-        """Choose the rank of a request that no router sent: the one with the fewest requests."""
-        return min(range(len(self._counts)), key=lambda rank: self._counts[rank].requests)
 
     async def _message(self) -> Any:
         """Wait for the next message of vLLM's engine core.
@@ -295,7 +262,7 @@ class VllmEngine:
         assert self._inputs is not None, "started"
         assert self._media is not None, "started"
         prompt = await self._media.prompt(request)
-        if vllm_id in self._running and self._core is not None:
+        if self._requests.get(vllm_id) is not None and self._core is not None:
             await self._core.add_request_async(self._inputs.make(vllm_id, request, arguments, rank, prompt))
 
     def _send(self, sending: Coroutine[Any, Any, None], vllm_id: str | None = None) -> None:
@@ -308,8 +275,10 @@ class VllmEngine:
         """End a request that could not be encoded. `steps` reports an engine that died."""
         self._sending.discard(task)
         error = None if task.cancelled() else task.exception()
-        if vllm_id in self._running and isinstance(error, (*_UNENCODABLE, PenstockError)):
-            running = self._forget(vllm_id)
+        if vllm_id is None or self._requests.get(vllm_id) is None:
+            return
+        if isinstance(error, (*_UNENCODABLE, PenstockError)):
+            running = self._requests.remove(vllm_id)
             if not isinstance(error, PenstockError):
                 error = RequestError(f"vLLM's engine core cannot be sent this request: {error}")
             self._unsent.append(running.refused(error))

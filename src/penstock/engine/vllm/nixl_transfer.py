@@ -97,7 +97,7 @@ class NixlVllmEngine(VllmEngine):
         delta = super()._delta(running, output)
         request, stats, params = running.request, output.prefill_stats, output.kv_transfer_params
         if request.kv is not None and stats is not None and not running.has_output:
-            counts = self._counts[running.rank]
+            counts = self._requests.counts[running.rank]
             counts.prefix_hit_tokens -= stats.num_external_cached_tokens
             counts.kv_failures += stats.num_computed_tokens > 1
         if request.prefill_only and params and delta.finish_reason is FinishReason.LENGTH:

@@ -209,8 +209,7 @@ def test_received_tokens_are_no_cache_hits_and_recomputed_prompts_are_counted() 
     async def counted() -> Any:
         for name in "ab":
             own = msgspec.structs.replace(asked, request_id=name)
-            engine._ids[name], engine._running[name] = name, (running := Running.of(own, 0.0))
-            engine._counts[0].begin(name, running)
+            engine._requests.add(name, own, 0.0, rank=0)
         said = [output(request_id="a"), output(request_id="b", prefill_stats=recomputed)]
         engine._deltas(SimpleNamespace(outputs=said, engine_index=0, scheduler_stats=None))
         return engine.load()
