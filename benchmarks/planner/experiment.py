@@ -32,7 +32,10 @@ class Result:
     failed: int
     changes: int
     flips: int
+    cached_share: float
+    ttft_p50_s: float
     ttft_p99_s: float
+    itl_p50_s: float
     itl_p99_s: float
     cpu_s: float
     history: list[tuple[float, int, dict[Role, int]]]
@@ -60,7 +63,10 @@ def play(
         failed=workload.requests - cluster.tally.finished,
         changes=_turns([sum(counts.values()) for _, _, counts in cluster.history]),
         flips=cluster.flips,
+        cached_share=cluster.tally.cached_tokens / max(1, int(workload.input_tokens.sum())),
+        ttft_p50_s=float(np.nanpercentile(ttft_s, 50)),
         ttft_p99_s=float(np.nanpercentile(ttft_s, 99)),
+        itl_p50_s=float(np.nanpercentile(itl_s, 50)),
         itl_p99_s=float(np.nanpercentile(itl_s, 99)),
         cpu_s=time.process_time() - began_s,
         history=cluster.history,

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from penstock.core.errors import ConfigError
-from penstock.sim.workload.trace import read_trace
+from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS, read_trace
 
 _SMEAR_S = 5.0
 """Copies of a trace's row arrive within so many seconds of it: the swings of more seconds stay, those of single clients go."""
@@ -19,33 +19,46 @@ Curve = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests by time: (requests,) seconds, prompt tokens, output tokens; `span_s` is when arrivals end."""
+    """Requests by time: (requests,) seconds, prompt tokens, output tokens; `span_s` is when arrivals end.
+
+    ids, id_ends: prefix ids of all prompts one after another, and (requests,) where each prompt's end; empty without ids
+    """
 
     name: str
     at_s: np.ndarray
     input_tokens: np.ndarray
     output_tokens: np.ndarray
     span_s: float
+    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    id_ends: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @property
     def requests(self) -> int:
         return len(self.at_s)
 
-    def part(self, first: float, last: float) -> "Workload":
-        """Give the requests between two shares of the time."""
-        since_s, until_s = first * self.span_s, last * self.span_s
-        chosen = (self.at_s >= since_s) & (self.at_s < until_s)
-        return Workload(
-            self.name,
-            self.at_s[chosen] - since_s,
-            self.input_tokens[chosen],
-            self.output_tokens[chosen],
-            until_s - since_s,
-        )
+    def prefix_ids(self, number: int) -> tuple[int, ...]:
+        """Give the ids of a prompt's whole blocks of 512 tokens: equal leading ids are a shared prefix."""
+        if not len(self.id_ends):
+            return ()
+        first = int(self.id_ends[number - 1]) if number else 0
+        return tuple(self.ids[first : int(self.id_ends[number])].tolist())
+
+    def reusable_tokens(self) -> np.ndarray:
+        """Give the prompt tokens of each request that an endless cache of all workers would have: (requests,)."""
+        found = np.zeros(self.requests, dtype=np.int64)
+        seen: set[int] = set()
+        for number in range(len(self.id_ends)):
+            ids = self.prefix_ids(number)
+            known = next((at for at, each in enumerate(ids) if each not in seen), len(ids))
+            found[number] = min(known * PREFIX_BLOCK_TOKENS, int(self.input_tokens[number]) - 1)
+            seen.update(ids)
+        return found
 
 
 def from_trace(path: Path, name: str, copies: float, *, seed: int = 1, tokens_max: int = 131_000) -> Workload:
     """Repeat each row of a trace `copies` times in the mean, a few seconds around its time.
+
+    The first copies of all rows share prefixes as the rows do, and so do the second ones, but not the first with the second.
 
     Raises:
         ConfigError: the file cannot be read, or is too short.
@@ -58,11 +71,22 @@ def from_trace(path: Path, name: str, copies: float, *, seed: int = 1, tokens_ma
     at_s = np.array([row.at_s for row in rows])
     counts = np.floor(copies + random.random(len(rows))).astype(int)
     of = np.repeat(np.arange(len(rows)), counts)
+    copy = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
     times = at_s[of] + random.uniform(-_SMEAR_S, _SMEAR_S, len(of))
     times = np.clip(np.abs(times), 0.0, span_s)
-    inputs = np.array([max(1, row.input_tokens) for row in rows])[of]
-    outputs = np.array([max(1, row.output_tokens) for row in rows])[of]
-    return _ordered(name, times, np.minimum(inputs, tokens_max), outputs, span_s)
+    inputs = np.minimum([max(1, row.input_tokens) for row in rows], tokens_max)
+    outputs = np.array([max(1, row.output_tokens) for row in rows])
+    load = _ordered(name, times, inputs[of], outputs[of], span_s)
+    if not any(row.prefix_ids for row in rows):
+        return load
+    order = np.argsort(times, kind="stable")
+    numbers: dict[int, int] = {}
+    whole = [
+        [numbers.setdefault(each, len(numbers)) for each in row.prefix_ids[: tokens // PREFIX_BLOCK_TOKENS]]
+        for row, tokens in zip(rows, inputs.tolist(), strict=True)
+    ]
+    parts = [np.array(whole[of[at]], dtype=np.int64) + copy[at] * len(numbers) for at in order]
+    return replace(load, ids=np.concatenate(parts), id_ends=np.cumsum([len(part) for part in parts]))
 
 
 def steady(rate_per_s: float, span_s: float, *, seed: int) -> Workload:

@@ -42,7 +42,7 @@ class Fleet:
     workers_max: int = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Cluster:
     """Engines behind a `MemoryConnector`. One task runs it; event-loop time is its clock.
 
@@ -103,6 +103,7 @@ class Cluster:
                 return
 
     def _arrive(self, first: int, last: int) -> None:
+        """Give requests to the workers where their first tokens are expected first."""
         load = self.workload
         if first == last:
             return
@@ -113,9 +114,7 @@ class Cluster:
             load.output_tokens[first:last].tolist(),
             strict=True,
         )
-        by_role: dict[Role, list[Engine]] = {}
-        for engine in self._engines.values():
-            by_role.setdefault(engine.role, []).append(engine)
+        by_role = self._by_role()
         is_moved = bool(Role.PREFILL in by_role and Role.DECODE in by_role)
         takers = by_role.get(Role.AGGREGATED, [])
         if is_moved:
@@ -123,38 +122,58 @@ class Cluster:
         elif not takers:
             takers = by_role.get(Role.DECODE, []) or by_role.get(Role.PREFILL, [])
         for number, at_s, tokens, output in rows:
+            ids = load.prefix_ids(number)
             best = takers[0]
             least = float("inf")
             for engine in takers:
                 wait_s = engine.free_s - at_s
                 score = (wait_s if wait_s > 0 else 0.0) + _CROWD_S * engine.open
+                if ids:
+                    score += engine.prompt_s(tokens, engine.cache.cached_tokens(ids, tokens))
                 if score < least:
                     best, least = engine, score
             moved = is_moved and best.role is Role.PREFILL and output > 1
             self.tally.arrive(tokens)
-            best.put(Prompt(number, tokens, output, moved, at_s), at_s)
+            best.put(Prompt(number, tokens, output, moved, at_s, ids), at_s)
 
     def _advance(self, now_s: float) -> None:
-        fleet = self.fleet
+        """Let every engine work until `now_s`: those that decode other workers' prompts last."""
         every = [*self._engines.values(), *self._flipping.values(), *self._drained.values()]
+        by_role = self._by_role()
+        takers = by_role.get(Role.DECODE) or by_role.get(Role.AGGREGATED, [])
+        for engine in every:
+            if engine.role is not Role.DECODE:
+                engine.advance(now_s)
+                self._move(engine)
+        moves = self._moves
+        while moves and moves[0][0] <= now_s and takers:
+            arrives_s, _, first_s, prompt = heapq.heappop(moves)
+            for engine in takers:
+                engine.advance(arrives_s)
+            best = min(takers, key=lambda engine: (engine.open, engine.context))
+            best.decode(prompt, first_s, arrives_s)
         for engine in every:
             engine.advance(now_s)
-            for at_s, prompt in engine.moved:
-                arrives_s = at_s + prompt.tokens * fleet.kv_bytes_per_token / fleet.kv_bytes_per_s
-                heapq.heappush(self._moves, (arrives_s, prompt.number, at_s, prompt))
-            engine.moved.clear()
-        if self._moves:
-            takers = [engine for engine in self._engines.values() if engine.role is Role.DECODE]
-            takers = takers or [e for e in self._engines.values() if e.role is Role.AGGREGATED]
-            while self._moves and self._moves[0][0] <= now_s and takers:
-                arrives_s, _, first_s, prompt = heapq.heappop(self._moves)
-                min(takers, key=lambda engine: (engine.open, engine.context)).decode(
-                    prompt, first_s, arrives_s
-                )
+            self._move(engine)
         for name, engine in list(self._drained.items()):
             if not engine.open and not engine.moved:
                 del self._drained[name]
                 self.connector.end(name)
+
+    def _by_role(self) -> dict[Role, list[Engine]]:
+        """Give the engines that take requests."""
+        found: dict[Role, list[Engine]] = {}
+        for engine in self._engines.values():
+            found.setdefault(engine.role, []).append(engine)
+        return found
+
+    def _move(self, engine: Engine) -> None:
+        """Send the KV of an engine's finished prompts."""
+        fleet = self.fleet
+        for at_s, prompt in engine.moved:
+            arrives_s = at_s + prompt.tokens * fleet.kv_bytes_per_token / fleet.kv_bytes_per_s
+            heapq.heappush(self._moves, (arrives_s, prompt.number, at_s, prompt))
+        engine.moved.clear()
 
     def _account(self, now_s: float) -> None:
         counts: dict[Role, int] = {}

@@ -4,24 +4,45 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
+from benchmarks.planner.world.prefix_cache import PrefixCache
 from benchmarks.planner.world.step_times import GridTimes
 from benchmarks.planner.world.tally import Tally
 from penstock.core.types.instances import Role
 from penstock.runtime.observations.windows import Digest, WorkerWindow, bucket_of
+from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS
 
 _CHUNKS_MAX = 16
 
 
 @dataclass(slots=True)
 class Prompt:
-    """A request before its first token; `is_moved` if another worker decodes it."""
+    """A request; `is_moved` if another worker decodes it.
+
+    ids:     prefix ids of its whole blocks; none where another worker has computed it
+    cached:  tokens that were in the prefix cache of the worker that computed it
+    done:    tokens whose KV there is, cached ones included
+    """
 
     number: int
     tokens: int
     output: int
     is_moved: bool
     at_s: float
+    ids: tuple[int, ...] = ()
+    cached: int = 0
     done: int = 0
+
+    @property
+    def reusable(self) -> int:
+        """Tokens that it adds to the prefix cache."""
+        return max(0, len(self.ids) * PREFIX_BLOCK_TOKENS - self.cached)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV that the worker may come to need for it alone."""
+        if self.is_moved:
+            return self.tokens - self.cached
+        return self.tokens + self.output - (self.cached if self.ids else 0)
 
 
 @dataclass(slots=True)
@@ -53,7 +74,10 @@ class Engine:
     step: int = 0
     context: int = 0
     held: int = 0
-    """KV tokens that running requests may come to need."""
+    """KV tokens that running requests may come to need, beside cached ones."""
+    cached_held: int = 0
+    """Those of `held` that the prefix cache has too."""
+    cache: PrefixCache = field(default_factory=PrefixCache)
     queued_tokens: int = 0
     prefilled: int = 0
     generated: int = 0
@@ -70,14 +94,20 @@ class Engine:
     def put(self, prompt: Prompt, at_s: float) -> None:
         """Take a request at `at_s`."""
         self.advance(at_s)
+        prompt.cached = prompt.done = self.cache.cached_tokens(prompt.ids, prompt.tokens)
+        self.cache.use(prompt.ids[: prompt.cached // PREFIX_BLOCK_TOKENS])
         self.waiting.append(prompt)
-        self.queued_tokens += prompt.tokens
-        cost_s = self.times.prompts_s(1, prompt.tokens, 0, 0, 0)
-        self.free_s = max(self.free_s, at_s) + cost_s
+        self.queued_tokens += prompt.tokens - prompt.cached
+        self.free_s = max(self.free_s, at_s) + self.prompt_s(prompt.tokens, prompt.cached)
+
+    def prompt_s(self, tokens: int, cached: int) -> float:
+        """Give the seconds of a prompt alone."""
+        return self.times.prompts_s(1, tokens - cached, cached, 0, 0)
 
     def decode(self, prompt: Prompt, first_s: float, at_s: float) -> None:
         """Take a stream whose KV comes at `at_s`; it waits while the KV is full."""
         self.advance(at_s)
+        prompt.is_moved, prompt.ids = False, ()
         self.held_back.append((prompt, first_s))
         self._take()
 
@@ -121,12 +151,17 @@ class Engine:
         running, streams = self._running, self.streams
         while self.waiting and len(running) < _CHUNKS_MAX:
             first = self.waiting[0]
-            need = first.tokens + (0 if first.is_moved else first.output)
+            need = first.kv_tokens
             busy = bool(streams or running)
             if busy and (self.held + need > capacity or len(streams) + len(running) >= self.requests_max):
                 return
             self.held += need
             running.append(self.waiting.popleft())
+            self._shrink_cache()
+
+    def _shrink_cache(self) -> None:
+        if self.cache:
+            self.cache.shrink(self.times.kv_capacity_tokens - self.held + self.cached_held)
 
     def _mixed(self, until_s: float) -> None:
         self._admit()
@@ -155,11 +190,11 @@ class Engine:
             self._running = running[finished:]
             for prompt in running[:finished]:
                 self.tally.first_token(prompt.number, prompt.at_s, self.now_s)
+                self.held -= prompt.kv_tokens
+                self.cache.use(prompt.ids)
                 if prompt.is_moved:
-                    self.held -= prompt.tokens
                     self.moved.append((self.now_s, prompt))
                 else:
-                    self.held -= prompt.tokens + prompt.output
                     self._begin(prompt, self.now_s)
 
     def _decode(self, until_s: float) -> None:
@@ -188,8 +223,9 @@ class Engine:
         while streams and streams[0][0] <= self.step:
             _, _, first_s, prompt = heapq.heappop(streams)
             self.context -= prompt.tokens + prompt.output
-            self.held -= prompt.tokens + prompt.output
-            self.tally.finish(prompt.number, prompt.output, first_s, self.now_s)
+            self.held -= prompt.kv_tokens
+            self.cached_held -= prompt.reusable
+            self.tally.finish(prompt.number, prompt.output, prompt.cached, first_s, self.now_s)
         if self.held_back:
             self._take()
 
@@ -198,7 +234,7 @@ class Engine:
         capacity = self.times.kv_capacity_tokens
         while self.held_back:
             prompt, first_s = self.held_back[0]
-            need = prompt.tokens + prompt.output
+            need = prompt.kv_tokens
             full = self.held + need > capacity or len(self.streams) >= self.requests_max
             if self.streams and full:
                 return
@@ -208,8 +244,9 @@ class Engine:
     def _begin(self, prompt: Prompt, first_s: float) -> None:
         """Decode a request after its first token."""
         if prompt.output <= 1:
-            self.tally.finish(prompt.number, prompt.output, first_s, self.now_s)
+            self.tally.finish(prompt.number, prompt.output, prompt.cached, first_s, self.now_s)
             return
-        self.held += prompt.tokens + prompt.output
+        self.held += prompt.kv_tokens
+        self.cached_held += prompt.reusable
         self.context += prompt.tokens + 1
         heapq.heappush(self.streams, (self.step + prompt.output - 1, prompt.number, first_s, prompt))

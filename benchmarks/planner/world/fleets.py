@@ -1,5 +1,6 @@
 """The models of the planner's benchmark on H100, with their targets."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,10 +36,26 @@ class Model:
     slo: Slo
     files: GraphFiles
 
-    def deployment(self, workers: int) -> Deployment:
-        """Plan static workers for the exact simulator, with the default policy."""
-        settings = (f"roles.aggregated.replicas={workers}",)
-        return replace(self.files, settings=settings).deployment()
+    def deployment(self, replicas: Mapping[Role, int]) -> Deployment:
+        """Plan static workers for the exact simulator: the default policy, one host of the fleet's bandwidth, and prefill workers that compute every prompt."""
+        fleet = self.fleet
+        settings = [
+            f"router.topology.same_host={{latency_s: 1.0e-5, bandwidth_bytes_per_s: {fleet.kv_bytes_per_s:g}}}",
+            "router.disagg.local_tokens_max=0",
+            "router.disagg.remote_tokens_min=1",
+        ]
+        for role, count in ({Role.AGGREGATED: 0} | dict(replicas)).items():
+            engine = {
+                "replicas": count,
+                "engine": "mock",
+                "hardware": "h100",
+                "locations": "[{host: node-1}]",
+                "tensor_parallel": fleet.gpus,
+                "max_batch_tokens": fleet.max_batch_tokens,
+                "max_running_requests": fleet.requests_max,
+            }
+            settings += [f"roles.{role}.{name}={value}" for name, value in engine.items()]
+        return replace(self.files, settings=tuple(settings)).deployment()
 
     def capacity(self, role: Role) -> Capacity:
         """Make the latency model of one role's workers."""

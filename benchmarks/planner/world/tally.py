@@ -15,8 +15,10 @@ class Tally:
     ttft_s: "array[float]" = field(init=False)
     itl_s: "array[float]" = field(init=False)
     finished: int = 0
+    cached_tokens: int = 0
     _arrivals: int = 0
     _ended: int = 0
+    _cached_tokens: int = 0
     _sums: dict[str, "_Sum"] = field(init=False)
     _buckets: dict[int, int] = field(default_factory=dict)
 
@@ -34,9 +36,11 @@ class Tally:
         self.ttft_s[number] = ttft_s
         self._sums["ttft"].add(ttft_s, bucket_of(ttft_s))
 
-    def finish(self, number: int, output: int, first_s: float, at_s: float) -> None:
+    def finish(self, number: int, output: int, cached: int, first_s: float, at_s: float) -> None:
         self.finished += 1
         self._ended += 1
+        self.cached_tokens += cached
+        self._cached_tokens += cached
         self._sums["output"].add(output, self._length_bucket(output))
         if output > 1:
             itl_s = (at_s - first_s) / (output - 1)
@@ -53,6 +57,7 @@ class Tally:
             arrivals=self._arrivals,
             finished=self._ended,
             input_tokens=sums["input"].digest(),
+            cached_tokens=self._cached_tokens,
             output_tokens=sums["output"].digest(),
             ttft_s=sums["ttft"].digest(),
             itl_s=sums["itl"].digest(),
@@ -61,7 +66,7 @@ class Tally:
         return found
 
     def _begin_window(self) -> None:
-        self._arrivals = self._ended = 0
+        self._arrivals = self._ended = self._cached_tokens = 0
         self._sums = {name: _Sum() for name in ("input", "output", "ttft", "itl")}
 
     def _length_bucket(self, tokens: int) -> int:

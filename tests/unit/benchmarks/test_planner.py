@@ -2,6 +2,8 @@
 
 import asyncio
 import gzip
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from benchmarks.planner.experiment import play
 from benchmarks.planner.planned import Planned
 from benchmarks.planner.workload import Workload, diurnal, from_trace, growing, steady
 from benchmarks.planner.world.fleets import find_model
+from benchmarks.planner.world.prefix_cache import PrefixCache
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 
@@ -49,12 +52,65 @@ def run(strategy, load, replicas, start_s=10.0):
     return play(strategy, load, MODEL.fleet, MODEL.slo, replicas=replicas, start_s=start_s)
 
 
-@pytest.mark.parametrize(("rate_per_s", "workers"), [(10.0, 1), (44.0, 2)])
-def test_engines_are_as_fast_as_the_exact_simulators(rate_per_s, workers):
-    found = against_exact(steady(rate_per_s, 40.0, seed=1), MODEL, workers)
-    for name in ("ttft_p99_s", "itl_p99_s"):
-        assert found[f"fast_{name}"] == pytest.approx(found[f"exact_{name}"], rel=0.15)
-    assert found["fast_attainment"] == pytest.approx(found["exact_attainment"], abs=0.01)
+def longer(load: Workload, factor: float) -> Workload:
+    return replace(load, input_tokens=np.minimum(load.input_tokens * factor, 32_000).astype(int))
+
+
+def conversations(count: int, turns: int) -> Workload:
+    """Make conversations whose every turn has the one before as its prefix, a turn each ten seconds."""
+    turn, number = (grid.ravel() for grid in np.meshgrid(np.arange(turns), np.arange(count), indexing="ij"))
+    blocks = 2 + 2 * turn
+    ids = [np.arange(each) + 1000 * of for each, of in zip(blocks, number, strict=True)]
+    return Workload(
+        "conversations",
+        10.0 * turn + 10.0 * number / count,
+        512 * blocks + 100,
+        np.full(len(turn), 60),
+        10.0 * turns,
+        np.concatenate(ids),
+        np.cumsum(blocks),
+    )
+
+
+@pytest.mark.parametrize(
+    ("load", "replicas"),
+    [
+        (steady(10.0, 40.0, seed=1), {Role.AGGREGATED: 1}),
+        (steady(44.0, 40.0, seed=1), {Role.AGGREGATED: 2}),
+        (longer(steady(8.0, 40.0, seed=1), 6.0), {Role.AGGREGATED: 2}),
+        (steady(30.0, 30.0, seed=1), {Role.PREFILL: 1, Role.DECODE: 2}),
+        (longer(steady(9.0, 30.0, seed=1), 6.0), {Role.PREFILL: 2, Role.DECODE: 1}),
+        (conversations(30, 6), {Role.AGGREGATED: 2}),
+    ],
+    ids=["one", "two", "long prompts", "disaggregated", "disaggregated, long prompts", "prefixes"],
+)
+def test_engines_are_as_fast_as_the_exact_simulators(load, replicas):
+    found = against_exact(load, MODEL, replicas)
+    for name in ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s"):
+        assert found[f"fast_{name}"] == pytest.approx(found[f"exact_{name}"], rel=0.15), name
+    assert found["fast_attainment"] == pytest.approx(found["exact_attainment"], abs=0.015)
+    assert found["fast_cached_share"] == pytest.approx(found["exact_cached_share"], abs=0.03)
+
+
+def test_prefixes_are_cached_where_they_were_computed():
+    load = conversations(30, 6)
+    found = run(Static(), load, {Role.AGGREGATED: 2})
+    assert found.cached_share == pytest.approx(
+        load.reusable_tokens().sum() / load.input_tokens.sum(), rel=0.02
+    )
+    assert found.cached_share > 0.6
+
+
+def test_a_prefix_cache_gives_way_to_running_requests():
+    cache = PrefixCache()
+    cache.use((1, 2, 3))
+    cache.use((1, 9))
+    cache.shrink(3 * 512)
+    assert cache.cached_tokens((1, 9), 5_000) == 1024
+    assert cache.cached_tokens((1, 2, 3), 5_000) == 1024
+    assert cache.cached_tokens((1, 2), 1024) == 1023
+    cache.shrink(-1)
+    assert cache.cached_tokens((1,), 5_000) == 0
 
 
 def test_no_request_is_lost_while_workers_start_flip_and_retire():
@@ -117,6 +173,20 @@ class TestWorkload:
         assert load.requests == pytest.approx(4.5 * 300, rel=0.1)
         assert counts.max() < 1.2 * counts.min()
         assert (np.diff(load.at_s) >= 0).all()
+
+    def test_each_copy_of_a_trace_shares_prefixes_with_itself(self, tmp_path):
+        path = tmp_path / "trace.jsonl"
+        rows = [
+            {"timestamp": 100_000 * n, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 90 + n]}
+            for n in range(8)
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        load = from_trace(path, "trace", 3.0)
+        of = [load.prefix_ids(number) for number in range(load.requests)]
+        assert len(of) == 24
+        assert {len(ids) for ids in of} == {2}
+        assert len(set(of)) == 3
+        assert sorted(load.reusable_tokens().tolist()) == [0] * 3 + [1024] * 21
 
     def test_a_short_trace_is_refused(self, tmp_path):
         path = tmp_path / "trace.csv"
