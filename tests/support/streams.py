@@ -16,8 +16,19 @@ TOKENS = 48
 class Load:
     """Streams that run one after another in several tasks, each prompt with its answer; all must be whole and equal."""
 
-    def __init__(self, url: str, prompts: Sequence[str]) -> None:
+    def __init__(
+        self, url: str, prompts: Sequence[str], *, tokens: int = TOKENS, pause_s: float = 0.0
+    ) -> None:
+        """Begin at `async with`.
+
+        Args:
+            url: the deployment.
+            prompts: one task each.
+            tokens: output tokens of each stream.
+            pause_s: seconds between two streams of a task.
+        """
         self.url, self.prompts = url, prompts
+        self._tokens, self._pause_s = tokens, pause_s
         self.answers: dict[str, set[str]] = {prompt: set() for prompt in prompts}
         self._done = asyncio.Semaphore(0)
         self._ends = False
@@ -27,7 +38,8 @@ class Load:
         body: dict[str, object] = {
             "model": MODEL,
             "prompt": prompt,
-            "max_tokens": TOKENS,
+            "max_tokens": self._tokens,
+            "temperature": 0,
             "stream": True,
             "ignore_eos": True,
         }
@@ -43,13 +55,14 @@ class Load:
                     usage = event.get("usage") or usage
                     text += "".join(choice["text"] for choice in event["choices"])
         assert usage is not None
-        assert usage["completion_tokens"] == TOKENS
+        assert usage["completion_tokens"] == self._tokens
         self.answers[prompt].add(text)
         self._done.release()
 
     async def _repeat(self, session: aiohttp.ClientSession, prompt: str) -> None:
         while not self._ends:
             await self.stream(session, prompt)
+            await asyncio.sleep(self._pause_s)
 
     async def __aenter__(self) -> Self:
         self._session = await self._stack.enter_async_context(aiohttp.ClientSession())

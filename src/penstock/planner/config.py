@@ -63,7 +63,7 @@ class PlannerConfig(Config):
     budget: Budget | None = None
     """What all workers together may cost, as `{gpus: 16}`; None is no limit beside `max_workers`."""
     react_period_s: float = pydantic.Field(default=5.0, ge=0.1, le=600)
-    """Seconds between two looks at queued requests and latencies, which add workers at once."""
+    """Seconds between two looks at queued requests and latencies, which add workers at once. Demand is forecast in intervals of two of them, of 1 to 10 s: shorter ones follow faster, and have more noise."""
     floor_period_s: float = pydantic.Field(default=60.0, ge=1, le=3600)
     """Seconds between two forecasts of demand, by which workers are also taken away."""
     season_s: float | None = pydantic.Field(default=None, ge=60, le=604_800)

@@ -31,8 +31,8 @@ Observe = Callable[[float], Awaitable[Observation]]
 
 BY = "planner"
 """The planner's name in a deployment's log."""
-_INTERVAL_S = 10.0
-"""Length of the intervals that demand is forecast in; shorter ones have more noise than news."""
+_INTERVAL_S_MAX, _INTERVAL_S_MIN = 10.0, 1.0
+"""Demand is forecast in intervals of two reactions, within these bounds: shorter ones have more noise than news."""
 _GAP_MAX = 60
 """After a longer pause, as of a machine that slept, so many intervals are taken as the last one."""
 _START_GUESS_S = 60.0
@@ -92,9 +92,10 @@ class Planner:
             config=ActorConfig(hold_s=config.hold_s, start_deadline_s=config.start_deadline_s),
         )
         self._horizon_s = _START_GUESS_S + config.floor_period_s
+        self._interval_s = min(_INTERVAL_S_MAX, max(_INTERVAL_S_MIN, 2 * config.react_period_s))
         self._estimator = Estimator(
             {capacity.role: capacity.model for capacity in capacities},
-            interval_s=_INTERVAL_S,
+            interval_s=self._interval_s,
             horizon_s=self._horizon_s,
             season_s=config.season_s,
         )
@@ -102,7 +103,8 @@ class Planner:
         self._interval_since_s: float | None = None
         self._floor_s = -math.inf
         self._floor: ExpectedDemand | None = None
-        self._shortfall = ""
+        self._short_s: float | None = None
+        """Last time at which the SLO was out of reach; None once that has been said to be over."""
 
     async def run(self) -> None:
         """Decide every `react_period_s`, until it is cancelled. A round that fails is logged and tried again, later each time."""
@@ -201,11 +203,11 @@ class Planner:
         """Give the estimator the intervals that have ended since the last round."""
         if self._interval_since_s is None:
             self._interval_since_s = now_s
-        ended = int((now_s - self._interval_since_s + _EPSILON_S) / _INTERVAL_S)
+        ended = int((now_s - self._interval_since_s + _EPSILON_S) / self._interval_s)
         if ended < 1:
             return
         seen = await self._observe(now_s - self._interval_since_s)
-        self._interval_since_s += ended * _INTERVAL_S
+        self._interval_since_s += ended * self._interval_s
         if seen.frontends:
             self._estimator.take(seen, min(ended, _GAP_MAX))
 
@@ -280,14 +282,20 @@ class Planner:
         )
 
     def _say(self, record: DecisionRecord) -> None:
-        """Log changes, and whether the SLO is out of reach once."""
+        """Log changes, and that the SLO is out of reach until it was in reach for `cool_down_s`: demand comes and goes."""
         if record.is_change:
             _log.info("planner_decided", round=record.number, what=record.explain())
-        shortfall = record.decision.shortfall if record.decision else self._shortfall
-        if bool(shortfall) != bool(self._shortfall):
-            event = "slo_out_of_reach" if shortfall else "slo_in_reach"
-            _log.warning(event, why=shortfall or "the decided workers hold it")
-        self._shortfall = shortfall
+        if record.decision is None:
+            return
+        if shortfall := record.decision.shortfall:
+            if self._short_s is None:
+                _log.warning("slo_out_of_reach", why=shortfall)
+            self._short_s = record.at_s
+        elif self._short_s is not None and record.at_s - self._short_s >= self._config.cool_down_s:
+            _log.warning(
+                "slo_in_reach", why=f"for {self._config.cool_down_s:g} s the decided workers hold it"
+            )
+            self._short_s = None
 
 
 def _role_seen(

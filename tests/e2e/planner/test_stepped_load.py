@@ -1,113 +1,120 @@
 """`penstock serve` with a planner under a load that comes and goes: real processes, no request fails, tokens are exact."""
 
 import asyncio
-import contextlib
 import re
 import signal
-import subprocess
-import sys
 import time
+import urllib.request
 
+import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.processes.served import served
 from penstock.core.types.instances import Role
-from penstock.core.types.scaling import ReplicaState
 from penstock.deploy.control.deployments import find_deployment
+from tests.e2e.helpers.planned import TIMEOUT_S, command, run, serving, until_ready
 from tests.support.streams import Load
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime_dir")]
 
-COMMAND = [sys.executable, "-m", "penstock"]
-TIMEOUT_S = 150.0
 PROMPTS = [f"{number} times the same question" for number in range(12)]
-FAST = {
-    "planner.react_period_s": 0.5,
-    "planner.floor_period_s": 2,
-    "planner.cool_down_s": 3,
-    "planner.cold_s": 1,
-    "planner.hold_s": 600,
-    "supervision.spare_processes": 0,
-    "worker.drain_timeout_s": 0.3,
-}
-
-
-@contextlib.contextmanager
-def serving(*arguments, **settings):
-    """Run `penstock serve`; yields (URL, process, lines so far)."""
-    flags = [f"--set={name}={value}" for name, value in (FAST | settings).items()]
-    process = subprocess.Popen(
-        [*COMMAND, "serve", "--port", "0", *arguments, *flags], stdout=subprocess.PIPE, text=True
-    )
-    lines = []
-    try:
-        for line in process.stdout:
-            lines.append(line)
-            if re.search(r"^penstock +ready", line):
-                break
-        url = re.search(r"http://\S+", lines[-1])[0]
-        yield url, process, lines
-    finally:
-        process.terminate()
-        process.communicate(timeout=TIMEOUT_S)
-
-
-async def counted(connector, holds):
-    """Wait until the ready workers of each role satisfy `holds`."""
-    scale = await connector.scale()
-    while True:
-        ready = {
-            limit.role: sum(each.state is ReplicaState.READY for each in scale.of(limit.role))
-            for limit in scale.limits
-        }
-        if holds(ready):
-            return ready
-        scale = await connector.scale(scale.sequence)
-
-
-def run(main):
-    async def bounded():
-        async with asyncio.timeout(TIMEOUT_S):
-            await main()
-
-    asyncio.run(bounded())
-
-
-def command(*arguments):
-    done = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-MOCK = ("--engine", "mock", "--max-workers", "4", "--slo-ttft", "0.2", "--slo-itl", "0.1")
+BOUNDS = ("--max-workers", "4", "--slo-ttft", "0.2", "--slo-itl", "0.1")
 FEW = {"roles.aggregated.max_running_requests": 2}
 """Two requests at a time in each worker: twelve streams need more than four workers."""
+MOCK = ("--engine", "mock", *BOUNDS)
+PAGED = ("--demo", "--workers", "1", *BOUNDS)
+EXACT = {"roles.aggregated.weight_dtype": "float32", "roles.aggregated.replicas_max": 4}
+"""Cached prefixes change the rounding of smaller types; a machine with fewer cores takes four workers as well."""
 
 
-def test_one_worker_to_four_and_after_a_kill_back_to_one():
+async def step_up_and_down(url):
+    """Run 12 streams at once until there are 4 workers, then one after another until there is 1; returns all answers."""
+    connector = await find_deployment(url=url)
+    async with Load(url, PROMPTS) as many:
+        await until_ready(connector, {Role.AGGREGATED: 4})
+        await many.more(24)
+    async with Load(url, PROMPTS[:1], pause_s=0.5) as few:
+        await until_ready(connector, {Role.AGGREGATED: 1})
+        await few.more(1)
+    return {prompt: texts | few.answers.get(prompt, set()) for prompt, texts in many.answers.items()}
+
+
+async def answers_of(url):
+    """Run each prompt once."""
+    load = Load(url, PROMPTS)
+    async with aiohttp.ClientSession() as session:
+        for prompt in PROMPTS:
+            await load.stream(session, prompt)
+    return load.answers
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [pytest.param(MOCK, FEW, id="mock"), pytest.param(PAGED, FEW | EXACT, id="paged")],
+)
+def test_one_worker_to_four_and_back_in_one_life_of_a_planner(engine, settings):
+    async def up_and_down(url):
+        answers.update(await step_up_and_down(url))
+
+    async def compare(url):
+        assert answers == await answers_of(url)
+
+    answers = {}
+    with serving(*engine, **settings) as planned:
+        run(up_and_down(planned.url))
+        log = command("planner", "log", "-n", "1000")
+        why = command("planner", "why", "aggregated")
+        seen = planner_metrics(planned.url)
+    added = re.findall(
+        r"  changed  (\d) aggregated more: aggregated \d -> \d \(\d GPUs\) for [\d.]+ requests/s, \d+ queued",
+        log,
+    )
+    assert sum(map(int, added)) == 3
+    assert len(re.findall(r"worker-\d retires", log)) == 3
+    assert re.search(r"did +retires worker-.*not fewer: one replica is the fewest", why, re.DOTALL)
+    assert seen["penstock_planner_changes_total", "add"] == 3
+    assert seen["penstock_planner_changes_total", "retire"] == 3
+    assert seen["penstock_planner_workers", "aggregated"] == 1
+    assert seen["penstock_planner_wanted_workers", "aggregated"] == 1
+    assert seen["penstock_planner_forecast_high", "requests_per_s"] > 0
+    assert seen["penstock_planner_rounds_total", "changed"] >= 2
+    assert ("penstock_planner_rounds_total", "failed") not in seen
+    same = (f"--set={name}={value}" for name, value in settings.items())
+    with served(*engine[: -len(BOUNDS)], *same) as unscaled:
+        run(compare(unscaled.url))
+
+
+def planner_metrics(url):
+    """Give the planner's samples by (name, value of the only label)."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith("penstock_planner_")
+    }
+
+
+def test_a_killed_supervisor_comes_back_with_four_workers_and_scales_in():
     async def load(url):
         connector = await find_deployment(url=url)
-        async with Load(url, PROMPTS) as streams:
-            await counted(connector, lambda ready: ready[Role.AGGREGATED] == 4)
-            await streams.more(12)
-        assert {prompt: len(texts) for prompt, texts in streams.answers.items()} == dict.fromkeys(PROMPTS, 1)
+        async with Load(url, PROMPTS):
+            await until_ready(connector, {Role.AGGREGATED: 4})
 
     async def idle(url):
-        connector = await find_deployment(url=url)
-        await counted(connector, lambda ready: ready[Role.AGGREGATED] == 1)
+        await until_ready(await find_deployment(url=url), {Role.AGGREGATED: 1})
 
-    with serving(*MOCK, **FEW) as (url, process, _):
-        run(lambda: load(url))
+    with serving(*MOCK, **FEW) as planned:
+        run(load(planned.url))
         log = command("planner", "log", "-n", "1000")
-        assert re.search(r"  changed  \d aggregated more: aggregated 1 -> ", log)
-        assert "not fewer: " in command("planner", "why", "aggregated")
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=TIMEOUT_S)
+        planned.process.send_signal(signal.SIGKILL)
+        planned.process.wait(timeout=TIMEOUT_S)
         assert command("planner", "log", "--name", "default", "-n", "1000").startswith(log[:40])
-    with serving(*MOCK, **FEW) as (url, _, lines):
-        assert any("4 aggregated, as scaled before by planner" in line for line in lines)
-        run(lambda: idle(url))
+    with serving(*MOCK, **FEW) as planned:
+        assert any("4 aggregated, as scaled before by planner" in line for line in planned.lines)
+        run(idle(planned.url))
         assert re.search(r"did +retires worker-", command("planner", "why"))
 
 
@@ -115,7 +122,7 @@ def test_a_persons_change_stays_under_load():
     async def main(url):
         connector = await find_deployment(url=url)
         async with Load(url, PROMPTS) as streams:
-            await counted(connector, lambda ready: ready[Role.AGGREGATED] == 4)
+            await until_ready(connector, {Role.AGGREGATED: 4})
             await asyncio.to_thread(command, "scale", "aggregated", "1", "--no-wait")
             before = (await connector.scale()).revision
             await streams.more(48)
@@ -123,8 +130,8 @@ def test_a_persons_change_stays_under_load():
             assert (scale.revision, scale.changed_by) == (before, "penstock scale")
         assert all(len(texts) == 1 for texts in streams.answers.values())
 
-    with serving(*MOCK, **FEW) as (url, *_):
-        run(lambda: main(url))
+    with serving(*MOCK, **FEW) as planned:
+        run(main(planned.url))
         end_s = time.monotonic() + TIMEOUT_S
         while "penstock scale has set 1 aggregated" not in (log := command("planner", "log")):
             assert time.monotonic() < end_s, log

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import itertools
 
 import msgspec
 import pytest
+import structlog
 
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import Role
@@ -175,6 +177,47 @@ def test_an_slo_out_of_reach_runs_at_max_and_says_so():
             await asyncio.sleep(100)
             assert await world.counts() == {A: 5}
             assert "an idle worker's TTFT is" in world.records[-1].explain()
+
+    run_virtual(main())
+
+
+def test_an_slo_out_of_reach_now_and_then_is_said_once_until_it_was_in_reach_for_a_cool_down():
+    async def main():
+        world = World({A: 1}, max_workers=2, cool_down_s=300, floor_period_s=10)
+        world.rate_per_s = 0.1
+        async with running(world):
+            with structlog.testing.capture_logs() as said:
+                for _ in range(8):
+                    world.input_tokens = 50_000
+                    await asyncio.sleep(60)
+                    world.input_tokens = 100
+                    await asyncio.sleep(60)
+                shortfalls = [bool(record.decision.shortfall) for record in world.records if record.decision]
+                assert sum(one != other for one, other in itertools.pairwise(shortfalls)) > 8
+                assert _slo_events(said) == ["slo_out_of_reach"]
+                await asyncio.sleep(600)
+                assert _slo_events(said) == ["slo_out_of_reach", "slo_in_reach"]
+
+    run_virtual(main())
+
+
+def _slo_events(said):
+    return [entry["event"] for entry in said if entry["event"].startswith("slo_")]
+
+
+def test_demand_is_forecast_in_intervals_of_two_reactions():
+    """A planner that looks every half second follows a step down within seconds, one that looks every 5 s not."""
+
+    async def main():
+        for react_period_s, is_fast in ((0.5, True), (5.0, False)):
+            world = World({A: 8}, react_period_s=react_period_s, floor_period_s=1, cool_down_s=0, cold_s=1)
+            async with running(world):
+                world.rate_per_s = 40.0
+                await asyncio.sleep(202)
+                assert (await world.counts())[A] > 1
+                world.rate_per_s = 1.0
+                await asyncio.sleep(6)
+                assert ((await world.counts())[A] == 1) is is_fast
 
     run_virtual(main())
 
