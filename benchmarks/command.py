@@ -53,6 +53,10 @@ EXPERIMENTS = Benches(
             "benchmarks.kv.offload",
             "conversations of more KV than the device holds: without a host tier, with one, and with its bytes on the device",
         ),
+        "kv-retention": (
+            "benchmarks.kv.retention",
+            "prefill seconds saved by what requests say of their KV: kinds, priorities, pins with a TTL; and tenants' shares",
+        ),
         "kv-stores": (
             "benchmarks.kv_stores",
             "KV blocks into host memory and a file and back, beside LMCache, memcpy and fio",

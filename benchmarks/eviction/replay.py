@@ -31,19 +31,20 @@ class Prompts:
 
     def __post_init__(self) -> None:
         self.prefill_s = cache(self.prefill_s)
-        self.names = [_names(row.prefix_ids) for row in self.rows]
+        self.names = [block_names(row.prefix_ids) for row in self.rows]
         self.alone_s = [self.prefill_s(row.input_tokens, 0) for row in self.rows]
 
     def saved(self, hits: Sequence[int]) -> float:
-        """Give the share of prefill seconds saved, in percent, with so many cached blocks of each request.
+        """Give the share of prefill seconds saved, in percent, with so many cached blocks of each request."""
+        return 100 * (1 - sum(self.left_s(hits)) / sum(self.alone_s))
 
-        The last token of a prompt is always computed.
-        """
-        left_s = 0.0
+    def left_s(self, hits: Sequence[int]) -> list[float]:
+        """Give the seconds to compute each request's rest; the last token of a prompt is always computed."""
+        left = []
         for row, blocks in zip(self.rows, hits, strict=True):
             cached = min(blocks * PREFIX_BLOCK_TOKENS, row.input_tokens - 1)
-            left_s += self.prefill_s(row.input_tokens - cached, cached)
-        return 100 * (1 - left_s / sum(self.alone_s))
+            left.append(self.prefill_s(row.input_tokens - cached, cached))
+        return left
 
 
 def replay(prompts: Prompts, num_blocks: int, policy: EvictionPolicy, price: PrefillPrice) -> list[int]:
@@ -65,6 +66,11 @@ def replay(prompts: Prompts, num_blocks: int, policy: EvictionPolicy, price: Pre
     return hits
 
 
-def _names(ids: Sequence[int]) -> HashArray:
+def block_names(ids: Sequence[int]) -> HashArray:
+    """Name blocks by their ids.
+
+    Returns:
+        (n, 2) uint64, as block hashes.
+    """
     numbers = (np.array(ids, dtype=np.uint64) + np.uint64(1)) * _ODD
     return np.stack([numbers, ~numbers], axis=1)

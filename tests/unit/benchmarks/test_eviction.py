@@ -6,11 +6,17 @@ import random
 import pytest
 
 from benchmarks.eviction.command import OFFLINE, POLICIES, key_of
+from benchmarks.eviction.host import Sizes, host_saved, read_sizes
 from benchmarks.eviction.offline import replay_offline
 from benchmarks.eviction.plot import draw
 from benchmarks.eviction.replay import Prompts, replay
 from benchmarks.eviction.workloads import WORKLOADS
+from penstock.core.types.events import Tier
 from penstock.kv.pool.use import PrefillPrice
+from penstock.perf.model.catalogue import find_shape
+from penstock.perf.model.hardware import find_hardware
+from penstock.perf.roofline.factors import Factors
+from penstock.perf.roofline.roofline import Roofline
 from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS, TraceRow
 
 
@@ -74,3 +80,34 @@ def test_the_picture_has_a_line_for_each_policy():
         key_of("trace", policy, size): size / 100 for policy in (*POLICIES, OFFLINE) for size in (1000, 3000)
     }
     assert draw(figures).count("<polyline") == len(POLICIES) + 1
+
+
+def test_a_host_tier_saves_what_loads_are_sooner_than_computing():
+    model = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"))
+    rows = WORKLOADS["agents"](0)[:800]
+    prompts = Prompts(rows, model.prefill_s)
+    sizes = Sizes(500, 2000)
+    none = host_saved(prompts, Sizes(500, 0), "lru", model)
+    saved = {policy: host_saved(prompts, sizes, policy, model) for policy in POLICIES}
+    unbounded = host_saved(prompts, Sizes(500, 1 << 15), "lru", model)
+    whole = prompts.saved(replay(prompts, 1 << 15, "lru", PrefillPrice()))
+    for policy in POLICIES:
+        assert none < saved[policy] <= unbounded < whole, policy
+
+
+def test_a_host_tier_slower_than_computing_is_not_asked():
+    slow = Factors(storage_bytes_per_s={Tier.HOST: 1e6, Tier.DISK: 1e6, Tier.OBJECT: 1e6})
+    model = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"), factors=slow)
+    prompts = Prompts(WORKLOADS["agents"](0)[:400], model.prefill_s)
+    none = host_saved(prompts, Sizes(500, 0), "lru", model)
+    assert host_saved(prompts, Sizes(500, 2000), "lru", model) == pytest.approx(none, abs=0.5)
+
+
+@pytest.mark.parametrize("text", ["1000", "1000:", "a:b", "1:3000", "1000:1", "-5:10"])
+def test_wrong_sizes_of_a_host_tier_are_refused(text):
+    with pytest.raises(ValueError, match="expected DEVICE:HOST, blocks >= 2 of each, got"):
+        read_sizes([text])
+
+
+def test_sizes_of_host_tiers_are_read():
+    assert read_sizes(["1000:3000", "2:2"]) == [Sizes(1000, 3000), Sizes(2, 2)]

@@ -1,0 +1,103 @@
+"""What requests say of their KV reaches the pool, in virtual time, and a share bounds a neighbour."""
+
+import argparse
+
+import pytest
+
+from benchmarks.eviction.replay import block_names
+from benchmarks.kv import retention
+from benchmarks.kv.retention.clock import ReplayClock
+from benchmarks.kv.retention.command import CASES, key_of
+from benchmarks.kv.retention.replay import Case, Device
+from benchmarks.kv.retention.workloads import AGENTS, CHATS, MIXTURE, Ask, mixed
+from penstock.core.errors import ConfigError
+from penstock.kv.pool.use import PrefillPrice
+from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS, TraceRow
+
+
+def ask(at_s, blocks, *, group=AGENTS, session="s", follows_tool=False, is_last=False):
+    row = TraceRow(at_s, len(blocks) * PREFIX_BLOCK_TOKENS, 1, tuple(blocks))
+    return Ask(row, group, session, follows_tool, is_last, system=1)
+
+
+def hits_of(case, asks, num_blocks=10):
+    device = Device(num_blocks, case, PrefillPrice())
+    hits = [device.ask(each, block_names(each.row.prefix_ids)) for each in asks]
+    device.check()
+    return hits
+
+
+def flood(at_s, count=20):
+    return [ask(at_s, [1000 + 10 * n, 1001 + 10 * n], group="one-shot") for n in range(count)]
+
+
+def test_a_pin_outlasts_a_flood_until_its_ttl_is_over():
+    turns = [ask(0, [1, 2]), *flood(1), ask(9, [1, 2, 3])]
+    late = [ask(0, [1, 2]), *flood(11), ask(12, [1, 2, 3])]
+    assert hits_of(Case("lru"), turns)[-1] == 0
+    assert hits_of(Case("lru", pin_ttl_s=10), turns)[-1] == 2
+    assert hits_of(Case("lru", pin_ttl_s=10), late)[-1] == 0
+
+
+def test_the_last_turn_of_a_session_unpins_its_blocks():
+    turns = [ask(0, [1, 2]), ask(1, [1, 2, 3], is_last=True), *flood(2), ask(3, [1, 2, 3])]
+    assert hits_of(Case("lru", pin_ttl_s=60), turns)[-1] == 0
+    assert hits_of(Case("lru", pin_ttl_s=60), [each for each in turns if not each.is_last])[-1] == 2
+
+
+def test_a_priority_outlasts_a_flood_until_its_ttl_is_over():
+    turns = [ask(0, [1, 2]), *flood(1), ask(9, [1, 2, 3])]
+    late = [ask(0, [1, 2]), *flood(11), ask(12, [1, 2, 3])]
+    assert hits_of(Case("lfu", priority_ttl_s=10), turns)[-1] == 2
+    assert hits_of(Case("lfu", priority_ttl_s=10), late)[-1] == 0
+
+
+def test_pins_make_way_for_a_prompt_as_large_as_the_device():
+    turns = [ask(0, [1, 2, 3]), ask(1, range(50, 60), group="scans"), ask(2, [1, 2, 3])]
+    assert hits_of(Case("lru", pin_ttl_s=60), turns) == [0, 0, 0]
+
+
+def test_a_share_keeps_a_neighbours_flood_from_a_tenants_blocks():
+    turns = [ask(0, [1, 2, 3], group=CHATS), *flood(1), ask(2, [1, 2, 3], group=CHATS)]
+    assert hits_of(Case("lru"), turns)[-1] == 0
+    assert hits_of(Case("lru", tenant_share=0.5), turns)[-1] == 3
+
+
+def test_a_parts_requests_are_the_same_beside_others():
+    alone = mixed({CHATS: MIXTURE[CHATS]}, 1, 200.0)
+    beside = mixed(MIXTURE, 1, 200.0)
+    assert alone == [each for each in beside if each.group == CHATS]
+    assert all(each.row.at_s < 200 for each in beside)
+    blocks = {group: {b for a in beside if a.group == group for b in a.row.prefix_ids} for group in MIXTURE}
+    assert sum(map(len, blocks.values())) == len(set().union(*blocks.values()))
+    assert {each.group for each in beside if each.follows_tool} == {AGENTS}
+
+
+def test_the_clock_makes_calls_in_order_and_drops_cancelled_ones():
+    clock, made = ReplayClock(), []
+    clock.call_later(2, lambda: made.append(("two", clock.time())))
+    clock.call_later(1, lambda: clock.call_later(0.5, lambda: made.append(("later", clock.time()))))
+    clock.call_later(1, lambda: made.append(("never", 0.0))).cancel()
+    clock.advance(3)
+    assert made == [("later", 1.5), ("two", 2)]
+    assert clock.time() == 3
+
+
+def test_a_quick_run_has_a_figure_for_each_case():
+    report = retention.run(argparse.Namespace(blocks=[500], seeds=1, quick=True))
+    saved = {name: report.figures[key_of("mixture", name, AGENTS, 500)] for name in CASES}
+    assert saved["lru-pins-60s"] > saved["lru"] + 5
+    assert saved["names-and-tools"] > saved["seconds"]
+    assert (
+        report.figures[key_of("alone", "lru-1", CHATS, 500)]
+        > report.figures[key_of("beside-prompts", "lru-1", CHATS, 500)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [({"blocks": [1]}, "--blocks: must be >= 2, got 1"), ({"seeds": 0}, "--seeds: must be >= 1, got 0")],
+)
+def test_wrong_options_are_refused(options, problem):
+    with pytest.raises(ConfigError, match=problem):
+        retention.run(argparse.Namespace(**({"blocks": [500], "seeds": 1, "quick": True} | options)))
