@@ -5,7 +5,7 @@ request's expected prefill work is kept here until its first token, and each rou
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -213,8 +213,16 @@ class Frontends:
             peer_prefill_tokens=rank.prefill.tokens - frontend.prefill.tokens,
             peer_prefill_pairs=rank.prefill.pairs - frontend.prefill.pairs,
             peer_arrivals=rank.taken - frontend.taken,
-            oldest_wait_s=self._now_s() - next(iter(rank.waiting.values())) if rank.waiting else 0.0,
+            oldest_wait_s=self._oldest_wait_s((rank,)),
         )
+
+    def oldest_wait_s(self) -> float:
+        """Give the longest time that a request has waited for its first token so far."""
+        return self._oldest_wait_s(self._ranks.values())
+
+    def _oldest_wait_s(self, ranks: Iterable[Rank]) -> float:
+        since_s = [next(iter(rank.waiting.values())) for rank in ranks if rank.waiting]
+        return self._now_s() - min(since_s) if since_s else 0.0
 
     def push_load(self, load: WorkerLoad) -> None:
         """Send a load report to every frontend."""

@@ -34,6 +34,7 @@ from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.types.steps import Step
 from penstock.runtime.events.publisher import EventPublisher
 from penstock.runtime.events.publishers import EventPublishers
+from penstock.runtime.observations.windows import WorkerWindow
 from penstock.runtime.observations.worker_recorder import WorkerRecorder
 from penstock.seams import (
     Answer,
@@ -280,6 +281,10 @@ class Worker:
 
     def expand_media(self, prompt: MediaPrompt, answer: MediaAnswer) -> None:
         self._expansions.begin(prompt, None if self._stopping.is_set() else self._group, answer)
+
+    def observe(self) -> WorkerWindow:
+        """Return what the worker has done since the last call."""
+        return self.recorder.take(self._driver.load(), oldest_wait_s=self._frontends.oldest_wait_s())
 
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent; for tests and simulations."""

@@ -112,7 +112,7 @@ def test_everybody_hears_how_long_the_oldest_has_waited_for_its_first_token():
     loads = [frontends.load_for(frontend, WorkerLoad()) for frontend in (first, second)]
     assert [load.oldest_wait_s for load in loads] == [2.5, 2.5]
     frontends.prefilled(running[0])
-    assert frontends.load_for(first, WorkerLoad()).oldest_wait_s == 2.5
+    assert frontends.load_for(first, WorkerLoad()).oldest_wait_s == frontends.oldest_wait_s() == 2.5
     frontends.forget(RequestId("b"))
     assert frontends.load_for(first, WorkerLoad()).oldest_wait_s == 0.0
     now[0] = 13.0

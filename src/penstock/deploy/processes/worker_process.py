@@ -97,7 +97,7 @@ async def run_worker(
         control.on_change_role = partial(_change_role, worker, job.role, tell)
         async with asyncio.TaskGroup() as group:
             telling = group.create_task(_tell_ready(worker, engine, role, tell, control))
-            observing = group.create_task(_observe(worker, engine, control))
+            observing = group.create_task(_observe(worker, control))
             obeying = group.create_task(_stop_when(stopping, worker))
             try:
                 await worker.run()
@@ -139,9 +139,9 @@ async def _tell_ready(worker: Worker, engine: Engine, role: RoleSpec, tell: Tell
     )
 
 
-async def _observe(worker: Worker, engine: Engine, control: Control) -> None:
+async def _observe(worker: Worker, control: Control) -> None:
     await worker.ready.wait()
-    await control.observe(lambda: worker.recorder.take(engine.load()))
+    await control.observe(worker.observe)
 
 
 def _note_role(worker: Worker, tell: Tell, role: Role) -> None:

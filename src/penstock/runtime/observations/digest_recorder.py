@@ -13,11 +13,12 @@ class DigestRecorder:
         self._total = 0.0
         self._buckets: dict[int, int] = {}
 
-    def add(self, value: float) -> None:
-        self._count += 1
-        self._total += value
+    def add(self, value: float, count: int = 1) -> None:
+        """Add a value `count` times."""
+        self._count += count
+        self._total += value * count
         bucket = bucket_of(value)
-        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + count
 
     def take(self) -> Digest:
         """Return what was added, and begin anew."""

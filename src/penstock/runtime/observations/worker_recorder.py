@@ -17,6 +17,8 @@ class WorkerRecorder:
         self._ready_s = self._since_s = 0.0
         self._step_s = DigestRecorder()
         self._last_step_s: float | None = None
+        self._steps = 0
+        """Steps of the engine so far."""
         self._before = WorkerLoad()
 
     def begin(self, role: Role) -> None:
@@ -27,15 +29,25 @@ class WorkerRecorder:
         self._last_step_s = None
 
     def stepped(self, load: WorkerLoad) -> None:
-        """Count a finished step; `load` is the engine's after it."""
+        """Count what the engine has finished; `load` is its load after that.
+
+        An engine may report several steps at once: `load.steps` tells how many, and each counts with their mean time.
+        """
         now_s = asyncio.get_running_loop().time()
+        before, self._steps = self._steps, max((rank.steps for rank in load.ranks), default=load.steps)
         if self._last_step_s is not None:
-            self._step_s.add(now_s - self._last_step_s)
+            steps = max(1, self._steps - before)
+            self._step_s.add((now_s - self._last_step_s) / steps, steps)
         is_busy = load.running_requests + load.waiting_requests > 0
         self._last_step_s = now_s if is_busy else None
 
-    def take(self, load: WorkerLoad) -> WorkerWindow:
-        """Return the window until now, where the load is `load`, and begin the next one."""
+    def take(self, load: WorkerLoad, *, oldest_wait_s: float = 0.0) -> WorkerWindow:
+        """Return the window until now, and begin the next one.
+
+        Args:
+            load: the engine's load now.
+            oldest_wait_s: longest time that a request has waited for its first token so far.
+        """
         now_s = asyncio.get_running_loop().time()
         before, self._before = self._before, load
         window = WorkerWindow(
@@ -52,7 +64,7 @@ class WorkerRecorder:
             context_tokens=load.context_tokens,
             active_blocks=load.active_blocks,
             total_blocks=load.total_blocks,
-            oldest_wait_s=load.oldest_wait_s,
+            oldest_wait_s=oldest_wait_s,
         )
         self._since_s = now_s
         return window

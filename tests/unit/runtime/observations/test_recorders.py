@@ -88,3 +88,24 @@ def test_a_window_of_a_worker_counts_steps_of_a_busy_engine_only():
         assert (window.role, window.ready_s, window.prefilled_tokens) == (Role.PREFILL, 1.0, 20)
 
     run_virtual(main())
+
+
+def test_steps_that_are_reported_together_count_with_their_mean():
+    async def main():
+        recorder = WorkerRecorder()
+        recorder.begin(Role.DECODE)
+        recorder.stepped(WorkerLoad(running_requests=1, steps=7))
+        await asyncio.sleep(0.5)
+        recorder.stepped(WorkerLoad(running_requests=1, steps=57))
+        window = recorder.take(WorkerLoad(running_requests=1, steps=57))
+        assert window.step_s.count == 50
+        assert window.step_s.mean == pytest.approx(0.01)
+        await asyncio.sleep(0.2)
+        ranks = (WorkerLoad(running_requests=1, steps=58), WorkerLoad(running_requests=1, steps=59))
+        recorder.stepped(WorkerLoad.of_ranks(ranks))
+        window = recorder.take(WorkerLoad())
+        assert (window.step_s.count, window.step_s.mean) == (2, pytest.approx(0.1)), (
+            "not the sum of the ranks"
+        )
+
+    run_virtual(main())
