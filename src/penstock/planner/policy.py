@@ -16,6 +16,7 @@ from penstock.planner.estimate.slo import Slo
 
 Room = Mapping[Role, int | None]
 """Workers of each role that may be added now; None is no known limit. Roles that it does not name find none."""
+_TINY = 1e-9
 _SWITCH = 0.85
 """Aggregated workers become disaggregated ones, and back, where these need at most this share of the GPUs."""
 
@@ -113,7 +114,23 @@ class Policy:
             wanted |= {
                 role: max(count, self._config.bounds(role)[0]) for role, count in decision.target.items()
             }
-        return self._damping.damp(at_s, now, wanted, may_flip=may_flip)
+        return self._affordable(now, self._damping.damp(at_s, now, wanted, may_flip=may_flip))
+
+    def _affordable(self, now: Mapping[Role, int], damped: Damped) -> Damped:
+        """Add no worker that the budget does not pay beside those that are kept for their cool-down."""
+        if self._config.budget is None:
+            return damped
+        target, why = dict(damped.target), list(damped.why)
+        costs = {capacity.role: capacity.cost for capacity in self._capacities}
+        over = sum(costs[role] * count for role, count in target.items()) - self._config.budget.amount
+        for role in sorted(target, key=lambda role: now.get(role, 0) - target[role]):  # the most added first
+            added = target[role] - now.get(role, 0)
+            left_out = min(added, math.ceil(over / costs[role] - _TINY))
+            if left_out > 0:
+                target[role] -= left_out
+                over -= left_out * costs[role]
+                why.append(f"{role}: {left_out} fewer, as the budget pays no more beside those that are kept")
+        return Damped(target, tuple(why))
 
     def _deciders(self, factors: Mapping[Role, float]) -> list[Decider]:
         """Give a decider of each kind of deployment, by step times as they are measured.
