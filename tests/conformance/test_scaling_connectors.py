@@ -1,19 +1,25 @@
 """Every connector that scales a deployment, and the control channel before them."""
 
+import random
 import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from penstock.core.types.instances import Role
 from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import SOCKET_NAME, Deployment
 from penstock.deploy.control.server import ControlServer
-from penstock.planner.act.memory_connector import MemoryConnector, WorkerTimes
+from penstock.planner.act.memory_connector import MemoryConnector
+from penstock.planner.act.worker_changes import TimedChanges
 from penstock.planner.observe.stream import ObservationStream
+from penstock.sim.chaos.trial import Trial, small_spec
 from penstock.sim.loop.loop import SimLoop
+from penstock.sim.scaling.scaled_cluster import ScaledCluster
+from penstock.sim.world.cluster import SimCluster
 from penstock.testing.scaling_connector import ScalingConnectorSuite
 from tests.support.scripted_pool import PoolScene
 
-QUICK = WorkerTimes(start_s=0.01, drain_s=0.3, flip_s=0.01)
+QUICK = TimedChanges(starts_s=0.01, drains_s=0.3, flips_s=0.01)
 
 
 class TestMemoryConnector(ScalingConnectorSuite):
@@ -24,6 +30,19 @@ class TestMemoryConnector(ScalingConnectorSuite):
         connector = MemoryConnector(replicas)
         yield connector
         await connector.close()
+
+
+class TestSimulatedCluster(ScalingConnectorSuite):
+    loop_factory = SimLoop
+
+    @asynccontextmanager
+    async def make(self, replicas):
+        spec = small_spec(Trial(prefill_workers=replicas.get(Role.PREFILL, 0)))
+        async with (
+            SimCluster(spec, random.Random(1)) as cluster,
+            ScaledCluster(cluster, replicas, start_s=5.0, workers_max=64) as scaled,
+        ):
+            yield scaled.connector
 
 
 class TestWorkerPool(ScalingConnectorSuite):
@@ -50,7 +69,7 @@ async def by_socket(connector):
 class TestLocalConnector(ScalingConnectorSuite):
     @asynccontextmanager
     async def make(self, replicas):
-        connector = MemoryConnector(replicas, times=QUICK)
+        connector = MemoryConnector(replicas, changes=QUICK)
         async with by_socket(connector) as client:
             yield client
         await connector.close()

@@ -8,7 +8,8 @@ from penstock.core.types.scaling import ReplicaState
 from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.roofline.roofline import Roofline
-from penstock.planner.act.memory_connector import MemoryConnector, WorkerTimes
+from penstock.planner.act.memory_connector import MemoryConnector
+from penstock.planner.act.worker_changes import TimedChanges
 from penstock.planner.config import PlannerConfig
 from penstock.planner.decide.capacity import Capacity
 from penstock.planner.estimate.expected_demand import ExpectedDemand
@@ -43,7 +44,7 @@ class World:
         **settings: Any,
     ) -> None:
         self.connector = MemoryConnector(
-            replicas, workers_max=workers_max, times=WorkerTimes(start_s=start_s)
+            replicas, workers_max=workers_max, changes=TimedChanges(starts_s=start_s)
         )
         self.rate_per_s = 0.0
         self.input_tokens, self.output_tokens = 2000, 200

@@ -12,7 +12,8 @@ from benchmarks.planner.world.step_times import GridTimes
 from benchmarks.planner.world.tally import Tally
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import Replica, ReplicaState
-from penstock.planner.act.memory_connector import MemoryConnector, WorkerTimes
+from penstock.planner.act.memory_connector import MemoryConnector
+from penstock.planner.act.worker_changes import TimedChanges
 from penstock.planner.observe.observation import Observation
 from penstock.planner.observe.stream import ObservationStream
 
@@ -69,7 +70,7 @@ class Cluster:
         self.connector = MemoryConnector(
             self.replicas,
             workers_max=self.fleet.workers_max,
-            times=WorkerTimes(start_s=self.start_s, drain_s=None, flip_s=0.1),
+            changes=TimedChanges(starts_s=self.start_s, drains_s=None, flips_s=0.1),
         )
         self.connector.on_state = self._note
         for role, count in self.replicas.items():

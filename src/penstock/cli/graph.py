@@ -56,7 +56,6 @@ def _check(options: argparse.Namespace) -> int:
     from penstock.sim.deployment import (  # noqa: PLC0415
         hardware_hint,
         plan_deployment,
-        say_ignored,
         simulated_roles,
         simulated_shape,
     )
@@ -77,7 +76,7 @@ def _check(options: argparse.Namespace) -> int:
             deployment = plan_deployment(graph, beside=beside)
         except ConfigError as error:
             raise ConfigError(error.message + hardware_hint(graph, error.message)) from error
-        for line in (*say_ignored(graph), *say_break_even(deployment.role_groups)):
+        for line in say_break_even(deployment.role_groups):
             print(f"{options.file}: {line}")  # noqa: T201
 
     is_taken = False

@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the simulated engines on a measured profile instead of the roofline",
     )
     parser.add_argument(
+        "--worker-start",
+        type=float,
+        metavar="S",
+        help="seconds that a worker takes to start, for a graph with a planner (default 60)",
+    )
+    parser.add_argument(
         "--exact",
         action="store_true",
         help="simulate every engine step: far slower, to check results",

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
 
@@ -28,7 +27,7 @@ from penstock.core.errors import ConfigError
 from penstock.graph import Graph, Overrides, load
 from penstock.graph.document import parse_yaml
 from penstock.graph.overrides import SET
-from penstock.sim.deployment import Deployment, hardware_hint, plan_deployment, say_ignored
+from penstock.sim.deployment import Deployment, hardware_hint, plan_deployment
 from penstock.sim.report.charts import say_s
 from penstock.sim.report.figures import Run
 from penstock.sim.report.inputs import Inputs, mismatches
@@ -36,6 +35,7 @@ from penstock.sim.report.outputs import check_outputs, put_out
 from penstock.sim.report.page import make_page
 from penstock.sim.report.report import make_report
 from penstock.sim.report.summary import summarize
+from penstock.sim.scaling.scaled_cluster import START_S
 from penstock.sim.simulate import OnProgress, simulate
 from penstock.sim.workload.trace import read_trace
 from penstock.sim.workload.workload import Session, WorkloadConfig, make_sessions, rescaled, trace_sessions
@@ -43,6 +43,7 @@ from penstock.sim.workload.workload import Session, WorkloadConfig, make_session
 _SAMPLES = 300
 _FILE_COLUMNS = 1000
 _DRAWN_EVERY_S = 0.1
+_START_S_MIN, _START_S_MAX = 0.1, 86_400.0
 _SPEC_SUFFIXES = {".yaml", ".yml"}
 _ONLY_WITH_TRACE = {"speed": None, "rate": None, "requests": None, "hit_ratio": 0.0, "skip_bad": False}
 """Flag: default value."""
@@ -76,10 +77,15 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError("--graph or --compare: give one of them, the deployments to simulate")
     if options.seed < 0:
         raise ConfigError(f"--seed: must be >= 0, got {options.seed}")
+    start_s = _worker_start_s(options)
     paths = options.compare or [options.graph]
     overrides = _overrides(options)
     named = _named(paths)
     graphs = {name: load(path, overrides) for name, path in named.items()}
+    if options.worker_start is not None and all(graph.planner is None for graph in graphs.values()):
+        raise ConfigError(
+            "--worker-start: no worker starts without a planner; give the graph one, as --set planner.max_workers=8"
+        )
     deployments = {}
     for name, graph in graphs.items():
         with _blamed(named[name], graph, options):
@@ -105,7 +111,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     num_prompts = sum(len(session.turns) for session in sessions)
     for name, deployment in deployments.items():
-        for text in chain(say_ignored(deployment.graph), mismatches(deployment)):
+        for text in mismatches(deployment):
             _warn(f"{name}: {text}")
         if num_too_long := deployment.count_too_long(sessions):
             _warn(
@@ -118,8 +124,11 @@ def _run(options: argparse.Namespace) -> int:
         overrides.assigned(),
         {name: said for name, usual in _ONLY_WITH_TRACE.items() if (said := getattr(options, name)) != usual},
         options.engine_profile,
+        start_s,
     )
-    runs = [_simulate(name, deployment, sessions, options) for name, deployment in deployments.items()]
+    runs = [
+        _simulate(name, deployment, sessions, options, start_s) for name, deployment in deployments.items()
+    ]
     for run in runs:
         run.report["inputs"] = inputs.report(run.deployment, named[run.name])
     title = f"{inputs.workload.name} on {', '.join(deployments)}"
@@ -145,7 +154,20 @@ def _named(paths: list[str]) -> dict[str, str]:
     raise ConfigError(f"--compare: {twice} is given twice; give each deployment once")
 
 
-def _simulate(name: str, deployment: Deployment, sessions: list[Session], options: argparse.Namespace) -> Run:
+def _worker_start_s(options: argparse.Namespace) -> float:
+    seconds: float | None = options.worker_start
+    if seconds is None:
+        return START_S
+    if not _START_S_MIN <= seconds <= _START_S_MAX:
+        raise ConfigError(
+            f"--worker-start: must be {_START_S_MIN:g} to {_START_S_MAX:,.0f} s, got {seconds:g}"
+        )
+    return seconds
+
+
+def _simulate(
+    name: str, deployment: Deployment, sessions: list[Session], options: argparse.Namespace, start_s: float
+) -> Run:
     is_sampled = options.html is not None or len(deployment.role_groups) > 1
     started_s = perf_counter()
     with _progress(name, sum(len(session.turns) for session in sessions)) as on_progress:
@@ -155,6 +177,7 @@ def _simulate(name: str, deployment: Deployment, sessions: list[Session], option
             seed=options.seed,
             on_progress=on_progress,
             sample_interval_s=_sample_interval_s(sessions) if is_sampled else None,
+            start_s=start_s,
         )
     report = make_report(recording, deployment, deployment.graph.slo, wall_s=perf_counter() - started_s)
     for code, text in recording.example.items():

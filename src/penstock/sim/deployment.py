@@ -1,7 +1,7 @@
 """Makes a simulated deployment from a graph: role groups and the cluster spec."""
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -64,16 +64,6 @@ class Deployment:
     @property
     def devices(self) -> int:
         return sum(role_group.devices for role_group in self.role_groups)
-
-    @property
-    def watts(self) -> float:
-        """Watts of all devices."""
-        return sum(role_group.devices * role_group.hardware.watts for role_group in self.role_groups)
-
-    @property
-    def usd_per_hour(self) -> float:
-        """Price of all devices, in US dollars per hour."""
-        return sum(role_group.devices * role_group.hardware.usd_per_hour for role_group in self.role_groups)
 
     @property
     def expenses(self) -> str:
@@ -225,12 +215,6 @@ def warn_of_exact() -> None:
             "penstock: no native code: simulations run every engine step and take up to twenty times as long;"
             " install g++ and Python's headers, then reinstall without PENSTOCK_NATIVE=OFF\n"
         )
-
-
-def say_ignored(graph: Graph) -> Iterator[str]:
-    """Yield a line for each section of a graph that a simulation leaves out and a deployment would act by."""
-    if graph.planner is not None:
-        yield "planner: nothing scales in a simulation; each role keeps its replicas"
 
 
 def plan_deployment(

@@ -5,7 +5,7 @@ import gc
 import math
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,12 +22,16 @@ from penstock.core.types.instances import Role
 from penstock.core.types.requests import Request, SamplingParams, SessionAction, SessionControl
 from penstock.core.wire import PackedHashes, PackedTokens, num_tokens
 from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.runtime.observations.request_recorder import RequestRecorder
 from penstock.sim.counters import Counters
 from penstock.sim.deployment import SALT, Deployment
 from penstock.sim.loop.loop import run
+from penstock.sim.scaling.planning import Controller, planner_of
+from penstock.sim.scaling.record import ScalingRecord
+from penstock.sim.scaling.scaled_cluster import START_S, ScaledCluster
 from penstock.sim.workload.prompt import Prompt
 from penstock.sim.workload.workload import Session, Turn
-from penstock.sim.world.cluster import SimCluster
+from penstock.sim.world.cluster import SimCluster, SimWorker
 
 OnProgress = Callable[[int, float], None]
 _SAMPLES_MAX = 600
@@ -53,16 +57,20 @@ class Samples:
         if len(self.at_s) >= _SAMPLES_MAX:
             del self.at_s[::2], self._taken[::2]
             self.interval_s *= 2
-        loads = {
-            self.workers.setdefault(name, len(self.workers)): worker.engine.load()
-            for name, worker in cluster.workers.items()
-        }
-        self.roles.update((name, worker.role) for name, worker in cluster.workers.items())
+        loads = {self._column(worker): worker.engine.load() for worker in cluster.workers.values()}
         taken = np.full((len(self.workers), len(_SAMPLED)), np.nan)
         for column, load in loads.items():
             taken[column] = [getattr(load, name) for name in _SAMPLED]
         self.at_s.append(at_s)
         self._taken.append(taken)
+
+    def _column(self, worker: SimWorker) -> int:
+        """Give a worker's column; one that changed its role has another one for each."""
+        name = worker.name
+        if self.roles.setdefault(name, worker.role) is not worker.role:
+            name = f"{name} as {worker.role}"
+            self.roles[name] = worker.role
+        return self.workers.setdefault(name, len(self.workers))
 
     def columns_of(self, role: Role) -> list[int]:
         """Give the columns of a role's workers."""
@@ -102,7 +110,9 @@ class Recording:
     """Virtual time at the end of the last request."""
     samples: Samples | None = None
     counters: dict[Role, Counters] = field(default_factory=dict)
-    """Counters of each role's workers."""
+    """Counters of each role's workers; one that changed its role counts in its last one."""
+    scaling: ScalingRecord | None = None
+    """How the workers changed; None where nothing scales them."""
 
     @property
     def failed(self) -> int:
@@ -120,6 +130,8 @@ def simulate(
     seed: int,
     on_progress: OnProgress | None = None,
     sample_interval_s: float | None = None,
+    controller: Controller | None = None,
+    start_s: float = START_S,
 ) -> Recording:
     """Run sessions on virtual time; returns after the last one.
 
@@ -129,10 +141,19 @@ def simulate(
         seed: random seed.
         on_progress: called now and then with (ended requests, virtual time).
         sample_interval_s: virtual seconds between samples of worker loads; None for no samples.
+        controller: scales the workers meanwhile; None is the planner of the graph, if it has one.
+        start_s: virtual seconds that a worker takes to start once the first request was due.
+
+    Raises:
+        ConfigError: the graph's planner cannot predict step times.
     """
+    controller = controller or planner_of(deployment)
     samples = None if sample_interval_s is None else Samples(sample_interval_s)
     with _rare_collections():
-        return run(lambda rng: _Simulation(deployment, rng, on_progress, samples).run(sessions), seed)
+        return run(
+            lambda rng: _Simulation(deployment, rng, on_progress, samples).run(sessions, controller, start_s),
+            seed,
+        )
 
 
 @contextmanager
@@ -167,33 +188,71 @@ class _Simulation:
         self._recording = Recording(samples=samples)
         self._numbers = 0
         self._start_s = 0.0
+        self._recorders: list[RequestRecorder] = []
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
 
-    async def run(self, sessions: Iterable[Session]) -> Recording:
-        loop = self._loop
+    async def run(
+        self, sessions: Iterable[Session], controller: Controller | None, start_s: float
+    ) -> Recording:
         spec = self._deployment.cluster_spec(self._streams)
         async with SimCluster(spec, self._rng) as cluster:
-            for role_group in self._deployment.role_groups:
-                name = "worker" if role_group.role is Role.AGGREGATED else role_group.role.value
-                for number in range(role_group.spec.replicas):
-                    await cluster.start(f"{name}-{number}", role_group.role)
-            for dispatcher in cluster.dispatchers:
-                await dispatcher.serving()
-            await asyncio.sleep(1.0)  # until every frontend knows every worker
-            self._start_s = loop.time()
-            async with asyncio.TaskGroup() as around:
-                sampling = around.create_task(self._sample(cluster), name="samples")
-                await self._run_all(sessions, cluster)
-                sampling.cancel()
-            loads = [worker.engine.load().onboarded_tokens for worker in cluster.workers.values()]
-            self._recording.onboarded_tokens.extend(sum(tier) for tier in zip_longest(*loads, fillvalue=0))
-            for role_group in self._deployment.role_groups:
-                workers = [worker for worker in cluster.workers.values() if worker.role is role_group.role]
-                self._recording.counters[role_group.role] = Counters.of(workers, cluster)
+            if controller is None:
+                await self._start_workers(cluster)
+                await self._serve(sessions, cluster)
+                self._count(cluster, {})
+                return self._recording
+            replicas = {group.role: group.spec.replicas for group in self._deployment.role_groups}
+            workers_max = self._deployment.graph.router.workers_max
+            async with ScaledCluster(cluster, replicas, start_s=start_s, workers_max=workers_max) as scaled:
+                self._recording.scaling = scaled.record
+                await self._serve(sessions, cluster, scaled, controller)
+                scaled.end(self._recording.end_s)
+                self._count(cluster, scaled.ended)
         return self._recording
+
+    async def _start_workers(self, cluster: SimCluster) -> None:
+        for role_group in self._deployment.role_groups:
+            name = "worker" if role_group.role is Role.AGGREGATED else role_group.role.value
+            for number in range(role_group.spec.replicas):
+                await cluster.start(f"{name}-{number}", role_group.role)
+
+    async def _serve(
+        self,
+        sessions: Iterable[Session],
+        cluster: SimCluster,
+        scaled: ScaledCluster | None = None,
+        controller: Controller | None = None,
+    ) -> None:
+        """Run all sessions, beside the controller if there is one."""
+        for dispatcher in cluster.dispatchers:
+            await dispatcher.serving()
+        await asyncio.sleep(1.0)  # until every frontend knows every worker
+        self._start_s = self._loop.time()
+        self._recorders = [RequestRecorder() for _ in cluster.dispatchers]
+        async with asyncio.TaskGroup() as around:
+            beside = [around.create_task(self._sample(cluster), name="samples")]
+            if scaled is not None and controller is not None:
+                scaled.begin(self._recorders)
+                beside.append(around.create_task(scaled.send_windows(), name="windows"))
+                beside.append(around.create_task(_control(controller, scaled), name="controller"))
+            await self._run_all(sessions, cluster)
+            for task in beside:
+                task.cancel()
+
+    def _count(self, cluster: SimCluster, ended: Mapping[Role, Sequence[Counters]]) -> None:
+        """Add up the counters of all workers."""
+        onboarded: list[int] = []
+        for role_group in self._deployment.role_groups:
+            role = role_group.role
+            workers = [worker for worker in cluster.workers.values() if worker.role is role]
+            counters = self._recording.counters[role] = Counters.of(workers, cluster)
+            for other in ended.get(role, ()):
+                counters.add(other)
+            onboarded = [sum(tier) for tier in zip_longest(onboarded, counters.onboarded_tokens, fillvalue=0)]
+        self._recording.onboarded_tokens.extend(onboarded)
 
     async def _run_all(self, sessions: Iterable[Session], cluster: SimCluster) -> None:
         loop = self._loop
@@ -221,12 +280,12 @@ class _Simulation:
             self._numbers += 1
             request_id = RequestId(f"r{self._numbers}")
             self._streams[request_id] = session.prompt
-            dispatcher = dispatchers[self._numbers % len(dispatchers)]
+            number = self._numbers % len(dispatchers)
             try:
                 request = self._make(request_id, turn, session)
                 if session.opens:
                     request = self._of_agent(request, name, is_last=turn is session.turns[-1])
-                await self._send(request, dispatcher)
+                await self._send(request, dispatchers[number], self._recorders[number])
             except PenstockError as error:
                 recording = self._recording
                 recording.failures[error.code] = recording.failures.get(error.code, 0) + 1
@@ -237,20 +296,33 @@ class _Simulation:
                 del self._streams[request_id]
                 self._note_end()
 
-    async def _send(self, request: Request, dispatcher: Dispatcher) -> None:
+    async def _send(self, request: Request, dispatcher: Dispatcher, recorder: RequestRecorder) -> None:
         loop = self._loop
         sent_s = loop.time()
         first_s = second_s = last_s = None
-        async with dispatcher.open(request) as stream:
-            async for delta in stream:
-                if delta.token_ids:
-                    last_s = loop.time()
-                    if first_s is None:
-                        first_s = last_s
-                    elif second_s is None:
-                        second_s = last_s
+        recorder.arrived(num_tokens(request.token_ids))
+        try:
+            async with dispatcher.open(request) as stream:
+                async for delta in stream:
+                    if delta.token_ids:
+                        last_s = loop.time()
+                        if first_s is None:
+                            first_s = last_s
+                            recorder.first_token(first_s - sent_s)
+                        elif second_s is None:
+                            second_s = last_s
+        except PenstockError:
+            recorder.ended(output_tokens=0, cached_tokens=0, itl_s=None, failed=True)
+            raise
         assert first_s is not None, "an answer has at least one token"
         assert last_s is not None, "and a last one"
+        gaps = stream.output_tokens - 1
+        recorder.ended(
+            output_tokens=stream.output_tokens,
+            cached_tokens=stream.cached_tokens,
+            itl_s=(last_s - first_s) / gaps if gaps > 0 else None,
+            failed=False,
+        )
         recording = self._recording
         recording.sent_s.append(sent_s - self._start_s)
         recording.first_token_s.append(first_s - self._start_s)
@@ -297,3 +369,7 @@ class _Simulation:
         self._recording.end_s = self._loop.time() - self._start_s
         if self._on_progress is not None and self._recording.requests % 64 == 0:
             self._on_progress(self._recording.requests, self._recording.end_s)
+
+
+async def _control(controller: Controller, scaled: ScaledCluster) -> None:
+    await controller(scaled)

@@ -59,7 +59,7 @@ def test_the_report_has_the_documented_keys_and_adds_up(tmp_path, spec, capsys):
     report = simulated(tmp_path, spec, "--graph", SMALL, "--set", "roles.aggregated.replicas=2")
     assert list(report) == [
         "requests", "completed", "failed", "duration_s", "ttft_s", "itl_s", "e2e_s", "output_tokens_per_s",
-        "goodput_rps", "kv_hit_ratio", "kv_hit_ratio_by_tier", "tenants", "roles", "kv_transfer", "gpu_hours", "tokens_per_joule", "usd_per_million_tokens", "wall", "inputs",
+        "goodput_rps", "slo_attainment", "kv_hit_ratio", "kv_hit_ratio_by_tier", "tenants", "roles", "kv_transfer", "scaling", "gpu_hours", "tokens_per_joule", "usd_per_million_tokens", "wall", "inputs",
     ]  # fmt: skip
     for name in ("ttft_s", "itl_s", "e2e_s"):
         assert list(report[name]) == ["mean", "p50", "p90", "p99"]
@@ -105,6 +105,7 @@ def test_a_report_says_what_it_is_of(tmp_path, capsys):
         "graph": SMALL.name, "set": {"router.policy": "random"}, "policy": "random",
         "slo": {"ttft_s": 2.0, "itl_s": 0.05, "percentile": inputs["slo"]["percentile"]},
         "hardware": "h100", "devices": 8, "usd_per_hour": 3.0, "watts": 1275.0, "tokens_per_step": 1.0,
+        "worker_start_s": None,
     }  # fmt: skip
     assert (said["file"], said["model"], said["tensor_parallel"]) == (profile.name, "llama-3.1-70b", 4)
     assert f"engines on the profile {profile.name}" in page.read_text()

@@ -1,24 +1,16 @@
-"""A deployment in memory, for simulations and tests: workers that start and drain in given times and serve nothing."""
+"""A deployment in memory, for simulations and tests: keeps the book of workers, whose changes somebody else makes."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from penstock.core.errors import RequestError, Unavailable
+from penstock.core.errors import PenstockError, RequestError, Unavailable
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import Replica, ReplicaState, RoleLimit, Scale
+from penstock.planner.act.worker_changes import Done, TimedChanges, WorkerChanges
 
 _WAIT_S_MAX = 20.0
-
-
-@dataclass(slots=True, frozen=True)
-class WorkerTimes:
-    """Seconds of a worker's changes."""
-
-    start_s: float = 20.0
-    drain_s: float | None = 1.0
-    """None: a worker drains until `MemoryConnector.end`."""
-    flip_s: float = 0.1
 
 
 @dataclass(slots=True)
@@ -33,18 +25,18 @@ class MemoryConnector:
     """A `seams.ScalingConnector` without processes. Event-loop time is its clock; one event loop owns it."""
 
     def __init__(
-        self, replicas: Mapping[Role, int], *, workers_max: int = 1024, times: WorkerTimes | None = None
+        self, replicas: Mapping[Role, int], *, workers_max: int = 1024, changes: WorkerChanges | None = None
     ) -> None:
         """Make a deployment whose workers are ready.
 
         Args:
             replicas: workers of each of its roles; a role with 0 may get some later.
             workers_max: most workers of all roles together, those that drain included.
-            times: seconds of the workers' changes.
+            changes: makes the workers' changes; None: `TimedChanges`, of workers that serve nothing.
         """
         self.on_state: Callable[[Replica], None] = lambda _replica: None
         """Called with each worker whose state or role has changed; one that has ended is DRAINING then, and gone."""
-        self._times = times or WorkerTimes()
+        self._changes = changes or TimedChanges()
         self._workers_max = workers_max
         self._roles = tuple(replicas)
         self._workers: dict[str, _Worker] = {}
@@ -79,7 +71,8 @@ class MemoryConnector:
             changed_by=self._changed_by,
             replicas=self.workers,
             limits=tuple(
-                RoleLimit(role=role, room=room, why=why, start_s=self._times.start_s) for role in self._roles
+                RoleLimit(role=role, room=room, why=why, start_s=self._changes.start_s(role))
+                for role in self._roles
             ),
         )
 
@@ -101,9 +94,8 @@ class MemoryConnector:
         loop = asyncio.get_running_loop()
         added = [self._put(role, ReplicaState.STARTING, loop.time()) for _ in range(count)]
         for worker in added:
-            loop.call_later(
-                self._times.start_s, self._become, worker, ReplicaState.STARTING, ReplicaState.READY
-            )
+            self._changes.start(worker.name, role, self._started(worker, ReplicaState.STARTING))
+            self.on_state(self._describe(worker, loop.time()))
         self._accept(by)
         return tuple(worker.name for worker in added)
 
@@ -117,9 +109,8 @@ class MemoryConnector:
         for worker in leaving:
             was_ready = worker.state in {ReplicaState.READY, ReplicaState.FLIPPING}
             self._become(worker, worker.state, ReplicaState.DRAINING)
-            delay_s = self._times.drain_s if was_ready else 0.0
-            if delay_s is not None:
-                asyncio.get_running_loop().call_later(delay_s, self._end, worker)
+            begin = self._changes.drain if was_ready else self._changes.stop
+            begin(worker.name, self._left(worker))
         if leaving:
             self._accept(by)
 
@@ -132,16 +123,12 @@ class MemoryConnector:
             raise _conflict(f"{name} is {role} already")
         if role is Role.PREFILL:
             self._check_serving([worker])
-        worker.role = role
+        before, worker.role = worker.role, role
         self._become(worker, ReplicaState.READY, ReplicaState.FLIPPING)
         self._accept(by)
-        asyncio.get_running_loop().call_later(
-            self._times.flip_s, self._become, worker, ReplicaState.FLIPPING, ReplicaState.READY
-        )  # also if the caller does not wait
-        await asyncio.sleep(self._times.flip_s)
-        if self._workers.get(name) is not worker or _drains(worker):
-            raise Unavailable(f"{name} has ended while it became {role}")
-        self._become(worker, ReplicaState.FLIPPING, ReplicaState.READY)
+        flipped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changes.flip(name, role, partial(self._flipped, worker, before, flipped))
+        await flipped
 
     async def close(self) -> None:
         self._is_closed = True
@@ -151,9 +138,7 @@ class MemoryConnector:
         """Let a worker fail; it starts again."""
         worker = self._find(name)
         self._become(worker, worker.state, ReplicaState.FAILED)
-        asyncio.get_running_loop().call_later(
-            self._times.start_s, self._become, worker, ReplicaState.FAILED, ReplicaState.READY
-        )
+        self._changes.start(name, worker.role, self._started(worker, ReplicaState.FAILED))
 
     def end(self, name: str) -> None:
         """End a worker that drains."""
@@ -175,7 +160,32 @@ class MemoryConnector:
             self._note_change()
             self.on_state(self._describe(worker, worker.since))
 
+    def _started(self, worker: _Worker, before: ReplicaState) -> Done:
+        return lambda _: self._become(worker, before, ReplicaState.READY)
+
+    def _flipped(
+        self, worker: _Worker, before: Role, flipped: asyncio.Future[None], error: PenstockError | None
+    ) -> None:
+        """End a flip, also if its caller waits no longer."""
+        name, role = worker.name, worker.role
+        if self._workers.get(name) is not worker or worker.state is not ReplicaState.FLIPPING:
+            error = error or Unavailable(f"{name} has ended while it became {role}")
+        else:
+            worker.role = before if error else role
+            self._become(worker, ReplicaState.FLIPPING, ReplicaState.READY)
+        if flipped.done():
+            return
+        if error is None:
+            flipped.set_result(None)
+        else:
+            flipped.set_exception(error)
+
+    def _left(self, worker: _Worker) -> Done:
+        return lambda _: self._end(worker)
+
     def _end(self, worker: _Worker) -> None:
+        if self._workers.get(worker.name) is not worker:
+            return
         self._workers.pop(worker.name, None)
         self._note_change()
         self.on_state(self._describe(worker, worker.since))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 WIDTH, HEIGHT = 560, 250
 COLOURS = 8
+_COUNTED = ("requests", "workers")
 """Number of distinct line colours."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 20, 30
 _TICKS = 5
@@ -63,7 +64,7 @@ class Chart:
     title:  heading
     note:   subject and unit
     xs:     increasing x values of the lines and bands, in the unit of `x_axis`
-    unit:   unit of the lines; "%" formats fractions, "requests" integers
+    unit:   unit of the lines; "%" formats fractions, "requests" and "workers" integers
     mark_s: x position of a target
     x_max, y_max: least ends of the axes
     """
@@ -139,7 +140,7 @@ class Chart:
 
     def _y_axis(self) -> "_Axis":
         scale = 100.0 if self.unit == "%" else 1.0
-        ticks = _ticks(self.highest * scale, is_whole=self.unit == "requests")
+        ticks = _ticks(self.highest * scale, is_whole=self.unit in _COUNTED)
         low_px, high_px = HEIGHT - _BOTTOM, _TOP
         labels = [_short(tick, ticks[-1]) + ("%" if self.unit == "%" else "") for tick in ticks]
         return _Axis(0.0, ticks[-1] / scale, (low_px, high_px), [tick / scale for tick in ticks], labels)

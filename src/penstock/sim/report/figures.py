@@ -9,6 +9,7 @@ from penstock.graph import Slo
 from penstock.sim.deployment import Deployment
 from penstock.sim.report.charts import COLOURS, Band, Chart, Line, Points, XAxis
 from penstock.sim.report.report import is_good, latencies_s
+from penstock.sim.report.scaling_report import total_counts, worker_counts
 from penstock.sim.report.summary import Report
 from penstock.sim.simulate import Recording, Samples
 
@@ -89,6 +90,15 @@ def total_charts(runs: Sequence[Run]) -> list[Chart]:
         chart("KV in use", "share of all blocks that requests hold", kv_use, "%"),
         chart("Cache hits", "share of prompt tokens found in a cache", ratios, "%"),
     ]
+
+
+def scaling_charts(runs: Sequence[Run]) -> list[Chart]:
+    """Chart how many workers there are: by role of one deployment, else one line per deployment; none if none was scaled."""
+    if all(run.recording.scaling is None for run in runs):
+        return []
+    if len(runs) == 1:
+        return [worker_counts(runs[0].recording, runs[0].deployment)]
+    return [total_counts({run.name: (run.recording, run.deployment) for run in runs})]
 
 
 def _by_worker(title: str, note: str, samples: Samples, values: Points, unit: str) -> Chart:

@@ -8,6 +8,7 @@ from typing import Any
 from penstock import __version__
 from penstock.sim.deployment import Deployment
 from penstock.sim.role_group import RoleGroup
+from penstock.sim.scaling.scaled_cluster import START_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class Inputs:
     changes:   graph fields set by flags, by dotted path
     workload_flags: flags that change the workload, as given
     profile:   profile of all engines; None for the roles' profiles or the roofline
+    start_s:   seconds that a worker takes to start, where the graph has a planner
     """
 
     workload: Path
@@ -25,6 +27,7 @@ class Inputs:
     changes: Mapping[str, Any] = field(default_factory=dict)
     workload_flags: Mapping[str, Any] = field(default_factory=dict)
     profile: Path | None = None
+    start_s: float = START_S
 
     @property
     def heading(self) -> str:
@@ -53,6 +56,7 @@ class Inputs:
             "usd_per_hour": role_group.hardware.usd_per_hour,
             "watts": role_group.hardware.watts,
             "tokens_per_step": role_group.spec.tokens_per_step,
+            "worker_start_s": None if graph.planner is None else self.start_s,
             "engine_profile": profile
             and {
                 "file": file and Path(file).name,

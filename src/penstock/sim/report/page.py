@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from penstock.sim.report.charts import same_scale, say_s
 from penstock.sim.report.document import chart_grid, make_document
-from penstock.sim.report.figures import Run, overall_charts, total_charts, worker_charts
+from penstock.sim.report.figures import Run, overall_charts, scaling_charts, total_charts, worker_charts
 from penstock.sim.report.summary import Row, summarize
 from penstock.sim.role_group import RoleGroup
 
@@ -33,7 +33,7 @@ def _one(run: Run, rows: list[Row]) -> str:
     )
     return (
         f'<p class="about">{_about(run)}</p><div class="tiles">{tiles}</div>'
-        f"<h2>Workers over time</h2>{chart_grid(worker_charts(run))}"
+        f"<h2>Workers over time</h2>{chart_grid([*scaling_charts([run]), *worker_charts(run)])}"
         f"<h2>What users see</h2>{chart_grid(overall_charts([run]))}"
         f"<h2>In numbers</h2>{_table(rows, [])}"
     )
@@ -41,7 +41,7 @@ def _one(run: Run, rows: list[Row]) -> str:
 
 def _several(runs: Sequence[Run], rows: list[Row]) -> str:
     about = "".join(f'<p class="about"><b>{html.escape(run.name)}</b>: {_about(run)}</p>' for run in runs)
-    together = [*overall_charts(runs), *total_charts(runs)]
+    together = [*scaling_charts(runs), *overall_charts(runs), *total_charts(runs)]
     columns = "".join(f"<h3>{html.escape(run.name)}</h3>" for run in runs)
     for kind in zip(*(worker_charts(run) for run in runs), strict=True):
         columns += "".join(chart.to_svg() for chart in same_scale(kind))

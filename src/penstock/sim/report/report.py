@@ -11,6 +11,7 @@ from penstock.graph import Slo
 from penstock.sim.deployment import Deployment
 from penstock.sim.report.percentiles import percentiles, ratio
 from penstock.sim.report.role_report import report_kv_transfer, report_roles
+from penstock.sim.report.scaling_report import report_scaling
 from penstock.sim.simulate import Recording
 
 _HOUR_S = 3600.0
@@ -24,13 +25,15 @@ def make_report(
     Keys have their unit in the name; a value without data is None:
     `requests`, `completed`, `failed`; `duration_s` from the first request to the last one's end;
     `ttft_s`, `itl_s` (mean time between a request's tokens) and `e2e_s`, each with `mean`, `p50`, `p90`, `p99`;
-    `output_tokens_per_s`; `goodput_rps`, requests per second that meet both targets;
+    `output_tokens_per_s`; `goodput_rps`, requests per second that meet both targets, and `slo_attainment`, their share of all
+    requests, failed ones included;
     `kv_hit_ratio`, cached prompt tokens / prompt tokens; `kv_hit_ratio_by_tier`, the same by tier of the hit;
     `tenants`, by name if requests have one, each with `requests`, `failed`, `ttft_s`, `prompt_token_share` and
     `output_token_share` (fractions of the completed tokens);
     `roles`, by name: counters of its workers, and queue and KV use over time if sampled;
     `kv_transfer`: requests with remote (`remote`) and local (`local`) prefill, bytes moved, time from first to second token
     of remote ones, and failures; None without prefill workers;
+    `scaling`: workers over time, changes and decisions; None where nothing scaled them;
     `gpu_hours`; `tokens_per_joule` and `usd_per_million_tokens`, per output token at the hardware's power and price;
     `wall`, real time of this run, not reproducible.
 
@@ -45,9 +48,14 @@ def make_report(
     duration_s = recording.end_s
     prompt_tokens = int(np.asarray(recording.prompt_tokens).sum())
     output_tokens = int(tokens.sum())
-    gpu_hours = deployment.devices * duration_s / _HOUR_S
-    joules = deployment.watts * duration_s
-    usd = deployment.usd_per_hour * duration_s / _HOUR_S
+    worker_s = {group.role: group.spec.replicas * duration_s for group in deployment.role_groups}
+    if recording.scaling is not None:
+        worker_s = {role: recording.scaling.worker_s.get(role, 0.0) for role in worker_s}
+    device_s = [
+        (group.spec.devices * worker_s[group.role], group.hardware) for group in deployment.role_groups
+    ]
+    joules = sum(seconds * hardware.watts for seconds, hardware in device_s)
+    usd = sum(seconds * hardware.usd_per_hour for seconds, hardware in device_s) / _HOUR_S
     good = None if slo is None else int(is_good(recording, slo).sum())
     return {
         "requests": recording.requests,
@@ -59,12 +67,14 @@ def make_report(
         "e2e_s": percentiles(e2e_s),
         "output_tokens_per_s": ratio(output_tokens, duration_s),
         "goodput_rps": None if good is None else ratio(good, duration_s),
+        "slo_attainment": None if good is None else ratio(good, recording.requests),
         "kv_hit_ratio": ratio(int(np.asarray(recording.cached_tokens).sum()), prompt_tokens),
         "kv_hit_ratio_by_tier": _hit_ratios(recording, deployment, prompt_tokens),
         "tenants": _by_tenant(recording, ttft_s),
         "roles": report_roles(recording, deployment),
         "kv_transfer": report_kv_transfer(recording, deployment),
-        "gpu_hours": gpu_hours,
+        "scaling": report_scaling(recording, deployment),
+        "gpu_hours": sum(seconds for seconds, _ in device_s) / _HOUR_S,
         "tokens_per_joule": ratio(output_tokens, joules),
         "usd_per_million_tokens": ratio(1e6 * usd, output_tokens),
         "wall": {

@@ -59,6 +59,7 @@ _FIGURES = (
     ),
     _Figure("output", ("output_tokens_per_s",), "tokens/s", 1),
     _Figure("goodput", ("goodput_rps",), "requests/s", 1),
+    _Figure("SLO attainment", ("slo_attainment",), "%", 1),
     _Figure("KV hit ratio", ("kv_hit_ratio",), "%", 1),
     *(_Figure(f"of it, on {tier}", ("kv_hit_ratio_by_tier", tier), "%", is_optional=True) for tier in Tier),
     _Figure("GPU time", ("gpu_hours",), "GPU-hours", -1),
@@ -84,6 +85,17 @@ _ROLE_FIGURES = (
     _Figure("KV hit ratio", ("kv_hit_ratio",), "%"),
     _Figure("preemptions", ("preemptions",), "", -1),
 )
+_SCALING_FIGURES = (
+    *(
+        _Figure(f"workers {name}", ("scaling", "changes", change), "")
+        for name, change in (("added", "add"), ("retired", "retire"), ("flipped", "flip"))
+    ),
+    _Figure("turns of scaling", ("scaling", "turns"), "", -1),
+)
+_SCALED_ROLE_FIGURES = (
+    _Figure("workers that serve, mean", ("ready_mean",), ""),
+    _Figure("workers that serve, most", ("ready_max",), ""),
+)
 _TENANT_FIGURES = (
     _Figure("requests", ("requests",), ""),
     _Figure("failed", ("failed",), "", -1),
@@ -98,7 +110,12 @@ _SCALES = {"%": 100.0, "MB": 1e-6, "GB": 1e-9}
 def summarize(reports: Sequence[Report]) -> list[Row]:
     """Make the rows of several reports; rows of one family, such as percentiles of TTFT, share a unit."""
     tiers = _tiers(reports)
-    figures = (*_FIGURES, *_kv_transfer_figures(reports), *_tenant_figures(reports))
+    figures = (
+        *_FIGURES,
+        *_scaling_figures(reports),
+        *_kv_transfer_figures(reports),
+        *_tenant_figures(reports),
+    )
     slowest_s: dict[str, float] = {}
     for figure in figures:
         if figure.unit == "s":
@@ -124,6 +141,23 @@ def _tiers(reports: Sequence[Report]) -> set[str]:
         if hits is not None
     }
     return tiers if tiers - {Tier.DEVICE} else set()
+
+
+def _scaling_figures(reports: Sequence[Report]) -> list[_Figure]:
+    """Give the rows of workers that were scaled, if any deployment's were."""
+    if all(report["scaling"] is None for report in reports):
+        return []
+    roles = [role for role in Role if any(role in report["roles"] for report in reports)]
+    return [
+        *_SCALING_FIGURES,
+        *(
+            replace(
+                figure, name=f"{role}: {figure.name}", path=("scaling", "roles", role.value, *figure.path)
+            )
+            for role in roles
+            for figure in _SCALED_ROLE_FIGURES
+        ),
+    ]
 
 
 def _kv_transfer_figures(reports: Sequence[Report]) -> list[_Figure]:

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -152,11 +153,22 @@ class SimCluster:
         """Running workers by name."""
         return self._workers
 
-    async def start(self, name: str, role: Role = Role.AGGREGATED) -> SimWorker:
-        """Start a worker on a new host; returns once it is registered or has failed."""
+    async def start(
+        self, name: str, role: Role = Role.AGGREGATED, *, index: int | None = None, home: Role | None = None
+    ) -> SimWorker:
+        """Start a worker on a new host; returns once it is registered or has failed.
+
+        Args:
+            name: its name.
+            role: the role that it registers in.
+            index: its number among the workers of its home role, from 0; None is the next one.
+            home: the role whose settings it has; None is `role`.
+        """
         self._numbers += 1
-        number, spec = self._started[role], self.spec.workers[role]
-        self._started[role] += 1
+        home = home or role
+        spec = self.spec.workers[home]
+        number = self._started[home] if index is None else index
+        self._started[home] += 1
         host, pace = f"{name}-{self._numbers}", Pace()
         location = self._places[host] = self._locate(host, spec.location_of(number))
         engine = spec.make_engine(pace)
@@ -174,6 +186,7 @@ class SimCluster:
         )
         task = self._group.create_task(self._run(name, host, worker), name=f"worker {host}")
         self._workers[name] = running = SimWorker(name, role, host, worker, engine, pace, task)
+        worker.on_role = partial(self._note_role, running)
         ready = self._group.create_task(worker.ready.wait())
         await asyncio.wait((task, ready), return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
@@ -219,6 +232,10 @@ class SimCluster:
         worker = self._workers[name]
         worker.is_draining = True
         worker.worker.stop()
+
+    def _note_role(self, worker: SimWorker, role: Role) -> None:
+        worker.role = role
+        worker.worker.recorder.begin(role)
 
     async def _run(self, name: str, host: str, worker: Worker) -> None:
         try:

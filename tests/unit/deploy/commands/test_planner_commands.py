@@ -14,7 +14,8 @@ from penstock.deploy.commands.planner import log as log_command
 from penstock.deploy.processes.planner_metrics import PlannerMetrics
 from penstock.deploy.supervisor.planning import make_planning
 from penstock.graph import Graph
-from penstock.planner.act.memory_connector import MemoryConnector, WorkerTimes
+from penstock.planner.act.memory_connector import MemoryConnector
+from penstock.planner.act.worker_changes import TimedChanges
 from penstock.planner.explain.entries import Round
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.observations.windows import RequestWindow, WorkerWindow
@@ -36,7 +37,7 @@ def record(path, **planner):
 
     async def main():
         graph = Graph.model_validate(GRAPH | {"planner": GRAPH["planner"] | planner})
-        connector = MemoryConnector({Role.AGGREGATED: 1}, times=WorkerTimes(start_s=5))
+        connector = MemoryConnector({Role.AGGREGATED: 1}, changes=TimedChanges(starts_s=5))
         stream = ObservationStream()
         planning = make_planning(
             graph,

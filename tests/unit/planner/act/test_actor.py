@@ -8,7 +8,8 @@ from penstock.core.errors import RequestError, Unavailable
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState
 from penstock.planner.act.actor import Actor, ActorConfig
-from penstock.planner.act.memory_connector import MemoryConnector, WorkerTimes
+from penstock.planner.act.memory_connector import MemoryConnector
+from penstock.planner.act.worker_changes import TimedChanges
 from penstock.sim.loop.loop import run_virtual
 
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
@@ -114,7 +115,7 @@ def test_two_actors_do_not_fight():
 
 def test_a_worker_that_does_not_start_in_time_is_replaced():
     async def main():
-        connector = MemoryConnector({A: 1}, times=WorkerTimes(start_s=1e6))
+        connector = MemoryConnector({A: 1}, changes=TimedChanges(starts_s=1e6))
         actor = Actor(connector, config=ActorConfig(start_deadline_s=60, start_deadline_factor=0))
         await actor.carry_out({A: 2})
         await actor.carry_out({A: 2})
@@ -132,7 +133,7 @@ def test_a_worker_that_does_not_start_in_time_is_replaced():
 
 def test_the_deadline_follows_measured_starts():
     async def main():
-        connector = MemoryConnector({A: 1}, times=WorkerTimes(start_s=500))
+        connector = MemoryConnector({A: 1}, changes=TimedChanges(starts_s=500))
         actor = Actor(connector, config=ActorConfig(start_deadline_s=60, start_deadline_factor=2))
         await actor.carry_out({A: 2})
         await asyncio.sleep(400)

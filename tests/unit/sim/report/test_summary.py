@@ -11,7 +11,7 @@ def report(**fields):
         "ttft_s": SPREAD, "itl_s": SPREAD, "e2e_s": SPREAD,
         "output_tokens_per_s": 1500.0, "goodput_rps": None, "kv_hit_ratio": 0.366, "gpu_hours": 2.0,
         "kv_hit_ratio_by_tier": {"device": 0.366, "host": None, "disk": None, "object": None},
-        "roles": {}, "kv_transfer": None,
+        "roles": {}, "kv_transfer": None, "scaling": None,
         "tokens_per_joule": 0.5, "usd_per_million_tokens": 3.0,
         "tenants": {},
         "wall": {"seconds": 1.5, "requests_per_s": 8000.0, "peak_rss_bytes": 250_000_000},
