@@ -13,11 +13,11 @@ class HeldLoad:
 
     def __init__(self, targets: Sequence[BlockId], done: Callable[[int], None]) -> None:
         self.targets = list(targets)
-        self.is_cancelled = False
+        self.is_cancelled = self.is_late = False
         self._done = done
 
     def cancel(self, *, is_late: bool = False) -> None:
-        self.is_cancelled = True
+        self.is_cancelled, self.is_late = True, is_late
 
     def end(self, count: int | None = None) -> None:
         """End with so many blocks; None is all."""
@@ -34,6 +34,7 @@ class HeldTier:
     num_corrupt = 0
     is_off = False
     offload_room = 1_000
+    chunk_blocks = 1_000
 
     def __init__(
         self,

@@ -30,6 +30,7 @@ class MemoryTier:
     num_blocks = 1_000
     shared = None
     offload_room = 1_000
+    chunk_blocks = 1_000
     num_corrupt = 0
     is_off = False
 

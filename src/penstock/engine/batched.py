@@ -207,9 +207,14 @@ class BatchedEngine:
         return self._prefix_loads.find(block_hashes, num_before, peer)
 
     def load_runs(
-        self, runs: Sequence[KvRun], targets: Sequence[BlockId], peer: KvSource, done: Callable[[int], None]
+        self,
+        runs: Sequence[KvRun],
+        targets: Sequence[BlockId],
+        peer: KvSource,
+        done: Callable[[int], None],
+        on_arrived: Callable[[int], None] = lambda _num_blocks: None,
     ) -> KvLoad:
-        return self._prefix_loads.load(runs, targets, peer, done)
+        return self._prefix_loads.load(runs, targets, peer, done, on_arrived)
 
     def claim_partial_block(self, request_id: RequestId) -> BlockId | None:
         return self.scheduler.partial_blocks.claim(request_id)

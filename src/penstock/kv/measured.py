@@ -1,6 +1,7 @@
 """Speeds measured while serving, from which load and compute times are predicted."""
 
 import asyncio
+import math
 from collections.abc import Callable
 
 _WEIGHT = 0.2
@@ -22,6 +23,7 @@ class MeasuredSpeed:
         self._half_life_s = half_life_s
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._measured_at_s = 0.0
+        self._busy_until_s = -math.inf
 
     @property
     def is_known(self) -> bool:
@@ -35,6 +37,14 @@ class MeasuredSpeed:
             self._seconds = self._seconds * (1 - _WEIGHT) + seconds * _WEIGHT
             if self._half_life_s is not None:
                 self._measured_at_s = self._clock()
+
+    def measure_overlapping(self, units: float, begun_s: float, ended_s: float) -> None:
+        """Add work that other work may have overlapped: it took the time since that ended, where this is later than its own begin.
+
+        So what all of it took together counts once. To be called when each of them ends.
+        """
+        self.measure(units, max(ended_s - max(begun_s, self._busy_until_s), 0.0))
+        self._busy_until_s = max(self._busy_until_s, ended_s)
 
     def seconds(self, units: float) -> float:
         """Predict the time of so many units; 0 before the first measurement."""

@@ -126,7 +126,12 @@ class KvBlocks(Protocol):
         ...
 
     def load_runs(
-        self, runs: Sequence[KvRun], targets: Sequence[BlockId], peer: KvSource, done: Callable[[int], None]
+        self,
+        runs: Sequence[KvRun],
+        targets: Sequence[BlockId],
+        peer: KvSource,
+        done: Callable[[int], None],
+        on_arrived: Callable[[int], None] = lambda _num_blocks: None,
     ) -> KvLoad:
         """Load runs that `find_runs` returned into reserved blocks; another source brings what one fails to bring.
 
@@ -135,6 +140,8 @@ class KvBlocks(Protocol):
             targets: as many blocks, reserved until `done` is called. They are not published.
             peer: the other worker.
             done: called once, later, with the number of leading blocks that are complete; soon after `cancel` too.
+            on_arrived: called before that each time more leading blocks are complete, with their number so far: they may be
+                published at once.
         """
         ...
 

@@ -60,6 +60,11 @@ class KvSource(Protocol):
         """Blocks whose bytes did not match their checksum, since start; they are never served."""
         ...
 
+    @property
+    def chunk_blocks(self) -> int:
+        """Most blocks of one load, at least 1. Longer prefixes come by several loads in order, two at a time: enough for full speed."""
+        ...
+
     def locate(self, block_hashes: HashArray) -> int:
         """Count the leading blocks that it has.
 

@@ -91,6 +91,7 @@ class KvSourceSuite:
             stage.memory[:] = 0
             assert stage.source.locate(hashes) == 8
             assert not stage.source.is_off
+            assert stage.source.chunk_blocks >= 1
             assert await load_into(stage.source, hashes, range(47, 39, -1)) == 8
             np.testing.assert_array_equal(stage.memory[40:48], content[::-1])
             assert not stage.memory[:40].any()

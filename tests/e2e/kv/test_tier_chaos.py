@@ -85,7 +85,8 @@ class Worker:
         device = DeviceBlocks.of(memory, info.kv_layout, num_blocks=info.num_blocks)
         slots = SlotFile(self.path, DISK_SLOTS * 4096, BLOCK_BYTES, NAMESPACE, disk=self.disk, threads=2)
         host = HostTier(device, SLOTS, SIZE, part=self.host.part(self.number), namespace=NAMESPACE)
-        return [host, StoredTier(slots, Tier.DISK, device, DISK_SLOTS)]
+        host.chunk_blocks = 2
+        return [host, StoredTier(slots, Tier.DISK, device, DISK_SLOTS, chunk_bytes=3 * BLOCK_BYTES)]
 
     async def start(self):
         self.disk.be("well")

@@ -22,7 +22,7 @@ from penstock.kv.host.host_tier import HostTier
 from penstock.kv.host.memory import HostPart
 from penstock.kv.namespace import Namespace
 from penstock.kv.object.config import PacksConfig
-from penstock.kv.object.packs import ObjectPacks
+from penstock.kv.object.packs import READ_BYTES, ObjectPacks
 from penstock.kv.stored_tier import StoredTier
 from penstock.seams.kv import KvTier
 
@@ -174,7 +174,15 @@ def _object_tier(
     except TransferError as error:
         raise ConfigError(f"kv.object: {error}") from error
     holder = KvHolder(kind=Holder.FLEET, id=_store_id(config, namespace), blocks=num_blocks)
-    return StoredTier(store, Tier.OBJECT, device, num_blocks, config.offload_policy, shared=holder)
+    return StoredTier(
+        store,
+        Tier.OBJECT,
+        device,
+        num_blocks,
+        config.offload_policy,
+        shared=holder,
+        chunk_bytes=packs.requests * READ_BYTES,
+    )
 
 
 def _store_id(config: ObjectConfig, namespace: Namespace) -> str:

@@ -56,10 +56,10 @@ class Loading:
         return len(held)
 
     def take_arrived(self) -> tuple[list[int], int]:
-        """Count what was loaded as computed.
+        """Count what was loaded as computed, also of loads that go on.
 
         Returns:
-            the slots whose load has ended since the last call, and the tokens that their loads were to bring and did not.
+            the slots of which more was loaded since the last call, and the tokens that loads which have ended did not bring.
         """
         arrived: list[int] = []
         lacking = 0
@@ -67,16 +67,18 @@ class Loading:
             return arrived, lacking
         slot_of = {self._slots.request_ids[slot]: slot for slot in self._slots.running}
         table, size = self._slots.table, self._limits.block_size
-        for request_id, num_blocks in self._kv.take_arrived():
+        for request_id, num_blocks, is_over in self._kv.take_arrived():
             slot = slot_of[request_id]
-            expected = int(table.num_blocks[slot]) * size
             table.num_computed[slot] += num_blocks * size
+            arrived.append(slot)
+            if not is_over:
+                continue
+            expected = int(table.num_blocks[slot]) * size
             lacking += expected - int(table.num_computed[slot])
             sequence = self._slots.sequence(slot)
             if sequence.cached_tokens is not None:
                 sequence.cached_tokens = min(sequence.cached_tokens, int(table.num_computed[slot]))
             self._unstepped.add(slot)
-            arrived.append(slot)
         return arrived, lacking
 
     def leave(self, slot: int, *, offloads: bool) -> None:

@@ -333,7 +333,7 @@ class Scheduler:
         self._preemptions += 1
 
     def _publish_arrived(self) -> None:
-        """Publish blocks that were loaded from lower tiers, and let their requests compute the rest."""
+        """Publish blocks that were loaded from lower tiers, and let requests with all of theirs compute the rest."""
         slots, lacking = self._loading.take_arrived()
         if slots:
             self._admission.prefix_hit_tokens -= lacking

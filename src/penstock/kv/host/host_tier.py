@@ -27,6 +27,8 @@ from penstock.transfer.regions.ranges import Numbers
 
 _POLL_S = 0.1
 """How often a worker without requests looks at what the others of its host have told."""
+_CHUNK_BYTES = 32 << 20
+"""Of one load: 4 ms at 8 GB/s."""
 _EPOCH_SHIFT = 40
 _USE = BlockUse()
 _PRIVATE = Namespace(model_digest="", dtype="", layout="", block_size=0)
@@ -72,6 +74,7 @@ class HostTier:
         """
         self.num_blocks = num_blocks
         self.block_bytes = device.block_bytes
+        self.chunk_blocks = max(_CHUNK_BYTES // device.block_bytes, 1)
         self.num_corrupt = 0
         self._device = device
         self._number = 0 if part is None else part.number

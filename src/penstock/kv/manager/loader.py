@@ -1,12 +1,13 @@
 """The loader: brings a waiting request's prefix from KV tiers to the device while the batch runs.
 
-A load that fails, is late or meets a corrupt block brings fewer blocks; the request computes the others.
+Chunks are told as they arrive. A load that fails, is late or meets a corrupt block brings fewer; the request computes the others.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.wire import HashArray
@@ -24,11 +25,23 @@ class _Prefix:
 
     is_wanted: False once the request has left.
     load: None until it has begun.
+    told: blocks that `take_arrived` has returned.
+    is_over: whether all its loads have ended.
     """
 
     request_id: RequestId
     is_wanted: bool = True
     load: PrefixLoad | None = None
+    told: int = 0
+    is_over: bool = False
+
+
+class Arrival(NamedTuple):
+    """What has arrived of a request's prefix since it was last told: so many more leading blocks. No more come if it `is_over`."""
+
+    request_id: RequestId
+    num_blocks: int
+    is_over: bool
 
 
 class Loader:
@@ -46,6 +59,7 @@ class Loader:
         on_change: Callable[[], None],
         counters: Mapping[KvSource, TierCounters],
         clock: Clock,
+        by_chunk: bool = True,
     ) -> None:
         """Make a loader without loads.
 
@@ -56,6 +70,7 @@ class Loader:
             on_change: called when a prefix has arrived, or blocks were freed.
             counters: what loads are counted in.
             clock: times the loads.
+            by_chunk: whether chunks are told before all of a prefix has arrived.
         """
         self._pool = pool
         self._sources = sources
@@ -64,7 +79,9 @@ class Loader:
         self._counters = counters
         self._clock = clock
         self._wanted: dict[RequestId, _Prefix] = {}
-        self._ended: list[tuple[_Prefix, int]] = []
+        self._by_chunk = by_chunk
+        self._changed: dict[_Prefix, None] = {}
+        """Of which more has arrived than was told, or that are over."""
         self._held: Counter[BlockId] = Counter()
 
     def choose_runs(self, block_hashes: HashArray, hits: Sequence[BlockId], known_tokens: int) -> list[KvRun]:
@@ -106,6 +123,7 @@ class Loader:
             late_s=late_after_s(sum(run.source.load_s(run.num_blocks) for run in runs)),
             is_worth=self._is_sooner,
             on_late=partial(self._on_late, prefix),
+            on_arrived=partial(self._on_arrived, prefix),
             done=partial(self._on_done, prefix),
         )
         return list(targets)
@@ -117,16 +135,20 @@ class Loader:
     @property
     def has_arrived(self) -> bool:
         """Whether `take_arrived` may return requests."""
-        return any(prefix.is_wanted for prefix, _ in self._ended)
+        return any(prefix.is_wanted for prefix in self._changed)
 
-    def take_arrived(self) -> list[tuple[RequestId, int]]:
-        """Return the requests whose loads have ended since the last call, with the number of leading blocks that arrived."""
-        ended, self._ended = self._ended, []
+    def take_arrived(self) -> list[Arrival]:
+        """Return what has arrived since the last call; loads go on for requests whose arrival is not over."""
+        changed, self._changed = self._changed, {}
         arrived = []
-        for prefix, count in ended:
-            if prefix.is_wanted:
-                del self._wanted[prefix.request_id]
-                arrived.append((prefix.request_id, count))
+        for prefix in changed:
+            if prefix.is_wanted and prefix.load is not None:
+                if prefix.is_over:
+                    del self._wanted[prefix.request_id]
+                arrived.append(
+                    Arrival(prefix.request_id, prefix.load.arrived - prefix.told, is_over=prefix.is_over)
+                )
+                prefix.told = prefix.load.arrived
         return arrived
 
     def cancel(self, request_id: RequestId) -> None:
@@ -134,6 +156,7 @@ class Loader:
         prefix = self._wanted.pop(request_id, None)
         if prefix is not None:
             prefix.is_wanted = False
+            self._changed.pop(prefix, None)
             if prefix.load is not None:
                 prefix.load.cancel()
 
@@ -146,29 +169,35 @@ class Loader:
         for request_id in tuple(self._wanted):
             self.cancel(request_id)
 
-    def _is_sooner(self, source: KvSource, num_blocks: int, num_before: int) -> bool:
+    def _is_sooner(self, _source: KvSource, load_s: float, num_blocks: int, num_before: int) -> bool:
         """Say whether loading blocks is predicted to be sooner than computing them, or is not known to be later."""
         size = self._pool.block_size
         compute_s = self._compute_s(num_blocks * size, num_before * size)
-        return compute_s is None or source.load_s(num_blocks) < compute_s
+        return compute_s is None or load_s < compute_s
 
     def _on_late(self, prefix: _Prefix, source: KvSource) -> None:
         self._counters[source].late_loads += prefix.is_wanted
+
+    def _on_arrived(self, prefix: _Prefix, _load: PrefixLoad) -> None:
+        if prefix.is_wanted and self._by_chunk:
+            self._changed[prefix] = None
+            self._on_change()
 
     def _on_done(self, prefix: _Prefix, load: PrefixLoad) -> None:
         self._count(load, is_wanted=prefix.is_wanted)
         self._held.subtract(load.targets)
         self._held = +self._held
         self._pool.release(load.targets)
+        prefix.is_over = True
         if prefix.is_wanted:
-            self._ended.append((prefix, load.arrived))
+            self._changed[prefix] = None
         self._on_change()
 
     def _count(self, load: PrefixLoad, *, is_wanted: bool) -> None:
         """Count a prefix whose loads have all ended. What follows the first block that did not arrive is of no use."""
         waited_s = 0.0
         size = self._pool.block_size
-        for part in sorted(load.parts, key=lambda part: part.num_before):
+        for part in load.results():
             counters = self._counters[part.source]
             used = load.count_used(part)
             counters.loads += 1

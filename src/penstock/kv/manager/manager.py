@@ -32,6 +32,7 @@ class KvManager:
         *,
         compute_s: ComputeSeconds | None = None,
         clock: Clock | None = None,
+        by_chunk: bool = True,
     ) -> None:
         """Manage tiers, which it starts and `close` closes.
 
@@ -41,6 +42,7 @@ class KvManager:
             on_change: called when `take_arrived` may return more, or blocks were freed.
             compute_s: predicts how long the engine computes; None predicts it from `prefill`.
             clock: times the loads; None is the event loop's.
+            by_chunk: whether `take_arrived` tells of chunks, or of a whole prefix alone.
         """
         self.tiers = tuple(tiers)
         self.prefill = MeasuredSpeed()
@@ -63,6 +65,7 @@ class KvManager:
             on_change=self._changed,
             counters=self._counters,
             clock=clock,
+            by_chunk=by_chunk,
         )
         self._offloader = Offloader(pool, self.tiers, self._changed, self._counters, clock)
         for tier in self.tiers:

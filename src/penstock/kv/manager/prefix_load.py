@@ -1,11 +1,16 @@
 """Loads consecutive blocks of one prefix from whatever sources have them.
 
-Runs load side by side. What a source fails to bring, the next source that has it brings; the rest is the caller's to compute.
+Runs load side by side, each by chunks in prefix order. A chunk that has arrived is the caller's at once: what fails, is late or
+is cancelled later takes nothing back. What a source fails to bring, the next source that has it brings; the rest is the
+caller's to compute.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+
+import numpy as np
 
 from penstock.core.ids import BlockId
 from penstock.core.log import get_logger
@@ -13,11 +18,13 @@ from penstock.core.wire import HashArray
 from penstock.kv.manager.clock import Clock, Timer
 from penstock.seams.kv import KvLoad, KvRun, KvSource
 
-IsWorth = Callable[[KvSource, int, int], bool]
-"""Says whether loading so many blocks, after so many blocks of the prefix, from a source is sooner than computing them."""
+IsWorth = Callable[[KvSource, float, int, int], bool]
+"""Says whether loading blocks is sooner than computing them: (source, seconds to load them, number of blocks, blocks before them)."""
+_CHUNKS_AHEAD = 2
+"""Chunks of a run that load at the same time, so that the source is busy while one is published."""
 
 
-def _always(_source: KvSource, _num_blocks: int, _num_before: int) -> bool:
+def _always(_source: KvSource, _load_s: float, _num_blocks: int, _num_before: int) -> bool:
     return True
 
 
@@ -53,7 +60,7 @@ def _run_at(
     for source in sources:
         if best is None:
             found = source.locate(block_hashes[depth:])
-            if found and is_worth(source, found, depth):
+            if found and is_worth(source, source.load_s(found), found, depth):
                 best, num_blocks, best_s = source, found, source.load_s(found)
         elif 0 < source.load_s(num_blocks) < best_s and (found := source.locate(block_hashes[depth:])):
             found = min(found, num_blocks)
@@ -67,6 +74,7 @@ class Part:
 
     Attributes:
         source: the source.
+        run: index of the run that its blocks belong to.
         num_before: blocks of the prefix before its blocks.
         num_blocks: leading blocks that have arrived.
         seconds: how long it took.
@@ -74,19 +82,31 @@ class Part:
     """
 
     source: KvSource
+    run: int
     num_before: int
     num_blocks: int
     seconds: float
     waited_s: float
 
+    def joined(self, later: "Part") -> "Part":
+        """Join it with the part of the same source that follows it."""
+        waited_s = max(self.waited_s, later.waited_s)
+        begun_s = min(self.waited_s - self.seconds, later.waited_s - later.seconds)
+        count = self.num_blocks + later.num_blocks
+        return replace(self, num_blocks=count, seconds=waited_s - begun_s, waited_s=waited_s)
+
 
 @dataclass(slots=True, eq=False)
-class _Run:
-    """One run: blocks from `depth` to `end` of the prefix are missing; `failed` sources are not asked again.
+class _Chunk:
+    """A part of a run: blocks from `depth` to `end` of the prefix are missing; `failed` sources are not asked again.
 
-    is_needed: False once a block before this run is missing for good.
+    index: among all chunks of the prefix.
+    run: index of its run.
+    is_needed: False once a block before this chunk is missing for good.
     """
 
+    index: int
+    run: int
     depth: int
     end: int
     failed: set[KvSource] = field(default_factory=set)
@@ -101,7 +121,7 @@ class PrefixLoad:
         runs: as they were planned.
         targets: (n,) device blocks, one for each block of the runs.
         parts: what has ended so far.
-        arrived: leading blocks that are complete, once all has ended.
+        arrived: leading blocks that are complete; their targets are not written any more.
     """
 
     def __init__(
@@ -114,6 +134,7 @@ class PrefixLoad:
         late_s: float | None = None,
         is_worth: IsWorth = _always,
         on_late: Callable[[KvSource], None] = lambda _source: None,
+        on_arrived: Callable[["PrefixLoad"], None] = lambda _load: None,
         done: Callable[["PrefixLoad"], None],
     ) -> None:
         """Begin to load.
@@ -124,97 +145,157 @@ class PrefixLoad:
             sources: nearest first; they are asked for what a run's own source does not bring.
             clock: times the loads.
             late_s: seconds after which what has not arrived is given up; None: the caller cancels.
-            is_worth: whether another source is asked.
+            is_worth: whether another source is asked, and whether a run goes on after its first chunks.
             on_late: called with each source that has not ended after `late_s`.
+            on_arrived: called each time more leading blocks have arrived, and not all loads have ended.
             done: called once, later, after the last write to a target.
         """
         self.runs = tuple(runs)
         self.targets = list(targets)
         self.parts: list[Part] = []
         self.arrived = 0
-        self._asked: dict[_Run, tuple[KvSource, int, float]] = {}
-        """By run, while it loads: from where, how many blocks, and since when."""
+        self._start = runs[0].num_before
+        self._hashes = np.concatenate([run.block_hashes for run in runs])
+        self._asked: dict[_Chunk, tuple[KvSource, int, float]] = {}
+        """By chunk, while it loads: from where, how many blocks, and since when."""
         self._sources = sources
         self._clock = clock
         self._is_worth = is_worth
         self._on_late_source = on_late
+        self._on_arrived = on_arrived
         self._done = done
         self._begun_s = clock.time()
         self._is_stopped = self._is_over = False
         self._timer: Timer | None = None
-        self._loading = [_Run(run.num_before, run.num_before + run.num_blocks) for run in runs]
-        for state, run in zip(self._loading, runs, strict=True):
-            self._begin(state, run.source, run.block_hashes)
+        self._chunks = list(_split(runs))
+        self._first = 0
+        """The first chunk that is not complete."""
+        self._unbegun = [deque[_Chunk]() for _ in runs]
+        for chunk in self._chunks:
+            self._unbegun[chunk.run].append(chunk)
+        for unbegun, run in zip(self._unbegun, runs, strict=True):
+            for chunk in [unbegun.popleft() for _ in range(min(_CHUNKS_AHEAD, len(unbegun)))]:
+                self._begin(chunk, run.source, self._missing(chunk))
         if late_s is not None:
             self._timer = clock.call_later(late_s, self._on_late)
 
     def cancel(self, *, is_late: bool = False) -> None:
         """Ask all loads to end; `done` is still called. No error if they have ended."""
         self._is_stopped = True
-        for run in self._loading:
-            if run.load is not None:
-                run.load.cancel(is_late=is_late)
+        blamed: set[KvSource] = set()
+        for chunk, (source, _, _) in list(self._asked.items()):
+            if chunk.load is not None:
+                chunk.load.cancel(is_late=is_late and source not in blamed)
+                blamed.add(source)
+
+    def results(self) -> list[Part]:
+        """Return what has ended so far in prefix order, the chunks that a source brought of one run as one part."""
+        results: list[Part] = []
+        for part in sorted(self.parts, key=lambda part: part.num_before):
+            if results and (results[-1].source, results[-1].run) == (part.source, part.run):
+                results[-1] = results[-1].joined(part)
+            else:
+                results.append(part)
+        return results
 
     def count_used(self, part: Part) -> int:
         """Count the blocks of an ended load that are of use: none after the prefix's first missing block."""
-        end = self.runs[0].num_before + self.arrived
-        return max(0, min(part.num_blocks, end - part.num_before))
+        return max(0, min(part.num_blocks, self._start + self.arrived - part.num_before))
 
-    def _begin(self, run: _Run, source: KvSource, block_hashes: HashArray) -> None:
-        start = run.depth - self.runs[0].num_before
+    def _missing(self, chunk: _Chunk) -> HashArray:
+        return self._hashes[chunk.depth - self._start : chunk.end - self._start]
+
+    def _begin(self, chunk: _Chunk, source: KvSource, block_hashes: HashArray) -> None:
+        start = chunk.depth - self._start
         targets = self.targets[start : start + len(block_hashes)]
-        self._asked[run] = source, len(block_hashes), self._clock.time()
+        self._asked[chunk] = source, len(block_hashes), self._clock.time()
         try:
-            run.load = source.load(block_hashes, targets, partial(self._on_done, run))
+            chunk.load = source.load(block_hashes, targets, partial(self._on_done, chunk))
         except Exception:  # noqa: BLE001 - a source that cannot begin brings nothing; its targets must come free all the same
             get_logger().exception("kv_load_failed", effect="other sources are asked, or blocks are computed")
-            self._clock.call_later(0, partial(self._on_done, run, 0))
+            self._clock.call_later(0, partial(self._on_done, chunk, 0))
 
-    def _on_done(self, run: _Run, count: int) -> None:
-        source, asked, begun_s = self._asked.pop(run)
+    def _on_done(self, chunk: _Chunk, count: int) -> None:
+        source, asked, begun_s = self._asked.pop(chunk)
         now_s = self._clock.time()
-        self.parts.append(Part(source, run.depth, count, now_s - begun_s, now_s - self._begun_s))
-        run.load = None
-        run.depth += count
+        waited_s = now_s - self._begun_s
+        self.parts.append(Part(source, chunk.run, chunk.depth, count, now_s - begun_s, waited_s))
+        chunk.load = None
+        chunk.depth += count
         if count < asked:
-            run.failed.add(source)
-        if run.depth < run.end:
-            if run.is_needed and not self._is_stopped:
-                self._ask_another(run)
-            if run.load is None:
-                self._drop_after(run)
-        if not self._asked and not self._is_over:
+            chunk.failed.add(source)
+        if chunk.depth < chunk.end:
+            self._ask(chunk, self._sources)
+        if self._unbegun[chunk.run] and chunk not in self._asked:
+            self._go_on(chunk.run)
+        has_more = self._advance()
+        if self._is_over:
+            return
+        if not self._asked:
             self._end()
+        elif has_more:
+            self._on_arrived(self)
 
-    def _ask_another(self, run: _Run) -> None:
-        planned = self.runs[self._loading.index(run)]
-        missing = planned.block_hashes[run.depth - planned.num_before :]
-        for source in self._sources:
-            if source in run.failed:
-                continue
-            found = source.locate(missing)
-            if found and self._is_worth(source, found, run.depth):
-                self._begin(run, source, missing[:found])
+    def _go_on(self, run: int) -> None:
+        """Begin the next chunk of a run, unless the rest of the run is computed sooner by now."""
+        chunk, planned = self._unbegun[run].popleft(), self.runs[run]
+        source, rest = planned.source, planned.num_before + planned.num_blocks - chunk.depth
+        load_s = source.load_s(rest) - source.load_s(0)  # chunks under way come in any case
+        if self._is_worth(source, load_s, rest, chunk.depth):
+            self._ask(chunk, [source, *self._sources])
+        else:
+            self._drop(chunk)
+
+    def _ask(self, chunk: _Chunk, sources: Sequence[KvSource]) -> None:
+        """Load what a chunk lacks from the first source that has it, or give up what comes from there on."""
+        missing = self._missing(chunk)
+        planned = self.runs[chunk.run].source
+        for source in sources if chunk.is_needed and not self._is_stopped else ():
+            found = 0 if source in chunk.failed else source.locate(missing)
+            if found and (
+                source is planned or self._is_worth(source, source.load_s(found), found, chunk.depth)
+            ):
+                self._begin(chunk, source, missing[:found])
                 return
+        self._drop(chunk)
 
-    def _drop_after(self, run: _Run) -> None:
-        """Cancel the runs after one that has ended without all its blocks: they are of no use."""
-        for later in self._loading[self._loading.index(run) + 1 :]:
+    def _drop(self, chunk: _Chunk) -> None:
+        """Cancel the chunks after one that will not be complete: they are of no use."""
+        for later in self._chunks[chunk.index + 1 :]:
             later.is_needed = False
             if later.load is not None:
                 later.load.cancel()
+        for unbegun in self._unbegun[chunk.run :]:
+            unbegun.clear()
+
+    def _advance(self) -> bool:
+        """Count the leading blocks that have arrived; return whether these are more than before."""
+        before = self.arrived
+        while self._first < len(self._chunks):
+            chunk = self._chunks[self._first]
+            self.arrived = chunk.depth - self._start
+            if chunk.depth < chunk.end:
+                break
+            self._first += 1
+        return self.arrived > before
 
     def _end(self) -> None:
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
-        for run in self._loading:
-            self.arrived = run.depth - self.runs[0].num_before
-            if run.depth < run.end:
-                break
         self._done(self)
 
     def _on_late(self) -> None:
-        for source, _, _ in self._asked.values():
+        for source in dict.fromkeys(source for source, _, _ in self._asked.values()):
             self._on_late_source(source)
         self.cancel(is_late=True)
+
+
+def _split(runs: Sequence[KvRun]) -> Iterator[_Chunk]:
+    """Split runs into chunks of the size that their sources prefer."""
+    index = 0
+    for number, run in enumerate(runs):
+        end = run.num_before + run.num_blocks
+        for depth in range(run.num_before, end, run.source.chunk_blocks):
+            yield _Chunk(index, number, depth, min(depth + run.source.chunk_blocks, end))
+            index += 1

@@ -54,7 +54,12 @@ class PrefixLoads:
         return find_runs(self._sources(peer), block_hashes, num_before, partial(self._is_worth, peer))
 
     def load(
-        self, runs: Sequence[KvRun], targets: Sequence[BlockId], peer: KvSource, done: Callable[[int], None]
+        self,
+        runs: Sequence[KvRun],
+        targets: Sequence[BlockId],
+        peer: KvSource,
+        done: Callable[[int], None],
+        on_arrived: Callable[[int], None] = lambda _num_blocks: None,
     ) -> KvLoad:
         """Load runs that `find` returned.
 
@@ -63,6 +68,7 @@ class PrefixLoads:
             targets: a device block for each block, reserved until `done` is called.
             peer: the other worker.
             done: called once, later, with the leading blocks that are complete.
+            on_arrived: called before that each time more leading blocks are complete, with their number so far.
         """
 
         def on_done(load: PrefixLoad) -> None:
@@ -75,20 +81,23 @@ class PrefixLoads:
             self._sources(peer),
             clock=self._clock,
             is_worth=partial(self._is_worth, peer),
+            on_arrived=lambda load: on_arrived(load.arrived),
             done=on_done,
         )
 
     def _sources(self, peer: KvSource) -> list[KvSource]:
         return [*self._near, peer, *self._far]
 
-    def _is_worth(self, peer: KvSource, source: KvSource, num_blocks: int, num_before: int) -> bool:
+    def _is_worth(
+        self, peer: KvSource, source: KvSource, load_s: float, num_blocks: int, num_before: int
+    ) -> bool:
         if source is peer:
             return True
         compute_s = self._compute_s(num_blocks * self._block_size, num_before * self._block_size)
-        return compute_s is None or source.load_s(num_blocks) < compute_s
+        return compute_s is None or load_s < compute_s
 
     def _count(self, load: PrefixLoad) -> None:
-        for part in load.parts:
+        for part in load.results():
             counters = self._counters.get(part.source)
             if counters is not None:
                 used = load.count_used(part)

@@ -35,7 +35,7 @@ _CLOSE_S = 2.0
 _FIRST_AGAIN_S = 1.0
 """A first list that fails is tried again after this, then after twice as long, up to `refresh_s`."""
 _THREADS = 2  # copy and verify
-_READ_BYTES = 8 << 20  # of blocks, by one request
+READ_BYTES = 8 << 20  # of blocks, by one request
 
 
 @dataclass(slots=True, eq=False)
@@ -351,8 +351,8 @@ class ObjectPacks:
         return copies
 
     def _runs(self, entries: list[Entry]) -> list[list[int]]:
-        """Group the blocks of a load by request: neighbours in one pack, at most `_READ_BYTES`."""
-        size = max(_READ_BYTES // self.block_bytes, 1)
+        """Group the blocks of a load by request: neighbours in one pack, at most `READ_BYTES`."""
+        size = max(READ_BYTES // self.block_bytes, 1)
         runs: list[list[int]] = []
         for step, entry in enumerate(entries):
             before = entries[step - 1]

@@ -177,9 +177,14 @@ class JumpEngine:
         return self._prefix_loads.find(block_hashes, num_before, peer)
 
     def load_runs(
-        self, runs: Sequence[KvRun], targets: Sequence[BlockId], peer: KvSource, done: Callable[[int], None]
+        self,
+        runs: Sequence[KvRun],
+        targets: Sequence[BlockId],
+        peer: KvSource,
+        done: Callable[[int], None],
+        on_arrived: Callable[[int], None] = lambda _num_blocks: None,
     ) -> KvLoad:
-        return self._prefix_loads.load(runs, targets, peer, done)
+        return self._prefix_loads.load(runs, targets, peer, done, on_arrived)
 
     async def close(self) -> None:
         self._closed = True

@@ -80,7 +80,7 @@ class _Tiers:
         self._kv.offload(unpack_hashes(hashes).reshape(-1, 2))
 
     def take_arrived(self) -> list[int]:
-        return [int(number) for number, _ in self._kv.take_arrived()]
+        return [int(arrival.request_id) for arrival in self._kv.take_arrived()]
 
 
 class JumpScheduler:

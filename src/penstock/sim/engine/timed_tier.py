@@ -91,6 +91,11 @@ class TimedTier(KvTier):
         return self.pool.num_cached
 
     @property
+    def chunk_blocks(self) -> int:
+        """All blocks: nothing ends a load early, so that chunks would cost events alone."""
+        return self.num_blocks
+
+    @property
     def offload_room(self) -> int:
         """All blocks: offloads take no time."""
         return self.num_blocks
@@ -191,7 +196,8 @@ def timed_kv_manager(
 ) -> KvManager | None:
     """Make the KV manager of a simulated engine; None without lower tiers.
 
-    Its loads are never late: they take the predicted time, or longer while the host is stopped.
+    Its loads are never late: they take the predicted time, or longer while the host is stopped. Each is told as a whole, which is
+    all that the native scheduler knows.
 
     Args:
         pool: the device's blocks.
@@ -209,4 +215,5 @@ def timed_kv_manager(
         on_change,
         compute_s=lambda new, cached: pace.factor * latency.prefill_s(new, cached),
         clock=_NeverLate(),
+        by_chunk=False,
     )

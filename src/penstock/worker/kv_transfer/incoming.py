@@ -269,7 +269,7 @@ class IncomingTransfers:
         if len(self._speeds) >= _SPEEDS_MAX:
             del self._speeds[next(iter(self._speeds))]
         self._speeds[prefill_worker] = speed
-        return PeerSource(hashes, self._reader, speed)
+        return PeerSource(hashes, self._reader, speed, block_bytes=self._info.kv_bytes_per_block)
 
     async def _fetch(self, one: Incoming, request: Request, handle: KvHandle, submit: Submit) -> None:
         """Wait until a request's transfer is over, and submit the request."""
@@ -364,7 +364,7 @@ class IncomingTransfers:
         return self._reservations.try_hold(hashes)
 
     async def _load(self, one: Incoming, held: HeldBlocks) -> None:
-        """Load and publish the blocks that a tier or the peer has, and that were not loaded before."""
+        """Load the blocks that a tier or the peer has, and that were not loaded before; publish each chunk as it arrives."""
         (here, reserved), peer = held, one.peer
         start, size = len(here) + one.num_read, len(here) + len(reserved)
         if start >= size:
@@ -378,31 +378,43 @@ class IncomingTransfers:
         num_targets = sum(run.num_blocks for run in runs)
         is_early, arrived = not peer.growth.is_whole, start
         before, corrupt = peer.num_loaded, peer.num_corrupt
+
+        def publish(count: int) -> None:
+            first, end = len(here) + one.num_read, min(start + count, size)
+            targets = reserved[one.num_read : end - len(here)]
+            if targets:
+                parent = int(names[first - 1, 0]) if first else None
+                self._engine.publish(targets, names[first:end], parent)
+                one.num_read += len(targets)
+                self.early_blocks += len(targets) if is_early else 0
+
+        targets = [*reserved[one.num_read :], *tail][:num_targets]
         try:
             if runs:
-                arrived += await self._wait_for(runs, [*reserved[one.num_read :], *tail][:num_targets], peer)
+                arrived += await self._wait_for(runs, targets, peer, publish)
         except BaseException:
             self._engine.unpin(tail)
             raise
+        publish(arrived - start)
         if arrived <= size:
             self._engine.unpin(tail)
         else:
             one.tail, arrived = tail, size
-        targets = reserved[one.num_read : arrived - len(here)]
-        if targets:
-            parent = int(names[start - 1, 0]) if start else None
-            self._engine.publish(targets, names[start:arrived], parent)
-        one.num_read += len(targets)
         self.fetched_blocks += peer.num_loaded - before
         self.corrupt += peer.num_corrupt - corrupt
-        self.early_blocks += len(targets) if is_early else 0
         if peer.error is not None and (arrived < size or not peer.growth.is_whole):
             raise peer.error
 
-    async def _wait_for(self, runs: Sequence[KvRun], targets: list[BlockId], peer: PeerSource) -> int:
+    async def _wait_for(
+        self,
+        runs: Sequence[KvRun],
+        targets: list[BlockId],
+        peer: PeerSource,
+        on_arrived: Callable[[int], None],
+    ) -> int:
         """Load runs; returns the leading blocks that arrived. A cancellation waits until nothing is written any more."""
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        load = self._engine.load_runs(runs, targets, peer, done.set_result)
+        load = self._engine.load_runs(runs, targets, peer, done.set_result, on_arrived)
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:

@@ -16,6 +16,8 @@ from penstock.worker.kv_transfer.reader import Growth, Origin, Reader
 
 _log = get_logger()
 _HASH_BYTES = 16
+_CHUNK_BYTES = 16 << 20
+"""Of one read: 13 ms over a network of 10 Gbit/s. Each is confirmed by the prefill worker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +35,7 @@ class PeerSource:
     """The blocks of one prompt that a prefill worker pins, as it names them. One event loop owns it.
 
     A load reads blocks one-sided, verifies them, and has the prefill worker confirm that they were pinned all the time. It
-    brings all blocks or none. After a failed load the source has no blocks any more.
+    brings all of its blocks or none. After a failed load the source has no blocks any more.
 
     Attributes:
         hashes: (n, 2) uint64 of the prompt's full blocks.
@@ -45,14 +47,18 @@ class PeerSource:
         num_corrupt: loads with bytes that did not match their checksum.
     """
 
-    def __init__(self, hashes: HashArray, reader: Reader, speed: MeasuredSpeed) -> None:
+    def __init__(
+        self, hashes: HashArray, reader: Reader, speed: MeasuredSpeed, *, block_bytes: int = 0
+    ) -> None:
         """Make a source without blocks.
 
         Args:
             hashes: (n, 2) uint64 of the prompt's full blocks.
             reader: reads the blocks.
             speed: seconds per block read from this prefill worker.
+            block_bytes: of one block; 0 where engines keep no memory for KV.
         """
+        self.chunk_blocks = max(_CHUNK_BYTES // max(block_bytes, 1), 1)
         self.hashes = hashes
         self.tail_hash = unpack_hashes(secrets.token_bytes(_HASH_BYTES)).reshape(1, 2)
         self.growth = Growth(len(hashes))
@@ -126,4 +132,4 @@ class PeerSource:
             _log.exception("kv_read_failed", prefill_worker=self.origin.worker_id)
             self.error = EngineError(f"{type(error).__name__}: {error}; see the log")
         else:
-            self._speed.measure(len(targets), loop.time() - begun_s)
+            self._speed.measure_overlapping(len(targets), begun_s, loop.time())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import ConfigError
+from penstock.core.hashing import block_hashes
 from penstock.core.types.events import BlockStored, Tier
 from penstock.core.types.requests import FinishReason
 from penstock.engine.kv_tiers import KvConfig, TierSize, tier_maker
@@ -177,6 +178,73 @@ def test_a_late_load_is_given_up_and_computed(monkeypatch):
             assert probe.engine.kv.counts[0].late_loads == 1
 
     run_async(main())
+
+
+def loading_by_chunks(tier):
+    """A probe whose tier keeps the 7 full blocks of prompt 0 that the device lacks."""
+    tier.chunk_blocks = 2
+    return EngineProbe(held(tier, blocks=64))
+
+
+async def forget_on_device(probe, tier):
+    first = await answered(probe, "first", prompt(0))
+    offloaded(tier)
+    probe.engine.pool.reset()
+    return first
+
+
+def test_chunks_are_published_as_they_arrive_and_an_abort_keeps_them():
+    async def main():
+        tier = HeldTier()
+        async with loading_by_chunks(tier) as probe:
+            await forget_on_device(probe, tier)
+            probe.submit(make_request("again", prompt(0), max_tokens=2))
+            scheduler, pool = probe.engine.scheduler, probe.engine.pool
+            assert scheduler.plan() is None
+            tier.loads[0].end()
+            assert scheduler.plan() is None, "it goes on waiting"
+            assert pool.num_cached == 2, "others may use what has come"
+            probe.submit(make_request("other", prompt(0, 11), max_tokens=2))
+            while probe.answers["other"].finish_reason is None:
+                await probe.step()
+            assert probe.answers["other"].cached_tokens == 8
+            tier.loads[1].end()
+            scheduler.plan()
+            probe.abort("again")
+            for load in tier.loads[2:]:
+                assert load.is_cancelled
+                load.end(0)
+            scheduler.check()
+            assert len(pool.match(block_hashes(prompt(0), SIZE))) == 4
+
+    run_async(main())
+
+
+def test_a_deadline_or_a_corrupt_block_keeps_the_chunks_before_it(monkeypatch):
+    monkeypatch.setattr("penstock.kv.manager.worth._LATE_MARGIN_S", 0.05)
+
+    async def main(is_late):
+        tier = HeldTier()
+        async with loading_by_chunks(tier) as probe:
+            first = await forget_on_device(probe, tier)
+            task = asyncio.create_task(answered(probe, "again", prompt(0)))
+            await until(lambda: tier.loads)
+            tier.loads[0].end()
+            if is_late:
+                await until(lambda: tier.loads[2].is_cancelled)
+            tier.loads[1].end(0 if is_late else 1)
+            tier.loads[2].end(0)
+            again = await task
+            assert again.token_ids == first.token_ids
+            assert again.cached_tokens == (8 if is_late else 12)
+            (counts,) = probe.engine.kv.counts
+            assert (counts.loads, counts.loaded_blocks, counts.missing_blocks) == (
+                (1, 2, 5) if is_late else (1, 3, 4)
+            )
+            probe.engine.scheduler.check()
+
+    run_async(main(is_late=True))
+    run_async(main(is_late=False))
 
 
 def test_loading_that_takes_longer_than_computing_is_left():

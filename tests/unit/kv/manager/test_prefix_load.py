@@ -25,7 +25,7 @@ class Loading:
     """A load of all that `sources` have, into targets 100 and on."""
 
     def __init__(self, *sources, late_s=None, is_worth=lambda *_: True):
-        self.clock, self.ended, self.late = ManualClock(), [], []
+        self.clock, self.ended, self.late, self.arrived = ManualClock(), [], [], []
         runs = find_runs(sources, HASHES, 0)
         self.load = PrefixLoad(
             runs,
@@ -35,6 +35,7 @@ class Loading:
             late_s=late_s,
             is_worth=is_worth,
             on_late=self.late.append,
+            on_arrived=lambda load: self.arrived.append(load.arrived),
             done=lambda load: self.ended.append(load.arrived),
         )
 
@@ -85,7 +86,7 @@ def test_a_source_that_is_not_worth_it_is_not_asked():
     loading = Loading(near, far, is_worth=lambda *about: asked.append(about))
     near.loads[0].end(1)
     assert loading.ended == [1]
-    assert asked == [(far, 3, 1)]
+    assert asked == [(far, 0.0, 3, 1)]
 
 
 def test_runs_after_a_missing_block_are_cancelled_and_waited_for():
@@ -124,7 +125,9 @@ def test_a_cancelled_load_ends_when_its_sources_have_ended():
 
 def test_a_source_that_is_not_worth_it_is_passed_over():
     near, far = keeping(0, 1, 2, 3), keeping(0, 1)
-    runs = find_runs([near, far], HASHES, 0, lambda source, num_blocks, _: source is far or num_blocks < 3)
+    runs = find_runs(
+        [near, far], HASHES, 0, lambda source, _load_s, num_blocks, _: source is far or num_blocks < 3
+    )
     assert [(run.source, run.num_before, run.num_blocks) for run in runs] == [(far, 0, 2), (near, 2, 2)]
 
 
@@ -147,3 +150,114 @@ def test_a_load_whose_sources_all_cannot_begin_ends():
     loading.load.cancel()
     loading.clock.advance(0)
     assert loading.ended == [0]
+
+
+def in_chunks(*blocks, chunk_blocks=2, seconds_per_block=0.0):
+    tier = keeping(*blocks, seconds_per_block=seconds_per_block)
+    tier.chunk_blocks = chunk_blocks
+    return tier
+
+
+def targets_of(tier):
+    return [load.targets for load in tier.loads]
+
+
+def test_a_run_loads_by_chunks_in_order_two_at_a_time_and_each_is_told():
+    tier = in_chunks(*range(7))
+    loading = Loading(tier)
+    assert targets_of(tier) == [[100, 101], [102, 103]]
+    tier.loads[0].end()
+    assert (loading.load.arrived, loading.arrived) == (2, [2])
+    assert targets_of(tier)[2:] == [[104, 105]]
+    tier.loads[2].end()
+    assert loading.arrived == [2], "chunk 1 is missing before it"
+    tier.loads[1].end()
+    assert loading.arrived == [2, 6]
+    assert targets_of(tier)[3:] == [[106]]
+    tier.loads[3].end()
+    assert (loading.ended, loading.arrived) == ([7], [2, 6]), "the end tells the last one"
+    assert [(part.num_before, part.num_blocks) for part in loading.load.results()] == [(0, 7)]
+
+
+def test_the_time_of_chunks_side_by_side_counts_once():
+    tier = in_chunks(*range(6))
+    loading = Loading(tier)
+    for number, at_s in enumerate((0.2, 0.3, 0.5)):
+        loading.clock.advance(at_s - loading.clock.time())
+        tier.loads[number].end()
+    (part,) = loading.load.results()
+    assert (round(part.seconds, 9), round(part.waited_s, 9)) == (0.5, 0.5)
+
+
+def test_a_late_or_cancelled_load_keeps_the_chunks_that_came():
+    for late_s in (0.5, None):
+        tier = in_chunks(*range(10))
+        loading = Loading(tier, late_s=late_s)
+        tier.loads[0].end()
+        tier.loads[1].end()
+        if late_s is None:
+            loading.load.cancel()
+        else:
+            loading.clock.advance(0.6)
+        assert [load.is_cancelled for load in tier.loads[2:]] == [True, True]
+        assert [load.is_late for load in tier.loads[2:]] == [late_s is not None, False], "blamed once"
+        assert loading.late == ([] if late_s is None else [tier])
+        tier.loads[2].end(0)
+        tier.loads[3].end(0)
+        assert loading.ended == [4]
+        assert len(tier.loads) == 4, "no more were begun"
+
+
+def test_what_a_chunk_lacks_comes_from_the_next_source_and_the_run_goes_on():
+    near, far = in_chunks(*range(6)), in_chunks(*range(6))
+    loading = Loading(near, far)
+    near.loads[0].end(1)
+    assert targets_of(far) == [[101]]
+    near.loads[1].end()
+    far.loads[0].end()
+    assert loading.load.arrived == 4
+    assert targets_of(near)[2:] == [[104, 105]]
+    near.loads[2].end()
+    assert loading.ended == [6]
+
+
+def test_a_chunk_that_nobody_brings_ends_the_prefix_and_later_chunks_are_not_begun():
+    tier = in_chunks(*range(10))
+    loading = Loading(tier)
+    tier.loads[0].end(1)
+    assert tier.loads[1].is_cancelled
+    tier.loads[1].end()
+    assert (loading.ended, len(tier.loads)) == ([1], 2)
+
+
+def test_a_source_that_is_gone_in_the_middle_is_followed_by_the_next_one():
+    near, far = in_chunks(*range(6)), in_chunks(*range(6))
+    loading = Loading(near, far)
+    near.keys.clear()
+    near.loads[0].end()
+    near.loads[1].end()
+    assert targets_of(far) == [[104, 105]]
+    far.loads[0].end()
+    assert loading.ended == [6]
+
+
+def test_a_run_ends_early_once_the_rest_is_computed_sooner():
+    tier = in_chunks(*range(8), seconds_per_block=0.1)
+    loading = Loading(tier, is_worth=lambda _source, load_s, num_blocks, _before: load_s < 0.2 * num_blocks)
+    tier.loads[0].end()
+    assert len(tier.loads) == 3, "20 ms a block are worth it"
+    tier.seconds_per_block = 0.3
+    tier.loads[1].end()
+    tier.loads[2].end()
+    assert (loading.ended, len(tier.loads)) == ([6], 3)
+
+
+def test_runs_of_several_sources_load_their_chunks_side_by_side():
+    near, far = in_chunks(0, 1, 2), in_chunks(*range(3, 8))
+    loading = Loading(near, far)
+    assert (targets_of(near), targets_of(far)) == ([[100, 101], [102]], [[103, 104], [105, 106]])
+    far.loads[0].end()
+    assert (loading.load.arrived, len(far.loads)) == (0, 3)
+    near.loads[0].end()
+    near.loads[1].end()
+    assert loading.load.arrived == 5
