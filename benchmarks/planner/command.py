@@ -1,24 +1,58 @@
 """`python -m benchmarks planner`: its options, run and report."""
 
 import argparse
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.planner.case import Case
+from benchmarks.planner.case import DISAGGREGATED, Case
 from benchmarks.planner.comparison import HELD, Found, compare
+from benchmarks.planner.planned import ROLES, WITHOUT_FLIPS
+from benchmarks.planner.world.fleets import SLOS
 from benchmarks.runner import Cache, Runner, default_jobs
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
-from penstock.sim.workload.trace import read_trace
+from penstock.planner.estimate.slo import Slo
 
-_STEADY_PER_S = 80.0
+_HOUR_S = 3600.0
+_ROLES = ("planner-disaggregated", WITHOUT_FLIPS, "planner-switching", "planner")
+MADE = (
+    Case("diurnal_70b_start60", "diurnal", "70b", 24.0, 60.0, span_s=12 * _HOUR_S),
+    Case("diurnal_70b_start300", "diurnal", "70b", 24.0, 300.0, span_s=12 * _HOUR_S),
+    Case("steady_8b_start60", "steady", "8b", 60.0, 60.0, span_s=3 * _HOUR_S),
+    Case(
+        "growing_8b_start60",
+        "growing",
+        "8b",
+        16.0,
+        60.0,
+        span_s=6 * _HOUR_S,
+        roles=DISAGGREGATED,
+        planners=_ROLES,
+    ),
+    Case(
+        "alternating_8b_start300",
+        "alternating",
+        "8b",
+        30.0,
+        300.0,
+        span_s=3 * _HOUR_S,
+        roles=DISAGGREGATED,
+        planners=_ROLES,
+    ),
+)
+"""The cases that need no trace."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="a trace in Azure's or Mooncake's format; left out without"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="run this trace in Azure's or Mooncake's format; without it, the days that are made from a seed",
     )
     parser.add_argument(
         "--copies",
@@ -29,10 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        choices=("8b", "70b"),
+        choices=tuple(SLOS),
         default="8b",
         help="the model that serves the trace (default %(default)s)",
     )
+    parser.add_argument("--slo-ttft", type=float, metavar="S", help="target of TTFT (default: the model's)")
+    parser.add_argument("--slo-itl", type=float, metavar="S", help="target of ITL (default: the model's)")
     parser.add_argument(
         "--cases", metavar="NAMES", help="only these cases, with commas between (default: all)"
     )
@@ -57,37 +93,42 @@ def run(options: argparse.Namespace) -> Report:
     found = []
     with Runner(options.jobs, Cache(options.state)) as runner:
         for case in cases:
-            found.append(compare(case, runner, options.examples, ["planner"]))
+            found.append(compare(case, runner, options.examples))
             _print(found[-1])
     return _report(found, options)
 
 
 def _check(options: argparse.Namespace) -> None:
-    if not options.copies > 0:
-        raise ConfigError(f"--copies: must be above 0, got {options.copies:g}")
+    for name in ("copies", "slo_ttft", "slo_itl"):
+        value = getattr(options, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"--{name.replace('_', '-')}: must be a finite number above 0, got {value:g}")
     if options.jobs < 1:
         raise ConfigError(f"--jobs: must be >= 1, got {options.jobs}")
-    if options.trace is not None:
-        read_trace(options.trace)
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
     if options.quick:
         return [Case("steady", "steady", "8b", 20.0, 60.0, span_s=600.0)]
-    cases = []
+    cases: Sequence[Case] = MADE
     if options.trace is not None:
         model = options.model
-        cases += [
-            Case(f"trace_{model}_start{start_s}", "trace", model, options.copies, start_s, options.trace)
+        slo = SLOS[model]
+        slo = Slo(ttft_s=options.slo_ttft or slo.ttft_s, itl_s=options.slo_itl or slo.itl_s)
+        cases = [
+            Case(
+                f"trace_{model}_start{start_s}",
+                "trace",
+                model,
+                options.copies,
+                start_s,
+                options.trace,
+                slo=slo,
+            )
             for start_s in (60, 300)
         ]
-    cases += [
-        Case("diurnal_70b_start60", "diurnal", "70b", 24.0, 60.0),
-        Case("diurnal_70b_start300", "diurnal", "70b", 24.0, 300.0),
-        Case("steady_8b_start60", "steady", "8b", _STEADY_PER_S, 60.0, span_s=7200.0),
-    ]
     if options.cases is None:
-        return cases
+        return list(cases)
     names = options.cases.split(",")
     known = {case.name: case for case in cases}
     for name in names:
@@ -104,7 +145,7 @@ def _print(found: Found) -> None:
     for name, own in found.chosen.items():
         table.add_row(
             name,
-            f"{own['setting']:g}",
+            "+".join(f"{value:g}" for value in found.settings[name]),
             f"{own['attainment']:.2%}",
             f"{own['gpu_hours']:.1f}",
             f"{own['gpu_hours'] / whole:.0%}",
@@ -120,11 +161,12 @@ def _report(found: list[Found], options: argparse.Namespace) -> Report:
     failed = 0.0
     for each in found:
         figures |= each.figures()
+        samples |= each.timelines()
         for name, tried in each.tried.items():
             for setting, own in sorted(tried, key=lambda one: one[0]):
-                place = f"{each.case.name} {name} {setting:g}"
+                place = " ".join([each.case.name, name, *(f"{value:g}" for value in setting)])
                 samples[place] = [own["attainment"], own["gpu_hours"], own["changes_per_hour"]]
-                failed += own["failed"] if name == "planner" else 0
+                failed += own["failed"] if name in ROLES else 0
     return Report(
         name="planner",
         config={
@@ -134,9 +176,13 @@ def _report(found: list[Found], options: argparse.Namespace) -> Report:
             "held": HELD,
             "cases": {each.case.name: each.case.key for each in found},
             "settings": {
-                each.case.name: {name: own["setting"] for name, own in each.chosen.items()} for each in found
+                each.case.name: {name: list(setting) for name, setting in each.settings.items()}
+                for each in found
             },
-            "samples": "attainment, GPU-hours, changes of direction an hour",
+            "slo": {each.case.name: [each.case.targets.ttft_s, each.case.targets.itl_s] for each in found},
+            "span_s": {each.case.name: each.case.workload().span_s for each in found},
+            "requests": {each.case.name: each.case.workload().requests for each in found},
+            "samples": "attainment, GPU-hours, changes of direction an hour; `over time`: one value a bin",
         },
         figures=figures,
         samples=samples,

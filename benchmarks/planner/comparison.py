@@ -1,25 +1,35 @@
 """All strategies on one case; each baseline with the setting that holds the SLO for the fewest GPU-hours."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.planner.case import Case, Play, open_at_capacity, workers_at_mean, workers_at_peak
-from benchmarks.planner.world.fleets import find_model
+from benchmarks.planner.case import TIMELINE, Case, Play
+from benchmarks.planner.planned import WITHOUT_FLIPS
+from benchmarks.planner.strategies import workers_at_mean, workers_at_peak
 from benchmarks.runner.cache import Figures
 from benchmarks.runner.runner import Runner
 from penstock.core.errors import ConfigError
+from penstock.core.types.instances import Role
 
 HELD = 0.99
 """Share of requests within both targets that a strategy has to reach."""
 PEAK_HELD = 0.995
-_PEAKS_MAX = 12
+_PEAKS_MAX = 24
+_AUTOSCALER = (1.4, 1.0, 0.7, 0.5, 0.35, 0.25)
+"""Open requests per worker over those at capacity. All are run: what a setting holds does not grow with what it costs."""
 _SETTINGS = {
-    "autoscaler": (0.35, 0.5, 0.7, 0.9, 1.2),
-    "interpolation": (1.0, 1.2, 1.4, 1.7),
-    "oracle": (0.9, 1.0, 1.1, 1.25),
+    "interpolation": (0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0),
+    "oracle": (0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 2.0),
 }
-"""By strategy: open requests per worker over those at capacity, or the known or last rate times this."""
+"""By strategy, the cheapest first: the known or last rate times this."""
+_PERCENTILES = (97.0, 98.0, 99.0, 99.5, 99.8, 99.9)
+"""What the planner without flips aims at, for as much as it attains with them."""
+_SAME = 0.0005
+"""Shares within both targets are the same up to this."""
+Setting = tuple[float, ...]
+Tried = list[tuple[Setting, Figures]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +38,12 @@ class Found:
 
     case: Case
     chosen: dict[str, Figures] = field(default_factory=dict)
-    tried: dict[str, list[tuple[float, Figures]]] = field(default_factory=dict)
+    settings: dict[str, Setting] = field(default_factory=dict)
+    tried: dict[str, Tried] = field(default_factory=dict)
+
+    def choose(self, name: str, setting: Setting, own: Figures) -> None:
+        self.settings[name] = setting
+        self.chosen[name] = {key: value for key, value in own.items() if not key.startswith(TIMELINE)}
 
     def figures(self) -> dict[str, float]:
         """Name the figures by case and strategy."""
@@ -36,70 +51,129 @@ class Found:
         for strategy, own in self.chosen.items():
             place = f"{self.case.name}_{strategy.replace('-', '_')}"
             found |= {
-                f"{place}_attainment": own["attainment"],
-                f"{place}_gpu_hours": own["gpu_hours"],
-                f"{place}_changes_per_hour": own["changes_per_hour"],
-                f"{place}_failed": own["failed"],
+                f"{place}_{name}": own[name]
+                for name in ("attainment", "gpu_hours", "changes_per_hour", "failed", "flips", "cached_share")
             }
-        planner = self.chosen["planner"]
-        for other in ("static-peak", "autoscaler", "interpolation", "oracle"):
-            name = f"{self.case.name}_gpu_hours_over_{other.replace('-', '_')}"
-            found[name] = planner["gpu_hours"] / self.chosen[other]["gpu_hours"]
+        planner = self.chosen[self.case.planners[0]]
+        for other, own in self.chosen.items():
+            if other != self.case.planners[0]:
+                name = f"{self.case.name}_gpu_hours_over_{other.replace('-', '_')}"
+                found[name] = planner["gpu_hours"] / own["gpu_hours"]
+        return found
+
+    def timelines(self) -> dict[str, list[float]]:
+        """Name what was over time, by case, strategy and series, of the planner's strategies and the oracle."""
+        found: dict[str, list[float]] = {}
+        for strategy in (*self.case.planners, "oracle"):
+            of = dict(self.tried[strategy])[self.settings[strategy]]
+            for name in sorted(of):
+                if name.startswith(TIMELINE):
+                    series = name.removeprefix(TIMELINE).rsplit(" ", 1)[0]
+                    found.setdefault(f"{self.case.name} {strategy} over time {series}", []).append(of[name])
         return found
 
 
-def compare(case: Case, runner: Runner, examples: Path, strategies: Iterable[str]) -> Found:
+def compare(case: Case, runner: Runner, examples: Path) -> Found:
     """Run every strategy.
 
     Raises:
         ConfigError: a file cannot be read, or no number of static workers holds the SLO.
     """
-    model, load = find_model(case.model, examples), case.workload()
+    model, load = case.make_model(examples), case.workload()
     found = Found(case)
-    peak, own = _static_peak(case, runner, examples, workers_at_peak(load, model))
-    found.chosen["static-peak"] = own | {"setting": peak}
-    crowd = open_at_capacity(load, model)
-    mean = workers_at_mean(load, model)
+    peak, own = _static_peak(case, runner, examples, workers_at_peak(load, model, case.roles))
+    found.choose("static-peak", peak, own)
+    mean = tuple(float(count) for count in workers_at_mean(load, model, case.roles).values())
     jobs = [Play(case, "static", mean, examples)]
-    jobs += [Play(case, strategy, 0.0, examples) for strategy in strategies]
-    for name, settings in _SETTINGS.items():
-        unit = crowd if name == "autoscaler" else 1.0
-        jobs += [Play(case, name, round(unit * setting, 3), examples) for setting in settings]
+    jobs += [Play(case, name, (), examples) for name in case.planners if name != WITHOUT_FLIPS]
+    jobs += [Play(case, "autoscaler", (setting,), examples) for setting in _AUTOSCALER]
     for job, figures in runner.run_many(jobs):
         name = "static-mean" if job.strategy == "static" else job.strategy
         found.tried.setdefault(name, []).append((job.setting, figures))
     for name, tried in found.tried.items():
-        setting, own = best(tried)
-        found.chosen[name] = own | {"setting": setting}
+        found.choose(name, *best(tried))
+    _search(found, dict.fromkeys(_SETTINGS, HELD), _SETTINGS, runner, examples)
+    if WITHOUT_FLIPS in case.planners:
+        as_much = found.chosen["planner-disaggregated"]["attainment"] - _SAME
+        _search(found, {WITHOUT_FLIPS: as_much}, {WITHOUT_FLIPS: _PERCENTILES}, runner, examples)
     return found
 
 
-def best(tried: list[tuple[float, Figures]]) -> tuple[float, Figures]:
+def _search(
+    found: Found,
+    held: dict[str, float],
+    settings: dict[str, tuple[float, ...]],
+    runner: Runner,
+    examples: Path,
+) -> None:
+    """Find the cheapest setting of each strategy that holds its share, by bisection, and try one between it and the next cheaper."""
+    bounds = {name: (0, len(settings[name])) for name in held}
+    while any(low < high for low, high in bounds.values()):
+        jobs = [
+            Play(found.case, name, (settings[name][(low + high) // 2],), examples)
+            for name, (low, high) in bounds.items()
+            if low < high
+        ]
+        for job, figures in runner.run_many(jobs):
+            name, (low, high) = job.strategy, bounds[job.strategy]
+            middle = (low + high) // 2
+            found.tried.setdefault(name, []).append((job.setting, figures))
+            bounds[name] = (low, middle) if figures["attainment"] >= held[name] else (middle + 1, high)
+    between = [
+        Play(found.case, name, (round(math.sqrt(own[at - 1] * own[at]), 4),), examples)
+        for name, (at, _) in bounds.items()
+        if 0 < at < len(own := settings[name])
+    ]
+    for job, figures in runner.run_many(between):
+        found.tried[job.strategy].append((job.setting, figures))
+    for name, share in held.items():
+        setting, figures = best(found.tried[name], share)
+        found.choose(name, setting, figures)
+
+
+def best(tried: Tried, held: float = HELD) -> tuple[Setting, Figures]:
     """Give the fewest GPU-hours of those that hold the SLO, else the one that comes nearest to it."""
-    return min(tried, key=lambda one: _rank(one[1]))
+
+    def rank(one: tuple[Setting, Figures]) -> tuple[bool, float]:
+        figures = one[1]
+        is_held = figures["attainment"] >= held
+        return not is_held, figures["gpu_hours"] if is_held else -figures["attainment"]
+
+    return min(tried, key=rank)
 
 
-def _rank(figures: Figures) -> tuple[bool, float]:
-    held = figures["attainment"] >= HELD
-    return not held, figures["gpu_hours"] if held else -figures["attainment"]
+def _static_peak(
+    case: Case, runner: Runner, examples: Path, guess: dict[Role, int]
+) -> tuple[Setting, Figures]:
+    """Find the fewest static workers that hold the SLO for 99.5 % of the requests; of several roles, none can be left out."""
+    known: dict[Setting, Figures] = {}
 
+    def figures(counts: Sequence[float]) -> Figures:
+        key = tuple(counts)
+        if key not in known:
+            known[key] = runner.run(Play(case, "static", key, examples))
+        return known[key]
 
-def _static_peak(case: Case, runner: Runner, examples: Path, guess: int) -> tuple[int, Figures]:
-    """Find the fewest static workers that hold the SLO for 99.5 % of the requests."""
-    known: dict[int, Figures] = {}
+    def holds(counts: Sequence[float]) -> bool:
+        return figures(counts)["attainment"] >= PEAK_HELD
 
-    def holds(workers: int) -> bool:
-        known[workers] = runner.run(Play(case, "static", workers, examples))
-        return known[workers]["attainment"] >= PEAK_HELD
-
-    count = guess
-    while not holds(count):
-        count += 1
-        if count > guess + _PEAKS_MAX:
-            raise ConfigError(
-                f"{case.name}: {count} workers hold the SLO for {known[count - 1]['attainment']:.1%} of the requests,"
-                f" expected {PEAK_HELD:.1%}; its latency targets are out of reach"
-            )
-    while count > 1 and (count - 1) not in known and holds(count - 1):
-        count -= 1
-    return count, known[count]
+    counts = [float(count) for count in guess.values()]
+    for _ in range(_PEAKS_MAX):
+        if holds(counts):
+            break
+        own = figures(counts)
+        # The first of two roles is prefill.
+        counts[0 if len(counts) == 1 or own["ttft_share"] < own["itl_share"] else 1] += 1
+    else:
+        raise ConfigError(
+            f"{case.name}: {sum(counts):.0f} workers hold the SLO for {figures(counts)['attainment']:.1%} of the"
+            f" requests, expected {PEAK_HELD:.1%}; its latency targets are out of reach"
+        )
+    fewer = True
+    while fewer:
+        fewer = False
+        for at, count in enumerate(counts):
+            less = [*counts[:at], count - 1, *counts[at + 1 :]]
+            if count > 1 and holds(less):
+                counts, fewer = less, True
+    return tuple(counts), figures(counts)

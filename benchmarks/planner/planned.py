@@ -6,12 +6,15 @@ from benchmarks.planner.world.cluster import Cluster
 from benchmarks.planner.world.fleets import Model
 from penstock.core.types.instances import Role
 from penstock.planner.config import PlannerConfig
+from penstock.planner.estimate.slo import Slo
 from penstock.planner.explain.record import DecisionRecord
 from penstock.planner.planner import Planner
 
+WITHOUT_FLIPS = "planner-without-flips"
 ROLES = {
     "planner": (Role.AGGREGATED,),
     "planner-disaggregated": (Role.PREFILL, Role.DECODE),
+    WITHOUT_FLIPS: (Role.PREFILL, Role.DECODE),
     "planner-switching": (Role.AGGREGATED, Role.PREFILL, Role.DECODE),
 }
 """By strategy: the roles that the planner may use."""
@@ -19,28 +22,25 @@ ROLES = {
 
 @dataclass
 class Planned:
-    """The planner with its defaults, on the roles of `kind`."""
+    """The planner with its defaults, on some roles.
+
+    percentile: share of requests, in percent, that it aims to serve within the targets; None is the model's
+    """
 
     model: Model
-    kind: str
+    roles: tuple[Role, ...] = (Role.AGGREGATED,)
+    percentile: float | None = None
     workers_max: int = 40
     records: list[DecisionRecord] = field(default_factory=list)
 
-    def replicas(self, workers: int) -> dict[Role, int]:
-        """Give the workers in the beginning, of `workers` aggregated ones."""
-        roles = ROLES[self.kind]
-        if Role.AGGREGATED in roles:
-            return dict.fromkeys(roles, 0) | {Role.AGGREGATED: workers}
-        half = max(1, workers // 2)
-        return {Role.PREFILL: half, Role.DECODE: max(1, workers - half)}
-
     async def run(self, cluster: Cluster) -> None:
+        slo = self.model.slo
         planner = Planner(
             cluster.connector,
             cluster.observe,
             config=PlannerConfig(max_workers=self.workers_max),
-            slo=self.model.slo,
-            capacities=[self.model.capacity(role) for role in ROLES[self.kind]],
+            slo=Slo(ttft_s=slo.ttft_s, itl_s=slo.itl_s, percentile=self.percentile or slo.percentile),
+            capacities=[self.model.capacity(role) for role in self.roles],
             on_record=self._keep,
         )
         await planner.run()

@@ -94,11 +94,12 @@ def steady(rate_per_s: float, span_s: float, *, seed: int) -> Workload:
     return _made("steady", rate_per_s, span_s, np.ones_like, seed)
 
 
-def diurnal(peak_per_s: float, *, seed: int, span_s: float = _DAY_S, bursts: int = 6) -> Workload:
-    """Make a day from 0.1 to 0.5 of the peak, with bursts of five times the day's minimum on its slope.
+def diurnal(peak_per_s: float, *, seed: int, span_s: float = _DAY_S) -> Workload:
+    """Make a day from 0.1 to 0.5 of the peak with six bursts, or a shorter one with steeper slopes and fewer bursts.
 
     A burst multiplies the rate of its time by five for ten minutes, after a rise of two minutes; its product is at most the peak.
     """
+    bursts = max(1, round(6 * span_s / _DAY_S))
     random = np.random.default_rng(seed)
     begins_s = np.sort(random.uniform(0.02, 0.97, bursts)) * span_s
 
@@ -121,6 +122,22 @@ def growing(peak_per_s: float, *, seed: int, span_s: float = _DAY_S) -> Workload
     growth = 1 + 7 * (made.at_s / span_s)
     inputs = np.clip(made.input_tokens * growth, 1, 32_000).astype(int)
     return Workload(made.name, made.at_s, inputs, made.output_tokens, span_s)
+
+
+def alternating(
+    peak_per_s: float, *, seed: int, span_s: float = _DAY_S, period_s: float = 3600.0
+) -> Workload:
+    """Make one rate of two kinds of requests whose shares swing between 5 and 95 %.
+
+    Documents have about 4,000 tokens and short answers; chats have about 400 and answers of about 700.
+    """
+    made = _made("alternating", peak_per_s, span_s, np.ones_like, seed)
+    random = np.random.default_rng([seed, 3])
+    share = 0.5 + 0.45 * np.sin(2 * math.pi * made.at_s / period_s)
+    is_document = random.random(made.requests) < share
+    inputs = np.where(is_document, made.input_tokens * 4, made.input_tokens // 2)
+    outputs = np.where(is_document, made.output_tokens // 3, made.output_tokens * 4)
+    return replace(made, input_tokens=np.clip(inputs, 16, 32_000), output_tokens=np.clip(outputs, 1, 4_000))
 
 
 def _made(name: str, peak_per_s: float, span_s: float, curve: Curve, seed: int) -> Workload:

@@ -10,6 +10,7 @@ from benchmarks.planner.workload import Workload
 from benchmarks.planner.world.engine import Engine, Prompt
 from benchmarks.planner.world.step_times import GridTimes
 from benchmarks.planner.world.tally import Tally
+from penstock.core.errors import RequestError
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import Replica, ReplicaState
 from penstock.planner.act.memory_connector import MemoryConnector
@@ -23,6 +24,8 @@ _WINDOW_TICKS = 2
 _CROWD_S = 0.001
 """Between workers with equal waits, each open request counts so much."""
 _AFTER_S = 900.0
+_KEPT_S = 70.0
+"""No strategy looks further back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +50,18 @@ class Fleet:
 class Cluster:
     """Engines behind a `MemoryConnector`. One task runs it; event-loop time is its clock.
 
-    history: each tick: GPUs of all workers, and workers of each role that do not drain
+    can_flip: whether workers may change roles
+    history:  each tick: GPUs of all workers, and workers of each role that do not drain
     """
 
     fleet: Fleet
     workload: Workload
     replicas: dict[Role, int]
     start_s: float
+    can_flip: bool = True
     tally: Tally = field(init=False)
     connector: MemoryConnector = field(init=False)
-    stream: ObservationStream = field(default_factory=ObservationStream)
+    stream: ObservationStream = field(default_factory=lambda: ObservationStream(kept_s=_KEPT_S))
     gpu_s: float = 0.0
     flips: int = 0
     history: list[tuple[float, int, dict[Role, int]]] = field(default_factory=list)
@@ -67,7 +72,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.tally = Tally(self.workload.requests)
-        self.connector = MemoryConnector(
+        self.connector = (MemoryConnector if self.can_flip else _WithoutFlips)(
             self.replicas,
             workers_max=self.fleet.workers_max,
             changes=TimedChanges(starts_s=self.start_s, drains_s=None, flips_s=0.1),
@@ -223,3 +228,11 @@ class Cluster:
             ready_s=now_s,
             now_s=now_s,
         )
+
+
+class _WithoutFlips(MemoryConnector):
+    """Workers that keep the role that they started in."""
+
+    async def flip(self, name: str, role: Role, *, by: str, revision: int | None = None) -> None:
+        del by, revision
+        raise RequestError(f"{name} keeps its role, and does not become {role}", http_status=409)

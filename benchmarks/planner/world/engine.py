@@ -8,7 +8,7 @@ from benchmarks.planner.world.prefix_cache import PrefixCache
 from benchmarks.planner.world.step_times import GridTimes
 from benchmarks.planner.world.tally import Tally
 from penstock.core.types.instances import Role
-from penstock.runtime.observations.windows import Digest, WorkerWindow, bucket_of
+from penstock.runtime.observations.windows import Digest, WorkerWindow
 from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS
 
 _CHUNKS_MAX = 16
@@ -71,6 +71,8 @@ class Engine:
     """Heap: step at which the stream ends, its number, the time of its first token."""
     held_back: deque[tuple[Prompt, float]] = field(default_factory=deque)
     """Streams of other workers' prompts that find no room, and their first tokens."""
+    open: int = 0
+    """Requests that wait or run."""
     step: int = 0
     context: int = 0
     held: int = 0
@@ -86,17 +88,13 @@ class Engine:
     steps_s: float = 0.0
     _running: list[Prompt] = field(default_factory=list)
 
-    @property
-    def open(self) -> int:
-        """Requests that wait or run."""
-        return len(self.waiting) + len(self._running) + len(self.streams) + len(self.held_back)
-
     def put(self, prompt: Prompt, at_s: float) -> None:
         """Take a request at `at_s`."""
         self.advance(at_s)
         prompt.cached = prompt.done = self.cache.cached_tokens(prompt.ids, prompt.tokens)
         self.cache.use(prompt.ids[: prompt.cached // PREFIX_BLOCK_TOKENS])
         self.waiting.append(prompt)
+        self.open += 1
         self.queued_tokens += prompt.tokens - prompt.cached
         self.free_s = max(self.free_s, at_s) + self.prompt_s(prompt.tokens, prompt.cached)
 
@@ -109,6 +107,7 @@ class Engine:
         self.advance(at_s)
         prompt.is_moved, prompt.ids = False, ()
         self.held_back.append((prompt, first_s))
+        self.open += 1
         self._take()
 
     def advance(self, until_s: float) -> None:
@@ -193,6 +192,7 @@ class Engine:
                 self.held -= prompt.kv_tokens
                 self.cache.use(prompt.ids)
                 if prompt.is_moved:
+                    self.open -= 1
                     self.moved.append((self.now_s, prompt))
                 else:
                     self._begin(prompt, self.now_s)
@@ -215,7 +215,7 @@ class Engine:
         self.generated += steps * batch
         self.steps += steps
         self.steps_s += steps * step_s
-        bucket = bucket_of(step_s)
+        bucket = self.times.bucket(step_s)
         self.step_buckets[bucket] = self.step_buckets.get(bucket, 0) + steps
         streams = self.streams
         if not streams or streams[0][0] > self.step:
@@ -225,7 +225,7 @@ class Engine:
             self.context -= prompt.tokens + prompt.output
             self.held -= prompt.kv_tokens
             self.cached_held -= prompt.reusable
-            self.tally.finish(prompt.number, prompt.output, prompt.cached, first_s, self.now_s)
+            self._finish(prompt, first_s)
         if self.held_back:
             self._take()
 
@@ -244,9 +244,13 @@ class Engine:
     def _begin(self, prompt: Prompt, first_s: float) -> None:
         """Decode a request after its first token."""
         if prompt.output <= 1:
-            self.tally.finish(prompt.number, prompt.output, prompt.cached, first_s, self.now_s)
+            self._finish(prompt, first_s)
             return
         self.held += prompt.kv_tokens
         self.cached_held += prompt.reusable
         self.context += prompt.tokens + 1
         heapq.heappush(self.streams, (self.step + prompt.output - 1, prompt.number, first_s, prompt))
+
+    def _finish(self, prompt: Prompt, first_s: float) -> None:
+        self.open -= 1
+        self.tally.finish(prompt.number, prompt.output, prompt.cached, first_s, self.now_s)

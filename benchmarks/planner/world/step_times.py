@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.planner.decide.worker_model import StepTimes
+from penstock.runtime.observations.windows import bucket_of
 
 _TOKENS, _CACHED, _BATCH, _CONTEXT = 32, 1024, 2, 4096
 
@@ -15,6 +16,14 @@ class GridTimes:
     steps: StepTimes
     _mixed: dict[tuple[int, int, int, int, int], float] = field(default_factory=dict)
     _decode: dict[tuple[int, int], float] = field(default_factory=dict)
+    _buckets: dict[float, int] = field(default_factory=dict)
+
+    def bucket(self, step_s: float) -> int:
+        """Give the digest's bucket of a step time of the grid."""
+        found = self._buckets.get(step_s)
+        if found is None:
+            found = self._buckets[step_s] = bucket_of(step_s)
+        return found
 
     @property
     def kv_capacity_tokens(self) -> int:

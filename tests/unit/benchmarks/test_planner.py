@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 from benchmarks.planner.baselines import Autoscaler, Interpolation, Oracle, Static
-from benchmarks.planner.case import Case, workers_at_mean, workers_at_peak
-from benchmarks.planner.comparison import best
+from benchmarks.planner.case import Case, Play
+from benchmarks.planner.comparison import best, compare
 from benchmarks.planner.exact import against_exact
 from benchmarks.planner.experiment import play
 from benchmarks.planner.planned import Planned
-from benchmarks.planner.workload import Workload, diurnal, from_trace, growing, steady
+from benchmarks.planner.strategies import workers_at_mean, workers_at_peak
+from benchmarks.planner.timeline import timeline
+from benchmarks.planner.workload import Workload, alternating, diurnal, from_trace, growing, steady
 from benchmarks.planner.world.fleets import find_model
 from benchmarks.planner.world.prefix_cache import PrefixCache
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.instances import Role
 
 MODEL = find_model("8b", Path(__file__).parents[3] / "examples")
@@ -129,10 +131,10 @@ def test_gpu_hours_count_workers_that_start_and_drain():
 @pytest.mark.parametrize(
     "strategy",
     [
-        Autoscaler(target=25.0, stabilised_s=30.0),
-        Interpolation(MODEL.capacity(Role.AGGREGATED), MODEL.slo, 1.3, period_s=15.0),
-        Oracle(np.array([1, 1, 3, 3, 3, 3, 1, 1])),
-        Planned(MODEL, "planner"),
+        Autoscaler({Role.AGGREGATED: 25.0}, stabilised_s=30.0),
+        Interpolation((MODEL.capacity(Role.AGGREGATED),), MODEL.slo, 1.3, period_s=15.0),
+        Oracle({Role.AGGREGATED: np.array([1, 1, 3, 3, 3, 3, 1, 1])}),
+        Planned(MODEL),
     ],
     ids=["autoscaler", "interpolation", "oracle", "planner"],
 )
@@ -143,9 +145,115 @@ def test_strategies_follow_a_step(strategy):
     assert found.failed == 0
 
 
+class Flipper:
+    """Gives a prefill worker the role decode; what becomes of it is in `refused`."""
+
+    refused = ""
+
+    async def run(self, cluster):
+        await asyncio.sleep(5)
+        try:
+            await cluster.connector.flip("prefill-1", Role.DECODE, by="test")
+        except RequestError as error:
+            self.refused = error.message
+
+
+@pytest.mark.parametrize("can_flip", [True, False])
+def test_a_case_without_flips_refuses_them(can_flip):
+    strategy = Flipper()
+    found = play(
+        strategy,
+        steady(10.0, 60.0, seed=1),
+        MODEL.fleet,
+        MODEL.slo,
+        replicas={Role.PREFILL: 2, Role.DECODE: 1},
+        start_s=10.0,
+        can_flip=can_flip,
+    )
+    assert found.flips == can_flip
+    assert bool(strategy.refused) != can_flip
+    assert found.failed == 0
+
+
+class Toggle:
+    """Moves a worker from one role to the other and back, so that their sum stays."""
+
+    async def run(self, cluster):
+        for role in (Role.DECODE, Role.PREFILL, Role.DECODE, Role.PREFILL):
+            await asyncio.sleep(10)
+            await cluster.connector.flip("prefill-1", role, by="test")
+
+
+def test_changes_of_direction_are_those_of_the_busiest_role():
+    found = run(Toggle(), steady(10.0, 60.0, seed=1), {Role.PREFILL: 2, Role.DECODE: 1})
+    assert found.changes == 3
+
+
+def test_a_timeline_has_the_worst_minutes_and_the_most_workers():
+    at_s = np.arange(0, 12_000, 10.0)
+    load = Workload("even", at_s, np.full(1200, 100), np.full(1200, 10), 12_000.0)
+    is_good = at_s >= 60
+    history = [
+        (0.5, 2, {Role.PREFILL: 1, Role.DECODE: 1}),
+        (400.0, 3, {Role.PREFILL: 2, Role.DECODE: 1}),
+        (500.0, 2, {Role.DECODE: 2}),
+    ]
+    found = timeline(load, is_good, history)
+    assert {len(values) for values in found.values()} == {40}
+    assert found["attainment"][:2] == [0.0, 1.0]
+    assert found["workers_prefill"][:3] == [1.0, 2.0, 0.0]
+    assert found["workers_decode"][:3] == [1.0, 2.0, 2.0]
+    assert found["requests_per_s"][0] == 0.1
+    assert found["input_tokens_per_s"][0] == 10.0
+
+
+def test_static_and_starting_workers_are_of_the_roles():
+    case = Case("roles", "steady", "8b", 10.0, 30.0, span_s=60.0, roles=(Role.PREFILL, Role.DECODE))
+    examples = Path(__file__).parents[3] / "examples"
+    still = Play(case, "static", (1.0, 2.0), examples)
+    assert still()["gpu_hours"] == pytest.approx(3 * 60 / 3600)
+    assert still.key == replace(still, case=replace(case, start_s=60.0)).key
+    switching = Play(case, "planner-switching", (), examples)
+    assert switching.key != replace(switching, case=replace(case, start_s=60.0)).key
+    figures = switching()
+    assert figures["timeline workers_aggregated 0000"] >= 1
+
+
+def made_figures(attainment, gpu_hours):
+    names = ("ttft_share", "itl_share", "failed", "flips", "changes_per_hour", "cached_share")
+    return dict.fromkeys(names, 0.0) | {"attainment": attainment, "gpu_hours": gpu_hours}
+
+
+class MadeRunner:
+    """Makes figures of jobs up: a strategy holds more with a larger setting, and costs more."""
+
+    def __init__(self):
+        self.jobs = []
+
+    def run(self, job):
+        return dict(self.run_many([job]))[job]
+
+    def run_many(self, jobs):
+        for job in jobs:
+            self.jobs.append(job)
+            setting = sum(job.setting)
+            limit = {"static": 4.0, "oracle": 1.05, "interpolation": 9.0}.get(job.strategy, 0.0)
+            yield job, made_figures(0.998 if setting >= limit else 0.5 + setting / 100, setting)
+
+
+def test_the_cheapest_setting_that_holds_is_found():
+    runner = MadeRunner()
+    case = Case("made", "steady", "8b", 10.0, 30.0, span_s=600.0)
+    found = compare(case, runner, Path(__file__).parents[3] / "examples")
+    assert found.settings["static-peak"] == (4.0,)
+    (oracle,) = found.settings["oracle"]
+    assert 1.05 <= oracle <= 1.1
+    assert found.settings["interpolation"] == (3.0,)  # none holds: the one that comes nearest
+
+
 def test_the_oracle_keeps_the_slo_with_fewer_gpu_hours_than_the_peak():
     load = stepped()
-    oracle = run(Oracle(np.array([1, 1, 4, 4, 4, 4, 1, 1])), load, {Role.AGGREGATED: 1})
+    oracle = run(Oracle({Role.AGGREGATED: np.array([1, 1, 4, 4, 4, 4, 1, 1])}), load, {Role.AGGREGATED: 1})
     peak = run(Static(), load, {Role.AGGREGATED: 4})
     assert oracle.attainment > 0.98
     assert oracle.gpu_hours < 0.9 * peak.gpu_hours
@@ -153,12 +261,12 @@ def test_the_oracle_keeps_the_slo_with_fewer_gpu_hours_than_the_peak():
 
 def test_the_best_setting_holds_the_slo_for_the_fewest_gpu_hours():
     tried = [
-        (1.0, {"attainment": 0.9, "gpu_hours": 1.0}),
-        (1.2, {"attainment": 0.992, "gpu_hours": 2.0}),
-        (1.4, {"attainment": 0.999, "gpu_hours": 3.0}),
+        ((1.0,), {"attainment": 0.9, "gpu_hours": 1.0}),
+        ((1.2,), {"attainment": 0.992, "gpu_hours": 2.0}),
+        ((1.4,), {"attainment": 0.999, "gpu_hours": 3.0}),
     ]
-    assert best(tried)[0] == 1.2
-    assert best(tried[:1])[0] == 1.0
+    assert best(tried)[0] == (1.2,)
+    assert best(tried[:1])[0] == (1.0,)
 
 
 class TestWorkload:
@@ -204,10 +312,18 @@ class TestWorkload:
         middle = load.requests // 2
         assert load.input_tokens[middle:].mean() > 2 * load.input_tokens[:middle].mean()
 
+    def test_documents_and_chats_alternate(self):
+        load = alternating(20.0, seed=1, span_s=3600.0)
+        documents = load.input_tokens[load.at_s < 1800].mean(), load.output_tokens[load.at_s < 1800].mean()
+        chats = load.input_tokens[load.at_s >= 1800].mean(), load.output_tokens[load.at_s >= 1800].mean()
+        assert documents[0] > 1.8 * chats[0]
+        assert chats[1] > 1.8 * documents[1]
+
     def test_equal_seeds_make_equal_requests(self):
         one, other = (steady(10.0, 100.0, seed=4).at_s for _ in range(2))
         assert (one == other).all()
 
     def test_the_peak_needs_more_workers_than_the_mean(self):
         load = Case("diurnal", "diurnal", "8b", 100.0, 60.0, span_s=3600.0).workload()
-        assert workers_at_peak(load, MODEL) > 1.5 * workers_at_mean(load, MODEL)
+        peak, mean = (guess(load, MODEL, [Role.AGGREGATED]) for guess in (workers_at_peak, workers_at_mean))
+        assert peak[Role.AGGREGATED] > 1.5 * mean[Role.AGGREGATED]
