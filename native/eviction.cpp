@@ -80,7 +80,7 @@ Eviction::Meta& Eviction::meta(BlockId id) {
 void Eviction::commit(BlockId id, Hash hash, std::int32_t depth) {
     Meta& block = meta(id);
     block = Meta{};
-    block.last = num_evicted_;
+    block.last = now_;
     block.depth = depth;
     block.rank = kDefaultRank;
     enter(block, ghosts_ ? ghosts_->take(hash) : std::nullopt);
@@ -95,7 +95,7 @@ void Eviction::enter(Meta& block, const std::optional<Ghosts::Ghost>& ghost) {
             block.uses = ghost->uses;
             block.last = ghost->last;
             block.watched = ghost->watched;
-            block.unused = num_evicted_ - ghost->last;
+            block.unused = now_ - ghost->last;
         }
     } else if (kind_ == PolicyKind::kArc || kind_ == PolicyKind::kS3Fifo) {
         if (ghost && kind_ == PolicyKind::kArc) {
@@ -144,7 +144,7 @@ void Eviction::use(BlockId id, const BlockUse& use) {
             ++block.uses;
             block.unused = 0;
             block.watched = 0;
-            block.last = num_evicted_;
+            block.last = now_;
             block.order = ++order_;
             block.key = static_cast<double>(block.order);
             block.segment = static_cast<std::uint16_t>(
@@ -172,19 +172,19 @@ void Eviction::use(BlockId id, const BlockUse& use) {
 
 void Eviction::hold(BlockId id) {
     Meta& block = metas_[at(id)];
-    block.unused = num_evicted_ - block.last;
+    block.unused = now_ - block.last;
 }
 
 void Eviction::evicted(BlockId id, Hash hash) {
     Meta& block = metas_[at(id)];
-    ++num_evicted_;
+    ++now_;
     block.until_s = kForever;
     if (kind_ == PolicyKind::kSeconds) {
         if (block.uses > 0) {
-            const std::size_t watched = reuse_->add(block.segment, block.watched, num_evicted_ - block.last, false);
+            const std::size_t watched = reuse_->add(block.segment, block.watched, now_ - block.last, false);
             const auto octaves = static_cast<std::uint8_t>(watched);
             if (const auto dropped = ghosts_->put({hash, block.last, block.uses, block.segment, octaves, true})) {
-                reuse_->add(dropped->segment, dropped->watched, num_evicted_ - dropped->last, false);
+                reuse_->add(dropped->segment, dropped->watched, now_ - dropped->last, false);
             }
         }
     } else if (kind_ == PolicyKind::kArc) {
@@ -360,7 +360,7 @@ std::tuple<std::uint8_t, double, std::uint64_t> Eviction::standing(BlockId id) c
 // Expected seconds lost for each eviction that the block would stay.
 double Eviction::score(const Leaf& leaf) const {
     const Meta& block = metas_[at(leaf.id)];
-    return reuse_->index(block.segment, num_evicted_ - block.last) * weight(block.depth);
+    return reuse_->index(block.segment, now_ - block.last) * weight(block.depth);
 }
 
 // Mean seconds of a token up to that depth: if the prefix goes, all its blocks go, and not only the dearest last one.

@@ -74,6 +74,9 @@ class Eviction {
   public:
     Eviction(PolicyKind kind, std::size_t num_blocks, std::size_t block_size, PrefillPrice price);
 
+    // A block of the pool is taken for the first time.
+    void first_taken() { ++now_; }
+
     // A block enters the cache as the `depth`-th of its prefix.
     void commit(BlockId id, Hash hash, std::int32_t depth);
 
@@ -114,9 +117,9 @@ class Eviction {
     static constexpr std::size_t kNumRanks = 16;
 
     struct Meta {
-        std::uint64_t last = 0;   // evictions until its last use
+        std::uint64_t last = 0;   // time of its last use
         std::uint64_t order = 0;  // of its last use
-        std::uint64_t unused = 0; // evictions while it was idle, until it was held again
+        std::uint64_t unused = 0; // time that it was idle, until it was held again
         double key = 0.0;
         double until_s = std::numeric_limits<double>::infinity();
         std::uint32_t uses = 0;
@@ -174,7 +177,7 @@ class Eviction {
     std::priority_queue<Deadline, std::vector<Deadline>, std::greater<>> deadlines_;
     std::optional<ReuseTable> reuse_;  // of `seconds`
     std::optional<Ghosts> ghosts_;
-    std::uint64_t num_evicted_ = 0;
+    std::uint64_t now_ = 0;  // blocks evicted, or taken for the first time
     std::uint64_t order_ = 0;
     double floor_ = 0.0;                         // of lfu: key of the last one that went
     std::array<std::size_t, 2> num_cached_{};    // of arc and s3-fifo, in each queue

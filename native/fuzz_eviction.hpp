@@ -44,7 +44,7 @@ class PlainEviction {
     void acquire(const Ids& ids) {
         for (const BlockId id : ids) {
             if (blocks_[id].references++ == 0) {
-                blocks_[id].unused = num_evicted_ - blocks_[id].last;
+                blocks_[id].unused = now_ - blocks_[id].last;
                 update_leaves();
             }
         }
@@ -61,6 +61,8 @@ class PlainEviction {
     void allocate(const Ids& ids) {
         make_room(ids.size());
         for (const BlockId id : ids) {
+            now_ += id >= num_taken_;
+            num_taken_ = std::max(num_taken_, id + 1);
             blocks_[id] = Block{};
             blocks_[id].references = 1;
         }
@@ -96,7 +98,7 @@ class PlainEviction {
                     }
                 }
                 block.is_cached = true;
-                block.last = num_evicted_;
+                block.last = now_;
                 enter(block);
             }
         }
@@ -195,7 +197,7 @@ class PlainEviction {
         const Block block = blocks_[id];
         blocks_.erase(id);
         update_leaves();
-        ++num_evicted_;
+        ++now_;
         note_gone(block);
     }
 
@@ -261,7 +263,7 @@ class PlainEviction {
         }
         const double before = static_cast<double>(block.depth) * static_cast<double>(block_size_);
         const double weight = std::min(price_.load_s, price_.token_s + price_.deeper_s * before * 0.5);
-        return reuse_.index(block.segment, num_evicted_ - block.last) * weight;
+        return reuse_.index(block.segment, now_ - block.last) * weight;
     }
 
     BlockId least(const Ids& ids) {
@@ -328,7 +330,7 @@ class PlainEviction {
                 block.uses = ghost->uses;
                 block.last = ghost->last;
                 block.watched = ghost->watched;
-                block.unused = num_evicted_ - ghost->last;
+                block.unused = now_ - ghost->last;
             }
         } else if (has_queues()) {
             if (ghost && kind_ == PolicyKind::kArc) {
@@ -368,7 +370,7 @@ class PlainEviction {
                 touch(block);
                 ++block.uses;
                 block.unused = block.watched = 0;
-                block.last = num_evicted_;
+                block.last = now_;
                 block.segment = class_of(block, use.kind);
                 break;
             default:
@@ -385,9 +387,9 @@ class PlainEviction {
         --num_cached_[block.segment > 0];
         if (kind_ == PolicyKind::kSeconds && block.uses > 0) {
             Block ghost = block;
-            ghost.watched = reuse_.add(block.segment, block.watched, num_evicted_ - block.last, false);
+            ghost.watched = reuse_.add(block.segment, block.watched, now_ - block.last, false);
             if (const auto dropped = put_ghost(ghost)) {
-                reuse_.add(dropped->segment, dropped->watched, num_evicted_ - dropped->last, false);
+                reuse_.add(dropped->segment, dropped->watched, now_ - dropped->last, false);
             }
         } else if (kind_ == PolicyKind::kArc) {
             ++num_ghosts_[block.segment];
@@ -431,7 +433,8 @@ class PlainEviction {
     std::list<BlockId> leaves_;
     std::vector<std::optional<Block>> ghosts_;
     std::size_t next_ = 0;
-    std::uint64_t num_evicted_ = 0;
+    std::uint64_t now_ = 0;  // blocks evicted, or taken for the first time
+    BlockId num_taken_ = 0;  // ever
     std::uint64_t order_ = 0;
     double floor_ = 0.0;
     double target_ = 0.0;

@@ -90,6 +90,9 @@ std::optional<std::vector<BlockId>> Pool::allocate(std::size_t count) {
         if (free_.empty()) {
             id = static_cast<BlockId>(blocks_.size());
             blocks_.emplace_back();
+            if (eviction_) {
+                eviction_->first_taken();
+            }
         } else {
             id = free_.back();
             free_.pop_back();

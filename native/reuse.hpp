@@ -1,8 +1,9 @@
 // How likely blocks are used again, learned from what was: a table by class of block and time since its last use.
 //
-// Time is counted in evicted blocks, which is the time that matters to a cache. The index of a class at an age is the
-// most uses that a block can be expected to bring for each block-eviction that it stays from then on (Gittins): it sees
-// that a chat comes back in a while, and does not give a block up just before.
+// Time is counted in evicted blocks, which is the time that matters to a cache, and until a pool is full in blocks taken
+// for the first time, which would be evictions in a full one. The index of a class at an age is the most uses that a
+// block can be expected to bring for each block-eviction that it stays from then on (Gittins): it sees that a chat comes
+// back in a while, and does not give a block up just before.
 //
 // The oracle is src/penstock/kv/pool/reuse.py: equal calls give equal numbers.
 

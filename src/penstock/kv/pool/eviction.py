@@ -20,7 +20,7 @@ _S3_USES_MAX = 3
 
 @dataclass(slots=True)
 class _Block:
-    """What is known of a cached block; times are counted in evictions."""
+    """What is known of a cached block; times are counted in blocks evicted, or taken for the first time."""
 
     depth: int
     last: int
@@ -92,7 +92,7 @@ class Eviction:
         self._blocks: dict[BlockId, _Block] = {}
         self._leaves: set[BlockId] = set()
         self._ghosts = Ghosts(ghosts) if ghosts else None
-        self._num_evicted = 0
+        self._now = 0
         self._order = 0
 
     # ---- what a policy says
@@ -118,9 +118,13 @@ class Eviction:
         return float(self._order)
 
     # ---- what happens to blocks
+    def first_taken(self) -> None:
+        """A block of the pool is taken for the first time."""
+        self._now += 1
+
     def commit(self, block_id: BlockId, key: bytes, depth: int) -> None:
         """A block enters the cache as the `depth`-th of its prefix."""
-        block = self._blocks[block_id] = _Block(depth, self._num_evicted)
+        block = self._blocks[block_id] = _Block(depth, self._now)
         self._enter(block, self._ghosts.take(key) if self._ghosts is not None else None)
 
     def use(self, block_id: BlockId, use: BlockUse) -> None:
@@ -134,10 +138,10 @@ class Eviction:
     def hold(self, block_id: BlockId) -> None:
         """An idle block is held again."""
         block = self._blocks[block_id]
-        block.unused = self._num_evicted - block.last
+        block.unused = self._now - block.last
 
     def evicted(self, block_id: BlockId, key: bytes) -> None:
-        self._num_evicted += 1
+        self._now += 1
         block = self._blocks.pop(block_id)
         self._left(block)
         self._gone(block, key)
@@ -319,14 +323,14 @@ class Seconds(Eviction):
         block.segment = ReuseTable.class_of(0, block.depth * self._block_size, 0)
         if ghost is not None:
             block.segment, block.uses, block.last = ghost.segment, ghost.uses, ghost.last
-            block.unused, block.watched = self._num_evicted - ghost.last, ghost.watched
+            block.unused, block.watched = self._now - ghost.last, ghost.watched
 
     def _use(self, block: _Block) -> None:
         if block.uses > 0:
             self._reuse.add(block.segment, block.watched, block.unused, is_reused=True)
         self._touch(block)
         block.uses += 1
-        block.unused, block.watched, block.last = 0, 0, self._num_evicted
+        block.unused, block.watched, block.last = 0, 0, self._now
         block.segment = ReuseTable.class_of(block.uses, block.depth * self._block_size, block.kind)
 
     def _head(self, leaves: list[BlockId]) -> BlockId:
@@ -339,7 +343,7 @@ class Seconds(Eviction):
         return super()._head(list(heads.values()))
 
     def _key(self, block: _Block) -> float:
-        return self._reuse.index(block.segment, self._num_evicted - block.last) * self._weight(block.depth)
+        return self._reuse.index(block.segment, self._now - block.last) * self._weight(block.depth)
 
     def set_price(self, price: PrefillPrice) -> None:
         self._price = price
@@ -352,11 +356,11 @@ class Seconds(Eviction):
     def _gone(self, block: _Block, key: bytes) -> None:
         if block.uses > 0:
             assert self._ghosts is not None
-            unused = self._num_evicted - block.last
+            unused = self._now - block.last
             watched = self._reuse.add(block.segment, block.watched, unused, is_reused=False)
             dropped = self._ghosts.put(key, _Ghost(block.last, block.uses, block.segment, watched))
             if dropped is not None:
-                unused = self._num_evicted - dropped.last
+                unused = self._now - dropped.last
                 self._reuse.add(dropped.segment, dropped.watched, unused, is_reused=False)
 
 

@@ -62,6 +62,7 @@ class ReferencePool:
         self._parent_of: list[int | None] = [None] * num_blocks
         self._by_hash: dict[bytes, BlockId] = {}
         self._free = [BlockId(index) for index in reversed(range(num_blocks))]
+        self._num_taken = 0
         self._idle: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
         self._changes: list[Change] = []
         self._removed: list[bytes] = []  # evicted since the last change, reported as one change
@@ -122,6 +123,10 @@ class ReferencePool:
         del self._free[start:]
         for block_id in ids:
             self._references[block_id] = 1
+            if block_id >= self._num_taken:  # never-used ones come in order
+                self._num_taken = block_id + 1
+                if self._eviction is not None:
+                    self._eviction.first_taken()
         return ids
 
     def release(

@@ -1,7 +1,7 @@
 """Python reference of the native `ReuseTable`: how likely blocks are used again, learned from what was.
 
 A class is the number of uses, the depth and the kind of use of a block; its age is counted in blocks that were evicted
-since the last use. The index of a class at an age is the most uses that a block can be expected to bring per eviction
+since the last use, or taken for the first time, which would be evictions in a full pool. The index of a class at an age is the most uses that a block can be expected to bring per eviction
 that it stays from then on, the Gittins index of its residual time.
 
 Source: J. C. Gittins, Bandit Processes and Dynamic Allocation Indices, 1979.

@@ -192,11 +192,11 @@ def test_the_reference_keeps_nothing_of_tenants_that_have_no_blocks():
 
 
 def test_blocks_that_two_tenants_use_are_the_last_users(make_pool):
-    pool = make_pool(12, tenant_share=0.5)
+    pool = make_pool(12, tenant_share=0.34)
     shared = chain(4)
     run(pool, shared, BlockUse(tenant=1))
     run(pool, shared, BlockUse(tenant=2))
-    for number in range(4):  # of its own it has up to 8, and no more than 6 when others need room
+    for number in range(4):  # of its own it has up to 8, and no more than 4 when others need room
         run(pool, chain(4, first=1000 * (number + 1)), BlockUse(tenant=1))
     assert cached(pool, shared) == 4
 
@@ -209,3 +209,15 @@ def test_a_new_price_holds_for_what_is_cached(make_pool):
     pool.set_price(PrefillPrice(1.0, 1.0, 1e-9))
     run(pool, chain(8, first=2000))
     assert cached(pool, deep) <= 10
+
+
+def test_time_passes_while_a_pool_is_filled(make_pool):
+    """Before anything was evicted, what was used long ago has waited longer than what was used just now."""
+    pool = make_pool(200, price=PrefillPrice(1.0, 1 / 2048), block_size=64)
+    deep, shallow = chain(40), chain(10, first=1000)  # a token of `deep` costs more, by less than a half
+    run(pool, deep)
+    running = pool.allocate(150)
+    run(pool, shallow)
+    run(pool, chain(4, first=2000))
+    assert (cached(pool, deep), cached(pool, shallow)) == (36, 10)
+    pool.release(running)
