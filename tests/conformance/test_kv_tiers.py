@@ -61,7 +61,7 @@ class TestObjectTier(KvTierSuite):
 
 def test_device_blocks_are_found_in_the_engines_memory():
     memory = np.zeros((5, LAYOUT.num_layers * 2 * 4 * 2 * 4), np.float32)
-    blocks = DeviceBlocks.of([[memory]], LAYOUT.split(num_blocks=4), num_blocks=4)
+    blocks = DeviceBlocks.of([[memory]], LAYOUT.split(num_blocks=4))
     assert blocks.block_bytes == memory[0].nbytes
     assert blocks.addresses([0, 3]).tolist() == [memory.ctypes.data, memory[3].ctypes.data]
 
@@ -87,7 +87,7 @@ def test_memory_that_is_not_one_block_after_another_on_a_cpu_is_refused(regions,
     if "vram" in regions:
         monkeypatch.setattr("penstock.kv.device_blocks.region_of", lambda _: vram)
     with pytest.raises(ConfigError, match=why):
-        DeviceBlocks.of([[memory for _ in regions]], LAYOUT.split(num_blocks=4, order=order), num_blocks=4)
+        DeviceBlocks.of([[memory for _ in regions]], LAYOUT.split(num_blocks=4, order=order))
 
 
 def test_newer_measurements_outweigh_older_ones():

@@ -54,6 +54,8 @@ class Running:
 
     def __init__(self, engine: Any, runner: asyncio.Runner) -> None:
         self.engine = engine
+        self.info: Any = None
+        """Its `EngineInfo`, once it has started."""
         self._runner = runner
         self._steps: AsyncIterator[Step] = engine.steps()
 
@@ -152,8 +154,8 @@ def spec_of(model_dir: Path) -> Callable[..., EngineSpec]:
 
 
 @pytest.fixture(scope="module")
-def started() -> Iterator[Callable[[EngineSpec], Running]]:
-    """Starts engines, one at a time; at the end nothing of them may be left."""
+def started() -> Iterator[Callable[..., Running]]:
+    """Starts engines, one at a time unless `beside` keeps the others; at the end nothing of them may be left."""
     open_: list[tuple[Engine, asyncio.Runner]] = []
 
     def close() -> None:
@@ -164,12 +166,13 @@ def started() -> Iterator[Callable[[EngineSpec], Running]]:
         _, left = psutil.wait_procs(vllm_processes(), timeout=20)  # killed ones take a moment
         assert not left
 
-    def start(spec: EngineSpec) -> Running:
-        close()
+    def start(spec: EngineSpec, *, beside: bool = False) -> Running:
+        if not beside:
+            close()
         engine, runner = create_engine("vllm", spec), asyncio.Runner()
         open_.append((engine, runner))
         running = Running(engine, runner)
-        running.do(engine.start())
+        running.info = running.do(engine.start())
         return running
 
     yield start
@@ -177,7 +180,7 @@ def started() -> Iterator[Callable[[EngineSpec], Running]]:
 
 
 @pytest.fixture(scope="module")
-def running(started: Callable[[EngineSpec], Running], spec_of: Callable[..., EngineSpec]) -> Running:
+def running(started: Callable[..., Running], spec_of: Callable[..., EngineSpec]) -> Running:
     return started(spec_of())
 
 

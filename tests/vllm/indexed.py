@@ -1,10 +1,12 @@
 """A vLLM engine whose KV events go into a prefix index."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from penstock.core.hashing import block_hashes
-from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, Holder, Tier
+from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.types.steps import Step
 from penstock.core.wire import hash_list, pack_hashes, pack_tokens, unpack_tokens
@@ -13,7 +15,7 @@ from tests.vllm.conftest import BLOCK, Running
 
 KEY = bytes(range(16))
 QUIET_S = 1.0
-"""After so long without a step all events are here."""
+"""After so long without a step that tells something all events are here."""
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -29,6 +31,8 @@ class Indexed:
         self.names: set[int] = set()
         """Hashes of all blocks that requests can have had."""
         self.kinds: set[type] = set()
+        self.holders: set[Holder] = set()
+        """Who keeps the blocks of lower tiers."""
         self.number = 0
         self.emitted: list[list[int]] = []
         """Tokens of the latest requests."""
@@ -37,6 +41,8 @@ class Indexed:
     def _note(self, step: Step) -> None:
         for event in step.events:
             self.kinds.add(type(event))
+            if isinstance(event, BlockStored) and event.tier is not Tier.DEVICE:
+                self.holders.add(event.holder)
             match event:
                 case BlockStored():
                     assert event.block_size == BLOCK
@@ -65,15 +71,17 @@ class Indexed:
         emitted: dict[Any, list[int]] = {request.request_id: [] for request in requests}
         for request in requests:
             self.running.engine.submit(request)
-        quiet = False
-        while open_ or not quiet:
+        loop = asyncio.get_running_loop()
+        told_s = loop.time()
+        while open_ or loop.time() - told_s < QUIET_S:
             if self.next is None:
                 self.next = asyncio.create_task(self.running.next_step())
             done, _ = await asyncio.wait([self.next], timeout=None if open_ else QUIET_S)
             if not done:
-                quiet = True
-                continue
+                break
             step, self.next = self.next.result(), None
+            if step.deltas or step.events:
+                told_s = loop.time()
             for delta in step.deltas:
                 if delta.request_id not in emitted:
                     continue  # of a request that was aborted
@@ -102,6 +110,17 @@ class Indexed:
     def abort(self, ids: list[int], *, steps: int) -> None:
         """Submit a prompt, and abort it after so many steps."""
         self.running.do(self._abort(self._request(ids), steps))
+
+    async def _wait_until(self, is_so: Callable[[WorkerLoad], bool]) -> None:
+        while not is_so(self.running.engine.load()):
+            if self.next is None:
+                self.next = asyncio.create_task(self.running.next_step())
+            step, self.next = await self.next, None
+            self._note(step)
+
+    def wait_until(self, is_so: Callable[[WorkerLoad], bool]) -> None:
+        """Take steps, without requests, until the load is so."""
+        self.running.do(self._wait_until(is_so))
 
     def run(
         self, *prompts: list[int], salt: bytes = b"", tokens: int = 4, adapter: str | None = None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.core.types.events import Tier
+from penstock.core.types.events import Holder, Tier
 from tests.support.checkpoints import make_checkpoint
 from tests.vllm.conftest import BLOCK, vllm_processes
 from tests.vllm.indexed import Indexed
@@ -128,6 +128,36 @@ def test_a_killed_worker_is_warm_again_from_its_disk(started, hybrid_of, tmp_pat
     assert again.emitted == expected
     disk = counts_of(again, Tier.DISK)
     assert (disk.hit_tokens, disk.corrupt_blocks) == (4 * CACHED, 0)
+
+
+def test_workers_load_each_others_windows_from_an_object_store(started, hybrid_of, tmp_path, model):
+    prompts = [random_prompt(LENGTH, seed) for seed in range(900, 903)]
+    expected = [greedy(model, ids, TOKENS) for ids in prompts]
+    store = {"url": f"file://{tmp_path}/store", "refresh_s": 0.5, "pack_size": "1MiB"}
+    (tmp_path / "store").mkdir()
+    spec = hybrid_of(object=store)
+    first = Indexed(started(spec))
+    second = Indexed(started(spec, beside=True))
+    assert first.running.info.kv_holders == second.running.info.kv_holders
+    (holder,) = first.running.info.kv_holders
+    assert holder.kind is Holder.FLEET
+    for ids, tokens in zip(prompts, expected, strict=True):
+        first.run(ids, tokens=TOKENS)
+        assert first.emitted == [tokens]
+    needed = 3 * (BLOCKS + NUM_WINDOWS * WINDOW)
+    second.wait_until(lambda load: load.kv_tiers[0].cached_blocks >= needed)
+    assert second.known(prompts[0]) == CACHED, "idle, and it tells of what the other one has stored"
+    assert second.holders == {Holder.FLEET}
+    assert second.run(*prompts, tokens=TOKENS) == [CACHED] * 3
+    assert second.emitted == expected
+    counts = counts_of(second, Tier.OBJECT)
+    assert (counts.hit_tokens, counts.loaded_blocks, counts.corrupt_blocks) == (3 * CACHED, needed, 0)
+    for process in vllm_processes():
+        process.send_signal(signal.SIGKILL)
+    again = Indexed(started(spec))
+    again.wait_until(lambda load: load.kv_tiers[0].cached_blocks >= needed)
+    assert again.run(*prompts, tokens=TOKENS) == [CACHED] * 3
+    assert again.emitted == expected
 
 
 def test_one_table_for_all_layers_gives_the_same(started, hybrid_of, model):

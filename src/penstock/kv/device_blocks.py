@@ -28,15 +28,12 @@ class DeviceBlocks:
     owner: object
 
     @classmethod
-    def of(
-        cls, memory: Sequence[Sequence[object]], layout: KvLayout | None, *, num_blocks: int
-    ) -> "DeviceBlocks":
+    def of(cls, memory: Sequence[Sequence[object]], layout: KvLayout | None) -> "DeviceBlocks":
         """Find the blocks in an engine's KV memory.
 
         Args:
             memory: as `seams.KvBlocks.kv_memory` returns it.
             layout: of this memory.
-            num_blocks: of the engine.
 
         Raises:
             ConfigError: a block is not one piece of CPU memory.
@@ -62,7 +59,9 @@ class DeviceBlocks:
             layout.planes * layout.num_layers * layout.block_size * layout.num_kv_heads * layout.head_dim
         )
         block_bytes = strides[0] if strides else elements * layout.element_bytes
-        assert region.size_bytes >= num_blocks * block_bytes, "a block is outside of the KV memory"
+        assert region.size_bytes >= layout.ranks[0].num_blocks * block_bytes, (
+            "a block is outside of the KV memory"
+        )
         return cls(region.address + layout.ranks[0].offset_bytes, block_bytes, region)
 
     def views(self, block_ids: Sequence[int]) -> list[NDArray[np.uint8]]:

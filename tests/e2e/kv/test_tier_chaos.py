@@ -82,7 +82,7 @@ class Worker:
         self.preemptions = 0
 
     def make_tiers(self, info, memory):
-        device = DeviceBlocks.of(memory, info.kv_layout, num_blocks=info.num_blocks)
+        device = DeviceBlocks.of(memory, info.kv_layout)
         slots = SlotFile(self.path, DISK_SLOTS * 4096, BLOCK_BYTES, NAMESPACE, disk=self.disk, threads=2)
         host = HostTier(device, SLOTS, SIZE, part=self.host.part(self.number), namespace=NAMESPACE)
         host.chunk_blocks = 2

@@ -22,6 +22,8 @@ class Holder(StrEnum):
     FLEET = "fleet"  # all workers that use an object store
 
 
+SHARED_HOLDER = {Tier.HOST: Holder.HOST, Tier.OBJECT: Holder.FLEET}
+"""Who keeps the blocks of a tier that several workers load from."""
 Copies = tuple[int, ...]
 """How many copies of one block a worker holds in each `Tier`, device first."""
 COPIES_MAX = 4095

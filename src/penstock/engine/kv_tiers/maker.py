@@ -64,7 +64,7 @@ def tier_maker(
         return None
 
     def make(info: RunnerInfo, memory: Sequence[Sequence[object]]) -> Sequence[KvTier]:
-        device = DeviceBlocks.of(memory, info.kv_layout, num_blocks=info.num_blocks)
+        device = DeviceBlocks.of(memory, info.kv_layout)
         tiers: list[KvTier] = []
         if config.host:
             size = config.host.shared_by(host_part.sharing if host_part is not None else 1)

@@ -31,6 +31,7 @@ class DeviceProcess:
         processes: of the worker; each has an equal share of every tier.
         model_stamp: of the weights on this machine, as in `tier_maker`.
         host_part: the worker's part of its host's arena; used by a worker of one process.
+        hash_key: the deployment's, as in `tier_maker`.
     """
 
     worker: str
@@ -43,6 +44,7 @@ class DeviceProcess:
     processes: int = 1
     model_stamp: str = ""
     host_part: HostPart | None = None
+    hash_key: bytes = b""
 
 
 def staged_tiers(kv: KvConfig, process: DeviceProcess, staging: Staging) -> Sequence[KvTier]:
@@ -59,6 +61,7 @@ def staged_tiers(kv: KvConfig, process: DeviceProcess, staging: Staging) -> Sequ
         _share(kv, process),
         worker=name,
         model_digest=lambda: process.model_digest,
+        hash_key=process.hash_key,
         model_stamp=lambda: process.model_stamp,
         host_part=None if part is None else replace(part, sharing=1),  # `kv` is the worker's share already
     )
@@ -75,7 +78,7 @@ def staged_tiers(kv: KvConfig, process: DeviceProcess, staging: Staging) -> Sequ
         element_bytes=1, block_size=process.block_size, planes=1, ranks=(rank,),
     )  # fmt: skip
     info = RunnerInfo(
-        num_blocks=staging.num_slots,
+        num_blocks=process.num_blocks,
         block_size=process.block_size,
         context_length=process.block_size * process.num_blocks,
         vocab_size=0,
@@ -86,13 +89,21 @@ def staged_tiers(kv: KvConfig, process: DeviceProcess, staging: Staging) -> Sequ
 
 
 def _share(kv: KvConfig, process: DeviceProcess) -> KvConfig:
-    """Give a process its share, in bytes: multiples are of the device's blocks, not of the slots."""
+    """Give a process its share of bytes; a multiple is of its own device's blocks, and an object store is everybody's."""
 
-    def bytes_of(size: TierSize) -> TierSize:
-        if not size:
+    def share(size: TierSize) -> TierSize:
+        if not size or size.is_multiple:
             return size
         blocks = size.blocks(process.num_blocks * process.processes, process.block_bytes)
         return TierSize(float(max(blocks // process.processes, 1) * process.block_bytes), "B")
 
-    disk = kv.disk.model_copy(update={"size": bytes_of(kv.disk.size)})
-    return kv.model_copy(update={"host": bytes_of(kv.host), "disk": disk})
+    store = kv.object.size
+    if store.is_multiple:
+        store = TierSize(store.number * process.processes, store.unit)
+    return kv.model_copy(
+        update={
+            "host": share(kv.host),
+            "disk": kv.disk.model_copy(update={"size": share(kv.disk.size)}),
+            "object": kv.object.model_copy(update={"size": store}),
+        }
+    )

@@ -29,6 +29,7 @@ from penstock.engine.vllm.request_table import RequestTable
 from penstock.engine.vllm.requests import Running, check_tokens, delta_of, sampling_arguments
 from penstock.engine.vllm.sleep import check_sleep, wake_up
 from penstock.engine.vllm.tiers.settings import check_tiers
+from penstock.engine.vllm.tiers.wakes import IdleWakes
 
 _TIERS_S = 60.0
 """An idle vLLM tells what its tiers keep with its first steps: milliseconds after its start."""
@@ -60,6 +61,7 @@ class VllmEngine:
         self._unsent: list[Delta] = []
         self._wake = asyncio.Event()
         self._events = VllmKvEvents(spec)
+        self._wakes = IdleWakes(lambda: len(self._requests) > 0)
         self._level = 0
         """Level of the current sleep, or of the last one."""
         self._closed = False
@@ -81,8 +83,11 @@ class VllmEngine:
         total_blocks = config.cache_config.num_gpu_blocks // len(ranks)  # vLLM counts those of all ranks
         for counts in ranks:
             counts.total_blocks = total_blocks
+        tiers = ranks[0].tiers
         if self._spec.kv.present():
             await self._hear_of_tiers()
+            self._events.holders = frozenset(holder.kind for holder in tiers.holders)
+            self._wakes.begin(self._core, is_shared=bool(tiers.holders))
         return EngineInfo(
             block_size=config.cache_config.block_size,
             total_blocks=total_blocks,
@@ -92,6 +97,8 @@ class VllmEngine:
             data_parallel=len(ranks),
             structured_outputs=True,
             media=self._media.kinds,
+            lower_tier_blocks=tiers.own_blocks,
+            kv_holders=tiers.holders,
         )
 
     def submit(self, request: Request) -> None:
@@ -167,6 +174,7 @@ class VllmEngine:
         """End vLLM's processes. Safe after a failed `start`, and twice."""
         self._closed = True
         self._wake.set()
+        await self._wakes.end()
         core, self._core = self._core, None
         if core is not None:
             await asyncio.to_thread(end, core)
@@ -181,11 +189,13 @@ class VllmEngine:
         check_sleep(self._spec, self._core.vllm_config.model_config, level)
 
     async def sleep(self, level: int) -> None:
+        await self._wakes.end()
         await self._core.sleep_async(level)
         self._level = level
 
     async def wake_up(self) -> None:
         await wake_up(self._core, self._level)
+        self._wakes.begin(self._core, is_shared=bool(self._events.holders))
 
     # -- where NixlVllmEngine differs
 

@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from penstock.core.errors import ConfigError
-from penstock.core.types.events import KvEvent
+from penstock.core.types.events import AllBlocksCleared, Holder, KvEvent
 from penstock.engine.kv_events.reader import EventReader
 from penstock.engine.kv_events.translator import HexSalts
 from penstock.engine.spec import EngineSpec
@@ -38,6 +40,8 @@ class VllmKvEvents:
             for _ in range(spec.data_parallel)
         ]
         """By rank."""
+        self.holders: frozenset[Holder] = frozenset()
+        """Shared holders that the worker is registered with: one rank tells of them. Blocks of others are told as the worker's."""
         self._events: dict[int, list[KvEvent]] = {}
 
     def read(self, rank: int, reported: Mapping[str, Any] | None) -> None:
@@ -61,4 +65,15 @@ class VllmKvEvents:
         if not self._events:
             return ()
         events, self._events = self._events, {}
-        return tuple(events.items())
+        return tuple((rank, self._told(rank, each)) for rank, each in events.items())
+
+    def _told(self, rank: int, events: Sequence[KvEvent]) -> Sequence[KvEvent]:
+        if all(event.holder is Holder.WORKER for event in events):
+            return events
+        told: list[KvEvent] = []
+        for event in events:
+            if event.holder is Holder.WORKER or (event.holder in self.holders and not rank):
+                told.append(event)
+            elif event.holder not in self.holders and not isinstance(event, AllBlocksCleared):
+                told.append(msgspec.structs.replace(event, holder=Holder.WORKER))
+        return told

@@ -29,6 +29,10 @@ class RequestTable:
         self._ids: dict[RequestId, str] = {}
         self._serial = count()
 
+    def __len__(self) -> int:
+        """Requests that have begun and not ended."""
+        return len(self._running)
+
     def check(self, request: Request) -> None:
         """Check that a request may be added.
 

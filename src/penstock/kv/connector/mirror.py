@@ -9,7 +9,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, Tier
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, Holder, KvEvent, Tier
 from penstock.core.wire import HashArray, hash_list, pack_hashes
 
 
@@ -17,6 +17,8 @@ class TierMirror:
     """The blocks of all tiers by the low half of their hash. One task owns it."""
 
     def __init__(self, num_ranks: int) -> None:
+        self.shared: dict[Tier, Holder] = {}
+        """Whose blocks the tiers load that other workers load from too."""
         self._num_ranks = num_ranks
         self._all = (1 << num_ranks) - 1
         self._held: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
@@ -41,7 +43,8 @@ class TierMirror:
         """Note one process's events.
 
         Returns:
-            the events of all processes together: a block is stored once all keep it, and removed once one does not.
+            the events of all processes together: a block is stored once all keep it, and removed once one does not. Who clears
+            a shared tier forgets what others keep: that is `AllBlocksCleared` of its holder.
         """
         return [told for event in events for told in self._apply(1 << rank, event)]
 
@@ -53,7 +56,13 @@ class TierMirror:
                 yield from self._remove(bit, event.tier, hash_list(event.block_hashes))
             case AllBlocksCleared():
                 for tier, held in self._held.items():
-                    yield from self._remove(bit, tier, [each for each, bits in held.items() if bits & bit])
+                    removed = list(
+                        self._remove(bit, tier, [each for each, bits in held.items() if bits & bit])
+                    )
+                    if removed and tier in self.shared:
+                        yield AllBlocksCleared(holder=self.shared[tier])
+                    else:
+                        yield from removed
             case _:
                 assert_never(event)
 

@@ -97,7 +97,7 @@ class Offloads:
                 taken is not None
                 and len(parents) > 0
                 and bool((taken == parents[-1]).all(axis=1).any())
-                and not tier.locate(taken[-1:])
+                and tier.locate(taken) < len(taken)
             )
             return is_storing or not tier.offload_room
 

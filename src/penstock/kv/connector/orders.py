@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.core.types.events import KvEvent, Tier
+from penstock.core.types.instances import KvHolder
 from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import HashArray
 
@@ -98,6 +99,8 @@ class Report:
         saved: ids of saves that no longer read the device.
         events: KV events of its tiers, in order.
         tiers: what its tiers keep; without what a scheduler counts.
+        shared: by tier, whose blocks it loads; None for blocks of its own.
+        block_load_s: by tier, seconds to load a block, as the tier measures in the background; 0 if it does not, or not yet.
         is_busy: copies are under way, or more events will come.
     """
 
@@ -105,4 +108,6 @@ class Report:
     saved: tuple[int, ...] = ()
     events: tuple[KvEvent, ...] = ()
     tiers: tuple[KvTierCounts, ...] = ()
+    shared: tuple[KvHolder | None, ...] = ()
+    block_load_s: tuple[float, ...] = ()
     is_busy: bool = False

@@ -4,6 +4,7 @@ The device processes are the truth. This side knows what they reported with the 
 then is missing from its load, and computed.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.types.events import KvEvent, Tier
+from penstock.core.types.events import AllBlocksCleared, KvEvent, Tier
+from penstock.core.types.instances import KvHolder
 from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import HashArray
 from penstock.kv.connector.mirror import TierMirror
@@ -30,6 +32,8 @@ _QUICK_S = 0.01
 """A step may wait so long for loads from the host: a load beside the steps is heard of one or two steps later."""
 _LINGER_S = 1.0
 """Steps are asked for so long after the last order, so that events are told although no request comes."""
+_ASK_S = 0.25
+"""A step is asked for so long after the last one, if other workers store blocks that this one loads."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +75,8 @@ class KvConnectorScheduler:
         """
         self.prefill = MeasuredSpeed()
         """Seconds for each prompt token; the engine measures it."""
+        self.holders: tuple[KvHolder, ...] = ()
+        """Whose blocks the tiers load that other workers load from too; empty before all processes have reported."""
         self._block_size = block_size
         self._num_ranks = num_ranks
         self._clock = clock
@@ -81,6 +87,8 @@ class KvConnectorScheduler:
         """The latest of each process."""
         self._counters: dict[Tier, TierCounters] = {}
         self._speeds: dict[Tier, MeasuredSpeed] = {}
+        self._block_load_s: dict[Tier, float] = {}
+        """Of the slowest process, as its tier measures."""
         self._waiting: Counter[Tier] = Counter()
         """Blocks of loads under way."""
         self._plans: dict[str, LoadPlan] = {}
@@ -99,7 +107,7 @@ class KvConnectorScheduler:
         self._next_id = 0
         self._told = TierEvents(self._groups, block_size)
         self._events: list[KvEvent] = []
-        self._ordered_s = clock()
+        self._ordered_s = self._stepped_s = clock()
 
     # -- requests
 
@@ -133,7 +141,7 @@ class KvConnectorScheduler:
             tokens = [0] * (len(tokens) - 1) + [sum(tokens)]
         count = worth_loading(
             [(run.tier, run.num_blocks, each) for run, each in zip(plan.runs, tokens, strict=True)],
-            lambda tier, blocks: self._speeds[tier].seconds(self._waiting[tier] + blocks),
+            lambda tier, blocks: self._load_s(tier, self._waiting[tier] + blocks),
             self._compute_s,
             known_tokens=known_tokens,
             cached_tokens=num_cached * self._block_size,
@@ -231,6 +239,7 @@ class KvConnectorScheduler:
             for tier, counters in self._counters.items():
                 kept = self._mirror.locate(tier, save.block_hashes)
                 counters.offloaded_blocks += len(save.block_hashes) - max(kept, save.start)
+        self._stepped_s = self._clock()
         orders = Orders(tuple(self._orders), tuple(self._cancelled), saves, self._is_clearing)
         if orders.loads or saves or self._is_clearing:
             self._ordered_s = self._clock()
@@ -240,8 +249,14 @@ class KvConnectorScheduler:
     def take_reports(self, reports: Mapping[int, Report]) -> None:
         """Note what device processes have done, by their number."""
         for rank, report in reports.items():
-            self._events += self._told.translate(self._mirror.apply(rank, report.events))
             self._reports[rank] = report
+            self._mirror.shared = {
+                counts.tier: holder.kind
+                for counts, holder in zip(report.tiers, report.shared, strict=True)
+                if holder is not None
+            }
+            told = self._told.translate(self._mirror.apply(rank, report.events))
+            self._events += [self._held_by(event) for event in told]
             for counts in report.tiers:
                 self._counters.setdefault(counts.tier, TierCounters())
                 speed = MeasuredSpeed(half_life_s=LOAD_HALF_LIFE_S, clock=self._clock)
@@ -250,6 +265,12 @@ class KvConnectorScheduler:
                 self._note(rank, loaded)
             for save_id in report.saved:
                 self._saves.note(save_id, self._num_ranks)
+        latest = self._reports.values()
+        for number, tier in enumerate(self._counters):
+            self._block_load_s[tier] = max(each.block_load_s[number] for each in latest)
+        if len(latest) == self._num_ranks:
+            by_tier = zip(*(each.shared for each in latest), strict=True)
+            self.holders = tuple(_whole(parts) for parts in by_tier if all(parts))
         self._saves.tiers = tuple(self._counters)
         dropped = self._saves.take_dropped()
         for counters in self._counters.values():
@@ -267,6 +288,8 @@ class KvConnectorScheduler:
         if len(self._reports) < self._num_ranks or self._loads or self._orders or self._is_clearing:
             return True
         if self._saves.is_pending:
+            return True
+        if self.holders and self._clock() - self._stepped_s >= _ASK_S:
             return True
         is_busy = any(report.is_busy for report in self._reports.values())
         return is_busy and self._clock() - self._ordered_s < _LINGER_S
@@ -312,6 +335,16 @@ class KvConnectorScheduler:
         assert self._loads or not +self._waiting, f"blocks wait for no load: {self._waiting}"
         assert len(self._loading) <= len(self._loads), "a load that has ended keeps others waiting"
         self._saves.check()
+
+    def _held_by(self, event: KvEvent) -> KvEvent:
+        """Note in an event who holds its blocks."""
+        if isinstance(event, AllBlocksCleared) or event.tier not in self._mirror.shared:
+            return event
+        return msgspec.structs.replace(event, holder=self._mirror.shared[event.tier])
+
+    def _load_s(self, tier: Tier, num_blocks: int) -> float:
+        """Predict the seconds until a tier has loaded so many blocks: what was seen here fades, what the tier measures does not."""
+        return max(self._speeds[tier].seconds(num_blocks), self._block_load_s[tier] * num_blocks)
 
     def _tiers_on(self) -> list[Tier]:
         off = {counts.tier for report in self._reports.values() for counts in report.tiers if counts.is_off}
@@ -362,6 +395,16 @@ class KvConnectorScheduler:
                     counters.missing_blocks += left
             is_leading &= used == wanted
         return is_whole
+
+
+def _whole(parts: Sequence[KvHolder | None]) -> KvHolder:
+    """Describe a holder of whole blocks by those of each process's part."""
+    known = [part for part in parts if part is not None]
+    if len(known) == 1:
+        return known[0]
+    names = " ".join(sorted(part.id for part in known)).encode()
+    digest = hashlib.blake2b(names, digest_size=16).hexdigest()
+    return KvHolder(kind=known[0].kind, id=digest, blocks=min(part.blocks for part in known))
 
 
 _COUNTED = (

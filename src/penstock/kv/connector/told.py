@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 
-from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from penstock.core.types.events import SHARED_HOLDER, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from penstock.core.wire import hash_list
 from penstock.kv.groups.groups import KvGroups
 from penstock.kv.groups.told import ToldBlocks
+
+_TIER_OF = {holder: tier for tier, holder in SHARED_HOLDER.items()}
 
 
 class TierEvents:
@@ -34,8 +36,8 @@ class TierEvents:
                 case BlockRemoved():
                     self._remove(event)
                 case AllBlocksCleared():
-                    self._told.clear()
-                    out = [event]
+                    self._told.forget(_TIER_OF[event.holder])
+                    out.append(event)
         return out + self._told.take()
 
     def _store(self, event: BlockStored) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from penstock.core.ids import BlockId
 from penstock.core.log import get_logger
-from penstock.core.types.events import KvEvent
+from penstock.core.types.events import AllBlocksCleared, KvEvent, Tier
 from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import HashArray
 from penstock.kv.connector.loads import Held, Loads
@@ -22,6 +22,8 @@ from penstock.kv.connector.staging import STAGING_BYTES, DeviceMemory, Staging
 from penstock.seams.kv import KvTier
 
 _CLOSE_S = 15.0
+_LOOK_S = 0.5
+"""How often tiers are asked for what others have stored, and how quick they are."""
 _T = TypeVar("_T")
 
 
@@ -54,6 +56,8 @@ class KvConnectorWorker:
         self._saved: list[int] = []
         self._events: list[KvEvent] = []
         self._counts: tuple[KvTierCounts, ...] = ()
+        self._block_load_s: tuple[float, ...] = ()
+        self._told_load_s: tuple[float, ...] = ()
         self._under_way = self._awaited = 0
         self._told_busy: bool | None = None
         self._is_closed = False
@@ -99,11 +103,18 @@ class KvConnectorWorker:
         """Return what was done since the last report; None if that is nothing."""
         with self._changed:
             is_busy = self._under_way > 0
-            if not (self._loaded or self._saved or self._events or is_busy != self._told_busy):
+            has_news = is_busy != self._told_busy or self._block_load_s != self._told_load_s
+            if not (self._loaded or self._saved or self._events or has_news):
                 return None
-            self._told_busy = is_busy
+            self._told_busy, self._told_load_s = is_busy, self._block_load_s
             report = Report(
-                tuple(self._loaded), tuple(self._saved), tuple(self._events), self._counts, is_busy
+                loaded=tuple(self._loaded),
+                saved=tuple(self._saved),
+                events=tuple(self._events),
+                tiers=self._counts,
+                shared=tuple(tier.shared for tier in self.tiers),
+                block_load_s=self._block_load_s,
+                is_busy=is_busy,
             )
             self._loaded, self._saved, self._events = [], [], []
             return report
@@ -198,7 +209,7 @@ class KvConnectorWorker:
         )
         for tier in self.tiers:
             tier.start(self._tell)
-        self._tell()
+        self._look()
 
     async def _close(self) -> None:
         self._loads.cancel_all()
@@ -214,6 +225,9 @@ class KvConnectorWorker:
         if orders.is_clearing:
             for tier in self.tiers:
                 tier.clear()
+                tier.take_events()
+            with self._changed:
+                self._events.append(AllBlocksCleared())
             self._ended()
         for load_id in orders.cancelled:
             self._loads.cancel(load_id)
@@ -260,6 +274,10 @@ class KvConnectorWorker:
             self._under_way -= 1
             self._changed.notify_all()
 
+    def _look(self) -> None:
+        self._loop.call_later(_LOOK_S, self._look)
+        self._tell()
+
     def _tell(self) -> None:
         """Take the tiers' events and counts into the next report."""
         self._offloads.changed()
@@ -276,6 +294,12 @@ class KvConnectorWorker:
             )
             for tier in self.tiers
         )
+        block_load_s = tuple(_block_load_s(tier) for tier in self.tiers)
         with self._changed:
             self._events += events
-            self._counts = counts
+            self._counts, self._block_load_s = counts, block_load_s
+
+
+def _block_load_s(tier: KvTier) -> float:
+    """Predict the seconds to load a block, besides the loads under way; a host's loads are measured by who orders them."""
+    return 0.0 if tier.tier is Tier.HOST else tier.load_s(2) - tier.load_s(1)

@@ -38,9 +38,9 @@ class ToldBlocks:
             blocks = self._tiers[tier] = ReachableBlocks(self._needed)
         return blocks
 
-    def clear(self) -> None:
-        """Forget all blocks, which are told to be cleared."""
-        self._tiers.clear()
+    def forget(self, tier: Tier) -> None:
+        """Forget all blocks of a tier, which are told to be cleared."""
+        self._tiers.pop(tier, None)
 
     def take(self) -> list[KvEvent]:
         """Return the events of what has changed since the last call: stored blocks first, those of the lowest tier before."""

@@ -8,7 +8,7 @@ replaces it.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.core.types.events import Holder, Tier
+from penstock.core.types.events import SHARED_HOLDER, Holder
 from penstock.core.types.instances import KvHolder
 from penstock.core.types.load import KvTierCounts
 from penstock.router.fleet.index_feeds import IndexFeeds
@@ -16,7 +16,6 @@ from penstock.router.index.indexer import Indexer
 from penstock.router.workers.event_feeds import EventFeeds
 from penstock.router.workers.member import Member
 
-_HOLDER_OF = {Tier.HOST: Holder.HOST, Tier.OBJECT: Holder.FLEET}
 _Key = tuple[Holder, str]
 
 
@@ -100,7 +99,9 @@ class KvHolders:
 
     def note_tiers(self, member: Member, tiers: Sequence[KvTierCounts]) -> None:
         """Take from a member's report which of its tiers are off."""
-        is_off = {_HOLDER_OF[counts.tier]: counts.is_off for counts in tiers if counts.tier in _HOLDER_OF}
+        is_off = {
+            SHARED_HOLDER[counts.tier]: counts.is_off for counts in tiers if counts.tier in SHARED_HOLDER
+        }
         has_changed = False
         for shared in self._of(member):
             if is_off.get(shared.key[0], False) != (member in shared.off):

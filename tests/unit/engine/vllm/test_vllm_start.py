@@ -1,15 +1,17 @@
 """A start of vLLM with KV tiers: it ends once the scheduler of every rank has told what they keep, over a fake core client."""
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from penstock.core.errors import EngineError
-from penstock.core.types.events import BlockStored, Tier
-from penstock.core.types.instances import EngineInfo, Role
+from penstock.core.types.events import AllBlocksCleared, BlockStored, Holder, KvEvent, Tier
+from penstock.core.types.instances import EngineInfo, KvHolder, Role
 from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import pack_hashes
 from penstock.engine.kv_tiers import KvConfig
@@ -32,6 +34,7 @@ class StartingCore:
 
     def __init__(self, messages: list[Any]) -> None:
         self.messages = messages
+        self.woken_s: list[float] = []
         self.resources = SimpleNamespace(engine_manager=None)
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(num_gpu_blocks=64, block_size=32),
@@ -48,11 +51,15 @@ class StartingCore:
             raise message
         return message
 
+    async def is_sleeping_async(self) -> bool:
+        self.woken_s.append(asyncio.get_running_loop().time())
+        return False
 
-def told(rank: int, *events: BlockStored, known: bool = True) -> Any:
+
+def told(rank: int, *events: KvEvent, known: bool = True, holders: Sequence[KvHolder] = ()) -> Any:
     """Make the message of a step without outputs; `known`: the rank's device processes have all reported."""
     counts = [KvTierCounts(tier=Tier.HOST, total_blocks=4, cached_blocks=len(events), block_bytes=10)]
-    stats = pack_stats(counts if known else [], events)
+    stats = pack_stats(counts if known else [], events, holders)
     statistics = SimpleNamespace(num_running_reqs=0, kv_cache_usage=0.0, kv_connector_stats=stats)
     return SimpleNamespace(engine_index=rank, outputs=[], scheduler_stats=statistics)
 
@@ -101,6 +108,36 @@ def test_every_data_parallel_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch, [told(1, STORED), told(1), told(0), told(1)], ranks=2, host="2x"
         )
         assert seconds == 3 * STEP_S
+
+    run_virtual(scene())
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_one_rank_tells_of_shared_blocks_and_the_others_are_woken_to_hear_of_them(
+    monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """If the holder is not known in time, its blocks are told as the worker's own."""
+    holders = [KvHolder(kind=Holder.HOST, id="arena", blocks=8)] if is_known else []
+    shared = replace(STORED, holder=Holder.HOST)
+    cleared = AllBlocksCleared(holder=Holder.HOST)
+
+    async def scene() -> None:
+        messages = [
+            told(rank, *events, holders=holders) for rank, events in enumerate([(cleared, shared), (shared,)])
+        ]
+        engine, info, _ = await started(monkeypatch, messages, ranks=2, host="2x")
+        assert info.kv_holders == tuple(holders)
+        assert info.lower_tier_blocks == (0 if is_known else 4)
+        core = engine._core
+        await asyncio.sleep(1.75)
+        assert len(core.woken_s) == (3 if is_known else 0)
+        steps = engine.steps()
+        found = [(await anext(steps)).events for _ in range(2)]
+        assert found == ([(cleared, shared), ()] if is_known else [(STORED,), (STORED,)])
+        engine._core = None
+        await engine.close()
+        await asyncio.sleep(2.0)
+        assert len(core.woken_s) == (3 if is_known else 0)
 
     run_virtual(scene())
 

@@ -9,7 +9,8 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import block_hashes
 from penstock.core.types.cards import ModelCard
-from penstock.core.types.events import BlockStored, Tier
+from penstock.core.types.events import BlockStored, Holder, Tier
+from penstock.core.types.instances import KvHolder
 from penstock.core.types.load import KvTierCounts
 from penstock.core.wire import pack_hashes
 from penstock.engine.kv_tiers import KvConfig
@@ -114,6 +115,7 @@ def test_a_description_reads_no_weights_and_tells_no_key() -> None:
     ("kv", "args", "why"),
     [
         ({"disk": ":1GiB"}, {}, "kv.disk: 1GiB and no path"),
+        ({"object": {"url": "s3://b", "admit": "seen-twice"}}, {}, "kv.object: admit"),
         ({"host": "1GiB"}, {"enable_prefix_caching": False}, "tiers keep blocks of vLLM's prefix cache"),
     ],
 )
@@ -184,3 +186,7 @@ def test_the_worker_hears_counts_and_events_alone_and_within_a_multiconnector() 
     assert stats.read({"PenstockConnector": pack_stats([host], []), "NixlConnector": {}}) == []
     assert stats.counts == (host,)
     assert stats.hit_tokens == (64, 0, 0)
+    assert (stats.holders, stats.own_blocks) == ((), 4)
+    holder = KvHolder(kind=Holder.HOST, id="arena", blocks=8)
+    stats.read(pack_stats([host], [], [holder]))
+    assert (stats.holders, stats.own_blocks) == ((holder,), 0)

@@ -1,6 +1,6 @@
 """Both sides of a KV connector of a model with two groups that have a window beside one over the whole context."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -26,11 +26,11 @@ NUM_BLOCKS = 200
 class Grouped(Connected):
     """Each group has its own blocks of a prompt: their content is that of the group and the position."""
 
-    def __init__(self, num_host_blocks: int = 64) -> None:
-        def tiers(staging: Staging) -> Sequence[KvTier]:
-            return [HostTier(staging.blocks, num_host_blocks, BLOCK_SIZE)]
+    def __init__(self, tiers: Callable[[Staging], Sequence[KvTier]] | None = None) -> None:
+        def host(staging: Staging) -> Sequence[KvTier]:
+            return [HostTier(staging.blocks, 64, BLOCK_SIZE)]
 
-        super().__init__(tiers, num_blocks=NUM_BLOCKS, groups=KvGroups(GROUPS, BLOCK_SIZE))
+        super().__init__(tiers or host, num_blocks=NUM_BLOCKS, groups=KvGroups(GROUPS, BLOCK_SIZE))
 
     def ids(self, count: int, first: int = 0) -> list[list[int]]:
         return [[first + group * count + position for position in range(count)] for group in range(3)]

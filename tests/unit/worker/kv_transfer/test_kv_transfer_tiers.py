@@ -79,7 +79,7 @@ class Tiered:
         )
 
     def _make(self, info, memory):
-        device = DeviceBlocks.of(memory, info.kv_layout, num_blocks=info.num_blocks)
+        device = DeviceBlocks.of(memory, info.kv_layout)
         self.tiers = [MemoryTier(device, tier=kind, **self._options) for kind in self._kinds]
         return self.tiers
 

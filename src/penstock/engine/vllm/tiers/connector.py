@@ -221,6 +221,7 @@ class _SchedulerSide:
         """Begin of steps under way, and the prompt tokens that they compute."""
         self._step_ended_s = 0.0
         self._told: object = None
+        """Counts and holders."""
 
     # -- DeviceCache
 
@@ -310,10 +311,11 @@ class _SchedulerSide:
 
     def take_stats(self) -> TierReport | None:
         events, counts = self.side.take_events(), self.side.counts()
-        if not events and counts == self._told:
+        told = counts, self.side.holders
+        if not events and told == self._told:
             return None
-        self._told = counts
-        return TierReport(data=pack_stats(counts, events))
+        self._told = told
+        return TierReport(data=pack_stats(counts, events, self.side.holders))
 
 
 class _WorkerSide:

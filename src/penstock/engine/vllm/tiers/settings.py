@@ -66,14 +66,12 @@ def check_tiers(spec: EngineSpec) -> None:
     Raises:
         ConfigError: vLLM cannot have them.
     """
-    if spec.kv.object.url:
-        raise ConfigError(
-            f"kv.object: {spec.kv.object.url}: engine vllm has no tier in object stores in this version; use kv.host or kv.disk"
-        )
-    if spec.kv.disk.offload_policy != OffloadPolicy():
-        raise ConfigError(
-            "kv.disk: admit and offload_bytes_per_s: engine vllm offloads all blocks without a bound in this version; leave them out"
-        )
+    for tier in ("disk", "object"):
+        if getattr(spec.kv, tier).offload_policy != OffloadPolicy():
+            raise ConfigError(
+                f"kv.{tier}: admit and offload_bytes_per_s: engine vllm offloads all blocks without a bound in this version; leave"
+                " them out"
+            )
     tier_maker(spec.kv)
     if spec.args.get("enable_prefix_caching") is False:
         raise ConfigError(

@@ -5,17 +5,25 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.types.events import KvEvent, Tier
+from penstock.core.types.events import SHARED_HOLDER, KvEvent, Tier
+from penstock.core.types.instances import KvHolder
 from penstock.core.types.load import KvTierCounts
 from penstock.engine.vllm.tiers.settings import CONNECTOR
 
 _COUNTS = msgspec.msgpack.Decoder(tuple[KvTierCounts, ...])
+_HOLDERS = msgspec.msgpack.Decoder(tuple[KvHolder, ...])
 _EVENTS = msgspec.msgpack.Decoder(list[KvEvent])
 
 
-def pack_stats(counts: Sequence[KvTierCounts], events: Sequence[KvEvent]) -> dict[str, Any]:
+def pack_stats(
+    counts: Sequence[KvTierCounts], events: Sequence[KvEvent], holders: Sequence[KvHolder] = ()
+) -> dict[str, Any]:
     """Make the data of vLLM's `KVConnectorStats`."""
-    return {"tiers": msgspec.msgpack.encode(counts), "events": [msgspec.msgpack.encode(events)]}
+    return {
+        "tiers": msgspec.msgpack.encode(counts),
+        "holders": msgspec.msgpack.encode(holders),
+        "events": [msgspec.msgpack.encode(events)],
+    }
 
 
 class TierStats:
@@ -24,6 +32,8 @@ class TierStats:
     def __init__(self) -> None:
         self.counts: tuple[KvTierCounts, ...] = ()
         """What each tier keeps and has done; empty without tiers."""
+        self.holders: tuple[KvHolder, ...] = ()
+        """Whose blocks they load that other workers load from too."""
 
     def read(self, reported: Mapping[str, Any] | None) -> Sequence[KvEvent]:
         """Note a report, and return its KV events.
@@ -35,7 +45,14 @@ class TierStats:
         if "tiers" not in own:
             return ()
         self.counts = _COUNTS.decode(own["tiers"])
+        self.holders = _HOLDERS.decode(own["holders"])
         return [event for packed in own["events"] for event in _EVENTS.decode(packed)]
+
+    @property
+    def own_blocks(self) -> int:
+        """Blocks that tiers can keep which no other worker loads from."""
+        kinds = {holder.kind for holder in self.holders}
+        return sum(each.total_blocks for each in self.counts if SHARED_HOLDER.get(each.tier) not in kinds)
 
     @property
     def hit_tokens(self) -> tuple[int, ...]:

@@ -37,4 +37,5 @@ def device_process(
         processes=parallel.world_size * parallel.data_parallel_size,
         model_stamp=settings.model_stamp,
         host_part=settings.host_part,
+        hash_key=settings.hash_key,
     )

@@ -1,0 +1,165 @@
+"""Two workers' KV connectors over one object store, of a model with two groups that have a window beside one over the whole context."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+from obstore.store import MemoryStore
+
+from penstock.core.types.events import AllBlocksCleared, BlockStored, Holder, KvEvent, Tier
+from penstock.core.types.instances import KvHolder
+from penstock.core.wire import HashArray, hash_list
+from penstock.kv.connector.staging import Staging
+from penstock.kv.groups.groups import KvGroups
+from penstock.kv.namespace import Namespace
+from penstock.kv.object.config import PacksConfig
+from penstock.kv.object.packs import ObjectPacks
+from penstock.kv.stored_tier import StoredTier
+from penstock.seams.kv import KvTier
+from tests.support.connected import BLOCK_BYTES, BLOCK_SIZE
+from tests.unit.kv.connector.test_grouped import GROUPS, Grouped
+
+NAMESPACE = Namespace(model_digest="m", dtype="f", layout="l", block_size=BLOCK_SIZE)
+NEEDED = 8 + 2 + 1
+"""Blocks that a prompt of 8 takes in all groups."""
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[], Grouped]]:
+    store, made = MemoryStore(), []
+
+    def tiers(staging: Staging) -> Sequence[KvTier]:
+        config = PacksConfig(gather_s=0.0, pack_bytes=4 * BLOCK_BYTES)
+        packs = ObjectPacks(store, BLOCK_BYTES, NAMESPACE, config)
+        return [
+            StoredTier(
+                packs,
+                Tier.OBJECT,
+                staging.blocks,
+                100,
+                shared=KvHolder(kind=Holder.FLEET, id="store", blocks=100),
+            )
+        ]
+
+    def make() -> Grouped:
+        made.append(Grouped(tiers=tiers))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def on_its_loop(scene: Grouped, ask: Callable[[StoredTier], bool]) -> None:
+    """Wait until a worker's tier says yes."""
+    worker = scene.workers[0]
+    tier = worker.tiers[0]
+    assert isinstance(tier, StoredTier)
+
+    async def wait() -> None:
+        async with asyncio.timeout(30):
+            while not ask(tier):  # noqa: ASYNC110 - a store of memory answers at once
+                await asyncio.sleep(0)
+        worker._tell()
+
+    worker._call(wait())
+    scene.step()
+
+
+def keeps(scene: Grouped, num_blocks: int) -> None:
+    on_its_loop(scene, lambda tier: tier.num_cached == num_blocks)
+
+
+def lists(scene: Grouped, num_blocks: int) -> None:
+    worker = scene.workers[0]
+    tier = worker.tiers[0]
+    assert isinstance(tier, StoredTier)
+    packs = tier._store
+    assert isinstance(packs, ObjectPacks)
+    worker._call(packs.refresh())
+    keeps(scene, num_blocks)
+
+
+def test_another_worker_loads_the_last_windows_from_the_store(make: Callable[[], Grouped]) -> None:
+    one, other = make(), make()
+    hashes = one.keep_grouped(1, 8, ends=[8])
+    keeps(one, NEEDED)
+    assert other.load("a", hashes) == 0
+    lists(other, NEEDED)
+    assert other.load("b", hashes) == 8
+    assert other.loaded(1, 8, 0, 8)
+    (counts,) = other.scheduler.counts()
+    assert (counts.tier, counts.hit_tokens, counts.loaded_blocks) == (Tier.OBJECT, 8 * BLOCK_SIZE, NEEDED)
+
+
+def test_every_worker_tells_the_fleets_blocks_that_lead_to_a_held_prefix(make: Callable[[], Grouped]) -> None:
+    one, other = make(), make()
+    hashes = one.keep_grouped(1, 8, ends=[5])
+    keeps(one, 8 + 2 + 1)
+    lists(other, 8 + 2 + 1)
+    for scene in (one, other):
+        (holder,) = scene.scheduler.holders
+        assert (holder.kind, holder.id) == (Holder.FLEET, "store")
+        assert told(scene.scheduler.take_events()) == set(hashes[:5, 0].tolist())
+
+
+def told(events: Sequence[KvEvent]) -> set[int]:
+    names: set[int] = set()
+    for event in events:
+        assert isinstance(event, BlockStored)
+        assert (event.tier, event.holder) == (Tier.OBJECT, Holder.FLEET)
+        names.update(hash_list(event.block_hashes))
+    return names
+
+
+def test_who_clears_its_cache_forgets_the_fleets_blocks_and_lists_them_again(
+    make: Callable[[], Grouped],
+) -> None:
+    scene = make()
+    hashes = scene.keep_grouped(1, 8, ends=[8])
+    keeps(scene, NEEDED)
+    scene.scheduler.take_events()
+    scene.scheduler.clear()
+    scene.step()
+    assert scene.scheduler.take_events() == [AllBlocksCleared(holder=Holder.FLEET)]
+    assert scene.load("a", hashes) == 0
+    lists(scene, NEEDED)
+    assert told(scene.scheduler.take_events()) == set(hashes[:, 0].tolist())
+    assert scene.load("b", hashes) == 8
+
+
+def test_a_store_that_is_slower_than_computing_is_known_before_a_request_tries_it(
+    make: Callable[[], Grouped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = make()
+    hashes = scene.keep_grouped(1, 8, ends=[8])
+    keeps(scene, NEEDED)
+    on_its_loop(scene, lambda tier: tier.load_s(1) > 0)
+    assert scene.reports[-1].block_load_s[0] > 0
+    scene.scheduler.prefill.measure(1_000_000, 1e-9)
+    assert scene.load("a", hashes) == 0
+    (counts,) = scene.scheduler.counts()
+    assert counts.loads == 0
+
+
+def test_a_step_is_asked_for_now_and_then_where_others_store_too(make: Callable[[], Grouped]) -> None:
+    scene = make()
+    assert not scene.scheduler.needs_steps
+    scene.now_s += 0.3
+    assert scene.scheduler.needs_steps
+    scene.step()
+    assert not scene.scheduler.needs_steps
+
+
+def test_names_of_groups_are_found_again_in_the_stores_records(make: Callable[[], Grouped]) -> None:
+    one = make()
+    hashes: HashArray = one.keep_grouped(1, 8, ends=[8])
+    keeps(one, NEEDED)
+    later = make()
+    lists(later, NEEDED)
+    tables = KvGroups(GROUPS, BLOCK_SIZE)
+    held = later.scheduler._mirror.held(
+        [Tier.OBJECT], np.concatenate([place.names(hashes) for place in tables.places])
+    )
+    assert int(held.sum()) == NEEDED
