@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.core.types.events import Tier
+from penstock.core.types.events import Holder, Tier
 from penstock.core.types.instances import Role
 from penstock.deploy.supervisor.resources.host_arena import HostArena
 from penstock.engine.kv_tiers import KvConfig
@@ -179,13 +179,17 @@ def test_a_workers_blocks_in_the_hosts_arena_outlive_it_and_serve_another(starte
             for number in range(2)
         )
         one = Indexed(started(first))
+        processes = vllm_processes()
+        other = Indexed(started(second, beside=True))
+        assert one.running.info.kv_holders == other.running.info.kv_holders
         for ids, tokens in zip(prompts, expected, strict=True):
             one.run(ids, tokens=TOKENS)
             assert one.emitted == [tokens]
+        other.wait_until(lambda _: all(other.known(ids) == CACHED for ids in prompts))
+        assert other.holders == {Holder.HOST}, "idle, it hears and tells of what the other one has kept"
         kept = counts_of(one)
-        for process in vllm_processes():
+        for process in processes:
             process.send_signal(signal.SIGKILL)
-        other = Indexed(started(second))
         assert other.run(*prompts, tokens=TOKENS) == [CACHED] * 4
         assert other.emitted == expected
         host = counts_of(other)

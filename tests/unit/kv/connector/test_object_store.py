@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import obstore
 import pytest
 from obstore.store import MemoryStore
 
@@ -26,8 +27,13 @@ NEEDED = 8 + 2 + 1
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[[], Grouped]]:
-    store, made = MemoryStore(), []
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def make(store: MemoryStore) -> Iterator[Callable[[], Grouped]]:
+    made = []
 
     def tiers(staging: Staging) -> Sequence[KvTier]:
         config = PacksConfig(gather_s=0.0, pack_bytes=4 * BLOCK_BYTES)
@@ -91,6 +97,31 @@ def test_another_worker_loads_the_last_windows_from_the_store(make: Callable[[],
     assert other.loaded(1, 8, 0, 8)
     (counts,) = other.scheduler.counts()
     assert (counts.tier, counts.hit_tokens, counts.loaded_blocks) == (Tier.OBJECT, 8 * BLOCK_SIZE, NEEDED)
+
+
+def test_damaged_packs_are_computed_and_stored_again(make: Callable[[], Grouped], store: MemoryStore) -> None:
+    one, other = make(), make()
+    hashes = one.keep_grouped(1, 8, ends=[8])
+    keeps(one, NEEDED)
+    lists(other, NEEDED)
+    for info in [info for page in obstore.list(store) for info in page]:
+        data = bytearray(obstore.get(store, info["path"]).bytes())
+        data[-1] ^= 1
+        obstore.put(store, info["path"], bytes(data))
+    assert other.load("a", hashes) == 8
+    assert other.reports[-1].loaded[0].missing
+    (counts,) = other.scheduler.counts()
+    assert counts.corrupt_blocks > 0
+    assert other.load("a", hashes) == 0, "it computes"
+    other.scheduler.forget("a")
+    for _ in range(4):  # blocks are found damaged one after another, and stored again with the next prompt
+        other.keep_grouped(1, 8, ends=[8])
+        keeps(other, NEEDED)
+        found = other.load("b", hashes)
+        if found == 8 and not other.reports[-1].loaded[0].missing:
+            break
+        other.scheduler.forget("b")
+    assert other.loaded(1, 8, 0, 8)
 
 
 def test_every_worker_tells_the_fleets_blocks_that_lead_to_a_held_prefix(make: Callable[[], Grouped]) -> None:
