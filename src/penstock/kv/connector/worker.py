@@ -24,6 +24,8 @@ from penstock.seams.kv import KvTier
 _CLOSE_S = 15.0
 _LOOK_S = 0.5
 """How often tiers are asked for what others have stored, and how quick they are."""
+_ORDERED_S = 30.0
+"""Without orders for so long, speeds that are known are not measured again."""
 _T = TypeVar("_T")
 
 
@@ -201,6 +203,7 @@ class KvConnectorWorker:
     async def _open(self, make_tiers: Callable[[Staging], Sequence[KvTier]], staging_bytes: int) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._asking = threading.Lock()
+        self._ordered_s = self._loop.time()
         self._staging = Staging(self._memory.block_bytes, staging_bytes)
         self.tiers = tuple(make_tiers(self._staging))
         self._loads = Loads(self.tiers, self._staging, self._write)
@@ -222,6 +225,7 @@ class KvConnectorWorker:
         self._staging.close()  # a copy that hangs keeps its memory
 
     def _begin(self, orders: Orders) -> None:
+        self._ordered_s = self._loop.time()
         if orders.is_clearing:
             for tier in self.tiers:
                 tier.clear()
@@ -294,12 +298,15 @@ class KvConnectorWorker:
             )
             for tier in self.tiers
         )
-        block_load_s = tuple(_block_load_s(tier) for tier in self.tiers)
+        block_load_s = tuple(map(self._predict, self.tiers, self._block_load_s or (0.0,) * len(self.tiers)))
         with self._changed:
             self._events += events
             self._counts, self._block_load_s = counts, block_load_s
 
+    def _predict(self, tier: KvTier, known_s: float) -> float:
+        """Predict the seconds to load a block, besides the loads under way; a host's loads are measured by who orders them.
 
-def _block_load_s(tier: KvTier) -> float:
-    """Predict the seconds to load a block, besides the loads under way; a host's loads are measured by who orders them."""
-    return 0.0 if tier.tier is Tier.HOST else tier.load_s(2) - tier.load_s(1)
+        A tier that is asked loads samples: in an object store they cost money, so it is not asked while nothing is ordered.
+        """
+        is_asked = not known_s or self._loop.time() - self._ordered_s < _ORDERED_S
+        return tier.load_s(2) - tier.load_s(1) if is_asked and tier.tier is not Tier.HOST else known_s

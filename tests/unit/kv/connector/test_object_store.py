@@ -174,6 +174,28 @@ def test_a_store_that_is_slower_than_computing_is_known_before_a_request_tries_i
     assert counts.loads == 0
 
 
+def test_the_speed_of_a_store_is_not_measured_again_while_nothing_is_ordered(
+    make: Callable[[], Grouped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = make()
+    scene.keep_grouped(1, 8, ends=[8])
+    keeps(scene, NEEDED)
+    on_its_loop(scene, lambda tier: tier.load_s(1) > 0)
+    asked = []
+    monkeypatch.setattr(StoredTier, "load_s", lambda _, count: asked.append(count) or 2.0 * count)
+    worker = scene.workers[0]
+    known = worker._block_load_s
+
+    async def look(*, orders_ago_s: float) -> None:
+        worker._ordered_s = worker._loop.time() - orders_ago_s
+        worker._tell()
+
+    worker._call(look(orders_ago_s=31.0))
+    assert (asked, worker._block_load_s) == ([], known)
+    worker._call(look(orders_ago_s=1.0))
+    assert (asked, worker._block_load_s) == ([2, 1], (2.0,))
+
+
 def test_a_step_is_asked_for_now_and_then_where_others_store_too(make: Callable[[], Grouped]) -> None:
     scene = make()
     assert not scene.scheduler.needs_steps
