@@ -42,7 +42,8 @@ class Static:
 class Autoscaler:
     """Kubernetes' horizontal autoscaler on open requests per worker: 15 s period, 10 % tolerance, 300 s of stabilised scale-in.
 
-    It scales out by all at once, at most to the double of the workers or by four in a period, as its default. Each role is scaled for itself.
+    It scales out by all at once, at most to the double of the workers or by four in a period, as its default. The workers at the beginning count as
+    wanted for the first 300 s, as they do there. Each role is scaled for itself.
     """
 
     targets: Mapping[Role, float]
@@ -52,7 +53,8 @@ class Autoscaler:
     async def run(self, cluster: Cluster) -> None:
         actor = Actor(cluster.connector, by="autoscaler")
         size = round(self.stabilised_s / self.period_s)
-        wanted: dict[Role, deque[int]] = {role: deque(maxlen=size) for role in self.targets}
+        scale = await cluster.connector.scale()
+        wanted = {role: deque([len(scale.of(role))], maxlen=size) for role in self.targets}
         while True:
             await asyncio.sleep(self.period_s)
             seen = await cluster.observe(self.period_s)

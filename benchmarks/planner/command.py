@@ -22,12 +22,12 @@ _ROLES = ("planner-disaggregated", WITHOUT_FLIPS, "planner-switching", "planner"
 MADE = (
     Case("diurnal_70b_start60", "diurnal", "70b", 24.0, 60.0, span_s=12 * _HOUR_S),
     Case("diurnal_70b_start300", "diurnal", "70b", 24.0, 300.0, span_s=12 * _HOUR_S),
-    Case("steady_8b_start60", "steady", "8b", 60.0, 60.0, span_s=3 * _HOUR_S),
+    Case("steady_8b_start60", "steady", "8b", 45.0, 60.0, span_s=3 * _HOUR_S),
     Case(
         "growing_8b_start60",
         "growing",
         "8b",
-        16.0,
+        12.0,
         60.0,
         span_s=6 * _HOUR_S,
         roles=DISAGGREGATED,
@@ -37,7 +37,7 @@ MADE = (
         "alternating_8b_start300",
         "alternating",
         "8b",
-        30.0,
+        24.0,
         300.0,
         span_s=3 * _HOUR_S,
         roles=DISAGGREGATED,

@@ -17,7 +17,7 @@ HELD = 0.99
 """Share of requests within both targets that a strategy has to reach."""
 PEAK_HELD = 0.995
 _PEAKS_MAX = 24
-_AUTOSCALER = (1.4, 1.0, 0.7, 0.5, 0.35, 0.25)
+_AUTOSCALER = (1.0, 0.6, 0.4, 0.25)
 """Open requests per worker over those at capacity. All are run: what a setting holds does not grow with what it costs."""
 _SETTINGS = {
     "interpolation": (0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0),

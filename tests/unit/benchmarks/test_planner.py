@@ -5,6 +5,7 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.planner.comparison import best, compare
 from benchmarks.planner.exact import against_exact
 from benchmarks.planner.experiment import play
 from benchmarks.planner.planned import Planned
+from benchmarks.planner.plot import Row, draw
 from benchmarks.planner.strategies import workers_at_mean, workers_at_peak
 from benchmarks.planner.timeline import timeline
 from benchmarks.planner.workload import Workload, alternating, diurnal, from_trace, growing, steady
@@ -145,6 +147,12 @@ def test_strategies_follow_a_step(strategy):
     assert found.failed == 0
 
 
+def test_an_autoscaler_keeps_its_first_workers_until_it_is_stabilised():
+    found = run(Autoscaler({Role.AGGREGATED: 25.0}), steady(5.0, 330.0, seed=1), {Role.AGGREGATED: 3})
+    ends_s = [at_s for at_s, _, counts in found.history if counts[Role.AGGREGATED] < 3]
+    assert 300 <= ends_s[0] <= 320
+
+
 class Flipper:
     """Gives a prefill worker the role decode; what becomes of it is in `refused`."""
 
@@ -217,6 +225,23 @@ def test_static_and_starting_workers_are_of_the_roles():
     assert switching.key != replace(switching, case=replace(case, start_s=60.0)).key
     figures = switching()
     assert figures["timeline workers_aggregated 0000"] >= 1
+
+
+def test_a_plot_has_a_row_for_each_run():
+    series = {
+        "requests_per_s": [1.0, 2.0, 2.0, 1.0],
+        "input_tokens_per_s": [100.0, 400.0, 400.0, 100.0],
+        "attainment": [1.0, 0.5, 1.0, 1.0],
+        "workers_prefill": [1.0, 1.0, 3.0, 3.0],
+        "workers_decode": [1.0, 1.0, 1.0, 2.0],
+    }
+    oracle = {"workers_prefill": [1.0, 3.0, 3.0, 1.0], "workers_decode": [1.0, 1.0, 1.0, 1.0]}
+    drawn = draw([Row("one <run>", 4.0, series, oracle), Row("other", 4.0, series)])
+    ET.fromstring(drawn)
+    assert "one &lt;run&gt;" in drawn
+    assert drawn.count("<path") == 2 * 2 + 3 + 2 + 2
+    assert drawn.count("oracle, all") == 1
+    assert draw([]).startswith("<svg")
 
 
 def made_figures(attainment, gpu_hours):
