@@ -192,7 +192,7 @@ class Planner:
             flips=plan.flips,
             adds=dict(plan.adds),
             retires=plan.retires,
-            late=plan.late,
+            late=(*plan.late, *(name for name, _ in plan.late_flips)),
             refused=outcome.refused,
             held=outcome.held,
         )

@@ -25,6 +25,8 @@ class ActorConfig:
     """A worker that is not ready so long after it was first seen does not count any more, and is replaced."""
     flip_again_s: float = 600.0
     """After a flip that failed, workers of its role are added and retired instead, for so long."""
+    flip_refused_s: float = 30.0
+    """Likewise after one that the deployment refused, as the worker was the last one of its kind: that changes soon."""
     start_deadline_factor: float = 3.0
     """The deadline is at least so many times the last measured start of its role."""
     flip_wait_s: float = 2.0
@@ -94,7 +96,7 @@ class Actor:
         scale = await self._connector.scale()
         now_s = asyncio.get_running_loop().time()
         self._notice(scale, now_s)
-        self._note_flips(scale, now_s)
+        self._note_flips(scale)
         overdue = self._overdue(scale, now_s)
         left_s = self._held_until_s - now_s
         return Look(
@@ -160,7 +162,7 @@ class Actor:
             )
         self._revision = scale.revision
 
-    def _note_flips(self, scale: Scale, now_s: float) -> None:
+    def _note_flips(self, scale: Scale) -> None:
         """Note which of the long flips have failed."""
         states = {replica.name: replica for replica in scale.replicas}
         for name, (source, to) in list(self._flipping.items()):
@@ -169,7 +171,10 @@ class Actor:
                 continue
             del self._flipping[name]
             if replica is not None and replica.role is source:
-                self._rigid_until_s[source, to] = now_s + self._config.flip_again_s
+                self._make_rigid(source, to, self._config.flip_again_s)
+
+    def _make_rigid(self, source: Role, to: Role, seconds: float) -> None:
+        self._rigid_until_s[source, to] = asyncio.get_running_loop().time() + seconds
 
     def _overdue(self, scale: Scale, now_s: float) -> tuple[str, ...]:
         """Name the workers that have not become ready in time."""
@@ -197,9 +202,14 @@ class Actor:
         rooms = {limit.role: limit for limit in scale.limits}
         try:
             for name, role in plan.flips:
+                revision = self._revision
                 if not await self._try(self._flip(name, roles[name], role), refused):
-                    until_s = asyncio.get_running_loop().time() + self._config.flip_again_s
-                    self._rigid_until_s[roles[name], role] = until_s
+                    was_accepted = self._revision != revision
+                    self._make_rigid(
+                        roles[name],
+                        role,
+                        self._config.flip_again_s if was_accepted else self._config.flip_refused_s,
+                    )
             for role, count in plan.adds.items():
                 fitting = self._fitting(rooms.get(role), count, refused)
                 if fitting:

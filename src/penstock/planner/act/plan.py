@@ -14,13 +14,14 @@ class Plan:
     """Changes in the order in which they are made: flips take a fraction of a second, starts seconds to minutes.
 
     `late` are workers that serve and are retired once workers of other roles that start are ready; they are planned anew
-    then.
+    then. So are `late_flips`: (worker, role) of the last ready worker of a role, which others of its role wait to follow.
     """
 
     flips: tuple[tuple[str, Role], ...] = ()
     adds: Mapping[Role, int] = field(default_factory=dict)
     retires: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
+    late_flips: tuple[tuple[str, Role], ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -50,13 +51,14 @@ def make_plan(
     surplus = {role: max(0, len(have[role]) - count) for role, count in target.items()}
     lack = {role: max(0, count - len(have[role])) for role, count in target.items()}
     flips: list[tuple[str, Role]] = []
+    late_flips: list[tuple[str, Role]] = []
     gone: set[str] = set(overdue)
     for source in target:
         ready = [each for each in have[source] if each.state is ReplicaState.READY]
         ready.sort(key=lambda replica: (work.get(replica.name, 0.0), replica.name))
         for to in target:
             while ready and surplus[source] and lack[to] and (source, to) not in rigid:
-                flips.append((ready[0].name, to))
+                (late_flips if target[source] and len(ready) == 1 else flips).append((ready[0].name, to))
                 gone.add(ready.pop(0).name)
                 surplus[source] -= 1
                 lack[to] -= 1
@@ -73,7 +75,9 @@ def make_plan(
         for replica in have[role]
     )
     if _lacks_room(scale, adds) or not (adds or is_starting):
-        return Plan(flips=tuple(flips), adds=adds, retires=(*replaced, *retires))
+        return Plan(
+            flips=tuple(flips), adds=adds, retires=(*replaced, *retires), late_flips=tuple(late_flips)
+        )
     serving = {
         replica.name for role in target for replica in have[role] if replica.state is ReplicaState.READY
     }
@@ -82,6 +86,7 @@ def make_plan(
         adds=adds,
         retires=(*replaced, *(name for name in retires if name not in serving)),
         late=tuple(name for name in retires if name in serving),
+        late_flips=tuple(late_flips),
     )
 
 

@@ -89,7 +89,7 @@ class DecisionRecord(Wire, frozen=True):
         damped: why `target` is not what was decided.
         flips: (worker, role) of the workers that change roles.
         adds: workers to start by role.
-        retires: workers that end; `late` ones end once others are ready.
+        retires: workers that end; `late` ones end, or change roles, once others are ready.
         overdue: workers that did not become ready in time.
         refused: the deployment's reasons against single changes.
         held: why nothing was changed; empty if changes were free.

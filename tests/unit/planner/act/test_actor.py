@@ -159,9 +159,42 @@ def test_where_flips_fail_workers_are_started_instead():
         assert await counts(connector) == {P: 2, D: 2}, "one that serves leaves once the new one serves"
         outcome = await actor.carry_out({P: 2, D: 1})
         assert outcome.plan.retires == ()
-        await asyncio.sleep(30)
+        await asyncio.sleep(25)
         await actor.carry_out({P: 2, D: 1})
         assert await counts(connector) == {P: 2, D: 1}
+
+    run_virtual(main())
+
+
+def test_a_flip_that_the_deployment_refuses_for_now_is_tried_again_soon():
+    class Busy(MemoryConnector):
+        async def flip(self, name, role, **_):
+            raise RequestError(f"{name} is the last worker that answers requests", http_status=409)
+
+    async def main():
+        connector = Busy({P: 1, D: 2})
+        actor = Actor(connector)
+        await actor.carry_out({P: 2, D: 1})
+        assert actor.rigid == ((D, P),)
+        await asyncio.sleep(30)
+        assert actor.rigid == ()
+
+    run_virtual(main())
+
+
+def test_a_flip_that_fails_once_begun_is_not_tried_for_ten_minutes():
+    class Failing(MemoryConnector):
+        async def flip(self, name, role, **settings):
+            await super().flip(name, role, **settings)
+            raise Unavailable(f"{name} ended while it became {role}")
+
+    async def main():
+        actor = Actor(Failing({P: 1, D: 2}))
+        await actor.carry_out({P: 2, D: 1})
+        await asyncio.sleep(599)
+        assert actor.rigid == ((D, P),)
+        await asyncio.sleep(2)
+        assert actor.rigid == ()
 
     run_virtual(main())
 

@@ -34,6 +34,14 @@ def test_flips_come_before_starts_and_take_the_least_loaded():
     assert plan == Plan(flips=(("d2", P),), adds={P: 1})
 
 
+def test_the_last_ready_worker_of_a_role_flips_once_another_one_is_ready():
+    scale = scale_of(("p1", P, "ready"), ("p2", P, "starting"), ("d1", D, "ready"))
+    assert make_plan(scale, {P: 1, D: 2}) == Plan(late_flips=(("p1", D),))
+    assert make_plan(scale, {P: 0, D: 3}) == Plan(flips=(("p1", D),), adds={D: 1}, retires=("p2",))
+    scale = scale_of(("p1", P, "ready"), ("p2", P, "ready"), ("d1", D, "ready"))
+    assert make_plan(scale, {P: 1, D: 2}) == Plan(flips=(("p1", D),))
+
+
 def test_roles_that_do_not_flip_are_started_first_and_retired_later():
     plan = make_plan(PAIR, {P: 2, D: 2}, rigid={(D, P)})
     assert plan == Plan(adds={P: 1}, late=("d1",))
@@ -69,16 +77,19 @@ def test_a_plan_leads_to_its_target(workers, prefill, decode, is_rigid):
     plan = make_plan(scale, target, rigid={(P, D), (D, P)} if is_rigid else ())
     have = {role: len(scale.of(role)) for role in target}
     roles = {replica.name: replica.role for replica in scale.replicas}
-    for name, role in plan.flips:
+    for name, role in (*plan.flips, *plan.late_flips):
         have[roles[name]] -= 1
         have[role] += 1
     for role, count in plan.adds.items():
         have[role] += count
     leaving = (*plan.retires, *plan.late)
-    flipped = {name for name, _ in plan.flips}
+    flipped = {name for name, _ in (*plan.flips, *plan.late_flips)}
     assert len(set(leaving) | flipped) == len(leaving) + len(flipped)
     for name in leaving:
         have[roles[name]] -= 1
+    for role, count in target.items():
+        ready = {each.name for each in scale.of(role) if each.state is ReplicaState.READY}
+        assert not count or not ready or ready - {name for name, _ in plan.flips}, "one still serves"
     flipping = {role: sum(r.state is ReplicaState.FLIPPING for r in scale.of(role)) for role in target}
     for role, count in target.items():
         assert count <= have[role] <= max(count, flipping[role])

@@ -74,7 +74,7 @@ def _did(record: DecisionRecord) -> list[str]:
     if record.is_dry and changes:
         said[0] += " (dry run: not done)"
     if record.late:
-        said.append(f"retires {', '.join(record.late)} once others are ready")
+        said.append(f"retires or flips {', '.join(record.late)} once others are ready")
     return said
 
 
