@@ -65,6 +65,13 @@ def _check(options: argparse.Namespace) -> int:
         f"{spec.replicas} {role} ({spec.engine})" for role, spec in graph.roles.present().items()
     )
     print(f"{options.file}: {graph.model}, {roles}, frontend on port {graph.frontend.port}")  # noqa: T201
+    if graph.planner is not None:
+        bounds = ", ".join(
+            f"{least} to {most} {role}"
+            for role in graph.roles.present()
+            for least, most in (graph.planner.bounds(role),)
+        )
+        print(f"{options.file}: a planner scales {bounds}")  # noqa: T201
     for line in (*say_empty(graph.roles), *say_small_kv(graph.roles, graph.block_size)):
         print(f"{options.file}: {line}")  # noqa: T201
 

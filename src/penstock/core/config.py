@@ -57,6 +57,8 @@ def wrong(message: str) -> PydanticCustomError:
 
 
 _WORDED = "worded"
+_KEY = "[key]"
+"""How pydantic says that the key of a mapping is wrong, not its value."""
 
 
 def _explain(
@@ -64,6 +66,8 @@ def _explain(
 ) -> Iterator[str]:
     for item in error.errors(include_url=False):
         path = item["loc"]
+        if path and path[-1] == _KEY:
+            path = path[:-1]
         where = source if isinstance(source, str) else source(path)
         where += f": {'.'.join(str(part) for part in path)}" if path else ""
         if item["type"] == "extra_forbidden":

@@ -125,6 +125,11 @@ def test_a_worker_costs_what_its_devices_do(budget, cost):
         ({"cool_down_s": float("inf")}, {"aggregated": {}}, "finite"),
         ({"react_period_s": 0}, {"aggregated": {}}, "react_period_s: must be >= 0.1"),
         ({"max_worker": 3}, {"aggregated": {}}, "did you mean 'max_workers'"),
+        (
+            {"roles": {"decod": {}}},
+            {"aggregated": {}},
+            r"planner\.roles\.decod: must be one of 'aggregated', 'prefill' or 'decode', got 'decod'",
+        ),
     ],
 )
 def test_a_planner_that_cannot_work_is_refused(planner, roles, text):

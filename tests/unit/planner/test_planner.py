@@ -241,7 +241,7 @@ def test_room_bounds_both_roles_together():
             counts = await world.counts()
             assert sum(counts.values()) == 6
             assert min(counts.values()) >= 2
-            assert "GPUs are needed, there are 6" in world.records[-1].explain()
+            assert "GPUs, there are 6" in world.records[-1].explain()
 
     run_virtual(main())
 

@@ -84,10 +84,10 @@ class Decider:
         costs = {capacity.role: capacity.cost for capacity in self.capacities}
         gpus = {capacity.role: float(capacity.gpus) for capacity in self.capacities}
         if (cost := _total(terms, costs)) > self.budget + _TINY:
-            missing.append(f"{cost:g} are needed, the budget is {self.budget:g}")
+            missing.append(f"{_counted(terms)} cost {cost:g}, the budget is {self.budget:g}")
             terms = _cut(terms, costs, self.budget, "the budget pays no more")
         if gpus_max is not None and (needed := _total(terms, gpus)) > gpus_max:
-            missing.append(f"{needed:g} GPUs are needed, there are {gpus_max}")
+            missing.append(f"{_counted(terms)} need {needed:g} GPUs, there are {gpus_max}")
             terms = _cut(terms, gpus, gpus_max, "there are no more GPUs")
         return Decision(
             expected=expected,
@@ -166,6 +166,10 @@ class Decider:
         if self._error(capacity.role, expected):
             return f"{fewer}, but its SLO is missed now"
         return f"{fewer}, without the margin of {self.margin:.0%}"
+
+
+def _counted(terms: Iterable[RoleTerm]) -> str:
+    return " and ".join(f"{term.choice} {term.role}" for term in terms)
 
 
 def _total(terms: Iterable[RoleTerm], sizes: Mapping[Role, float]) -> float:

@@ -12,6 +12,10 @@ from penstock.core.wire import Wire
 from penstock.planner.explain.record import DecisionRecord
 
 LINE_BYTES_MAX = 4 << 20
+_TIME_S_MAX = 253_370_764_800.0
+"""The year 9999 begins; Python knows no date after it."""
+_DAMAGED_MAX = 100
+"""A file that begins with so many lines of another kind is no log."""
 
 
 class Run(Wire, frozen=True, tag="run"):
@@ -58,9 +62,10 @@ def decode(line: bytes) -> Entry | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        return _decoder.decode(line)
+        entry = _decoder.decode(line)
     except msgspec.DecodeError:
         return None
+    return entry if 0 <= entry.time_s <= _TIME_S_MAX else None
 
 
 def read_entries(path: Path) -> Iterator[Entry]:
@@ -80,12 +85,18 @@ def read_entries(path: Path) -> Iterator[Entry]:
                     entry = decode(line)
                     if entry is None:
                         damaged += bool(line.strip())
+                        if not found and damaged >= _DAMAGED_MAX:
+                            raise _no_log(path, damaged)
                         continue
                     found += 1
                     yield entry
     except OSError as error:
         raise ConfigError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     if damaged and not found:
-        raise ConfigError(
-            f"{path}: no line of a planner's log in {damaged} lines; expected a file planner.jsonl of a deployment"
-        )
+        raise _no_log(path, damaged)
+
+
+def _no_log(path: Path, damaged: int) -> ConfigError:
+    return ConfigError(
+        f"{path}: no line of a planner's log in {damaged} lines; expected a file planner.jsonl of a deployment"
+    )

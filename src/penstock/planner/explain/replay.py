@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.planner.damp.damping import Damped
 from penstock.planner.explain.entries import Entry, Round, Run
@@ -56,7 +57,7 @@ class Replay:
         """Yield each round that decided something.
 
         Raises:
-            ConfigError: the settings do not fit the recorded roles.
+            ConfigError: the settings do not fit the recorded roles, or numbers are out of range.
         """
         policy: Policy | None = None
         compared_from_s = 0.0
@@ -76,7 +77,12 @@ class Replay:
                 compared_from_s += record.at_s
             if last is not None:
                 self._add(last, record.at_s - last.round.record.at_s)
-            last = _decide(policy, entry, is_compared=record.at_s >= compared_from_s)
+            try:
+                last = _decide(policy, entry, is_compared=record.at_s >= compared_from_s)
+            except ArithmeticError as error:
+                raise ConfigError(
+                    f"round {record.number}: its numbers are out of range ({error}); has the log been edited?"
+                ) from error
             yield last
 
     def _add(self, last: Replayed, seconds: float) -> None:

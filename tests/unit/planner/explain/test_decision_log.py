@@ -4,6 +4,7 @@ import errno
 import os
 import time
 
+import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError
@@ -163,6 +164,7 @@ def test_a_full_disk_loses_lines_and_then_writes_again(tmp_path, monkeypatch):
         (b"hello\nworld\n", "no line of a planner's log in 2 lines"),
         (b"\x00\xff" * 100, "no line of a planner's log in 1 lines"),
         (b'{"type":"round"}\n', "no line of a planner's log"),
+        (b"text\n" * 1000, "no line of a planner's log in 100 lines"),
     ],
 )
 def test_another_file_is_refused(tmp_path, content, why):
@@ -170,6 +172,16 @@ def test_another_file_is_refused(tmp_path, content, why):
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=why):
         list(read_entries(path))
+
+
+def test_a_line_of_no_time_is_damaged(tmp_path):
+    path = tmp_path / "planner.jsonl"
+    lines = (
+        msgspec.json.encode(Round(time_s=time_s, record=record(number)))
+        for number, time_s in enumerate((1.0, -1.0, 1e308, 2.0))
+    )
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    assert numbers(path) == [(0, 0), (3, 0)]
 
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path):
