@@ -16,6 +16,7 @@ from tables import (
     disagg,
     eviction,
     kv_cut,
+    kv_retention,
     kv_stores,
     placements,
     planner,
@@ -39,6 +40,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = (
     | results.TABLES
     | disagg.TABLES
     | kv_cut.TABLES
+    | kv_retention.TABLES
     | kv_stores.TABLES
     | placements.TABLES
     | planner.TABLES

@@ -6,8 +6,11 @@ from math import nan
 from benchmarks.disagg import plot as disagg_plot
 from benchmarks.disagg.choice import Point
 from benchmarks.eviction import plot as eviction_plot
+from benchmarks.kv import cut_plot
+from benchmarks.kv.retention import plot as retention_plot
 from benchmarks.policies import plot as policies_plot
 from benchmarks.policies.cells import Cell
+from benchmarks.simulated import agents_plot
 from benchmarks.simulated import placements as placements_bench
 from benchmarks.transfer import plot as transfer_plot
 from penstock.bench.report import Report
@@ -38,6 +41,21 @@ def eviction() -> str:
     return eviction_plot.draw(report("eviction")["figures"])
 
 
+def kv_agents() -> str:
+    found = report("kv_agents")
+    return agents_plot.draw(found["figures"], found["config"]["rates_per_s"], found["config"]["target_p90_s"])
+
+
+def kv_cut() -> str:
+    found = report("kv_cut")
+    return cut_plot.draw(found["figures"], found["config"]["speeds_gb_per_s"])
+
+
+def kv_retention() -> str:
+    found = report("kv_retention")
+    return retention_plot.draw(found["figures"], found["config"]["blocks"])
+
+
 def placements() -> str:
     return placements_bench.draw(report("placements")["samples"])
 
@@ -66,6 +84,9 @@ def transfer() -> str:
 PICTURES: dict[str, Callable[[], str]] = {
     "disagg.svg": disagg,
     "eviction.svg": eviction,
+    "kv-agents.svg": kv_agents,
+    "kv-cut.svg": kv_cut,
+    "kv-retention.svg": kv_retention,
     "placements.svg": placements,
     "policies.svg": policies,
     "transfer.svg": transfer,

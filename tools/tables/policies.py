@@ -225,7 +225,26 @@ def saturation() -> Iterator[str]:
     return table(["saturation, requests/s", "devices only", "host tier", "in `bench routers`"], rows())
 
 
+def host_again() -> Iterator[str]:
+    """Mean TTFT in ms with host tiers in a later run at the same rates, beside that of the other tables."""
+    known = report("policies_host")["config"].get("cells", [])
+
+    def rows() -> Iterator[list[str]]:
+        for cell, said in cells("-host"):
+            if cell not in known:
+                continue
+            row = [said]
+            for file in ("policies_host", "policies"):
+                own, other = (mean(file, cell, policy, "ttft_mean_s") for policy in ("kv", "product"))
+                row += [text(value and 1e3 * value, ",.0f") for value in (own, other)]
+                row.append(text(own / other if own and other else None, ".2f"))
+            yield row
+
+    return table(["cell", "kv", "product", "ratio", "kv in the table above", "product", "ratio"], rows())
+
+
 TABLES = {
+    "policies-host-again": host_again,
     "policies-saturation": saturation,
     "policies-ratios-carried": over_others((30, 60, 80)),
     "policies-split": split,

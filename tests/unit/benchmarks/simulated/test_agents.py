@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.simulated.agents import CASES, _Cell, _simulate, largest_rate, sessions_of
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[4] / "examples"
 
 
 def test_agents_and_chats_are_the_same_whether_or_not_sessions_are_opened():

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.simulated import routers
 from penstock.core.errors import ConfigError
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[4] / "examples"
 
 
 def parse(*arguments: str) -> argparse.Namespace:
