@@ -136,7 +136,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     }
     if spec.device.startswith("cpu"):
         ours["kv_cache_memory_bytes"] = _CPU_KV_BYTES
-        ours["worker_extension_cls"] = "penstock.engine.vllm.amx.AmxTiles"
+        ours["worker_extension_cls"] = "penstock.engine.vllm.launch.amx.AmxTiles"
     ours |= lora_arguments(lora_paths(spec), on_cpu=spec.device.startswith("cpu"))
     return {name: value for name, value in ours.items() if value is not None} | args
 

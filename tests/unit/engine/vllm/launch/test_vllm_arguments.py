@@ -62,7 +62,7 @@ def test_fields_of_the_graph_become_arguments() -> None:
     on_cpu = engine_arguments(spec())
     assert on_cpu["kv_cache_memory_bytes"] == 1 << 30
     module, _, name = on_cpu["worker_extension_cls"].rpartition(".")
-    assert (module, name) == ("penstock.engine.vllm.amx", "AmxTiles")
+    assert (module, name) == ("penstock.engine.vllm.launch.amx", "AmxTiles")
     assert find_spec(module) is not None
 
 
