@@ -33,6 +33,7 @@ class HeldTier:
     block_bytes = 32
     num_corrupt = 0
     is_off = False
+    is_weighed = True
     offload_room = 1_000
     chunk_blocks = 1_000
 

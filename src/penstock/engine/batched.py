@@ -24,10 +24,11 @@ from penstock.engine.scheduling.sequences import SequenceLimits, StepPlan
 from penstock.kv.manager.break_even import BreakEven
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.manager.prefix_loads import PrefixLoads
+from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.use import PrefillPrice
 from penstock.kv.sessions.actions import KvActions
-from penstock.seams.kv import KvLoad, KvRun, KvSource
+from penstock.seams.kv import KvLoad, KvPeerSource, KvRun
 
 _log = log.get_logger()
 
@@ -64,6 +65,7 @@ class BatchedEngine:
         self._make_tiers = make_tiers
         self._price = price
         self._kv: KvManager | None = None
+        self._prefill = MeasuredSpeed()
         self._prefix_loads = PrefixLoads()
         self._break_even: BreakEven | None = None
         self._own = self._config = config or SchedulerConfig()
@@ -101,7 +103,9 @@ class BatchedEngine:
         )
         self._kv = await self._make_kv(pool, runner)
         if self._kv is not None:
-            self._prefix_loads = self._kv.prefix_loads
+            self._prefill, self._prefix_loads = self._kv.prefill, self._kv.prefix_loads
+        else:
+            self._prefix_loads = PrefixLoads((), runner.block_size, self._compute_s)
         eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
         scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids, kv=self._kv)
         scheduler.sessions.on_change = self._wake.set
@@ -203,14 +207,14 @@ class BatchedEngine:
         self.scheduler.pins.unpin(block_ids)
         self._wake.set()
 
-    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvSource) -> list[KvRun]:
+    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvPeerSource) -> list[KvRun]:
         return self._prefix_loads.find(block_hashes, num_before, peer)
 
     def load_runs(
         self,
         runs: Sequence[KvRun],
         targets: Sequence[BlockId],
-        peer: KvSource,
+        peer: KvPeerSource,
         done: Callable[[int], None],
         on_arrived: Callable[[int], None] = lambda _num_blocks: None,
     ) -> KvLoad:
@@ -270,6 +274,9 @@ class BatchedEngine:
         self._break_even = BreakEven(kv.tiers, kv.prefill, pool.block_size, set_price)
         return kv
 
+    def _compute_s(self, new_tokens: int, cached_tokens: int) -> float | None:  # noqa: ARG002 - depth is not measured
+        return self._prefill.seconds(new_tokens) if self._prefill.is_known else None
+
     async def _announce(self, begun: Sequence[RequestId]) -> None:
         if begun and self._on_begun is not None:
             self._on_begun(begun)
@@ -279,11 +286,10 @@ class BatchedEngine:
         try:
             started_s = perf_counter()
             sampled = await self._runner.run(plan, scheduler.table)
-            if self._kv is not None:
-                num_tokens = int(plan.num_new[plan.num_decode :].sum())
-                self._kv.prefill.measure(num_tokens, perf_counter() - started_s)
-                if self._break_even is not None:
-                    self._break_even.computed(num_tokens)
+            num_tokens = int(plan.num_new[plan.num_decode :].sum())
+            self._prefill.measure(num_tokens, perf_counter() - started_s)
+            if self._break_even is not None:
+                self._break_even.computed(num_tokens)
             step = scheduler.commit(plan, sampled)
         except Exception as error:  # noqa: BLE001 - any error of a runner ends the requests of the step
             return self._fail(scheduler, plan, error)

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from penstock.core.ids import WorkerId
 from penstock.core.routing_context import TOKEN_S_MIN
+from penstock.core.types.kv.exchange import KvPeer
 from penstock.core.types.requests import Request
 from penstock.router.disagg.disagg import DisaggDecision
 from penstock.router.policy.selector import Choice
@@ -16,7 +17,10 @@ from penstock.seams import RoutingContext
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One worker's part of a plan: `overlap_blocks` of the prompt's `blocks` are cached there, or come there from a prefill worker."""
+    """One worker's part of a plan: `overlap_blocks` of the prompt's `blocks` are cached there, or come there from a prefill worker.
+
+    `peer` has more of them, which may be loaded from there.
+    """
 
     worker_id: WorkerId
     slot: int
@@ -24,6 +28,7 @@ class Route:
     cached_tokens: int
     overlap_blocks: int
     blocks: int
+    peer: KvPeer | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import msgspec
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger, is_debugging
+from penstock.core.types.kv.exchange import KvPeer
 from penstock.core.types.requests import Request
 from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.candidates import Plan, Route, ScoredCandidates
@@ -198,6 +200,8 @@ class Router:
         if self._log_below and mix(self._turn + self._prompt_turn) < self._log_below:
             self._record(candidates)
         routes = [self._route(context, choice.slot) for context, choice in choices]
+        context, choice = choices[0]
+        routes[0] = replace(routes[0], peer=self._peer(candidates.request, context, choice.slot))
         if not again:
             self._count(candidates, parts[0].reason, routes[0])
         return Plan(routes[-1], prefill=routes[0] if len(routes) > 1 else None)
@@ -213,6 +217,22 @@ class Router:
             cached_tokens=context.request_tokens - prefill_tokens,
             overlap_blocks=overlap_blocks,
             blocks=context.request_blocks,
+        )
+
+    def _peer(self, request: Request, context: RoutingContext, slot: int) -> KvPeer | None:
+        """Find another worker whose device has more of a prompt than the worker that is to compute it."""
+        fleet, on_device = self.fleet, context.tier_blocks[0]
+        pairs = fleet.pools[request.model].pairs
+        source = pairs.lender(slot, on_device, int(context.overlap_blocks[slot]))
+        if source is None:
+            return None
+        member = fleet.slots.at(source)
+        byte_s = float(fleet.link_bandwidths.byte_s(source)[slot])
+        return KvPeer(
+            worker_id=member.worker_id,
+            num_blocks=int(on_device[source]),
+            source=member.kv_source,
+            block_s=byte_s * member.instance.engine.kv_bytes_per_block,
         )
 
     def _count(self, candidates: ScoredCandidates, reason: RouteReason, prompt: Route) -> None:

@@ -20,7 +20,7 @@ from penstock.seams.engine import (
     RoleAware,
     Sleeping,
 )
-from penstock.seams.kv import KvLoad, KvRun, KvSource, KvTier
+from penstock.seams.kv import KvLoad, KvPeerSource, KvRun, KvSource, KvTier
 from penstock.seams.request_plane import (
     Answer,
     Connection,
@@ -54,6 +54,7 @@ __all__ = [
     "KvLoad",
     "KvManaged",
     "KvPartialBlocks",
+    "KvPeerSource",
     "KvRun",
     "KvSource",
     "KvTier",

@@ -11,7 +11,7 @@ from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
-from penstock.seams.kv import KvLoad, KvRun, KvSource
+from penstock.seams.kv import KvLoad, KvPeerSource, KvRun
 
 
 class Engine(Protocol):
@@ -112,7 +112,7 @@ class KvBlocks(Protocol):
         """Release blocks that `pin` or `reserve` returned, once for each time."""
         ...
 
-    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvSource) -> Sequence[KvRun]:
+    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvPeerSource) -> Sequence[KvRun]:
         """Find what brings a prefix's blocks soonest: `peer`, or a tier of this engine that is quicker than computing.
 
         Args:
@@ -129,7 +129,7 @@ class KvBlocks(Protocol):
         self,
         runs: Sequence[KvRun],
         targets: Sequence[BlockId],
-        peer: KvSource,
+        peer: KvPeerSource,
         done: Callable[[int], None],
         on_arrived: Callable[[int], None] = lambda _num_blocks: None,
     ) -> KvLoad:

@@ -91,6 +91,15 @@ class KvSource(Protocol):
         ...
 
 
+class KvPeerSource(KvSource, Protocol):
+    """Blocks of another worker."""
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether the router has weighed loading them against computing; if not, the loader does."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KvRun:
     """Consecutive blocks of a prefix that one source has.

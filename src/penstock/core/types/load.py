@@ -123,6 +123,8 @@ class WorkerLoad(Wire, frozen=True):
         kv_tiers: the tiers below the device, nearest first.
         sessions: of agents; None before the first one.
         kv_corrupt: how many of `kv_failures` and early transfers brought bytes other than those at the prefill worker.
+        peer_tokens: prompt tokens loaded from other workers' caches, since start.
+        peer_failures: such loads that brought less than they were to; the rest was computed.
         ranks: the loads of data-parallel ranks, of which the other fields are the sum; empty with one rank. A frontend gets
             the load of one rank.
     """
@@ -156,6 +158,8 @@ class WorkerLoad(Wire, frozen=True):
     sessions: SessionCounts | None = None
     kv_corrupt: int = 0
     ranks: "tuple[WorkerLoad, ...]" = ()
+    peer_tokens: int = 0
+    peer_failures: int = 0
 
     @classmethod
     def of_ranks(cls, ranks: "Sequence[WorkerLoad]") -> "WorkerLoad":

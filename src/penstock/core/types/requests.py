@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.ids import PinId, RequestId, WorkerId
-from penstock.core.types.kv.exchange import KvAccess
+from penstock.core.types.kv.exchange import KvAccess, KvPeer
 from penstock.core.types.media import MediaPrompt
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, Wire
 
@@ -138,6 +138,7 @@ class Request(Wire, frozen=True):
         is_background: compute the prompt for later requests while the worker has none; `FinishReason.CANCELLED` says that it has
             others, or got one.
         rank: the data-parallel rank that computes it, which the worker sets by the connection that it came over; None: any.
+        peer: a worker that has more of the prompt's KV than this one; None: nobody is known to.
     """
 
     request_id: RequestId
@@ -168,6 +169,7 @@ class Request(Wire, frozen=True):
     media: MediaPrompt | None = None
     is_background: bool = False
     rank: int | None = None
+    peer: KvPeer | None = None
 
     def extra_after(self, start: int) -> list[tuple[int, bytes]]:
         """Give what the block hashes of the tokens from `start` on cover besides them, positions counted from `start`."""

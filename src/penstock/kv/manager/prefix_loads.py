@@ -9,8 +9,8 @@ from penstock.core.wire import HashArray
 from penstock.kv.manager.clock import Clock, LoopClock
 from penstock.kv.manager.counters import TierCounters
 from penstock.kv.manager.prefix_load import PrefixLoad, find_runs
-from penstock.kv.manager.worth import ComputeSeconds
-from penstock.seams.kv import KvLoad, KvRun, KvSource, KvTier
+from penstock.kv.manager.worth import ComputeSeconds, late_after_s
+from penstock.seams.kv import KvLoad, KvPeerSource, KvRun, KvSource, KvTier
 
 
 class PrefixLoads:
@@ -41,10 +41,10 @@ class PrefixLoads:
         self._counters = counters or {}
         self._clock = clock or LoopClock()
 
-    def find(self, block_hashes: HashArray, num_before: int, peer: KvSource) -> list[KvRun]:
+    def find(self, block_hashes: HashArray, num_before: int, peer: KvPeerSource) -> list[KvRun]:
         """Find what brings a prefix's blocks soonest, up to the first block that nobody has; tiers slower than computing are left out.
 
-        A peer's blocks are always taken: the router has weighed them against computing.
+        A peer's blocks are taken likewise, or always where the router has weighed them.
 
         Args:
             block_hashes: (n, 2) uint64.
@@ -57,7 +57,7 @@ class PrefixLoads:
         self,
         runs: Sequence[KvRun],
         targets: Sequence[BlockId],
-        peer: KvSource,
+        peer: KvPeerSource,
         done: Callable[[int], None],
         on_arrived: Callable[[int], None] = lambda _num_blocks: None,
     ) -> KvLoad:
@@ -80,18 +80,21 @@ class PrefixLoads:
             targets,
             self._sources(peer),
             clock=self._clock,
+            late_s=None
+            if peer.is_weighed
+            else late_after_s(sum(run.source.load_s(run.num_blocks) for run in runs)),
             is_worth=partial(self._is_worth, peer),
             on_arrived=lambda load: on_arrived(load.arrived),
             done=on_done,
         )
 
-    def _sources(self, peer: KvSource) -> list[KvSource]:
+    def _sources(self, peer: KvPeerSource) -> list[KvSource]:
         return [*self._near, peer, *self._far]
 
     def _is_worth(
-        self, peer: KvSource, source: KvSource, load_s: float, num_blocks: int, num_before: int
+        self, peer: KvPeerSource, source: KvSource, load_s: float, num_blocks: int, num_before: int
     ) -> bool:
-        if source is peer:
+        if source is peer and peer.is_weighed:
             return True
         compute_s = self._compute_s(num_blocks * self._block_size, num_before * self._block_size)
         return compute_s is None or load_s < compute_s

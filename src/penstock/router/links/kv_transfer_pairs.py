@@ -121,6 +121,7 @@ class KvTransferPairs:
         self._num_hosts = 0
         self._is_prefill: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)  # likewise
         self._is_decode: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)  # likewise; aggregated workers too
+        self._lends: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)  # likewise; cached KV, to any role
         self._fits: NDArray[np.bool_] = np.zeros((2, 1, 1), dtype=np.bool_)  # on two hosts and on one
         self._all_fit = False  # each of these with each
         self._reasons: dict[
@@ -166,6 +167,25 @@ class KvTransferPairs:
         fits_by_host = ((elsewhere > 0) @ self._fits[0].T) | ((here > 0) @ self._fits[1].T)
         return np.asarray(ready & fits_by_host[hosts, numbers], dtype=np.bool_)
 
+    def lender(self, reader: int, blocks: NDArray[np.int32], held: int) -> int | None:
+        """Give the slot of the worker with the most leading blocks that the worker in slot `reader` may load from there.
+
+        Args:
+            reader: gets the request.
+            blocks: (num_slots,) leading blocks of its prompt on each worker's device.
+            held: leading blocks that the reader has itself.
+
+        Returns:
+            None if nobody has more, or the reader loads from nobody.
+        """
+        kinds = self.kinds(len(blocks))
+        if not self._lends[reader]:
+            return None
+        lent = np.where(self._lends & kinds.prefill_workers(reader), blocks, 0)
+        lent[reader] = 0
+        slot = int(lent.argmax())
+        return slot if lent[slot] > held else None
+
     def problem(self, slot: int) -> str | None:
         """Say why the worker in this slot transfers KV with no other; None where it can, or where it needs no other."""
         kinds = self.kinds(max(self._workers) + 1 if self._numbers is None else len(self._numbers))
@@ -200,7 +220,7 @@ class KvTransferPairs:
 
     def _number(self, num_slots: int) -> None:
         self._numbers, self._hosts = np.zeros((2, num_slots), dtype=np.intp)
-        self._is_prefill, self._is_decode = np.zeros((2, num_slots), dtype=np.bool_)
+        self._is_prefill, self._is_decode, self._lends = np.zeros((3, num_slots), dtype=np.bool_)
         numbers: dict[bytes, int] = {}
         hosts: dict[bytes | None, int] = {}
         self._kinds = []
@@ -212,6 +232,8 @@ class KvTransferPairs:
             self._hosts[slot] = hosts.setdefault(_host(instance), len(hosts))
             of_role = self._is_prefill if instance.role is Role.PREFILL else self._is_decode
             of_role[slot] = True
+            exchange = instance.exchange
+            self._lends[slot] = exchange is not None and exchange.peers and exchange.source is not None
         self._num_hosts = max(len(hosts), 1)
         fits = [
             [

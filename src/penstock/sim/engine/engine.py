@@ -21,7 +21,7 @@ from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.manager.prefix_loads import PrefixLoads
 from penstock.kv.pool.pool import BlockPool
 from penstock.perf.latency import LatencyModel
-from penstock.seams.kv import KvLoad, KvRun, KvSource
+from penstock.seams.kv import KvLoad, KvPeerSource, KvRun
 from penstock.sim.engine.prices import DecodePrices, prefill_price
 from penstock.sim.engine.scheduler import JumpPlan, JumpScheduler
 from penstock.sim.engine.timed_tier import LowerTier, timed_kv_manager
@@ -75,7 +75,10 @@ class JumpEngine:
         """The block pool, for reports and checks."""
         self.kv = timed_kv_manager(self.pool, lower_tiers, latency, self._pace, self._interrupt)
         """The tiers below the device; None without."""
-        self._prefix_loads = PrefixLoads() if self.kv is None else self.kv.prefix_loads
+        if self.kv is None:
+            self._prefix_loads = PrefixLoads((), info.block_size, self._compute_s)
+        else:
+            self._prefix_loads = self.kv.prefix_loads
         self._pace.watch(self._on_pace)  # after the tiers, whose loads the next plan takes in
         context_length = min(info.context_length, info.num_blocks * info.block_size)
         self._info = EngineInfo(
@@ -173,14 +176,14 @@ class JumpEngine:
         self._scheduler.pins.unpin(block_ids)
         self._interrupt()
 
-    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvSource) -> list[KvRun]:
+    def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvPeerSource) -> list[KvRun]:
         return self._prefix_loads.find(block_hashes, num_before, peer)
 
     def load_runs(
         self,
         runs: Sequence[KvRun],
         targets: Sequence[BlockId],
-        peer: KvSource,
+        peer: KvPeerSource,
         done: Callable[[int], None],
         on_arrived: Callable[[int], None] = lambda _num_blocks: None,
     ) -> KvLoad:
@@ -199,6 +202,9 @@ class JumpEngine:
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent."""
         self._scheduler.check()
+
+    def _compute_s(self, new_tokens: int, cached_tokens: int) -> float:
+        return self._pace.factor * self._latency.prefill_s(new_tokens, cached_tokens)
 
     def _begin(self) -> bool:
         """Start the next jump; False if there is nothing to do."""

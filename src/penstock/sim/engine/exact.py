@@ -72,5 +72,8 @@ class ExactEngine(BatchedEngine):
         """Raise AssertionError if the state is inconsistent."""
         self.scheduler.check()
 
+    def _compute_s(self, new_tokens: int, cached_tokens: int) -> float:
+        return self._pace.factor * self._latency.prefill_s(new_tokens, cached_tokens)
+
     async def _make_kv(self, pool: BlockPool, runner: RunnerInfo) -> KvManager | None:  # noqa: ARG002 - sizes are those given
         return timed_kv_manager(pool, self._lower_tiers, self._latency, self._pace, self._wake.set)

@@ -142,6 +142,26 @@ class KvExports:
             early = self._early[transfer_id] = _Early(timer)
         early.followers[agent] = read_id
 
+    def lend(self, hashes: HashArray, agent: str, read_id: int) -> None:
+        """Pin the leading blocks that are cached for another worker's request, and tell its agent which; they are pinned for `pin_ttl_s` at most.
+
+        Args:
+            hashes: (n, 2) uint64 of consecutive blocks.
+            agent: of the other worker.
+            read_id: names its question.
+        """
+        block_ids = list(self._engine.pin(hashes[: self._blocks_left]))
+        if not block_ids:
+            self._notify(agent, PinHeld(pin_id=_NO_PIN, was_held=False, read_id=read_id))
+            return
+        pin_id, count = PinId(next(self._ids)), len(block_ids)
+        prompt = _Prompt(RequestId(""), b"", None, {agent: read_id}, pin_id, is_under_way=False)
+        export = _Export(prompt, hashes[:count], block_ids, count, self._timer(pin_id), count, is_whole=True)
+        self._held[pin_id] = export
+        self._held_blocks += count
+        self.none_left.clear()
+        self._notify(agent, _grown(pin_id, export, read_id, 0))
+
     def grow(self, request: Request) -> None:
         """Pin the blocks computed so far of a prompt under way, and notify followers.
 

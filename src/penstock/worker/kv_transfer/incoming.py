@@ -14,24 +14,21 @@ import msgspec
 import numpy as np
 
 from penstock.core.errors import DeadlineExceeded, EngineError, Overloaded, PenstockError, ProtocolError
-from penstock.core.ids import BlockId, RequestId, WorkerId
+from penstock.core.ids import BlockId, PinId, RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv.exchange import KvAccess
 from penstock.core.types.requests import KvHandle, Prefetch, Request
 from penstock.core.wire import HashArray, unpack_hashes
-from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
 from penstock.seams import KvBlocks, KvPartialBlocks, KvRun
 from penstock.transfer import Peer
 from penstock.transfer.regions.waiting import settled
 from penstock.worker.config import KvTransferConfig
-from penstock.worker.kv_transfer.peer_source import PeerSource
+from penstock.worker.kv_transfer.peer_source import PeerSource, PeerSpeeds
 from penstock.worker.kv_transfer.reader import Origin, Reader
 from penstock.worker.kv_transfer.reservations import BlockReservations, HeldBlocks
 
 _HASH_BYTES = 16
-_SPEEDS_MAX = 256
-"""Prefill workers whose speed is remembered; beyond it the one whose transfer began longest ago is forgotten."""
 
 _log = get_logger()
 
@@ -93,7 +90,8 @@ class IncomingTransfers:
         connect: Callable[[KvAccess], Awaitable[Peer]],
         reader: Reader,
         reservations: BlockReservations,
-        release: Callable[[Origin, KvHandle], None],
+        release: Callable[[Origin, PinId], None],
+        speeds: PeerSpeeds,
         is_early: bool,
     ) -> None:
         """Make an empty set.
@@ -105,7 +103,8 @@ class IncomingTransfers:
             connect: connects to a prefill worker's agent.
             reader: reads the blocks.
             reservations: the engine's blocks for incoming KV.
-            release: tells a prefill worker to unpin the blocks of a handle.
+            release: tells a prefill worker to unpin the blocks of a pin.
+            speeds: what was measured of prefill workers.
             is_early: whether blocks are read while their prompt is being computed.
         """
         self.fetched_blocks = self.early_blocks = 0
@@ -128,7 +127,7 @@ class IncomingTransfers:
         self._expected: dict[tuple[RequestId, Hashable], Incoming] = {}  # requests that have not arrived
         self._fetches: dict[RequestId, asyncio.Task[None]] = {}  # requests that have arrived
         self._under_way: set[Incoming] = set()
-        self._speeds: dict[WorkerId, MeasuredSpeed] = {}
+        self._speeds = speeds
         self._tasks: asyncio.TaskGroup | None = None
 
     def __len__(self) -> int:
@@ -265,10 +264,7 @@ class IncomingTransfers:
 
     def _peer(self, hashes: HashArray, prefill_worker: WorkerId) -> PeerSource:
         """Make the source of a prompt's blocks; sources of one prefill worker share what was measured of it."""
-        speed = self._speeds.pop(prefill_worker, None) or MeasuredSpeed(half_life_s=LOAD_HALF_LIFE_S)
-        if len(self._speeds) >= _SPEEDS_MAX:
-            del self._speeds[next(iter(self._speeds))]
-        self._speeds[prefill_worker] = speed
+        speed = self._speeds.of(prefill_worker)
         return PeerSource(hashes, self._reader, speed, block_bytes=self._info.kv_bytes_per_block)
 
     async def _fetch(self, one: Incoming, request: Request, handle: KvHandle, submit: Submit) -> None:
@@ -280,7 +276,7 @@ class IncomingTransfers:
             one.error = DeadlineExceeded(f"not here within the {handle.ttl_s:g} s of its handle")
         finally:
             if one.peer.origin is not None:
-                self._release(one.peer.origin, handle)
+                self._release(one.peer.origin, handle.pin_id)
         if one.error is not None:
             self.failures[one.error.code] = self.failures.get(one.error.code, 0) + 1
             _log.warning(

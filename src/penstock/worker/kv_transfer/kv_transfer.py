@@ -13,19 +13,22 @@ from typing import Self
 import msgspec
 
 from penstock.core.errors import ConfigError, MemoryInUse, Overloaded, PenstockError, ProtocolError
-from penstock.core.ids import RequestId, WorkerId
+from penstock.core.ids import PinId, RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv.exchange import KvAccess, KvExchange
 from penstock.core.types.requests import KvHandle, Prefetch, Request
-from penstock.core.wire import encode
+from penstock.core.wire import encode, unpack_hashes
 from penstock.seams import KvBlocks
 from penstock.transfer import Peer, TransferAgent
 from penstock.worker.config import KvTransferConfig
 from penstock.worker.kv_transfer.exports import KvExports
 from penstock.worker.kv_transfer.incoming import IncomingTransfers
+from penstock.worker.kv_transfer.peer_loads import PeerLoads
+from penstock.worker.kv_transfer.peer_source import PeerSpeeds
 from penstock.worker.kv_transfer.pin_messages import (
     PIN_MESSAGES,
+    PinAsk,
     PinCheck,
     PinFollow,
     PinGrown,
@@ -37,6 +40,8 @@ from penstock.worker.kv_transfer.reader import Origin, Reader
 from penstock.worker.kv_transfer.reads import KvReads
 from penstock.worker.kv_transfer.regions import KvRegions
 from penstock.worker.kv_transfer.reservations import BlockReservations
+
+_HASH_BYTES = 16
 
 _log = get_logger()
 
@@ -77,11 +82,22 @@ class KvTransfer:
             )
         self.exports = KvExports(engine, info, worker_id, config, notify=self._notify)
         self._engine = engine
+        self._config = config
         self._agent = agent
         self._regions = KvRegions(info)
         self._reader = Reader(agent, self._regions, checksum=config.checksum)
         self._metadata = b""
         self._reservations = BlockReservations(engine, info)
+        speeds = PeerSpeeds()
+        self.peer_loads = PeerLoads(
+            engine,
+            info,
+            config,
+            connect=self._connect,
+            reader=self._reader,
+            release=self._release,
+            speeds=speeds,
+        )
         self.incoming = IncomingTransfers(
             engine,
             info,
@@ -90,6 +106,7 @@ class KvTransfer:
             reader=self._reader,
             reservations=self._reservations,
             release=self._release,
+            speeds=speeds,
             is_early=self.streams_kv,
         )
         self._preemptions = 0  # as of the last step
@@ -100,12 +117,14 @@ class KvTransfer:
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
         await self.incoming.__aenter__()
+        await self.peer_loads.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            await self.peer_loads.__aexit__(None, None, None)
             await self.incoming.__aexit__(None, None, None)
         finally:
             self.exports.close()
@@ -125,7 +144,7 @@ class KvTransfer:
         await asyncio.shield(self._has_begun)
 
     def __len__(self) -> int:
-        return len(self.incoming)
+        return len(self.incoming) + len(self.peer_loads)
 
     @property
     def exchange(self) -> KvExchange:
@@ -138,6 +157,7 @@ class KvTransfer:
             streams=self.streams_kv,
             setups_s=tuple(self._agent.setup_s(name) for name in names),
             source=self._regions.source(self._metadata) if self._metadata else None,
+            peers=self._config.peers,
         )
 
     @property
@@ -200,6 +220,7 @@ class KvTransfer:
         """Raise AssertionError if anything of a request is left; for a worker that has been idle for a while."""
         self.exports.check_idle()
         self._reader.check_idle()
+        self.peer_loads.check_idle()
         self.incoming.check_idle()
         self._reservations.check_idle()
 
@@ -208,10 +229,10 @@ class KvTransfer:
         await self.begin()
         return await self._agent.connect(source.agent)
 
-    def _release(self, origin: Origin, handle: KvHandle) -> None:
-        """Tell a prefill worker to unpin a handle's blocks; if that fails, `pin_ttl_s` ends the pin."""
+    def _release(self, origin: Origin, pin_id: PinId) -> None:
+        """Tell another worker to unpin blocks; if that fails, `pin_ttl_s` ends the pin."""
         try:
-            self._agent.send_notification(origin.peer, encode(PinRead(pin_id=handle.pin_id)))
+            self._agent.send_notification(origin.peer, encode(PinRead(pin_id=pin_id)))
         except PenstockError as error:
             _log.debug("pin_not_released", peer=origin.peer.name, error=error.message)
 
@@ -252,12 +273,22 @@ class KvTransfer:
             case PinCheck(pin_id=pin_id, read_id=read_id):
                 is_held = self.exports.holds(pin_id)
                 self._notify(name, PinHeld(pin_id=pin_id, was_held=is_held, read_id=read_id))
+            case PinAsk(block_hashes=packed, read_id=read_id):
+                self._lend(name, packed, read_id)
             case PinFollow(transfer_id=transfer_id, read_id=read_id):
                 self.exports.follow(transfer_id, name, read_id)
             case PinGrown():
                 self._reader.grown(name, message)
             case PinHeld():
                 self._reader.answered(name, message)
+
+    def _lend(self, name: str, packed: bytes, read_id: int) -> None:
+        """Pin cached blocks for another worker, if this one lends any."""
+        is_wrong = len(packed) % _HASH_BYTES
+        if is_wrong:
+            _log.warning("notification_skipped", peer=name, error=f"{len(packed)} bytes are no block hashes")
+        hashes = unpack_hashes(packed[: len(packed) - is_wrong]).reshape(-1, 2)
+        self.exports.lend(hashes[: len(hashes) if self._config.peers else 0], name, read_id)
 
     def _notify(self, agent: str, message: PinHeld | PinGrown) -> None:
         try:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.errors import ChecksumMismatch, EngineError, PenstockError
-from penstock.core.ids import BlockId
+from penstock.core.ids import BlockId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.wire import HashArray, unpack_hashes
-from penstock.kv.measured import MeasuredSpeed
+from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
 from penstock.worker.kv_transfer.reader import Growth, Origin, Reader
+
+_SPEEDS_MAX = 256
+"""Workers whose speed is remembered; beyond it the one that was read from longest ago is forgotten."""
 
 _log = get_logger()
 _HASH_BYTES = 16
@@ -31,8 +34,24 @@ class _Load:
         self.task.cancel()
 
 
+class PeerSpeeds:
+    """Seconds per block read from other workers, as measured. One event loop owns it."""
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._by_worker: dict[WorkerId, MeasuredSpeed] = {}
+
+    def of(self, worker_id: WorkerId) -> MeasuredSpeed:
+        """Give a worker's speed, which all sources of its blocks share."""
+        speed = self._by_worker.pop(worker_id, None) or MeasuredSpeed(half_life_s=LOAD_HALF_LIFE_S)
+        if len(self._by_worker) >= _SPEEDS_MAX:
+            del self._by_worker[next(iter(self._by_worker))]
+        self._by_worker[worker_id] = speed
+        return speed
+
+
 class PeerSource:
-    """The blocks of one prompt that a prefill worker pins, as it names them. One event loop owns it.
+    """The blocks of one prompt that another worker pins, as it names them: a prefill worker, or one that has it cached. One event loop owns it.
 
     A load reads blocks one-sided, verifies them, and has the prefill worker confirm that they were pinned all the time. It
     brings all of its blocks or none. After a failed load the source has no blocks any more.
@@ -45,10 +64,18 @@ class PeerSource:
         error: why a load failed; None if none has.
         num_loaded: full blocks loaded.
         num_corrupt: loads with bytes that did not match their checksum.
+        is_weighed: whether the router has weighed loading against computing.
     """
 
     def __init__(
-        self, hashes: HashArray, reader: Reader, speed: MeasuredSpeed, *, block_bytes: int = 0
+        self,
+        hashes: HashArray,
+        reader: Reader,
+        speed: MeasuredSpeed,
+        *,
+        block_bytes: int = 0,
+        block_s: float = 0.0,
+        is_weighed: bool = True,
     ) -> None:
         """Make a source without blocks.
 
@@ -57,7 +84,11 @@ class PeerSource:
             reader: reads the blocks.
             speed: seconds per block read from this prefill worker.
             block_bytes: of one block; 0 where engines keep no memory for KV.
+            block_s: seconds per block before any were measured.
+            is_weighed: False has the loader weigh the blocks against computing.
         """
+        self.is_weighed = is_weighed
+        self._block_s = block_s
         self.chunk_blocks = max(_CHUNK_BYTES // max(block_bytes, 1), 1)
         self.hashes = hashes
         self.tail_hash = unpack_hashes(secrets.token_bytes(_HASH_BYTES)).reshape(1, 2)
@@ -95,8 +126,9 @@ class PeerSource:
         return int(is_other.argmax()) if is_other.any() else len(names)
 
     def load_s(self, num_blocks: int) -> float:
-        """Predict the seconds of a read from this prefill worker."""
-        return self._speed.seconds(self._waiting_blocks + num_blocks)
+        """Predict the seconds of a read from this worker."""
+        num_blocks += self._waiting_blocks
+        return self._speed.seconds(num_blocks) if self._speed.is_known else num_blocks * self._block_s
 
     def load(self, block_hashes: HashArray, targets: Sequence[BlockId], done: Callable[[int], None]) -> _Load:
         """Read blocks that `locate` has counted."""

@@ -6,7 +6,7 @@ import msgspec
 
 from penstock.core.ids import PinId
 from penstock.core.types.requests import TRANSFER_ID_BYTES
-from penstock.core.wire import Wire
+from penstock.core.wire import PackedHashes, Wire
 
 TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]
 
@@ -35,6 +35,16 @@ class PinGrown(Wire, frozen=True, tag="pin_grown"):
     tail_tokens: int = 0
 
 
+class PinAsk(Wire, frozen=True, tag="pin_ask"):
+    """To another worker: pin the leading blocks of these that are cached; `PinGrown` answers, or `PinHeld` if there are none.
+
+    block_hashes: packed as in `Request`; the first may be in the middle of a prompt
+    """
+
+    block_hashes: PackedHashes
+    read_id: int
+
+
 class PinCheck(Wire, frozen=True, tag="pin_check"):
     """To a prefill worker: blocks were read; were they pinned until now? `PinHeld` answers."""
 
@@ -59,5 +69,5 @@ class PinRead(Wire, frozen=True, tag="pin_read"):
     pin_id: PinId
 
 
-PinMessage = PinFollow | PinGrown | PinCheck | PinHeld | PinRead
+PinMessage = PinFollow | PinAsk | PinGrown | PinCheck | PinHeld | PinRead
 PIN_MESSAGES: msgspec.msgpack.Decoder[PinMessage] = msgspec.msgpack.Decoder(PinMessage)

@@ -13,9 +13,9 @@ from penstock.core.errors import PenstockError, PinExpired, ProtocolError
 from penstock.core.ids import BlockId, PinId, WorkerId
 from penstock.core.types.kv.exchange import KvAccess
 from penstock.core.types.requests import KvHandle
-from penstock.core.wire import HashArray, encode
+from penstock.core.wire import HashArray, encode, pack_hashes
 from penstock.transfer import Peer, TransferAgent
-from penstock.worker.kv_transfer.pin_messages import PinCheck, PinFollow, PinGrown, PinHeld
+from penstock.worker.kv_transfer.pin_messages import PinAsk, PinCheck, PinFollow, PinGrown, PinHeld
 from penstock.worker.kv_transfer.reads import KvReads
 from penstock.worker.kv_transfer.regions import KvRegions
 
@@ -162,11 +162,33 @@ class Reader:
         Raises:
             PeerLost: there is no link to the prefill worker.
         """
+        with self._told_of(peer, growth) as read_id:
+            self._agent.send_notification(peer, encode(PinFollow(transfer_id=transfer_id, read_id=read_id)))
+            yield
+
+    async def ask(self, peer: Peer, block_hashes: HashArray) -> Growth:
+        """Have another worker pin the leading blocks of these that it has cached; waits for its answer, without a timeout.
+
+        Raises:
+            PinExpired: it has none of them.
+            PeerLost: there is no link to it.
+            ProtocolError: it sent a malformed message.
+        """
+        growth = Growth(len(block_hashes))
+        with self._told_of(peer, growth) as read_id:
+            asked = PinAsk(block_hashes=pack_hashes(block_hashes), read_id=read_id)
+            self._agent.send_notification(peer, encode(asked))
+            while not growth.is_whole:
+                await self.next_blocks(peer, growth)
+        return growth
+
+    @contextmanager
+    def _told_of(self, peer: Peer, growth: Growth) -> Iterator[int]:
+        """Have `growth` collect what a worker says of a new read id, while the context lasts."""
         read_id = next(self._read_ids)
         self._followed[peer.name, read_id] = growth
         try:
-            self._agent.send_notification(peer, encode(PinFollow(transfer_id=transfer_id, read_id=read_id)))
-            yield
+            yield read_id
         finally:
             del self._followed[peer.name, read_id]
 

@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from penstock.core.types.kv.exchange import KvAccess
 from penstock.router.links import kv_transfer_pairs
 from tests.support.cluster import small_card
 from tests.support.kv_pairs import CARD, LAYOUT, at, costly, pairs, worker
@@ -109,3 +110,24 @@ def test_who_is_alone_on_its_host_is_read_from_others_only():
     assert found.kinds(3).decode_workers(0)[1:].tolist() == [True, False]
     assert not found.prefill_workers(mask(0, of=3), mask(2, of=3)).any()
     found.check()
+
+
+def lending(name, host=b"one", **fields):
+    exchange = msgspec.structs.replace(at(host, **fields), peers=True, source=KvAccess(agent=b"a"))
+    return worker(name, exchange)
+
+
+def test_the_worker_that_lends_the_most_blocks_is_named():
+    made = pairs(lending("d0"), lending("d1"), lending("p2"), worker("d3"))
+    assert made.lender(0, np.array([2, 5, 7, 9], np.int32), held=2) == 2, "the fourth lends nothing"
+    assert made.lender(2, np.array([2, 5, 7, 9], np.int32), held=7) is None, "others have less"
+    assert made.lender(3, np.array([2, 5, 7, 0], np.int32), held=0) is None, "it loads from nobody"
+    assert made.lender(0, np.array([9, 0, 0, 0], np.int32), held=0) is None, "not from itself"
+    assert made.lender(0, np.array([0, 5, 7, 9, 8], np.int32), held=0) == 2, "the fifth slot is free"
+
+
+def test_nobody_is_named_whose_kv_cannot_be_read():
+    made = pairs(lending("d0"), lending("d1", b"two", listens=("memory", "unix")))
+    assert made.lender(0, np.array([0, 5], np.int32), held=0) is None, "on another host without tcp"
+    made = pairs(lending("d0"), lending("d1", b"two", listens=("tcp",)))
+    assert made.lender(0, np.array([0, 5], np.int32), held=0) == 1

@@ -1,0 +1,250 @@
+"""Loads of prompts' beginnings from the caches of other workers, before their requests are submitted.
+
+The router names a worker that has more of a prompt than this one. What of it is loaded sooner than computed is read by the same
+loader as all other KV, chunk by chunk, and published. Whatever fails, is late or has no room here is computed: the request is
+submitted in any case.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from penstock.core.errors import DeadlineExceeded, PenstockError
+from penstock.core.ids import BlockId, PinId, RequestId
+from penstock.core.log import get_logger
+from penstock.core.types.instances import EngineInfo
+from penstock.core.types.kv.exchange import KvAccess, KvPeer
+from penstock.core.types.requests import Request
+from penstock.core.wire import HashArray, num_tokens, unpack_hashes
+from penstock.kv.measured import MeasuredSpeed
+from penstock.seams import KvBlocks, KvLoad, KvRun
+from penstock.transfer import Peer
+from penstock.transfer.regions.waiting import settled
+from penstock.worker.config import KvTransferConfig
+from penstock.worker.kv_transfer.peer_source import PeerSource, PeerSpeeds
+from penstock.worker.kv_transfer.reader import Origin, Reader
+
+_ASK_S = 0.25
+"""A worker that is not connected and has not answered by then is done without, as a load that was predicted to take no time."""
+_ASKED_MAX = 1 << 15
+"""Blocks of one question, which is half of what a notification carries."""
+
+_log = get_logger()
+
+
+@dataclass(slots=True, eq=False)
+class _Promise:
+    """What the router knows that another worker has: a source to be priced before that worker is asked."""
+
+    num_blocks: int
+    block_s: float
+    speed: MeasuredSpeed
+    is_weighed: bool = False
+    is_off: bool = False
+    num_corrupt: int = 0
+    chunk_blocks: int = 1
+
+    def locate(self, block_hashes: HashArray) -> int:
+        """Count the leading blocks; the caller asks for no others than those promised."""
+        return len(block_hashes)
+
+    def load_s(self, num_blocks: int) -> float:
+        """Predict the seconds of a read: as it was measured, or else as the router predicts."""
+        return self.speed.seconds(num_blocks) if self.speed.is_known else num_blocks * self.block_s
+
+    def load(
+        self, block_hashes: HashArray, targets: Sequence[BlockId], done: Callable[[int], None]
+    ) -> KvLoad:
+        """Raise: promises are not loaded."""
+        raise NotImplementedError
+
+
+class PeerLoads:
+    """The loads of one worker's requests from other workers' caches. One event loop owns it."""
+
+    def __init__(
+        self,
+        engine: KvBlocks,
+        info: EngineInfo,
+        config: KvTransferConfig,
+        *,
+        connect: Callable[[KvAccess], Awaitable[Peer]],
+        reader: Reader,
+        release: Callable[[Origin, PinId], None],
+        speeds: PeerSpeeds,
+    ) -> None:
+        """Make an empty set.
+
+        Args:
+            engine: started.
+            info: the engine's info.
+            config: bounds.
+            connect: connects to another worker's agent.
+            reader: reads the blocks.
+            release: tells another worker to unpin the blocks of a pin.
+            speeds: what was measured of other workers.
+        """
+        self.loaded_tokens = 0
+        """Prompt tokens loaded from other workers."""
+        self.failures = 0
+        """Loads that brought less than they were to."""
+        self._engine = engine
+        self._info = info
+        self._config = config
+        self._connect = connect
+        self._reader = reader
+        self._release = release
+        self._speeds = speeds
+        self._under_way: dict[RequestId, asyncio.Task[None]] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    async def __aenter__(self) -> Self:
+        self._tasks = await asyncio.TaskGroup().__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancel all loads; their requests are not submitted."""
+        assert self._tasks is not None, "entered"
+        for task in self._under_way.values():
+            task.cancel()
+        tasks, self._tasks = self._tasks, None
+        await tasks.__aexit__(None, None, None)
+
+    def begin(self, request: Request, submit: Callable[[Request], None]) -> bool:
+        """Begin to load what another worker has of a request's prompt, and submit the request afterwards.
+
+        Args:
+            request: with `peer`.
+            submit: called once, later, unless the load is cancelled.
+
+        Returns:
+            False if nothing is loaded: too many loads are under way, no block is free, or computing is sooner.
+        """
+        assert self._tasks is not None, "entered"
+        peer = request.peer
+        if peer is None or not self._config.peers or len(self) >= self._config.fetches_max:
+            return False
+        cacheable = (num_tokens(request.token_ids) - 1) // self._info.block_size
+        hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)[: min(peer.num_blocks, cacheable)]
+        here = list(self._engine.pin(hashes))
+        count = self._worth_loading(hashes[: len(here) + _ASKED_MAX], len(here), peer)
+        targets = self._engine.reserve(count) if count else None
+        if not targets:
+            self._engine.unpin(here)
+            return False
+        held = [*here, *targets]
+        load = self._load(hashes[: len(held)], len(here), list(targets), peer)
+        task = self._under_way[request.request_id] = self._tasks.create_task(load)
+
+        def on_end(task: "asyncio.Task[None]") -> None:
+            is_wanted = self._under_way.get(request.request_id) is task
+            if is_wanted:
+                del self._under_way[request.request_id]
+                if not task.cancelled():
+                    submit(request)
+            self._engine.unpin(held)
+
+        task.add_done_callback(on_end)
+        return True
+
+    def cancel(self, request_id: RequestId) -> bool:
+        """Cancel a request's load, whose blocks stay reserved until it has ended; return whether there was one."""
+        task = self._under_way.pop(request_id, None)
+        if task is None:
+            return False
+        task.cancel()
+        return True
+
+    def check_idle(self) -> None:
+        """Raise AssertionError if a load is left."""
+        assert not self._under_way, f"{list(self._under_way)} are still loaded from other workers"
+
+    def _worth_loading(self, hashes: HashArray, num_here: int, peer: KvPeer) -> int:
+        """Count the blocks after those that are here, up to the last one that is best loaded from the other worker."""
+        if num_here == len(hashes):
+            return 0
+        promise = _Promise(len(hashes), peer.block_s, self._speeds.of(peer.worker_id))
+        runs = self._engine.find_runs(hashes, num_here, promise)
+        return max(
+            (run.num_before + run.num_blocks - num_here for run in runs if run.source is promise), default=0
+        )
+
+    async def _load(self, hashes: HashArray, num_here: int, targets: list[BlockId], peer: KvPeer) -> None:
+        """Load and publish the blocks after those that are here, as far as they come."""
+        arrived = counted = 0
+
+        def publish(count: int) -> None:
+            nonlocal arrived, counted
+            self.loaded_tokens += (source.num_loaded - counted) * self._info.block_size
+            counted = source.num_loaded
+            if count > arrived:
+                first, end = num_here + arrived, num_here + count
+                parent = int(hashes[first - 1, 0]) if first else None
+                self._engine.publish(targets[arrived:count], hashes[first:end], parent)
+                arrived = count
+
+        error: PenstockError | None = None
+        origin: Origin | None = None
+        source = self._source(hashes[num_here:], peer)
+        try:
+            async with asyncio.timeout(_ASK_S):
+                origin = Origin(peer.worker_id, peer.source, await self._connect(peer.source))
+                source.growth = await self._reader.ask(origin.peer, hashes[num_here:])
+            source.origin = origin
+            runs = self._engine.find_runs(hashes, num_here, source)
+            if runs:
+                publish(await self._wait_for(runs, targets, source, publish))
+            error = source.error
+        except TimeoutError:
+            error = DeadlineExceeded(f"worker {peer.worker_id} did not answer within {_ASK_S:g} s")
+        except PenstockError as problem:
+            error = problem
+        finally:
+            publish(0)  # counts what came and is of no use
+            if origin is not None and source.growth.pin_id is not None:
+                self._release(origin, source.growth.pin_id)
+        if arrived < len(targets):
+            self.failures += 1
+            _log.debug(
+                "kv_not_loaded_from_peer",
+                worker_id=peer.worker_id,
+                blocks=len(targets),
+                arrived=arrived,
+                error=None if error is None else error.message,
+                effect="computed",
+            )
+
+    def _source(self, hashes: HashArray, peer: KvPeer) -> PeerSource:
+        return PeerSource(
+            hashes,
+            self._reader,
+            self._speeds.of(peer.worker_id),
+            block_bytes=self._info.kv_bytes_per_block,
+            block_s=peer.block_s,
+            is_weighed=False,
+        )
+
+    async def _wait_for(
+        self,
+        runs: Sequence[KvRun],
+        targets: Sequence[BlockId],
+        source: PeerSource,
+        publish: Callable[[int], None],
+    ) -> int:
+        """Load runs; returns the leading blocks that arrived. A cancellation waits until nothing is written any more."""
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        wanted = targets[: sum(run.num_blocks for run in runs)]
+        load = self._engine.load_runs(runs, wanted, source, done.set_result, publish)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            load.cancel()
+            await settled(done)
+            raise

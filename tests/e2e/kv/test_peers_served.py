@@ -1,0 +1,97 @@
+"""KV of other workers in real processes: a session that moves loads its beginning from the worker that had it, while that lives."""
+
+import asyncio
+
+import pytest
+
+TEXTS = [f"{n} " + " ".join(f"river {n * 31 + word}" for word in range(60)) for n in range(7)]
+MOCK = {
+    "engine": "mock",
+    "kv_blocks": 256,
+    "mock": {"kv_bytes_per_block": 4096, "timing": {"prefill_s_per_token": 5e-4}},  # slower than any copy
+}
+PAGED = {"engine": "paged", "kv_blocks": 256, "weight_dtype": "float32", "max_batch_tokens": 64}
+IN_TURN = {
+    "router": {"policy": "round-robin"},
+    "worker": {"kv_transfer": {"peers": True}},
+}
+
+
+async def peer_counts(site):
+    loads = [await site.load(name) for name in sorted(await site.workers())]
+    return [(load["peer_tokens"], load["peer_failures"]) for load in loads]
+
+
+async def told(site, texts):
+    return [await site.tell(text, max_tokens=8) for text in texts]
+
+
+@pytest.mark.parametrize("role", [MOCK, PAGED], ids=["mock", "paged"])
+def test_sessions_that_move_load_their_prefix_from_the_other_worker(deploy, role):
+    async def scenario(site):
+        first = await told(site, TEXTS)  # an odd number, so that each comes to the other worker next
+
+        async def is_known():
+            return all(worker["indexed_blocks"] > 20 for worker in (await site.workers()).values())
+
+        await site.until(is_known)
+        again = await told(site, TEXTS)
+        assert [text for text, _ in again] == [text for text, _ in first]
+        prompt_tokens = sum(usage.prompt_tokens for _, usage in again)
+        cached = sum(usage.prompt_tokens_details.cached_tokens for _, usage in again)
+        assert cached > prompt_tokens / 2
+
+        async def is_told():
+            counts = await peer_counts(site)
+            return sum(tokens for tokens, _ in counts) > prompt_tokens / 2
+
+        await site.until(is_told)
+        for name in await site.workers():
+            load = await site.load(name)
+            assert (load["failed_steps"], load["kv_corrupt"]) == (0, 0)
+
+        async def nothing_is_held():
+            return not any([(await site.load(name))["active_blocks"] for name in await site.workers()])
+
+        await site.until(nothing_is_held)
+
+    deploy(scenario, role=role, workers=2, **IN_TURN)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_while_others_load_from_it_costs_time_alone(deploy):
+    """Blocks of 2 MiB: a prompt is copied in tens of milliseconds, within which its holder dies."""
+    role = MOCK | {
+        "kv_blocks": 160,
+        "mock": {"kv_bytes_per_block": 2 << 20, "timing": {"prefill_s_per_token": 1e-3}},
+    }
+
+    async def scenario(site):
+        broken = 0
+        for number in range(8):
+            text = f"{number} " + " ".join(f"lake {number * 31 + word}" for word in range(400))
+            first = (await site.tell(text, max_tokens=8))[0]
+            held = {name: worker["indexed_blocks"] for name, worker in (await site.workers()).items()}
+            holder = max(held, key=held.__getitem__)
+            reader = min(held, key=held.__getitem__)
+            before = (await site.load(reader))["peer_failures"]
+            asked = asyncio.create_task(site.tell(text, max_tokens=8))
+            await asyncio.sleep(0.01 + 0.01 * number)
+            site.kill(holder)
+            assert (await asked)[0] == first
+            broken += (await site.load(reader))["peer_failures"] - before
+            assert (await site.load(reader))["failed_steps"] == 0
+
+            async def is_back(victim=holder):
+                return (
+                    await site.ready_workers() == 2 and not (await site.workers())[victim]["indexed_blocks"]
+                )
+
+            await site.until(is_back)
+            site.kill(reader)  # so that the next prompt finds two empty workers
+            await site.until(is_back)
+            if broken:
+                break
+        assert broken, "no kill came while a load was under way"
+
+    deploy(scenario, role=role, workers=2, timeout_s=180, **IN_TURN)

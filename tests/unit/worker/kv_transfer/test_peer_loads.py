@@ -1,0 +1,222 @@
+"""A session that moves to another worker: what the first one has of it is loaded from there, as far as that is sooner."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from penstock.core.ids import WorkerId
+from penstock.core.types.kv.exchange import KvAccess, KvPeer
+from penstock.core.wire import encode
+from penstock.router.config import RouterConfig
+from penstock.worker.config import KvTransferConfig, WorkerConfig
+from penstock.worker.kv_transfer import peer_source
+from penstock.worker.kv_transfer.pin_messages import PinAsk
+from tests.support.kv_transfer import SlowTransport, connect_late, tiny_engine, tiny_request, whole_answer
+from tests.support.kv_transfer_scene import run_scenario
+
+TOKEN_S = 1e-3
+BLOCK_BYTES = 64
+FULL_BLOCKS = 12  # of 50 tokens in blocks of 4, less the last token
+
+
+def peers_scene(scene, *, delay_s=lambda _bytes: 1e-4, token_s=TOKEN_S, **fields):
+    """Run a scene on two aggregated workers that get requests in turn; a prompt token takes `token_s`, as they have measured."""
+
+    async def measured(cluster, dispatcher):
+        for name in cluster.names:
+            cluster.engine(name)._prefix_loads._compute_s = lambda new, _cached: new * token_s
+        await scene(cluster, dispatcher)
+
+    run_scenario(
+        measured,
+        ("a0", "a1"),
+        router=RouterConfig(policy="round-robin"),
+        transport=lambda: SlowTransport(delay_s),
+        config=WorkerConfig(kv_transfer=KvTransferConfig(**{"peers": True, **fields})),
+        engine=lambda _name: tiny_engine(kv_bytes=BLOCK_BYTES),
+    )
+
+
+def loads(cluster):
+    return [cluster.worker(name).kv_transfer.peer_loads for name in cluster.names]
+
+
+def loaded(cluster):
+    return sum(each.loaded_tokens for each in loads(cluster))
+
+
+def failures(cluster):
+    return sum(each.failures for each in loads(cluster))
+
+
+async def first_answer(dispatcher):
+    """Have one worker compute the prompt, and the router hear of it."""
+    answer = await whole_answer(dispatcher, tiny_request("first"))
+    await asyncio.sleep(1.0)
+    return answer
+
+
+def test_a_session_that_moves_loads_its_prefix_from_the_worker_that_had_it():
+    async def scene(cluster, dispatcher):
+        first = await first_answer(dispatcher)
+        again = await whole_answer(dispatcher, tiny_request("again"))
+        assert again[0] == first[0]
+        assert (first[2], again[2]) == (0, 4 * FULL_BLOCKS)
+        assert (loaded(cluster), failures(cluster)) == (4 * FULL_BLOCKS, 0)
+        await asyncio.sleep(1.0)
+        shown = [worker.load["peer_tokens"] for worker in dispatcher.workers()]
+        assert sorted(shown) == [0, 4 * FULL_BLOCKS]
+        assert not any(cluster.worker(name).kv_transfer.exports for name in cluster.names), (
+            "nothing is lent any more"
+        )
+        third = await whole_answer(dispatcher, tiny_request("third"))
+        assert third[0] == first[0]
+        assert loaded(cluster) == 4 * FULL_BLOCKS, "both have it now"
+
+    peers_scene(scene)
+
+
+def test_what_is_computed_sooner_is_not_asked_for():
+    async def scene(cluster, dispatcher):
+        first = await first_answer(dispatcher)
+        asked = []
+        for each in loads(cluster):
+            each._load = lambda *about: asked.append(about)
+            each._speeds.of(WorkerId(1)).measure(1, 1.0)
+            each._speeds.of(WorkerId(2)).measure(1, 1.0)
+        again = await whole_answer(dispatcher, tiny_request("again"))
+        assert (again[0], again[2], asked) == (first[0], 0, [])
+
+    peers_scene(scene)
+
+
+def test_without_the_setting_nothing_is_lent_and_nothing_loaded():
+    async def scene(cluster, dispatcher):
+        await first_answer(dispatcher)
+        again = await whole_answer(dispatcher, tiny_request("again"))
+        assert (again[2], loaded(cluster)) == (0, 0)
+        assert all(
+            worker.kv_transfer.exchange.source is None for worker in map(cluster.worker, cluster.names)
+        )
+
+    peers_scene(scene, peers=False)
+
+
+def test_a_peer_that_dies_in_the_middle_costs_the_rest_alone(monkeypatch):
+    monkeypatch.setattr(peer_source, "_CHUNK_BYTES", 2 * BLOCK_BYTES)
+
+    async def scene(cluster, dispatcher):
+        first = await first_answer(dispatcher)
+        asked = asyncio.create_task(whole_answer(dispatcher, tiny_request("again")))
+        while not loaded(cluster):  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(1e-3)
+        cluster.kill(next(name for name in cluster.names if not cluster.worker(name).kv_transfer.peer_loads))
+        again = await asked
+        assert again[0] == first[0]
+        assert 0 < again[2] < 4 * FULL_BLOCKS
+        assert (again[2], failures(cluster)) == (loaded(cluster), 1)
+
+    peers_scene(scene, delay_s=lambda _bytes: 5e-3)
+
+
+def test_a_peer_that_becomes_slow_is_given_up_and_what_came_is_kept(monkeypatch):
+    monkeypatch.setattr(peer_source, "_CHUNK_BYTES", 2 * BLOCK_BYTES)
+    delays = iter([1e-3, 1e-3, 1e-3, *[20.0] * 100])
+
+    async def scene(cluster, dispatcher):
+        first = await first_answer(dispatcher)
+        began_s = asyncio.get_running_loop().time()
+        again = await whole_answer(dispatcher, tiny_request("again"))
+        assert again[0] == first[0]
+        assert again[2] == loaded(cluster) == 3 * 8
+        assert failures(cluster) == 1
+        assert asyncio.get_running_loop().time() - began_s > 20, (
+            "a transfer that cannot be stopped still writes"
+        )
+
+    peers_scene(scene, delay_s=lambda _bytes: next(delays), token_s=1.0)
+
+
+def test_an_abort_keeps_the_chunks_that_came(monkeypatch):
+    monkeypatch.setattr(peer_source, "_CHUNK_BYTES", 2 * BLOCK_BYTES)
+
+    async def scene(cluster, dispatcher):
+        await first_answer(dispatcher)
+        async with dispatcher.open(tiny_request("again")):
+            while loaded(cluster) < 16:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(1e-3)
+        await asyncio.sleep(1.0)
+        came = loaded(cluster)
+        assert 16 <= came < 4 * FULL_BLOCKS
+        held = sorted(cluster.engine(name).pool.num_cached for name in cluster.names)
+        assert held == [came // 4, 17]
+
+    peers_scene(scene, delay_s=lambda _bytes: 5e-3)
+
+
+def test_a_peer_that_has_evicted_the_blocks_is_done_without():
+    async def scene(cluster, dispatcher):
+        first = await first_answer(dispatcher)
+        for name in cluster.names:
+            engine = cluster.engine(name)
+            engine.pool.reset()
+            engine.pool.take_events()  # the router does not hear of it
+        again = await whole_answer(dispatcher, tiny_request("again"))
+        assert (again[0], again[2], failures(cluster)) == (first[0], 0, 1)
+
+    peers_scene(scene)
+
+
+def test_a_peer_that_does_not_answer_is_done_without():
+    async def scene(cluster, dispatcher):
+        first = await first_answer(dispatcher)
+        for name in cluster.names:
+            connect_late(cluster.worker(name), 3600.0)
+        began_s = asyncio.get_running_loop().time()
+        again = await whole_answer(dispatcher, tiny_request("again"))
+        assert (again[0], again[2], failures(cluster)) == (first[0], 0, 1)
+        assert asyncio.get_running_loop().time() - began_s < 1.0
+
+    peers_scene(scene)
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.03])
+def test_no_more_is_lent_than_may_be_pinned(share):
+    async def scene(cluster, dispatcher):
+        first = await first_answer(dispatcher)
+        again = await whole_answer(dispatcher, tiny_request("again"))
+        assert again[0] == first[0]
+        assert again[2] == 4 * int(200 * share)
+
+    peers_scene(scene, pinned_share_max=share)
+
+
+def test_hashes_that_are_none_are_answered_with_nothing():
+    async def scene(cluster, dispatcher):
+        await first_answer(dispatcher)
+        await whole_answer(dispatcher, tiny_request("again"))  # they are connected now
+        one, other = (cluster.worker(name).kv_transfer for name in cluster.names)
+        for payload in (b"", bytes(15), bytes(16 * 3 + 1)):
+            one._agent.send_notification(other._agent.name, encode(PinAsk(block_hashes=payload, read_id=9)))
+            other._agent.send_notification(one._agent.name, encode(PinAsk(block_hashes=payload, read_id=9)))
+        await asyncio.sleep(0.1)
+        assert not other.exports
+        assert not one.exports
+
+    peers_scene(scene)
+
+
+def test_a_made_up_peer_is_computed_without():
+    async def scene(cluster, dispatcher):
+        name = cluster.names[0]
+        worker, submitted = cluster.worker(name), []
+        peer = KvPeer(worker_id=WorkerId(77), num_blocks=10_000, source=KvAccess(agent=b"nonsense"))
+        hashes = bytes(16 * FULL_BLOCKS)
+        request = msgspec.structs.replace(tiny_request("r"), peer=peer, block_hashes=hashes)
+        assert worker.kv_transfer.peer_loads.begin(request, submitted.append)
+        await asyncio.sleep(1.0)
+        assert submitted == [request]
+        assert failures(cluster) == 1
+
+    peers_scene(scene)
