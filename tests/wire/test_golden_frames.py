@@ -46,7 +46,7 @@ from penstock.core.types.kv.actions import (
     KvReport,
     KvUnpin,
 )
-from penstock.core.types.kv.exchange import KvAccess, KvExchange
+from penstock.core.types.kv.exchange import KvAccess, KvExchange, KvPeer
 from penstock.core.types.kv.layout import KvLayout
 from penstock.core.types.load import KvRead, KvTierCounts, SessionCounts, WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaItem, MediaPrompt
@@ -158,7 +158,7 @@ DELTA = Delta(
     error=ERROR,
     kv=HANDLE,
 )
-_COUNTS = WorkerLoad.__struct_fields__[:-11]
+_COUNTS = WorkerLoad.__struct_fields__[:-13]
 _TIER_COUNTS = KvTierCounts.__struct_fields__
 LOAD = WorkerLoad(
     **{name: i + 1 for i, name in enumerate(_COUNTS)},
@@ -267,6 +267,13 @@ PLANE = {
     "change_wake_up": frames.Change(call_id=2, change=WakeUp()),
     "changed": frames.Changed(call_id=2, error=ERROR),
     "submit_media": frames.Submit(request=msgspec.structs.replace(REQUEST, kv=None, media=MEDIA)),
+    "submit_peer": frames.Submit(
+        request=msgspec.structs.replace(
+            REQUEST,
+            kv=None,
+            peer=KvPeer(worker_id=3, num_blocks=2, source=KvAccess(agent=b"agent"), block_s=0.5),
+        )
+    ),
     "expand_media": frames.ExpandMedia(call_id=3, prompt=MEDIA),
     "media_expanded": frames.MediaExpanded(
         call_id=3, prompt=ExpandedPrompt(token_ids=pack_tokens([1, 9, 9]), positions=(1,))

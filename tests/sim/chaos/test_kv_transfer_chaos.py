@@ -28,6 +28,7 @@ from penstock.core.types.instances import InstanceState, Role
 from penstock.core.types.kv.layout import KvLayout
 from penstock.core.types.requests import FinishReason
 from penstock.core.wire import unpack_tokens
+from penstock.engine.batched import BatchedEngine
 from penstock.engine.scheduling.partial_blocks import PartialBlocks
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop.loop import Deadlock, run
@@ -44,6 +45,7 @@ from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import (
     BLOCK_SIZE,
     PRICES,
+    TIMING,
     SlowTransport,
     check_nothing_is_held,
     tiny_engine,
@@ -116,6 +118,10 @@ def answers():
     return references()
 
 
+def as_virtual_time_has_it(_engine, new_tokens, _cached_tokens):
+    return TIMING.prefill_s_per_token * new_tokens
+
+
 class KvTransferTrial:
     """One deployment, its clients and its faults."""
 
@@ -125,6 +131,7 @@ class KvTransferTrial:
         self.answers = answers
         self.cluster = MemoryCluster(rng.getrandbits(32), lease_ttl_s=1.0)
         self.is_late = rng.random() < 0.4  # reads take longer than what they read is held
+        self.has_peers = not self.is_late  # requests load what others have cached
         self.config = WorkerConfig(
             drain_timeout_s=0.5,
             kv_events=rng.random() < 0.8,
@@ -132,6 +139,7 @@ class KvTransferTrial:
                 pin_ttl_s=0.04 if self.is_late else rng.choice((0.05, 0.2, 3.0)),
                 pinned_share_max=0.9 if self.is_late else rng.choice((0.3, 0.9)),
                 fetches_max=8,
+                peers=self.has_peers,
                 stream_kv=self.is_late or rng.choice((True, True, False)),
             ),
         )
@@ -148,6 +156,7 @@ class KvTransferTrial:
         rng = self.rng
         async with AsyncExitStack() as stack:
             stack.enter_context(mock.patch.object(KvExports, "make", arriving_late))
+            stack.enter_context(mock.patch.object(BatchedEngine, "_compute_s", as_virtual_time_has_it))
             if self.is_silent:
                 stack.enter_context(mock.patch.object(EngineDriver, "forget"))
                 stack.enter_context(mock.patch.object(KvTransfer, "_release"))
@@ -300,6 +309,8 @@ class KvTransferTrial:
         kv_transfer = self.cluster.worker(name).kv_transfer
         self.ended["fetched"] += kv_transfer.incoming.fetched_blocks
         self.ended["prefetched"] += kv_transfer.incoming.early_blocks
+        self.ended["from peers"] += kv_transfer.peer_loads.loaded_tokens
+        self.ended["broken off"] += kv_transfer.peer_loads.failures
         for code, times in kv_transfer.incoming.failures.items():
             self.ended[code] += times
 
@@ -349,6 +360,8 @@ def test_answers_are_exact_and_nothing_is_left(answers):
         "peer_lost",
         "fetched",
         "prefetched",
+        "from peers",
+        "broken off",
         "changed",
         "cut",
         "lost with their frontend",

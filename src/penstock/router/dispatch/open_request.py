@@ -222,10 +222,8 @@ class OpenRequest:
             raise Unavailable(
                 f"model {self.request.model} was replaced by one with other blocks while this request ran; send it again"
             )
-        request, retry_state = (
-            self._progress.request_in_time(self._loop.time() - self._opened_s),
-            self._retry_state,
-        )
+        request = self._progress.request_in_time(self._loop.time() - self._opened_s)
+        retry_state = self._retry_state
         lost = self._shared.fleet.ranks.beside(retry_state.lost)  # ranks of one engine are lost together
         exclude, beside = retry_state.avoided | lost, self.siblings.place(self)
         candidates = self._shared.router.score(request, exclude, beside=beside)
