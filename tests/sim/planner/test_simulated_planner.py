@@ -23,6 +23,7 @@ A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
 WORKER = {"hardware": "h100", "tensor_parallel": 4}
 GRAPH = {
     "model": "llama-3.1-70b",
+    "block_size": 256,
     "roles": {"aggregated": WORKER},
     "slo": {"ttft_s": 4.0, "itl_s": 0.06},
     "planner": {"max_workers": 5, "cool_down_s": 120},
