@@ -65,7 +65,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
-_PACKAGES = {"chromium": "chromium", "curl": "curl", "ip": "iproute2", "openssl": "openssl"}
+_PACKAGES = {
+    "chromium": "chromium",
+    "curl": "curl",
+    "ip": "iproute2",
+    "openssl": "openssl",
+    "prometheus": "prometheus",
+}
 """Programs that tests run, and the Debian packages that have them: all among ci/packages.txt."""
 
 

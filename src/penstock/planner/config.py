@@ -1,6 +1,7 @@
 """Settings of the planner: how many workers it may run, and how fast it reacts."""
 
 from collections.abc import Set as AbstractSet
+from enum import StrEnum
 from typing import Self
 
 import pydantic
@@ -51,6 +52,27 @@ class WorkerBounds(Config):
     """Most workers."""
 
 
+class Series(StrEnum):
+    """Whose metrics a Prometheus server has."""
+
+    PENSTOCK = "penstock"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+class PrometheusSpec(Config):
+    """A Prometheus server as the source of demand and latencies."""
+
+    url: str = pydantic.Field(pattern=r"^https?://[^/\s]+")
+    """Its address, such as http://127.0.0.1:9090."""
+    series: Series = Series.PENSTOCK
+    """Whose metrics it has: penstock, vllm or sglang."""
+    selector: str = ""
+    """Label matchers of every query, such as `namespace="chat"`."""
+    scrape_s: float = pydantic.Field(default=15.0, ge=0.1, le=600)
+    """Its scrape interval in seconds: two and a half of them are observed at least."""
+
+
 class PlannerConfig(Config):
     """When the planner changes the number and roles of workers; the latency targets are the graph's `slo`."""
 
@@ -76,6 +98,10 @@ class PlannerConfig(Config):
     """Seconds for which workers stay as somebody else has set them, such as by `penstock scale`."""
     start_deadline_s: float = pydantic.Field(default=120.0, gt=0, le=86_400)
     """A worker that is not ready so many seconds after its start is replaced, or after three times the last start if that is longer."""
+    rehearse_s: float | None = pydantic.Field(default=None, ge=10, le=600)
+    """Before workers are taken away, so many seconds of recent requests, scaled to the forecast, are simulated on those that would be left; if these would miss the SLO, the others stay. None simulates nothing."""
+    prometheus: PrometheusSpec | None = None
+    """Where demand and latencies are read instead of the windows of this deployment's frontends, as `{url: http://127.0.0.1:9090}`."""
     dry_run: bool = False
     """Decide and record, but change nothing."""
 

@@ -23,6 +23,7 @@ from penstock.planner.estimate.slo import Slo
 from penstock.planner.explain.record import DecisionRecord, Expected, RoleSeen, Seen
 from penstock.planner.observe.observation import Observation, WorkerView
 from penstock.planner.policy import Policy
+from penstock.planner.rehearse.rehearser import Checked, Rehearser
 from penstock.runtime.observations.windows import Digest
 from penstock.seams import ScalingConnector
 
@@ -99,6 +100,11 @@ class Planner:
             horizon_s=self._horizon_s,
             season_s=config.season_s,
         )
+        self._rehearser = (
+            Rehearser(config.rehearse_s, slo, capacities, again_s=config.floor_period_s)
+            if config.rehearse_s
+            else None
+        )
         self._number = 0
         self._interval_since_s: float | None = None
         self._floor_s = -math.inf
@@ -159,7 +165,7 @@ class Planner:
                 expected,
                 now=record.now,
                 room=record.room,
-                factors={role: factor.value for role, factor in self._estimator.factors.items()},
+                factors=self._factors(),
             )
             record = await self._act(record, look, recent, decision)
         self._say(record)
@@ -169,13 +175,19 @@ class Planner:
     async def _act(
         self, record: DecisionRecord, look: Look, recent: Observation, decision: Decision
     ) -> DecisionRecord:
-        """Damp the decision and carry it out; gives the whole record."""
+        """Damp the decision, check it and carry it out; gives the whole record."""
+        checked: Checked | None = None
         if look.held:
             damped = Damped(dict(record.now))
         else:
             damped = self._policy.damp(
                 record.at_s, decision, now=record.now, may_flip=lambda *roles: roles not in record.rigid
             )
+            if self._rehearser is not None:
+                checked = await self._rehearser.check(
+                    record.now, damped.target, decision.expected, self._factors()
+                )
+                damped = damped.keeping(checked.kept, checked.why)
         load = {
             worker.name: float(worker.running_requests + worker.waiting_requests) for worker in recent.workers
         }
@@ -189,6 +201,7 @@ class Planner:
             decision=decision,
             target=damped.target,
             damped=damped.why,
+            checked=checked,
             flips=plan.flips,
             adds=dict(plan.adds),
             retires=plan.retires,
@@ -196,6 +209,9 @@ class Planner:
             refused=outcome.refused,
             held=outcome.held,
         )
+
+    def _factors(self) -> dict[Role, float]:
+        return {role: factor.value for role, factor in self._estimator.factors.items()}
 
     # -- observe and expect
 
@@ -210,6 +226,8 @@ class Planner:
         self._interval_since_s += ended * self._interval_s
         if seen.frontends:
             self._estimator.take(seen, min(ended, _GAP_MAX))
+            if self._rehearser is not None:
+                self._rehearser.take(seen, min(ended, _GAP_MAX) * self._interval_s)
 
     def _begin_floor(self, now_s: float, look: Look, recent: Observation) -> bool:
         """Tell whether demand is to be forecast anew: it is time, or more arrives than was expected."""

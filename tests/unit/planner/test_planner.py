@@ -11,8 +11,12 @@ import structlog
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import Role
 from penstock.planner.config import PlannerConfig
+from penstock.planner.damp.damping import Damped
 from penstock.planner.estimate.slo import Slo
+from penstock.planner.explain.entries import Round, Run
 from penstock.planner.explain.record import DecisionRecord
+from penstock.planner.explain.replay import Replay
+from penstock.planner.policy import Policy
 from penstock.sim.loop.loop import run_virtual
 from tests.support.planner_world import World
 
@@ -333,5 +337,42 @@ def test_workers_stay_after_an_interval_that_was_not_seen_whole():
         after = world.records[40:]
         assert {record.held for record in after} == {""}
         assert min(record.target[A] for record in after) >= world.needed(40.0)
+
+    run_virtual(main())
+
+
+class Eager:
+    """A policy that takes all workers but one away."""
+
+    def damp(self, *_, **__):
+        return Damped({A: 1})
+
+
+def test_a_scale_in_is_rehearsed_and_refused_if_the_rest_would_miss_the_slo(monkeypatch):
+    async def run(rehearse_s):
+        world = World({A: 6}, rehearse_s=rehearse_s)
+        world.rate_per_s = 40.0
+        for _ in range(20):
+            await world.planner.step()
+            await asyncio.sleep(5)
+        monkeypatch.setattr(Policy, "damp", Eager.damp)
+        record = await world.planner.step()
+        monkeypatch.undo()
+        return world, record
+
+    async def main():
+        world, record = await run(None)
+        assert record.checked is None
+        assert record.target == {A: 1}
+        world, record = await run(60.0)
+        kept = record.target[A]
+        assert world.needed(40.0) - 1 <= kept <= 6, "what the capacity says, but for its margin"
+        assert any("in a simulation of" in why for why in record.damped)
+        assert record.checked.trials[0].workers == {A: 1}
+        assert len(record.retires) == 6 - kept
+        assert msgspec.json.decode(msgspec.json.encode(record), type=DecisionRecord) == record
+        replay = Replay(lambda _run: world.planner._policy, cool_down_s=lambda _run: 300.0)
+        (replayed,) = replay.run([Run(time_s=0.0, version=""), Round(time_s=0.0, record=record)])
+        assert replayed.target[A] >= kept
 
     run_virtual(main())

@@ -5,6 +5,7 @@ import msgspec
 from penstock.core.types.instances import Role
 from penstock.core.wire import Wire
 from penstock.planner.decide.decision import Decision
+from penstock.planner.rehearse.rehearser import Checked
 
 
 class RoleSeen(Wire, frozen=True):
@@ -95,6 +96,7 @@ class DecisionRecord(Wire, frozen=True):
         held: why nothing was changed; empty if changes were free.
         is_dry: the changes were planned and not made.
         room: workers of each role that could be added; None is no known limit.
+        checked: what simulations of the next minutes made of a scale-in; None where none is asked for.
         rigid: (from, to) roles that workers failed to change between lately.
     """
 
@@ -118,6 +120,7 @@ class DecisionRecord(Wire, frozen=True):
     is_dry: bool = False
     room: dict[Role, int | None] = msgspec.field(default_factory=dict)
     rigid: tuple[tuple[Role, Role], ...] = ()
+    checked: Checked | None = None
 
     @property
     def is_change(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.core.errors import ConfigError, ProtocolError, Unavailable
+from penstock.planner.config import Series
 from penstock.runtime.observations.windows import Digest, RequestWindow, bucket_of
 
 _TIMEOUT_S = 5.0
@@ -29,8 +30,12 @@ class Queries:
     ttft_s: str
     itl_s: str
     queued: str
-    """A gauge; the others grow."""
+    """A gauge, like those after `cached_tokens`; the others grow."""
     cached_tokens: str | None = None
+    running: str | None = None
+    """Requests in the batch of each instance; None where instances are no workers."""
+    kv_usage: str | None = None
+    """Share of KV in use, 0 to 1."""
 
 
 PENSTOCK = Queries(
@@ -49,7 +54,32 @@ VLLM = Queries(
     ttft_s="vllm:time_to_first_token_seconds_bucket",
     itl_s="vllm:inter_token_latency_seconds_bucket",
     queued="vllm:num_requests_waiting",
+    cached_tokens="vllm:prefix_cache_hits_total",
+    running="vllm:num_requests_running",
+    kv_usage="vllm:kv_cache_usage_perc",
 )
+SGLANG = Queries(
+    requests="sglang:num_requests_total",
+    input_tokens="sglang:prompt_tokens_total",
+    output_tokens="sglang:generation_tokens_total",
+    ttft_s="sglang:time_to_first_token_seconds_bucket",
+    itl_s="sglang:inter_token_latency_seconds_bucket",
+    queued="sglang:num_queue_reqs",
+    cached_tokens="sglang:cached_tokens_total",
+    running="sglang:num_running_reqs",
+    kv_usage="sglang:token_usage",
+)
+QUERIES = {Series.PENSTOCK: PENSTOCK, Series.VLLM: VLLM, Series.SGLANG: SGLANG}
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A server as Prometheus knows it; `age_s` is infinite where nothing tells when it began."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    age_s: float
 
 
 class PrometheusSource:
@@ -102,6 +132,35 @@ class PrometheusSource:
             itl_s=await self._histogram(names.itl_s, seconds),
             queued=round(_sum(await self._ask(f"sum({names.queued}{self._selector})"))),
         )
+
+    async def is_scraped(self) -> bool:
+        """Tell whether Prometheus has any of these series now; raises as `read`."""
+        return bool(await self._ask(f"{self._queries.queued}{self._selector}"))
+
+    async def instances(self) -> dict[str, Instance]:
+        """Give the present state of each instance whose series are a worker's; raises as `read`."""
+        names = self._queries
+        if names.running is None:
+            return {}
+        gauges = [
+            await self._by_instance(f"{name}{self._selector}") if name else {}
+            for name in (names.running, names.queued, names.kv_usage)
+        ]
+        ages_s = await self._by_instance(f"time() - process_start_time_seconds{self._selector}")
+        running, waiting, usage = gauges
+        return {
+            name: Instance(
+                running=round(count),
+                waiting=round(waiting.get(name, 0.0)),
+                kv_usage=min(1.0, usage.get(name, 0.0)),
+                age_s=ages_s.get(name, math.inf),
+            )
+            for name, count in sorted(running.items())
+        }
+
+    async def _by_instance(self, query: str) -> dict[str, float]:
+        found = await self._ask(f"sum by (instance) ({query})")
+        return {labels.get("instance", ""): max(0.0, value) for labels, value in found}
 
     async def _increase(self, name: str, seconds: float) -> float:
         return _sum(await self._ask(f"sum(increase({name}{self._selector}[{self._range(seconds)}]))"))

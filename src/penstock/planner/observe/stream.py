@@ -72,7 +72,7 @@ class ObservationStream:
         return Observation(
             at_s=now_s,
             seconds=covered_s,
-            demand=_demand(requests, set(silent), covered_s),
+            demand=demand_of(requests, set(silent), covered_s),
             frontends=tuple(sorted(requests.keys() - set(silent))),
             workers=tuple(sorted(workers, key=lambda worker: worker.name)),
             silent=tuple(sorted(silent)),
@@ -83,7 +83,7 @@ class ObservationStream:
         return now_s - last_s > self._kept_s
 
 
-def _demand(requests: dict[str, list[RequestWindow]], silent: set[str], seconds: float) -> Demand:
+def demand_of(requests: dict[str, list[RequestWindow]], silent: set[str], seconds: float) -> Demand:
     """Add up the frontends' windows, which cover `seconds`."""
     every = [window for windows in requests.values() for window in windows]
     last = [windows[-1] for name, windows in requests.items() if name not in silent]

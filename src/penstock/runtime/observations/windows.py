@@ -48,6 +48,10 @@ class Digest(Wire, frozen=True):
         squares = sum(number * _middle(bucket) ** 2 for bucket, number in self.buckets.items())
         return max(1.0, squares * self.count / self.total**2)
 
+    def values(self) -> list[tuple[float, int]]:
+        """Give (value, how many) of each bucket, each by its middle."""
+        return [(_middle(bucket), number) for bucket, number in self.buckets.items()]
+
     def above(self, value: float) -> int:
         """Count the values above `value`; one bucket's are above or not by its middle."""
         return sum(number for bucket, number in self.buckets.items() if _middle(bucket) > value)

@@ -9,9 +9,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import ConfigError, ProtocolError, Unavailable
+from penstock.core.types.instances import Role
 from penstock.frontend.metrics import FrontendMetrics
 from penstock.planner.observe.prometheus import PENSTOCK, VLLM, PrometheusSource
+from penstock.planner.observe.prometheus_observer import SOURCE, PrometheusObserver
+from penstock.planner.observe.stream import ObservationStream
 from penstock.router.metrics import RouterMetrics
+from penstock.runtime.observations.windows import RequestWindow, WorkerWindow
 from penstock.testing.loop import run_async
 
 
@@ -91,4 +95,53 @@ def test_our_own_metrics_have_these_names():
         for metric in registry.collect()
         for suffix in {"counter": ["_total"], "histogram": ["_bucket", "_count"]}.get(metric.type, [""])
     }
-    assert set(asdict(PENSTOCK).values()) <= known
+    assert set(filter(None, asdict(PENSTOCK).values())) <= known
+
+
+def test_instances_are_workers_and_a_server_without_series_is_no_frontend():
+    def fetch(address):
+        (query,) = parse_qs(urlsplit(address).query)["query"]
+        asked.append(query)
+        series = []
+        if "by (instance)" in query:
+            value = next(
+                number
+                for name, number in (("process_start", 40.0), ("running", 2), ("usage", 0.5), ("waiting", 4))
+                if name in query
+            )
+            series = [{"metric": {"instance": "a:1"}, "value": [0, str(value)]}]
+        return json.dumps({"status": "success", "data": {"result": series}}).encode()
+
+    asked = []
+    source = PrometheusSource("http://p:9090", VLLM, fetch=fetch)
+    seen = run_async(PrometheusObserver(source, scrape_s=30.0).observe(10.0))
+    (worker,) = seen.workers
+    assert (worker.name, worker.role, worker.running_requests) == ("a:1", Role.AGGREGATED, 2)
+    assert (worker.waiting_requests, worker.kv_usage, worker.ready_s) == (4, 0.5, 40.0)
+    assert seen.frontends == ()
+    assert seen.seconds == 75.0, "two scrapes and a half at least"
+    assert not any("increase" in query for query in asked)
+
+
+def test_workers_of_windows_count_beside_the_demand_of_prometheus():
+    async def main():
+        stream = ObservationStream()
+        stream.put("worker-1", WorkerWindow(seconds=1.0, role=Role.DECODE, running_requests=5))
+        stream.put("frontend-1", RequestWindow(seconds=1.0, arrivals=1000))
+        server = Server(VALUES)
+
+        def fetch(address):
+            if "sum" in address:
+                return server.fetch(address)
+            return b'{"status": "success", "data": {"result": [{"metric": {}, "value": [0, "7"]}]}}'
+
+        source = PrometheusSource("http://p:9090", VLLM, fetch=fetch)
+        observer = PrometheusObserver(source, scrape_s=1.0, workers=stream.observe)
+        return await observer.observe(10.0)
+
+    seen = run_async(main())
+    assert [(each.name, each.role, each.running_requests) for each in seen.workers] == [
+        ("worker-1", Role.DECODE, 5)
+    ]
+    assert seen.demand.arrivals_per_s == 4.0
+    assert seen.frontends == (SOURCE,)
