@@ -163,6 +163,7 @@ class Planned(Wire, frozen=True, tag="planned"):
         have: workers that count; `wanted` those that are aimed at.
         changes: workers by change: add, retire or flip.
         lost: rounds that the planner's log could not keep since the last message.
+        gpu_watts: what the GPUs of a role's workers draw, where NVML tells; `gpu_utilization` is their mean share of busy time.
     """
 
     outcome: str
@@ -173,6 +174,8 @@ class Planned(Wire, frozen=True, tag="planned"):
     expected: tuple[Expected, ...] = ()
     has_shortfall: bool = False
     lost: int = 0
+    gpu_watts: dict[Role, float] = msgspec.field(default_factory=dict)
+    gpu_utilization: dict[Role, float] = msgspec.field(default_factory=dict)
 
 
 News = ProcessFailed | ChangeRole | Planned

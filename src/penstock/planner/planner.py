@@ -20,6 +20,7 @@ from penstock.planner.estimate.estimator import Estimator
 from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.estimate.significance import surely_above
 from penstock.planner.estimate.slo import Slo
+from penstock.planner.estimate.worker_watts import WorkerWatts
 from penstock.planner.explain.record import DecisionRecord, Expected, RoleSeen, Seen
 from penstock.planner.observe.observation import Observation, WorkerView
 from penstock.planner.policy import Policy
@@ -105,6 +106,8 @@ class Planner:
             if config.rehearse_s
             else None
         )
+        in_watts = config.budget is not None and config.budget.watts is not None
+        self._watts = WorkerWatts({each.role: each.cost for each in capacities}) if in_watts else None
         self._number = 0
         self._interval_since_s: float | None = None
         self._floor_s = -math.inf
@@ -140,6 +143,8 @@ class Planner:
         await self._take_intervals(now_s)
         views = warm(recent.workers, self._config.cold_s)
         self._estimator.learn_steps(views, recent.seconds)
+        if self._watts is not None:
+            self._watts.learn(views)
         is_floor = self._begin_floor(now_s, look, recent)
         self._number += 1
         record = DecisionRecord(
@@ -153,6 +158,7 @@ class Planner:
             rigid=self._actor.rigid,
             overdue=look.overdue,
             is_dry=self._config.dry_run,
+            watts=self._watts.measured if self._watts else {},
         )
         if not recent.frontends:
             held = "no frontend has sent what it sees, so nothing is known of the demand"
@@ -166,6 +172,7 @@ class Planner:
                 now=record.now,
                 room=record.room,
                 factors=self._factors(),
+                prices=record.watts,
             )
             record = await self._act(record, look, recent, decision)
         self._say(record)
@@ -320,6 +327,7 @@ def _role_seen(
     role: Role, workers: Sequence[WorkerView], warm_ones: Sequence[WorkerView], factor: float
 ) -> RoleSeen:
     steps = Digest.merged(worker.step_s for worker in workers)
+    uses = [worker.gpu for worker in workers if worker.gpu is not None]
     return RoleSeen(
         role=role,
         workers=len(workers),
@@ -330,4 +338,6 @@ def _role_seen(
         kv_usage=sum(worker.kv_usage for worker in workers) / max(1, len(workers)),
         step_s=steps.mean,
         factor=factor,
+        gpu_watts=sum(use.watts for use in uses) if uses else None,
+        gpu_utilization=sum(use.utilization for use in uses) / len(uses) if uses else None,
     )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 from penstock.core.types.instances import Role
 from penstock.planner.config import PlannerConfig, kinds_of
@@ -55,8 +56,10 @@ class Policy:
         self._kind: frozenset[Role] | None = None
         """The roles in use, of several kinds; the others' workers leave or change roles."""
         self._switched_s = -math.inf
-        self._decided_by: tuple[dict[Role, float], list[Decider]] | None = None
-        """Factors of step times, and the deciders by them."""
+        self._prices: dict[Role, float] = {}
+        """Measured costs of a worker."""
+        self._decided_by: tuple[object, list[Decider]] | None = None
+        """Factors of step times with measured costs, and the deciders by them."""
         self._deciders({})
 
     def decide(
@@ -67,6 +70,7 @@ class Policy:
         now: Mapping[Role, int],
         room: Room,
         factors: Mapping[Role, float],
+        prices: Mapping[Role, float] | None = None,
     ) -> Decision:
         """Decide for each kind of deployment; another kind than the present one has to be clearly cheaper.
 
@@ -76,7 +80,9 @@ class Policy:
             now: workers that count.
             room: workers that may be added.
             factors: measured over predicted step times; 1 for roles that it does not name.
+            prices: what a worker costs in the unit of the budget, where that was measured.
         """
+        self._prices = dict(prices or {})
         most, gpus_max = self._most(now, room), self._gpus_max(now, room)
         found = [
             decider.decide(expected, now, most=most, gpus_max=gpus_max) for decider in self._deciders(factors)
@@ -121,7 +127,7 @@ class Policy:
         if self._config.budget is None:
             return damped
         target, why = dict(damped.target), list(damped.why)
-        costs = {capacity.role: capacity.cost for capacity in self._capacities}
+        costs = {each.role: self._prices.get(each.role, each.cost) for each in self._capacities}
         over = sum(costs[role] * count for role, count in target.items()) - self._config.budget.amount
         for role in sorted(target, key=lambda role: now.get(role, 0) - target[role]):  # the most added first
             added = target[role] - now.get(role, 0)
@@ -138,18 +144,25 @@ class Policy:
         Raises:
             ConfigError: the budget pays no replica of each role.
         """
-        if self._decided_by is None or factors != self._decided_by[0]:
-            self._decided_by = dict(factors), [self._decider(kind, factors) for kind in self._kinds]
+        by = (dict(factors), self._prices)
+        if self._decided_by is None or by != self._decided_by[0]:
+            self._decided_by = by, [self._decider(kind, factors) for kind in self._kinds]
         return self._decided_by[1]
 
     def _decider(self, kind: AbstractSet[Role], factors: Mapping[Role, float]) -> Decider:
-        own = [capacity for capacity in self._capacities if capacity.role in kind]
+        own = [replace(each, price=self._cost(each)) for each in self._capacities if each.role in kind]
+        if self._config.budget and sum(each.cost for each in own) > self._config.budget.amount:
+            # One of each costs more than was thought before they were measured; they run all the same.
+            own = [capacity for capacity in self._capacities if capacity.role in kind]
         whole = sum(capacity.cost * self._config.bounds(capacity.role)[1] for capacity in own)
         return Decider(
             capacities=tuple(capacity.slower(factors.get(capacity.role, 1.0)) for capacity in own),
             slo=self._slo,
             budget=self._config.budget.amount if self._config.budget else whole,
         )
+
+    def _cost(self, capacity: Capacity) -> float | None:
+        return self._prices.get(capacity.role, capacity.price)
 
     def _most(self, now: Mapping[Role, int], room: Room) -> dict[Role, int]:
         """Bound each role by its settings and by the room that there is."""

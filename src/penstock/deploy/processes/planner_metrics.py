@@ -43,6 +43,10 @@ class PlannerMetrics:
         self._forecast = gauge("forecast", "Mean that is expected of a series of the demand.", "series")
         self._high = gauge("forecast_high", "Upper edge of that expectation, for which is planned.", "series")
         self._error = gauge("forecast_error", "Mean absolute error of the forecast of late.", "series")
+        self._watts = gauge("gpu_watts", "What the GPUs of a role's workers draw, by NVML.", "role")
+        self._utilization = gauge(
+            "gpu_utilization", "Mean share of the time in which they compute, 0 to 1.", "role"
+        )
         self._shortfall = gauge("shortfall", "1 if the SLO is not expected to hold with what may run.")
 
     def take(self, planned: Planned) -> None:
@@ -58,6 +62,10 @@ class PlannerMetrics:
             self._have.labels(role).set(count)
         for role, count in planned.wanted.items():
             self._wanted.labels(role).set(count)
+        for role, watts in planned.gpu_watts.items():
+            self._watts.labels(role).set(watts)
+        for role, share in planned.gpu_utilization.items():
+            self._utilization.labels(role).set(share)
         for each in planned.expected:
             self._forecast.labels(each.series).set(each.mean)
             self._high.labels(each.series).set(each.high)

@@ -6,6 +6,7 @@ import random
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from pydantic import SecretStr
 
 from penstock.core.errors import ConfigError, PenstockError
@@ -30,10 +31,12 @@ from penstock.deploy.processes.location import location_here
 from penstock.deploy.processes.report import report_of
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.registry import create_engine, engine_kind
+from penstock.engine.spec import EngineSpec
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.engine_prices import engine_prices
 from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.handshake import Identity
+from penstock.runtime.observations.gpu_meter import GpuMeter, gpu_names
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.seams import Engine
 from penstock.transfer import TransferAgent
@@ -97,7 +100,7 @@ async def run_worker(
         control.on_change_role = partial(_change_role, worker, job.role, tell)
         async with asyncio.TaskGroup() as group:
             telling = group.create_task(_tell_ready(worker, engine, role, tell, control))
-            observing = group.create_task(_observe(worker, control))
+            observing = group.create_task(_observe(worker, control, _gpu_meter(spec, role, job.device)))
             obeying = group.create_task(_stop_when(stopping, worker))
             try:
                 await worker.run()
@@ -139,9 +142,21 @@ async def _tell_ready(worker: Worker, engine: Engine, role: RoleSpec, tell: Tell
     )
 
 
-async def _observe(worker: Worker, control: Control) -> None:
+async def _observe(worker: Worker, control: Control, meter: GpuMeter | None) -> None:
     await worker.ready.wait()
-    await control.observe(worker.observe)
+    if meter is None:
+        await control.observe(worker.observe)
+        return
+    async with asyncio.TaskGroup() as group:
+        group.create_task(meter.run())
+        await control.observe(lambda: msgspec.structs.replace(worker.observe(), gpu=meter.latest))
+
+
+def _gpu_meter(spec: EngineSpec, role: RoleSpec, first: int) -> GpuMeter | None:
+    """Open the meter of the worker's GPUs; None where it computes on none."""
+    if not spec.device.startswith("cuda") or not engine_kind(role.engine).has_weights:
+        return None
+    return GpuMeter.open(gpu_names(first, role.devices, os.environ))
 
 
 def _note_role(worker: Worker, tell: Tell, role: Role) -> None:

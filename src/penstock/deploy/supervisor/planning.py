@@ -79,6 +79,7 @@ class Planning:
         if error or record is None:
             self._tell(Planned(outcome="failed", seconds=seconds, lost=lost))
             return
+        seen = record.seen.roles
         self._tell(
             Planned(
                 outcome=record.outcome,
@@ -89,6 +90,10 @@ class Planning:
                 expected=record.expected,
                 has_shortfall=record.decision is not None and bool(record.decision.shortfall),
                 lost=lost,
+                gpu_watts={each.role: each.gpu_watts for each in seen if each.gpu_watts is not None},
+                gpu_utilization={
+                    each.role: each.gpu_utilization for each in seen if each.gpu_utilization is not None
+                },
             )
         )
 

@@ -18,6 +18,8 @@ class RoleSeen(Wire, frozen=True):
         kv_usage: mean share of KV blocks that requests hold, 0 to 1.
         step_s: mean time of a step; None without steps.
         factor: measured step time over the latency model's; the decision takes it into account.
+        gpu_watts: what the GPUs of all of them draw; None where NVML tells of none, as for `gpu_utilization`.
+        gpu_utilization: mean share of the time in which their GPUs computed, 0 to 1.
     """
 
     role: Role
@@ -29,6 +31,8 @@ class RoleSeen(Wire, frozen=True):
     kv_usage: float = 0.0
     step_s: float | None = None
     factor: float = 1.0
+    gpu_watts: float | None = None
+    gpu_utilization: float | None = None
 
 
 class Seen(Wire, frozen=True):
@@ -97,6 +101,7 @@ class DecisionRecord(Wire, frozen=True):
         is_dry: the changes were planned and not made.
         room: workers of each role that could be added; None is no known limit.
         checked: what simulations of the next minutes made of a scale-in; None where none is asked for.
+        watts: measured watts of a worker of each role, which a budget in watts takes instead of the data sheet's.
         rigid: (from, to) roles that workers failed to change between lately.
     """
 
@@ -121,6 +126,7 @@ class DecisionRecord(Wire, frozen=True):
     room: dict[Role, int | None] = msgspec.field(default_factory=dict)
     rigid: tuple[tuple[Role, Role], ...] = ()
     checked: Checked | None = None
+    watts: dict[Role, float] = msgspec.field(default_factory=dict)
 
     @property
     def is_change(self) -> bool:

@@ -100,6 +100,7 @@ def _decide(policy: Policy, entry: Round, *, is_compared: bool) -> Replayed:
         now=record.now,
         room=record.room,
         factors=_factors(record),
+        prices=record.watts,
     )
     if record.held:  # the planner left the workers to somebody else
         damped = Damped(dict(record.now))

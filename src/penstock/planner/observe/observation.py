@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from penstock.core.types.instances import Role
-from penstock.runtime.observations.windows import Digest
+from penstock.runtime.observations.windows import Digest, GpuUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,8 @@ class WorkerView:
     kv_usage: float
     """Share of KV blocks that live requests hold, 0 to 1."""
     oldest_wait_s: float
+    gpu: GpuUse | None = None
+    """Its GPUs over the observed time; None without, or where NVML does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.planner.observe.observation import Demand, Observation, WorkerView
-from penstock.runtime.observations.windows import Digest, RequestWindow, Window, WorkerWindow
+from penstock.runtime.observations.windows import Digest, GpuUse, RequestWindow, Window, WorkerWindow
 
 _SOURCES_MAX = 4096
 
@@ -120,4 +120,5 @@ def _view(name: str, last: WorkerWindow, windows: list[WorkerWindow]) -> WorkerV
         context_tokens=last.context_tokens,
         kv_usage=last.active_blocks / last.total_blocks if last.total_blocks else 0.0,
         oldest_wait_s=last.oldest_wait_s,
+        gpu=GpuUse.mean([window.gpu for window in own if window.gpu is not None]),
     )

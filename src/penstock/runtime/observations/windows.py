@@ -4,7 +4,7 @@ Frontends say what was asked and how it went; workers say how they work. A windo
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import msgspec
@@ -104,6 +104,31 @@ class RequestWindow(Wire, frozen=True, tag="requests"):
     oldest_queued_s: float = 0.0
 
 
+class GpuUse(Wire, frozen=True):
+    """The GPUs of one worker, together.
+
+    Attributes:
+        watts: what they draw, without the host.
+        limit_watts: the most that they may draw.
+        utilization: share of the time in which they computed, 0 to 1, their mean.
+    """
+
+    watts: float
+    limit_watts: float
+    utilization: float
+
+    @staticmethod
+    def mean(uses: "Sequence[GpuUse]") -> "GpuUse | None":
+        """Give the mean over several times; None of none."""
+        if not uses:
+            return None
+        return GpuUse(
+            watts=sum(use.watts for use in uses) / len(uses),
+            limit_watts=uses[-1].limit_watts,
+            utilization=sum(use.utilization for use in uses) / len(uses),
+        )
+
+
 class WorkerWindow(Wire, frozen=True, tag="worker"):
     """The work of one worker.
 
@@ -115,6 +140,7 @@ class WorkerWindow(Wire, frozen=True, tag="worker"):
         running_requests: at the end of the window, like what follows.
         queued_prefill_tokens: prompt tokens not computed yet.
         oldest_wait_s: longest time that a request has waited for its first token so far.
+        gpu: its GPUs; None without, or where NVML does not tell.
     """
 
     seconds: float
@@ -131,6 +157,7 @@ class WorkerWindow(Wire, frozen=True, tag="worker"):
     active_blocks: int = 0
     total_blocks: int = 0
     oldest_wait_s: float = 0.0
+    gpu: GpuUse | None = None
 
 
 Window = RequestWindow | WorkerWindow

@@ -155,7 +155,10 @@ def _workers(seen: RoleSeen) -> str:
     cold = f" ({seen.cold} ready for a short time)" if seen.cold else ""
     steps = "" if seen.step_s is None else f", steps of {seen.step_s * 1e3:.1f} ms"
     factor = "" if seen.factor == 1 else f", {seen.factor:.2f} times as long as predicted"
+    gpus = ""
+    if seen.gpu_watts is not None and seen.gpu_utilization is not None:
+        gpus = f", GPUs at {seen.gpu_watts:,.0f} W and {seen.gpu_utilization:.0%}"
     return (
         f"{seen.role}: {seen.workers} seen{cold}, {seen.running} running, {seen.waiting} waiting, KV"
-        f" {seen.kv_usage:.0%}{steps}{factor}"
+        f" {seen.kv_usage:.0%}{steps}{factor}{gpus}"
     )
