@@ -1,14 +1,21 @@
 """The planner of a deployment of this machine, as its graph describes it."""
 
 import asyncio
+import re
+
+import pytest
+from prometheus_client import CollectorRegistry
 
 from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR
+from penstock.deploy.commands.planner.text import paragraphs
+from penstock.deploy.processes.planner_metrics import PlannerMetrics
 from penstock.deploy.supervisor.planning import make_planning
 from penstock.graph import build
 from penstock.planner.act.memory_connector import MemoryConnector
+from penstock.planner.explain.entries import Round, read_entries
 from penstock.planner.observe.stream import ObservationStream
-from penstock.runtime.observations.windows import Digest, RequestWindow, WorkerWindow, bucket_of
+from penstock.runtime.observations.windows import Digest, GpuUse, RequestWindow, WorkerWindow, bucket_of
 from penstock.sim.loop.loop import run_virtual
 
 A = Role.AGGREGATED
@@ -19,7 +26,7 @@ def digest(value, count):
     return Digest(count=count, total=value * count, buckets={bucket_of(value): count})
 
 
-def made(log_path, planner, connector, stream, **role):
+def made(log_path, planner, connector, stream, *, tell=lambda _planned: None, **role):
     said = []
     graph = build(
         {"model": "demo", "roles": {"aggregated": role}, "planner": planner, "slo": {"itl_s": 0.05}}
@@ -32,7 +39,7 @@ def made(log_path, planner, connector, stream, **role):
         model_dir=MODEL_DIR,
         log_path=log_path,
         say=lambda *line: said.append(" ".join(line)),
-        tell=lambda _planned: None,
+        tell=tell,
     )
     return found, said
 
@@ -137,3 +144,40 @@ def test_a_dry_run_says_each_change_once(tmp_path):
 
     lines = run_virtual(main())
     assert [line.count("3 aggregated more") for line in lines] == [1], lines
+
+
+def test_the_power_of_gpus_and_a_rehearsal_are_told(tmp_path):
+    """What workers draw goes from their windows to the frontend's metrics, and to `penstock planner why`."""
+    told, registry = [], CollectorRegistry()
+
+    async def main():
+        connector, stream = MemoryConnector({A: 2}), ObservationStream()
+        planning, _ = made(
+            tmp_path / LOG, {"rehearse_s": 20, "cool_down_s": 40}, connector, stream, engine="mock", tell=told.append,
+        )  # fmt: skip
+        use = GpuUse(watts=512.0, limit_watts=700.0, utilization=0.8)
+        window = RequestWindow(
+            seconds=1.0, arrivals=2, finished=2, input_tokens=digest(100, 2), output_tokens=digest(50, 2)
+        )
+        with planning:
+            task = asyncio.create_task(planning.run())
+            for second in range(90):
+                stream.put("frontend-1", window)
+                stream.put("aggregated-1", WorkerWindow(seconds=1.0, role=A, ready_s=60.0 + second, gpu=use))
+                await asyncio.sleep(1)
+            task.cancel()
+        assert len((await connector.scale()).replicas) == 1
+
+    run_virtual(main())
+    metrics = PlannerMetrics(registry)
+    for planned in told:
+        metrics.take(planned)
+    assert registry.get_sample_value("penstock_planner_gpu_watts", {"role": "aggregated"}) == 512.0
+    assert registry.get_sample_value(
+        "penstock_planner_gpu_utilization", {"role": "aggregated"}
+    ) == pytest.approx(0.8)
+    rounds = [entry for entry in read_entries(tmp_path / LOG) if isinstance(entry, Round)]
+    change = next(entry for entry in rounds if entry.record.retires)
+    text = "\n".join(paragraphs(change))
+    assert "GPUs at 512 W and 80%" in text
+    assert re.search(r"simulated +\d+ requests over 1\d s on 1 aggregated: 0 late, TTFT", text), text
