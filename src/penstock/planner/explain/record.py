@@ -152,6 +152,7 @@ class DecisionRecord(Wire, frozen=True):
         changes += [f"{count} {role} more" for role, count in self.adds.items()]
         changes += [f"{name} retires" for name in self.retires]
         done = ", ".join(changes) or "no change"
-        why = "; ".join(filter(None, (self.held, *self.damped, *self.refused)))
+        overdue = [f"{name} was not ready in time" for name in self.overdue]
+        why = "; ".join(filter(None, (self.held, *overdue, *self.damped, *self.refused)))
         decided = self.decision.explain() if self.decision else ""
         return ": ".join(filter(None, (f"{'would: ' if self.is_dry else ''}{done}", why, decided)))
