@@ -5,8 +5,11 @@ import contextlib
 import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState, Scale
@@ -94,3 +97,15 @@ def command(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def planner_metrics(url: str) -> dict[tuple[str, ...], float]:
+    """Give the planner's samples by (name, value of the only label)."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith("penstock_planner_")
+    }
