@@ -38,8 +38,12 @@ class WorkerRecorder:
         if self._last_step_s is not None:
             steps = max(1, self._steps - before)
             self._step_s.add((now_s - self._last_step_s) / steps, steps)
-        is_busy = load.running_requests + load.waiting_requests > 0
-        self._last_step_s = now_s if is_busy else None
+        self._last_step_s = now_s if self._is_busy(load) else None
+
+    def _is_busy(self, load: WorkerLoad) -> bool:
+        """Tell whether the next step follows at once. Requests that wait at a decode worker wait for their KV, not for a step."""
+        waiting = 0 if self._role is Role.DECODE else load.waiting_requests
+        return load.running_requests + waiting > 0
 
     def take(self, load: WorkerLoad, *, oldest_wait_s: float = 0.0) -> WorkerWindow:
         """Return the window until now, and begin the next one.

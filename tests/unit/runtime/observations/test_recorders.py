@@ -90,6 +90,21 @@ def test_a_window_of_a_worker_counts_steps_of_a_busy_engine_only():
     run_virtual(main())
 
 
+@pytest.mark.parametrize(("role", "steps"), [(Role.DECODE, 0), (Role.PREFILL, 1), (Role.AGGREGATED, 1)])
+def test_a_decode_worker_whose_requests_wait_for_their_kv_is_not_busy(role, steps):
+    """Prompts that wait elsewhere are computed in the next step."""
+
+    async def main():
+        recorder = WorkerRecorder()
+        recorder.begin(role)
+        recorder.stepped(WorkerLoad(waiting_requests=4))
+        await asyncio.sleep(0.5)
+        recorder.stepped(WorkerLoad())
+        assert recorder.take(WorkerLoad()).step_s.count == steps
+
+    run_virtual(main())
+
+
 def test_steps_that_are_reported_together_count_with_their_mean():
     async def main():
         recorder = WorkerRecorder()
