@@ -129,14 +129,14 @@ def test_one_rank_tells_of_shared_blocks_and_the_others_are_woken_to_hear_of_the
         assert info.kv_holders == tuple(holders)
         assert info.lower_tier_blocks == (0 if is_known else 4)
         core = engine._core
-        await asyncio.sleep(1.75)
+        await asyncio.sleep(35.0)
         assert len(core.woken_s) == (3 if is_known else 0)
         steps = engine.steps()
         found = [(await anext(steps)).events for _ in range(2)]
         assert found == ([(cleared, shared), ()] if is_known else [(STORED,), (STORED,)])
         engine._core = None
         await engine.close()
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(20.0)
         assert len(core.woken_s) == (3 if is_known else 0)
 
     run_virtual(scene())
