@@ -287,6 +287,13 @@ def _disagg() -> Iterator[list[str]]:
         f"{over[0]} times memcpy; {over[1]}", "2.5 ms: missed, [why](benchmark-methods.md#disaggregated-against-aggregated)",
         f"{link(chosen[0])}, {link(chosen[1])}",
     ]  # fmt: skip
+    summed = "disagg_kv_transfer_summed"
+    yield [
+        "the same on 2026-11-26, every block's checksum compared with its owner's, another machine",
+        f"{of(summed, 'kv_transfer_ms', '.2g')} ms ({of(summed, 'kv_transfer_ms_p90', '.2g')} at p90)",
+        f"{of(summed, 'kv_transfer_memcpy_ms', '.2g')} ms, one thread's copy",
+        of(summed, "kv_transfer_over_memcpy", ".2g"), "2.5 ms: missed", link(summed),
+    ]  # fmt: skip
     yield ["`role_change_s`", of("disagg", "role_change_s", ".2f") + " s", "", "", "1", link("disagg")]
 
 
