@@ -86,12 +86,12 @@ class PlannerConfig(Config):
     """What all workers together may cost, as `{gpus: 16}`; None is no limit beside `max_workers`."""
     react_period_s: float = pydantic.Field(default=5.0, ge=0.1, le=600)
     """Seconds between two looks at queued requests and latencies, which add workers at once. Demand is forecast in intervals of two of them, of 1 to 10 s: shorter ones follow faster, and have more noise."""
-    floor_period_s: float = pydantic.Field(default=60.0, ge=1, le=3600)
+    floor_period_s: float = pydantic.Field(default=10.0, ge=1, le=3600)
     """Seconds between two forecasts of demand, by which workers are also taken away."""
     season_s: float | None = pydantic.Field(default=None, ge=60, le=604_800)
     """Seconds after which demand repeats itself, such as 86400; None is no season."""
-    cool_down_s: float = pydantic.Field(default=300.0, ge=0, le=86_400)
-    """Workers of a role are taken away down to the most that was wanted in the last so many seconds, and not before the planner ran so long."""
+    cool_down_s: float = pydantic.Field(default=100.0, ge=0, le=86_400)
+    """Workers of a role are taken away down to the most that was wanted in the last so many seconds, or in the time of a start if that is longer, and not before the planner ran so long."""
     cold_s: float = pydantic.Field(default=30.0, ge=0, le=3600)
     """Seconds after a worker became ready in which its step times do not count, and latencies are not taken for its own."""
     hold_s: float = pydantic.Field(default=600.0, ge=0, le=86_400)

@@ -96,7 +96,8 @@ class Planner:
         self._horizon_s = _START_GUESS_S + config.floor_period_s
         self._interval_s = min(_INTERVAL_S_MAX, max(_INTERVAL_S_MIN, 2 * config.react_period_s))
         self._estimator = Estimator(
-            {capacity.role: capacity.model for capacity in capacities},
+            capacities,
+            slo,
             interval_s=self._interval_s,
             horizon_s=self._horizon_s,
             season_s=config.season_s,
@@ -112,6 +113,8 @@ class Planner:
         self._interval_since_s: float | None = None
         self._floor_s = -math.inf
         self._floor: ExpectedDemand | None = None
+        self._warm: dict[Role, int] | None = None
+        """Workers of each role in the last round, if all were warm."""
         self._short_s: float | None = None
         """Last time at which the SLO was out of reach; None once that has been said to be over."""
 
@@ -165,6 +168,7 @@ class Planner:
             record = msgspec.structs.replace(record, held=held)
         else:
             counts = {role: sum(view.role is role for view in views) for role in self._estimator.factors}
+            self._warm = counts if len(views) == len(recent.workers) else None
             expected = self._expect(recent, is_floor=is_floor, counts=counts)
             decision = self._policy.decide(
                 now_s,
@@ -188,7 +192,11 @@ class Planner:
             damped = Damped(dict(record.now))
         else:
             damped = self._policy.damp(
-                record.at_s, decision, now=record.now, may_flip=lambda *roles: roles not in record.rigid
+                record.at_s,
+                decision,
+                now=record.now,
+                start_s=record.horizon_s,
+                may_flip=lambda *roles: roles not in record.rigid,
             )
             if self._rehearser is not None:
                 checked = await self._rehearser.check(
@@ -232,7 +240,7 @@ class Planner:
         seen = await self._observe(now_s - self._interval_since_s)
         self._interval_since_s += ended * self._interval_s
         if seen.frontends:
-            self._estimator.take(seen, min(ended, _GAP_MAX))
+            self._estimator.take(seen, min(ended, _GAP_MAX), warm=self._warm)
             if self._rehearser is not None:
                 self._rehearser.take(seen, min(ended, _GAP_MAX) * self._interval_s)
 
@@ -255,12 +263,13 @@ class Planner:
 
     def _expect(self, recent: Observation, *, is_floor: bool, counts: Mapping[Role, int]) -> ExpectedDemand:
         """Give the demand to provide for; between two floors, rate and lengths stay as they were forecast."""
-        expected = self._estimator.expect(recent, self._slo, warm=counts)
+        expected = self._estimator.expect(recent, warm=counts)
         if is_floor or self._floor is None:
             arrivals_per_s = recent.demand.arrivals_per_s
             if surely_above(arrivals_per_s, recent.seconds, expected.rate_per_s):
                 # The forecast follows only once an interval has ended, and falls after one that was not seen whole.
-                expected = msgspec.structs.replace(expected, rate_per_s=arrivals_per_s)
+                rates = {role: max(rate, arrivals_per_s) for role, rate in expected.rates.items()}
+                expected = msgspec.structs.replace(expected, rate_per_s=arrivals_per_s, rates=rates)
             self._floor = expected
             return expected
         return msgspec.structs.replace(

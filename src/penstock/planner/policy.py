@@ -18,6 +18,8 @@ from penstock.planner.estimate.slo import Slo
 Room = Mapping[Role, int | None]
 """Workers of each role that may be added now; None is no known limit. Roles that it does not name find none."""
 _TINY = 1e-9
+_SWITCH_AGAIN = 3.0
+"""Cool-downs between two such changes: each moves every worker."""
 _SWITCH = 0.85
 """Aggregated workers become disaggregated ones, and back, where these need at most this share of the GPUs."""
 
@@ -94,7 +96,7 @@ class Policy:
             self._kind = max(self._kinds, key=lambda kind: sum(now.get(role, 0) for role in kind))
         present = found[self._kinds.index(self._kind)]
         saves = best.gpus <= _SWITCH * present.gpus or (present.shortfall and not best.shortfall)
-        if best is present or not saves or at_s - self._switched_s < self._config.cool_down_s:
+        if best is present or not saves or at_s - self._switched_s < _SWITCH_AGAIN * self._config.cool_down_s:
             return present
         self._switched_s, self._kind = at_s, frozenset(best.target)
         return best
@@ -105,6 +107,7 @@ class Policy:
         decision: Decision,
         *,
         now: Mapping[Role, int],
+        start_s: float,
         may_flip: Callable[[Role, Role], bool],
     ) -> Damped:
         """Give the workers to aim at.
@@ -113,6 +116,7 @@ class Policy:
             at_s: present time.
             decision: what `decide` gave.
             now: workers that count.
+            start_s: seconds until a worker that is added serves.
             may_flip: whether workers of the first role can take the second.
         """
         wanted = {capacity.role: 0 for capacity in self._capacities} | decision.target
@@ -120,7 +124,9 @@ class Policy:
             wanted |= {
                 role: max(count, self._config.bounds(role)[0]) for role, count in decision.target.items()
             }
-        return self._affordable(now, self._damping.damp(at_s, now, wanted, may_flip=may_flip))
+        return self._affordable(
+            now, self._damping.damp(at_s, now, wanted, start_s=start_s, may_flip=may_flip)
+        )
 
     def _affordable(self, now: Mapping[Role, int], damped: Damped) -> Damped:
         """Add no worker that the budget does not pay beside those that are kept for their cool-down."""

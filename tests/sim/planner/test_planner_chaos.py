@@ -181,5 +181,5 @@ def test_a_damper_without_cool_down_is_found(monkeypatch):
         return sum(one != other for one, other in pairwise(ups))
 
     assert run_virtual(turns()) <= 4
-    monkeypatch.setattr(Damper, "_most", lambda _self, _now_s, target: target)
+    monkeypatch.setattr(Damper, "_most", lambda _self, _now_s, target, _cool_down_s: target)
     assert run_virtual(turns()) > 4

@@ -30,7 +30,7 @@ def decided(now, wanted):
 def damped(budget, *, may_flip=False, now=None, wanted=None):
     now, wanted = now or {P: 2, D: 2}, wanted or {P: 3, D: 1}
     policy = Policy(PlannerConfig(budget=budget), SLO, World({P: 1, D: 1}).capacities)
-    return policy.damp(0.0, decided(now, wanted), now=now, may_flip=lambda *_: may_flip)
+    return policy.damp(0.0, decided(now, wanted), now=now, start_s=0.0, may_flip=lambda *_: may_flip)
 
 
 def test_workers_that_are_kept_for_their_cool_down_count_towards_the_budget():

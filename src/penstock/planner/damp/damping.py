@@ -44,6 +44,7 @@ class Damping:
         have: Mapping[Role, int],
         wanted: Mapping[Role, int],
         *,
+        start_s: float = 0.0,
         may_flip: Callable[[Role, Role], bool] = lambda _one, _other: True,
     ) -> Damped:
         """Give the replicas of each role to aim at.
@@ -52,14 +53,15 @@ class Damping:
             now_s: present time.
             have: replicas that count.
             wanted: replicas that were decided.
+            start_s: seconds until a replica that is added serves.
             may_flip: whether workers of the first role can take the second.
         """
         target = {
-            role: damper.damp(now_s, have.get(role, 0), wanted.get(role, 0))
+            role: damper.damp(now_s, have.get(role, 0), wanted.get(role, 0), start_s)
             for role, damper in self._dampers.items()
         }
         exchanged = self._exchange(now_s, have, wanted, target, may_flip)
-        why = [self._why(role, now_s, wanted.get(role, 0), count) for role, count in target.items()]
+        why = [self._why(role, now_s, wanted.get(role, 0), count, start_s) for role, count in target.items()]
         return Damped(target, (*filter(None, why), *exchanged))
 
     def _exchange(
@@ -92,7 +94,7 @@ class Damping:
                     said.append(f"{source}: {moved} may become {to} during the cool-down")
         return said
 
-    def _why(self, role: Role, now_s: float, wanted: int, target: int) -> str:
+    def _why(self, role: Role, now_s: float, wanted: int, target: int, start_s: float) -> str:
         config = self._dampers[role].config
         if target == wanted:
             return ""
@@ -100,6 +102,6 @@ class Damping:
             return f"{role}: {wanted} wanted, at most {config.replicas_max} allowed"
         if target == config.replicas_min:
             return f"{role}: {wanted} wanted, at least {config.replicas_min} kept"
-        if left_s := self._dampers[role].cools_for_s(now_s):
+        if left_s := self._dampers[role].cools_for_s(now_s, start_s):
             return f"{role}: {wanted} wanted, {target} kept for {left_s:.0f} s of cool-down"
         return f"{role}: {wanted} wanted, {target} kept, as the difference is small"

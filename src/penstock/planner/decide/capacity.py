@@ -8,6 +8,7 @@ from penstock.perf.search.demand import Demand
 from penstock.perf.search.pool import (
     Pool,
     PoolModel,
+    Prediction,
     Share,
     aggregated_share,
     decode_share,
@@ -73,6 +74,13 @@ class Capacity:
             self._known[workers, demand] = known
         return known
 
+    def predict(
+        self, workers: int, rate_per_s: float, expected: ExpectedDemand, slo: Slo
+    ) -> Prediction | None:
+        """Predict the latencies at the SLO's percentile; None if the workers cannot serve the rate."""
+        share = self._share(self._demand(expected, slo))
+        return self._pool(workers).predict(share, rate_per_s, slo.percentile)
+
     def workers(self, rate_per_s: float, expected: ExpectedDemand, slo: Slo, most: int) -> int | None:
         """Give the fewest workers that serve a rate within the SLO; None if `most` do not."""
         # A worker more never serves less, so the fewest are found by bisection.
@@ -118,8 +126,8 @@ class Capacity:
         return Demand(
             input_tokens=tokens,
             output_tokens=max(expected.output_tokens, 2),
-            ttft_s=slo.ttft_s,
-            itl_s=slo.itl_s,
+            ttft_s=slo.ttft_s / expected.ttft_factor,
+            itl_s=slo.itl_s / expected.itl_factor,
             percentile=slo.percentile,
             cached_tokens=round(tokens * expected.cached_share),
             input_spread=expected.input_lengths.spread,

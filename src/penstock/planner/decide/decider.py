@@ -110,7 +110,7 @@ class Decider:
         self, capacity: Capacity, expected: ExpectedDemand, now: int, most: int
     ) -> tuple[str, RoleTerm]:
         """Choose the replicas of one role alone; the text says why they do not hold the SLO."""
-        rate_per_s = expected.rate_per_s
+        rate_per_s = expected.rate_of(capacity.role)
         is_idle = rate_per_s < _IDLE_PER_S and not expected.queued
         if not is_idle and (reason := capacity.unreachable(expected, self.slo)):
             return reason, _at_most(capacity.role, now, most, reason)
@@ -142,12 +142,13 @@ class Decider:
         )
 
     def _error(self, role: Role, expected: ExpectedDemand) -> float:
-        """Give the worst ratio of a present latency to its target above 1, at most 2; 0 if all targets are met."""
+        """Give the ratio of workers that the worst latency asks for, above 1 and at most 2; 0 if all targets are met."""
         ratios = []
         if role is not Role.DECODE and expected.ttft_s is not None:
             ratios.append(expected.ttft_s / self.slo.ttft_s)
         if role is not Role.PREFILL and expected.itl_s is not None:
-            ratios.append(expected.itl_s / self.slo.itl_s)
+            # Near a worker's capacity, ITL grows about as the square of its load.
+            ratios.append(math.sqrt(expected.itl_s / self.slo.itl_s))
         worst = max(ratios, default=0.0)
         return min(worst, _STEP_MAX) if worst > 1 else 0.0
 

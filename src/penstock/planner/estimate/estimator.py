@@ -1,11 +1,15 @@
 """Turns observations into the demand to provide for."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
 
 from penstock.core.types.instances import Role
-from penstock.perf.search.pool import PoolModel
+from penstock.perf.search.pool import PoolModel, Prediction
 from penstock.planner.estimate.expected_demand import ExpectedDemand
+from penstock.planner.estimate.latency_factor import LatencyFactor
 from penstock.planner.estimate.series import Series
 from penstock.planner.estimate.significance import missed_quantile
 from penstock.planner.estimate.slo import Slo
@@ -16,18 +20,42 @@ from penstock.runtime.observations.windows import Digest
 
 _LENGTH_INTERVALS = 30
 """Intervals whose lengths make up the distributions."""
+_COST_INTERVALS = 3
+"""Intervals whose lengths tell what a request costs: those of one alone are as often long as short by chance."""
+_ITL_GUESS = 1.15
+"""Streams' ITL over the predicted one, before it was measured: a stream is not as long as the mean, nor a crowd as large."""
 _INPUT_GUESS, _OUTPUT_GUESS = 512, 256
 """Lengths before the first request, or before the first one that ended."""
 _STALE_SHARE = 0.5
 """Requests that wait in workers for longer than this share of the TTFT target are queued: shorter waits are between steps."""
 
 
+class Predicts(Protocol):
+    """The part of `Capacity` that estimates depend on."""
+
+    @property
+    def role(self) -> Role: ...
+
+    @property
+    def model(self) -> PoolModel: ...
+
+    def rate_per_s(self, workers: int, expected: ExpectedDemand, slo: Slo) -> float: ...
+
+    def predict(
+        self, workers: int, rate_per_s: float, expected: ExpectedDemand, slo: Slo
+    ) -> Prediction | None: ...
+
+
 class Estimator:
-    """Forecasts arrivals, lengths and the cached share, and follows step times. One task owns it."""
+    """Forecasts arrivals, lengths, the cached share and the work of each role, and follows step times and latencies.
+
+    One task owns it.
+    """
 
     def __init__(
         self,
-        models: dict[Role, PoolModel],
+        capacities: Sequence[Predicts],
+        slo: Slo,
         *,
         interval_s: float,
         horizon_s: float,
@@ -36,7 +64,8 @@ class Estimator:
         """Begin without observations.
 
         Args:
-            models: uncorrected latency model of one worker of each role.
+            capacities: uncorrected latency model of each role's workers.
+            slo: targets of present latencies.
             interval_s: seconds of each observation that `take` gets.
             horizon_s: how far ahead demand is forecast.
             season_s: seconds after which demand repeats itself; None for no season.
@@ -45,25 +74,32 @@ class Estimator:
         def series(name: str, season_s: float | None = None) -> Series:
             return Series(name, interval_s=interval_s, horizon_s=horizon_s, season_s=season_s)
 
-        self.factors = {role: StepFactor(model) for role, model in models.items()}
+        self.factors = {capacity.role: StepFactor(capacity.model) for capacity in capacities}
+        self._capacities = tuple(capacities)
+        self._slo = slo
         self._rate = series("requests_per_s", season_s)
         self._input, self._output = series("input_tokens"), series("output_tokens")
         self._cached = series("cached_share")
+        self._load = {role: series(f"{role}_load", season_s) for role in self.factors}
+        self._ttft_factor, self._itl_factor = LatencyFactor(), LatencyFactor(_ITL_GUESS)
         self._lengths: deque[tuple[Digest, Digest]] = deque(maxlen=_LENGTH_INTERVALS)
 
     @property
     def forecasts(self) -> dict[str, Forecast]:
         """The forecast of each series that has had a value."""
-        every = (self._rate, self._input, self._output, self._cached)
+        every = (self._rate, self._input, self._output, self._cached, *self._load.values())
         return {series.name: found for series in every if (found := series.forecast()) is not None}
 
     def look_ahead(self, horizon_s: float) -> None:
         """Forecast `horizon_s` ahead from now on."""
-        for series in (self._rate, self._input, self._output, self._cached):
+        for series in (self._rate, self._input, self._output, self._cached, *self._load.values()):
             series.look_ahead(horizon_s)
 
-    def take(self, seen: Observation, intervals: int = 1) -> None:
-        """Take the observation of the last interval, or of several whose mean stands for each."""
+    def take(self, seen: Observation, intervals: int = 1, *, warm: Mapping[Role, int] | None = None) -> None:
+        """Take the observation of the last interval, or of several whose mean stands for each.
+
+        `warm` counts the workers of each role that served it, where all of them did throughout; else latencies teach nothing.
+        """
         demand = seen.demand
         for _ in range(intervals):
             self._rate.take(demand.arrivals_per_s)
@@ -73,6 +109,51 @@ class Estimator:
         if demand.output_tokens.mean is not None:
             self._output.take(demand.output_tokens.mean)
         self._lengths.append((demand.input_tokens, demand.output_tokens))
+        now = self._lately(demand.cached_share)
+        for capacity in self._capacities:
+            each_per_s = capacity.rate_per_s(1, now, self._slo)
+            if each_per_s > 0:
+                for _ in range(intervals):
+                    self._load[capacity.role].take(demand.arrivals_per_s / each_per_s)
+        if warm is not None and intervals == 1:
+            self._learn_latencies(seen, now, warm)
+
+    def _lately(self, cached_share: float) -> ExpectedDemand:
+        """Describe the requests of the last intervals."""
+        lengths = list(self._lengths)[-_COST_INTERVALS:]
+        inputs = Digest.merged(each for each, _ in lengths)
+        outputs = Digest.merged(each for _, each in lengths)
+        return ExpectedDemand(
+            rate_per_s=0.0,
+            input_tokens=_rounded(inputs, _INPUT_GUESS),
+            output_tokens=_rounded(outputs, _OUTPUT_GUESS),
+            cached_share=cached_share,
+            input_lengths=inputs,
+            output_lengths=outputs,
+        )
+
+    def _learn_latencies(self, seen: Observation, now: ExpectedDemand, warm: Mapping[Role, int]) -> None:
+        """Compare the latencies of an interval with those of its rate and workers."""
+        demand, slo = seen.demand, self._slo
+        share = slo.percentile / 100
+        used = [capacity for capacity in self._capacities if warm.get(capacity.role)]
+        if len({capacity.role for capacity in used} - {Role.AGGREGATED}) == 1 or len(used) > 2:
+            return
+        ttft_s: list[float | None] = []
+        itl_s: list[float | None] = []
+        for capacity in used:
+            factor = self.factors[capacity.role].value
+            found = capacity.predict(warm[capacity.role], factor * demand.arrivals_per_s, now, slo)
+            if capacity.role is not Role.DECODE:
+                ttft_s.append(None if found is None else factor * found.ttft_s)
+            if capacity.role is not Role.PREFILL:
+                itl_s.append(None if found is None else factor * found.itl_s)
+        for learned, digest, predicted_s, target_s in (
+            (self._ttft_factor, demand.ttft_s, ttft_s, slo.ttft_s),
+            (self._itl_factor, demand.itl_s, itl_s, slo.itl_s),
+        ):
+            if len(predicted_s) == 1:
+                learned.learn(digest.quantile(share), digest.count, predicted_s[0], target_s)
 
     def learn_steps(self, workers: Iterable[WorkerView], seconds: float) -> None:
         """Compare the steps of warm workers over the last `seconds` with their models."""
@@ -81,15 +162,14 @@ class Estimator:
         for role, factor in self.factors.items():
             factor.learn((worker for worker in every if worker.role is role), seconds, tokens)
 
-    def expect(self, recent: Observation, slo: Slo, *, warm: Mapping[Role, int]) -> ExpectedDemand:
+    def expect(self, recent: Observation, *, warm: Mapping[Role, int]) -> ExpectedDemand:
         """Give the demand to provide for: the forecast, and what is queued or too slow now.
 
         Args:
             recent: the last seconds.
-            slo: targets of present latencies.
             warm: workers of each role that present latencies are of; none are looked at where none is warm.
         """
-        demand = recent.demand
+        demand, slo = recent.demand, self._slo
         rate = self._rate.forecast()
         inputs = Digest.merged(each for each, _ in self._lengths)
         outputs = Digest.merged(each for _, each in self._lengths)
@@ -104,7 +184,7 @@ class Estimator:
                 ("itl", demand.itl_s, slo.itl_s),
             )
         }
-        return ExpectedDemand(
+        expected = ExpectedDemand(
             rate_per_s=rate.high if rate else 0.0,
             input_tokens=_mean(self._input, inputs, _INPUT_GUESS),
             output_tokens=_mean(self._output, outputs, _OUTPUT_GUESS),
@@ -112,11 +192,25 @@ class Estimator:
             queued=demand.queued + sum(_stale(worker, slo.ttft_s) for worker in recent.workers),
             ttft_s=late["ttft"],
             itl_s=late["itl"],
+            ttft_factor=self._ttft_factor.value,
+            itl_factor=self._itl_factor.value,
             warm=dict(warm),
             method=rate.method if rate else "",
             input_lengths=inputs,
             output_lengths=outputs,
         )
+        return msgspec.structs.replace(expected, rates=self._rates(expected))
+
+    def _rates(self, expected: ExpectedDemand) -> dict[Role, float]:
+        """Give the expected work of each role in requests of the expected lengths."""
+        plain = msgspec.structs.replace(expected, ttft_factor=1.0, itl_factor=1.0)
+        rates = {}
+        for capacity in self._capacities:
+            load = self._load[capacity.role].forecast()
+            each_per_s = capacity.rate_per_s(1, plain, self._slo)
+            if load is not None and each_per_s > 0:
+                rates[capacity.role] = load.high * each_per_s
+        return rates
 
     def _new_tokens(self) -> int:
         """Give the mean prompt tokens that are computed."""
@@ -134,6 +228,10 @@ def _mean(series: Series, lengths: Digest, guess: int) -> int:
     found = series.forecast()
     if found is not None and not found.is_cold:
         return max(1, round(found.mean))
+    return _rounded(lengths, guess)
+
+
+def _rounded(lengths: Digest, guess: int) -> int:
     return guess if lengths.mean is None else max(1, round(lengths.mean))
 
 

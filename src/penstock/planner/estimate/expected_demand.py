@@ -12,12 +12,15 @@ class ExpectedDemand(Wire, frozen=True):
 
     Attributes:
         rate_per_s: requests per second at the upper edge of the forecast's band.
+        rates: by role, requests of the mean lengths per second that are as much work as is expected at the band's upper edge: where
+            more requests come as they get shorter, that is less than `rate_per_s`, which counts for other roles.
         input_tokens: mean prompt tokens of a request, cached ones included.
         output_tokens: mean output tokens of a request.
         cached_share: share of prompt tokens that come from a prefix cache, 0 to 1.
         queued: requests that wait in routers and workers now.
         ttft_s: TTFT at the SLO's percentile now; None if it is met, or too few requests were seen to tell.
         itl_s: ITL likewise.
+        ttft_factor: measured over predicted TTFT at that percentile; `itl_factor` likewise.
         warm: workers of each role that both are of; others start, or began a moment ago.
         method: the forecast's method.
         input_lengths: distribution of prompt tokens of late; empty if all are taken as equal.
@@ -31,7 +34,14 @@ class ExpectedDemand(Wire, frozen=True):
     queued: int = 0
     ttft_s: float | None = None
     itl_s: float | None = None
+    ttft_factor: float = 1.0
+    itl_factor: float = 1.0
     warm: dict[Role, int] = msgspec.field(default_factory=dict)
     method: str = ""
     input_lengths: Digest = Digest()
     output_lengths: Digest = Digest()
+    rates: dict[Role, float] = msgspec.field(default_factory=dict)
+
+    def rate_of(self, role: Role) -> float:
+        """Give the requests per second to provide for in a role."""
+        return self.rates.get(role, self.rate_per_s)

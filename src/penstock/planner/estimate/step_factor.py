@@ -7,6 +7,8 @@ from penstock.perf.search.pool import PoolModel
 from penstock.planner.observe.observation import WorkerView
 
 _STEPS_MIN = 16
+_WEIGHT = 0.03
+"""Of one worker's steps in one round: their batch is known at its end only, so single ones are some percent off."""
 _STEP = 1.05
 """The factor changes in steps of 5 %: predictions are no better, and equal factors give equal decisions."""
 
@@ -23,7 +25,7 @@ class StepFactor:
         self.value = 1.0
         """Measured over predicted step time, within 5 %."""
         self._model = model
-        self._correction = Correction()
+        self._correction = Correction(weight=_WEIGHT)
 
     @property
     def is_trusted(self) -> bool:

@@ -106,7 +106,11 @@ def _decide(policy: Policy, entry: Round, *, is_compared: bool) -> Replayed:
         damped = Damped(dict(record.now))
     else:
         damped = policy.damp(
-            record.at_s, decision, now=record.now, may_flip=lambda *roles: roles not in record.rigid
+            record.at_s,
+            decision,
+            now=record.now,
+            start_s=record.horizon_s,
+            may_flip=lambda *roles: roles not in record.rigid,
         )
         if record.checked is not None:  # what a simulation refused then is refused
             damped = damped.keeping(record.checked.kept, record.checked.why)

@@ -9,8 +9,8 @@ class Forecast:
 
     Attributes:
         mean: what the method predicts.
-        low: exceeded by all but one in ten values so far; `high` is likewise not exceeded.
-        method: name of the method, the best one so far at this horizon.
+        low: about one deviation of the method's errors below the mean; `high` is as much above it.
+        method: name of the method.
         mean_error: mean absolute error of that method, over the last values; None before the first comparison.
         is_cold: too few values to know the method's errors; the band is a guess, on the safe side.
     """

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
+from statistics import NormalDist
 
 from penstock.planner.forecast.autoregressive import Autoregressive
 from penstock.planner.forecast.constant import Constant
@@ -16,15 +17,22 @@ _ERRORS_MIN = 12
 """Comparisons before a band is taken from errors."""
 _COLD_HIGH = 1.5
 """Before that, the upper edge is the largest value so far times this."""
+_PRIOR, _PRIOR_WEIGHT = 0.15, 30.0
+"""Relative error that a band begins with, and how many errors it weighs as: a few quiet or loud minutes say little."""
 _RISE_MAX = 1.0
 """An error counts as twice the prediction at most: a jump from nothing says little of the next one."""
-_SWITCH = 0.95
-"""Another method is chosen once its error is below this share of the chosen one's, so that methods do not alternate."""
+_SWITCH = 0.7
+"""Another method than the first is chosen while its error is below this share of the first one's: what looks a little better over
+some minutes is mostly chance."""
+_RATED_MIN = 40
+"""Comparisons before another method than the first may be chosen."""
+_STAY = 1.1
+"""A chosen method stays until its error is so much above that share, so that methods do not alternate."""
 
 
 def standard_methods(period: int = 0) -> list[Forecaster]:
-    """Make one of each method; `period` is the season's length in intervals, 0 for none."""
-    methods: list[Forecaster] = [Constant(), Ewma(0.2), HoltWinters(), Autoregressive(), Kalman()]
+    """Make one of each method, the one to begin with first; `period` is the season's length in intervals, 0 for none."""
+    methods: list[Forecaster] = [Ewma(0.3), Constant(), HoltWinters(), Autoregressive(), Kalman()]
     if period:
         methods.append(HoltWinters(period))
     return methods
@@ -38,18 +46,16 @@ class SelectedForecast:
         methods: Sequence[Forecaster],
         *,
         horizon: int,
-        band: float = 0.8,
-        half_life: int = 40,
-        memory: int = 200,
+        band: float = 0.7,
+        half_life: int = 60,
     ) -> None:
         """Begin without values.
 
         Args:
-            methods: at least one; the first is used until errors say otherwise.
+            methods: at least one; the first is used until another is clearly better.
             horizon: intervals ahead for which capacity is decided now, such as a worker's start over the interval.
             band: share of values that shall lie between the band's edges, 0 to 1.
             half_life: intervals after which an error counts half.
-            memory: errors that the band is taken from.
         """
         if not methods or horizon < 1 or not 0 < band < 1:
             raise ValueError(
@@ -57,9 +63,9 @@ class SelectedForecast:
                 " 1 and a band between 0 and 1"
             )
         self._horizon = horizon
-        self._edges = (1 - band) / 2, (1 + band) / 2
+        self._deviations = NormalDist().inv_cdf((1 + band) / 2)
         self._decay = 0.5 ** (1 / half_life)
-        self._tracks = [_Track(method, horizon, memory) for method in methods]
+        self._tracks = [_Track(method, horizon) for method in methods]
         self._chosen = self._tracks[0]
         self._largest = 0.0
         self._seen = 0
@@ -72,11 +78,14 @@ class SelectedForecast:
         self._largest = max(value, self._decay * self._largest)
         for track in self._tracks:
             track.observe(value, self._decay)
-        rated = [track for track in self._tracks if len(track.errors) >= _ERRORS_MIN]
-        if rated:
-            best = min(rated, key=lambda track: track.mean_error)
-            if self._chosen not in rated or best.mean_error < _SWITCH * self._chosen.mean_error:
-                self._chosen = best
+        first = self._tracks[0]
+        rated = [track for track in self._tracks if track.errors >= _RATED_MIN]
+        best = min(rated, key=lambda track: track.mean_error, default=first)
+        most = _SWITCH * first.mean_error
+        if self._chosen is not first and self._chosen.mean_error > _STAY * most:
+            self._chosen = first
+        if best.mean_error < most and best.mean_error < self._chosen.mean_error / _STAY:
+            self._chosen = best
 
     def forecast(self) -> Forecast | None:
         """Give the largest expected value up to the horizon; None before the first value."""
@@ -84,16 +93,14 @@ class SelectedForecast:
         mean = track.peak(self._horizon)
         if mean is None:
             return None
-        if len(track.errors) < _ERRORS_MIN:
+        if track.errors < _ERRORS_MIN:
             high = max(mean, _COLD_HIGH * self._largest)
             return Forecast(mean=mean, low=0.0, high=high, method=track.method.name, is_cold=True)
-        ordered = sorted(track.errors)
-        low, high = (ordered[min(int(edge * len(ordered)), len(ordered) - 1)] for edge in self._edges)
-        scale = max(mean, track.scale)
+        half = self._deviations * track.deviation * max(mean, track.scale)
         return Forecast(
             mean=mean,
-            low=max(0.0, min(mean, mean + low * scale)),
-            high=max(mean, mean + high * scale),
+            low=max(0.0, mean - half),
+            high=mean + half,
             method=track.method.name,
             mean_error=track.mean_error,
         )
@@ -102,16 +109,22 @@ class SelectedForecast:
 class _Track:
     """One method, its open predictions and its errors."""
 
-    def __init__(self, method: Forecaster, horizon: int, memory: int) -> None:
+    def __init__(self, method: Forecaster, horizon: int) -> None:
         self.method = method
-        self.errors: deque[float] = deque(maxlen=memory)
-        """Value less prediction, over the larger of prediction and scale: noise grows with demand."""
+        self.errors = 0
+        """Predictions compared so far."""
         self.scale = 0.0
         """A slowly falling share of the largest values, so that errors near 0 are not divided by nothing."""
         self._open: deque[float | None] = deque(maxlen=horizon)
         self._horizon = horizon
         self._error_sum = 0.0
         self._weight_sum = 0.0
+        self._square_sum, self._square_weight = _PRIOR**2 * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of relative errors, newer ones weighing more."""
+        return math.sqrt(self._square_sum / self._square_weight)
 
     @property
     def mean_error(self) -> float:
@@ -123,7 +136,10 @@ class _Track:
         if len(self._open) == self._horizon and (predicted := self._open[0]) is not None:
             self._error_sum = decay * self._error_sum + abs(value - predicted)
             self._weight_sum = decay * self._weight_sum + 1
-            self.errors.append(min((value - predicted) / max(predicted, self.scale, 1e-9), _RISE_MAX))
+            relative = min((value - predicted) / max(predicted, self.scale, 1e-9), _RISE_MAX)
+            self._square_sum = decay * self._square_sum + relative**2
+            self._square_weight = decay * self._square_weight + 1
+            self.errors += 1
         self.method.observe(value)
         self._open.append(self.method.predict(self._horizon))
 

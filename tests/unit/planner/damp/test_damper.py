@@ -73,3 +73,12 @@ def test_samples_of_cold_workers_are_masked():
 def test_bad_settings_are_refused(settings):
     with pytest.raises(ConfigError, match="expected"):
         DamperConfig(**settings)
+
+
+def test_a_cool_down_is_as_long_as_a_start_at_least():
+    damper = Damper(DamperConfig(cool_down_s=100))
+    assert damper.damp(0, 6, 6, 300) == 6
+    assert damper.damp(150, 6, 2, 300) == 6
+    assert damper.cools_for_s(150, 300) == 300
+    assert damper.damp(449, 6, 2, 300) == 6
+    assert damper.damp(451, 6, 2, 300) == 2

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.core.types.instances import Role
 from penstock.perf.model.parallel import Parallel
+from penstock.planner.decide.capacity import Capacity
 from penstock.planner.decide.worker_model import WorkerModel
 from penstock.planner.estimate.estimator import Estimator
 from penstock.planner.estimate.series import Series
@@ -31,6 +32,7 @@ class Steps:
 
 
 MODEL = WorkerModel(Steps(), Parallel())
+CAPACITY = Capacity(role=D, model=MODEL, max_batch_tokens=512)
 IDLE = WorkerView("d", D, 100.0, Digest(), 0.0, 0.0, 0, 0, 0, 0, 0.0, 0.0)
 
 
@@ -50,12 +52,12 @@ def seen(rate, inputs=100, outputs=50, **more):
 
 
 def estimator():
-    return Estimator({D: MODEL}, interval_s=10.0, horizon_s=120.0)
+    return Estimator([CAPACITY], SLO, interval_s=10.0, horizon_s=120.0)
 
 
 def test_without_a_request_nothing_is_expected():
     expected = estimator().expect(
-        Observation(at_s=0.0, seconds=10.0, demand=Demand()), SLO, warm={Role.AGGREGATED: 1}
+        Observation(at_s=0.0, seconds=10.0, demand=Demand()), warm={Role.AGGREGATED: 1}
     )
     assert (expected.rate_per_s, expected.queued, expected.ttft_s) == (0.0, 0, None)
     assert expected.input_tokens > 1
@@ -64,7 +66,7 @@ def test_without_a_request_nothing_is_expected():
 def test_the_first_intervals_are_taken_with_a_reserve():
     new = estimator()
     new.take(seen(4.0))
-    expected = new.expect(seen(4.0), SLO, warm={Role.AGGREGATED: 1})
+    expected = new.expect(seen(4.0), warm={Role.AGGREGATED: 1})
     assert expected.rate_per_s == pytest.approx(6.0)
     assert (expected.input_tokens, expected.output_tokens) == (100, 50)
 
@@ -73,7 +75,7 @@ def test_lengths_follow_and_keep_their_distribution():
     new = estimator()
     for step in range(60):
         new.take(seen(4.0, inputs=100 + 10 * step))
-    expected = new.expect(seen(4.0), SLO, warm={Role.AGGREGATED: 1})
+    expected = new.expect(seen(4.0), warm={Role.AGGREGATED: 1})
     assert expected.input_tokens > 600
     assert expected.input_lengths.count == 30 * 40
     assert expected.input_lengths.spread > 1.01
@@ -82,16 +84,16 @@ def test_lengths_follow_and_keep_their_distribution():
 
 def test_present_latencies_count_only_once_workers_are_warm():
     slow = seen(4.0, ttft_s=digest(3.0, 40), itl_s=digest(0.05, 40))
-    expected = estimator().expect(slow, SLO, warm={Role.AGGREGATED: 1})
+    expected = estimator().expect(slow, warm={Role.AGGREGATED: 1})
     assert (expected.ttft_s, expected.itl_s) == (pytest.approx(3.0, rel=0.1), None)
-    assert estimator().expect(slow, SLO, warm={Role.AGGREGATED: 0}).ttft_s is None
+    assert estimator().expect(slow, warm={Role.AGGREGATED: 0}).ttft_s is None
 
 
 def test_what_waits_in_workers_for_long_is_queued():
     waiting = replace(IDLE, waiting_requests=5, oldest_wait_s=0.8)
     between_steps = replace(IDLE, waiting_requests=7, oldest_wait_s=0.02)
     now = replace(seen(4.0, queued=3), workers=(waiting, between_steps))
-    assert estimator().expect(now, SLO, warm={Role.AGGREGATED: 1}).queued == 8
+    assert estimator().expect(now, warm={Role.AGGREGATED: 1}).queued == 8
 
 
 def test_a_longer_horizon_is_learned_from_what_was_seen():
@@ -120,3 +122,28 @@ def test_a_few_steps_correct_nothing():
     found = StepFactor(MODEL)
     found.learn([replace(IDLE, step_s=digest(1.0, 5), running_requests=1)] * 10, 10.0)
     assert found.value == 1.0
+
+
+def test_work_counts_where_requests_get_fewer_as_they_get_longer():
+    """Twice the tokens at half the rate: the requests to provide for are those of the new length, at no smaller work."""
+    new = estimator()
+    for _ in range(40):
+        new.take(seen(8.0, outputs=50))
+    before = new.expect(seen(8.0), warm={D: 1})
+    for _ in range(400):
+        new.take(seen(4.0, outputs=100))
+    after = new.expect(seen(4.0), warm={D: 1})
+    assert after.output_tokens == pytest.approx(100, rel=0.05)
+    works = [each.rate_of(D) / CAPACITY.rate_per_s(1, each, SLO) for each in (before, after)]
+    assert works[1] == pytest.approx(works[0], rel=0.25)
+    assert after.rate_of(D) < 0.7 * before.rate_of(D)
+
+
+def test_latencies_of_warm_workers_correct_the_prediction():
+    found = estimator()
+    now = found.expect(seen(4.0), warm={D: 1})
+    predicted = CAPACITY.predict(2, 8.0, now, SLO)
+    slow = seen(8.0, itl_s=digest(1.5 * predicted.itl_s, 80))
+    for _ in range(150):
+        found.take(slow, warm={D: 2, Role.AGGREGATED: 0})
+    assert found.expect(slow, warm={D: 2}).itl_factor in (1.15, pytest.approx(1.5, rel=0.3))

@@ -40,7 +40,7 @@ def test_the_season_is_chosen_once_it_has_proved_better() -> None:
         forecast = selected.forecast()
         assert forecast is not None
         names.append(forecast.method)
-    assert names[0] == "constant"
+    assert names[0] == "ewma 0.3"
     assert names[-1] == "holt-winters 96"
 
 
@@ -61,7 +61,7 @@ def test_noise_is_averaged_and_methods_do_not_alternate() -> None:
 @pytest.mark.parametrize("level", [4.0, 60.0])
 def test_nine_in_ten_values_stay_below_the_upper_edge(level: float) -> None:
     generator = random.Random(11)
-    selected = SelectedForecast(standard_methods(), horizon=1)
+    selected = SelectedForecast(standard_methods(), horizon=1, band=0.8)
     below = above_low = seen = 0
     for at in range(1000):
         value = max(0.0, generator.gauss(level, math.sqrt(level)))
