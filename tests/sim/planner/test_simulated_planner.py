@@ -185,3 +185,23 @@ def test_a_start_that_makes_no_sense_is_refused(tmp_path, capsys, flags, message
     spec.write_text("requests: 4\nrate_per_s: 2\n")
     assert main(["simulate", str(spec), "--graph", str(graph), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_rehearsal_keeps_the_workers_that_bursts_need():
+    """Six seconds of requests every thirty: their mean asks for half of the workers."""
+    load = []
+    for number in range(20):
+        load += later(30 * number, stepped((6, 6.0, 6000), seed=number))
+    found = {}
+    for rehearse_s in (None, 120):
+        planner = {"max_workers": 5, "cool_down_s": 60, "rehearse_s": rehearse_s}
+        graph = GRAPH | {
+            "roles": {"aggregated": WORKER | {"replicas": 4}},
+            "slo": {"ttft_s": 3.0, "itl_s": 0.06, "percentile": 90},
+            "planner": planner,
+        }
+        found[rehearse_s] = simulated(graph, load, start_s=60.0)
+    assert found[None]["scaling"]["changes"]["retire"] >= 1
+    assert found[120]["scaling"]["changes"]["retire"] == 0
+    assert found[120]["slo_attainment"] > found[None]["slo_attainment"]
