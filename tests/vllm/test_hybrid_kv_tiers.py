@@ -1,6 +1,7 @@
 """KV tiers below a vLLM whose layers have tables of blocks of their own: two groups with a window, one over the whole context."""
 
 import signal
+from time import sleep
 
 import pytest
 import torch
@@ -151,6 +152,11 @@ def test_workers_load_each_others_windows_from_an_object_store(started, hybrid_o
     assert second.run(*prompts, tokens=TOKENS) == [CACHED] * 3
     assert second.emitted == expected
     counts = counts_of(second, Tier.OBJECT)
+    late = random_prompt(LENGTH, 950)
+    first.run(late, tokens=TOKENS)
+    sleep(3.0)  # not woken yet, its device process knows
+    assert second.run(late, tokens=TOKENS) == [CACHED], "the first request after a pause hears of it"
+    assert second.emitted == first.emitted == [greedy(model, late, TOKENS)]
     assert (counts.hit_tokens, counts.loaded_blocks, counts.corrupt_blocks) == (3 * CACHED, needed, 0)
     for process in vllm_processes():
         process.send_signal(signal.SIGKILL)

@@ -34,6 +34,10 @@ _LINGER_S = 1.0
 """Steps are asked for so long after the last order, so that events are told although no request comes."""
 _ASK_S = 0.25
 """A step is asked for so long after the last one, if other workers store blocks that this one loads."""
+_STALE_S = 1.0
+"""A request that comes so long after the last report waits for the next one,"""
+_HEAR_S = 0.1
+"""but not longer than this."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +111,9 @@ class KvConnectorScheduler:
         self._next_id = 0
         self._told = TierEvents(self._groups, block_size)
         self._events: list[KvEvent] = []
-        self._ordered_s = self._stepped_s = clock()
+        self._ordered_s = self._stepped_s = self._heard_s = clock()
+        self._asked_s: float | None = None
+        """When a request began to wait for a report."""
 
     # -- requests
 
@@ -123,13 +129,13 @@ class KvConnectorScheduler:
             known_tokens: all tokens of the request.
 
         Returns:
-            as many as are predicted to be loaded sooner than computed; None while they are loaded for another request: ask
-            again, the device may have them then.
+            as many as are predicted to be loaded sooner than computed; None to be asked again at the next step: while they
+            are loaded for another request, or what other workers have stored was not heard of for a while.
         """
         self._plans.pop(request_id, None)
         if request_id in self._failed or num_cached >= len(block_hashes):
             return 0
-        if int(block_hashes[num_cached, 0]) in self._loading:
+        if int(block_hashes[num_cached, 0]) in self._loading or self._has_to_hear():
             return None
         plan = self._planner.plan(block_hashes, num_cached, self._tiers_on())
         if plan.num_found > plan.num_blocks:
@@ -248,6 +254,7 @@ class KvConnectorScheduler:
 
     def take_reports(self, reports: Mapping[int, Report]) -> None:
         """Note what device processes have done, by their number."""
+        self._heard_s, self._asked_s = self._clock(), None
         for rank, report in reports.items():
             self._reports[rank] = report
             self._mirror.shared = {
@@ -335,6 +342,15 @@ class KvConnectorScheduler:
         assert self._loads or not +self._waiting, f"blocks wait for no load: {self._waiting}"
         assert len(self._loading) <= len(self._loads), "a load that has ended keeps others waiting"
         self._saves.check()
+
+    def _has_to_hear(self) -> bool:
+        """Say whether a request waits for a report: the first after a pause, in a worker whose tiers others fill too."""
+        now_s = self._clock()
+        if not self.holders or now_s - self._heard_s < _STALE_S:
+            return False
+        if self._asked_s is None:
+            self._asked_s = now_s
+        return now_s - self._asked_s < _HEAR_S
 
     def _held_by(self, event: KvEvent) -> KvEvent:
         """Note in an event who holds its blocks."""

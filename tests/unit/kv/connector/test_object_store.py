@@ -57,8 +57,8 @@ def make(store: MemoryStore) -> Iterator[Callable[[], Grouped]]:
         each.close()
 
 
-def on_its_loop(scene: Grouped, ask: Callable[[StoredTier], bool]) -> None:
-    """Wait until a worker's tier says yes."""
+def on_its_loop(scene: Grouped, ask: Callable[[StoredTier], bool], *, is_heard: bool = True) -> None:
+    """Wait until a worker's tier says yes; `is_heard`: and the scheduler hears of it."""
     worker = scene.workers[0]
     tier = worker.tiers[0]
     assert isinstance(tier, StoredTier)
@@ -70,21 +70,22 @@ def on_its_loop(scene: Grouped, ask: Callable[[StoredTier], bool]) -> None:
         worker._tell()
 
     worker._call(wait())
-    scene.step()
+    if is_heard:
+        scene.step()
 
 
 def keeps(scene: Grouped, num_blocks: int) -> None:
     on_its_loop(scene, lambda tier: tier.num_cached == num_blocks)
 
 
-def lists(scene: Grouped, num_blocks: int) -> None:
+def lists(scene: Grouped, num_blocks: int, *, is_heard: bool = True) -> None:
     worker = scene.workers[0]
     tier = worker.tiers[0]
     assert isinstance(tier, StoredTier)
     packs = tier._store
     assert isinstance(packs, ObjectPacks)
     worker._call(packs.refresh())
-    keeps(scene, num_blocks)
+    on_its_loop(scene, lambda tier: tier.num_cached == num_blocks, is_heard=is_heard)
 
 
 def test_another_worker_loads_the_last_windows_from_the_store(make: Callable[[], Grouped]) -> None:
@@ -203,6 +204,23 @@ def test_a_step_is_asked_for_now_and_then_where_others_store_too(make: Callable[
     assert scene.scheduler.needs_steps
     scene.step()
     assert not scene.scheduler.needs_steps
+
+
+def test_the_first_request_after_a_pause_waits_for_what_others_have_stored(
+    make: Callable[[], Grouped],
+) -> None:
+    one, other = make(), make()
+    hashes = one.keep_grouped(1, 8, ends=[8])
+    keeps(one, NEEDED)
+    lists(other, NEEDED, is_heard=False)
+    other.now_s += 1.5
+    assert other.scheduler.match("a", hashes, 0, 100) is None
+    other.step()
+    assert other.scheduler.match("a", hashes, 0, 100) == 8
+    other.now_s += 1.5
+    assert other.scheduler.match("b", hashes, 0, 100) is None
+    other.now_s += 0.11
+    assert other.scheduler.match("b", hashes, 0, 100) == 8, "no report came"
 
 
 def test_names_of_groups_are_found_again_in_the_stores_records(make: Callable[[], Grouped]) -> None:
