@@ -38,7 +38,7 @@ from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.runtime.observations.gpu_meter import GpuMeter, gpu_names
 from penstock.runtime.requests.tcp import TcpPlane
-from penstock.seams import Engine
+from penstock.seams import Engine, KvBlocks
 from penstock.transfer import TransferAgent
 from penstock.worker.files import ModelFiles
 from penstock.worker.identity import WorkerIdentity
@@ -75,6 +75,12 @@ async def run_worker(
     )
     tell(Phase(what="loads the engine"))
     engine = create_engine(role.engine, spec)
+    if graph.worker.kv_transfer.peers and not isinstance(engine, KvBlocks):
+        _log.warning(
+            "kv_peers_without_effect",
+            engine=role.engine,
+            fix="leave worker.kv_transfer.peers out, or use engine paged or mock: others show no KV blocks",
+        )
     async with LocalDiscovery(common.hub_address, identity, rng=random.Random()) as discovery:
         worker = Worker(
             engine,
