@@ -46,7 +46,7 @@ def test_histories_that_left_the_device_are_loaded_from_the_host(deploy, role):
         (name,) = await site.workers()
         load = await site.load(name)
         prompt_tokens = sum(usage.prompt_tokens for _, usage in again)
-        assert load["onboarded_tokens"][0] > prompt_tokens / 2
+        assert load["onboarded_tokens"][0] > prompt_tokens / 3, "the device has kept the others"
         assert load["failed_steps"] == 0
         (tier,) = load["kv_tiers"]
         assert tier["hit_tokens"] == load["onboarded_tokens"][0]
