@@ -13,6 +13,8 @@ from penstock.cli import main
 from penstock.core.errors import RequestError
 from penstock.core.types.instances import Role
 from penstock.graph import build
+from penstock.planner.damp.damping import Damped
+from penstock.planner.policy import Policy
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.report.report import make_report
 from penstock.sim.scaling.planning import planner_of
@@ -188,20 +190,25 @@ def test_a_start_that_makes_no_sense_is_refused(tmp_path, capsys, flags, message
 
 
 @pytest.mark.slow
-def test_a_rehearsal_keeps_the_workers_that_bursts_need():
-    """Six seconds of requests every thirty: their mean asks for half of the workers."""
+def test_a_rehearsal_stops_a_policy_that_takes_too_many_away(monkeypatch):
+    """Six seconds of requests every thirty, and a policy that wants one worker from 200 s on."""
+    damp = Policy.damp
+
+    def eager(self, at_s, decision, **given):
+        return Damped({A: 1}) if at_s > 200 else damp(self, at_s, decision, **given)
+
+    monkeypatch.setattr(Policy, "damp", eager)
     load = []
-    for number in range(20):
+    for number in range(14):
         load += later(30 * number, stepped((6, 6.0, 6000), seed=number))
     found = {}
     for rehearse_s in (None, 120):
-        planner = {"max_workers": 5, "cool_down_s": 60, "rehearse_s": rehearse_s}
         graph = GRAPH | {
             "roles": {"aggregated": WORKER | {"replicas": 4}},
-            "slo": {"ttft_s": 3.0, "itl_s": 0.06, "percentile": 90},
-            "planner": planner,
+            "slo": {"ttft_s": 3.0, "itl_s": 0.06, "percentile": 99},
+            "planner": {"max_workers": 5, "rehearse_s": rehearse_s},
         }
         found[rehearse_s] = simulated(graph, load, start_s=60.0)
-    assert found[None]["scaling"]["changes"]["retire"] >= 1
-    assert found[120]["scaling"]["changes"]["retire"] == 0
-    assert found[120]["slo_attainment"] > found[None]["slo_attainment"]
+    assert ready(found[None], A)[-1] == 1
+    assert ready(found[120], A)[-1] >= 2
+    assert found[120]["slo_attainment"] > found[None]["slo_attainment"] + 0.1

@@ -180,4 +180,4 @@ def test_the_power_of_gpus_and_a_rehearsal_are_told(tmp_path):
     change = next(entry for entry in rounds if entry.record.retires)
     text = "\n".join(paragraphs(change))
     assert "GPUs at 512 W and 80%" in text
-    assert re.search(r"simulated +\d+ requests over 1\d s on 1 aggregated: 0 late, TTFT", text), text
+    assert re.search(r"simulated +\d+ requests over \d+ s on 1 aggregated: 0 late, TTFT", text), text
