@@ -98,7 +98,7 @@ class Faults:
         """Let a worker die while it drains, or not."""
         runs = replica.name in self.scaled.cluster.workers
         if replica.state is ReplicaState.DRAINING and runs and self.rng.random() < 0.7:
-            asyncio.get_running_loop().call_later(0.2, self.die_draining, replica.name)
+            asyncio.get_running_loop().call_later(0.05, self.die_draining, replica.name)
 
     def die_draining(self, name):
         if name in self.scaled.cluster.workers:
@@ -175,7 +175,7 @@ def counts_workers_that_never_start(monkeypatch):
 
 
 def never_takes_away(monkeypatch):
-    monkeypatch.setattr(Damper, "damp", lambda _self, _now_s, have, wanted: min(MOST, max(have, wanted)))
+    monkeypatch.setattr(Damper, "damp", lambda _self, _now_s, have, wanted, *_: min(MOST, max(have, wanted)))
 
 
 def loses_those_that_die(monkeypatch):
