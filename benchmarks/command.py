@@ -53,6 +53,10 @@ EXPERIMENTS = Benches(
             "benchmarks.kv.offload",
             "conversations of more KV than the device holds: without a host tier, with one, and with its bytes on the device",
         ),
+        "kv-prefetch": (
+            "benchmarks.kv.prefetch",
+            "TTFT where prefixes are loaded while their requests wait for the batch, and where they are not, simulated",
+        ),
         "kv-retention": (
             "benchmarks.kv.retention",
             "prefill seconds saved by what requests say of their KV: kinds, priorities, pins with a TTL; and tenants' shares",

@@ -59,13 +59,24 @@ class PythonTiers : public JumpTiers {
   public:
     explicit PythonTiers(nb::object tiers) : tiers_(std::move(tiers)) {}
 
-    Count find(std::span<const Hash> hashes, const std::vector<BlockId>& hits, Count known) override {
-        return nb::cast<Count>(tiers_.attr("find")(nb::bytes(hashes.data(), hashes.size_bytes()), hits, known));
+    Count find(std::span<const Hash> hashes, const std::vector<BlockId>& hits, Count known,
+               const std::vector<std::pair<Count, Count>>& ahead) override {
+        return nb::cast<Count>(tiers_.attr("find")(nb::bytes(hashes.data(), hashes.size_bytes()), hits, known, ahead));
     }
 
     std::vector<BlockId> load(Count number, std::optional<Count> prompt_tokens) override {
         return nb::cast<std::vector<BlockId>>(tiers_.attr("load")(number, prompt_tokens));
     }
+
+    std::vector<BlockId> prefetch(Count number) override {
+        return nb::cast<std::vector<BlockId>>(tiers_.attr("prefetch")(number));
+    }
+
+    void use_prefetch(Count number, std::optional<Count> prompt_tokens) override {
+        tiers_.attr("use_prefetch")(number, prompt_tokens);
+    }
+
+    void end_prefetch(Count number) override { tiers_.attr("end_prefetch")(number); }
 
     void cancel(Count number) override { tiers_.attr("cancel")(number); }
 
@@ -85,12 +96,12 @@ class PythonTiers : public JumpTiers {
 class BoundScheduler {
   public:
     BoundScheduler(Pool& pool, Count block_size, Count max_batch_tokens, Count prompt_budget, Count max_running,
-                   nb::object tiers)
+                   nb::object tiers, Count prefetched)
         : block_size_(positive(block_size, "block_size")),
           tiers_(tiers.is_none() ? nullptr : std::make_unique<PythonTiers>(std::move(tiers))),
           scheduler_(pool, block_size,
                      {positive(max_batch_tokens, "max_batch_tokens"), positive(prompt_budget, "prompt_budget"),
-                      positive(max_running, "max_running")},
+                      positive(max_running, "max_running"), prefetched},
                      tiers_.get()) {}
 
     Count num_waiting() const { return scheduler_.num_waiting(); }
@@ -189,8 +200,8 @@ void bind_jump_scheduler(nb::module_& module);
 
 void bind_jump_scheduler(nb::module_& module) {
     nb::class_<BoundScheduler>(module, "JumpScheduler")
-        .def(nb::init<Pool&, Count, Count, Count, Count, nb::object>(), "pool"_a, "block_size"_a, "max_batch_tokens"_a,
-             "prompt_budget"_a, "max_running"_a, "tiers"_a = nb::none(), nb::keep_alive<1, 2>())
+        .def(nb::init<Pool&, Count, Count, Count, Count, nb::object, Count>(), "pool"_a, "block_size"_a, "max_batch_tokens"_a,
+             "prompt_budget"_a, "max_running"_a, "tiers"_a = nb::none(), "prefetched"_a = 0, nb::keep_alive<1, 2>())
         .def_prop_ro("num_waiting", &BoundScheduler::num_waiting)
         .def_prop_ro("wants_plan", &BoundScheduler::wants_plan)
         .def_prop_ro("blocks_reserved", &BoundScheduler::blocks_reserved)

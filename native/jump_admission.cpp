@@ -81,7 +81,10 @@ Count JumpScheduler::admit(Count budget, std::vector<Share>& admitted, std::opti
         Cached cached = match(sequence);
         const bool is_loaded = cached.num_lower > 0;
         const auto idle = pool_.count_idle(cached.hits);
-        if (blocks - size_of(cached.hits) + reserved > static_cast<Count>(pool_.num_available() - idle)) {
+        if (blocks - size_of(cached.hits) - cached.num_targets + reserved > static_cast<Count>(pool_.num_available() - idle)) {
+            if (give_way(&sequence)) {
+                continue;
+            }
             head_blocked_ = true;
             break;
         }
@@ -105,13 +108,16 @@ Count JumpScheduler::lacking(JumpSequence& sequence) const {
 }
 
 // Find what is cached of a waiting sequence. The last token is computed, whatever is cached.
-JumpScheduler::Cached JumpScheduler::match(JumpSequence& sequence) const {
+JumpScheduler::Cached JumpScheduler::match(JumpSequence& sequence, const Ahead& ahead) const {
+    if (!sequence.targets.empty()) {
+        return {sequence.held, size_of(sequence.targets), size_of(sequence.targets)};
+    }
     const Count full = (sequence.known - 1) / size_;
     sequence.name(full);
     const auto hashes = std::span(sequence.hashes).first(at(full));
     Cached cached{pool_.match(hashes)};
     if (tiers_ != nullptr && size_of(cached.hits) < full) {
-        cached.num_lower = tiers_->find(hashes, cached.hits, sequence.known);
+        cached.num_lower = tiers_->find(hashes, cached.hits, sequence.known, ahead);
     }
     return cached;
 }
@@ -121,6 +127,7 @@ JumpScheduler::Cached JumpScheduler::match(JumpSequence& sequence) const {
 void JumpScheduler::take_in(JumpSequence& sequence, Cached cached) {
     waiting_.remove(sequence);
     pool_.acquire(cached.hits);
+    const auto held_targets = pass_on(sequence);
     sequence.blocks = std::move(cached.hits);
     sequence.published = size_of(sequence.blocks);
     sequence.parent.reset();
@@ -136,7 +143,7 @@ void JumpScheduler::take_in(JumpSequence& sequence, Cached cached) {
         uncounted = sequence.num_prompt - sequence.computed;
     }
     if (cached.num_lower > 0) {
-        const auto targets = tiers_->load(sequence.number, uncounted);
+        const auto targets = held_targets.empty() ? tiers_->load(sequence.number, uncounted) : held_targets;
         sequence.blocks.insert(sequence.blocks.end(), targets.begin(), targets.end());
         batch_.admit_to_onboard(sequence);
     }
@@ -147,8 +154,27 @@ void JumpScheduler::take_arrived() {
     if (tiers_ == nullptr) {
         return;
     }
-    for (const Count number : tiers_->take_arrived()) {
+    const auto numbers = tiers_->take_arrived();
+    for (const Count number : numbers) {
         JumpSequence& sequence = *sequences_.at(number);
+        if (!sequence.place) {
+            continue;
+        }
+        const auto hashes = std::span(sequence.hashes).subspan(at(sequence.num_before), sequence.targets.size());
+        std::optional<std::uint64_t> parent;
+        if (sequence.num_before > 0) {
+            parent = sequence.hashes[at(sequence.num_before - 1)].low;
+        }
+        pool_.commit(sequence.targets, hashes, parent);
+        sequence.held.insert(sequence.held.end(), sequence.targets.begin(), sequence.targets.end());
+        sequence.targets.clear();
+        may_look_ = true;
+    }
+    for (const Count number : numbers) {
+        JumpSequence& sequence = *sequences_.at(number);
+        if (batch_.onboarding().end() == std::ranges::find(batch_.onboarding(), &sequence)) {
+            continue;
+        }
         sequence.computed = size_of(sequence.blocks) * size_;
         publish(sequence, sequence.computed);
         batch_.end_onboarding(sequence);

@@ -45,6 +45,24 @@ class JumpQueue {
         new_.clear();
     }
 
+    // Call `visit` with each in order of turn until it returns false; all must be ranked.
+    template <class Visit>
+    void visit_in_turn(const Visit& visit) const {
+        if (!is_shortest_first()) {
+            for (JumpSequence* sequence : waiting_) {
+                if (!visit(*sequence)) {
+                    return;
+                }
+            }
+            return;
+        }
+        for (const auto& [rank, number, sequence] : by_rank_) {
+            if (!visit(*sequence)) {
+                return;
+            }
+        }
+    }
+
     // The rank of one that lacks so many tokens, whether it waits or runs; only where the shortest is first.
     double rank_of(const JumpSequence& sequence, Count lacking) const;
 

@@ -11,7 +11,7 @@ JumpScheduler::JumpScheduler(Pool& pool, Count block_size, JumpLimits limits, Ju
 
 void JumpScheduler::reorder(std::optional<double> ageing) {
     waiting_.reorder(ageing);
-    head_blocked_ = false;
+    look_again();
 }
 
 // ---- Requests in and out
@@ -23,6 +23,7 @@ void JumpScheduler::submit(Arrival arrival) {
                      std::move(arrival.names), arrival.use, arrival.ttl_s});
     sequence->since_tokens = clock_tokens_;
     waiting_.push(*sequence);
+    may_look_ = true;
     if (waiting_.is_shortest_first()) {
         head_blocked_ = false; // it may be the first now
     }
@@ -38,6 +39,8 @@ void JumpScheduler::abort(Count number) {
     head_blocked_ = false;
     if (sequence.place) {
         waiting_.remove(sequence);
+        end_hold(sequence);
+        may_look_ = true;
         sequences_.erase(found);
         return;
     }
@@ -74,6 +77,7 @@ std::optional<Jump> JumpScheduler::plan() {
     num_singles_ = jump.batch - batch_.num_decoding();
     if (!is_short) {
         admit(budget, admitted);
+        hold_next();
     }
     for (const auto& [sequence, amount] : admitted) {
         jump.chunks.emplace_back(amount, sequence->computed);
@@ -83,7 +87,7 @@ std::optional<Jump> JumpScheduler::plan() {
     if (!jump.has_prompts && batch_.num_decoding() == 0) {
         return std::nullopt;
     }
-    if (!jump.has_prompts && !may_admit()) { // who was preempted just now may be taken in again with the next step
+    if (!jump.has_prompts && !may_admit() && !may_hold()) { // who was preempted just now may be taken in again with the next step
         jump.steps = longest_jump();
     }
     return jump;
@@ -110,6 +114,9 @@ void JumpScheduler::grow() {
             if (need->amount <= static_cast<Count>(pool_.num_available())) {
                 extend({*need});
                 break;
+            }
+            if (give_way()) {
+                continue;
             }
             preempt(*batch_.running().back());
         }
@@ -262,7 +269,7 @@ void JumpScheduler::leave(JumpSequence& sequence, bool comes_back) {
     sequence.blocks.clear();
     sequence.published = sequence.computed = 0;
     sequence.parent.reset();
-    head_blocked_ = false;
+    look_again();
 }
 
 void JumpScheduler::drop_aborted() {
@@ -296,7 +303,7 @@ JumpLoad JumpScheduler::load(Count steps) const {
     return {
         .running = batch_.num_running(),
         .waiting = num_waiting(),
-        .active_blocks = static_cast<Count>(pool_.num_active()) + batch_.blocks_due(batch_.tick() + 1, steps),
+        .active_blocks = static_cast<Count>(pool_.num_active()) - num_taken_ + batch_.blocks_due(batch_.tick() + 1, steps),
         .queued_prefill_tokens = queued,
         .context_tokens = context,
         .steps = steps_ + steps,
@@ -314,6 +321,13 @@ std::vector<std::pair<BlockId, std::int32_t>> JumpScheduler::held() const {
             ++counts[id];
         }
     }
+    for (const JumpSequence* sequence : holding_) {
+        for (const auto* blocks : {&sequence->held, &sequence->targets}) {
+            for (const BlockId id : *blocks) {
+                ++counts[id];
+            }
+        }
+    }
     return {counts.begin(), counts.end()};
 }
 
@@ -323,6 +337,13 @@ void JumpScheduler::check() const {
     const auto num_sequences = static_cast<Count>(sequences_.size());
     require(waiting_.size() + batch_.num_running() == num_sequences, "sequences: each waits or runs");
     require(batch_.num_running() <= limits_.max_running, "running: bounded");
+    require(size_of(holding_) <= limits_.prefetched, "holding: bounded");
+    Count num_taken = 0;
+    for (const JumpSequence* sequence : holding_) {
+        require(sequence->place && sequence->is_held, "holding: those that wait");
+        num_taken += sequence->num_taken;
+    }
+    require(num_taken == num_taken_, "holding: blocks summed up");
 }
 
 }  // namespace penstock

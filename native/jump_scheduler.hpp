@@ -79,6 +79,7 @@ struct JumpLimits {
     Count max_batch_tokens;
     Count prompt_budget; // of one prompt in one step
     Count max_running;
+    Count prefetched; // next requests of the queue that hold what is cached of them
 };
 
 // Owns the requests. The caller owns the pool and the tiers below it; `tiers` is nullptr without any. Each plan is
@@ -105,10 +106,13 @@ class JumpScheduler {
     void abort(Count number);
 
     // Whether the next plan may differ from going on: a request may be admitted, or has left.
-    bool wants_plan() const { return !aborted_.empty() || may_admit(); }
+    bool wants_plan() const { return !aborted_.empty() || may_admit() || may_hold(); }
 
     // Note that blocks were given back, or have come: the first that waits may fit now.
-    void look_again() { head_blocked_ = false; }
+    void look_again() {
+        head_blocked_ = false;
+        may_look_ = true;
+    }
 
     // Count the blocks that running requests will need soon: for the rest of their prefill and one more each. `steps` is
     // 2 while decoding requests lack the blocks of the coming step.
@@ -142,14 +146,25 @@ class JumpScheduler {
     void grow();
     void extend(const std::vector<Share>& lacking);
     Count share_by_rank(Count budget, std::vector<Share>& admitted);
-    // What is cached of a waiting sequence: blocks on the device, and how many in lower tiers are worth loading.
+    using Ahead = std::vector<std::pair<Count, Count>>;
+    // What is cached of a waiting sequence: blocks on the device, how many in lower tiers are worth loading, and for how
+    // many of these a load is under way.
     struct Cached {
         std::vector<BlockId> hits;
         Count num_lower = 0;
+        Count num_targets = 0;
     };
 
     Count lacking(JumpSequence& sequence) const;
-    Cached match(JumpSequence& sequence) const;
+    Cached match(JumpSequence& sequence, const Ahead& ahead = {}) const;
+    bool may_hold() const;
+    Ahead prompts_left() const;
+    void hold_next();
+    void hold(JumpSequence& sequence, const Ahead& ahead);
+    std::vector<BlockId> pass_on(JumpSequence& sequence);
+    void end_hold(JumpSequence& sequence);
+    bool give_way(const JumpSequence* first = nullptr);
+    void unhold(JumpSequence& sequence);
     Count admit(Count budget, std::vector<Share>& admitted, std::optional<double> before = {});
     void take_in(JumpSequence& sequence, Cached cached);
     void take_arrived();
@@ -170,6 +185,9 @@ class JumpScheduler {
     JumpQueue waiting_;
     double now_s_ = 0; // when blocks are given back
     Count clock_tokens_ = 0; // of prompts, computed so far, as the exact scheduler counts: a last token is decoding's
+    std::vector<JumpSequence*> holding_; // those that wait and hold what is cached of them, the newest last
+    Count num_taken_ = 0; // blocks that they alone hold
+    bool may_look_ = false; // more of those that wait may hold something
     bool head_blocked_ = false; // the first that waits found no room, and nothing was given back since
     std::vector<JumpSequence*> aborted_; // those that run
     std::vector<Share> prompts_; // of the plan

@@ -45,8 +45,14 @@ struct JumpSequence {
     bool is_aborted = false;
     std::optional<std::list<JumpSequence*>::iterator> place = {}; // while it waits
     Count since_tokens = 0; // prompt tokens that its engine had computed when it came
+    bool is_held = false; // while it waits: it holds what is cached of it
+    std::vector<BlockId> held = {}; // leading blocks, those that were loaded included
+    std::vector<BlockId> targets = {}; // blocks after them, which are being loaded
+    Count num_before = 0; // held blocks that were not loaded
+    Count num_taken = 0; // blocks that nothing else held when they were taken
     std::optional<double> rank = {}; // among those that wait; nothing before it is known what it lacks
 
+    Count num_held() const { return static_cast<Count>(held.size() + targets.size()); }
     Count lacking() const { return known - computed; }
     Count end_tick() const { return *joined + end_tokens - known; }
 

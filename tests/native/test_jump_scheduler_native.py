@@ -48,6 +48,7 @@ class HeldTier:
     offload_policy = OffloadPolicy()
     offload = TimedTier.offload
     offload_room = TimedTier.offload_room
+    chunk_blocks = TimedTier.chunk_blocks
     start = TimedTier.start
     take_events = TimedTier.take_events
 

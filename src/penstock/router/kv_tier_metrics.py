@@ -27,6 +27,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[KvTierCounts], float]], ...] = (
     ("dropped_blocks", "Blocks that were not copied to it, since they were evicted first or it had no room", lambda tier: tier.dropped_blocks),
     ("late_loads", "Loads that were cancelled because they took too long", lambda tier: tier.late_loads),
     ("missing_blocks", "Blocks that did not arrive and were computed", lambda tier: tier.missing_blocks),
+    ("prefetched_blocks", "Blocks whose load began while their request waited for the batch", lambda tier: tier.prefetched_blocks),
+    ("wasted_blocks", "Of these, the blocks that were not needed, since the request left or others needed their room", lambda tier: tier.wasted_blocks),
     ("corrupt_blocks", "Blocks that did not match their checksum", lambda tier: tier.corrupt_blocks),
 )  # fmt: skip
 

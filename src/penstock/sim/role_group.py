@@ -128,6 +128,7 @@ class RoleGroup:
             sessions=self.spec.sessions,
             eviction=self.spec.kv.eviction,
             tenant_share=self.spec.kv.tenant_share,
+            prefetched_requests=self.spec.kv.prefetch,
         )
         if exact:
             return ExactEngine(self.latency, info, scheduler, pace, stream_of, lower_tiers=self.lower_tiers)

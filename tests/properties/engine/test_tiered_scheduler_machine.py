@@ -35,6 +35,7 @@ class CellTier:
     num_corrupt = 0
     is_off = False
     offload_room = 100
+    chunk_blocks = 2
     offload_policy = OffloadPolicy()
 
     def __init__(self, cells):
@@ -140,9 +141,9 @@ def keys(block_hashes):
 
 
 class TieredSchedulerMachine(SchedulerMachine):
-    @initialize(config=configs)
-    def start(self, config):
-        self.config = config
+    @initialize(config=configs, prefetched=st.sampled_from([0, 1, 16, 16]))
+    def start(self, config, prefetched):
+        self.config = config = config.model_copy(update={"prefetched_requests": prefetched})
         pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
         self.tier = CellTier(self.cells)
         self.timers = Timers()
@@ -220,6 +221,14 @@ class TieredSchedulerMachine(SchedulerMachine):
         assert not self.kv.holders(), "nothing is under way"
         assert not self.timers.due
         event("loaded" if self.tier.loaded_blocks else "loaded nothing")
+        counters = self.kv._counters[self.tier]
+        assert counters.wasted_blocks <= counters.prefetched_blocks
+        if counters.prefetched_blocks:
+            event(
+                "prefetched, and used"
+                if counters.wasted_blocks < counters.prefetched_blocks
+                else "prefetched"
+            )
 
 
 TieredSchedulerMachine.TestCase.settings = settings(

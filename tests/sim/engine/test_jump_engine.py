@@ -324,11 +324,18 @@ def test_they_agree_on_a_host_that_stops_and_slows_down_while_prefixes_come():
 
 
 def test_what_takes_longer_to_fetch_than_to_compute_is_computed():
-    exact, jump = both(NO_USE, lower_tiers=HOST, **SHARED)
+    at_its_turn = SchedulerConfig(prefetched_requests=0)
+    exact, jump = both(NO_USE, lower_tiers=HOST, scheduler=at_its_turn, **SHARED)
     assert_equal(exact, jump)
     assert exact[1].onboarded_tokens == (0, 0, 0)
     without, _ = both(NO_USE, **SHARED)
     assert exact[0] == without[0]
+
+
+def test_it_is_fetched_while_its_request_waits_for_longer():
+    exact, jump = both(NO_USE, lower_tiers=HOST, **SHARED)
+    assert_equal(exact, jump)
+    assert exact[1].onboarded_tokens[0] > 0
 
 
 def set_factor(pace, factor):

@@ -35,6 +35,8 @@ class KvTierCounts(Wire, frozen=True):
         late_loads: loads that took too long and were given up.
         missing_blocks: requested blocks that did not arrive and were computed.
         corrupt_blocks: dropped, since their bytes did not match their checksum.
+        prefetched_blocks: whose load began while their request waited for the batch.
+        wasted_blocks: prefetched, and then not needed: the request was aborted or others needed the room.
     """
 
     tier: Tier
@@ -52,6 +54,8 @@ class KvTierCounts(Wire, frozen=True):
     late_loads: int = 0
     missing_blocks: int = 0
     corrupt_blocks: int = 0
+    prefetched_blocks: int = 0
+    wasted_blocks: int = 0
 
     @classmethod
     def of_ranks(cls, ranks: "Sequence[KvTierCounts]") -> "KvTierCounts":

@@ -24,7 +24,7 @@ _SESSION_FIELDS = (
     "speculative_used",
     "speculative_wasted",
 )
-_TIER_FIELDS = ("hit_tokens", "loads", "loaded_blocks", "offloaded_blocks", "dropped_blocks", "late_loads", "missing_blocks", "corrupt_blocks")  # fmt: skip
+_TIER_FIELDS = ("hit_tokens", "loads", "loaded_blocks", "offloaded_blocks", "dropped_blocks", "late_loads", "missing_blocks", "corrupt_blocks", "prefetched_blocks", "wasted_blocks")  # fmt: skip
 _DONE = {"pin": "pinned", "unpin": "unpinned", "evict": "evicted", "flush": "flushed"}
 
 

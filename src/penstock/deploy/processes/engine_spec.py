@@ -119,5 +119,6 @@ def _scheduler(role: RoleSpec) -> SchedulerConfig:
         sessions=role.sessions,
         eviction=role.kv.eviction,
         tenant_share=role.kv.tenant_share,
+        prefetched_requests=role.kv.prefetch,
         **{name: value for name, value in others.items() if value is not None},
     )

@@ -149,6 +149,9 @@ class KvConfig(Config):
     tenant_share: float = pydantic.Field(default=1.0, gt=0, le=1)
     """Most of a device's blocks that requests of one tenant (`frontend.tenant_header`) may have left in the cache while nobody uses them; past it the tenant's own blocks go first. 1 is no bound. For the same engines."""
 
+    prefetch: int = pydantic.Field(default=16, ge=0, le=256)
+    """Next waiting requests of a worker whose prefixes are held on the device, and loaded from the tiers below, before their turn; 0 loads when it comes. For the same engines."""
+
     host: Size = _NONE
     """Memory of the workers' host: keeps blocks of requests that leave the batch, and loads them where that is quicker than computing. Bytes are divided among the role's workers on a host, and each worker loads the blocks of all of them."""
     host_eviction: EvictionPolicy = "seconds"

@@ -1,12 +1,11 @@
 """Admission of waiting requests into the batch, in queue order, as soon as blocks and a slot are free."""
 
-from collections.abc import Sequence as SequenceOf
-
 import numpy as np
 
 from penstock.core.ids import BlockId
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.partial_blocks import PartialBlocks
+from penstock.engine.scheduling.prefixes import Cached, Prefixes
 from penstock.engine.scheduling.queue import WaitingQueue
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
 from penstock.engine.scheduling.slots import Slots
@@ -14,7 +13,6 @@ from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pins import Pins
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.sessions.sessions import Sessions
-from penstock.seams.kv import KvRun
 
 
 class Admission:
@@ -40,6 +38,8 @@ class Admission:
         """Pinned partial blocks, which have no hash."""
         self.sessions = Sessions(pool, self.pins, config.sessions)
         """Blocks kept for sessions of agents."""
+        self.prefixes = Prefixes(waiting, pool, kv, limits, config)
+        """Cached blocks of waiting requests."""
         self.prefix_hit_tokens = 0
         """Tokens found in the prefix cache, since start."""
         self._waiting = waiting
@@ -52,6 +52,7 @@ class Admission:
     def look_again(self) -> None:
         """Try to admit again in the next step: blocks were freed, or another request is first."""
         self._is_blocked = False
+        self.prefixes.look_again()
 
     def admit(self, budget: int, *, before: float | None = None) -> tuple[list[int], list[int]]:
         """Move waiting requests into the batch, in queue order, while they fit.
@@ -70,19 +71,21 @@ class Admission:
         counts: list[int] = []
         if not self._waiting or self._is_blocked or budget <= 0 or not self._slots.has_free:
             return slots, counts
-        self._waiting.rank_new(self._lacking)
+        self._waiting.rank_new(self.prefixes.lacking)
         reserved = self.blocks_reserved()
         while self._waiting and budget > 0 and self._slots.has_free:
             sequence = self._waiting.first
             if before is not None and sequence.rank is not None and sequence.rank >= before:
                 break
             size, known = self._limits.block_size, len(sequence.token_ids)
-            hits = self._match(sequence)
-            runs = self._worth_loading(sequence, hits)
-            lent_tokens = self._lent_tokens(sequence, (known - 1) // size - len(hits))
-            needed = known // size + 1 - len(hits) - bool(lent_tokens)
+            cached = self.prefixes.find(sequence)
+            hits = cached.hits
+            lent_tokens = 0 if cached.runs else self._lent_tokens(sequence, (known - 1) // size - len(hits))
+            needed = known // size + 1 - len(hits) - len(cached.targets or ()) - bool(lent_tokens)
             free = self._pool.num_available - self._pool.count_idle(hits)
             if needed + reserved > free:
+                if self.prefixes.give_way(sequence):
+                    continue
                 if self.partial_blocks.free_all_lent():
                     continue
                 if self.sessions.end_speculative():
@@ -91,8 +94,8 @@ class Admission:
                     continue  # nothing else would free blocks
                 self._is_blocked = True
                 break
-            if runs:
-                slot = self._admit_loading(sequence, hits, runs)
+            if cached.runs:
+                slot = self._admit_loading(sequence, cached)
             else:
                 count = min(budget, self.config.prompt_budget, known - len(hits) * size - lent_tokens)
                 slot = self._admit(sequence, hits, lent_tokens, count)
@@ -102,23 +105,15 @@ class Admission:
             reserved += 1 + known // size + 1 - int(self._slots.table.num_blocks[slot])
         return slots, counts
 
+    def count_free(self) -> int:
+        """Count the blocks that running requests will not need."""
+        return self._pool.num_available - self.blocks_reserved()
+
     def blocks_reserved(self) -> int:
         """Count the blocks that running requests will need: for the rest of their prefill, and one more each."""
         running, table = self._slots.running_array(), self._slots.table
         lacking = table.num_tokens[running] // self._limits.block_size + 1 - table.num_blocks[running]
         return len(running) + int(np.maximum(lacking, 0).sum())
-
-    def _match(self, sequence: Sequence) -> list[BlockId]:
-        """Find a waiting request's cached blocks on the device. Its last token is always computed, to sample from."""
-        cacheable = (len(sequence.token_ids) - 1) // self._limits.block_size
-        sequence.hash_blocks(sequence.token_ids, cacheable, self._limits)
-        return self._pool.match(sequence.block_hashes[:cacheable])
-
-    def _lacking(self, sequence: Sequence) -> int:
-        """Count the tokens that a waiting request would have to compute if admitted now."""
-        hits = self._match(sequence)
-        fetched = sum(run.num_blocks for run in self._worth_loading(sequence, hits))
-        return len(sequence.token_ids) - (len(hits) + fetched) * self._limits.block_size
 
     def _lent_tokens(self, sequence: Sequence, lacking: int) -> int:
         """Count the computed tokens in a request's lent partial block; free a block that is of no use.
@@ -146,28 +141,22 @@ class Admission:
 
     def _assign_slot(self, sequence: Sequence, hits: list[BlockId], cached: int) -> int:
         """Give a waiting request a slot and its cached blocks on the device; it need not compute `cached` tokens."""
+        self._waiting.remove(sequence)
+        self._pool.acquire(hits)
+        self.prefixes.pass_on(sequence)
         self.prefix_hit_tokens += cached
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(cached, sequence.num_prompt)
-        self._waiting.remove(sequence)
-        self._pool.acquire(hits)
         return self._slots.assign(sequence, hits)
 
-    def _worth_loading(self, sequence: Sequence, hits: list[BlockId]) -> SequenceOf[KvRun]:
-        """Find blocks in lower tiers that are worth loading to the device for a waiting request."""
-        if self._kv is None:
-            return []
-        known = len(sequence.token_ids)
-        cacheable = (known - 1) // self._limits.block_size
-        return self._kv.choose_runs(sequence.block_hashes[:cacheable], hits, known)
-
-    def _admit_loading(self, sequence: Sequence, hits: list[BlockId], runs: SequenceOf[KvRun]) -> int:
-        """Give a waiting request a slot and start to load its blocks from lower tiers; it computes once they have arrived."""
+    def _admit_loading(self, sequence: Sequence, cached: Cached) -> int:
+        """Give a waiting request a slot and load its blocks from lower tiers; it computes once they have arrived."""
         assert self._kv is not None, "found runs"
-        size = self._limits.block_size
-        if sequence.cached_tokens is None:
-            self._kv.count(runs, sequence.num_prompt - len(hits) * size)
-        cached = (len(hits) + sum(run.num_blocks for run in runs)) * size
-        slot = self._assign_slot(sequence, hits, cached)
-        self._slots.add_blocks(slot, self._kv.begin(sequence.request.request_id, runs))
+        size, request_id = self._limits.block_size, sequence.request.request_id
+        self.partial_blocks.free_lent(request_id)
+        if sequence.cached_tokens is None and cached.targets is None:
+            self._kv.count(cached.runs, sequence.num_prompt - len(cached.hits) * size)
+        slot = self._assign_slot(sequence, cached.hits, (len(cached.hits) + cached.num_lower) * size)
+        targets = self._kv.begin(request_id, cached.runs) if cached.targets is None else cached.targets
+        self._slots.add_blocks(slot, targets)
         return slot

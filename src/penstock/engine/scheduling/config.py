@@ -34,6 +34,8 @@ class SchedulerConfig(Config):
     """Which idle block a full device evicts first."""
     tenant_share: float = Field(default=1.0, gt=0, le=1)
     """Most of the device's blocks that one tenant's requests leave in the cache before its own go first."""
+    prefetched_requests: int = Field(default=16, ge=0)
+    """Next requests of the queue whose cached blocks are held, and loaded from lower tiers, before their turn comes; 0: none."""
     failed_steps_max: int = Field(default=3, ge=1)
     """Failed steps in a row after which the engine ends, unless one request was in all of them. The requests of each failed step migrate to other workers."""
 

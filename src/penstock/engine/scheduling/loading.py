@@ -1,13 +1,16 @@
 """Running requests whose prefix comes from tiers below the device: they hold a slot and blocks, and compute once it is there."""
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.ids import BlockId
 from penstock.core.types.load import KvTierCounts
 from penstock.engine.scheduling.sequences import SequenceLimits
 from penstock.engine.scheduling.slots import Int32s, Slots
+from penstock.kv.manager.loader import Arrival
 from penstock.kv.manager.manager import KvManager
-from penstock.kv.pool.pins import Pins
 
 
 class Loading:
@@ -36,6 +39,14 @@ class Loading:
         is_under_way, ids = self._kv.is_under_way, self._slots.request_ids
         return np.array([is_under_way(ids[slot]) for slot in slots.tolist()], dtype=np.bool_)
 
+    def prompts_left(self) -> list[tuple[int, int]]:
+        """List what is left to compute of running prompts once their prefixes are loaded, as (tokens, tokens before them)."""
+        table, slots = self._slots.table, self._slots.running_array()
+        loaded = table.num_blocks[slots] * self._limits.block_size
+        computed = np.where(self.is_loading(slots), loaded, table.num_computed[slots])
+        left = table.num_tokens[slots] - computed
+        return list(zip(left[left > 1].tolist(), computed[left > 1].tolist(), strict=True))
+
     def is_unstepped(self, slots: Int32s) -> NDArray[np.bool_]:
         """Mask the slots whose prefix was loaded and that no step has computed since: their first step is a prefill row."""
         if not self._unstepped:
@@ -47,16 +58,19 @@ class Loading:
         if self._unstepped:
             self._unstepped.difference_update(slots.tolist())
 
-    def count_offloading(self, pins: Pins) -> int:
-        """Count the device blocks that are held for an offload alone, and by no request or pin."""
+    def count_offloading(self, *others: Callable[[], Mapping[BlockId, int]]) -> int:
+        """Count the device blocks that are held for an offload alone, by no running request and none of the other holders."""
         held = set() if self._kv is None else set(self._kv.offloading())
         if held:
-            held.difference_update(self._slots.holders())
-            held.difference_update(pins.holders())
+            for holders in (self._slots.holders, *others):
+                held.difference_update(holders())
         return len(held)
 
-    def take_arrived(self) -> tuple[list[int], int]:
+    def take_arrived(self, waiting: Callable[[Arrival], None]) -> tuple[list[int], int]:
         """Count what was loaded as computed, also of loads that go on.
+
+        Args:
+            waiting: called with what has arrived of requests that still wait.
 
         Returns:
             the slots of which more was loaded since the last call, and the tokens that loads which have ended did not bring.
@@ -67,11 +81,14 @@ class Loading:
             return arrived, lacking
         slot_of = {self._slots.request_ids[slot]: slot for slot in self._slots.running}
         table, size = self._slots.table, self._limits.block_size
-        for request_id, num_blocks, is_over in self._kv.take_arrived():
-            slot = slot_of[request_id]
-            table.num_computed[slot] += num_blocks * size
+        for arrival in self._kv.take_arrived():
+            slot = slot_of.get(arrival.request_id)
+            if slot is None:
+                waiting(arrival)
+                continue
+            table.num_computed[slot] += arrival.num_blocks * size
             arrived.append(slot)
-            if not is_over:
+            if not arrival.is_over:
                 continue
             expected = int(table.num_blocks[slot]) * size
             lacking += expected - int(table.num_computed[slot])

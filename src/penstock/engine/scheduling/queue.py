@@ -1,7 +1,7 @@
 """The queue of requests that wait for the batch: first come first served, or shortest first."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from penstock.core.ids import RequestId
@@ -33,6 +33,10 @@ class WaitingQueue(Generic[S]):
 
     def __len__(self) -> int:
         return len(self._sequences)
+
+    def __iter__(self) -> Iterator[S]:
+        """Yield the requests, the next one first; `rank_new` must have run."""
+        return iter(self._sequences.values() if self.shortest_first is None else self.shortest_first)
 
     def __contains__(self, sequence: S) -> bool:
         return sequence.request.request_id in self._sequences

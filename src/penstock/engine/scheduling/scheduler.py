@@ -74,7 +74,7 @@ class Scheduler:
         self._aborted_slots: set[int] = set()  # aborted during the current step
         self._admission = Admission(self._waiting, self._slots, pool, limits=limits, config=config, kv=kv)
         self.pins, self.partial_blocks = self._admission.pins, self._admission.partial_blocks
-        self.sessions = self._admission.sessions
+        self.sessions, self._prefixes = self._admission.sessions, self._admission.prefixes
         self._retention = Retention(pool, config.sessions)
         self._budget = Budget(self._waiting, self._slots, self._admission, config)
         self._loading = Loading(kv, self._slots, limits)
@@ -119,6 +119,7 @@ class Scheduler:
         self.sessions.begin(request)
         self._by_id[request.request_id] = sequence
         self._waiting.push(sequence)
+        self._prefixes.look_again()
         if self._waiting.shortest_first is not None:
             self._admission.look_again()  # it may be the first now
 
@@ -163,6 +164,7 @@ class Scheduler:
             more_slots, more_counts = self._admission.admit(left)
             new_slots += more_slots
             new_counts += more_counts
+            self._prefixes.hold(self._admission.count_free, self._loading.prompts_left)
         else:  # out of blocks: no request was admitted
             slots, num_new, remaining = slots[:kept], num_new[:kept], remaining[:kept]
         is_unstepped = self._loading.is_unstepped(slots)
@@ -245,9 +247,7 @@ class Scheduler:
 
     def reserve(self, count: int) -> list[BlockId] | None:
         """Pin free blocks for a transfer to write; None if running requests will need them."""
-        if count + self._admission.blocks_reserved() > self._pool.num_available:
-            return None
-        return self.pins.reserve(count)
+        return None if count > self._admission.count_free() else self.pins.reserve(count)
 
     def load(self) -> WorkerLoad:
         table, pool = self.table, self._pool
@@ -258,7 +258,9 @@ class Scheduler:
         return WorkerLoad(
             running_requests=len(running),
             waiting_requests=len(self._waiting),
-            active_blocks=pool.num_active - self._loading.count_offloading(self.pins),
+            active_blocks=pool.num_active
+            - self._loading.count_offloading(self.pins.holders, self._prefixes.holders)
+            - self._prefixes.num_taken,
             cached_blocks=pool.num_cached,
             total_blocks=pool.num_blocks,
             queued_prefill_tokens=self._waiting.num_tokens + int(remaining[remaining > 1].sum()),
@@ -284,8 +286,10 @@ class Scheduler:
         waiting = {request_id for request_id, sequence in self._by_id.items() if sequence.slot is None}
         self.partial_blocks.check(waiting)
         self.sessions.check()
+        self._prefixes.check()
         held = Counter(self._slots.holders())
         held.update(self.pins.holders())
+        held.update(self._prefixes.holders())
         if self._kv is not None:
             held.update(self._kv.holders())
         assert held == self._pool.references(), "sequences and pins hold other blocks than the pool thinks"
@@ -316,6 +320,8 @@ class Scheduler:
                 if block_ids is not None:
                     self._slots.add_blocks(int(slots[row]), block_ids)
                     break
+                if self._prefixes.give_way():
+                    continue
                 if self.partial_blocks.free_all_lent():
                     continue
                 if self.sessions.end_speculative():
@@ -334,7 +340,7 @@ class Scheduler:
 
     def _publish_arrived(self) -> None:
         """Publish blocks that were loaded from lower tiers, and let requests with all of theirs compute the rest."""
-        slots, lacking = self._loading.take_arrived()
+        slots, lacking = self._loading.take_arrived(self._prefixes.arrived)
         if slots:
             self._admission.prefix_hit_tokens -= lacking
             self._publish(np.array(slots, dtype=np.int32))
@@ -411,6 +417,7 @@ class Scheduler:
             self._end(sequence.slot, is_done=False)
         else:
             self._waiting.remove(sequence)
+            self._prefixes.end(sequence)
             self.partial_blocks.free_lent(sequence.request.request_id)
             self.sessions.end(sequence.request, is_done=False)
             self._admission.look_again()

@@ -16,3 +16,5 @@ class TierCounters:
     dropped_blocks: int = 0
     late_loads: int = 0
     missing_blocks: int = 0
+    prefetched_blocks: int = 0
+    wasted_blocks: int = 0

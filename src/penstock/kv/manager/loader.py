@@ -84,13 +84,20 @@ class Loader:
         """Of which more has arrived than was told, or that are over."""
         self._held: Counter[BlockId] = Counter()
 
-    def choose_runs(self, block_hashes: HashArray, hits: Sequence[BlockId], known_tokens: int) -> list[KvRun]:
+    def choose_runs(
+        self,
+        block_hashes: HashArray,
+        hits: Sequence[BlockId],
+        known_tokens: int,
+        ahead: Sequence[tuple[int, int]] = (),
+    ) -> list[KvRun]:
         """Choose the runs to load for a waiting request: as many as make its prompt ready soonest.
 
         Args:
             block_hashes: (n, 2) uint64, blocks of the request that may come from a cache.
             hits: leading blocks that the device has.
             known_tokens: all tokens of the request.
+            ahead: what the engine computes before, as (tokens, tokens before them).
         """
         runs = find_runs(self._sources, block_hashes, len(hits))
         if not runs:
@@ -101,11 +108,19 @@ class Loader:
             self._compute_s,
             known_tokens=known_tokens,
             cached_tokens=len(hits) * self._pool.block_size,
+            wait_s=self._computed_in_s(ahead),
         )
         return runs[:best]
 
-    def begin(self, request_id: RequestId, runs: Sequence[KvRun]) -> list[BlockId]:
+    def begin(
+        self, request_id: RequestId, runs: Sequence[KvRun], ahead: Sequence[tuple[int, int]] = ()
+    ) -> list[BlockId]:
         """Start to load runs that `choose_runs` returned; the device must have enough available blocks.
+
+        Args:
+            request_id: the request.
+            runs: at least one.
+            ahead: as `choose_runs` was told.
 
         Returns:
             device blocks for all runs. The sequence releases them; they are not cached until it commits them.
@@ -121,7 +136,7 @@ class Loader:
             self._sources,
             clock=self._clock,
             late_s=late_after_s(sum(run.source.load_s(run.num_blocks) for run in runs)),
-            is_worth=self._is_sooner,
+            is_worth=partial(self._is_sooner, self._clock.time() + self._computed_in_s(ahead)),
             on_late=partial(self._on_late, prefix),
             on_arrived=partial(self._on_arrived, prefix),
             done=partial(self._on_done, prefix),
@@ -169,11 +184,17 @@ class Loader:
         for request_id in tuple(self._wanted):
             self.cancel(request_id)
 
-    def _is_sooner(self, _source: KvSource, load_s: float, num_blocks: int, num_before: int) -> bool:
-        """Say whether loading blocks is predicted to be sooner than computing them, or is not known to be later."""
+    def _computed_in_s(self, prompts: Sequence[tuple[int, int]]) -> float:
+        """Predict the seconds until the engine has computed prompts, as (tokens, tokens before them)."""
+        return sum(self._compute_s(*each) or 0.0 for each in prompts)
+
+    def _is_sooner(
+        self, turn_s: float, _source: KvSource, load_s: float, num_blocks: int, num_before: int
+    ) -> bool:
+        """Say whether loading blocks is predicted to be sooner than computing them after `turn_s`, or is not known to be later."""
         size = self._pool.block_size
         compute_s = self._compute_s(num_blocks * size, num_before * size)
-        return compute_s is None or load_s < compute_s
+        return compute_s is None or load_s < max(turn_s - self._clock.time(), 0.0) + compute_s
 
     def _on_late(self, prefix: _Prefix, source: KvSource) -> None:
         self._counters[source].late_loads += prefix.is_wanted

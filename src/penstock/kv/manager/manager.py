@@ -120,6 +120,16 @@ class KvManager:
             prompt_tokens -= found
             self._counters[run.source].hit_tokens += found
 
+    def count_prefetch(self, runs: Sequence[KvRun]) -> None:
+        """Count blocks that are loaded for a request that waits."""
+        for run in runs:
+            self._counters[run.source].prefetched_blocks += run.num_blocks
+
+    def count_wasted(self, runs: Sequence[KvRun]) -> None:
+        """Count prefetched blocks whose request is not admitted with them."""
+        for run in runs:
+            self._counters[run.source].wasted_blocks += run.num_blocks
+
     def with_events(self, events: tuple[KvEvent, ...]) -> tuple[KvEvent, ...]:
         """Add the events of all tiers since the last call to those of the device.
 

@@ -68,6 +68,17 @@ def _run_at(
     return None if best is None else KvRun(best, block_hashes[depth : depth + num_blocks], depth)
 
 
+def leading_runs(runs: Sequence[KvRun], num_blocks: int) -> list[KvRun]:
+    """Cut runs after their first `num_blocks` blocks."""
+    leading: list[KvRun] = []
+    for run in runs:
+        if num_blocks <= 0:
+            break
+        leading.append(KvRun(run.source, run.block_hashes[:num_blocks], run.num_before))
+        num_blocks -= run.num_blocks
+    return leading
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one load of one source brought.

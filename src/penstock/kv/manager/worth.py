@@ -18,6 +18,7 @@ def worth_loading(
     *,
     known_tokens: int,
     cached_tokens: int,
+    wait_s: float = 0.0,
 ) -> int:
     """Return how many leading runs to load for the earliest end; all of them before a prompt was ever computed.
 
@@ -29,13 +30,14 @@ def worth_loading(
         compute_s: how long the engine computes.
         known_tokens: all tokens of the request.
         cached_tokens: tokens before the first run.
+        wait_s: seconds until the engine would begin to compute; what is loaded by then costs nothing.
     """
     best, best_s = 0, compute_s(known_tokens - cached_tokens, cached_tokens)
     num_blocks: Counter[_Source] = Counter()
     slowest_s = 0.0
     for count, (source, blocks, tokens) in enumerate(runs, 1):
         num_blocks[source] += blocks
-        slowest_s = max(slowest_s, load_s(source, num_blocks[source]))
+        slowest_s = max(slowest_s, load_s(source, num_blocks[source]) - wait_s)
         cached_tokens += tokens
         rest_s = compute_s(known_tokens - cached_tokens, cached_tokens)
         if best_s is None or rest_s is None:

@@ -60,10 +60,15 @@ class _Tiers:
     def __init__(self, kv: KvManager) -> None:
         self._kv = kv
         self._runs: list[KvRun] = []
+        self._ahead: list[tuple[int, int]] = []
+        self._prefetched: dict[int, list[KvRun]] = {}
 
-    def find(self, hashes: bytes, hits: list[BlockId], known_tokens: int) -> int:
-        """Count the blocks after `hits` that are worth loading."""
-        self._runs = self._kv.choose_runs(unpack_hashes(hashes).reshape(-1, 2), hits, known_tokens)
+    def find(
+        self, hashes: bytes, hits: list[BlockId], known_tokens: int, ahead: list[tuple[int, int]]
+    ) -> int:
+        """Count the blocks after `hits` that are worth loading, where the engine computes `ahead` before."""
+        self._ahead = ahead
+        self._runs = self._kv.choose_runs(unpack_hashes(hashes).reshape(-1, 2), hits, known_tokens, ahead)
         return sum(run.num_blocks for run in self._runs)
 
     def load(self, number: int, prompt_tokens: int | None) -> list[BlockId]:
@@ -71,6 +76,23 @@ class _Tiers:
         if prompt_tokens is not None:
             self._kv.count(self._runs, prompt_tokens)
         return self._kv.begin(RequestId(str(number)), self._runs)
+
+    def prefetch(self, number: int) -> list[BlockId]:
+        """Start to load what `find` found last for a request that waits."""
+        self._prefetched[number] = self._runs
+        self._kv.count_prefetch(self._runs)
+        return self._kv.begin(RequestId(str(number)), self._runs, self._ahead)
+
+    def use_prefetch(self, number: int, prompt_tokens: int | None) -> None:
+        """Count up to `prompt_tokens` of what was prefetched for a request that is admitted; None counts nothing."""
+        runs = self._prefetched.pop(number, [])
+        if prompt_tokens is not None:
+            self._kv.count(runs, prompt_tokens)
+
+    def end_prefetch(self, number: int) -> None:
+        """Cancel the prefetch of a request that waits."""
+        self._kv.count_wasted(self._prefetched.pop(number, []))
+        self.cancel(number)
 
     def cancel(self, number: int) -> None:
         self._kv.cancel(RequestId(str(number)))
@@ -113,7 +135,7 @@ class JumpScheduler:
         self._stream_of = stream_of
         self._positions = _packed_positions(context_length)
         # The state cannot own its tiers: they know the engine, and the garbage collector sees no cycle through native code.
-        tiers = () if self._tiers is None else (proxy(self._tiers),)
+        tiers = () if self._tiers is None else (proxy(self._tiers), config.prefetched_requests)
         self._states = native.JumpScheduler(
             pool.native,
             pool.block_size,

@@ -1,0 +1,238 @@
+"""Cached prefixes of waiting requests: found on the device and in lower tiers, held and loaded before their turn comes."""
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from penstock.core.ids import BlockId, RequestId
+from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.queue import WaitingQueue
+from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
+from penstock.kv.manager.loader import Arrival
+from penstock.kv.manager.manager import KvManager
+from penstock.kv.manager.prefix_load import leading_runs
+from penstock.kv.pool.pool import BlockPool
+from penstock.seams.kv import KvRun
+
+
+class Cached(NamedTuple):
+    """What is cached of a waiting request's prefix.
+
+    hits:    leading blocks on the device
+    runs:    blocks after them in lower tiers that are worth loading
+    targets: where these are being loaded already; None if they are not
+    """
+
+    hits: list[BlockId]
+    runs: SequenceOf[KvRun]
+    targets: list[BlockId] | None
+
+    @property
+    def num_lower(self) -> int:
+        """Blocks that are loaded from lower tiers."""
+        return sum(run.num_blocks for run in self.runs) if self.targets is None else len(self.targets)
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """The blocks of a waiting request's prefix, each with a reference.
+
+    hits:       on the device, loaded ones included
+    targets:    of the load, which have not arrived
+    num_before: hits that were not loaded
+    runs:       what is or was loaded
+    num_taken:  blocks that nothing else held when they were taken
+    is_loading: a load has not ended
+    is_short:   a load ended without all its blocks; there is no second one
+    """
+
+    sequence: Sequence
+    hits: list[BlockId]
+    targets: list[BlockId]
+    num_before: int
+    runs: SequenceOf[KvRun]
+    num_taken: int
+    is_loading: bool = False
+    is_short: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all."""
+        return len(self.hits) + len(self.targets)
+
+
+class Prefixes:
+    """The cached prefixes of one scheduler's waiting requests.
+
+    The next `prefetched_requests` of the queue hold their cached blocks and load what lower tiers have, each only if it and all
+    before it fit. So prefetches keep no request from the batch. They end when running requests or an earlier one need the blocks.
+    """
+
+    def __init__(
+        self,
+        waiting: WaitingQueue[Sequence],
+        pool: BlockPool,
+        kv: KvManager | None,
+        limits: SequenceLimits,
+        config: SchedulerConfig,
+    ) -> None:
+        """Make it without any.
+
+        Args:
+            waiting: the requests.
+            pool: the device's blocks.
+            kv: the tiers below the device; None without: then nothing is held.
+            limits: bounds of every request.
+            config: bounds of the batch.
+        """
+        self.num_taken = 0
+        """Blocks that prefetches alone hold."""
+        self._waiting = waiting
+        self._pool = pool
+        self._kv = kv
+        self._limits = limits
+        self._ahead_max = 0 if kv is None else config.prefetched_requests
+        self._held: dict[RequestId, _Held] = {}
+        self._may_look = False
+
+    def look_again(self) -> None:
+        """Look for prefixes to hold in the next step: a request has come or left, or blocks were freed."""
+        self._may_look = True
+
+    def find(self, sequence: Sequence, ahead: SequenceOf[tuple[int, int]] = ()) -> Cached:
+        """Find what is cached of a waiting request. Its last token is always computed, to sample from.
+
+        Args:
+            sequence: the request.
+            ahead: what is computed before its turn, as (tokens, tokens before them).
+        """
+        held = self._held.get(sequence.request.request_id)
+        if held is not None and held.is_loading:
+            return Cached(held.hits, held.runs, held.targets)
+        known = len(sequence.token_ids)
+        cacheable = (known - 1) // self._limits.block_size
+        sequence.hash_blocks(sequence.token_ids, cacheable, self._limits)
+        hashes = sequence.block_hashes[:cacheable]
+        hits = self._pool.match(hashes)
+        if self._kv is None or (held is not None and held.is_short):
+            return Cached(hits, (), None)
+        return Cached(hits, self._kv.choose_runs(hashes, hits, known, ahead), None)
+
+    def lacking(self, sequence: Sequence) -> int:
+        """Count the tokens that a waiting request would have to compute if admitted now."""
+        cached = self.find(sequence)
+        num_cached = len(cached.hits) + cached.num_lower
+        return len(sequence.token_ids) - num_cached * self._limits.block_size
+
+    def hold(self, count_free: Callable[[], int], running: Callable[[], list[tuple[int, int]]]) -> None:
+        """Hold the prefixes of the next requests, and begin to load what lower tiers have, as far as all of them fit.
+
+        Args:
+            count_free: counts the blocks that running requests do not need.
+            running: gives what running requests still have to compute of their prompts, as (tokens, tokens before them).
+        """
+        if not (self._ahead_max and self._may_look and self._waiting):
+            return
+        self._may_look = False
+        size, free = self._limits.block_size, count_free()
+        self._waiting.rank_new(self.lacking)
+        ahead: list[tuple[int, int]] | None = None
+        passed: list[tuple[int, int]] = []
+        for sequence in islice(self._waiting, self._ahead_max):
+            known = len(sequence.token_ids)
+            held = self._held.get(sequence.request.request_id)
+            free -= known // size + 1 - (0 if held is None else held.num_blocks)
+            if free < 0:
+                break
+            if held is None:
+                ahead = running() if ahead is None else ahead
+                held = self._begin(sequence, [*ahead, *passed])
+            cached = held.num_blocks * size
+            passed.append((known - cached, cached))
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Publish what was loaded of a waiting request's prefix, and release what will not come."""
+        held = self._held[arrival.request_id]
+        come, left = held.targets[: arrival.num_blocks], held.targets[arrival.num_blocks :]
+        hashes, start = held.sequence.block_hashes, len(held.hits)
+        parent = int(hashes[start - 1, 0]) if start else None
+        self._pool.commit(come, hashes[start : start + len(come)], parent)
+        held.hits, held.targets = held.hits + come, left
+        if arrival.is_over:
+            self._pool.release(left)
+            held.targets, held.is_loading, held.is_short = [], False, bool(left)
+            held.runs = leading_runs(held.runs, len(held.hits) - held.num_before)
+            held.num_taken -= len(left)
+            self.num_taken -= len(left)
+        self._may_look = True
+
+    def pass_on(self, sequence: Sequence) -> None:
+        """Release the blocks of a request that is admitted, and holds its hits by now; it takes over the targets of its load."""
+        held = self._pop(sequence)
+        self._may_look = True  # another one is among the next
+        if held is None:
+            return
+        self._pool.release(held.hits)
+        if self._kv is not None and sequence.cached_tokens is None:
+            self._kv.count(held.runs, sequence.num_prompt - held.num_before * self._limits.block_size)
+
+    def end(self, sequence: Sequence) -> None:
+        """Release the blocks of a waiting request and cancel its load; no error if there is none."""
+        held = self._pop(sequence)
+        if held is None:
+            return
+        if self._kv is not None and held.runs:
+            self._kv.count_wasted(held.runs)
+            self._kv.cancel(sequence.request.request_id)
+        self._pool.release(held.hits + held.targets)
+
+    def give_way(self, first: Sequence | None = None) -> bool:
+        """End the newest prefetch, since others need its blocks; return whether there was one.
+
+        Args:
+            first: keep this request's.
+        """
+        for held in reversed(self._held.values()):
+            if held.sequence is not first:
+                self.end(held.sequence)
+                return True
+        return False
+
+    def holders(self) -> Counter[BlockId]:
+        """Count its references to each block."""
+        holders: Counter[BlockId] = Counter()
+        for held in self._held.values():
+            holders.update(held.hits)
+            holders.update(held.targets)
+        return holders
+
+    def check(self) -> None:
+        """Raise AssertionError if the state is inconsistent."""
+        assert len(self._held) <= self._ahead_max, "more requests hold prefixes than are looked at"
+        for held in self._held.values():
+            assert held.sequence in self._waiting, "a prefix is held for a request that does not wait"
+        assert self.num_taken == sum(held.num_taken for held in self._held.values()), "miscounted"
+
+    def _begin(self, sequence: Sequence, ahead: SequenceOf[tuple[int, int]]) -> _Held:
+        hits, runs, _ = self.find(sequence, ahead)
+        targets: list[BlockId] = []
+        num_taken = self._pool.count_idle(hits)
+        self._pool.acquire(hits)
+        if runs:
+            assert self._kv is not None, "found runs"
+            targets = self._kv.begin(sequence.request.request_id, runs, ahead)
+            self._kv.count_prefetch(runs)
+        num_taken += len(targets)
+        held = _Held(sequence, hits, targets, len(hits), runs, num_taken, is_loading=bool(runs))
+        self.num_taken += held.num_taken
+        self._held[sequence.request.request_id] = held
+        return held
+
+    def _pop(self, sequence: Sequence) -> _Held | None:
+        held = self._held.pop(sequence.request.request_id, None)
+        if held is not None:
+            self.num_taken -= held.num_taken
+        return held

@@ -1,0 +1,74 @@
+"""Prefixes loaded while their requests wait, in real processes: also while clients leave, and a worker is killed."""
+
+import asyncio
+
+import pytest
+
+TEXTS = [f"{n} " + " ".join(f"lake {n * 31 + word}" for word in range(60)) for n in range(12)]
+PAGED = {
+    "engine": "paged",
+    "kv_blocks": 128,
+    "weight_dtype": "float32",  # cached prefixes change the rounding
+    "max_batch_tokens": 64,
+    "max_running_requests": 1,
+    "kv": {"host": "64MiB"},
+}
+
+
+async def told(site):
+    """Ask all at once; one runs, and others wait at the worker."""
+    return await asyncio.gather(*(site.tell(text, max_tokens=8) for text in TEXTS))
+
+
+@pytest.mark.parametrize("prefetch", [16, 0])
+def test_waiting_requests_load_their_prefixes_before_their_turn(deploy, prefetch):
+    async def scenario(site):
+        first = await told(site)
+        again = await told(site)
+        assert [text for text, _ in again] == [text for text, _ in first]
+        cached = sum(usage.prompt_tokens_details.cached_tokens for _, usage in again)
+        assert cached >= 0.8 * sum(usage.prompt_tokens for _, usage in again)
+        (name,) = await site.workers()
+        load = await site.load(name)
+        (tier,) = load["kv_tiers"]
+        assert bool(tier["prefetched_blocks"]) == bool(prefetch)
+        assert tier["wasted_blocks"] == 0
+        assert load["failed_steps"] == 0
+
+    deploy(scenario, role=PAGED | {"kv": {"host": "64MiB", "prefetch": prefetch}})
+
+
+def test_clients_that_leave_and_a_killed_worker_take_no_blocks_with_them(deploy):
+    async def scenario(site):
+        first = [text for text, _ in await told(site)]
+        for _ in range(3):
+            asked = [asyncio.create_task(site.tell(text, max_tokens=8)) for text in TEXTS]
+            await asyncio.sleep(0.1)
+            for one in asked[::2]:
+                one.cancel()
+            answers = await asyncio.gather(*asked[1::2])
+            assert [text for text, _ in answers] == first[1::2]
+
+        async def is_idle():
+            (load,) = [await site.load(name) for name in await site.workers()]
+            return (
+                bool(load)
+                and load["active_blocks"] == load["waiting_requests"] == load["running_requests"] == 0
+            )
+
+        await site.until(is_idle)
+        (name,) = await site.workers()
+        killed = site.deployment.pids()[name]
+        asked = asyncio.gather(*(site.tell(text, max_tokens=8) for text in TEXTS))
+        await asyncio.sleep(0.2)
+        site.kill(name)
+        assert [text for text, _ in await asked] == first
+
+        async def is_back():
+            return (
+                all(worker["pid"] != killed for worker in (await site.workers()).values()) and await is_idle()
+            )
+
+        await site.until(is_back)
+
+    deploy(scenario, role=PAGED, timeout_s=120)
