@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.planner.case import DISAGGREGATED, Case
-from benchmarks.planner.comparison import HELD, Found, compare
+from benchmarks.planner.comparison import BASELINES, HELD, Found, compare
 from benchmarks.planner.planned import ROLES, WITHOUT_FLIPS
 from benchmarks.planner.world.fleets import SLOS
 from benchmarks.runner import Cache, Runner, default_jobs
@@ -20,16 +20,16 @@ from penstock.planner.estimate.slo import Slo
 _HOUR_S = 3600.0
 _ROLES = ("planner-disaggregated", WITHOUT_FLIPS, "planner-switching", "planner")
 MADE = (
-    Case("diurnal_70b_start60", "diurnal", "70b", 24.0, 60.0, span_s=12 * _HOUR_S),
-    Case("diurnal_70b_start300", "diurnal", "70b", 24.0, 300.0, span_s=12 * _HOUR_S),
-    Case("steady_8b_start60", "steady", "8b", 45.0, 60.0, span_s=3 * _HOUR_S),
+    Case("diurnal_70b_start60", "diurnal", "70b", 32.0, 60.0, span_s=8 * _HOUR_S),
+    Case("diurnal_70b_start300", "diurnal", "70b", 32.0, 300.0, span_s=8 * _HOUR_S),
+    Case("steady_8b_start60", "steady", "8b", 45.0, 60.0, span_s=2 * _HOUR_S),
     Case(
         "growing_8b_start60",
         "growing",
         "8b",
         12.0,
         60.0,
-        span_s=6 * _HOUR_S,
+        span_s=4 * _HOUR_S,
         roles=DISAGGREGATED,
         planners=_ROLES,
     ),
@@ -39,7 +39,7 @@ MADE = (
         "8b",
         24.0,
         300.0,
-        span_s=3 * _HOUR_S,
+        span_s=2 * _HOUR_S,
         roles=DISAGGREGATED,
         planners=_ROLES,
     ),
@@ -72,6 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cases", metavar="NAMES", help="only these cases, with commas between (default: all)"
     )
+    parser.add_argument(
+        "--leave-out",
+        metavar="NAMES",
+        help=f"do not run these baselines, with commas between: {', '.join(BASELINES)} (default: run all)",
+    )
     parser.add_argument("--state", type=Path, metavar="FILE", help="runs so far; the same file goes on")
     parser.add_argument(
         "--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)"
@@ -89,11 +94,12 @@ def run(options: argparse.Namespace) -> Report:
         PenstockError: a run could not be ended.
     """
     _check(options)
+    _left_out(options)
     cases = _cases(options)
     found = []
     with Runner(options.jobs, Cache(options.state)) as runner:
         for case in cases:
-            found.append(compare(case, runner, options.examples))
+            found.append(compare(case, runner, options.examples, _left_out(options)))
             _print(found[-1])
     return _report(found, options)
 
@@ -105,6 +111,14 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: must be a finite number above 0, got {value:g}")
     if options.jobs < 1:
         raise ConfigError(f"--jobs: must be >= 1, got {options.jobs}")
+
+
+def _left_out(options: argparse.Namespace) -> list[str]:
+    names = options.leave_out.split(",") if options.leave_out else []
+    for name in names:
+        if name not in BASELINES:
+            raise ConfigError(f"--leave-out: {name!r} is no baseline; there are {', '.join(BASELINES)}")
+    return names
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:

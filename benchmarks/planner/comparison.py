@@ -1,7 +1,7 @@
 """All strategies on one case; each baseline with the setting that holds the SLO for the fewest GPU-hours."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,8 @@ PEAK_HELD = 0.995
 _PEAKS_MAX = 24
 _AUTOSCALER = (1.0, 0.6, 0.4, 0.25)
 """Open requests per worker over those at capacity. All are run: what a setting holds does not grow with what it costs."""
+BASELINES = ("autoscaler", "interpolation", "oracle")
+"""Those that can be left out."""
 _SETTINGS = {
     "interpolation": (0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0),
     "oracle": (0.9, 1.0, 1.1, 1.25, 1.4, 1.6, 2.0),
@@ -65,6 +67,8 @@ class Found:
         """Name what was over time, by case, strategy and series, of the planner's strategies and the oracle."""
         found: dict[str, list[float]] = {}
         for strategy in (*self.case.planners, "oracle"):
+            if strategy not in self.chosen:
+                continue
             of = dict(self.tried[strategy])[self.settings[strategy]]
             for name in sorted(of):
                 if name.startswith(TIMELINE):
@@ -73,8 +77,8 @@ class Found:
         return found
 
 
-def compare(case: Case, runner: Runner, examples: Path) -> Found:
-    """Run every strategy.
+def compare(case: Case, runner: Runner, examples: Path, leave_out: Collection[str] = ()) -> Found:
+    """Run every strategy, but some baselines.
 
     Raises:
         ConfigError: a file cannot be read, or no number of static workers holds the SLO.
@@ -86,13 +90,15 @@ def compare(case: Case, runner: Runner, examples: Path) -> Found:
     mean = tuple(float(count) for count in workers_at_mean(load, model, case.roles).values())
     jobs = [Play(case, "static", mean, examples)]
     jobs += [Play(case, name, (), examples) for name in case.planners if name != WITHOUT_FLIPS]
-    jobs += [Play(case, "autoscaler", (setting,), examples) for setting in _AUTOSCALER]
+    if "autoscaler" not in leave_out:
+        jobs += [Play(case, "autoscaler", (setting,), examples) for setting in _AUTOSCALER]
     for job, figures in runner.run_many(jobs):
         name = "static-mean" if job.strategy == "static" else job.strategy
         found.tried.setdefault(name, []).append((job.setting, figures))
     for name, tried in found.tried.items():
         found.choose(name, *best(tried))
-    _search(found, dict.fromkeys(_SETTINGS, HELD), _SETTINGS, runner, examples)
+    searched = [name for name in _SETTINGS if name not in leave_out]
+    _search(found, dict.fromkeys(searched, HELD), _SETTINGS, runner, examples)
     if WITHOUT_FLIPS in case.planners:
         as_much = found.chosen["planner-disaggregated"]["attainment"] - _SAME
         _search(found, {WITHOUT_FLIPS: as_much}, {WITHOUT_FLIPS: _PERCENTILES}, runner, examples)

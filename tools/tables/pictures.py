@@ -1,6 +1,6 @@
 """The pictures of the docs, drawn from the reports in benchmarks/results."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import nan
 
 from benchmarks.disagg import plot as disagg_plot
@@ -8,12 +8,14 @@ from benchmarks.disagg.choice import Point
 from benchmarks.eviction import plot as eviction_plot
 from benchmarks.kv import cut_plot
 from benchmarks.kv.retention import plot as retention_plot
+from benchmarks.planner import plot as planner_plot
 from benchmarks.policies import plot as policies_plot
 from benchmarks.policies.cells import Cell
 from benchmarks.simulated import agents_plot
 from benchmarks.simulated import placements as placements_bench
 from benchmarks.transfer import plot as transfer_plot
 from penstock.bench.report import Report
+from tables.planner import PLANNERS, first_planner, made
 from tables.policies import POLICIES, mean
 from tables.read import report
 
@@ -60,6 +62,41 @@ def placements() -> str:
     return placements_bench.draw(report("placements")["samples"])
 
 
+def planner() -> str:
+    """The planner on the days that are made."""
+    return planner_plot.draw([row for name, row in _runs() if name == "planner"])
+
+
+def planner_traces() -> str:
+    """The planner on traces."""
+    return planner_plot.draw([row for name, row in _runs() if name != "planner"])
+
+
+def _runs() -> Iterator[tuple[str, planner_plot.Row]]:
+    """Give report and run of each case's planner, and of the one that switches between kinds of deployment."""
+    for name, case, title, settings in made():
+        for strategy in (first_planner(settings), "planner-switching"):
+            if strategy in settings:
+                series = _over_time(name, case, strategy)
+                oracle = {
+                    key: values
+                    for key, values in _over_time(name, case, "oracle").items()
+                    if key.startswith("workers_")
+                }
+                hours = report(name)["config"]["span_s"][case] / 3600
+                title_of = f"{title}: {PLANNERS[strategy]}"
+                yield name, planner_plot.Row(title_of, hours, series, oracle)
+
+
+def _over_time(name: str, case: str, strategy: str) -> dict[str, list[float]]:
+    start = f"{case} {strategy} over time "
+    return {
+        key.removeprefix(start): values
+        for key, values in report(name)["samples"].items()
+        if key.startswith(start)
+    }
+
+
 def policies() -> str:
     """Mean TTFT of every policy, over the seeds of each cell."""
     means: dict[Cell, dict[str, dict[str, float]]] = {}
@@ -88,6 +125,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "kv-cut.svg": kv_cut,
     "kv-retention.svg": kv_retention,
     "placements.svg": placements,
+    "planner.svg": planner,
+    "planner-traces.svg": planner_traces,
     "policies.svg": policies,
     "transfer.svg": transfer,
 }

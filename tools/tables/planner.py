@@ -1,45 +1,108 @@
 """What ways to scale hold and cost."""
 
-import re
 from collections.abc import Iterator
 
-from tables.read import figure, of, report, table
+from tables.read import figure, link, of, report, table
 
-_REPORT = "planner"
-_STRATEGIES = {
-    "static_peak": "static, for the peak",
-    "static_mean": "static, for the mean",
-    "autoscaler": "autoscaler on open requests",
-    "interpolation": "throughput interpolation, constant forecast",
-    "oracle": "oracle",
-    "planner": "Penstock's planner",
+CASES = {
+    ("planner_azure", "trace_8b_start60"): "Azure's hour, 8B, start 60 s",
+    ("planner_azure", "trace_8b_start300"): "Azure's hour, 8B, start 300 s",
+    ("planner_azure_70b", "trace_70b_start60"): "Azure's hour, 70B TP4, start 60 s",
+    ("planner_azure_70b", "trace_70b_start300"): "Azure's hour, 70B TP4, start 300 s",
+    ("planner_mooncake", "trace_8b_start60"): "Mooncake's hour, 8B, start 60 s",
+    ("planner_mooncake", "trace_8b_start300"): "Mooncake's hour, 8B, start 300 s",
+    ("planner", "diurnal_70b_start60"): "day with bursts, 70B TP4, start 60 s",
+    ("planner", "diurnal_70b_start300"): "day with bursts, 70B TP4, start 300 s",
+    ("planner", "steady_8b_start60"): "steady, 8B, start 60 s",
+    ("planner", "growing_8b_start60"): "prompts grow, 8B, start 60 s",
+    ("planner", "alternating_8b_start300"): "documents and chats, 8B, start 300 s",
 }
-_CASE = re.compile(r"(\w+_start\d+)_planner_attainment")
+"""What the docs call the cases, by report and name."""
+PLANNERS = {
+    "planner": "planner, aggregated",
+    "planner-disaggregated": "planner, prefill and decode",
+    "planner-without-flips": "the same without flips",
+    "planner-switching": "planner, all three roles",
+}
+_OTHERS = {
+    "static-peak": "static, for the peak",
+    "static-mean": "static, for the mean",
+    "autoscaler": "autoscaler",
+    "interpolation": "interpolation",
+    "oracle": "oracle",
+}
+_HELD = 0.99
+
+
+def made() -> Iterator[tuple[str, str, str, dict[str, list[float]]]]:
+    """Give report, case, title, and the settings of each strategy of the cases that were run."""
+    for (name, case), title in CASES.items():
+        settings = report(name)["config"].get("settings", {}).get(case)
+        if settings:
+            yield name, case, title, settings
+
+
+def first_planner(settings: dict[str, list[float]]) -> str:
+    """Give the planner that a case is about: with roles, that of prefill and decode."""
+    return "planner-disaggregated" if "planner-disaggregated" in settings else "planner"
 
 
 def planner() -> Iterator[str]:
     """SLO attainment, GPU-hours and changes of direction by case and strategy."""
 
     def rows() -> Iterator[list[str]]:
-        cases = [match[1] for name in report(_REPORT)["figures"] if (match := _CASE.fullmatch(name))]
-        for case in cases:
-            for key, name in _STRATEGIES.items():
-                whole = figure(_REPORT, f"{case}_static_peak_gpu_hours")
-                hours = figure(_REPORT, f"{case}_{key}_gpu_hours")
+        for name, case, title, settings in made():
+            for strategy, label in (_OTHERS | PLANNERS).items():
+                if strategy not in settings:
+                    continue
+                place = f"{case}_{strategy.replace('-', '_')}"
+                whole = figure(name, f"{case}_static_peak_gpu_hours")
+                hours = figure(name, f"{place}_gpu_hours")
+                setting = "+".join(f"{value:g}" for value in settings[strategy])
                 yield [
-                    case,
-                    name,
-                    f"{of(_REPORT, f'{case}_{key}_attainment', '.2f', 100.0)} %",
-                    of(_REPORT, f"{case}_{key}_gpu_hours", ",.1f"),
+                    title,
+                    label,
+                    setting or "-",
+                    f"{of(name, f'{place}_attainment', '.2f', 100.0)} %",
+                    of(name, f"{place}_gpu_hours", ",.1f"),
                     f"{100 * hours / whole:.0f} %" if hours and whole else "",
-                    of(_REPORT, f"{case}_{key}_changes_per_hour", ".1f"),
-                    of(_REPORT, f"{case}_{key}_failed", ".0f"),
+                    of(name, f"{place}_changes_per_hour", ".1f"),
+                    of(name, f"{place}_flips", ".0f"),
+                    of(name, f"{place}_failed", ".0f"),
                 ]
 
-    return table(
-        ["case", "strategy", "within both targets", "GPU-hours", "of static", "turns an hour", "failed"],
-        rows(),
-    )
+    head = ["case", "strategy", "setting", "within both targets", "GPU-hours", "of static", "turns an hour"]
+    return table([*head, "flips", "failed"], rows())
 
 
-TABLES = {"planner": planner}
+def planner_aims() -> Iterator[str]:
+    """The planner's attainment, and its GPU-hours over those of the others."""
+
+    def over(name: str, case: str, own: str, other: str) -> str:
+        hours = figure(name, f"{case}_{own.replace('-', '_')}_gpu_hours")
+        others = figure(name, f"{case}_{other}_gpu_hours")
+        held = figure(name, f"{case}_{other}_attainment")
+        if hours is None or not others or held is None:
+            return "-"
+        return f"{hours / others:.2f}" + ("" if held >= _HELD else f" (held {100 * held:.1f} %)")
+
+    def rows() -> Iterator[list[str]]:
+        for name, case, title, settings in made():
+            own = first_planner(settings)
+            place = f"{case}_{own.replace('-', '_')}"
+            yield [
+                link(title, name),
+                f"{of(name, f'{place}_attainment', '.2f', 100.0)} %",
+                *(
+                    over(name, case, own, other)
+                    for other in ("static_peak", "autoscaler", "interpolation", "oracle")
+                ),
+                of(name, f"{place}_changes_per_hour", ".1f"),
+                of(name, f"{place}_failed", ".0f"),
+            ]
+
+    head = ["case", "within both targets", "GPU-hours over static at peak", "over the autoscaler"]
+    return table([*head, "over interpolation", "over the oracle", "turns an hour", "failed"], rows())
+
+
+TABLES = {"planner": planner, "planner-aims": planner_aims}

@@ -249,6 +249,16 @@ def made_figures(attainment, gpu_hours):
     return dict.fromkeys(names, 0.0) | {"attainment": attainment, "gpu_hours": gpu_hours}
 
 
+def test_baselines_can_be_left_out():
+    runner = MadeRunner()
+    case = Case("made", "steady", "8b", 10.0, 30.0, span_s=600.0)
+    found = compare(case, runner, Path(__file__).parents[3] / "examples", ["autoscaler", "oracle"])
+    assert set(found.chosen) == {"static-peak", "static-mean", "planner", "interpolation"}
+    assert {job.strategy for job in runner.jobs} == {"static", "planner", "interpolation"}
+    assert "made_gpu_hours_over_interpolation" in found.figures()
+    assert found.timelines() == {}
+
+
 class MadeRunner:
     """Makes figures of jobs up: a strategy holds more with a larger setting, and costs more."""
 
