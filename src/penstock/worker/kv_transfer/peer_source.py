@@ -20,7 +20,9 @@ _SPEEDS_MAX = 256
 _log = get_logger()
 _HASH_BYTES = 16
 _CHUNK_BYTES = 16 << 20
-"""Of one read: 13 ms over a network of 10 Gbit/s. Each is confirmed by the prefill worker."""
+"""Least of one read: 13 ms over a network of 10 Gbit/s. Each is confirmed by the prefill worker."""
+_CHUNKS_MAX = 16
+"""Reads of one prompt: each costs both workers messages, however fast the network is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +91,7 @@ class PeerSource:
         """
         self.is_weighed = is_weighed
         self._block_s = block_s
-        self.chunk_blocks = max(_CHUNK_BYTES // max(block_bytes, 1), 1)
+        self.chunk_blocks = max(_CHUNK_BYTES // max(block_bytes, 1), -(-len(hashes) // _CHUNKS_MAX), 1)
         self.hashes = hashes
         self.tail_hash = unpack_hashes(secrets.token_bytes(_HASH_BYTES)).reshape(1, 2)
         self.growth = Growth(len(hashes))

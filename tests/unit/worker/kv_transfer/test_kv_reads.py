@@ -3,13 +3,16 @@
 import asyncio
 from contextlib import AsyncExitStack
 
+import numpy as np
 import pytest
 
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import Role
+from penstock.kv.measured import MeasuredSpeed
 from penstock.perf.topology import NetworkPath, Topology
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.sim.loop.loop import run_virtual
+from penstock.worker.kv_transfer.peer_source import PeerSource
 from penstock.worker.kv_transfer.reads import KvReads
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import PRICES, SlowTransport, tiny_engine, tiny_request, whole_answer
@@ -73,3 +76,12 @@ def test_prefill_workers_are_forgotten_past_a_bound():
     assert reads.latest[-1].num_bytes == 101
     reads.add(WorkerId(0), "shm", 1, 0.5)
     assert reads.latest[-1].num_bytes == 1, "it began anew"
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_bytes", "chunk_blocks"),
+    [(100, 64 << 10, 256), (100, 5 << 20, 7), (1_000, 5 << 20, 63), (1, 64 << 20, 1), (0, 0, 16 << 20)],
+)
+def test_reads_are_of_16_mib_and_of_longer_prompts_16_in_all(num_blocks, block_bytes, chunk_blocks):
+    hashes = np.zeros((num_blocks, 2), np.uint64)
+    assert PeerSource(hashes, None, MeasuredSpeed(), block_bytes=block_bytes).chunk_blocks == chunk_blocks
