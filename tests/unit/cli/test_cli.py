@@ -214,6 +214,7 @@ def test_graphs_with_a_planner(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert cli.main(["graph", "check", str(path)]) == 0
     assert capsys.readouterr().out == (
         f"{path}: demo, 1 aggregated (mock), frontend on port 8000\n"
+        f"{path}: a planner scales 1 to 3 aggregated\n"
         f"{path}: penstock serve takes it\n"
         f"{path}: penstock simulate takes it\n"
     )
