@@ -7,7 +7,6 @@ submitted in any case.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -18,8 +17,7 @@ from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv.exchange import KvAccess, KvPeer
 from penstock.core.types.requests import Request
 from penstock.core.wire import HashArray, num_tokens, unpack_hashes
-from penstock.kv.measured import MeasuredSpeed
-from penstock.seams import KvBlocks, KvLoad, KvRun
+from penstock.seams import KvBlocks, KvRun
 from penstock.transfer import Peer
 from penstock.transfer.regions.waiting import settled
 from penstock.worker.config import KvTransferConfig
@@ -32,33 +30,6 @@ _ASKED_MAX = 1 << 15
 """Blocks of one question, which is half of what a notification carries."""
 
 _log = get_logger()
-
-
-@dataclass(slots=True, eq=False)
-class _Promise:
-    """What the router knows that another worker has: a source to be priced before that worker is asked."""
-
-    num_blocks: int
-    block_s: float
-    speed: MeasuredSpeed
-    is_weighed: bool = False
-    is_off: bool = False
-    num_corrupt: int = 0
-    chunk_blocks: int = 1
-
-    def locate(self, block_hashes: HashArray) -> int:
-        """Count the leading blocks; the caller asks for no others than those promised."""
-        return len(block_hashes)
-
-    def load_s(self, num_blocks: int) -> float:
-        """Predict the seconds of a read: as it was measured, or else as the router predicts."""
-        return self.speed.seconds(num_blocks) if self.speed.is_known else num_blocks * self.block_s
-
-    def load(
-        self, block_hashes: HashArray, targets: Sequence[BlockId], done: Callable[[int], None]
-    ) -> KvLoad:
-        """Raise: promises are not loaded."""
-        raise NotImplementedError
 
 
 class PeerLoads:
@@ -134,13 +105,15 @@ class PeerLoads:
         cacheable = (num_tokens(request.token_ids) - 1) // self._info.block_size
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)[: min(peer.num_blocks, cacheable)]
         here = list(self._engine.pin(hashes))
-        count = self._worth_loading(hashes[: len(here) + _ASKED_MAX], len(here), peer)
+        hashes = hashes[: len(here) + _ASKED_MAX]
+        source = self._source(hashes[len(here) :], peer)
+        count = self._worth_loading(hashes, len(here), source)
         targets = self._engine.reserve(count) if count else None
         if not targets:
             self._engine.unpin(here)
             return False
         held = [*here, *targets]
-        load = self._load(hashes[: len(held)], len(here), list(targets), peer)
+        load = self._load(hashes[: len(held)], len(here), list(targets), source, peer)
         task = self._under_way[request.request_id] = self._tasks.create_task(load)
 
         def on_end(task: "asyncio.Task[None]") -> None:
@@ -166,17 +139,15 @@ class PeerLoads:
         """Raise AssertionError if a load is left."""
         assert not self._under_way, f"{list(self._under_way)} are still loaded from other workers"
 
-    def _worth_loading(self, hashes: HashArray, num_here: int, peer: KvPeer) -> int:
+    def _worth_loading(self, hashes: HashArray, num_here: int, source: PeerSource) -> int:
         """Count the blocks after those that are here, up to the last one that is best loaded from the other worker."""
-        if num_here == len(hashes):
-            return 0
-        promise = _Promise(len(hashes), peer.block_s, self._speeds.of(peer.worker_id))
-        runs = self._engine.find_runs(hashes, num_here, promise)
-        return max(
-            (run.num_before + run.num_blocks - num_here for run in runs if run.source is promise), default=0
-        )
+        runs = self._engine.find_runs(hashes, num_here, source)
+        ends = [run.num_before + run.num_blocks for run in runs if run.source is source]
+        return max(ends, default=num_here) - num_here
 
-    async def _load(self, hashes: HashArray, num_here: int, targets: list[BlockId], peer: KvPeer) -> None:
+    async def _load(
+        self, hashes: HashArray, num_here: int, targets: list[BlockId], source: PeerSource, peer: KvPeer
+    ) -> None:
         """Load and publish the blocks after those that are here, as far as they come."""
         arrived = counted = 0
 
@@ -192,7 +163,6 @@ class PeerLoads:
 
         error: PenstockError | None = None
         origin: Origin | None = None
-        source = self._source(hashes[num_here:], peer)
         try:
             async with asyncio.timeout(_ASK_S):
                 origin = Origin(peer.worker_id, peer.source, await self._connect(peer.source))
@@ -229,6 +199,7 @@ class PeerLoads:
             block_bytes=self._info.kv_bytes_per_block,
             block_s=peer.block_s,
             is_weighed=False,
+            num_expected=len(hashes),
         )
 
     async def _wait_for(

@@ -62,7 +62,8 @@ class PeerSource:
         hashes: (n, 2) uint64 of the prompt's full blocks.
         tail_hash: (1, 2) uint64, the name of its partial block here; random, since a partial block has no hash.
         growth: the blocks that the prefill worker has named.
-        origin: the prefill worker; None before there is a connection.
+        num_expected: full blocks that the router says the other worker has: they can be located and priced before there is a connection.
+        origin: the other worker; None before there is a connection.
         error: why a load failed; None if none has.
         num_loaded: full blocks loaded.
         num_corrupt: loads with bytes that did not match their checksum.
@@ -78,6 +79,7 @@ class PeerSource:
         block_bytes: int = 0,
         block_s: float = 0.0,
         is_weighed: bool = True,
+        num_expected: int = 0,
     ) -> None:
         """Make a source without blocks.
 
@@ -88,6 +90,7 @@ class PeerSource:
             block_bytes: of one block; 0 where engines keep no memory for KV.
             block_s: seconds per block before any were measured.
             is_weighed: False has the loader weigh the blocks against computing.
+            num_expected: full blocks that the router says the other worker has.
         """
         self.is_weighed = is_weighed
         self._block_s = block_s
@@ -95,6 +98,7 @@ class PeerSource:
         self.hashes = hashes
         self.tail_hash = unpack_hashes(secrets.token_bytes(_HASH_BYTES)).reshape(1, 2)
         self.growth = Growth(len(hashes))
+        self.num_expected = num_expected
         self.origin: Origin | None = None
         self.error: PenstockError | None = None
         self.num_loaded = 0
@@ -116,10 +120,10 @@ class PeerSource:
         return np.concatenate((full, self.tail_hash)) if len(self.growth.tail) else full
 
     def locate(self, block_hashes: HashArray) -> int:
-        """Count the leading blocks that the prefill worker has named."""
-        if self.origin is None or self.error is not None or not len(block_hashes):
+        """Count the leading blocks that the other worker has named, or is expected to have."""
+        if self.error is not None or not len(block_hashes):
             return 0
-        names = self.names
+        names = self.hashes[: self.num_expected] if self.origin is None else self.names
         at = np.flatnonzero((names == block_hashes[0]).all(axis=1))
         if not len(at):
             return 0
