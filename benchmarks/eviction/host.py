@@ -7,7 +7,7 @@ uses a block when it is stored and at each load, as `HostTier` does. A load dela
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from benchmarks.eviction.replay import Prompts
+from benchmarks.eviction.replay import Prompts, serve
 from penstock.core.types.events import Tier
 from penstock.core.wire import HashArray
 from penstock.kv.manager.worth import worth_loading
@@ -60,16 +60,8 @@ def host_saved(prompts: Prompts, sizes: Sizes, policy: EvictionPolicy, model: Ro
             left_s += load_s(Tier.HOST, len(found))
             cached += len(found) * PREFIX_BLOCK_TOKENS
         left_s += prompts.prefill_s(row.input_tokens - cached, cached)
-        device.acquire(held)
-        taken = device.allocate(len(names) - len(held))
-        if taken is None:  # a prompt larger than the pool
-            device.release(held, _USE)
-            continue
-        device.commit(taken, names[len(held) :], int(names[len(held) - 1, 0]) if held else None)
-        device.release(held + taken, _USE)
-        if host is not None:
+        if serve(device, names, held) and host is not None:
             _store(host, names)
-        device.take_events()
     return 100 * (1 - left_s / sum(prompts.alone_s))
 
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 
+from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.use import BlockUse, EvictionPolicy, PrefillPrice
@@ -54,16 +55,22 @@ def replay(prompts: Prompts, num_blocks: int, policy: EvictionPolicy, price: Pre
     for names in prompts.names:
         held = pool.match(names)
         hits.append(len(held))
-        pool.acquire(held)
-        taken = pool.allocate(len(names) - len(held))
-        if taken is None:  # a prompt larger than the pool
-            pool.release(held, _USE)
-            continue
-        pool.commit(taken, names[len(held) :], int(names[len(held) - 1, 0]) if held else None)
-        pool.release(held + taken, _USE)
-        pool.take_events()
+        serve(pool, names, held)
     pool.check()
     return hits
+
+
+def serve(pool: BlockPool, names: HashArray, held: list[BlockId]) -> bool:
+    """Cache the blocks of a request from its begin to its end; `held` are cached already. False if the pool is too small."""
+    pool.acquire(held)
+    taken = pool.allocate(len(names) - len(held))
+    if taken is None:
+        pool.release(held, _USE)
+        return False
+    pool.commit(taken, names[len(held) :], int(names[len(held) - 1, 0]) if held else None)
+    pool.release(held + taken, _USE)
+    pool.take_events()
+    return True
 
 
 def block_names(ids: Sequence[int]) -> HashArray:
