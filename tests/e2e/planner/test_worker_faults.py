@@ -28,7 +28,7 @@ def graph_of(*, planner=None, **fields):
             "roles": {"aggregated": {"engine": "mock", "max_running_requests": 2}},
             "slo": {"ttft_s": 0.2, "itl_s": 0.1},
             "planner": PLANNER | (planner or {}),
-            "supervision": {"spare_processes": 0, "liveness_timeout_s": 8},
+            "supervision": {"spare_processes": 0, "liveness_timeout_s": 12},
             "worker": {"drain_timeout_s": 0.3},
         }
         | fields
@@ -44,9 +44,9 @@ def state(scale, name):
     return next((each.state for each in scale.replicas if each.name == name), None)
 
 
-async def told(text):
-    """Wait until the planner's log says `text`; returns the log."""
-    while text not in (log := await asyncio.to_thread(command, "planner", "log", "-n", "1000", "--json")):  # noqa: ASYNC110
+async def told(text, *, rounds=1000):
+    """Wait until the last `rounds` of the planner's log say `text`; returns them."""
+    while text not in (log := await asyncio.to_thread(command, "planner", "log", f"-n{rounds}", "--json")):  # noqa: ASYNC110
         await asyncio.sleep(0.2)  # the log is of another process
     return log
 
@@ -61,6 +61,7 @@ def test_a_worker_that_is_killed_or_hangs_comes_back_and_is_no_scale_in():
                 os.kill(deployment.pids()["worker-2"], signal.SIGKILL)
                 await until(pool, lambda scale: state(scale, "worker-2") is ReplicaState.FAILED)
                 await until(pool, lambda scale: all_ready(scale, 3))
+                await told('"workers":3', rounds=1)  # silent are only those that have been heard
                 hanging = deployment.pids()["worker-3"]
                 os.kill(hanging, signal.SIGSTOP)
                 await told('"silent":["worker-3"]')
