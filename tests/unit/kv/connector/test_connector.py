@@ -15,6 +15,7 @@ from penstock.kv.connector.mirror import TierMirror
 from penstock.kv.connector.staging import Staging
 from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.host.host_tier import HostTier
+from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.namespace import Namespace
 from penstock.kv.stored_tier import StoredTier
 from penstock.seams.kv import KvTier
@@ -131,6 +132,10 @@ def test_a_short_load_from_the_host_may_be_awaited_by_its_step(connected: Maker)
     assert not scene.scheduler.is_quick("a"), "nobody knows how long it takes"
     scene.scheduler.reserve("a", [[30, 31, 32, 33]], 4)
     scene.step()
+    speeds = scene.scheduler._speeds
+    assert speeds[Tier.HOST].is_known
+    speeds[Tier.HOST] = MeasuredSpeed(clock=lambda: 0.0)  # what was measured is as slow as this machine is busy
+    speeds[Tier.HOST].measure(4, 0.009)
     assert matched(scene, "b", hashes) == 4
     assert scene.scheduler.is_quick("b")
     scene.scheduler.reserve("b", [[40, 41, 42, 43]], 4, is_awaited=True)
@@ -141,7 +146,7 @@ def test_a_short_load_from_the_host_may_be_awaited_by_its_step(connected: Maker)
     assert report is not None
     assert [loaded.is_awaited for loaded in report.loaded] == [True]
     scene.scheduler.take_reports({0: report})
-    scene.scheduler._speeds[Tier.HOST].measure(1, 10.0)
+    speeds[Tier.HOST].measure(1, 10.0)
     assert matched(scene, "c", hashes) == 4
     assert not scene.scheduler.is_quick("c")
 
