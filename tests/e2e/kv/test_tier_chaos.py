@@ -6,10 +6,7 @@ bugs show that the trial finds them.
 
 import asyncio
 import contextlib
-import errno
-import os
 import random
-import threading
 from collections import Counter
 
 import numpy as np
@@ -30,6 +27,7 @@ from penstock.testing.engines.probe import make_request
 from penstock.testing.loop import run_async
 from penstock.transfer.regions.checksum import copy_summed
 from tests.support.shared_host import SharedHost
+from tests.support.sick_disk import SickDisk
 
 SIZE, BLOCKS, SLOTS, DISK_SLOTS = 4, 32, 24, 160
 BLOCK_BYTES = 8 * SIZE
@@ -39,44 +37,12 @@ SHAPE = RunnerInfo(
 )
 
 
-class SickDisk:
-    """Fails, hangs, or flips bits of what it reads."""
-
-    def __init__(self, rng):
-        self.rng = rng
-        self.mode = "well"
-        self.healed = threading.Event()
-
-    def be(self, mode):
-        self.healed.set()
-        self.healed = threading.Event()
-        self.mode = mode
-
-    def preadv(self, fd, buffers, offset):
-        self._suffer(errno.EIO)
-        done = os.preadv(fd, buffers, offset)
-        if self.mode == "flips":
-            view = np.frombuffer(buffers[0], np.uint8)
-            view[self.rng.randrange(min(len(view), BLOCK_BYTES))] ^= 1 << self.rng.randrange(8)
-        return done
-
-    def pwritev(self, fd, buffers, offset):
-        self._suffer(errno.ENOSPC)
-        return os.pwritev(fd, buffers, offset)
-
-    def _suffer(self, number):
-        if self.mode == "hangs":
-            self.healed.wait(5)
-        if self.mode == "fails":
-            raise OSError(number, os.strerror(number))
-
-
 class Worker:
     """An engine with tiers, restarted now and then."""
 
     def __init__(self, host, number, path, rng):
         self.host, self.number, self.path = host, number, path
-        self.disk = SickDisk(rng)
+        self.disk = SickDisk(rng, BLOCK_BYTES)
         self.answers = {}
         self.counts = dict.fromkeys((Tier.HOST, Tier.DISK), (0, 0))
         self.preemptions = 0
