@@ -29,6 +29,9 @@ class GridTimes:
     def kv_capacity_tokens(self) -> int:
         return self.steps.kv_capacity_tokens
 
+    def kv_held_tokens(self, tokens: float) -> float:
+        return self.steps.kv_held_tokens(tokens)
+
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
         """Give the seconds of a decode step."""
         key = batch, context_tokens // _CONTEXT

@@ -63,7 +63,15 @@ def make_roofline(shape: ModelShape, role: RoleSpec) -> Roofline:
         expert_dtype=_dtype(role.expert_dtype),
         tokens_per_step=role.tokens_per_step,
         draft_tokens=role.draft_tokens,
+        frees_windows=_frees_windows(role),
     )
+
+
+def _frees_windows(role: RoleSpec) -> bool:
+    """Tell whether a role's engine frees KV that fell out of sliding windows: vLLM by default, and `paged` on CPUs never."""
+    if role.engine == "paged" and role.hardware == "cpu":
+        return False
+    return role.engine_args.get("disable_hybrid_kv_cache_manager") is not True
 
 
 def _dtype(name: str) -> Dtype | None:

@@ -10,11 +10,17 @@ class LatencyModel(Protocol):
     """Latency estimates of one engine. Pure: equal arguments give equal results."""
 
     @property
-    def kv_bytes_per_token(self) -> float: ...
+    def kv_bytes_per_token(self) -> float:
+        """KV bytes of one more token of a long context: in the layers that have no sliding window, if any has none."""
+        ...
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Tokens of KV that fit into the engine's memory."""
+        """Tokens of `kv_bytes_per_token` that fit into the engine's memory."""
+        ...
+
+    def kv_held_tokens(self, tokens: float) -> float:
+        """Tokens of `kv_bytes_per_token` that a request of `tokens` tokens holds, sliding windows included."""
         ...
 
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:

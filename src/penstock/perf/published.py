@@ -70,7 +70,7 @@ def _batches(latency: LatencyModel, context_length: int) -> Iterator[tuple[int, 
     yield 1, 1
     for batch in _BATCHES:
         for context in _CONTEXTS:
-            if context <= context_length and batch * context <= room:
+            if context <= context_length and batch * latency.kv_held_tokens(context) <= room:
                 yield batch, context
 
 

@@ -43,7 +43,8 @@ def graph_text(question: Question, layout: Layout, note: str) -> str:
 
 def _role(question: Question, role_layout: RoleLayout) -> dict[str, Any]:
     model, demand = question.price(role_layout.parallel), question.demand
-    room = model.kv_capacity_tokens // (demand.input_tokens + demand.output_tokens) // role_layout.parallel.dp
+    each = model.kv_held_tokens(demand.input_tokens + demand.output_tokens)
+    room = int(model.kv_capacity_tokens / each) // role_layout.parallel.dp
     in_step = role_layout.max_batch_tokens // model.verified_tokens
     return question.role(
         role_layout.parallel,

@@ -160,7 +160,7 @@ class Question:
             f" with {parallel_name(widest.parallel)} {weights / 1e9:.1f} GB of it are {widest.weight_dtype} weights"
         )
         if weights < usable:
-            text += f", which leaves room for {widest.kv_capacity_tokens:,} tokens of KV, and a request has {asked:,}"
+            text += f", which leaves room for {widest.kv_capacity_tokens:,} tokens of KV, and a request has {widest.kv_held_tokens(asked):,.0f}"
         enough = next((model.parallel for model in self._shared(DEVICES_MAX) if _holds(model, asked)), None)
         if enough is None:
             return f"{text}; take hardware with more memory, or narrower weights (--weight-dtype)"
@@ -190,7 +190,7 @@ def _flag(path: tuple[int | str, ...]) -> str:
 
 def _holds(model: Roofline, tokens: int) -> bool:
     try:
-        return model.kv_capacity_tokens >= tokens
+        return model.kv_capacity_tokens >= model.kv_held_tokens(tokens)
     except ConfigError:  # the weights alone do not fit
         return False
 

@@ -94,11 +94,13 @@ class RoleGroup:
             ConfigError: it does not fit; the text has the arithmetic.
         """
         capacity = self.num_blocks * self.block_size
+        held = self.latency.kv_held_tokens(longest_tokens)
+        windows = f" (which take {held:,.0f} with their windows)" if held > longest_tokens else ""
         beneath = "; lower tiers hold only what does not run" if self.lower_tiers else ""
         whose = "a worker" if self.role is Role.AGGREGATED else f"a {self.role} worker"
-        if longest_tokens > capacity:
+        if held > capacity:
             raise ConfigError(
-                f"KV: the longest {what} has {longest_tokens:,} tokens, and {whose}'s KV holds {capacity:,}:"
+                f"KV: the longest {what} has {longest_tokens:,} tokens{windows}, and {whose}'s KV holds {capacity:,}:"
                 f" {self.arithmetic}{beneath}; {self.remedy}, or take a shorter trace"
             )
 
@@ -238,4 +240,7 @@ def _memory_arithmetic(roofline: Roofline, spec: RoleSpec) -> str:
         f"{memory_bytes / 1e9:.1f} GB of a device less {roofline.weight_bytes_per_device() / 1e9:.1f} GB of weights,"
         f" on {spec.devices} device{'s' if spec.devices > 1 else ''}, at {roofline.kv_bytes_per_token / 1e3:.1f} kB a token"
     )
+    if roofline.kv_windows:
+        sizes = " and ".join(f"{window:,}" for window, _ in roofline.kv_windows)
+        text += f" beside sliding windows of {sizes} tokens for each request"
     return text + (f" on {roofline.kv_copies:g} of them each" if roofline.kv_copies > 1 else "")

@@ -4,9 +4,11 @@ Parameters, FLOPs and KV bytes are counted exactly as the layers are built; norm
 0.1 % of the bytes).
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from penstock.perf.model.hardware import Dtype
+from penstock.perf.model.kv_footprint import KvFootprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,15 @@ class ModelShape:
     def kv_bytes_per_token(self, kv_dtype: Dtype) -> float:
         """KV bytes of one token in all layers, before any sliding window is full."""
         return self.layers * self.kv_elements_per_token() * kv_dtype.bytes
+
+    def kv_footprint(self, kv_dtype: Dtype) -> KvFootprint:
+        """KV that a request holds if an engine frees what falls out of the sliding windows."""
+        layer_bytes = self.kv_elements_per_token() * kv_dtype.bytes
+        whole = self.windows.count(None)
+        unit = whole or self.layers
+        windows = Counter(window for window in self.windows if window is not None)
+        shares = tuple((window, layers / unit) for window, layers in sorted(windows.items()))
+        return KvFootprint(unit * layer_bytes, shares, grows=whole > 0)
 
     def attention_flops_per_pair(self, *, absorbed: bool = False) -> int:
         """FLOPs of one (query, key) pair in one layer: scores and weighted sum, all heads.

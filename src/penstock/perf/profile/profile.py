@@ -165,6 +165,9 @@ class LinearPrior:
         )
         return cls(prefill, decode, profile.kv_bytes_per_token, profile.kv_capacity_tokens)
 
+    def kv_held_tokens(self, tokens: float) -> float:
+        return tokens
+
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
         return self.prefill_batch_s([(new_tokens, cached_tokens)])
 
@@ -240,6 +243,9 @@ class ProfiledModel:
         self._row = lru_cache(maxsize=_ROWS_MAX)(self._make_row)
         self._extra_prompt_s = 0.0
         self._extra_prompt_s = self._measured_extra_prompt_s(profile.prefill)
+
+    def kv_held_tokens(self, tokens: float) -> float:
+        return tokens if self._prior is None else self._prior.kv_held_tokens(tokens)
 
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
         if new_tokens <= 0:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import Tier
 from penstock.perf.model.hardware import Dtype, Hardware
+from penstock.perf.model.kv_footprint import KvFootprint
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.model.shape import ModelShape
 from penstock.perf.roofline.attention import Attention, causal_pairs
@@ -40,6 +41,9 @@ class Roofline:
         token costs one more layer and the head, as with multi-token prediction and EAGLE."""
     expert_dtype: Dtype | None = None
     """Format of routed experts; None is `weight_dtype` if given, else the checkpoint's. Must be None without experts."""
+    frees_windows: bool = True
+    """Whether the engine frees KV that fell out of a sliding window; False: all layers keep the whole context."""
+    _kv: KvFootprint = field(init=False, repr=False)
     _attention: Attention = field(init=False, repr=False)
     _dense: Product = field(init=False, repr=False)
     """One dense layer."""
@@ -76,6 +80,11 @@ class Roofline:
         self._layers, self._dense_layers = shape.layers, shape.layers - shape.moe_layers
         self._launches_s = factors.layer_s + factors.attention_s
         self._bytes_per_s = hardware.bandwidth_bytes_per_s * factors.bandwidth
+        self._kv = (
+            shape.kv_footprint(kv_dtype)
+            if self.frees_windows
+            else KvFootprint(shape.kv_bytes_per_token(kv_dtype))
+        )
         self._collectives = Collectives(
             hardware, factors, self.parallel, shape.hidden, shape.hidden * self._wide_bytes
         )
@@ -159,12 +168,11 @@ class Roofline:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        assert self.kv_dtype is not None
-        return self.shape.kv_bytes_per_token(self.kv_dtype)
+        return self._kv.token_bytes
 
     @property
     def kv_capacity_tokens(self) -> int:
-        """Tokens of KV that fit beside the weights; raises ConfigError if the weights do not fit."""
+        """Tokens of `kv_bytes_per_token` that fit beside the weights; raises ConfigError if the weights do not fit."""
         budget = self.hardware.memory_bytes * self.factors.memory_fraction
         weights = self.weight_bytes_per_device()
         if weights >= budget:
@@ -174,6 +182,14 @@ class Roofline:
             )
         shards = self.parallel.pp * self.parallel.dp * self._kv_shards()
         return int((budget - weights) * shards / self.kv_bytes_per_token)
+
+    def kv_held_tokens(self, tokens: float) -> float:
+        return self._kv.held_tokens(tokens)
+
+    @property
+    def kv_windows(self) -> tuple[tuple[int, float], ...]:
+        """Sliding windows that the engine keeps apart; see `KvFootprint`."""
+        return self._kv.windows
 
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
         return self.mixed_step_s([(new_tokens, cached_tokens)], 0, 0)

@@ -43,6 +43,9 @@ class SpeculativeModel:
     def kv_capacity_tokens(self) -> int:
         return self._step.kv_capacity_tokens
 
+    def kv_held_tokens(self, tokens: float) -> float:
+        return self._step.kv_held_tokens(tokens)
+
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
         return self._step.prefill_s(new_tokens, cached_tokens)
 

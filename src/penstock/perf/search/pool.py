@@ -115,6 +115,8 @@ class PoolModel(Protocol):
     @property
     def kv_capacity_tokens(self) -> int: ...
 
+    def kv_held_tokens(self, tokens: float) -> float: ...
+
     def decode_step_s(self, batch: int, context_tokens: int) -> float: ...
 
     def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float: ...
@@ -195,7 +197,7 @@ class Pool:
 
     def _room(self, share: Share) -> float:
         """Count the requests that run in one worker at once."""
-        fits = self.model.kv_capacity_tokens / share.held_tokens
+        fits = self.model.kv_capacity_tokens / self.model.kv_held_tokens(share.held_tokens)
         return fits if self.requests_max is None else min(fits, self.requests_max)
 
     def _state(self, share: Share, level: float, fits: float) -> "_State | None":

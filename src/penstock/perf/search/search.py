@@ -155,7 +155,8 @@ class LayoutSearch:
     def kv_transfer_s(self, prefill: Parallel, decode: Parallel) -> float:
         """Give the seconds of one prompt's KV transfer."""
         share = decode_share(self.demand, self.block_size)
-        kv_bytes = share.cached_tokens * self.models[0].kv_bytes_per_token
+        model = self.models[0]
+        kv_bytes = model.kv_held_tokens(share.cached_tokens) * model.kv_bytes_per_token
         return kv_bytes / self.link_bytes_per_s(prefill, decode)
 
     def _fitting(self) -> Iterator[Roofline]:
@@ -163,7 +164,9 @@ class LayoutSearch:
         for parallel in self.choices:
             try:
                 model = self.price(parallel)
-                if parallel.devices <= self.devices and model.kv_capacity_tokens >= needed:
+                if parallel.devices <= self.devices and model.kv_capacity_tokens >= model.kv_held_tokens(
+                    needed
+                ):
                     yield model
             except ConfigError:
                 continue  # the weights do not fit, or cannot be split this way

@@ -13,6 +13,8 @@ class StepTimes(Protocol):
     @property
     def kv_capacity_tokens(self) -> int: ...
 
+    def kv_held_tokens(self, tokens: float) -> float: ...
+
     def decode_step_s(self, batch: int, context_tokens: int) -> float: ...
 
     def mixed_step_s(self, chunks: Sequence[tuple[int, int]], batch: int, context_tokens: int) -> float: ...
@@ -38,6 +40,9 @@ class WorkerModel:
     @property
     def kv_capacity_tokens(self) -> int:
         return self.steps.kv_capacity_tokens if self.kv_tokens is None else self.kv_tokens
+
+    def kv_held_tokens(self, tokens: float) -> float:
+        return self.steps.kv_held_tokens(tokens)
 
     def decode_step_s(self, batch: int, context_tokens: int) -> float:
         return self.factor * self.steps.decode_step_s(batch, context_tokens)

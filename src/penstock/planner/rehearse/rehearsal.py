@@ -112,6 +112,7 @@ def _workers(capacity: Capacity, count: int, steps_max: int) -> list[RehearsedWo
             max_batch_tokens=capacity.max_batch_tokens,
             requests_max=capacity.requests_max,
             kv_tokens=capacity.model.kv_capacity_tokens,
+            kv_held_tokens=capacity.model.kv_held_tokens,
             steps_max=steps_max,
         )
         for _ in range(count)

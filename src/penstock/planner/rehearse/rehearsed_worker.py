@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
@@ -37,6 +38,7 @@ class RehearsedWorker:
         max_batch_tokens: int,
         requests_max: int | None,
         kv_tokens: int,
+        kv_held_tokens: Callable[[float], float],
         steps_max: int,
     ) -> None:
         """Make an idle worker.
@@ -46,12 +48,14 @@ class RehearsedWorker:
             max_batch_tokens: most tokens of a step.
             requests_max: most requests that decode; None is as many as a step has tokens.
             kv_tokens: tokens that its KV holds.
+            kv_held_tokens: tells of a request's tokens how many of these it takes.
             steps_max: it stands still after so many steps.
         """
         self._prices = prices
         self._max_batch_tokens = max_batch_tokens
         self._requests_max = requests_max or max_batch_tokens
         self._kv_tokens = kv_tokens
+        self._kv_held_tokens = kv_held_tokens
         self._steps_left = steps_max
         self._now_s = 0.0
         self._waiting: deque[Answer] = deque()
@@ -64,7 +68,7 @@ class RehearsedWorker:
         self._context = 0
         """Tokens of these."""
         self._held = 0
-        """Tokens that they will have when they end."""
+        """KV that they will hold when they end, in the unit of `kv_tokens`."""
         self._numbers = count()
 
     @property
@@ -95,7 +99,7 @@ class RehearsedWorker:
     def _has_room(self, answer: Answer) -> bool:
         if not self._running:
             return True
-        fits = self._held + answer.context + answer.tokens <= self._kv_tokens
+        fits = self._held + self._held_by(answer) <= self._kv_tokens
         return fits and len(self._running) < self._requests_max
 
     def _step(self, until_s: float) -> None:
@@ -128,7 +132,11 @@ class RehearsedWorker:
     def _join(self, answer: Answer) -> None:
         heappush(self._running, (self._decoded + answer.tokens, next(self._numbers), answer))
         self._context += answer.context
-        self._held += answer.context + answer.tokens
+        self._held += self._held_by(answer)
+
+    def _held_by(self, answer: Answer) -> int:
+        """Count what a request's KV takes at its end."""
+        return math.ceil(self._kv_held_tokens(answer.context + answer.tokens))
 
     def _decode(self, steps: int) -> None:
         """Give each running request `steps` tokens; those that have all of theirs leave."""
@@ -136,7 +144,6 @@ class RehearsedWorker:
         self._context += steps * len(self._running)
         while self._running and self._running[0][0] <= self._decoded:
             _, _, answer = heappop(self._running)
-            held = answer.context + answer.tokens
-            self._context -= held
-            self._held -= held
+            self._context -= answer.context + answer.tokens
+            self._held -= self._held_by(answer)
             answer.last_s = self._now_s

@@ -25,6 +25,9 @@ class Linear:
     verified_tokens: int = 1
     parallel: Parallel = field(default_factory=Parallel)
 
+    def kv_held_tokens(self, tokens):
+        return tokens
+
     def mixed_step_s(self, chunks, batch, context_tokens):
         del context_tokens
         return 0.010 + 1e-4 * sum(new for new, _ in chunks) + 1e-4 * batch

@@ -26,6 +26,9 @@ class Linear:
     tokens_per_step: float = 1.0
     verified_tokens: int = 1
 
+    def kv_held_tokens(self, tokens):
+        return tokens
+
     def mixed_step_s(self, chunks, batch, context_tokens):
         del batch, context_tokens
         return (0.020 + 1e-4 * sum(new for new, _ in chunks)) / self.parallel.tp

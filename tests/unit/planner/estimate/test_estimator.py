@@ -24,6 +24,9 @@ class Steps:
 
     kv_capacity_tokens = 1000
 
+    def kv_held_tokens(self, tokens):
+        return tokens
+
     def decode_step_s(self, batch, context_tokens):
         return 0.01 + 0.001 * batch
 
