@@ -88,6 +88,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 _NAMESPACES = {
     "namespaces": ("--net", "--mount"),
+    "ipc-namespaces": ("--ipc",),
     "pid-namespaces": ("--user", "--map-root-user", "--pid", "--fork", "--mount-proc"),
 }
 """What tests ask unshare for."""

@@ -28,7 +28,7 @@ from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.use import PrefillPrice
 from penstock.kv.sessions.actions import KvActions
-from penstock.seams.kv import KvLoad, KvPeerSource, KvRun
+from penstock.seams.kv import KvLender, KvLoad, KvPeerSource, KvRun
 
 _log = log.get_logger()
 
@@ -206,6 +206,10 @@ class BatchedEngine:
     def unpin(self, block_ids: Sequence[BlockId]) -> None:
         self.scheduler.pins.unpin(block_ids)
         self._wake.set()
+
+    @property
+    def kv_lender(self) -> KvLender | None:
+        return None if self._kv is None else self._kv.lender
 
     def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvPeerSource) -> list[KvRun]:
         return self._prefix_loads.find(block_hashes, num_before, peer)

@@ -14,6 +14,36 @@ from penstock.transfer.regions.buffers import region_of
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSpan:
+    """Where a layout in which all layers of a block are contiguous has its blocks.
+
+    Attributes:
+        offset_bytes: of block 0 in its region.
+        block_bytes: size of a block, and from one to the next.
+    """
+
+    offset_bytes: int
+    block_bytes: int
+
+    @classmethod
+    def of(cls, layout: KvLayout | None) -> "BlockSpan | None":
+        """Find it; None for other layouts."""
+        if layout is None or len(layout.ranks) != 1 or layout.ranks[0].order != BLOCK_FIRST:
+            return None
+        rank = layout.ranks[0]
+        elements = (
+            layout.planes * layout.num_layers * layout.block_size * layout.num_kv_heads * layout.head_dim
+        )
+        block_bytes = rank.strides_bytes[0] if rank.strides_bytes else elements * layout.element_bytes
+        return cls(rank.offset_bytes, block_bytes)
+
+    def offsets(self, block_ids: Sequence[int]) -> NDArray[np.uint64]:
+        """Return the (n,) uint64 offsets of blocks in their region."""
+        offsets: NDArray[np.uint64] = np.array(block_ids, np.uint64) * np.uint64(self.block_bytes)
+        return offsets + np.uint64(self.offset_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceBlocks:
     """Blocks of equal size, one after another.
 
@@ -43,7 +73,8 @@ class DeviceBlocks:
             raise ConfigError(
                 "kv: the engine has no KV memory to copy; for engine mock, set mock.kv_bytes_per_block"
             )
-        if len(regions) != 1 or layout.ranks[0].order != BLOCK_FIRST:
+        span = BlockSpan.of(layout) if len(regions) == 1 else None
+        if span is None:
             raise ConfigError(
                 f"kv: the engine's KV memory has {len(regions)} regions in order {layout.ranks[0].order!r}; expected one"
                 " region in which all layers of a block are contiguous; leave kv out"
@@ -54,15 +85,10 @@ class DeviceBlocks:
                 f"kv: the engine's KV is in the memory of GPU {region.device}; this version has tiers for engines on CPUs only;"
                 " leave kv out"
             )
-        strides = layout.ranks[0].strides_bytes
-        elements = (
-            layout.planes * layout.num_layers * layout.block_size * layout.num_kv_heads * layout.head_dim
-        )
-        block_bytes = strides[0] if strides else elements * layout.element_bytes
-        assert region.size_bytes >= layout.ranks[0].num_blocks * block_bytes, (
+        assert region.size_bytes >= layout.ranks[0].num_blocks * span.block_bytes, (
             "a block is outside of the KV memory"
         )
-        return cls(region.address + layout.ranks[0].offset_bytes, block_bytes, region)
+        return cls(region.address + span.offset_bytes, span.block_bytes, region)
 
     def views(self, block_ids: Sequence[int]) -> list[NDArray[np.uint8]]:
         """View each block as (block_bytes,) uint8, writable."""

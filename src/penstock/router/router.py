@@ -220,17 +220,17 @@ class Router:
         )
 
     def _peer(self, request: Request, context: RoutingContext, slot: int) -> KvPeer | None:
-        """Find another worker whose device has more of a prompt than the worker that is to compute it."""
-        fleet, on_device = self.fleet, context.tier_blocks[0]
-        pairs = fleet.pools[request.model].pairs
-        source = pairs.lender(slot, on_device, int(context.overlap_blocks[slot]))
-        if source is None:
+        """Find another worker that has more of a prompt, on its device or in its host tier, than the one that is to compute it."""
+        fleet, (device, host, *_) = self.fleet, context.tier_blocks
+        lent = fleet.pools[request.model].pairs.lent(slot, device, host)
+        source = int(lent.argmax())
+        if lent[source] <= context.overlap_blocks[slot]:
             return None
         member = fleet.slots.at(source)
         byte_s = float(fleet.link_bandwidths.byte_s(source)[slot])
         return KvPeer(
             worker_id=member.worker_id,
-            num_blocks=int(on_device[source]),
+            num_blocks=int(lent[source]),
             source=member.kv_source,
             block_s=byte_s * member.instance.engine.kv_bytes_per_block,
         )

@@ -13,6 +13,7 @@ from penstock.seams.engine import (
     Engine,
     HealthReporting,
     KvBlocks,
+    KvLending,
     KvManaged,
     KvPartialBlocks,
     MediaReading,
@@ -20,7 +21,7 @@ from penstock.seams.engine import (
     RoleAware,
     Sleeping,
 )
-from penstock.seams.kv import KvLoad, KvPeerSource, KvRun, KvSource, KvTier
+from penstock.seams.kv import KvLender, KvLoad, KvLoan, KvPeerSource, KvRun, KvSource, KvTier
 from penstock.seams.request_plane import (
     Answer,
     Connection,
@@ -51,7 +52,10 @@ __all__ = [
     "HealthReporting",
     "HistoryPolicy",
     "KvBlocks",
+    "KvLender",
+    "KvLending",
     "KvLoad",
+    "KvLoan",
     "KvManaged",
     "KvPartialBlocks",
     "KvPeerSource",

@@ -11,7 +11,7 @@ from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
-from penstock.seams.kv import KvLoad, KvPeerSource, KvRun
+from penstock.seams.kv import KvLender, KvLoad, KvPeerSource, KvRun
 
 
 class Engine(Protocol):
@@ -143,6 +143,16 @@ class KvBlocks(Protocol):
             on_arrived: called before that each time more leading blocks are complete, with their number so far: they may be
                 published at once.
         """
+        ...
+
+
+@runtime_checkable
+class KvLending(Protocol):
+    """An engine with `KvBlocks` whose host tier other hosts can read too."""
+
+    @property
+    def kv_lender(self) -> KvLender | None:
+        """The tier, from `start` to `close`; None without."""
         ...
 
 

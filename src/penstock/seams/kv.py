@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
 from penstock.core.types.instances import KvHolder
+from penstock.core.types.kv.lent import LentBlocks
 from penstock.core.wire import HashArray
 
 
@@ -118,6 +119,52 @@ class KvRun:
     def num_blocks(self) -> int:
         """Number of blocks."""
         return len(self.block_hashes)
+
+
+class KvLoan(Protocol):
+    """Blocks that another host reads. They are not evicted until `end`, or else `is_intact` says that they were overwritten.
+
+    Attributes:
+        blocks: leading blocks of what was asked for, at least one; `region` is an index into `KvLender.memory()`.
+    """
+
+    blocks: LentBlocks
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether no block was overwritten or given up so far."""
+        ...
+
+    def end(self, wrong: Sequence[int] = ()) -> None:
+        """Let go of the blocks.
+
+        Args:
+            wrong: indexes of blocks that arrived with another checksum; their memory is checked.
+        """
+        ...
+
+
+@runtime_checkable
+class KvLender(Protocol):
+    """A tier whose blocks other hosts can read where they are, byte by byte as the device of its engine keeps them.
+
+    Attributes:
+        num_blocks: how many it can keep.
+    """
+
+    num_blocks: int
+
+    def memory(self) -> Sequence[object]:
+        """Return the memory that its blocks are in, from its start to its close: arrays to register for reading."""
+        ...
+
+    def lend(self, block_hashes: HashArray) -> KvLoan | None:
+        """Lend the leading blocks that it has; None if it lacks the first.
+
+        Args:
+            block_hashes: (n, 2) uint64, consecutive; the first may be in the middle of a prompt.
+        """
+        ...
 
 
 class KvTier(KvSource, Protocol):

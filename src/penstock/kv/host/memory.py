@@ -10,8 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.errors import ConfigError, TransferError
+from penstock.core.types.events import Holder
+from penstock.core.types.instances import KvHolder
 from penstock.core.wire import Wire
 from penstock.kv.host.extent import ExtentLayout, Numbers, read_layout
+from penstock.kv.namespace import Namespace
 from penstock.transfer.regions.arena import Arena
 from penstock.transfer.regions.free_memory import free_memory_bytes
 
@@ -40,6 +43,13 @@ class HostPart(Wire, frozen=True):
     sharing: int = 1
     arena: str = ""
 
+    def holder(self, namespace: Namespace, num_blocks: int) -> KvHolder | None:
+        """Describe the arena, for blocks of one namespace, as if all extents had `num_blocks`; None where nobody else has one."""
+        if len(self.extents) == 1:
+            return None
+        name = f"{self.arena}/{namespace.digest.hex()}"
+        return KvHolder(kind=Holder.HOST, id=name, blocks=num_blocks * len(self.extents))
+
 
 class HostMemory:
     """The mapped memory. The extents of other workers are mapped read-only: no worker can spoil another's blocks.
@@ -47,6 +57,7 @@ class HostMemory:
     Attributes:
         own: uint8, of the own extent, with all its pages allocated.
         others: uint8, of the other extents by number.
+        extents: of all extents.
     """
 
     def __init__(self, layout: ExtentLayout, namespace: Numbers, part: HostPart | None) -> None:
@@ -90,6 +101,7 @@ class HostMemory:
                 raise
         self.own: NDArray[np.uint8] = own.array
         self.others = {n: arena.array for n, arena in enumerate(self._arenas) if n != number}
+        self.extents = [arena.array for arena in self._arenas]
 
     def close(self) -> None:
         """Unlock and release it; what is in the host's arena stays there. Safe twice."""

@@ -35,9 +35,7 @@ class _Kind:
     @classmethod
     def of(cls, instance: Instance) -> "_Kind":
         layout = instance.engine.kv_layout
-        if layout is not None:  # the number of blocks does not matter
-            ranks = tuple(msgspec.structs.replace(rank, num_blocks=1) for rank in layout.ranks)
-            layout = msgspec.structs.replace(layout, ranks=ranks)
+        layout = None if layout is None else layout.of_a_block()
         names = identity(instance.card)
         exchange = instance.exchange
         ways = None if exchange is None else (exchange.transports, exchange.listens)
@@ -124,6 +122,7 @@ class KvTransferPairs:
         self._lends: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)  # likewise; cached KV, to any role
         self._fits: NDArray[np.bool_] = np.zeros((2, 1, 1), dtype=np.bool_)  # on two hosts and on one
         self._all_fit = False  # each of these with each
+        self._are_alike: NDArray[np.bool_] = np.ones((1, 1), dtype=np.bool_)  # (kinds, kinds), their blocks
         self._reasons: dict[
             tuple[bytes, bytes, bool], str | None
         ] = {}  # why kinds do not fit, on two hosts or one
@@ -167,24 +166,24 @@ class KvTransferPairs:
         fits_by_host = ((elsewhere > 0) @ self._fits[0].T) | ((here > 0) @ self._fits[1].T)
         return np.asarray(ready & fits_by_host[hosts, numbers], dtype=np.bool_)
 
-    def lender(self, reader: int, blocks: NDArray[np.int32], held: int) -> int | None:
-        """Give the slot of the worker with the most leading blocks that the worker in slot `reader` may load from there.
+    def lent(self, reader: int, device: NDArray[np.int32], host: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Give (num_slots,) the leading blocks that the worker in slot `reader` may load from each other one.
+
+        Blocks of a host tier count where both workers keep blocks byte by byte alike.
 
         Args:
             reader: gets the request.
-            blocks: (num_slots,) leading blocks of its prompt on each worker's device.
-            held: leading blocks that the reader has itself.
-
-        Returns:
-            None if nobody has more, or the reader loads from nobody.
+            device: (num_slots,) leading blocks of its prompt on each worker's device.
+            host: (num_slots,) blocks after those in its host's memory.
         """
-        kinds = self.kinds(len(blocks))
+        kinds = self.kinds(len(device))
         if not self._lends[reader]:
-            return None
+            return np.zeros_like(device)
+        numbers = kinds.numbers
+        blocks = device + host * self._are_alike[numbers[reader]][numbers]
         lent = np.where(self._lends & kinds.prefill_workers(reader), blocks, 0)
         lent[reader] = 0
-        slot = int(lent.argmax())
-        return slot if lent[slot] > held else None
+        return lent
 
     def problem(self, slot: int) -> str | None:
         """Say why the worker in this slot transfers KV with no other; None where it can, or where it needs no other."""
@@ -244,6 +243,8 @@ class KvTransferPairs:
         ]
         self._fits = np.array(fits, dtype=np.bool_).reshape(2, len(self._kinds), len(self._kinds))
         self._all_fit = bool(self._fits.all())
+        alike = [[one.layout == other.layout for other in self._kinds] for one in self._kinds]
+        self._are_alike = np.array(alike, dtype=np.bool_)
 
     def _reason(self, source: _Kind, reader: _Kind, *, same_host: bool) -> str | None:
         key = source.key, reader.key, same_host

@@ -6,20 +6,28 @@ itself: slower, never wrong.
 """
 
 import asyncio
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from types import TracebackType
 from typing import Self
 
 import msgspec
+import numpy as np
 
-from penstock.core.errors import ConfigError, MemoryInUse, Overloaded, PenstockError, ProtocolError
+from penstock.core.errors import (
+    ConfigError,
+    MemoryInUse,
+    Overloaded,
+    PenstockError,
+    ProtocolError,
+    TransferError,
+)
 from penstock.core.ids import PinId, RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv.exchange import KvAccess, KvExchange
 from penstock.core.types.requests import KvHandle, Prefetch, Request
 from penstock.core.wire import encode, unpack_hashes
-from penstock.seams import KvBlocks
+from penstock.seams import KvBlocks, KvLending
 from penstock.transfer import Peer, TransferAgent
 from penstock.worker.config import KvTransferConfig
 from penstock.worker.kv_transfer.exports import KvExports
@@ -229,10 +237,11 @@ class KvTransfer:
         await self.begin()
         return await self._agent.connect(source.agent)
 
-    def _release(self, origin: Origin, pin_id: PinId) -> None:
+    def _release(self, origin: Origin, pin_id: PinId, wrong: Sequence[int] = ()) -> None:
         """Tell another worker to unpin blocks; if that fails, `pin_ttl_s` ends the pin."""
+        packed = np.array(wrong, dtype="<u4").tobytes()
         try:
-            self._agent.send_notification(origin.peer, encode(PinRead(pin_id=pin_id)))
+            self._agent.send_notification(origin.peer, encode(PinRead(pin_id=pin_id, wrong=packed)))
         except PenstockError as error:
             _log.debug("pin_not_released", peer=origin.peer.name, error=error.message)
 
@@ -243,6 +252,7 @@ class KvTransfer:
         try:
             async with self._agent:
                 self._regions.register(self._engine.kv_memory(), self._agent)
+                self._register_lent()
                 self._metadata = self._agent.metadata()
                 has_begun.set_result(None)
                 await self._listen()
@@ -257,6 +267,18 @@ class KvTransfer:
         finally:
             has_begun.cancel()
 
+    def _register_lent(self) -> None:
+        """Register the host tier too, if this worker lends blocks and has one; if that fails, its device alone is lent."""
+        lender = self._engine.kv_lender if isinstance(self._engine, KvLending) else None
+        if lender is None or not self._config.peers:
+            return
+        try:
+            self._regions.register_lent(lender.memory(), self._agent)
+        except TransferError as error:
+            _log.warning(
+                "kv_host_not_lent", error=error.message, effect="other hosts compute what is there alone"
+            )
+
     async def _listen(self) -> None:
         async for name, payload in self._agent.notifications():
             try:
@@ -268,8 +290,9 @@ class KvTransfer:
 
     def _receive(self, name: str, message: PinMessage) -> None:
         match message:
-            case PinRead(pin_id=pin_id):
-                self.exports.unpin(pin_id)
+            case PinRead(pin_id=pin_id, wrong=packed):
+                indexes = np.frombuffer(packed[: len(packed) // 4 * 4], "<u4")
+                self.exports.unpin(pin_id, indexes.tolist())
             case PinCheck(pin_id=pin_id, read_id=read_id):
                 is_held = self.exports.holds(pin_id)
                 self._notify(name, PinHeld(pin_id=pin_id, was_held=is_held, read_id=read_id))
@@ -288,7 +311,7 @@ class KvTransfer:
         if is_wrong:
             _log.warning("notification_skipped", peer=name, error=f"{len(packed)} bytes are no block hashes")
         hashes = unpack_hashes(packed[: len(packed) - is_wrong]).reshape(-1, 2)
-        self.exports.lend(hashes[: len(hashes) if self._config.peers else 0], name, read_id)
+        self.exports.lend(hashes[: len(hashes) if self._config.peers else 0], name, read_id, self._regions)
 
     def _notify(self, agent: str, message: PinHeld | PinGrown) -> None:
         try:

@@ -43,7 +43,7 @@ class PeerLoads:
         *,
         connect: Callable[[KvAccess], Awaitable[Peer]],
         reader: Reader,
-        release: Callable[[Origin, PinId], None],
+        release: Callable[[Origin, PinId, Sequence[int]], None],
         speeds: PeerSpeeds,
     ) -> None:
         """Make an empty set.
@@ -54,7 +54,7 @@ class PeerLoads:
             config: bounds.
             connect: connects to another worker's agent.
             reader: reads the blocks.
-            release: tells another worker to unpin the blocks of a pin.
+            release: tells another worker to unpin the blocks of a pin, and which of its host tier's arrived wrong.
             speeds: what was measured of other workers.
         """
         self.loaded_tokens = 0
@@ -179,7 +179,7 @@ class PeerLoads:
         finally:
             publish(0)  # counts what came and is of no use
             if origin is not None and source.growth.pin_id is not None:
-                self._release(origin, source.growth.pin_id)
+                self._release(origin, source.growth.pin_id, source.wrong)
         if arrived < len(targets):
             self.failures += 1
             _log.debug(

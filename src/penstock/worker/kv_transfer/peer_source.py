@@ -1,4 +1,4 @@
-"""A prompt's KV at another worker, as a `KvSource`."""
+"""A prompt's KV at another worker, on its device or in its host tier, as a `KvSource`."""
 
 import asyncio
 import secrets
@@ -10,9 +10,10 @@ import numpy as np
 from penstock.core.errors import ChecksumMismatch, EngineError, PenstockError
 from penstock.core.ids import BlockId, WorkerId
 from penstock.core.log import get_logger
+from penstock.core.types.kv.lent import LentBlocks
 from penstock.core.wire import HashArray, unpack_hashes
 from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
-from penstock.worker.kv_transfer.reader import Growth, Origin, Reader
+from penstock.worker.kv_transfer.reader import Growth, LentMismatch, Origin, Reader
 
 _SPEEDS_MAX = 256
 """Workers whose speed is remembered; beyond it the one that was read from longest ago is forgotten."""
@@ -67,6 +68,7 @@ class PeerSource:
         error: why a load failed; None if none has.
         num_loaded: full blocks loaded.
         num_corrupt: loads with bytes that did not match their checksum.
+        wrong: indexes of blocks in `growth.lent` that were not what the other worker had stored.
         is_weighed: whether the router has weighed loading against computing.
     """
 
@@ -103,6 +105,7 @@ class PeerSource:
         self.error: PenstockError | None = None
         self.num_loaded = 0
         self.num_corrupt = 0
+        self.wrong: list[int] = []
         self._reader = reader
         self._speed = speed
         self._waiting_blocks = 0
@@ -116,7 +119,7 @@ class PeerSource:
     @property
     def names(self) -> HashArray:
         """(m, 2) uint64: the names of the blocks that it has, the partial block last."""
-        full = self.hashes[: len(self.growth.block_ids)]
+        full = self.hashes[: self.growth.num_full]
         return np.concatenate((full, self.tail_hash)) if len(self.growth.tail) else full
 
     def locate(self, block_hashes: HashArray) -> int:
@@ -138,12 +141,15 @@ class PeerSource:
 
     def load(self, block_hashes: HashArray, targets: Sequence[BlockId], done: Callable[[int], None]) -> _Load:
         """Read blocks that `locate` has counted."""
-        names = self.names
+        names, growth = self.names, self.growth
         first = int(np.flatnonzero((names == block_hashes[0]).all(axis=1))[0])
-        blocks = np.concatenate((self.growth.block_ids, self.growth.tail))[first : first + len(targets)]
-        num_full = min(len(self.growth.block_ids) - first, len(targets))
+        end, num_device = first + len(targets), len(growth.block_ids) + len(growth.tail)
+        blocks = np.concatenate((growth.block_ids, growth.tail))[first:end]
+        first_lent = max(first - num_device, 0)
+        lent = growth.lent[first_lent : max(end - num_device, 0)]
+        num_full = min(growth.num_full - first, len(targets))
         self._waiting_blocks += len(targets)
-        task = asyncio.get_running_loop().create_task(self._read(blocks, targets))
+        task = asyncio.get_running_loop().create_task(self._read(blocks, lent, first_lent, targets))
         self._tasks.add(task)
 
         def on_end(task: "asyncio.Task[None]") -> None:
@@ -156,15 +162,19 @@ class PeerSource:
         task.add_done_callback(on_end)
         return _Load(task)
 
-    async def _read(self, blocks: HashArray, targets: Sequence[BlockId]) -> None:
+    async def _read(
+        self, blocks: HashArray, lent: LentBlocks, first_lent: int, targets: Sequence[BlockId]
+    ) -> None:
         assert self.origin is not None, "connected"
         assert self.growth.pin_id is not None, "it has blocks"
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         try:
-            await self._reader.read(self.origin, self.growth.pin_id, targets, blocks)
+            await self._reader.read(self.origin, self.growth.pin_id, targets, blocks, lent)
         except PenstockError as error:
             self.num_corrupt += isinstance(error, ChecksumMismatch)
+            if isinstance(error, LentMismatch):
+                self.wrong += [first_lent + index for index in error.wrong]
             self.error = error
         except Exception as error:  # noqa: BLE001 - a bug or a malformed handle fails this prompt alone
             _log.exception("kv_read_failed", prefill_worker=self.origin.worker_id)

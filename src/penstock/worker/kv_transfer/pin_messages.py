@@ -25,6 +25,7 @@ class PinGrown(Wire, frozen=True, tag="pin_grown"):
     block_ids:   packed little-endian uint32
     is_whole:    no more blocks follow
     tail_tokens: if not 0, the last of `block_ids` is the partial block after the full ones, with so many tokens
+    lent:        packed `LENT_BLOCK`: the blocks after `block_ids`, which are in the host tier; regions are the agent's
     """
 
     pin_id: PinId
@@ -33,10 +34,13 @@ class PinGrown(Wire, frozen=True, tag="pin_grown"):
     block_ids: bytes
     is_whole: bool
     tail_tokens: int = 0
+    lent: bytes = b""
 
 
 class PinAsk(Wire, frozen=True, tag="pin_ask"):
-    """To another worker: pin the leading blocks of these that are cached; `PinGrown` answers, or `PinHeld` if there are none.
+    """To another worker: pin the leading blocks of these on its device, and those after them in its host tier.
+
+    `PinGrown` answers, or `PinHeld` if there are none.
 
     block_hashes: packed as in `Request`; the first may be in the middle of a prompt
     """
@@ -64,9 +68,13 @@ class PinHeld(Wire, frozen=True, tag="pin_held"):
 
 
 class PinRead(Wire, frozen=True, tag="pin_read"):
-    """To a prefill worker: unpin the blocks; they were read, or are not needed. No answer."""
+    """To a prefill worker: unpin the blocks; they were read, or are not needed. No answer.
+
+    wrong: packed little-endian uint32, indexes in `lent` of blocks that arrived with another checksum than theirs
+    """
 
     pin_id: PinId
+    wrong: bytes = b""
 
 
 PinMessage = PinFollow | PinAsk | PinGrown | PinCheck | PinHeld | PinRead

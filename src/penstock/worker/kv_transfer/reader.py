@@ -9,9 +9,10 @@ from itertools import count
 import numpy as np
 
 from penstock.core.descriptors import Descriptors, MemoryKind, TransferOp
-from penstock.core.errors import PenstockError, PinExpired, ProtocolError
+from penstock.core.errors import ChecksumMismatch, PenstockError, PinExpired, ProtocolError
 from penstock.core.ids import BlockId, PinId, WorkerId
 from penstock.core.types.kv.exchange import KvAccess
+from penstock.core.types.kv.lent import LENT_BLOCK, LentBlocks, no_blocks
 from penstock.core.types.requests import KvHandle
 from penstock.core.wire import HashArray, encode, pack_hashes
 from penstock.transfer import Peer, TransferAgent
@@ -42,6 +43,7 @@ class Growth:
     num_blocks_max: full blocks of the prompt
     block_ids:      (n,) uint32, known so far
     tail:           (0 or 1,) uint32, the partial block
+    lent:           blocks of the other worker's host tier, after `block_ids`
     is_whole:       no more blocks follow
     error:          why no more will come
     changed:        set when anything has changed
@@ -51,34 +53,43 @@ class Growth:
     pin_id: PinId | None = None
     block_ids: HashArray = field(default_factory=lambda: np.zeros(0, dtype="<u4"))
     tail: HashArray = field(default_factory=lambda: np.zeros(0, dtype="<u4"))
+    lent: LentBlocks = field(default_factory=no_blocks)
     is_whole: bool = False
     error: PenstockError | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def num_full(self) -> int:
+        """Full blocks that are known."""
+        return len(self.block_ids) + len(self.lent)
 
     def add(self, message: PinGrown) -> None:
         """Add the blocks of a message; a malformed message fails the transfer."""
         if self.is_whole:
             return  # the handle arrived first
-        if len(message.block_ids) % _ID_BYTES:
+        if len(message.block_ids) % _ID_BYTES or len(message.lent) % LENT_BLOCK.itemsize:
             self.fail(
                 ProtocolError(
-                    f"pin {message.pin_id}: {len(message.block_ids)} bytes of block ids, expected a multiple of {_ID_BYTES}"
+                    f"pin {message.pin_id}: {len(message.block_ids)} bytes of block ids and {len(message.lent)} of lent blocks,"
+                    f" expected multiples of {_ID_BYTES} and {LENT_BLOCK.itemsize}"
                 )
             )
             return
-        more = np.frombuffer(message.block_ids, "<u4")
+        more, lent = np.frombuffer(message.block_ids, "<u4"), np.frombuffer(message.lent, LENT_BLOCK)
         if message.tail_tokens:
             more, self.tail = more[:-1], more[-1:]
-        if message.first != len(self.block_ids) or message.first + len(more) > self.num_blocks_max:
+        end = message.first + len(more) + len(lent)
+        if message.first != len(self.block_ids) or end > self.num_blocks_max:
             self.fail(
                 ProtocolError(
-                    f"pin {message.pin_id}: {len(more)} blocks from block {message.first}, after {len(self.block_ids)} of at"
-                    f" most {self.num_blocks_max}"
+                    f"pin {message.pin_id}: {len(more) + len(lent)} blocks from block {message.first}, after"
+                    f" {len(self.block_ids)} of at most {self.num_blocks_max}"
                 )
             )
             return
         self.pin_id = message.pin_id
         self.block_ids = np.concatenate((self.block_ids, more))
+        self.lent = lent
         self.is_whole = message.is_whole
         self.changed.set()
 
@@ -104,6 +115,16 @@ class Growth:
             self.changed.set()
 
 
+class LentMismatch(ChecksumMismatch):
+    """Blocks of a host tier arrived with other bytes than were stored there: `wrong` are their indexes in what was read."""
+
+    def __init__(self, who: str, wrong: Sequence[int]) -> None:
+        super().__init__(
+            f"{len(wrong)} blocks of {who}'s host tier do not match their checksums; they are computed"
+        )
+        self.wrong = tuple(wrong)
+
+
 class Reader:
     """Reads KV for one decode worker. One event loop owns it."""
 
@@ -125,7 +146,12 @@ class Reader:
         self._followed: dict[tuple[str, int], Growth] = {}
 
     async def read(
-        self, origin: Origin, pin_id: PinId, targets: Sequence[BlockId], sources: HashArray
+        self,
+        origin: Origin,
+        pin_id: PinId,
+        targets: Sequence[BlockId],
+        sources: HashArray,
+        lent: LentBlocks | None = None,
     ) -> None:
         """Read blocks, and confirm with the prefill worker that they were pinned until the read was done.
 
@@ -133,9 +159,11 @@ class Reader:
             origin: the prefill worker.
             pin_id: its pin of the blocks.
             targets: (n,) reserved blocks of this worker.
-            sources: (n,) uint32, blocks of the prefill worker.
+            sources: (m,) uint32, blocks of the prefill worker's device.
+            lent: (n - m,) blocks of its host tier; the last targets are theirs.
 
         Raises:
+            LentMismatch: a block of its host tier is not what was stored there.
             ChecksumMismatch: other bytes arrived.
             TransferError: the bytes did not arrive.
             PinExpired: the bytes arrived, but may belong to another prompt.
@@ -145,13 +173,18 @@ class Reader:
         key = peer.name, read_id
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         try:
-            ranges = self._regions.ranges(origin.source, sources, targets)
+            lent = no_blocks() if lent is None else lent
+            ranges = self._regions.all_ranges(origin.source, sources, lent, targets)
             if ranges is None:
                 self._agent.send_notification(peer, done)
             else:
-                await self._move(peer, origin.worker_id, ranges, done)
+                await self._move(peer, origin.worker_id, ranges, done, are_summed=not len(sources))
+            is_summed = len(lent) and self._regions.sums_lent
+            wrong = await asyncio.to_thread(self._regions.find_wrong, lent, targets) if is_summed else []
             if not await self._or_lost(peer, answer):
                 raise PinExpired(f"pin {pin_id} of {peer.name} had expired before its blocks were read")
+            if wrong:
+                raise LentMismatch(peer.name, wrong)
         finally:
             del self._answers[key]
 
@@ -231,15 +264,24 @@ class Reader:
         assert not self._followed, f"{list(self._followed)} are still followed"
 
     async def _move(
-        self, peer: Peer, prefill_worker: WorkerId, ranges: tuple[Descriptors, Descriptors], done: bytes
+        self,
+        peer: Peer,
+        prefill_worker: WorkerId,
+        ranges: tuple[Descriptors, Descriptors],
+        done: bytes,
+        *,
+        are_summed: bool,
     ) -> None:
-        """Read ranges, notify the prefill worker with `done`, and count bytes and seconds."""
+        """Read ranges, notify the prefill worker with `done`, and count bytes and seconds.
+
+        Where all `are_summed` already, the prefill worker need not sum them again.
+        """
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         prepared = self._agent.prepare(*ranges, peer)
         there = peer.infos_of(ranges[1])
         kinds = {region.kind for region in prepared.regions} | {info.kind for info in there}
-        checksum = self._checksum and MemoryKind.VRAM not in kinds
+        checksum = self._checksum and not are_summed and MemoryKind.VRAM not in kinds
         moving = prepared.post(TransferOp.READ, notify=done, checksum=checksum)
         await moving.complete()
         moved = moving.telemetry

@@ -112,22 +112,32 @@ def test_who_is_alone_on_its_host_is_read_from_others_only():
     found.check()
 
 
-def lending(name, host=b"one", **fields):
+def lending(name, host=b"one", *, tp=1, **fields):
     exchange = msgspec.structs.replace(at(host, **fields), peers=True, source=KvAccess(agent=b"a"))
-    return worker(name, exchange)
+    return worker(name, exchange, tp=tp)
 
 
-def test_the_worker_that_lends_the_most_blocks_is_named():
+def lent(made, reader, device, host=None):
+    device = np.array(device, np.int32)
+    return made.lent(reader, device, np.array(host or [0] * len(device), np.int32)).tolist()
+
+
+def test_what_others_lend_is_counted_by_worker():
     made = pairs(lending("d0"), lending("d1"), lending("p2"), worker("d3"))
-    assert made.lender(0, np.array([2, 5, 7, 9], np.int32), held=2) == 2, "the fourth lends nothing"
-    assert made.lender(2, np.array([2, 5, 7, 9], np.int32), held=7) is None, "others have less"
-    assert made.lender(3, np.array([2, 5, 7, 0], np.int32), held=0) is None, "it loads from nobody"
-    assert made.lender(0, np.array([9, 0, 0, 0], np.int32), held=0) is None, "not from itself"
-    assert made.lender(0, np.array([0, 5, 7, 9, 8], np.int32), held=0) == 2, "the fifth slot is free"
+    assert lent(made, 0, [2, 5, 7, 9]) == [0, 5, 7, 0], "not its own, and the fourth lends nothing"
+    assert lent(made, 3, [2, 5, 7, 0]) == [0, 0, 0, 0], "it loads from nobody"
+    assert lent(made, 0, [0, 5, 7, 9, 8]) == [0, 5, 7, 0, 0], "the fifth slot is free"
+    assert lent(made, 0, [0, 5, 0, 0], [3, 2, 4, 9]) == [0, 7, 4, 0], "their hosts' memory too"
 
 
-def test_nobody_is_named_whose_kv_cannot_be_read():
+def test_what_lies_in_a_host_counts_where_blocks_are_alike_byte_by_byte():
+    made = pairs(lending("d0"), lending("d1", tp=2))
+    assert lent(made, 0, [0, 5], [0, 3]) == [0, 5]
+    assert lent(made, 1, [5, 0], [3, 0]) == [5, 0]
+
+
+def test_nothing_counts_that_cannot_be_read():
     made = pairs(lending("d0"), lending("d1", b"two", listens=("memory", "unix")))
-    assert made.lender(0, np.array([0, 5], np.int32), held=0) is None, "on another host without tcp"
+    assert lent(made, 0, [0, 5], [0, 2]) == [0, 0], "on another host without tcp"
     made = pairs(lending("d0"), lending("d1", b"two", listens=("tcp",)))
-    assert made.lender(0, np.array([0, 5], np.int32), held=0) == 1
+    assert lent(made, 0, [0, 5], [0, 2]) == [0, 7]

@@ -19,11 +19,11 @@ class KvAccess(Wire, frozen=True):
 
 
 class KvPeer(Wire, frozen=True):
-    """Another worker that has more of a prompt's KV on its device, as the router knows; a request may load it from there.
+    """Another worker that has more of a prompt's KV on its device and in its host tier, as the router knows.
 
     Attributes:
         worker_id: of that worker.
-        num_blocks: leading blocks of the prompt there.
+        num_blocks: leading blocks of the prompt there; a request may load them.
         source: how to read its KV.
         block_s: the router's prediction of the seconds to move one block, 0 for none.
     """

@@ -64,6 +64,11 @@ class KvLayout(Wire, frozen=True):
     ranks: tuple[RankLayout, ...] = ()
     planes: int = 2
 
+    def of_a_block(self) -> Self:
+        """Return the layout with one block for each rank: equal for workers whose blocks differ in number alone."""
+        ranks = tuple(msgspec.structs.replace(rank, num_blocks=1) for rank in self.ranks)
+        return msgspec.structs.replace(self, ranks=ranks)
+
     def split(self, *, num_blocks: int, tp: int = 1, pp: int = 1, order: str = BLOCK_FIRST) -> Self:
         """Lay the model out over `pp * tp` ranks, as engines do.
 
