@@ -96,6 +96,8 @@ class FrontendConfig(Config):
     """TCP port; 0 lets the system choose."""
     api_key_file: str | None = None
     """File of API keys, one per line; with it, or with PENSTOCK_API_KEY set, every `/v1` request needs one as a bearer token."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the API from a browser, such as `https://chat.example.com`; `*` is any. Empty: none. `/admin` never allows any."""
     body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
     """Largest request body, after decompression; a larger one gets 413."""
     receive: FrontendReceiveConfig = FrontendReceiveConfig()

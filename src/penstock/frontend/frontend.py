@@ -1,6 +1,7 @@
 """The frontend without HTTP: turns request bodies into prepared completions, and lists models and health."""
 
 import contextlib
+import datetime as dt
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,15 +18,15 @@ from penstock.frontend.limits.body import BodyReader
 from penstock.frontend.limits.headers import RequestOptions
 from penstock.frontend.limits.receive_budget import ReceiveBudget
 from penstock.frontend.metrics import FrontendMetrics
+from penstock.frontend.openai.answers import ModelEntry, ModelList
 from penstock.frontend.openai.bodies import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    ModelEntry,
-    ModelList,
     parse_chat,
     parse_completion,
 )
+from penstock.frontend.openai.events import Envelope, EventStream, WholeAnswer
 from penstock.frontend.openai.validation import check_chat, check_completion
 from penstock.frontend.requests.completion import Completion
 from penstock.frontend.requests.encoders import LARGE_BYTES, Encoders
@@ -33,7 +34,6 @@ from penstock.frontend.requests.encoding import Prompt
 from penstock.frontend.requests.media import PromptMedia
 from penstock.frontend.requests.next_turns import NextTurns
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
-from penstock.frontend.requests.sse import Envelope, EventStream, WholeAnswer
 from penstock.frontend.text.models import ModelCache, ServedModel
 from penstock.seams import RequestDispatcher
 
@@ -47,10 +47,16 @@ class PendingAnswer:
     envelope: Envelope
     stream: bool
     include_usage: bool
+    continuous_usage: bool
 
     def event_stream(self) -> EventStream:
         token_bytes = self.prepared.model.detokenizer.token_bytes
-        return EventStream(self.envelope, token_bytes, include_usage=self.include_usage)
+        return EventStream(
+            self.envelope,
+            token_bytes,
+            include_usage=self.include_usage,
+            usage_so_far=self.completion.usage if self.continuous_usage else None,
+        )
 
     def whole_answer(self) -> WholeAnswer:
         return WholeAnswer(
@@ -225,7 +231,12 @@ class Frontend:
         return await self._models.get(name)
 
     def models(self) -> ModelList:
-        return ModelList(data=[_entry(card) for card in self.dispatcher.models().values()])
+        entries = [_entry(card) for card in self.dispatcher.models().values()]
+        return ModelList(
+            data=entries,
+            first_id=entries[0].id if entries else None,
+            last_id=entries[-1].id if entries else None,
+        )
 
     def model(self, name: str) -> ModelEntry:
         """Raises: UnknownModelError: no worker serves it."""
@@ -249,6 +260,7 @@ class Frontend:
     ) -> PendingAnswer:
         """Make the completion of a prepared request; `chat` is the body of one, with its messages."""
         name, options = prepared.model.card.name, request.stream_options
+        include_usage = options is not None and bool(options.include_usage)
         self._next_turns.arrived(prepared)
         on_answer = None if chat is None else self._next_turns.follow(chat, prepared, size_bytes)
         timer = self.metrics.timer(name, slot.arrived, prepared.prompt_tokens)
@@ -259,11 +271,18 @@ class Frontend:
             prepared=prepared,
             envelope=Envelope(prepared.id, int(wall_time_s()), name, isinstance(request, ChatRequest)),
             stream=bool(request.stream),
-            include_usage=options is not None and options.include_usage,
+            include_usage=include_usage,
+            continuous_usage=include_usage and options is not None and bool(options.continuous_usage_stats),
         )
 
 
 def _entry(card: ModelCard) -> ModelEntry:
+    created = dt.datetime.fromtimestamp(card.created_s, dt.UTC)
     return ModelEntry(
-        id=card.name, created=card.created_s, max_model_len=card.context_length, parent=card.parent
+        id=card.name,
+        created=card.created_s,
+        max_model_len=card.context_length,
+        parent=card.parent,
+        display_name=card.name,
+        created_at=created.isoformat().replace("+00:00", "Z"),
     )

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from penstock.frontend.limits.receive_metrics import ReceiveMetrics
-from penstock.frontend.openai.bodies import Usage
+from penstock.frontend.openai.answers import Usage
 from penstock.runtime.observations.request_recorder import RequestRecorder
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

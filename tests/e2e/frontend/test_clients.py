@@ -12,7 +12,7 @@ from frontend_site import HI, IDS, SPEAK, TEXT, Site, chat, http, run, serving
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_tokens
 from penstock.frontend.http.sse_response import SseResponse
-from penstock.frontend.requests.completion import TextEvent
+from penstock.frontend.text.events import TextEvent
 from tests.support.dispatcher import speak
 
 

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from penstock.core.errors import Unavailable
 from penstock.core.types.instances import Role
 from penstock.frontend.metrics import FrontendMetrics
-from penstock.frontend.openai.bodies import PromptTokensDetails, Usage
+from penstock.frontend.openai.answers import PromptTokensDetails, Usage
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.config import PlannerConfig
 from penstock.planner.observe.prometheus import PENSTOCK, QUERIES, PrometheusSource

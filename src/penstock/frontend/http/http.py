@@ -25,11 +25,13 @@ from penstock.frontend.errors import (
 )
 from penstock.frontend.frontend import Frontend, PendingAnswer
 from penstock.frontend.http.connection import Connection
+from penstock.frontend.http.cors import Cors
+from penstock.frontend.http.info_routes import InfoRoutes
 from penstock.frontend.http.kv_routes import KvRoutes
 from penstock.frontend.http.sse_response import SseResponse
 from penstock.frontend.limits.admission import Slot
 from penstock.frontend.limits.headers import RequestOptions, read_options
-from penstock.frontend.openai.bodies import encode
+from penstock.frontend.openai.answers import encode
 from penstock.frontend.openai.body_error import body_error
 from penstock.frontend.openai.explaining import explain_latest, explain_one
 
@@ -52,6 +54,7 @@ class HttpSurface:
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
         self._config = frontend.config
+        self._cors = Cors(frontend.config.cors_origins)
         self.draining = False
         """True: close each connection after its answer."""
 
@@ -62,11 +65,7 @@ class HttpSurface:
             [
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._completion),
-                web.get("/v1/models", self._models),
-                web.get("/v1/models/{model:.+}", self._model),
-                web.get("/health", self._health),
-                web.get("/live", self._live),
-                web.get("/metrics", self._metrics),
+                *InfoRoutes(self._frontend, lambda: self.draining).routes(),
                 web.get("/admin/workers", self._workers),
                 web.post("/admin/workers/{name}/role", self._change_role),
                 web.post("/admin/workers/{name}/sleep", self._sleep),
@@ -97,6 +96,8 @@ class HttpSurface:
         return response
 
     async def _answer(self, request: web.Request, handler: Handler, route: str) -> web.StreamResponse:
+        if request.method == "OPTIONS" and (options := self._cors.options(request)) is not None:
+            return options
         try:
             if route.startswith("/v1/"):
                 self._frontend.access.check_api(request.headers)
@@ -143,9 +144,11 @@ class HttpSurface:
             return UnknownPathError(f"{request.path} does not exist; there are {', '.join(routes)}")
         return RequestError(f"{error.status}: {error.reason}", http_status=error.status)
 
-    async def _add_headers(self, _: web.Request, response: web.StreamResponse) -> None:
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         # aiohttp rejects an unknown `Expect` before `_frame` runs: that response has no id yet.
         response.headers[_REQUEST_ID] = _request_id.get("") or self._frontend.new_id()
+        if self._cors.is_on:
+            self._cors.mark(request, response)
         if self.draining:
             response.force_close()
 
@@ -190,25 +193,6 @@ class HttpSurface:
                 raise  # nothing was sent yet: the error gets its HTTP status
             await response.fail(error if isinstance(error, PenstockError) else _unexpected(request))
         return response
-
-    async def _models(self, _: web.Request) -> web.Response:
-        return json_response(encode(self._frontend.models()))
-
-    async def _model(self, request: web.Request) -> web.Response:
-        return json_response(encode(self._frontend.model(request.match_info["model"])))
-
-    async def _health(self, _: web.Request) -> web.Response:
-        reason = "the server is shutting down" if self.draining else self._frontend.unhealthy()
-        if reason is not None:
-            return json_response(encode({"status": "unavailable", "reason": reason}), status=503)
-        return json_response(encode({"status": "ok", "models": sorted(self._frontend.dispatcher.models())}))
-
-    async def _live(self, _: web.Request) -> web.Response:
-        return json_response(b'{"status":"live"}')
-
-    async def _metrics(self, _: web.Request) -> web.Response:
-        text = self._frontend.metrics.expose()
-        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _explain_latest(self, request: web.Request) -> web.Response:
         return json_response(encode(explain_latest(self._frontend.dispatcher, request)))

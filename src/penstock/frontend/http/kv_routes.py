@@ -10,7 +10,7 @@ from penstock.core.errors import RequestError
 from penstock.core.types.events import Tier
 from penstock.core.types.kv.actions import KvAction, KvEvict, KvFlush, KvList, KvPin, KvUnpin
 from penstock.frontend.frontend import Frontend
-from penstock.frontend.openai.bodies import encode
+from penstock.frontend.openai.answers import encode
 from penstock.frontend.requests.kv_body import (
     FlushBody,
     PinBody,

@@ -31,7 +31,7 @@ from penstock.frontend.limits.body import BodyReader
 from penstock.frontend.limits.headers import wants_explanation
 from penstock.frontend.limits.receive_budget import ReceiveBudget
 from penstock.frontend.limits.receive_metrics import ReceiveMetrics
-from penstock.frontend.openai.bodies import encode
+from penstock.frontend.openai.answers import encode
 from penstock.frontend.openai.explaining import Explanation, explain_latest, explain_one
 from penstock.frontend.requests.encoders import LARGE_BYTES, EncoderPool, decode_large_query
 from penstock.frontend.requests.preprocess import THREAD_BYTES

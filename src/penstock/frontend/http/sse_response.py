@@ -13,8 +13,7 @@ from aiohttp.abc import AbstractStreamWriter
 from penstock.core.errors import DeadlineExceeded, PenstockError
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import PendingAnswer
-from penstock.frontend.requests.completion import TextEvent
-from penstock.frontend.requests.sse import DONE, error_event
+from penstock.frontend.text.events import TextEvent
 
 _INT_BYTES = 4
 _HEARTBEAT = b": heartbeat\n\n"  # a comment of the SSE standard
@@ -74,10 +73,7 @@ class SseResponse(web.StreamResponse):
         await self._send(self._encoder.event(event))
 
     async def finish(self) -> None:
-        end = DONE
-        if self._pending.include_usage:
-            end = self._encoder.usage(self._pending.completion.usage()) + DONE
-        await self._send(end)
+        await self._send(self._encoder.end(self._pending.completion.usage()))
 
     async def fail(self, error: PenstockError) -> None:
         """End the stream with an error event; a client with unread bytes is disconnected instead."""
@@ -88,7 +84,7 @@ class SseResponse(web.StreamResponse):
         ):
             transport.abort()
         elif self._writer is not None:
-            await self._writer.write(error_event(error))  # no drain: the client may not read
+            await self._writer.write(self._encoder.failure(error))  # no drain: the client may not read
 
     async def _send(self, chunk: bytes) -> None:
         """Write, then wait until the client has read enough of earlier bytes."""

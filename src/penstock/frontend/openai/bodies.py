@@ -1,4 +1,4 @@
-"""Request and response bodies of the OpenAI API, as far as Penstock serves it.
+"""Request bodies of the OpenAI API, as far as Penstock serves it.
 
 Unsupported fields that would change the answer are declared too, so that a request with one is refused by name
 (`validation.py`) and never answered wrongly.
@@ -6,26 +6,29 @@ Unsupported fields that would change the answer are declared too, so that a requ
 
 import contextlib
 import gc
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.frontend.openai.agents import AgentHintsBody, PeerBody, RetentionBody, SessionBody
 from penstock.frontend.openai.body_error import body_error
-from penstock.frontend.openai.explaining import Explanation
+from penstock.frontend.openai.lenient import decode_leniently
 from penstock.frontend.openai.media import ContentPart
+
+_Request = TypeVar("_Request", bound=msgspec.Struct)
 
 STOPS_MAX = 16
 STOP_CHARACTERS_MAX = 1024
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of request bodies: an unknown field is an error, as at OpenAI."""
+    """Base of request bodies: an unknown field is an error, unless it has no effect (`lenient.py`)."""
 
 
 class StreamOptions(Body, kw_only=True):
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Any = None  # accepted, no effect
 
 
@@ -53,6 +56,9 @@ class GenerationRequest(Body, kw_only=True):
     stop_token_ids: list[int] | None = None
     cache_salt: str | None = None
     structured_outputs: Any = None
+    priority: int | None = None
+    add_special_tokens: bool | None = None
+    strict: bool | None = None  # true: unknown fields are refused, whatever their value
     # What agents say (`agents.py`).
     session: SessionBody | None = None
     kv_retention: RetentionBody | None = None
@@ -71,10 +77,13 @@ class GenerationRequest(Body, kw_only=True):
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """One message; fields copied from an earlier answer, such as `refusal`, are ignored."""
+    """One message; unknown fields, such as those copied from an earlier answer, are ignored."""
 
     role: str
     content: str | list[ContentPart] | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's name for the same
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -86,6 +95,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
     parallel_tool_calls: Any = None
     # Refused unless they ask for nothing.
     tools: Any = None
@@ -95,7 +108,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
@@ -109,93 +121,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     suffix: Any = None
 
 
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenEntry(msgspec.Struct):
-    """One token of a chat answer's `logprobs.content`."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    content: list[TokenEntry]
-    refusal: None = None
-
-
-class CompletionLogprobs(msgspec.Struct):
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
-    text_offset: list[int]
-
-
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class AssistantMessage(msgspec.Struct, kw_only=True):
-    role: str = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(msgspec.Struct):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-
-
-class CompletionChoice(msgspec.Struct):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str
-
-
-class Answer(msgspec.Struct, omit_defaults=True):
-    """A whole chat.completion or text_completion. `penstock` holds the routing decisions if the client asked for them."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChoice] | list[CompletionChoice]
-    usage: Usage
-    penstock: Explanation | None = None
-
-
-class ModelEntry(msgspec.Struct, kw_only=True):
-    """A model, or a LoRA adapter of its `parent`; `max_model_len` is its context length. Both names are vLLM's."""
-
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "penstock"
-    max_model_len: int
-    parent: str | None = None
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    object: str = "list"
-    data: list[ModelEntry]
-
-
-encode = msgspec.json.Encoder().encode
 _decode_chat = msgspec.json.Decoder(ChatRequest).decode
 _decode_completion = msgspec.json.Decoder(CompletionRequest).decode
 
@@ -206,11 +131,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     Raises:
         RequestError: not JSON, a wrong type, a missing or an unknown field.
     """
-    try:
-        with _no_collections():
-            return _decode_chat(body)
-    except (ValueError, RecursionError) as error:
-        raise body_error(error, body, ChatRequest) from error
+    return parse_body(body, ChatRequest, _decode_chat)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -219,11 +140,23 @@ def parse_completion(body: bytes) -> CompletionRequest:
     Raises:
         RequestError: not JSON, a wrong type, a missing or an unknown field.
     """
+    return parse_body(body, CompletionRequest, _decode_completion)
+
+
+def parse_body(body: bytes, kind: type[_Request], decode: Callable[[bytes], _Request]) -> _Request:
+    """Decode a body of any API.
+
+    Raises:
+        RequestError: not JSON, a wrong type, a missing or an unknown field.
+    """
     try:
         with _no_collections():
-            return _decode_completion(body)
+            try:
+                return decode(body)
+            except msgspec.ValidationError as error:
+                return decode_leniently(body, kind, error)
     except (ValueError, RecursionError) as error:
-        raise body_error(error, body, CompletionRequest) from error
+        raise body_error(error, body, kind) from error
 
 
 @contextlib.contextmanager

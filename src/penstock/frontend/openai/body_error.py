@@ -2,12 +2,14 @@
 
 import enum
 import re
+from typing import Any
 
 import msgspec
 
 from penstock.core.config import nearest
 from penstock.core.errors import RequestError
 
+_SHOWN_MAX = 40
 _JSON_NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
 
 
@@ -45,20 +47,33 @@ def _content_error(problem: str, body: bytes, kind: type[msgspec.Struct]) -> Req
     if re.fullmatch(r"Expected int( \| null)?, got float", problem):
         problem = f"must be a whole number{_given(body, path)}"
     elif problem.startswith("Expected "):
-        problem = re.sub(r"\b(str|int|float|bool)\b", lambda name: _JSON_NAMES[name[0]], problem)
+        problem += _shown(body, path)
+        problem = re.sub(r"\b(str|int|float|bool)\b", lambda name: _JSON_NAMES[name[0]], problem, count=4)
     problem = problem[:1].lower() + problem[1:].replace(" | ", " or ")
     return RequestError(f"{path or 'the body'}: {problem}", param=path or None)
 
 
+def _shown(body: bytes, path: str) -> str:
+    """Show the value at `path`, shortened; empty where it is an object or a list, or cannot be found."""
+    value = _value(body, path)
+    return f" {repr(value)[:_SHOWN_MAX]}" if isinstance(value, str | int | float) else ""
+
+
 def _given(body: bytes, path: str) -> str:
     """Say which value stands at `path`; empty if it cannot be found."""
-    value = msgspec.json.decode(body)
+    value = _value(body, path)
+    return "" if value is None else f", got {value}"
+
+
+def _value(body: bytes, path: str) -> Any:
+    """Give the value at `path`; None if it cannot be found."""
     try:
+        value = msgspec.json.decode(body)
         for part in re.findall(r"[^.\[\]]+", path):
             value = value[int(part) if isinstance(value, list) else part]
-    except (LookupError, ValueError):  # a key with a dot
-        return ""
-    return f", got {value}"
+    except (LookupError, ValueError, TypeError):  # a key with a dot
+        return None
+    return value
 
 
 def _words(kind: type[msgspec.Struct], name: str) -> str:

@@ -11,6 +11,7 @@ from penstock.core.wire import Wire
 
 PART_TYPES = {"image_url": "image", "input_audio": "audio", "audio_url": "audio", "video_url": "video"}
 """Types of content parts that hold media, and their modality."""
+TEXT_TYPES = ("text", "refusal")
 _QUOTED = 80
 
 
@@ -27,10 +28,18 @@ class InputAudio(msgspec.Struct, kw_only=True):
 class ContentPart(msgspec.Struct, kw_only=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
     image_url: MediaUrl | str | None = None
     audio_url: MediaUrl | str | None = None
     video_url: MediaUrl | str | None = None
     input_audio: InputAudio | None = None
+
+    @property
+    def words(self) -> str | None:
+        """The text of a part without media; None for one with media."""
+        if self.type not in TEXT_TYPES:
+            return None
+        return (self.refusal if self.type == "refusal" else self.text) or ""
 
 
 class MediaPart(Wire, frozen=True):
@@ -48,7 +57,7 @@ def check_part(part: ContentPart, where: str) -> None:
     Raises:
         RequestError: it is not.
     """
-    if part.type != "text" and part.type not in PART_TYPES:
+    if part.type not in TEXT_TYPES and part.type not in PART_TYPES:
         raise RequestError(
             f"{where}.type: {part.type!r} is not supported; send parts of type 'text', or of"
             f" {', '.join(PART_TYPES)} where the model takes them",

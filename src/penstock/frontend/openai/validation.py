@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.core.errors import RequestError
-from penstock.frontend.openai.agents import agent_options
+from penstock.frontend.openai.agents import PRIORITY_MAX, agent_options
 from penstock.frontend.openai.bodies import (
     STOP_CHARACTERS_MAX,
     STOPS_MAX,
@@ -35,8 +35,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
     "echo": (False,),
     "best_of": (1,),
@@ -69,10 +68,26 @@ def check_chat(request: ChatRequest, choices_max: int) -> None:
                 f"chat_template_kwargs.{name}: is not the request's to set; leave it out",
                 param=f"chat_template_kwargs.{name}",
             )
+    _check_final_message(request)
     if not request.messages:
         raise RequestError("messages: must hold at least one message, got none", param="messages")
     for index, message in enumerate(request.messages):
         _check_message(message, f"messages[{index}]")
+
+
+def _check_final_message(request: ChatRequest) -> None:
+    if not request.continue_final_message:
+        return
+    if request.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message: contradicts add_generation_prompt: true; send one of them",
+            param="continue_final_message",
+        )
+    if not request.messages or request.messages[-1].role != "assistant" or not request.messages[-1].content:
+        raise RequestError(
+            "continue_final_message: expected a last message of role 'assistant' with content; add it, or leave this out",
+            param="continue_final_message",
+        )
 
 
 def check_completion(request: CompletionRequest, choices_max: int) -> None:
@@ -108,10 +123,6 @@ def _check_generation(request: GenerationRequest, choices_max: int) -> None:
         if value is None or value in neutral or _is_ruled_out(request, name):
             continue
         raise RequestError(f"{name}: not supported by this server; leave it out", param=name)
-    if request.stream_options is not None and not request.stream:
-        raise RequestError(
-            "stream_options: only allowed with stream: true; leave it out", param="stream_options"
-        )
     _check_range(request, "max_tokens", 1, None)
     _check_range(request, "n", 1, choices_max)
     _check_range(request, "temperature", 0, 2)
@@ -122,6 +133,7 @@ def _check_generation(request: GenerationRequest, choices_max: int) -> None:
     _check_range(request, "min_p", 0, 1)
     _check_range(request, "top_k", -1, _TOP_K_MAX)  # -1 and 0 turn it off, as in vLLM
     _check_range(request, "min_tokens", 0, None)
+    _check_range(request, "priority", -PRIORITY_MAX, PRIORITY_MAX)
     _check_range(request, "seed", -(1 << _SEED_BITS), (1 << _SEED_BITS) - 1)
     _check_stops(request)
     _check_length("stop_token_ids", request.stop_token_ids or (), STOP_IDS_MAX, "ids")
@@ -177,7 +189,7 @@ def _check_message(message: Message, path: str) -> None:
         raise RequestError(
             f"{path}.role: must be one of {', '.join(ROLES)}, got {message.role!r}", param=f"{path}.role"
         )
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
+    if message.content is None and message.role != "assistant":
         raise RequestError(f"{path}.content: required, but missing", param=f"{path}.content")
     if not isinstance(message.content, list):
         return

@@ -7,51 +7,46 @@ characters split over tokens, and log-probabilities.
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from penstock.core.errors import EngineError
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
 from penstock.core.wire import num_tokens, token_list
 from penstock.frontend.metrics import RequestTimer
-from penstock.frontend.openai.bodies import PromptTokensDetails, Usage
+from penstock.frontend.openai.answers import PromptTokensDetails, Usage
 from penstock.frontend.requests.next_turns import Answer, OnAnswer
 from penstock.frontend.requests.preprocess import PreparedRequest
 from penstock.frontend.text.detokenize import Detokenizer, TextDecoder
+from penstock.frontend.text.events import TextEvent, TokenText
 from penstock.frontend.text.stops import StopFinder
 from penstock.seams import RequestDispatcher, RequestStream
 
 _GIVEN_UP = frozenset({FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.PREFILLED})
 
 
-@dataclass(frozen=True, slots=True)
-class TokenText:
-    """One output token with its log-probability; `start` is its character offset in the choice's text."""
-
-    logprob: TokenLogprob
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class TextEvent:
-    """New text of one choice. Its last event has the finish reason.
-
-    The last event also has the routing decisions, if the client asked for them.
-    """
-
-    index: int
-    text: str
-    finish_reason: str | None = None
-    logprobs: tuple[TokenText, ...] = ()
-    decisions: Sequence[object] = ()
-
-
 class ChoiceText:
     """Converts one choice's deltas to text events. Not thread-safe; one task owns it."""
 
     def __init__(
-        self, index: int, detokenizer: Detokenizer, stops: Sequence[str], *, begins_text: bool
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        *,
+        begins_text: bool,
+        min_tokens: int = 0,
     ) -> None:
+        """Start a choice.
+
+        Args:
+            index: its place among the answer's choices.
+            detokenizer: of the model.
+            stops: strings that end it.
+            begins_text: as in `Detokenizer.stream`.
+            min_tokens: stop strings are not searched in the text of so many tokens at its start.
+        """
         self.index = index
+        self._min_tokens = min_tokens if stops else 0
         self.output_tokens = 0
         self.cached_tokens = 0
         self.finished = False
@@ -105,6 +100,9 @@ class ChoiceText:
                 self._waiting.append(TokenText(logprobs[index], self._decoded))
             decoded = self._decoder.feed((token_id,))
             self._decoded += len(decoded)
+            if self.output_tokens - len(token_ids) + index < self._min_tokens:
+                text += decoded
+                continue
             stopped, found = self._find(decoded)
             text += found
             if stopped:
@@ -162,7 +160,13 @@ class Completion:
         self._dispatcher = dispatcher
         self._timer = timer
         self._choices = [
-            ChoiceText(index, prepared.model.detokenizer, prepared.stops, begins_text=prepared.begins_text)
+            ChoiceText(
+                index,
+                prepared.model.detokenizer,
+                prepared.stops,
+                begins_text=prepared.begins_text,
+                min_tokens=prepared.min_tokens,
+            )
             for index in range(len(prepared.requests))
         ]
 

@@ -15,6 +15,7 @@ from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest, Message
 from penstock.frontend.openai.media import PART_TYPES, ContentPart, MediaPart, media_part, placeholders
 from penstock.frontend.text.models import ServedModel
+from penstock.frontend.text.template import ChatTemplate
 
 _UNREAD = (
     "user",
@@ -25,6 +26,9 @@ _UNREAD = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
+_THINKING_SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""Variables of templates that turn reasoning off."""
+_NO_EFFORT = ("none", "minimal")
 
 
 class Prompt(Wire, frozen=True):
@@ -56,7 +60,7 @@ def encode_prompts(
     salt = request_salt(model.card.salt, request.cache_salt)
     if isinstance(request, ChatRequest):
         media = _media(request, model)
-        encoded, param = [encode_chat(model, request.messages, request.chat_template_kwargs)], "messages"
+        encoded, param = [_encode_request(request, model)], "messages"
     else:
         encoded, param = _encode_texts(request, model), "prompt"
     return tuple(
@@ -76,31 +80,71 @@ def without_prompts(request: GenerationRequest) -> GenerationRequest:
     """Copy a request without its prompts."""
     changes: dict[str, Any] = dict.fromkeys(_UNREAD)
     if isinstance(request, ChatRequest):
-        changes |= {"messages": [], "chat_template_kwargs": None, "parallel_tool_calls": None}
+        changes |= {"messages": [], "chat_template_kwargs": None, "documents": None}
     else:
         changes["prompt"] = ""
     return msgspec.structs.replace(request, **changes)
 
 
 def encode_chat(
-    model: ServedModel, messages: Sequence[Message], arguments: dict[str, Any] | None = None
+    model: ServedModel,
+    messages: Sequence[Message],
+    arguments: dict[str, Any] | None = None,
+    *,
+    special: bool = False,
 ) -> TokenArray:
     """Render messages by the model's chat template, with more variables for it, and tokenize them.
+
+    `special`: the tokenizer adds its special tokens too, beside those of the template.
 
     Raises:
         RequestError: the template refuses the messages, or they are too long by `LengthBound`.
     """
+    text = _template(model).render([_message(message, model) for message in messages], arguments)
+    return _encode(model, text, "messages", special=special)
+
+
+def template_arguments(request: ChatRequest, model: ServedModel) -> dict[str, Any]:
+    """Give the variables that a chat sets for its template."""
+    arguments = dict(request.chat_template_kwargs or {})
+    if request.documents is not None:
+        arguments["documents"] = request.documents
+    if request.add_generation_prompt is not None:
+        arguments["add_generation_prompt"] = request.add_generation_prompt
+    effort, template = request.reasoning_effort, model.template
+    if effort is not None and template is not None:
+        if "reasoning_effort" in template.variables:
+            arguments.setdefault("reasoning_effort", effort)
+        for switch in _THINKING_SWITCHES & template.variables:
+            arguments.setdefault(switch, effort not in _NO_EFFORT)
+    return arguments
+
+
+def encode_text(model: ServedModel, text: str, *, special: bool = True) -> TokenArray:
+    """Tokenize the prompt of a completion, with the model's special tokens around it or not.
+
+    Raises:
+        RequestError: it is too long by `LengthBound`.
+    """
+    return _encode(model, text, "prompt", special=special)
+
+
+def _encode_request(request: ChatRequest, model: ServedModel) -> TokenArray:
+    arguments = template_arguments(request, model)
+    special = bool(request.add_special_tokens)
+    if not request.continue_final_message:
+        return encode_chat(model, request.messages, arguments, special=special)
+    template = _template(model)
+    text = template.render_open([_message(message, model) for message in request.messages], arguments)
+    return _encode(model, text, "messages", special=special)
+
+
+def _template(model: ServedModel) -> ChatTemplate:
     if model.template is None:
         raise RequestError(
             f"messages: model {model.card.name!r} has no chat template; use /v1/completions", param="messages"
         )
-    text = model.template.render([_message(message, model) for message in messages], arguments)
-    return _encode(model, text, "messages", special=False)  # the template adds the special tokens
-
-
-def encode_text(model: ServedModel, text: str) -> TokenArray:
-    """Tokenize the prompt of a completion; raises RequestError where it is too long by `LengthBound`."""
-    return _encode(model, text, "prompt", special=True)
+    return model.template
 
 
 def _media(request: ChatRequest, model: ServedModel) -> tuple[MediaPart, ...]:
@@ -109,7 +153,7 @@ def _media(request: ChatRequest, model: ServedModel) -> tuple[MediaPart, ...]:
     found = []
     for number, message in enumerate(request.messages):
         for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            if part.type == "text":
+            if part.words is not None:
                 continue
             where = f"messages[{number}].content[{index}]"
             if (modality := PART_TYPES[part.type]) not in taken:
@@ -124,7 +168,10 @@ def _media(request: ChatRequest, model: ServedModel) -> tuple[MediaPart, ...]:
 
 
 def _message(message: Message, model: ServedModel) -> dict[str, Any]:
-    fields: dict[str, Any] = {"role": message.role, "content": _content(message.content, model)}
+    content = message.content if message.content is not None else message.refusal or ""
+    fields: dict[str, Any] = {"role": message.role, "content": _content(content, model)}
+    if (reasoning := message.reasoning_content or message.reasoning) is not None:
+        fields["reasoning_content"] = reasoning
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_call_id is not None:
@@ -134,34 +181,32 @@ def _message(message: Message, model: ServedModel) -> dict[str, Any]:
     return fields
 
 
-def _content(
-    content: str | list[ContentPart] | None, model: ServedModel
-) -> str | list[dict[str, str]] | None:
+def _content(content: str | list[ContentPart], model: ServedModel) -> str | list[dict[str, str]]:
     """Make a content of the form that the template takes, as vLLM chooses it."""
     template = model.template
     assert template is not None, "checked"
-    if content is None or (isinstance(content, str) and (template.takes_strings or not template.takes_parts)):
+    if isinstance(content, str) and (template.takes_strings or not template.takes_parts):
         return content
     parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content
     if template.takes_parts:
         return [
-            {"type": "text", "text": part.text or ""}
-            if part.type == "text"
+            {"type": "text", "text": words}
+            if (words := part.words) is not None
             else {"type": PART_TYPES[part.type]}
             for part in parts
         ]
-    text = "\n".join(part.text or "" for part in parts if part.type == "text")
-    modalities = [PART_TYPES[part.type] for part in parts if part.type != "text"]
+    text = "\n".join(words for part in parts if (words := part.words) is not None)
+    modalities = [PART_TYPES[part.type] for part in parts if part.words is None]
     return placeholders(modalities, text, {kind.modality: kind.placeholder for kind in model.card.media})
 
 
 def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     """Decode a tool call's arguments from JSON text (the API) to an object (templates)."""
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or not isinstance(function.get("arguments") or "", str):
         return call
     try:
-        arguments = msgspec.json.decode(function["arguments"])
+        arguments = msgspec.json.decode(function.get("arguments") or "{}")
     except ValueError:
         return call
     return {**call, "function": {**function, "arguments": arguments}}
@@ -171,7 +216,11 @@ def _encode_texts(request: CompletionRequest, model: ServedModel) -> list[TokenA
     prompt: Any = request.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         prompt = [prompt]
-    return [encode_text(model, item) if isinstance(item, str) else _check_ids(item, model) for item in prompt]
+    special = request.add_special_tokens is not False
+    return [
+        encode_text(model, item, special=special) if isinstance(item, str) else _check_ids(item, model)
+        for item in prompt
+    ]
 
 
 def _encode(model: ServedModel, text: str, param: str, *, special: bool) -> TokenArray:

@@ -27,7 +27,7 @@ from penstock.core.wire import (
 )
 from penstock.frontend.metrics import FrontendMetrics, NextTurn
 from penstock.frontend.openai.bodies import ChatRequest, Message, parse_chat
-from penstock.frontend.requests.encoding import encode_chat
+from penstock.frontend.requests.encoding import encode_chat, template_arguments
 from penstock.frontend.requests.preprocess import PreparedRequest
 from penstock.seams import RequestDispatcher, RequestStream
 
@@ -260,7 +260,7 @@ class NextTurns:
                             *said,
                             Message(role=role, content=content, tool_call_id="0" if role == "tool" else None),
                         ],
-                        request.chat_template_kwargs,
+                        template_arguments(request, turn.prepared.model),
                     )
                     for content in _CONTENTS
                 )

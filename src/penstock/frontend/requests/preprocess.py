@@ -51,6 +51,7 @@ class PreparedRequest:
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
     begins_text: bool = True
+    min_tokens: int = 0
 
 
 class Preprocessor:
@@ -96,7 +97,7 @@ class Preprocessor:
         seed = self._rng.getrandbits(63) if request.seed is None else request.seed & (2**63 - 1)
         agent, options = agent_options(request), metadata.options
         session = _session(agent, options)
-        priority = options.priority if options.priority is not None else agent.priority
+        priority = _priority(request, agent, options)
         deadline_s = max(metadata.deadline - asyncio.get_running_loop().time(), 0.0)
         requests: list[Request] = []
         for prompt in prompts:
@@ -121,7 +122,7 @@ class Preprocessor:
                         retention=agent.retention,
                         follows_tool=_follows_tool(request),
                         tenant=options.tenant,
-                        priority=priority or 0,
+                        priority=priority,
                         slo_ttft_s=options.slo_ttft_s,
                         slo_itl_s=options.slo_itl_s,
                         media=prompt.expanded,
@@ -136,7 +137,8 @@ class Preprocessor:
             options=options,
             stops=stop_strings(request),
             logprobs=logprobs,
-            begins_text=isinstance(request, ChatRequest),
+            begins_text=isinstance(request, ChatRequest) and not request.continue_final_message,
+            min_tokens=request.min_tokens or 0,
         )
 
 
@@ -156,6 +158,13 @@ def _session(agent: AgentOptions, options: RequestOptions) -> str | None:
         f"session.id: {agent.session!r} contradicts the session {options.session!r} in the header; send one of them",
         param="session.id",
     )
+
+
+def _priority(request: GenerationRequest, agent: AgentOptions, options: RequestOptions) -> int:
+    """Give `Request.priority`: the header's, the body's (as in vLLM, lower values come first), or that of agents."""
+    if options.priority is not None:
+        return options.priority
+    return -request.priority if request.priority else agent.priority or 0
 
 
 def _limits(request: GenerationRequest) -> tuple[int | None, int | None]:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -20,7 +21,7 @@ _PROBE = "shown as text"
 RESERVED = frozenset(
     {*_SPECIAL_TOKENS, "messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"}
 )
-"""Variables that only the server sets; requests may set any other."""
+"""Variables that only the server sets, some from fields of their own; `chat_template_kwargs` may set any other."""
 
 
 class _NamedTemplate(msgspec.Struct):
@@ -59,6 +60,9 @@ class ChatTemplate:
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template: line {error.lineno}: {error.message}") from error
+        self.source = source
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))
+        """Variables that the template reads, such as `tools` or `enable_thinking`."""
         self._special_tokens = special_tokens
         self.takes_strings = self._shows(_PROBE)
         """Whether a message's content may be a string."""
@@ -91,7 +95,7 @@ class ChatTemplate:
 
         Args:
             messages: objects with `role`, `content` and any field that the template reads.
-            arguments: more variables, such as `enable_thinking`; none of `RESERVED`.
+            arguments: more variables, such as `enable_thinking`, `tools` or `add_generation_prompt`.
 
         Raises:
             RequestError: the template refuses these messages.
@@ -110,6 +114,25 @@ class ChatTemplate:
             raise RequestError(
                 f"messages: the model's chat template refuses them: {error}", param="messages"
             ) from error
+
+    def render_open(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]) -> str:
+        """Render messages up to the end of the last one's content, so that the model continues it.
+
+        Raises:
+            RequestError: the template refuses these messages, or does not show the last one's content as it is.
+        """
+        text = self.render(messages, {**arguments, "add_generation_prompt": False})
+        content = str(messages[-1]["content"])
+        shown = content.strip()
+        at = text.rfind(shown) if shown else -1
+        if at < 0:
+            raise RequestError(
+                "continue_final_message: the model's chat template does not show the last message as it is; leave it out",
+                param="continue_final_message",
+            )
+        kept = content[len(content.rstrip()) :]
+        end = at + len(shown)
+        return text[:end] + (kept if text.startswith(kept, end) else "")
 
     def _shows(self, content: Any) -> bool:
         """Say whether the template shows the text of such a content, and not its Python form."""

@@ -6,7 +6,8 @@ import pytest
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import KvRetention, SessionAction, SessionControl
 from penstock.frontend.openai.agents import AgentOptions, agent_options
-from penstock.frontend.openai.bodies import CompletionRequest, encode, parse_completion
+from penstock.frontend.openai.answers import encode
+from penstock.frontend.openai.bodies import CompletionRequest, parse_completion
 
 OPEN = SessionControl(action=SessionAction.OPEN)
 

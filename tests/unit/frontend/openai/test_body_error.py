@@ -22,8 +22,8 @@ class Paint(msgspec.Struct, forbid_unknown_fields=True):
     ("body", "param", "says"),
     [
         (b'{"colour": "green"}', "colour", "colour: must be one of 'red', 'blue', got 'green'"),
-        (b'{"colour": 5}', "colour", "colour: expected string, got integer"),
-        (b'{"colour": "red", "coats": "x"}', "coats", "coats: expected integer, got string"),
+        (b'{"colour": 5}', "colour", "colour: expected string, got integer 5"),
+        (b'{"colour": "red", "coats": "x"}', "coats", "coats: expected integer, got string 'x'"),
         (b'{"colour": "red", "coats": 1.5}', "coats", "coats: must be a whole number, got 1.5"),
         (b'{"colour": []}', "colour", "colour: expected string, got array"),
         (

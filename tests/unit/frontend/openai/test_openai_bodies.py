@@ -6,7 +6,8 @@ import pytest
 
 from penstock.core.errors import EngineError, Overloaded, RequestError
 from penstock.frontend.errors import UnknownModelError, error_answer
-from penstock.frontend.openai.bodies import encode, parse_chat, parse_completion
+from penstock.frontend.openai.answers import encode
+from penstock.frontend.openai.bodies import parse_chat, parse_completion
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

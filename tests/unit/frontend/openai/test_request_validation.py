@@ -48,6 +48,7 @@ def completion_refusal(**fields: Any) -> RequestError:
         ("top_k", -2, ">= -1 and <= 2147483647"),
         ("top_k", 1 << 63, ">= -1 and <= 2147483647"),
         ("min_tokens", -1, ">= 0"),
+        ("priority", 1001, ">= -1000 and <= 1000"),
         ("seed", 1 << 63, ">= "),
     ],
 )
@@ -77,7 +78,7 @@ def test_bounds_themselves_are_allowed() -> None:
         ("logit_bias", {"5": 1}),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("reasoning_effort", "high"),
+        ("verbosity", "high"),
         ("modalities", ["text", "audio"]),
     ],
 )
@@ -114,7 +115,27 @@ def test_contradictions_are_refused() -> None:
     check_chat(ChatRequest(model="m", messages=HI, max_tokens=3, max_completion_tokens=3), choices_max=8)
     assert chat_refusal(top_logprobs=3).param == "top_logprobs"
     assert chat_refusal(top_logprobs=21, logprobs=True).param == "top_logprobs"
-    assert chat_refusal(stream_options=StreamOptions(include_usage=True)).param == "stream_options"
+    assert (
+        chat_refusal(continue_final_message=True, add_generation_prompt=True).param
+        == "continue_final_message"
+    )
+
+
+def test_a_message_that_goes_on_is_the_assistants() -> None:
+    assert "role 'assistant'" in chat_refusal(continue_final_message=True).message
+    said = [*HI, Message(role="assistant", content="well")]
+    check_chat(ChatRequest(model="m", messages=said, continue_final_message=True), choices_max=8)
+
+
+def test_what_changes_nothing_is_accepted() -> None:
+    for fields in (
+        {"stream_options": StreamOptions(include_usage=True)},
+        {"messages": [*HI, Message(role="assistant", content=None)]},
+        {"messages": [*HI, Message(role="assistant", content=[ContentPart(type="refusal", refusal="no")])]},
+        {"reasoning_effort": "high"},
+        {"verbosity": "medium"},
+    ):
+        check_chat(ChatRequest(model="m", **{"messages": HI, **fields}), choices_max=8)
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token", "strftime_now"])
@@ -152,9 +173,9 @@ def test_messages_are_checked_one_by_one() -> None:
     error = chat_refusal(messages=[image])
     assert error.param == "messages[0].content[1].image_url"
     assert "required, but missing" in error.message
-    error = chat_refusal(messages=[Message(role="user", content=[ContentPart(type="refusal")])])
+    error = chat_refusal(messages=[Message(role="user", content=[ContentPart(type="drawing")])])
     assert error.param == "messages[0].content[0].type"
-    assert "'refusal' is not supported" in error.message
+    assert "'drawing' is not supported" in error.message
     empty = Message(role="user", content=[ContentPart(type="text")])
     assert chat_refusal(messages=[empty]).param == "messages[0].content[0].text"
 

@@ -7,8 +7,9 @@ from penstock.core.errors import EngineError
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import Delta, FinishReason, TokenLogprob
 from penstock.core.wire import pack_tokens
-from penstock.frontend.requests.completion import ChoiceText, TextEvent
+from penstock.frontend.requests.completion import ChoiceText
 from penstock.frontend.text.detokenize import Detokenizer
+from penstock.frontend.text.events import TextEvent
 from tests.support.tokenizer import tiny_tokenizer_json
 
 TOKENIZER = Tokenizer.from_buffer(tiny_tokenizer_json())
@@ -98,3 +99,11 @@ def test_all_logprobs_are_out_at_the_end() -> None:
 def test_a_worker_that_gives_up_is_an_error(reason: FinishReason) -> None:
     with pytest.raises(EngineError, match=str(reason)):
         choice().feed(delta([], reason))
+
+
+def test_stop_strings_wait_for_the_least_number_of_tokens() -> None:
+    count = len(IDS)
+    one = ChoiceText(0, DETOKENIZER, ("the",), begins_text=True, min_tokens=count)
+    assert one.feed(delta(IDS)) == TextEvent(0, TEXT)
+    assert one.feed(delta(IDS)) == TextEvent(0, "", "stop")
+    assert one.output_tokens == count + 1

@@ -13,8 +13,9 @@ from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_tokens
 from penstock.frontend.metrics import FrontendMetrics
 from penstock.frontend.openai.bodies import CompletionRequest
-from penstock.frontend.requests.completion import Completion, TextEvent
+from penstock.frontend.requests.completion import Completion
 from penstock.frontend.requests.preprocess import Preprocessor, RequestMetadata
+from penstock.frontend.text.events import TextEvent
 from penstock.frontend.text.models import ServedModel
 from tests.support.dispatcher import ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_card, tiny_model_files, tiny_tokenizer_json

@@ -232,3 +232,66 @@ def test_hints_on_kv_reach_the_engines_request() -> None:
     assert (request.retention, request.follows_tool) == (KvRetention(priority=1, ttl_s=9), True)
     request = chat(served, messages=[user]).requests[0]
     assert (request.retention, request.follows_tool) == (None, False)
+
+
+def text_of(prepared: PreparedRequest) -> str:
+    """Give the text of a request's prompt."""
+    model = prepared.model
+    return model.tokenizer.decode(token_list(prepared.requests[0].token_ids), skip_special_tokens=False)
+
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{{ reasoning_effort }}{{ enable_thinking }}{% endif %}"
+)
+
+
+def templated() -> ServedModel:
+    config = json.dumps({"chat_template": TEMPLATE}).encode()
+    return ServedModel(tiny_card(), {**tiny_model_files(), "tokenizer_config.json": config})
+
+
+def test_an_assistants_message_can_go_on() -> None:
+    said = [Message(role="user", content="hi"), Message(role="assistant", content="the quick ")]
+    prepared = chat(templated(), messages=said, continue_final_message=True)
+    assert text_of(prepared) == "[user]hi;[assistant]the quick "
+    assert not prepared.begins_text
+
+
+def test_a_template_that_changes_the_last_message_is_refused() -> None:
+    said = [
+        Message(role="user", content="hi"),
+        Message(role="assistant", content=[ContentPart(type="text", text="a")]),
+    ]
+    assert text_of(chat(templated(), messages=said, continue_final_message=True)).endswith("[assistant]a")
+    config = json.dumps(
+        {"chat_template": "{% for m in messages %}{{ m.content | upper }}{% endfor %}"}
+    ).encode()
+    upper = ServedModel(tiny_card(), {**tiny_model_files(), "tokenizer_config.json": config})
+    with pytest.raises(RequestError) as caught:
+        chat(upper, messages=[Message(role="assistant", content="abc")], continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_history_reaches_the_template_as_it_was() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    said = [
+        Message(role="assistant", content=None, tool_calls=[call], reasoning_content="so"),
+        Message(role="assistant", content=[ContentPart(type="refusal", refusal="no")]),
+        Message(role="assistant", refusal="never"),
+    ]
+    text = text_of(chat(templated(), messages=said, add_generation_prompt=False))
+    assert text == "[assistant](so)f{};[assistant]no;[assistant]never;"
+
+
+@pytest.mark.parametrize(
+    ("effort", "shown"), [("high", "highTrue"), ("none", "noneFalse"), ("minimal", "minimalFalse")]
+)
+def test_the_effort_of_reasoning_is_the_templates(effort: str, shown: str) -> None:
+    assert text_of(chat(templated(), reasoning_effort=effort)).endswith(f"[assistant]{shown}")
+
+
+def test_lower_priorities_of_a_body_come_first_as_in_vllm() -> None:
+    assert chat(priority=3).requests[0].priority == -3
+    assert chat(priority=0).requests[0].priority == 0

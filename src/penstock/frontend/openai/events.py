@@ -12,7 +12,7 @@ import msgspec
 from penstock.core.errors import PenstockError
 from penstock.core.types.requests import TokenLogprob
 from penstock.frontend.errors import error_answer
-from penstock.frontend.openai.bodies import (
+from penstock.frontend.openai.answers import (
     Answer,
     AssistantMessage,
     ChatChoice,
@@ -25,7 +25,7 @@ from penstock.frontend.openai.bodies import (
     encode,
 )
 from penstock.frontend.openai.explaining import Explanation
-from penstock.frontend.requests.completion import TextEvent, TokenText
+from penstock.frontend.text.events import TextEvent, TokenText
 
 DONE = b"data: [DONE]\n\n"
 _END = b"}\n\n"
@@ -45,14 +45,24 @@ class Envelope:
 class EventStream:
     """Encodes one answer's events as server-sent events."""
 
-    def __init__(self, envelope: Envelope, token_bytes: TokenBytes, *, include_usage: bool) -> None:
+    def __init__(
+        self,
+        envelope: Envelope,
+        token_bytes: TokenBytes,
+        *,
+        include_usage: bool,
+        usage_so_far: Callable[[], Usage] | None = None,
+    ) -> None:
         """Encode the constant parts of all chunks.
 
         Args:
             envelope: the answer's shared fields.
             token_bytes: gives a token's bytes, for log-probabilities.
             include_usage: every chunk has a null `usage`, and the last one the counts.
+            usage_so_far: gives the counts for each chunk, instead of null.
         """
+        self._include_usage = include_usage
+        self._usage_so_far = usage_so_far
         kind = "chat.completion.chunk" if envelope.chat else "text_completion"
         head = {"id": envelope.id, "object": kind, "created": envelope.created, "model": envelope.model}
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
@@ -72,27 +82,34 @@ class EventStream:
             start = self._head + b'{"index":%d' % event.index + self._before_text
             self._starts[event.index] = start
             role = self._role(event.index) if self._chat else b""
-        if event.finish_reason is None and not event.logprobs:
+        if event.finish_reason is None and not event.logprobs and self._usage_so_far is None:
             return role + start + encode(event.text) + self._plain_tail
         logprobs = encode(_logprobs(event.logprobs, self._token_bytes, chat=self._chat))
         reason = b',"finish_reason":' + encode(event.finish_reason) + b"}"
-        tail = self._tail
+        tail = self._tail_now()
         if event.decisions:
             tail = tail[: -len(_END)] + b',"penstock":' + encode(Explanation(event.decisions)) + _END
         return role + start + encode(event.text) + self._after_text + logprobs + reason + tail
 
-    def usage(self, usage: Usage) -> bytes:
-        """Encode the last chunk of a stream with `include_usage`; it has no choices."""
-        return self._head + b'],"usage":' + encode(usage) + _END
+    def end(self, usage: Usage) -> bytes:
+        """Encode what ends the stream: with `include_usage` a chunk without choices, then `[DONE]`."""
+        if not self._include_usage:
+            return DONE
+        return self._head + b'],"usage":' + encode(usage) + _END + DONE
+
+    def failure(self, error: PenstockError) -> bytes:
+        """Encode the error event that ends a stream; no [DONE] follows."""
+        return b"data: " + encode(error_answer(error)) + b"\n\n"
 
     def _role(self, index: int) -> bytes:
         delta = b',"delta":{"role":"assistant","content":""'
-        return self._head + b'{"index":%d' % index + delta + self._plain_tail
+        end = b'},"logprobs":null,"finish_reason":null}' + self._tail_now()
+        return self._head + b'{"index":%d' % index + delta + end
 
-
-def error_event(error: PenstockError) -> bytes:
-    """Encode the error event that ends a stream; no [DONE] follows."""
-    return b"data: " + encode(error_answer(error)) + b"\n\n"
+    def _tail_now(self) -> bytes:
+        if self._usage_so_far is None:
+            return self._tail
+        return b'],"usage":' + encode(self._usage_so_far()) + _END
 
 
 @dataclass(slots=True)

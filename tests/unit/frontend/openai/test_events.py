@@ -9,10 +9,10 @@ from tokenizers import Tokenizer
 from penstock.core.errors import Overloaded, Unavailable
 from penstock.core.types.requests import TokenLogprob
 from penstock.frontend.errors import error_answer
-from penstock.frontend.openai.bodies import PromptTokensDetails, Usage
-from penstock.frontend.requests.completion import TextEvent, TokenText
-from penstock.frontend.requests.sse import Envelope, EventStream, WholeAnswer, error_event
+from penstock.frontend.openai.answers import PromptTokensDetails, Usage
+from penstock.frontend.openai.events import Envelope, EventStream, WholeAnswer
 from penstock.frontend.text.detokenize import Detokenizer
+from penstock.frontend.text.events import TextEvent, TokenText
 from tests.support.tokenizer import tiny_tokenizer_json
 
 TOKENIZER = Tokenizer.from_buffer(tiny_tokenizer_json())
@@ -61,11 +61,21 @@ def test_usage_is_named_in_every_chunk_and_given_in_the_last() -> None:
     encoder = stream(PLAIN, include_usage=True)
     (chunk,) = parse(encoder.event(TextEvent(0, "a")))
     assert chunk["usage"] is None
-    (last,) = parse(encoder.usage(USAGE))
+    last, done = encoder.end(USAGE).split(b"\n\n", 1)
+    assert done == b"data: [DONE]\n\n"
+    assert stream(PLAIN).end(USAGE) == done
+    (last,) = parse(last + b"\n\n")
     assert last["choices"] == []
     assert last["usage"] == {
         "prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 2},
     }  # fmt: skip
+
+
+def test_each_chunk_may_have_the_usage_so_far() -> None:
+    encoder = EventStream(CHAT, TOKEN_BYTES, include_usage=True, usage_so_far=lambda: USAGE)
+    _, text = parse(encoder.event(TextEvent(0, "a")))
+    assert text["usage"]["completion_tokens"] == 4
+    assert text["choices"][0]["delta"] == {"content": "a"}
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
@@ -135,7 +145,7 @@ def test_a_whole_answer(envelope: Envelope) -> None:
 
 
 def test_an_error_in_a_stream() -> None:
-    (event,) = parse(error_event(Unavailable("gone")))
+    (event,) = parse(stream(CHAT).failure(Unavailable("gone")))
     assert event["error"] == {"message": "gone", "type": "server_error", "param": None, "code": "unavailable"}
 
 

@@ -1,0 +1,65 @@
+"""Routes that tell what is served and how the server is: models, health, metrics, version, OpenAPI."""
+
+from collections.abc import Callable
+from importlib.metadata import version
+
+from aiohttp import web
+
+from penstock.frontend.frontend import Frontend
+from penstock.frontend.http.openapi import openapi
+from penstock.frontend.openai.answers import encode
+
+
+class InfoRoutes:
+    """Handlers of one `Frontend`'s informative routes."""
+
+    def __init__(self, frontend: Frontend, is_draining: Callable[[], bool]) -> None:
+        self._frontend = frontend
+        self._is_draining = is_draining
+        self._version = encode({"version": version("penstock")})
+        self._openapi: bytes | None = None
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/models", self._models),
+            web.get("/v1/models/", self._models),
+            web.get("/v1/models/{model:.+}", self._model),
+            web.get("/health", self._health),
+            web.get("/live", self._live),
+            web.get("/ping", self._health),
+            web.post("/ping", self._health),
+            web.get("/version", self._show_version),
+            web.get("/metrics", self._metrics),
+            web.get("/openapi.json", self._show_openapi),
+        ]
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return _json(encode(self._frontend.models()))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        return _json(encode(self._frontend.model(request.match_info["model"])))
+
+    async def _health(self, _: web.Request) -> web.Response:
+        reason = "the server is shutting down" if self._is_draining() else self._frontend.unhealthy()
+        if reason is not None:
+            return _json(encode({"status": "unavailable", "reason": reason}), status=503)
+        return _json(encode({"status": "ok", "models": sorted(self._frontend.dispatcher.models())}))
+
+    async def _live(self, _: web.Request) -> web.Response:
+        return _json(b'{"status":"live"}')
+
+    async def _show_version(self, _: web.Request) -> web.Response:
+        return _json(self._version)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        text = self._frontend.metrics.expose()
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _show_openapi(self, _: web.Request) -> web.Response:
+        if self._openapi is None:
+            self._openapi = encode(openapi())
+        return _json(self._openapi)
+
+
+def _json(body: bytes, status: int = 200) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json")

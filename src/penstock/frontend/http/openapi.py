@@ -1,0 +1,71 @@
+"""The API's OpenAPI document, made from the types of its bodies and answers."""
+
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from penstock.frontend.errors import ErrorAnswer
+from penstock.frontend.openai.answers import Answer, ChatChoice, CompletionChoice, ModelEntry, ModelList
+from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest
+
+_POSTS: dict[str, tuple[str, Any, Any]] = {
+    "/v1/chat/completions": ("Answer a chat, whole or streamed", ChatRequest, Answer[ChatChoice]),
+    "/v1/completions": ("Continue a prompt, whole or streamed", CompletionRequest, Answer[CompletionChoice]),
+}
+_GETS: dict[str, tuple[str, Any]] = {
+    "/v1/models": ("List the models served now", ModelList),
+    "/v1/models/{model}": ("Describe one model", ModelEntry),
+}
+
+
+def openapi() -> dict[str, Any]:
+    """Make the document, of OpenAPI 3.1."""
+    types: set[Any] = {ErrorAnswer}
+    for _, body, answer in _POSTS.values():
+        types |= {body, answer}
+    types |= {answer for _, answer in _GETS.values()}
+    ordered = sorted(types, key=str)
+    refs, components = msgspec.json.schema_components(
+        ordered, schema_hook=_of_other, ref_template="#/components/schemas/{name}"
+    )
+    schema = dict(zip(ordered, refs, strict=True))
+    failure = {"description": "Refused or failed", "content": _json(schema[ErrorAnswer])}
+
+    def operation(name: str, summary: str, answer: Any) -> dict[str, Any]:
+        responses = {
+            "200": {"description": "The answer", "content": _json(schema[answer])},
+            "default": failure,
+        }
+        return {"operationId": name, "summary": summary, "responses": responses}
+
+    paths: dict[str, Any] = {}
+    for path, (summary, body, answer) in _POSTS.items():
+        post = operation(_name(path), summary, answer)
+        post["requestBody"] = {"required": True, "content": _json(schema[body])}
+        paths[path] = {"post": post}
+    for path, (summary, answer) in _GETS.items():
+        paths[path] = {"get": operation(_name(path), summary, answer)}
+    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/models/{model}"]["get"]["parameters"] = [model]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock", "version": version("penstock")},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+def _of_other(kind: type) -> dict[str, Any]:
+    """Give the schema of a type that msgspec knows none for: routing decisions may have any fields."""
+    if kind is object:
+        return {}
+    raise NotImplementedError
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
+
+
+def _name(path: str) -> str:
+    return path.strip("/").translate(str.maketrans("/.", "__", "{}"))

@@ -1,0 +1,109 @@
+"""Answers of the OpenAI API: whole bodies, and the parts that streams share with them."""
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from penstock.frontend.openai.explaining import Explanation
+
+Choice = TypeVar("Choice")
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenEntry(msgspec.Struct):
+    """One token of a chat answer's `logprobs.content`."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenEntry]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str
+
+
+class Answer(msgspec.Struct, Generic[Choice], omit_defaults=True):
+    """A whole chat.completion or text_completion. `penstock` holds the routing decisions if the client asked for them."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage
+    penstock: Explanation | None = None
+
+
+class ModelEntry(msgspec.Struct, kw_only=True):
+    """A model, or a LoRA adapter of its `parent`; `max_model_len` is its context length. Both names are vLLM's.
+
+    `type`, `display_name` and `created_at` are those of Anthropic's API.
+    """
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "penstock"
+    max_model_len: int
+    parent: str | None = None
+    type: str = "model"
+    display_name: str
+    created_at: str
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """All models; what is beside `data` is Anthropic's."""
+
+    object: str = "list"
+    data: list[ModelEntry]
+    has_more: bool = False
+    first_id: str | None
+    last_id: str | None
+
+
+encode = msgspec.json.Encoder().encode

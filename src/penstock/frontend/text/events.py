@@ -1,0 +1,28 @@
+"""Text of an answer as it comes: what every API makes its events of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.core.types.requests import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One output token with its log-probability; `start` is its character offset in the choice's text."""
+
+    logprob: TokenLogprob
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvent:
+    """New text of one choice. Its last event has the finish reason.
+
+    The last event also has the routing decisions, if the client asked for them.
+    """
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: tuple[TokenText, ...] = ()
+    decisions: Sequence[object] = ()

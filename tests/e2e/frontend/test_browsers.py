@@ -1,0 +1,97 @@
+"""What browsers and tools ask beside the API: OPTIONS, CORS, HEAD, OpenAPI, version."""
+
+import json
+
+from frontend_site import HI, chat, run, serving
+
+PAGE = "https://chat.example.com"
+
+
+def test_a_page_of_an_allowed_origin_may_call_the_api() -> None:
+    async def test() -> None:
+        async with serving(cors_origins=(PAGE,), api_keys=("secret",)) as site:
+            path = "/v1/chat/completions"
+            asked = await site.ask(
+                "OPTIONS", path, b"", f"Origin: {PAGE}", "Access-Control-Request-Headers: authorization"
+            )
+            assert asked.status == 204
+            assert asked.headers["access-control-allow-origin"] == PAGE
+            assert asked.headers["access-control-allow-methods"] == "OPTIONS, POST"
+            assert asked.headers["access-control-allow-headers"] == "authorization"
+            answer = await site.ask("POST", path, chat(), f"Origin: {PAGE}", "Authorization: Bearer secret")
+            assert answer.status == 200
+            assert answer.headers["access-control-allow-origin"] == PAGE
+            streamed = await site.ask(
+                "POST", path, chat(stream=True), f"Origin: {PAGE}", "Authorization: Bearer secret"
+            )
+            assert streamed.headers["access-control-allow-origin"] == PAGE
+
+    run(test)
+
+
+def test_other_origins_are_not_allowed_and_none_are_by_default() -> None:
+    async def test() -> None:
+        async with serving(cors_origins=(PAGE,)) as site:
+            for origin, path in (("https://evil.example", "/v1/models"), (PAGE, "/admin/workers")):
+                answer = await site.ask("OPTIONS", path, b"", f"Origin: {origin}")
+                assert answer.status == 204
+                assert "access-control-allow-origin" not in answer.headers
+        async with serving() as site:
+            answer = await site.ask("OPTIONS", "/v1/models", b"", f"Origin: {PAGE}")
+            assert answer.headers["allow"] == "GET, HEAD, OPTIONS"
+            assert "access-control-allow-origin" not in answer.headers
+            assert (await site.ask("OPTIONS", "/nowhere")).status == 404
+            assert (await site.ask("HEAD", "/v1/models")).status == 200
+
+    run(test)
+
+
+def test_version_ping_and_models_with_a_slash() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            version = json.loads((await site.ask("GET", "/version")).body)["version"]
+            assert version.count(".") >= 1
+            assert (await site.ask("GET", "/ping")).status == 200
+            models = json.loads((await site.ask("GET", "/v1/models/")).body)
+            assert models["data"][0]["display_name"] == "tiny"
+            assert (models["first_id"], models["last_id"], models["has_more"]) == ("tiny", "tiny", False)
+
+    run(test)
+
+
+def test_the_openapi_document_describes_the_bodies() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            document = json.loads((await site.ask("GET", "/openapi.json")).body)
+            assert document["openapi"].startswith("3.")
+            text = json.dumps(document)
+            names = document["components"]["schemas"]
+            assert "max_completion_tokens" in names["ChatRequest"]["properties"]
+            for reference in text.split('"$ref": "#/components/schemas/')[1:]:
+                assert reference.partition('"')[0] in names
+            for path, operations in document["paths"].items():
+                for method in operations:
+                    answer = await site.ask(method.upper(), path.replace("{model}", "tiny"), b"{}")
+                    assert answer.status in {200, 400}, path
+
+    run(test)
+
+
+def test_fields_that_clients_send_by_default_are_served() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            stream = await site.client.chat.completions.create(
+                model="tiny",
+                messages=HI,
+                stream=True,
+                stream_options={"include_usage": True, "continuous_usage_stats": True},
+                extra_body={"guided_json": None, "priority": 0, "use_beam_search": False, "max_tokens": 4.0},
+            )
+            usages = [chunk.usage async for chunk in stream]
+            assert all(usage is not None for usage in usages)
+            counts = [usage.completion_tokens for usage in usages]
+            assert counts == sorted(counts)
+            assert counts[-1] == counts[-2] > 1
+            assert site.dispatcher.opened[0].sampling.max_tokens == 4
+
+    run(test)

@@ -1,0 +1,78 @@
+"""Bodies with what has no effect: accepted and named in the log, unless the client wants to know."""
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.core.errors import RequestError
+from penstock.frontend.openai import lenient
+from penstock.frontend.openai.bodies import ChatRequest, parse_chat
+
+
+def parse(**fields: Any) -> ChatRequest:
+    messages = [{"role": "user", "content": "hi"}]
+    return parse_chat(json.dumps({"model": "m", "messages": messages, **fields}).encode())
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    names: set[str] = set()
+    monkeypatch.setattr(lenient, "_named", names)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("guided_json", None),
+        ("use_beam_search", False),
+        ("new_thing", 0),
+        ("new_thing", ""),
+        ("new_thing", []),
+        ("new_thing", {}),
+        ("skip_special_tokens", True),
+        ("request_id", "r-1"),
+        ("length_penalty", 1.5),
+    ],
+)
+def test_an_unknown_field_without_effect_is_accepted_and_named(
+    named: set[str], field: str, value: Any
+) -> None:
+    assert parse(**{field: value}, max_tokens=3).max_tokens == 3
+    assert named == {field}
+    with pytest.raises(RequestError) as caught:
+        parse(**{field: value}, strict=True)
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("use_beam_search", True), ("skip_special_tokens", False), ("max_tokns", 5), ("new_thing", "x")],
+)
+def test_an_unknown_field_with_an_effect_is_refused_by_name(named: set[str], field: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(**{field: value}, guided_json=None)
+    assert caught.value.param == field
+
+
+def test_fields_of_nested_objects_may_be_unknown_too(named: set[str]) -> None:
+    body = parse(
+        stream=True, stream_options={"include_usage": True, "later": None, "other": False}, nvext={"seen": []}
+    )
+    assert body.stream_options is not None
+    assert body.stream_options.include_usage
+    assert named == {"stream_options.later", "stream_options.other", "nvext.seen"}
+
+
+def test_whole_numbers_may_be_written_as_floats(named: set[str]) -> None:
+    body = parse(max_tokens=4.0, top_k=50.0, seed=1.0, temperature=1.0)
+    assert (body.max_tokens, body.top_k, body.seed, body.temperature) == (4, 50, 1, 1.0)
+    assert named == set()
+    with pytest.raises(RequestError, match=r"max_tokens: must be a whole number, got 4\.5"):
+        parse(max_tokens=4.5)
+
+
+def test_the_names_in_the_log_are_bounded(named: set[str]) -> None:
+    parse(**{f"odd{index}": None for index in range(1000)})
+    assert len(named) == lenient._NAMED_MAX
