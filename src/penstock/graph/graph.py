@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import pydantic
 
-from penstock.core.config import Config, config_error, wrong
+from penstock.core.config import Config, config_error, empty_section, wrong
 from penstock.core.errors import ConfigError
 from penstock.core.types.location import Location
 from penstock.graph.document import parse_yaml
@@ -141,6 +141,11 @@ def load(path: str | Path, overrides: Overrides | None = None) -> Graph:
     if not isinstance(data, dict):
         empty = "is empty; " if data is None else ""
         raise ConfigError(f"{source}: {empty}must be a mapping, with at least a `model`")
+    if empty := empty_section(Graph, data):
+        name = ".".join(map(str, empty))
+        raise ConfigError(
+            f"{source}: {name}: is empty; must be a mapping: give its fields, `{empty[-1]}: {{}}` for their defaults, or leave it out"
+        )
     return build(data, overrides, source, directory=path.parent)
 
 

@@ -94,6 +94,29 @@ def test_a_file_that_is_no_graph_is_one_line(tmp_path: Path, text: str, line: st
     assert found[0].startswith(line)
 
 
+@pytest.mark.parametrize(
+    ("text", "section"),
+    [
+        ("planner:\n", "planner"),
+        ("slo: null\n", "slo"),
+        ("roles:\n  prefill: {}\n  decode:\n", "roles.decode"),
+        ("planner: {max_workers: 8, budget: }\n", "planner.budget"),
+    ],
+)
+def test_a_section_without_content_is_not_taken_for_one_left_out(
+    tmp_path: Path, text: str, section: str
+) -> None:
+    (found,) = mistakes(write(tmp_path, f"model: demo\n{text}"))
+    assert found.startswith(f"graph.yaml: {section}: is empty; must be a mapping: give its fields, ")
+    assert f"`{section.rpartition('.')[2]}: {{}}` for their defaults, or leave it out" in found
+
+
+def test_an_empty_mapping_is_the_defaults(tmp_path: Path) -> None:
+    graph = load(write(tmp_path, "model: demo\nplanner: {}\n"))
+    assert graph.planner is not None
+    assert graph.planner.max_workers == 8
+
+
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     assert mistakes(tmp_path / "absent.yaml") == ["absent.yaml: no such file or directory"]
     assert mistakes(tmp_path / "absent.py") == ["absent.py: no such file or directory"]
