@@ -137,21 +137,10 @@ def known_keys(config: type[pydantic.BaseModel], path: Path) -> list[str]:
     return [] if model is None else list(model.model_fields)
 
 
-def empty_section(config: type[pydantic.BaseModel], data: dict[str, Any]) -> Path | None:
-    """Give the path of the first section that is named without a value, such as `planner:` in YAML; None if all have one.
-
-    An optional section would take that for "leave it out", which a reader of the file does not.
-    """
-    for key, value in data.items():
-        field = config.model_fields.get(str(key))
-        section = None if field is None else next(_models_in(field.annotation), None)
-        if section is None:
-            continue
-        if value is None:
-            return (key,)
-        if isinstance(value, dict) and (inner := empty_section(section, value)):
-            return (key, *inner)
-    return None
+def section_of(config: type[pydantic.BaseModel], key: str) -> type[pydantic.BaseModel] | None:
+    """Give the settings that a field holds; None if it holds none, or there is no such field."""
+    field = config.model_fields.get(key)
+    return None if field is None else next(_models_in(field.annotation), None)
 
 
 def _model_at(config: type[pydantic.BaseModel], path: Path) -> type[pydantic.BaseModel] | None:

@@ -3,8 +3,10 @@
 from collections.abc import Hashable
 from typing import Any
 
+import pydantic
 import yaml
 
+from penstock.core.config import Path, section_of
 from penstock.core.errors import ConfigError
 
 
@@ -29,6 +31,32 @@ def parse_yaml(text: str, *, source: str, is_file: bool = True) -> Any:
         raise ConfigError(f"{source}: nested too deeply; a graph has a few levels") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. the date 2026-02-30
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def empty_section(text: str, config: type[pydantic.BaseModel]) -> Path | None:
+    """Give the path of the first section of a document that is named and has nothing in it, such as `planner:` alone.
+
+    An optional section would take that for "leave it out", which a reader of the file does not. `null` says so.
+
+    Args:
+        text: a document that `parse_yaml` has read.
+        config: the document's settings.
+    """
+    return _empty_in(yaml.compose(text, Loader=yaml.SafeLoader), config)
+
+
+def _empty_in(node: yaml.Node | None, config: type[pydantic.BaseModel]) -> Path | None:
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    for key, value in node.value:
+        section = section_of(config, key.value) if isinstance(key, yaml.ScalarNode) else None
+        if section is None:
+            continue
+        if isinstance(value, yaml.ScalarNode) and not value.value and value.style is None:
+            return (key.value,)
+        if inner := _empty_in(value, section):
+            return (key.value, *inner)
+    return None
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -11,10 +11,10 @@ from typing import Any, Self
 
 import pydantic
 
-from penstock.core.config import Config, config_error, empty_section, wrong
+from penstock.core.config import Config, config_error, wrong
 from penstock.core.errors import ConfigError
 from penstock.core.types.location import Location
-from penstock.graph.document import parse_yaml
+from penstock.graph.document import empty_section, parse_yaml
 from penstock.graph.frontend import FrontendSpec
 from penstock.graph.overrides import Overrides
 from penstock.graph.partners import check_partners, check_transfer
@@ -141,10 +141,10 @@ def load(path: str | Path, overrides: Overrides | None = None) -> Graph:
     if not isinstance(data, dict):
         empty = "is empty; " if data is None else ""
         raise ConfigError(f"{source}: {empty}must be a mapping, with at least a `model`")
-    if empty := empty_section(Graph, data):
-        name = ".".join(map(str, empty))
+    if unfilled := empty_section(text, Graph):
+        section = ".".join(map(str, unfilled))
         raise ConfigError(
-            f"{source}: {name}: is empty; must be a mapping: give its fields, `{empty[-1]}: {{}}` for their defaults, or leave it out"
+            f"{source}: {section}: is empty; must be a mapping: give its fields, `{unfilled[-1]}: {{}}` for their defaults, or leave it out"
         )
     return build(data, overrides, source, directory=path.parent)
 

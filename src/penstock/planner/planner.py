@@ -141,8 +141,8 @@ class Planner:
             Unavailable: the deployment does not answer.
         """
         now_s = asyncio.get_running_loop().time()
-        look = await self._actor.look()
         recent = await self._observe(max(2 * self._config.react_period_s, _RECENT_S))
+        look = await self._actor.look(recent.silent)
         await self._take_intervals(now_s)
         views = warm(recent.workers, self._config.cold_s)
         self._estimator.learn_steps(views, recent.seconds)
@@ -223,6 +223,7 @@ class Planner:
             late=(*plan.late, *(name for name, _ in plan.late_flips)),
             refused=outcome.refused,
             held=outcome.held,
+            waits=outcome.waits,
         )
 
     def _factors(self) -> dict[Role, float]:

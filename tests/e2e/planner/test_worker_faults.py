@@ -61,7 +61,6 @@ def test_a_worker_that_is_killed_or_hangs_comes_back_and_is_no_scale_in():
                 os.kill(deployment.pids()["worker-2"], signal.SIGKILL)
                 await until(pool, lambda scale: state(scale, "worker-2") is ReplicaState.FAILED)
                 await until(pool, lambda scale: all_ready(scale, 3))
-                await told('"workers":3', rounds=1)  # silent are only those that have been heard
                 hanging = deployment.pids()["worker-3"]
                 os.kill(hanging, signal.SIGSTOP)
                 await told('"silent":["worker-3"]')
@@ -93,6 +92,35 @@ def test_a_worker_that_does_not_become_ready_is_replaced_after_the_deadline():
             assert all(len(texts) == 1 for texts in load.answers.values())
             log = await asyncio.to_thread(command, "planner", "log", "-n", "1000")
             assert "1 aggregated more, worker-3 retires: worker-3 was not ready in time" in log
+
+    run(main())
+
+
+async def kill_those_that_start(deployment):
+    """Let no start succeed, for ever."""
+    pool, pending = deployment.pool, {ReplicaState.STARTING, ReplicaState.FAILED}
+    while True:
+        scale, pids = await pool.scale(), deployment.pids()
+        for each in scale.replicas:
+            if each.state in pending and each.name in pids:
+                os.kill(pids[each.name], signal.SIGKILL)
+        await asyncio.sleep(0.05)
+
+
+def test_starts_that_keep_failing_are_tried_later_each_time_until_one_succeeds():
+    async def main():
+        async with LocalDeployment(graph_of(planner={"max_workers": 2, "start_deadline_s": 1})) as deployment:
+            killing = asyncio.create_task(kill_those_that_start(deployment))
+            async with Load(deployment.url, PROMPTS) as load:
+                log = await told("tried again in")
+                assert log.count('"overdue":["worker-') == 2
+                why = await asyncio.to_thread(command, "planner", "why")
+                killing.cancel()
+                await until(deployment.pool, lambda scale: all_ready(scale, 2))
+                await load.more(12)
+            assert all(len(texts) == 1 for texts in load.answers.values())
+            assert "waits     aggregated: 1 more wanted, tried again in" in why
+            assert "as 2 starts in a row were not done in time" in why
 
     run(main())
 

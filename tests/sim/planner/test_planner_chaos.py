@@ -15,6 +15,8 @@ from penstock.core.errors import RequestError
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState
 from penstock.planner.act.actor import Actor
+from penstock.planner.act.start_backoff import StartBackoff
+from penstock.planner.act.worker_changes import TimedChanges
 from penstock.planner.damp.damper import Damper
 from penstock.sim.loop.loop import run_virtual
 from tests.support.planner_world import World
@@ -140,8 +142,8 @@ def ignores_pending(monkeypatch):
     """An actor that does not see workers that start, and adds them again each round."""
     look = Actor.look
 
-    async def blind(self):
-        seen = await look(self)
+    async def blind(self, silent):
+        seen = await look(self, silent)
         ready = tuple(each for each in seen.scale.replicas if each.state is ReplicaState.READY)
         from msgspec.structs import replace as changed
 
@@ -156,6 +158,58 @@ def ignores_people(monkeypatch):
     monkeypatch.setattr(
         Actor, "_notice", lambda self, scale, _now_s: setattr(self, "_revision", scale.revision)
     )
+
+
+HOURS_S = 2 * 3600
+
+
+class Never(TimedChanges):
+    """Starts that do not end."""
+
+    def start(self, name, role, done):
+        del name, role, done
+
+
+def starts_while_none_succeeds(seed):
+    """Let each start fail for hours of changing demand, and none later; returns the times at which workers were added."""
+    rng = random.Random(seed)
+
+    async def main():
+        world = World({A: 2}, start_s=20.0, **SETTINGS)
+        works, world.connector._changes = world.connector._changes, Never(starts_s=20.0)
+        world.rate_per_s = 60.0
+        loop, added = asyncio.get_running_loop(), []
+        while loop.time() < HOURS_S:
+            if rng.random() < 0.02:
+                world.rate_per_s = rng.choice([60.0, 80.0, 100.0])
+            record = await world.planner.step()
+            if record.adds:
+                added.append(loop.time())
+            scale = await world.connector.scale()
+            assert sum(each.state is ReplicaState.READY for each in scale.of(A)) == 2, "they serve"
+            await asyncio.sleep(5.0)
+        world.rate_per_s, world.connector._changes = 20.0, works
+        for _ in range(480):
+            await world.planner.step()
+            await asyncio.sleep(5.0)
+        needed = world.needed(20.0)
+        assert needed <= (await world.counts())[A] <= needed + 2, "nothing was made up for"
+        return added
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_starts_that_all_fail_are_tried_seldom(seed):
+    added = starts_while_none_succeeds(seed)
+    assert added, "nothing was tried"
+    assert len(added) < 40, "the demand grows within a few tries, and each is made up for"
+    assert sum(at_s > HOURS_S / 2 for at_s in added) <= 8, "a try each half hour, and growth meanwhile"
+
+
+def test_starts_that_are_tried_for_ever_are_found(monkeypatch):
+    monkeypatch.setattr(StartBackoff, "wait_s", lambda *_: 0.0)
+    assert len(starts_while_none_succeeds(0)) > 100
 
 
 @pytest.mark.parametrize("bug", [ignores_pending, ignores_people])

@@ -98,7 +98,7 @@ def test_a_file_that_is_no_graph_is_one_line(tmp_path: Path, text: str, line: st
     ("text", "section"),
     [
         ("planner:\n", "planner"),
-        ("slo: null\n", "slo"),
+        ("slo: # later\n", "slo"),
         ("roles:\n  prefill: {}\n  decode:\n", "roles.decode"),
         ("planner: {max_workers: 8, budget: }\n", "planner.budget"),
     ],
@@ -115,6 +115,7 @@ def test_an_empty_mapping_is_the_defaults(tmp_path: Path) -> None:
     graph = load(write(tmp_path, "model: demo\nplanner: {}\n"))
     assert graph.planner is not None
     assert graph.planner.max_workers == 8
+    assert load(write(tmp_path, "model: demo\nplanner: null\n")).planner is None
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:

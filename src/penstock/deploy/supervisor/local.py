@@ -283,7 +283,7 @@ class LocalDeployment:
             cores = partial(self._cores.of_process, worker.name)
             member = self._member(worker.name, partial(worker_job, worker), common, cores, self._spares.start)
             member.on_failure = self._note_failure
-            member.on_ready = self._refill_spares
+            member.on_ready = partial(self._note_ready, worker.name)
             return member
 
         self.pool.on_end = self.observations.forget
@@ -306,14 +306,19 @@ class LocalDeployment:
             member.may_give_up = partial(_nobody_serves, self._frontends)
             member.may_refuse = partial(self._may_refuse, self._frontends)
             member.on_failure = self._note_failure
-            member.on_ready = self._tell_failures
+            member.on_ready = partial(self._note_ready, member.name)
 
     def _may_refuse(self, group: list[Member]) -> bool:
         """Tell whether a config error of a process ends the deployment: always during its start, later only if no other member serves."""
         return not self._has_started or _nobody_serves(group)
 
-    def _refill_spares(self) -> None:
-        """Start missing spare processes once all workers are ready; earlier they would slow the others' start."""
+    def _note_ready(self, name: str) -> None:
+        """Expect the windows of a process, tell a frontend what it missed, and start missing spare processes.
+
+        These wait until all workers are ready; earlier they would slow the others' start.
+        """
+        self.observations.expect(name)
+        self._tell_failures()
         if self._has_started:
             self._spares.refill()
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass
 
 from penstock.core.errors import PenstockError
@@ -10,6 +10,7 @@ from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState, RoleLimit, Scale
 from penstock.planner.act.plan import Plan, make_plan
+from penstock.planner.act.start_backoff import StartBackoff
 from penstock.seams import ScalingConnector
 
 _log = get_logger()
@@ -22,13 +23,17 @@ class ActorConfig:
     hold_s: float = 600.0
     """How long the workers stay as somebody else has set them."""
     start_deadline_s: float = 120.0
-    """A worker that is not ready so long after it was first seen does not count any more, and is replaced."""
+    """A worker that is not ready so long after it was first seen, or silent for so long, does not count any more and is replaced."""
     flip_again_s: float = 600.0
     """After a flip that failed, workers of its role are added and retired instead, for so long."""
     flip_refused_s: float = 30.0
     """Likewise after one that the deployment refused, as the worker was the last one of its kind: that changes soon."""
     start_deadline_factor: float = 3.0
     """The deadline is at least so many times the last measured start of its role."""
+    start_wait_s_max: float = 1800.0
+    """Longest wait before workers of a role are started again, where starts in a row have failed."""
+    start_proof_s: float = 10.0
+    """A start has succeeded once its worker is ready for so long and not silent."""
     flip_wait_s: float = 2.0
     """A flip that takes longer, as the worker drains first, goes on while the actor looks after the others."""
 
@@ -38,13 +43,13 @@ class Outcome:
     """What was done of a plan.
 
     `held` says why nothing was done; empty where something could be. `refused` are the deployment's reasons against single
-    changes.
+    changes. `waits` says which roles start no worker yet.
     """
 
     plan: Plan
     held: str = ""
     refused: tuple[str, ...] = ()
-    overdue: tuple[str, ...] = ()
+    waits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +58,7 @@ class Look:
 
     Attributes:
         scale: the workers as they are.
-        now: workers of each role that count: ready ones, and starting ones before their deadline.
+        now: workers of each role that count: ready ones, and starting and silent ones before their deadline.
         overdue: names of workers that are past it.
         held: why the workers stay as they are; empty where changes are free.
     """
@@ -84,6 +89,7 @@ class Actor:
         self._held_until_s = 0.0
         self._held_why = ""
         self._pending_since: dict[str, float] = {}
+        self._starts = StartBackoff(wait_s_max=self._config.start_wait_s_max)
         self._rigid_until_s: dict[tuple[Role, Role], float] = {}
         self._flipping: dict[str, tuple[Role, Role]] = {}
         self._kept_until_s: dict[str, float] = {}
@@ -91,13 +97,20 @@ class Actor:
         self._refused: tuple[str, ...] = ()
         """Reasons of the last round, which are logged once."""
 
-    async def look(self) -> Look:
-        """See how the deployment is; raises Unavailable if it does not answer."""
+    async def look(self, silent: Collection[str] = ()) -> Look:
+        """See how the deployment is.
+
+        Args:
+            silent: workers that do not tell what they do.
+
+        Raises:
+            Unavailable: the deployment does not answer.
+        """
         scale = await self._connector.scale()
         now_s = asyncio.get_running_loop().time()
         self._notice(scale, now_s)
         self._note_flips(scale)
-        overdue = self._overdue(scale, now_s)
+        overdue = self._overdue(scale, silent, now_s)
         left_s = self._held_until_s - now_s
         return Look(
             scale=scale,
@@ -138,14 +151,22 @@ class Actor:
         """
         seen = look or await self.look()
         if seen.held:
-            return Outcome(plan=Plan(), held=seen.held, overdue=seen.overdue)
+            return Outcome(plan=Plan(), held=seen.held)
         now_s = asyncio.get_running_loop().time()
         self._kept_until_s = {name: end_s for name, end_s in self._kept_until_s.items() if now_s < end_s}
         work = {**(load or {}), **dict.fromkeys(self._kept_until_s, math.inf)}
-        plan = make_plan(seen.scale, target, load=work, overdue=seen.overdue, rigid=self.rigid)
+        plan = make_plan(
+            seen.scale,
+            target,
+            load=work,
+            overdue=seen.overdue,
+            rigid=self.rigid,
+            waiting=[role for role in target if self._starts.wait_s(role, now_s)],
+        )
         refused = [] if is_dry else await self._make(plan, seen.scale)
         self._refused = tuple(refused)
-        return Outcome(plan=plan, refused=tuple(refused), overdue=seen.overdue)
+        waits = tuple(self._wait(role, count, now_s) for role, count in plan.later_adds.items())
+        return Outcome(plan=plan, refused=tuple(refused), waits=waits)
 
     def _notice(self, scale: Scale, now_s: float) -> None:
         """Hold still if somebody else has changed the workers since the last time."""
@@ -176,19 +197,31 @@ class Actor:
     def _make_rigid(self, source: Role, to: Role, seconds: float) -> None:
         self._rigid_until_s[source, to] = asyncio.get_running_loop().time() + seconds
 
-    def _overdue(self, scale: Scale, now_s: float) -> tuple[str, ...]:
-        """Name the workers that have not become ready in time."""
-        pending = {
-            replica.name: replica.role
-            for replica in scale.replicas
-            if replica.state in {ReplicaState.STARTING, ReplicaState.FAILED}
-        }
+    def _overdue(self, scale: Scale, silent: Collection[str], now_s: float) -> tuple[str, ...]:
+        """Name the workers that have not become ready in time or are silent for too long, and learn which starts succeed."""
+        pending: dict[str, Role] = {}
+        for replica in scale.replicas:
+            is_silent = replica.state is ReplicaState.READY and replica.name in silent
+            if is_silent or replica.state in {ReplicaState.STARTING, ReplicaState.FAILED}:
+                pending[replica.name] = replica.role
+            elif replica.state is ReplicaState.READY and replica.age_s >= self._config.start_proof_s:
+                self._starts.note_success(replica.role, now_s - replica.age_s)
         self._pending_since = {name: self._pending_since.get(name, now_s) for name in pending}
         deadlines = {limit.role: self._deadline_s(limit) for limit in scale.limits}
-        return tuple(
-            name
-            for name, since_s in self._pending_since.items()
-            if now_s - since_s >= deadlines.get(pending[name], self._config.start_deadline_s)
+        overdue = []
+        for name, role in pending.items():
+            begun_s = self._pending_since[name]
+            deadline_s = deadlines.get(role, self._config.start_deadline_s)
+            if now_s - begun_s >= deadline_s:
+                overdue.append(name)
+                self._starts.note_failure(role, begun_s=begun_s, now_s=now_s, deadline_s=deadline_s)
+        return tuple(overdue)
+
+    def _wait(self, role: Role, count: int, now_s: float) -> str:
+        """Say why workers that are wanted do not start yet."""
+        return (
+            f"{role}: {count} more wanted, tried again in {self._starts.wait_s(role, now_s):.0f} s, as"
+            f" {self._starts.failures(role)} starts in a row were not done in time"
         )
 
     def _deadline_s(self, limit: RoleLimit) -> float:

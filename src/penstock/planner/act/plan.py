@@ -15,6 +15,7 @@ class Plan:
 
     `late` are workers that serve and are retired once workers of other roles that start are ready; they are planned anew
     then. So are `late_flips`: (worker, role) of the last ready worker of a role, which others of its role wait to follow.
+    `later_adds` are workers of roles that wait before they start any.
     """
 
     flips: tuple[tuple[str, Role], ...] = ()
@@ -22,6 +23,7 @@ class Plan:
     retires: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     late_flips: tuple[tuple[str, Role], ...] = ()
+    later_adds: Mapping[Role, int] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
@@ -35,6 +37,7 @@ def make_plan(
     load: Mapping[str, float] | None = None,
     overdue: Collection[str] = (),
     rigid: Collection[tuple[Role, Role]] = (),
+    waiting: Collection[Role] = (),
 ) -> Plan:
     """Plan the fewest changes to `target`.
 
@@ -45,6 +48,7 @@ def make_plan(
         overdue: workers that do not count, as they have not become ready in time; those of the roles in `target` are replaced
             and retired.
         rigid: (from, to) roles that workers cannot change between.
+        waiting: roles that start no worker yet, as their starts have failed.
     """
     work = load or {}
     have = {role: [each for each in scale.of(role) if each.name not in overdue] for role in target}
@@ -62,7 +66,8 @@ def make_plan(
                 gone.add(ready.pop(0).name)
                 surplus[source] -= 1
                 lack[to] -= 1
-    adds = {role: count for role, count in lack.items() if count}
+    adds = {role: count for role, count in lack.items() if count and role not in waiting}
+    later_adds = {role: count for role, count in lack.items() if count and role in waiting}
     retires = [
         replica.name for role in target for replica in _to_retire(have[role], surplus[role], gone, work)
     ]
@@ -74,9 +79,13 @@ def make_plan(
         if not surplus[role]
         for replica in have[role]
     )
-    if _lacks_room(scale, adds) or not (adds or is_starting):
+    if _lacks_room(scale, adds) or not (adds or later_adds or is_starting):
         return Plan(
-            flips=tuple(flips), adds=adds, retires=(*replaced, *retires), late_flips=tuple(late_flips)
+            flips=tuple(flips),
+            adds=adds,
+            retires=(*replaced, *retires),
+            late_flips=tuple(late_flips),
+            later_adds=later_adds,
         )
     serving = {
         replica.name for role in target for replica in have[role] if replica.state is ReplicaState.READY
@@ -87,6 +96,7 @@ def make_plan(
         retires=(*replaced, *(name for name in retires if name not in serving)),
         late=tuple(name for name in retires if name in serving),
         late_flips=tuple(late_flips),
+        later_adds=later_adds,
     )
 
 

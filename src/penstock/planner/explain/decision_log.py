@@ -138,8 +138,9 @@ def _line(entry: Entry) -> bytes:
 
 
 def _is_alike(one: DecisionRecord, other: DecisionRecord) -> bool:
-    """Tell whether two rounds came to the same result, the workers being as they shall be."""
-    return _result(one) == _result(other) and other.target == {role: other.now[role] for role in other.target}
+    """Tell whether two rounds came to the same result, the workers being as they shall be or waiting to be started."""
+    is_done = other.target == {role: other.now[role] for role in other.target}
+    return _result(one) == _result(other) and not other.is_change and (is_done or bool(other.waits))
 
 
 def _result(record: DecisionRecord) -> object:
@@ -151,6 +152,7 @@ def _result(record: DecisionRecord) -> object:
         record.late,
         record.overdue,
         record.refused,
+        bool(record.waits),
         record.is_dry,
         record.room,
         record.rigid,

@@ -95,7 +95,7 @@ class DecisionRecord(Wire, frozen=True):
         flips: (worker, role) of the workers that change roles.
         adds: workers to start by role.
         retires: workers that end; `late` ones end, or change roles, once others are ready.
-        overdue: workers that did not become ready in time.
+        overdue: workers that did not become ready in time, or sent nothing for as long.
         refused: the deployment's reasons against single changes.
         held: why nothing was changed; empty if changes were free.
         is_dry: the changes were planned and not made.
@@ -103,6 +103,7 @@ class DecisionRecord(Wire, frozen=True):
         checked: what simulations of the next minutes made of a scale-in; None where none is asked for.
         watts: measured watts of a worker of each role, which a budget in watts takes instead of the data sheet's.
         rigid: (from, to) roles that workers failed to change between lately.
+        waits: roles whose starts failed in a row, and when workers of them are started again.
     """
 
     number: int
@@ -127,6 +128,16 @@ class DecisionRecord(Wire, frozen=True):
     rigid: tuple[tuple[Role, Role], ...] = ()
     checked: Checked | None = None
     watts: dict[Role, float] = msgspec.field(default_factory=dict)
+    waits: tuple[str, ...] = ()
+
+    @property
+    def late_starts(self) -> list[str]:
+        """Say of each overdue worker what it lacks."""
+        silent = set(self.seen.silent)
+        return [
+            f"{name} {'has been silent for too long' if name in silent else 'was not ready in time'}"
+            for name in self.overdue
+        ]
 
     @property
     def is_change(self) -> bool:
@@ -152,7 +163,8 @@ class DecisionRecord(Wire, frozen=True):
         changes += [f"{count} {role} more" for role, count in self.adds.items()]
         changes += [f"{name} retires" for name in self.retires]
         done = ", ".join(changes) or "no change"
-        overdue = [f"{name} was not ready in time" for name in self.overdue]
-        why = "; ".join(filter(None, (self.held, *overdue, *self.damped, *self.refused)))
+        why = "; ".join(
+            filter(None, (self.held, *self.late_starts, *self.waits, *self.damped, *self.refused))
+        )
         decided = self.decision.explain() if self.decision else ""
         return ": ".join(filter(None, (f"{'would: ' if self.is_dry else ''}{done}", why, decided)))

@@ -13,7 +13,8 @@ _SOURCES_MAX = 4096
 class ObservationStream:
     """Windows by source, each with the loop time of its arrival. One event loop owns it.
 
-    Each source has at most `windows_max` windows, and there are at most 4,096 sources; older ones are dropped.
+    Each source has at most `windows_max` windows, and there are at most 4,096 sources, and as many that are yet to be heard; older
+    ones are dropped.
     """
 
     def __init__(self, *, kept_s: float = 300.0, silent_after_s: float = 5.0, windows_max: int = 600) -> None:
@@ -30,20 +31,31 @@ class ObservationStream:
         self._silent_after_s = silent_after_s
         self._windows_max = windows_max
         self._sources: dict[str, deque[tuple[float, Window]]] = {}
+        self._expected: dict[str, float] = {}
+        """Since when sources without a window that is kept are expected to send one."""
+
+    def expect(self, source: str) -> None:
+        """Note that a process is ready, so that it counts as silent if no window comes."""
+        if source not in self._sources:
+            self._expect(source, asyncio.get_running_loop().time())
 
     def put(self, source: str, window: Window) -> None:
         """Take a window; `source` is the name of its process."""
         now_s = asyncio.get_running_loop().time()
+        self._expected.pop(source, None)
         windows = self._sources.pop(source, None) or deque(maxlen=self._windows_max)
         windows.append((now_s, window))
         self._sources[source] = windows  # the one heard last is last
-        while len(self._sources) > _SOURCES_MAX or self._is_forgotten(now_s):
-            del self._sources[next(iter(self._sources))]
+        while len(self._sources) > _SOURCES_MAX or self._is_past(now_s):
+            oldest = next(iter(self._sources))
+            last_s, _ = self._sources.pop(oldest)[-1]
+            self._expect(oldest, last_s)
         self.on_window()
 
     def forget(self, source: str) -> None:
-        """Drop a process that has ended; its requests stay in no sum."""
+        """Drop a process that has ended; its requests stay in no sum, and it is not silent."""
         self._sources.pop(source, None)
+        self._expected.pop(source, None)
 
     def observe(self, seconds: float) -> Observation:
         """Add up what arrived in the last `seconds`."""
@@ -52,7 +64,7 @@ class ObservationStream:
         begun_s = now_s
         requests: dict[str, list[RequestWindow]] = {}
         workers: list[WorkerView] = []
-        silent: list[str] = []
+        silent = [name for name, at_s in self._expected.items() if now_s - at_s > self._silent_after_s]
         for source, windows in self._sources.items():
             last_s, last = windows[-1]
             recent = [window for at_s, window in windows if at_s > since_s]
@@ -78,7 +90,12 @@ class ObservationStream:
             silent=tuple(sorted(silent)),
         )
 
-    def _is_forgotten(self, now_s: float) -> bool:
+    def _expect(self, source: str, since_s: float) -> None:
+        self._expected[source] = since_s
+        while len(self._expected) > _SOURCES_MAX:
+            del self._expected[next(iter(self._expected))]
+
+    def _is_past(self, now_s: float) -> bool:
         last_s, _ = next(iter(self._sources.values()))[-1]
         return now_s - last_s > self._kept_s
 

@@ -1,6 +1,7 @@
 """An actor on a deployment in memory, in virtual time."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -122,11 +123,95 @@ def test_a_worker_that_does_not_start_in_time_is_replaced():
         await asyncio.sleep(59)
         assert (await actor.carry_out({A: 2})).plan.is_empty
         await asyncio.sleep(2)
-        outcome = await actor.carry_out({A: 2})
-        assert outcome.overdue == ("aggregated-2",)
+        look = await actor.look()
+        assert look.overdue == ("aggregated-2",)
+        await actor.carry_out({A: 2}, look=look)
         scale = await connector.scale()
         assert [replica.name for replica in scale.of(A)] == ["aggregated-1", "aggregated-3"]
         assert (await actor.carry_out({A: 2})).plan.is_empty
+
+    run_virtual(main())
+
+
+async def starts_of(actor, connector, seconds, target=None):
+    """Carry out a target every 5 s; returns the times at which workers were added, and all reasons for waits."""
+    loop, added, waits = asyncio.get_running_loop(), [], []
+    end_s = loop.time() + seconds
+    while loop.time() < end_s:
+        look = await actor.look()
+        outcome = await actor.carry_out(target or {A: 3}, look=look)
+        added += [round(loop.time())] * sum(outcome.plan.adds.values())
+        waits += outcome.waits
+        await asyncio.sleep(5)
+    return added, waits
+
+
+def test_starts_that_keep_failing_are_tried_later_each_time():
+    async def main():
+        connector = MemoryConnector({A: 1}, changes=TimedChanges(starts_s=1e9))
+        config = ActorConfig(start_deadline_s=60, start_deadline_factor=0, start_wait_s_max=480)
+        added, waits = await starts_of(Actor(connector, config=config), connector, 3600)
+        assert added[::2] == added[1::2], "both that lack are tried again together"
+        gaps = [later - sooner for sooner, later in pairwise(added[::2])]
+        assert gaps == [65, 125, 185, 305, 545, 545, 545, 545, 545]
+        assert waits[0] == (
+            "aggregated: 2 more wanted, tried again in 60 s, as 2 starts in a row were not done in time"
+        )
+        assert await counts(connector) in ({A: 1}, {A: 3}), "what did not start is gone"
+
+    run_virtual(main())
+
+
+def test_a_start_that_succeeds_ends_the_wait():
+    async def main():
+        never, soon = TimedChanges(starts_s=1e9), TimedChanges(starts_s=20)
+        connector = MemoryConnector({A: 1}, changes=never)
+        config = ActorConfig(start_deadline_s=60, start_deadline_factor=0)
+        actor = Actor(connector, config=config)
+        await starts_of(actor, connector, 900)
+        connector._changes = soon
+        await starts_of(actor, connector, 600)
+        assert await counts(connector) == {A: 3}
+        connector._changes = never
+        for name in ("aggregated-2", "aggregated-3"):
+            connector.fail(name)
+        failed_s = asyncio.get_running_loop().time()
+        added, _ = await starts_of(actor, connector, 200)
+        assert [at_s - failed_s for at_s in added[::2]] == [60, 185], "counted anew: at once, then later"
+
+    run_virtual(main())
+
+
+def test_workers_that_serve_stay_while_others_wait_to_start():
+    """From aggregated to disaggregated, whose workers never start."""
+
+    async def main():
+        connector = MemoryConnector({A: 2, P: 0, D: 0}, changes=TimedChanges(starts_s=1e9, flips_s=0.1))
+        config = ActorConfig(start_deadline_s=60, start_deadline_factor=0)
+        actor = Actor(connector, config=config)
+        actor._rigid_until_s = dict.fromkeys([(A, P), (A, D)], 1e9)
+        _, waits = await starts_of(actor, connector, 1800, {A: 0, P: 1, D: 1})
+        assert (await counts(connector))[A] == 2
+        assert any(wait.startswith("prefill: 1 more wanted") for wait in waits)
+
+    run_virtual(main())
+
+
+def test_a_silent_worker_is_replaced_after_the_deadline_and_one_that_speaks_again_stays():
+    async def main():
+        connector = MemoryConnector({A: 2})
+        actor = Actor(connector, config=ActorConfig(start_deadline_s=60))
+        for _ in range(12):
+            look = await actor.look(silent=("aggregated-2", "frontend-1"))
+            assert (look.now, look.overdue) == ({A: 2}, ())
+            await asyncio.sleep(5)
+        assert (await actor.look()).overdue == (), "it is heard"
+        for _ in range(13):
+            look = await actor.look(silent=("aggregated-2",))
+            await asyncio.sleep(5)
+        assert (look.now, look.overdue) == ({A: 1}, ("aggregated-2",))
+        outcome = await actor.carry_out({A: 2}, look=look)
+        assert (outcome.plan.adds, outcome.plan.retires) == ({A: 1}, ("aggregated-2",))
 
     run_virtual(main())
 

@@ -61,6 +61,13 @@ def test_overdue_workers_are_replaced():
     assert make_plan(scale, {D: 2}, overdue=("d2",)) == Plan(adds={D: 1}, retires=("d2",))
 
 
+def test_roles_that_wait_start_none_and_others_stay_meanwhile():
+    assert make_plan(PAIR, {P: 3, D: 1}, rigid={(D, P)}, waiting=[P]) == Plan(
+        later_adds={P: 2}, late=("d1", "d2")
+    )
+    assert make_plan(PAIR, {P: 3, D: 2}, waiting=[P]) == Plan(flips=(("d1", P),), later_adds={P: 1})
+
+
 def test_overdue_workers_of_roles_that_are_not_named_stay():
     scale = scale_of(("p1", P, "starting"), ("d1", D, "ready"))
     assert make_plan(scale, {D: 1}, overdue=("p1",)) == Plan()

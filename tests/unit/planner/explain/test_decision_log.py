@@ -72,8 +72,11 @@ def test_rounds_that_come_to_the_same_are_counted(tmp_path):
     log.put(record(16, now=1, wanted=2))  # something is left to do, round after round
     log.put(record(17, now=1, wanted=2))
     log.put(record(18, now=1, wanted=2, held="a person has set it"))
+    for number in (19, 20, 21):  # nothing is done until the wait is over
+        log.put(record(number, now=1, wanted=2, waits=(f"decode: tried again in {100 - number} s",)))
+    log.put(record(22, now=1, wanted=2, adds={A: 1}))
     log.close()
-    assert numbers(path) == [(1, 0), (12, 10), (14, 1), (16, 1), (17, 0), (18, 0)]
+    assert numbers(path) == [(1, 0), (12, 10), (14, 1), (16, 1), (17, 0), (18, 0), (19, 0), (22, 2)]
 
 
 def test_it_goes_on_in_a_new_file_and_never_grows_beyond_two(tmp_path):

@@ -74,9 +74,34 @@ def test_silent_sources_leave_the_observation():
         assert seen.demand.input_tokens.count == 14, "what arrived there did arrive"
         await asyncio.sleep(61)
         stream.put("decode-2", worker())
+        assert stream.observe(10.0).silent == ("decode-1", "frontend-1", "frontend-2"), "they have not ended"
+        for name in ("decode-1", "frontend-1", "frontend-2"):
+            stream.forget(name)
         assert stream.observe(10.0).silent == ()
         stream.forget("decode-2")
         assert stream.observe(10.0).workers == ()
+
+    run_virtual(main())
+
+
+def test_a_process_that_is_ready_and_never_heard_is_silent():
+    async def main():
+        stream = ObservationStream(silent_after_s=5)
+        stream.put("decode-1", worker())
+        for name in ("decode-1", "decode-2", "decode-3"):
+            stream.expect(name)
+        await asyncio.sleep(4)
+        stream.put("decode-1", worker())
+        stream.put("decode-2", worker())
+        assert stream.observe(10.0).silent == ()
+        await asyncio.sleep(2)
+        assert stream.observe(10.0).silent == ("decode-3",)
+        stream.put("decode-3", worker())
+        assert stream.observe(10.0).silent == ()
+        stream.expect("decode-4")
+        stream.forget("decode-4")
+        await asyncio.sleep(6)
+        assert stream.observe(10.0).silent == ("decode-1", "decode-2", "decode-3")
 
     run_virtual(main())
 

@@ -50,7 +50,8 @@ def paragraphs(entry: Round, role: Role | None = None) -> Iterator[str]:
     if record.checked is not None:
         yield from _labelled("simulated", [_rehearsed(trial) for trial in record.checked.trials])
     if record.overdue:
-        yield from _labelled("overdue", [f"{name} was not ready in time" for name in record.overdue])
+        yield from _labelled("overdue", record.late_starts)
+    yield from _labelled("waits", list(record.waits))
     if record.decision is not None:
         yield from _labelled("decided", _decided(record, record.decision, role))
         yield from _labelled("for", [_asked(record.decision)])
