@@ -8,7 +8,11 @@ from penstock.cli.arguments.flags import add_log_level, add_set, add_urls, url_s
 _FLAGS = {
     "--host": ("host", "HOST", "address to listen on (default 127.0.0.1)"),
     "--port": ("port", "P", "port to listen on; 0 takes a free one (default 8100)"),
-    "--api-key-file": ("api_key_file", "FILE", "file of API keys, one per line; PENSTOCK_API_KEY adds one"),
+    "--api-key-file": (
+        "api_key_file",
+        "FILE",
+        "YAML file of tenants with hashes of API keys, as `penstock key` prints them; PENSTOCK_API_KEY adds a key",
+    ),
     "--policy": ("service.router.policy", "NAME", "routing policy (default kv)"),
     "--block-size": ("service.block_size", "N", "tokens in a block of the servers' caches (default 16)"),
 }

@@ -35,7 +35,7 @@ FLAGS = {
     "--api-key-file": (
         "frontend.api_key_file",
         "FILE",
-        "file of API keys, one per line; PENSTOCK_API_KEY adds one",
+        "YAML file of tenants with hashes of API keys, as `penstock key` prints them; PENSTOCK_API_KEY adds a key",
     ),
     "--frontend-processes": ("frontend.processes", "N", "processes that share the port (default 1)"),
     "--kv-host": (
@@ -212,7 +212,7 @@ def _check_partners(roles: list[str], options: argparse.Namespace, assigned: dic
 
 def _engine_arg(argument: str) -> tuple[str, Any]:
     """Read `NAME=VALUE`; the value is YAML."""
-    from penstock.graph.document import parse_yaml  # noqa: PLC0415
+    from penstock.core.document import parse_yaml  # noqa: PLC0415
 
     name, equals, value = argument.partition("=")
     if not equals or not name.isidentifier():

@@ -58,7 +58,7 @@ Job = WorkerJob | FrontendJob
 class Common(Wire, frozen=True):
     """Data of all processes of one run; `secret` authenticates them to each other.
 
-    Each process sends a heartbeat every `heartbeat_interval_s`. Frontends require `admin_token` and `api_keys` of clients.
+    Each process sends a heartbeat every `heartbeat_interval_s`. Frontends require `admin_token` of clients of `/admin`.
     """
 
     graph_json: str
@@ -70,7 +70,6 @@ class Common(Wire, frozen=True):
     supervisor_pid: int
     heartbeat_interval_s: float
     admin_token: str = ""
-    api_keys: tuple[str, ...] = ()
 
 
 class Assignment(Wire, frozen=True):

@@ -95,7 +95,7 @@ class FrontendConfig(Config):
     port: int = pydantic.Field(default=8000, ge=0, le=65535)
     """TCP port; 0 lets the system choose."""
     api_key_file: str | None = None
-    """File of API keys, one per line; with it, or with PENSTOCK_API_KEY set, every `/v1` request needs one as a bearer token."""
+    """YAML file of tenants with hashes of their API keys and their limits (docs/tenants.md), read again when it changes; with it, or with PENSTOCK_API_KEY set, requests need a key."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the API from a browser, such as `https://chat.example.com`; `*` is any. Empty: none. `/admin` never allows any."""
     body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
@@ -107,9 +107,11 @@ class FrontendConfig(Config):
     session_header: str = pydantic.Field(default="X-Session-Id", pattern=r"^[A-Za-z0-9-]+$")
     """Header in which a client names its session, for the routing policy `session`."""
     tenant_header: str = pydantic.Field(default="X-Tenant-Id", pattern=r"^[A-Za-z0-9-]+$")
-    """Header that names the tenant a queued request counts for (docs/routing.md)."""
+    """Header in which a trusted client names the tenant that a request counts for (docs/tenants.md)."""
     priority_header: str = pydantic.Field(default="X-Priority", pattern=r"^[A-Za-z0-9-]+$")
-    """Header that gives a queued request's priority: `high`, `normal` or `low` (docs/routing.md)."""
+    """Header that asks for a priority, `high`, `normal` or `low`, up to the tenant's."""
+    trust_headers: bool = False
+    """Where no API keys are set: whether any client may name a tenant and any priority in these headers. Set it behind a gateway that lets none of them through from outside."""
     explains: bool = False
     """Whether a client may send `X-Penstock-Explain: 1` to get the routing decision with its answer; the decision names workers and shows their load."""
     choices_max: int = pydantic.Field(default=128, ge=1)

@@ -85,6 +85,17 @@ class BodyEncodingError(_RefusalError):
     status = 415
 
 
+class RateLimitError(PenstockError):
+    """A tenant is at one of its limits; `limit` names it."""
+
+    code = "rate_limit_exceeded"
+    http_status = 429
+
+    def __init__(self, message: str, *, limit: str, retry_after_s: float) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.limit = limit
+
+
 _BY_CODE: dict[str, type[_RefusalError]] = {
     kind.code: kind for kind in (ContextLengthError, UnknownModelError, BodySizeError)
 }

@@ -1,9 +1,10 @@
 """The frontend without HTTP: turns request bodies into prepared completions, and lists models and health."""
 
+import asyncio
 import contextlib
 import datetime as dt
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
@@ -12,10 +13,11 @@ from penstock.core.clock import wall_time_s
 from penstock.core.errors import RequestError
 from penstock.core.types.cards import ModelCard
 from penstock.frontend.config import FrontendConfig
+from penstock.frontend.errors import RateLimitError
 from penstock.frontend.limits.access import Access
 from penstock.frontend.limits.admission import Admission, Slot
 from penstock.frontend.limits.body import BodyReader
-from penstock.frontend.limits.headers import RequestOptions
+from penstock.frontend.limits.headers import RequestOptions, named_tenant
 from penstock.frontend.limits.receive_budget import ReceiveBudget
 from penstock.frontend.metrics import FrontendMetrics
 from penstock.frontend.openai.answers import ModelEntry, ModelList
@@ -34,6 +36,7 @@ from penstock.frontend.requests.encoding import Prompt
 from penstock.frontend.requests.media import PromptMedia
 from penstock.frontend.requests.next_turns import NextTurns
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
+from penstock.frontend.tenants.tenants import ANONYMOUS, BELIEVED, Tenant
 from penstock.frontend.text.models import ModelCache, ServedModel
 from penstock.seams import RequestDispatcher
 
@@ -134,13 +137,38 @@ class Frontend:
                 self._media.release(slot)
                 if slot.admitted:
                     self.metrics.inflight(-1)
+                if slot.use is not None:
+                    self.metrics.tenant_ended(slot.tenant, *slot.use.end(asyncio.get_running_loop().time()))
 
-    def admit(self, slot: Slot) -> None:
+    def tenant_of(self, headers: Mapping[str, str]) -> Tenant:
+        """Give the tenant that a request counts for, by its API key or, where its client is trusted, by a header.
+
+        Raises:
+            ApiKeyError: it lacks a key of this server.
+            RequestError: it names a tenant by too long a name.
+        """
+        tenant = self.access.tenant_of(headers)
+        if not tenant.name and self.config.trust_headers:
+            tenant = BELIEVED
+        if tenant.is_trusted:
+            return self.access.tenants.acting(tenant, named_tenant(headers, self.config))
+        return tenant
+
+    def admit(self, slot: Slot, tenant: Tenant = ANONYMOUS) -> None:
         """Count a request as in flight, once its body is complete.
 
         Raises:
+            RateLimitError: its tenant is at a limit of its own.
             Overloaded: `inflight_max` requests are in flight.
         """
+        if tenant.usage is not None:
+            try:
+                slot.use = tenant.usage.admit(asyncio.get_running_loop().time())
+            except RateLimitError as error:
+                self.metrics.tenant_refused(tenant.name, error.limit)
+                raise
+            slot.tenant = tenant.name
+            self.metrics.tenant_began(tenant.name)
         self.admission.admit(slot)
         self.metrics.inflight(1)
 
@@ -176,7 +204,7 @@ class Frontend:
     async def _small(
         self, request: ChatRequest | CompletionRequest, slot: Slot, metadata: RequestMetadata
     ) -> PendingAnswer:
-        model = await self._models.get(request.model)
+        model = await self._models.get(request.model, metadata.options.cache_salt)
         prompts = await self._preprocessor.encode(request, model, metadata.size_bytes)
         return await self._prepare(
             request,
@@ -190,7 +218,7 @@ class Frontend:
     async def _large(
         self, body: Sequence[bytes], slot: Slot, metadata: RequestMetadata, *, chat: bool
     ) -> PendingAnswer:
-        encoded = await self._encoders.encode(body, chat=chat)
+        encoded = await self._encoders.encode(body, chat=chat, cache_salt=metadata.options.cache_salt)
         return await self._prepare(
             encoded.request, encoded.model, metadata, encoded.prompts, slot, chat=body if chat else None
         )
@@ -264,10 +292,18 @@ class Frontend:
         self._next_turns.arrived(prepared)
         on_answer = None if chat is None else self._next_turns.follow(chat, prepared, size_bytes)
         timer = self.metrics.timer(name, slot.arrived, prepared.prompt_tokens)
+        completion = Completion(
+            prepared, self.dispatcher, timer, explains=prepared.options.explains, on_answer=on_answer
+        )
+        if slot.use is not None:
+            slot.use.charge(
+                prepared.prompt_tokens,
+                sum(request.sampling.max_tokens for request in prepared.requests),
+                completion.tokens,
+                asyncio.get_running_loop().time(),
+            )
         return PendingAnswer(
-            completion=Completion(
-                prepared, self.dispatcher, timer, explains=prepared.options.explains, on_answer=on_answer
-            ),
+            completion=completion,
             prepared=prepared,
             envelope=Envelope(prepared.id, int(wall_time_s()), name, isinstance(request, ChatRequest)),
             stream=bool(request.stream),

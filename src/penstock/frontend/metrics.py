@@ -80,6 +80,25 @@ class FrontendMetrics(ReceiveMetrics):
             registry=registry,
             buckets=_E2E_S,
         )
+        self._tenant_inflight = Gauge(
+            "penstock_frontend_tenant_inflight_requests",
+            "Requests in flight of a tenant of the key file.",
+            ["tenant"],
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self._tenant_refusals = Counter(
+            "penstock_frontend_tenant_refusals",
+            "Requests refused with 429 at a limit of their tenant.",
+            ["tenant", "limit"],
+            registry=registry,
+        )
+        self._tenant_tokens = Counter(
+            "penstock_frontend_tenant_tokens",
+            "Tokens of a tenant's requests that have ended.",
+            ["tenant", "kind"],
+            registry=registry,
+        )
         self._next_turns = Counter(
             "penstock_frontend_next_turns",
             "Next turns whose prompts were to be computed ahead (agent_hints.speculative_prefill), by what became of it.",
@@ -108,6 +127,17 @@ class FrontendMetrics(ReceiveMetrics):
 
     def answered(self, route: str, code: int) -> None:
         self._requests.labels(route, str(code)).inc()
+
+    def tenant_began(self, tenant: str) -> None:
+        self._tenant_inflight.labels(tenant).inc()
+
+    def tenant_refused(self, tenant: str, limit: str) -> None:
+        self._tenant_refusals.labels(tenant, limit).inc()
+
+    def tenant_ended(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
+        self._tenant_inflight.labels(tenant).dec()
+        self._tenant_tokens.labels(tenant, "prompt").inc(prompt_tokens)
+        self._tenant_tokens.labels(tenant, "output").inc(output_tokens)
 
     def next_turn(self, outcome: NextTurn) -> None:
         self._next_turns.labels(outcome.value).inc()

@@ -12,9 +12,9 @@ from typing import Any, Self
 import pydantic
 
 from penstock.core.config import Config, config_error, wrong
+from penstock.core.document import empty_section, parse_yaml
 from penstock.core.errors import ConfigError
 from penstock.core.types.location import Location
-from penstock.graph.document import empty_section, parse_yaml
 from penstock.graph.frontend import FrontendSpec
 from penstock.graph.overrides import Overrides
 from penstock.graph.partners import check_partners, check_transfer

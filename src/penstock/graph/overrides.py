@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.core.config import Path
+from penstock.core.document import parse_yaml
 from penstock.core.errors import ConfigError
-from penstock.graph.document import parse_yaml
 
 SET = "--set"
 

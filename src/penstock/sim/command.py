@@ -23,9 +23,9 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from penstock.core.document import parse_yaml
 from penstock.core.errors import ConfigError
 from penstock.graph import Graph, Overrides, load
-from penstock.graph.document import parse_yaml
 from penstock.graph.overrides import SET
 from penstock.sim.deployment import Deployment, hardware_hint, plan_deployment
 from penstock.sim.report.charts import say_s

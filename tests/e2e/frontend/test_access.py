@@ -5,7 +5,7 @@ import os
 
 import openai
 import pytest
-from frontend_site import ADMIN, HI, chat, run, serving
+from frontend_site import ADMIN, HI, chat, of_keys, run, serving
 
 ROLE = b'{"role": "decode"}'
 JSON = "Content-Type: application/json"
@@ -20,7 +20,7 @@ PATHS = [
 @pytest.mark.parametrize(("method", "path", "body"), PATHS)
 def test_admin_asks_for_its_token_whoever_asks(method: str, path: str, body: bytes) -> None:
     async def test() -> None:
-        async with serving(api_keys=["a-key"]) as site:
+        async with serving(tenants=of_keys("a-key")) as site:
             for headers in (
                 (),
                 ("Authorization: Bearer wrong",),
@@ -50,7 +50,7 @@ def test_workers_are_shown_to_who_has_the_token() -> None:
 
 def test_the_api_asks_for_a_key_where_there_are_some() -> None:
     async def test() -> None:
-        async with serving(api_keys=["first", "second"]) as site:
+        async with serving(tenants=of_keys("first", "second")) as site:
             for client_key in ("none", "firs", "first1"):
                 client = site.client.with_options(api_key=client_key)
                 with pytest.raises(openai.AuthenticationError) as refused:
@@ -59,6 +59,11 @@ def test_the_api_asks_for_a_key_where_there_are_some() -> None:
             for key in ("first", "second"):
                 client = site.client.with_options(api_key=key)
                 assert (await client.chat.completions.create(model="tiny", messages=HI)).choices
+            by_header = await site.ask("POST", "/v1/chat/completions", chat(), "X-API-Key: second")
+            assert by_header.status == 200, "as Anthropic's clients send it"
+            assert [request.tenant for request in site.dispatcher.opened] == [
+                "tenant-first", "tenant-second", "tenant-second"
+            ]  # fmt: skip
             for path in ("/v1/models", "/v1/models/tiny"):
                 assert (await site.ask("GET", path)).status == 401
             assert (await site.ask("POST", "/v1/completions", b"{}")).status == 401

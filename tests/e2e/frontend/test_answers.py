@@ -47,9 +47,10 @@ def test_targets_are_taken_from_their_headers() -> None:
     run(test)
 
 
-def test_tenant_and_priority_are_taken_from_their_headers() -> None:
+def test_tenant_and_priority_are_taken_from_their_headers_where_clients_are_trusted() -> None:
     async def test() -> None:
-        async with serving(tenant_header="X-Team", priority_header="X-Urgency") as site:
+        names = {"tenant_header": "X-Team", "priority_header": "X-Urgency"}
+        async with serving(trust_headers=True, **names) as site:
             path = "/v1/chat/completions"
             for headers in (["X-Team: a", "X-Urgency: high"], ["X-Urgency: LOW", "X-Tenant-Id: b"], []):
                 assert (await site.ask("POST", path, chat(), *headers)).status == 200
@@ -62,6 +63,15 @@ def test_tenant_and_priority_are_taken_from_their_headers() -> None:
                 refused = await site.ask("POST", path, chat(), header)
                 assert refused.status == 400
                 assert refused.error["message"] == message
+        async with serving(**names) as site:
+            for priority in ("high", "normal", "low"):
+                body = chat(agent_hints={"priority": 900})
+                for asked in (chat(), body):
+                    headers = ["X-Team: " + "t" * 257, f"X-Urgency: {priority}"]
+                    assert (await site.ask("POST", path, asked, *headers)).status == 200
+            assert (await site.ask("POST", path, body)).status == 200
+            opened = [(request.tenant, request.priority) for request in site.dispatcher.opened]
+            assert opened == [("", 0)] * 4 + [("", -1)] * 2 + [("", 0)], "nobody gets ahead by asking for it"
 
     run(test)
 

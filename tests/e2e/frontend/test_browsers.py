@@ -2,14 +2,14 @@
 
 import json
 
-from frontend_site import HI, chat, run, serving
+from frontend_site import HI, chat, of_keys, run, serving
 
 PAGE = "https://chat.example.com"
 
 
 def test_a_page_of_an_allowed_origin_may_call_the_api() -> None:
     async def test() -> None:
-        async with serving(cors_origins=(PAGE,), api_keys=("secret",)) as site:
+        async with serving(cors_origins=(PAGE,), tenants=of_keys("secret")) as site:
             path = "/v1/chat/completions"
             asked = await site.ask(
                 "OPTIONS", path, b"", f"Origin: {PAGE}", "Access-Control-Request-Headers: authorization"

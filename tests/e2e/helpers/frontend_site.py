@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import openai
 import uvloop
@@ -16,6 +16,9 @@ from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
 from penstock.frontend.limits.access import Access
+from penstock.frontend.tenants.api_key import hash_of
+from penstock.frontend.tenants.key_file import TenantConfig
+from penstock.frontend.tenants.tenants import Tenants
 from tests.support.dispatcher import Script, ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_tokenizer_json
 
@@ -62,6 +65,11 @@ class Site:
         raw = await reader.read()
         writer.close()
         return Answer(raw)
+
+
+def of_keys(*keys: str) -> dict[str, TenantConfig]:
+    """Make a tenant for each key, `tenant-KEY`."""
+    return {f"tenant-{key}": TenantConfig(keys=(hash_of(key),)) for key in keys}
 
 
 class Answer:
@@ -133,7 +141,7 @@ async def loop_not_blocked() -> AsyncIterator[None]:
 async def serving(
     script: Script = SPEAK,
     dispatcher: ScriptedDispatcher | None = None,
-    api_keys: Sequence[str] = (),
+    tenants: Mapping[str, TenantConfig] | None = None,
     **config,
 ) -> AsyncIterator[Site]:
     dispatcher = dispatcher or ScriptedDispatcher(script)
@@ -141,7 +149,7 @@ async def serving(
         FrontendConfig(port=0, **config),
         dispatcher,
         hash_key=bytes(16),
-        access=Access(api_keys=api_keys, admin_token=TOKEN),
+        access=Access(tenants=Tenants(tenants or {}, secret=bytes(16)), admin_token=TOKEN),
     )
     server = FrontendServer(frontend)
     _, port = await server.start()

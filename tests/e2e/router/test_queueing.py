@@ -17,6 +17,7 @@ SLOW = TINY | {"mock": {"timing": {"step_s": 0.04}}}
 
 LONG = {"max_running_requests": 4, "mock": {"timing": {"step_s": 0.04}}}
 """Four places and memory for many more."""
+FRONTEND = {"port": 0, "processes": 1, "drain_timeout_s": 60, "trust_headers": True}
 
 
 def hold(requests_max: int, **settings) -> dict:
@@ -82,7 +83,7 @@ def test_past_the_bound_come_429_and_503_with_retry_after_and_who_was_held_is_an
         assert await crowd.metric("queue_refusals_total") == len(codes)
         assert await crowd.metric("queued_seconds_count") >= held
 
-    deploy(scenario, role=SLOW, router=hold(16))
+    deploy(scenario, role=SLOW, router=hold(16), frontend=FRONTEND)
 
 
 def test_high_priority_overtakes_and_a_flood_of_one_tenant_starves_nobody(deploy):
@@ -99,7 +100,7 @@ def test_high_priority_overtakes_and_a_flood_of_one_tenant_starves_nobody(deploy
         assert crowd.ended.index("urgent") < crowd.ended.index(flood[6])
         assert crowd.ended.index("other") < crowd.ended.index(flood[6])
 
-    deploy(scenario, role=TINY, router=hold(100))
+    deploy(scenario, role=TINY, router=hold(100), frontend=FRONTEND)
 
 
 def test_what_was_held_is_answered_before_a_server_that_was_told_to_stop_does(deploy):
@@ -114,8 +115,7 @@ def test_what_was_held_is_answered_before_a_server_that_was_told_to_stop_does(de
         assert not crowd.errors
         assert len(crowd.ended) == len(crowd.tasks)
 
-    frontend = {"port": 0, "processes": 1, "drain_timeout_s": 60}
-    deploy(scenario, role=TINY, router=hold(100), frontend=frontend)
+    deploy(scenario, role=TINY, router=hold(100), frontend=FRONTEND)
 
 
 def test_short_prompts_with_long_answers_wait_at_the_frontend_and_not_in_the_worker(deploy):
@@ -140,5 +140,4 @@ def test_short_prompts_with_long_answers_wait_at_the_frontend_and_not_in_the_wor
         assert crowd.ended.index("urgent") < 16
         assert crowd.ended.index("other") < 16
 
-    frontend = {"port": 0, "processes": 1, "drain_timeout_s": 60, "inflight_max": 28}
-    deploy(scenario, role=LONG, frontend=frontend)
+    deploy(scenario, role=LONG, frontend=FRONTEND | {"inflight_max": 28})

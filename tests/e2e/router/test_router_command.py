@@ -26,6 +26,9 @@ from penstock.deploy.commands.router import RouterCommandConfig
 from penstock.deploy.state import load_admin_token
 from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
 from penstock.frontend.limits.access import Access
+from penstock.frontend.tenants.api_key import hash_of
+from penstock.frontend.tenants.key_file import TenantConfig
+from penstock.frontend.tenants.tenants import Tenants
 from penstock.router.service.routing_service import RoutingService
 
 ROOT = Path(__file__).parents[3]
@@ -397,7 +400,7 @@ def test_an_api_key_is_asked_for_but_by_probes():
         assert (await api.ask("GET", "/health"))[0] == 200
         assert await api.figure("penstock_router_received_bytes") == 0
 
-    run(test, Access(api_keys=["the-key"]))
+    run(test, Access(tenants=Tenants({"gateway": TenantConfig(keys=(hash_of("the-key"),))})))
 
 
 def test_an_open_router_that_others_reach_is_said(monkeypatch, tmp_path):
@@ -420,7 +423,7 @@ def test_an_open_router_that_others_reach_is_said(monkeypatch, tmp_path):
     assert "answers whoever reaches it: no API key is set; give --api-key-file or PENSTOCK_API_KEY" in warning
     assert said("127.0.0.1") == []
     keys = tmp_path / "keys"
-    keys.write_text("the-key\n")
+    keys.write_text(f"tenants: {{gateway: {{keys: ['{hash_of('the-key')}']}}}}")
     keys.chmod(0o600)
     key_file = str(keys)
     assert said("0.0.0.0") == []

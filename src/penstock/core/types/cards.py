@@ -41,6 +41,10 @@ class ModelCard(Wire, frozen=True):
         salt = self.salt + b"|adapter=%d:" % len(name) + name
         return msgspec.structs.replace(self, name=adapter, parent=self.name, salt=salt)
 
+    def salted(self, cache_salt: str) -> "ModelCard":
+        """Make the card for requests of one tenant, which share no KV with others; a client's own `cache_salt` comes after it."""
+        return msgspec.structs.replace(self, salt=request_salt(self.salt, cache_salt))
+
 
 CLIENT_SALT = b"|cache_salt="
 """Stands before the client's `cache_salt` in `Request.salt`."""

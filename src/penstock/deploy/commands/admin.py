@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from penstock.core.errors import ConfigError, RequestError, Unavailable
 from penstock.core.net.address import Address
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE, admin_token_path, load_admin_token
-from penstock.frontend.limits.access import API_KEY_VARIABLE
+from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
 
 _TIMEOUT_S = 10.0
 _UNAUTHORIZED = 401

@@ -21,8 +21,9 @@ from penstock.deploy.processes.watched_servers import WatchedServers
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
-from penstock.frontend.limits.access import Access, load_api_keys
+from penstock.frontend.limits.access import Access
 from penstock.frontend.requests.route_model import RouteModel
+from penstock.frontend.tenants.tenants import Tenants
 from penstock.router.config import DisaggConfig
 from penstock.router.service.routing_service import RoutingService
 from penstock.router.service.servers import ANY_LENGTH
@@ -91,11 +92,13 @@ async def _serve(config: RouterCommandConfig) -> None:
     async with (
         RoutingService(rng=random.Random(), config=service_config, registry=registry) as service,
         _watching(service, config) as model,
+        asyncio.TaskGroup() as group,
     ):
-        api_keys = load_api_keys(config.api_key_file)
-        server = RoutingServer(service, config, registry, Access(api_keys=api_keys), model=model)
+        tenants = Tenants.read(config.api_key_file)
+        server = RoutingServer(service, config, registry, Access(tenants=tenants), model=model)
         host, port = await server.start()
-        if not api_keys and not Address(host=host).is_local:
+        watching = group.create_task(tenants.watch())
+        if not tenants.ask_for_keys and not Address(host=host).is_local:
             say(
                 "router",
                 "warning",
@@ -109,6 +112,7 @@ async def _serve(config: RouterCommandConfig) -> None:
             )
             await requested.wait()
         finally:
+            watching.cancel()
             await server.close()
     say("router", "stopped")
 

@@ -44,9 +44,13 @@ async def _serve(graph: Graph, *, log_level: str, first_chat: bool) -> None:
 
 async def _chat_until(requested: asyncio.Event, deployment: LocalDeployment) -> None:
     """Send the first chat; a signal cancels it."""
-    from penstock.deploy.commands.first_chat import chat_once  # noqa: PLC0415 - imports an HTTP client
+    from penstock.deploy.commands.first_chat import chat_once, what_next  # noqa: PLC0415 - imports an HTTP client
 
-    chat = chat_once(deployment.url, served_name(deployment.graph), deployment.api_key)
+    model = served_name(deployment.graph)
+    if deployment.asks_for_keys and deployment.api_key is None:  # the file has hashes only
+        print(what_next(deployment.url, model, asks_key=True), flush=True)  # noqa: T201
+        return
+    chat = chat_once(deployment.url, model, deployment.api_key)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(chat), group.create_task(requested.wait())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

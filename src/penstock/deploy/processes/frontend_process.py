@@ -15,6 +15,7 @@ from penstock.deploy.processes.planner_metrics import PlannerMetrics
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
 from penstock.frontend.limits.access import Access
+from penstock.frontend.tenants.tenants import Tenants
 from penstock.graph import Graph
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.runtime.discovery.local import LocalDiscovery
@@ -58,7 +59,8 @@ async def run_frontend(
         hash_key=common.hash_key,
         registry=registry,
     )
-    access = Access(api_keys=common.api_keys, admin_token=common.admin_token)
+    tenants = Tenants.read(config.api_key_file, secret=common.hash_key)
+    access = Access(tenants=tenants, admin_token=common.admin_token)
     frontend = Frontend(
         config, dispatcher, hash_key=common.hash_key, access=access, registry=registry, rng=rng
     )
@@ -71,9 +73,13 @@ async def run_frontend(
             if await _unless(stopping, dispatcher.serving()):
                 tell(Ready(detail=", ".join(dispatcher.models())))
                 async with asyncio.TaskGroup() as group:
-                    observing = group.create_task(_observe(frontend, dispatcher, control))
+                    tasks = [
+                        group.create_task(_observe(frontend, dispatcher, control)),
+                        group.create_task(tenants.watch()),
+                    ]
                     await stopping.wait()
-                    observing.cancel()
+                    for task in tasks:
+                        task.cancel()
         finally:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.hurry)
             await server.close()

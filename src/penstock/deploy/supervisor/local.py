@@ -5,7 +5,7 @@ import itertools
 import os
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,8 @@ from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
 from penstock.deploy.supervisor.spares import SpareProcesses
 from penstock.deploy.supervisor.watchdog import tick_s
 from penstock.engine.registry import engine_kind
-from penstock.frontend.limits.access import load_api_keys
+from penstock.frontend.tenants.api_key import stored_digest
+from penstock.frontend.tenants.key_file import API_KEY_VARIABLE, read_tenants
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import check_counts, say_empty, say_small_kv
 from penstock.planner.observe.stream import ObservationStream
@@ -82,7 +83,8 @@ class LocalDeployment:
             ConfigError: the graph has a setting that only simulations support.
         """
         self._roles = runnable_roles(graph)
-        self._api_keys = load_api_keys(graph.frontend.api_key_file)
+        self.asks_for_keys = bool(read_tenants(graph.frontend.api_key_file))
+        """Whether requests need an API key. Each frontend reads the key file by itself, now and when it changes."""
         cores = usable_cores() if graph.worker.own_cores else None
         if cores is not None:
             expect_cores(self._roles, cores)
@@ -114,8 +116,9 @@ class LocalDeployment:
 
     @property
     def api_key(self) -> str | None:
-        """An accepted API key; None if the API is open."""
-        return self._api_keys[0] if self._api_keys else None
+        """The API key of this process's environment; None without. Of others only hashes are known."""
+        given = os.environ.get(API_KEY_VARIABLE, "").strip()
+        return given if given and stored_digest(given) is None else None
 
     @property
     def members(self) -> list[Member]:
@@ -147,7 +150,10 @@ class LocalDeployment:
             self.admin_token = load_admin_token()
             check_model(self.graph)
             self._say("penstock", "starting", f"model {served_name(self.graph)}")
-            warnings = say_open(port, self._api_keys), say_small_kv(self.graph.roles, self.graph.block_size)
+            warnings = (
+                say_open(port, is_open=not self.asks_for_keys),
+                say_small_kv(self.graph.roles, self.graph.block_size),
+            )
             for line in itertools.chain(*warnings):
                 self._say("penstock", "warning", line)
             for line in say_empty(self.graph.roles):
@@ -238,7 +244,6 @@ class LocalDeployment:
             log_level=self._log_level,
             supervisor_pid=os.getpid(),
             admin_token=self.admin_token,
-            api_keys=self._api_keys,
             heartbeat_interval_s=tick_s(self.graph.supervision),
         )
 
@@ -382,9 +387,9 @@ def _imports(roles: dict[Role, RoleSpec]) -> tuple[str, ...]:
     return (_WORKER_MODULE, *(module for engine in engines for module in engine_kind(engine).modules))
 
 
-def say_open(port: Port, api_keys: Sequence[str]) -> Iterator[str]:
+def say_open(port: Port, *, is_open: bool) -> Iterator[str]:
     """Yield a warning if the API is open to other machines without a key."""
-    if not api_keys and not port.is_loopback:
+    if is_open and not port.is_loopback:
         yield (
             f"{port.host} port {port.number} answers whoever reaches it: no API key is set;"
             " give --api-key-file or PENSTOCK_API_KEY"

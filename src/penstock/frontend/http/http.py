@@ -34,13 +34,17 @@ from penstock.frontend.limits.headers import RequestOptions, read_options
 from penstock.frontend.openai.answers import encode
 from penstock.frontend.openai.body_error import body_error
 from penstock.frontend.openai.explaining import explain_latest, explain_one
+from penstock.frontend.tenants.tenants import ANONYMOUS, Tenant
 
 _REQUEST_ID = "X-Request-Id"
 _REQUEST_ID_CHARACTERS_MAX = 128
+_OPEN = frozenset({"/health", "/live", "/ping", "/version", "/metrics", "/openapi.json", "unknown"})
+"""Routes that need no API key."""
 _CLIENT_GONE = 499  # nginx's code for a client that disconnected early
 _REASON_CHARACTERS_MAX = 300
 
 _request_id: ContextVar[str] = ContextVar("request_id")  # aiohttp runs each request in its own context
+_tenant: ContextVar[Tenant] = ContextVar("tenant", default=ANONYMOUS)
 _log = get_logger()
 
 Prepare = Callable[[Sequence[bytes], Slot, RequestOptions], Awaitable[PendingAnswer]]
@@ -99,10 +103,10 @@ class HttpSurface:
         if request.method == "OPTIONS" and (options := self._cors.options(request)) is not None:
             return options
         try:
-            if route.startswith("/v1/"):
-                self._frontend.access.check_api(request.headers)
-            elif route.startswith("/admin/"):
+            if route.startswith("/admin/"):
                 self._frontend.access.check_admin(request.headers)
+            elif route not in _OPEN:
+                _tenant.set(self._frontend.tenant_of(request.headers))
             return await handler(request)
         except PenstockError as error:
             if isinstance(error, ReceiveTimeoutError):
@@ -171,11 +175,12 @@ class HttpSurface:
     async def _prepare(self, request: web.Request, prepare: Prepare, slot: Slot) -> PendingAnswer:
         """Receive and prepare a request; it counts as in flight once its body is complete."""
         frontend = self._frontend
-        options = read_options(request.headers, self._config)
+        tenant = _tenant.get()
+        options = read_options(request.headers, self._config, tenant)
         with frontend.budget.hold(slot.end) as received:
             async with slot.limit():
                 body = await frontend.bodies.read(request, received)
-            frontend.admit(slot)
+            frontend.admit(slot, tenant)
             async with slot.limit():
                 return await prepare(body, slot, options)
 

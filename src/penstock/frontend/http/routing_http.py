@@ -56,7 +56,7 @@ class RoutingHttpConfig(Config):
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface."""
     api_key_file: str | None = None
-    """File of API keys, one per line; with it, or with PENSTOCK_API_KEY set, every request but `/health` and `/metrics` needs one as a bearer token."""
+    """YAML file of tenants with hashes of their API keys (docs/tenants.md), read again when it changes; their limits have no effect here. With it, or with PENSTOCK_API_KEY set, every request but `/health` and `/metrics` needs a key."""
     port: int = pydantic.Field(default=8100, ge=0, le=65535)
     """TCP port; 0 lets the system choose."""
     body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)
@@ -249,7 +249,7 @@ class RoutingServer:
     @web.middleware
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in _OPEN:
-            self._access.check_api(request.headers)
+            self._access.tenant_of(request.headers)
         return await handler(request)
 
     async def _route(self, request: web.Request) -> web.Response:

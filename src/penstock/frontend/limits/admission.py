@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from penstock.frontend.errors import ReceiveTimeoutError
+from penstock.frontend.tenants.usage import Use
 
 
 @dataclass(slots=True, eq=False)
@@ -19,6 +20,8 @@ class Slot:
     settings: str = "frontend."  # prefix of setting names in error texts
     admitted: bool = False
     media_bytes: int = 0  # that it holds, see `requests/media.py`
+    tenant: str = ""
+    use: Use | None = None  # of its tenant's limits
     _ending: PenstockError | None = None  # set when ended before the deadline
     _scope: asyncio.Timeout | None = None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from penstock.core.errors import RequestError
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.errors import ForbiddenError
+from penstock.frontend.tenants.tenants import PRIORITY_MAX, Tenant
 
 EXPLAIN_HEADER = "X-Penstock-Explain"
 TTFT_HEADER = "X-Penstock-SLO-TTFT-Ms"
@@ -22,8 +23,9 @@ _PRIORITIES = {"high": 1, "normal": 0, "low": -1}
 class RequestOptions:
     """Options of one request from its headers.
 
-    `session` is the client's session id. `explains`: the answer includes the routing decision. `tenant`, `priority`
-    and SLO targets as in `Request`; a `priority` of None was not given.
+    `session` is the client's session id. `explains`: the answer includes the routing decision. `tenant` and SLO targets as in
+    `Request`. `priority` is the header's, None without; `usual_priority` and `priority_max` are the tenant's. `cache_salt` is
+    the tenant's, too: empty for that of everybody.
     """
 
     session: str | None = None
@@ -32,13 +34,21 @@ class RequestOptions:
     slo_ttft_s: float | None = None
     slo_itl_s: float | None = None
     explains: bool = False
+    usual_priority: int = 0
+    priority_max: int = PRIORITY_MAX
+    cache_salt: str = ""
+
+    def priority_of(self, asked: int | None) -> int:
+        """Give the request's priority: the header's, else what its body has `asked` for, else the tenant's; at most the tenant's highest."""
+        wanted = self.priority if self.priority is not None else asked
+        return min(self.usual_priority if wanted is None else wanted, self.priority_max)
 
 
 NO_OPTIONS = RequestOptions()
 
 
-def read_options(headers: Mapping[str, str], config: FrontendConfig) -> RequestOptions:
-    """Read the headers.
+def read_options(headers: Mapping[str, str], config: FrontendConfig, tenant: Tenant) -> RequestOptions:
+    """Read the headers of a tenant's request.
 
     Raises:
         RequestError: a header has an invalid value, or asks for an explanation where these are off (403).
@@ -51,12 +61,24 @@ def read_options(headers: Mapping[str, str], config: FrontendConfig) -> RequestO
         )
     return RequestOptions(
         session=_name_in(headers, config.session_header) or None,
-        tenant=_name_in(headers, config.tenant_header),
+        tenant=tenant.name,
         priority=_priority_in(headers, config.priority_header),
         slo_ttft_s=_target_in(headers, TTFT_HEADER, TTFT_MS),
         slo_itl_s=_target_in(headers, ITL_HEADER, ITL_MS),
         explains=explains,
+        usual_priority=tenant.priority,
+        priority_max=tenant.priority_max,
+        cache_salt=tenant.cache_salt,
     )
+
+
+def named_tenant(headers: Mapping[str, str], config: FrontendConfig) -> str:
+    """Give the tenant that a trusted client names; empty for none.
+
+    Raises:
+        RequestError: the name is too long.
+    """
+    return _name_in(headers, config.tenant_header)
 
 
 def wants_explanation(headers: Mapping[str, str]) -> bool:

@@ -202,6 +202,10 @@ class Completion:
         finally:
             self._timer.finish(self.usage(), asyncio.get_running_loop().time(), failed=failed)
 
+    def tokens(self) -> tuple[int, int]:
+        """Count (prompt, output) tokens so far, as `usage` does."""
+        return self._prepared.prompt_tokens, sum(choice.output_tokens for choice in self._choices)
+
     def usage(self) -> Usage:
         """Count tokens so far: each prompt once, and the output of every choice."""
         prompt_tokens = self._prepared.prompt_tokens

@@ -97,8 +97,8 @@ class Encoders:
         self._models_max = models_max
         self._pool = EncoderPool(most)
 
-    async def encode(self, body: Sequence[bytes], *, chat: bool) -> EncodedBody:
-        """Decode, check and tokenize a body once an encoder is free; the caller sets the deadline.
+    async def encode(self, body: Sequence[bytes], *, chat: bool, cache_salt: str = "") -> EncodedBody:
+        """Decode, check and tokenize a body once an encoder is free, for a tenant's `cache_salt`; the caller sets the deadline.
 
         Cancelling this kills its encoder, so that an abandoned body takes no time from others.
 
@@ -110,7 +110,7 @@ class Encoders:
             named = await process.do(read, body)
             if not isinstance(named, ModelName):
                 raise _unexpected(named)
-            model = await self._shelf.get(named.model)
+            model = await self._shelf.get(named.model, cache_salt)
             task = Encode(
                 card=model.card, source=model.source, hash_key=self._hash_key, models_max=self._models_max
             )

@@ -161,10 +161,8 @@ def _session(agent: AgentOptions, options: RequestOptions) -> str | None:
 
 
 def _priority(request: GenerationRequest, agent: AgentOptions, options: RequestOptions) -> int:
-    """Give `Request.priority`: the header's, the body's (as in vLLM, lower values come first), or that of agents."""
-    if options.priority is not None:
-        return options.priority
-    return -request.priority if request.priority else agent.priority or 0
+    """Give `Request.priority`: the header's, the body's (as in vLLM, lower values come first), or that of agents; at most the tenant's."""
+    return options.priority_of(-request.priority if request.priority else agent.priority)
 
 
 def _limits(request: GenerationRequest) -> tuple[int | None, int | None]:

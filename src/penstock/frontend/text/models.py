@@ -52,7 +52,7 @@ class ServedModel:
         self.num_token_ids = max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def adapted(self, card: ModelCard) -> "ServedModel":
-        """Copy the model for one of its LoRA adapters: another card, everything else shared."""
+        """Copy the model for a LoRA adapter or a tenant: another card, everything else shared."""
         model = copy.copy(self)
         model.card = card
         return model
@@ -68,8 +68,8 @@ class ModelCache:
         self._adapters: OrderedDict[str, ModelCard] = OrderedDict()
         self._loading = asyncio.Lock()
 
-    async def get(self, name: str) -> ServedModel:
-        """Get a model, loading it on first use.
+    async def get(self, name: str, cache_salt: str = "") -> ServedModel:
+        """Get a model, loading it on first use; with a tenant's `cache_salt` its prompts share no blocks with others'.
 
         A cached model without workers is returned too: the dispatcher waits for its workers to return.
 
@@ -78,6 +78,9 @@ class ModelCache:
             Unavailable: no worker is ready, the model's workers take no requests now, or its files cannot be fetched now.
             ConfigError: a file is missing or malformed.
         """
+        if cache_salt:
+            shared = await self.get(name)
+            return shared.adapted(shared.card.salted(cache_salt))
         card = self._dispatcher.models().get(name) or self._remembered(name) or self.card(name)
         if card.parent is not None:
             parent = await self.get(card.parent)

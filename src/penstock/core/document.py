@@ -28,7 +28,7 @@ def parse_yaml(text: str, *, source: str, is_file: bool = True) -> Any:
         place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark and is_file else source
         raise ConfigError(f"{place}: {error.problem or error.context or 'not valid YAML'}") from error
     except RecursionError as error:
-        raise ConfigError(f"{source}: nested too deeply; a graph has a few levels") from error
+        raise ConfigError(f"{source}: nested too deeply; expected a few levels") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. the date 2026-02-30
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
 
