@@ -34,6 +34,9 @@ _PROMPT_TOKENS = (2100, 2600)
 # Used where aggregated sides have a chunk size: _ALONE runs streams without prompts, _STRICT allows no late token.
 _DISAGGREGATED, _ALONE, _STRICT = 0, -1, -2
 _RATIO_WANTED = 3.0
+_KV_TRANSFER_TURNS = 5
+_CHECKSUMS = {"summed": (), "unsummed": ("--set", "worker.kv_transfer.checksum=false")}
+"""Flags of the two sides of `--kv-transfer`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-transfer",
         type=int,
         metavar="N",
-        help="measure only KV transfers: N prompts one after the other, without other load",
+        help="measure only KV transfers, with and without checksums: N prompts one after the other, without other load,"
+        f" in each of --turns (here {_KV_TRANSFER_TURNS})",
     )
     add("--plot", type=Path, metavar="OUT", help="draw both sides into this SVG")
 
@@ -158,19 +162,40 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def _only_kv_transfer(options: argparse.Namespace, workload: StreamsAndPrompts) -> Report:
+    """Measure KV transfers with and without checksums, in turns of new deployments."""
+    turns = _KV_TRANSFER_TURNS if options.turns is None and not options.quick else _turns(options)
+    flags = {name: [*disaggregated_flags(0.0), *more] for name, more in _CHECKSUMS.items()}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in flags}
+    problems: list[str] = []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory:
-        stage = Stage(Path(directory), make_model(Path(directory), options.seed), workload)
-        flags = disaggregated_flags(0.0)
-        stage.set_load(flags, prefill_share=options.prefill_share, quiet_prompts=options.kv_transfer)
+        model_dir = make_model(Path(directory), options.seed)
+        for turn in range(turns):
+            for name in list(flags)[:: -1 if turn % 2 else 1]:
+                stage = Stage(Path(directory, f"{turn}-{name}"), model_dir, workload)
+                stage.set_load(
+                    flags[name], prefill_share=options.prefill_share, quiet_prompts=options.kv_transfer
+                )
+                seconds[name].append(stage.quiet_kv_transfer_s)
+                problems += stage.problems
     moved_bytes = round(workload.prompt_tokens_mean) * KV_BYTES_PER_TOKEN
     memcpy = memcpy_bytes_per_s(moved_bytes)
     return Report(
         name="disagg",
-        config={"disaggregated": flags, "prompts": options.kv_transfer, "seed": options.seed},
-        figures=figures.quiet_kv_transfer(stage.quiet_kv_transfer_s, moved_bytes, memcpy),
-        samples={"kv_transfer_s": stage.quiet_kv_transfer_s},
+        config={
+            "disaggregated": flags["summed"],
+            "unsummed": _CHECKSUMS["unsummed"],
+            "prompts": options.kv_transfer,
+            "turns": turns,
+            "seed": options.seed,
+        },
+        figures=figures.kv_transfers(seconds["summed"], seconds["unsummed"], moved_bytes, memcpy),
+        samples={
+            f"kv_transfer_s {name} {turn}": values
+            for name, found in seconds.items()
+            for turn, values in enumerate(found)
+        },
         limits={"memcpy_gb_per_s": memcpy / 1e9},
-        problems=stage.problems,
+        problems=problems,
     )
 
 

@@ -110,6 +110,26 @@ def quiet_kv_transfer(
     }
 
 
+def kv_transfers(
+    summed_s: Sequence[Sequence[float]],
+    unsummed_s: Sequence[Sequence[float]],
+    moved_bytes: int,
+    memcpy_bytes_per_s: float,
+) -> dict[str, float]:
+    """Compare transfers with and without checksums; the ratio is the median over pairs of turns."""
+    ratios = [
+        median(with_sums) / median(without) for with_sums, without in zip(summed_s, unsummed_s, strict=True)
+    ]
+    unsummed = [second for turn in unsummed_s for second in turn]
+    return quiet_kv_transfer(
+        [second for turn in summed_s for second in turn], moved_bytes, memcpy_bytes_per_s
+    ) | {
+        "kv_transfer_ms_unsummed": median(unsummed) * 1e3,
+        "kv_transfer_ms_p90_unsummed": _ms(np.array(unsummed), 90),
+        "kv_transfer_ratio_summed": median(ratios),
+    }
+
+
 def samples_of(sides: Mapping[str, Turns]) -> dict[str, list[float]]:
     """Give the latencies of each side, all turns joined; of many, every n-th in sorted order."""
     return {

@@ -40,15 +40,22 @@ def test_a_quick_run_reports_both_sides_the_curve_and_the_kv_transfer(runtime_di
 
 def test_a_kv_transfer_alone(runtime_dir, tmp_path):
     out = tmp_path / "disagg.json"
-    assert command.main(["disagg", "--kv-transfer", "2", "--json", str(out)]) == 0
+    assert command.main(["disagg", "--kv-transfer", "2", "--turns", "1", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
-    assert len(report["samples"]["kv_transfer_s"]) == 2
+    assert {name: len(values) for name, values in report["samples"].items()} == {
+        "kv_transfer_s summed 0": 2,
+        "kv_transfer_s unsummed 0": 2,
+    }
+    assert "worker.kv_transfer.checksum=false" in report["config"]["unsummed"]
     assert report["figures"].keys() == {
         "kv_transfer_ms",
         "kv_transfer_ms_p90",
         "kv_transfer_bytes",
         "kv_transfer_memcpy_ms",
         "kv_transfer_over_memcpy",
+        "kv_transfer_ms_unsummed",
+        "kv_transfer_ms_p90_unsummed",
+        "kv_transfer_ratio_summed",
     }
 
 

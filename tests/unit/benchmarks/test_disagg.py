@@ -186,6 +186,13 @@ class TestFigures:
         assert found["kv_transfer_ms_p90"] == pytest.approx(3.8)
         assert found["kv_transfer_over_memcpy"] == pytest.approx(3 / (1e3 / 1024))
 
+    def test_checksums_are_compared_within_a_turn(self):
+        summed, unsummed = [[0.006], [0.03], [0.012]], [[0.004], [0.01], [0.01]]
+        found = figures.kv_transfers(summed, unsummed, 1 << 20, 1 << 30)
+        assert found["kv_transfer_ms"] == pytest.approx(12)
+        assert found["kv_transfer_ms_unsummed"] == pytest.approx(10)
+        assert found["kv_transfer_ratio_summed"] == pytest.approx(1.5), "a slow turn slows both"
+
 
 def test_the_plot_is_xml_with_a_dot_for_each_chunk_and_the_best_one_full():
     points = [point(64, 40, 2000), point(128, 60, 900)]
