@@ -45,10 +45,11 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Ended first: a process that finds its pipe closed writes a traceback.
+        # Ended first: a process that finds its pipe closed writes a traceback. Jobs that have not begun then fail, which wakes
+        # threads that wait for them; `cancel_futures` of Python 3.11 would leave such threads waiting.
         for child in multiprocessing.active_children():
             child.terminate()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False)
         signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
