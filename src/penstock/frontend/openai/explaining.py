@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -24,7 +24,7 @@ class DecisionSource(Protocol):
 class Explanation(msgspec.Struct):
     """Routing decisions, oldest first."""
 
-    decisions: Sequence[object]
+    decisions: Sequence[Any]
 
 
 class ProcessExplanation(Explanation):
