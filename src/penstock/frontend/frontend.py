@@ -305,7 +305,13 @@ class Frontend:
         return PendingAnswer(
             completion=completion,
             prepared=prepared,
-            envelope=Envelope(prepared.id, int(wall_time_s()), name, isinstance(request, ChatRequest)),
+            envelope=Envelope(
+                prepared.id,
+                int(wall_time_s()),
+                name,
+                isinstance(request, ChatRequest),
+                short_call_ids=prepared.model.format.short_call_ids,
+            ),
             stream=bool(request.stream),
             include_usage=include_usage,
             continuous_usage=include_usage and options is not None and bool(options.continuous_usage_stats),

@@ -47,10 +47,25 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(msgspec.Struct, kw_only=True):
+    """`content` is null where there are tool calls and no text."""
+
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):

@@ -3,6 +3,7 @@
 The constant parts of a choice's chunks are encoded once; per chunk only the text is encoded.
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,20 +16,24 @@ from penstock.frontend.errors import error_answer
 from penstock.frontend.openai.answers import (
     Answer,
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatLogprobs,
     CompletionChoice,
     CompletionLogprobs,
     TokenEntry,
+    ToolCall,
     TopLogprob,
     Usage,
     encode,
 )
 from penstock.frontend.openai.explaining import Explanation
+from penstock.frontend.parsing.source import CallDelta
 from penstock.frontend.text.events import TextEvent, TokenText
 
 DONE = b"data: [DONE]\n\n"
 _END = b"}\n\n"
+_SHORT_ID = 9  # what Mistral's templates demand
 TokenBytes = Callable[[int], bytes]
 
 
@@ -40,6 +45,12 @@ class Envelope:
     created: int
     model: str
     chat: bool
+    short_call_ids: bool = False
+
+    def call_id(self, choice: int, call: int) -> str:
+        """Make the id of a tool call; the same for the same answer, so that a stream repeats none."""
+        digest = hashlib.blake2b(f"{self.id}-{choice}-{call}".encode(), digest_size=12).hexdigest()
+        return digest[:_SHORT_ID] if self.short_call_ids else f"call_{digest}"
 
 
 class EventStream:
@@ -71,6 +82,7 @@ class EventStream:
         self._tail = (b'],"usage":null' if include_usage else b"]") + _END
         self._plain_tail = self._after_text + b'null,"finish_reason":null}' + self._tail
         self._starts: dict[int, bytes] = {}
+        self._envelope = envelope
         self._chat = envelope.chat
         self._token_bytes = token_bytes
 
@@ -82,14 +94,39 @@ class EventStream:
             start = self._head + b'{"index":%d' % event.index + self._before_text
             self._starts[event.index] = start
             role = self._role(event.index) if self._chat else b""
+        if event.reasoning or event.calls:
+            return role + self._parsed(event)
         if event.finish_reason is None and not event.logprobs and self._usage_so_far is None:
             return role + start + encode(event.text) + self._plain_tail
+        return role + start + encode(event.text) + self._after(event)
+
+    def _parsed(self, event: TextEvent) -> bytes:
+        """Encode an event with reasoning or tool calls, as one chunk."""
+        delta: dict[str, Any] = {}
+        if event.reasoning:
+            delta["reasoning_content"] = event.reasoning
+        if event.text:
+            delta["content"] = event.text
+        if event.calls:
+            delta["tool_calls"] = [self._call(event.index, call) for call in event.calls]
+        start = self._head + b'{"index":%d,"delta":' % event.index
+        return start + encode(delta)[:-1] + self._after(event)
+
+    def _call(self, choice: int, call: CallDelta) -> dict[str, Any]:
+        if call.name is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        call_id = self._envelope.call_id(choice, call.index)
+        return {"index": call.index, "id": call_id, "type": "function", "function": function}
+
+    def _after(self, event: TextEvent) -> bytes:
+        """Encode what follows the text in a chunk."""
         logprobs = encode(_logprobs(event.logprobs, self._token_bytes, chat=self._chat))
         reason = b',"finish_reason":' + encode(event.finish_reason) + b"}"
         tail = self._tail_now()
         if event.decisions:
             tail = tail[: -len(_END)] + b',"penstock":' + encode(Explanation(event.decisions)) + _END
-        return role + start + encode(event.text) + self._after_text + logprobs + reason + tail
+        return self._after_text + logprobs + reason + tail
 
     def end(self, usage: Usage) -> bytes:
         """Encode what ends the stream: with `include_usage` a chunk without choices, then `[DONE]`."""
@@ -115,6 +152,8 @@ class EventStream:
 @dataclass(slots=True)
 class _Collected:
     pieces: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[CalledFunction] = field(default_factory=list)
     logprobs: list[TokenText] = field(default_factory=list)
     finish_reason: str = "stop"
 
@@ -133,6 +172,12 @@ class WholeAnswer:
         collected = self._choices[event.index]
         collected.pieces.append(event.text)
         collected.logprobs += event.logprobs
+        if event.reasoning:
+            collected.reasoning.append(event.reasoning)
+        for call in event.calls:
+            if call.name is not None:
+                collected.calls.append(CalledFunction(call.name, ""))
+            collected.calls[call.index].arguments += call.arguments
         self._decisions += event.decisions
         if event.finish_reason is not None:
             collected.finish_reason = event.finish_reason
@@ -156,9 +201,21 @@ class WholeAnswer:
     def _chat_choice(self, index: int, collected: _Collected) -> ChatChoice:
         return ChatChoice(
             index=index,
-            message=AssistantMessage(content="".join(collected.pieces)),
+            message=self._message(index, collected),
             logprobs=_chat_logprobs(collected.logprobs, self._token_bytes) if self._wants_logprobs else None,
             finish_reason=collected.finish_reason,
+        )
+
+    def _message(self, index: int, collected: _Collected) -> AssistantMessage:
+        calls = [
+            ToolCall(id=self._envelope.call_id(index, number), function=function)
+            for number, function in enumerate(collected.calls)
+        ]
+        text = "".join(collected.pieces)
+        return AssistantMessage(
+            content=None if calls and not text else text,
+            reasoning_content="".join(collected.reasoning) or msgspec.UNSET,
+            tool_calls=calls or msgspec.UNSET,
         )
 
     def _completion_choice(self, index: int, collected: _Collected) -> CompletionChoice:

@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import RequestError
-from penstock.frontend.openai.bodies import GenerationRequest
+from penstock.frontend.openai.bodies import ChatRequest, GenerationRequest
+from penstock.frontend.openai.tools import required_calls
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _FORMATS = ("text", "json_object", "json_schema")
@@ -19,6 +20,14 @@ def structured_of(request: GenerationRequest) -> bytes | None:
     """
     by_format = _of_response_format(request.response_format)
     outputs = request.structured_outputs
+    calls = required_calls(request) if isinstance(request, ChatRequest) else None
+    if calls is not None:
+        if by_format is not None or outputs is not None:
+            raise RequestError(
+                "tool_choice: required calls contradict response_format and structured_outputs; send one of them",
+                param="tool_choice",
+            )
+        return calls
     if outputs is None:
         return by_format
     if by_format is not None:

@@ -17,6 +17,7 @@ from penstock.frontend.openai.bodies import (
     Message,
 )
 from penstock.frontend.openai.media import check_part
+from penstock.frontend.openai.tools import check_tools
 from penstock.frontend.text.template import RESERVED
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -28,8 +29,6 @@ _TOP_K_MAX = (1 << 31) - 1
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -69,6 +68,7 @@ def check_chat(request: ChatRequest, choices_max: int) -> None:
                 param=f"chat_template_kwargs.{name}",
             )
     _check_final_message(request)
+    check_tools(request)
     if not request.messages:
         raise RequestError("messages: must hold at least one message, got none", param="messages")
     for index, message in enumerate(request.messages):
@@ -145,9 +145,8 @@ def _check_generation(request: GenerationRequest, choices_max: int) -> None:
 
 
 def _is_ruled_out(request: GenerationRequest, name: str) -> bool:
-    """Tell whether the request disables the field itself: with `tool_choice` "none", `tools` has no effect."""
-    by = {"tools": "tool_choice", "functions": "function_call"}.get(name)
-    return by is not None and getattr(request, by, None) == "none"
+    """Tell whether the request disables the field itself: with `function_call` "none", `functions` has no effect."""
+    return name == "functions" and getattr(request, "function_call", None) == "none"
 
 
 def _check_range(

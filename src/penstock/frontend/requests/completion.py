@@ -14,6 +14,7 @@ from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogp
 from penstock.core.wire import num_tokens, token_list
 from penstock.frontend.metrics import RequestTimer
 from penstock.frontend.openai.answers import PromptTokensDetails, Usage
+from penstock.frontend.parsing.parser import OutputParser
 from penstock.frontend.requests.next_turns import Answer, OnAnswer
 from penstock.frontend.requests.preprocess import PreparedRequest
 from penstock.frontend.text.detokenize import Detokenizer, TextDecoder
@@ -35,6 +36,7 @@ class ChoiceText:
         *,
         begins_text: bool,
         min_tokens: int = 0,
+        parser: OutputParser | None = None,
     ) -> None:
         """Start a choice.
 
@@ -44,7 +46,11 @@ class ChoiceText:
             stops: strings that end it.
             begins_text: as in `Detokenizer.stream`.
             min_tokens: stop strings are not searched in the text of so many tokens at its start.
+            parser: reads reasoning and tool calls; None: all text is for the user.
         """
+        self._parser = parser
+        self.raw = ""
+        """The latest event's text before it was parsed."""
         self.index = index
         self._min_tokens = min_tokens if stops else 0
         self.output_tokens = 0
@@ -86,7 +92,24 @@ class ChoiceText:
         self.finished = reason is not None
         everything = self.finished and not stopped
         logprobs = self._take_logprobs(None if everything else self._given) if self._waiting else ()
+        self.raw = text
+        if self._parser is not None:
+            return self._parse(self._parser, text, reason, logprobs)
         return TextEvent(self.index, text, reason, logprobs)
+
+    def _parse(
+        self, parser: OutputParser, text: str, reason: str | None, logprobs: tuple[TokenText, ...]
+    ) -> TextEvent | None:
+        parsed = parser.feed(text)
+        content, reasoning, calls = parsed.content, parsed.reasoning, parsed.calls
+        if reason is not None:
+            rest = parser.finish()
+            content, reasoning, calls = content + rest.content, reasoning + rest.reasoning, calls + rest.calls
+            if reason == "stop" and parser.num_calls:
+                reason = "tool_calls"
+        elif not (content or reasoning or calls or logprobs):
+            return None
+        return TextEvent(self.index, content, reason, logprobs, reasoning=reasoning, calls=calls)
 
     def _decode(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[int | None, str]:
         """Give the number of tokens that completed a stop string (None without one), and the new text."""
@@ -159,13 +182,15 @@ class Completion:
         self._prepared = prepared
         self._dispatcher = dispatcher
         self._timer = timer
+        plan = prepared.parser
         self._choices = [
             ChoiceText(
                 index,
-                prepared.model.detokenizer,
+                prepared.model.detokenizer if plan is None else prepared.model.marked_detokenizer,
                 prepared.stops,
                 begins_text=prepared.begins_text,
                 min_tokens=prepared.min_tokens,
+                parser=None if plan is None else OutputParser(plan),
             )
             for index in range(len(prepared.requests))
         ]
@@ -243,7 +268,8 @@ class Completion:
                 event = choice.feed(delta)
                 if self._on_answer is not None:
                     self._token_ids += token_list(delta.token_ids)
-                    self._text += [event.text] if event is not None else []
+                    self._text.append(choice.raw)
+                    choice.raw = ""
                 if event is not None:
                     if self._explains and choice.finished:
                         event = replace(event, decisions=self._explained(request) or decisions)

@@ -14,6 +14,7 @@ from penstock.core.wire import PackedHashes, PackedTokens, TokenArray, Wire, pac
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest, Message
 from penstock.frontend.openai.media import PART_TYPES, ContentPart, MediaPart, media_part, placeholders
+from penstock.frontend.openai.tools import offered_tools
 from penstock.frontend.text.models import ServedModel
 from penstock.frontend.text.template import ChatTemplate
 
@@ -38,6 +39,7 @@ class Prompt(Wire, frozen=True):
         param: its field in the body.
         media: for which `token_ids` has placeholders; an engine has yet to expand it.
         expanded: what an engine has expanded in `token_ids`.
+        in_reasoning: it has begun the model's reasoning.
     """
 
     token_ids: PackedTokens
@@ -45,6 +47,7 @@ class Prompt(Wire, frozen=True):
     param: str
     media: tuple[MediaPart, ...] = ()
     expanded: MediaPrompt | None = None
+    in_reasoning: bool = False
 
 
 def encode_prompts(
@@ -57,10 +60,14 @@ def encode_prompts(
             media are broken or not for this model.
     """
     media: tuple[MediaPart, ...] = ()
+    in_reasoning = False
     salt = request_salt(model.card.salt, request.cache_salt)
     if isinstance(request, ChatRequest):
         media = _media(request, model)
-        encoded, param = [_encode_request(request, model)], "messages"
+        text = _render(request, model)
+        in_reasoning = model.format.reasoning is not None and model.format.reasoning.is_open(text)
+        encoded = [_encode(model, text, "messages", special=bool(request.add_special_tokens))]
+        param = "messages"
     else:
         encoded, param = _encode_texts(request, model), "prompt"
     return tuple(
@@ -71,6 +78,7 @@ def encode_prompts(
             else PackedHashes(b""),
             param=param,
             media=media,
+            in_reasoning=in_reasoning,
         )
         for token_ids in encoded
     )
@@ -87,21 +95,15 @@ def without_prompts(request: GenerationRequest) -> GenerationRequest:
 
 
 def encode_chat(
-    model: ServedModel,
-    messages: Sequence[Message],
-    arguments: dict[str, Any] | None = None,
-    *,
-    special: bool = False,
+    model: ServedModel, messages: Sequence[Message], arguments: dict[str, Any] | None = None
 ) -> TokenArray:
     """Render messages by the model's chat template, with more variables for it, and tokenize them.
-
-    `special`: the tokenizer adds its special tokens too, beside those of the template.
 
     Raises:
         RequestError: the template refuses the messages, or they are too long by `LengthBound`.
     """
     text = _template(model).render([_message(message, model) for message in messages], arguments)
-    return _encode(model, text, "messages", special=special)
+    return _encode(model, text, "messages", special=False)  # the template adds the special tokens
 
 
 def template_arguments(request: ChatRequest, model: ServedModel) -> dict[str, Any]:
@@ -112,6 +114,14 @@ def template_arguments(request: ChatRequest, model: ServedModel) -> dict[str, An
     if request.add_generation_prompt is not None:
         arguments["add_generation_prompt"] = request.add_generation_prompt
     effort, template = request.reasoning_effort, model.template
+    if (tools := offered_tools(request)) and template is not None:
+        if "tools" not in template.variables:
+            raise RequestError(
+                f"tools: the chat template of model {model.card.name!r} has no place for them; leave them out, or send"
+                ' tool_choice: "none"',
+                param="tools",
+            )
+        arguments["tools"] = tools
     if effort is not None and template is not None:
         if "reasoning_effort" in template.variables:
             arguments.setdefault("reasoning_effort", effort)
@@ -129,14 +139,13 @@ def encode_text(model: ServedModel, text: str, *, special: bool = True) -> Token
     return _encode(model, text, "prompt", special=special)
 
 
-def _encode_request(request: ChatRequest, model: ServedModel) -> TokenArray:
-    arguments = template_arguments(request, model)
-    special = bool(request.add_special_tokens)
-    if not request.continue_final_message:
-        return encode_chat(model, request.messages, arguments, special=special)
-    template = _template(model)
-    text = template.render_open([_message(message, model) for message in request.messages], arguments)
-    return _encode(model, text, "messages", special=special)
+def _render(request: ChatRequest, model: ServedModel) -> str:
+    """Make the text of a chat's prompt."""
+    template, arguments = _template(model), template_arguments(request, model)
+    messages = [_message(message, model) for message in request.messages]
+    if request.continue_final_message:
+        return template.render_open(messages, arguments)
+    return template.render(messages, arguments)
 
 
 def _template(model: ServedModel) -> ChatTemplate:

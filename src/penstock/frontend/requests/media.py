@@ -110,7 +110,13 @@ class PromptMedia:
             packed = pack_hashes(
                 block_hashes(token_ids, card.block_size, salt, media.extra(), key=self._hash_key)
             )
-        return Prompt(token_ids=expanded.token_ids, block_hashes=packed, param=prompt.param, expanded=media)
+        return Prompt(
+            token_ids=expanded.token_ids,
+            block_hashes=packed,
+            param=prompt.param,
+            expanded=media,
+            in_reasoning=prompt.in_reasoning,
+        )
 
     def _check_counts(self, parts: Sequence[MediaPart], model: ServedModel) -> None:
         most = self._config.items_max

@@ -18,7 +18,9 @@ from penstock.frontend.limits.headers import NO_OPTIONS, RequestOptions
 from penstock.frontend.openai.agents import AgentOptions, agent_options
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.frontend.openai.structured import structured_of
+from penstock.frontend.openai.tools import named_tool, tool_schemas
 from penstock.frontend.openai.validation import stop_strings
+from penstock.frontend.parsing.parser import ParserPlan
 from penstock.frontend.requests.encoding import Prompt, encode_prompts
 from penstock.frontend.text.models import ServedModel
 
@@ -52,6 +54,7 @@ class PreparedRequest:
     logprobs: int | None = None
     begins_text: bool = True
     min_tokens: int = 0
+    parser: ParserPlan | None = None
 
 
 class Preprocessor:
@@ -139,7 +142,23 @@ class Preprocessor:
             logprobs=logprobs,
             begins_text=isinstance(request, ChatRequest) and not request.continue_final_message,
             min_tokens=request.min_tokens or 0,
+            parser=_parser(request, model, prompts[0]) if isinstance(request, ChatRequest) else None,
         )
+
+
+def _parser(request: ChatRequest, model: ServedModel, prompt: Prompt) -> ParserPlan | None:
+    """Give how the answers are parsed; None if all of their text is for the user."""
+    tools = tool_schemas(request)
+    plan = ParserPlan(
+        format=model.format,
+        tools=tools,
+        required=tools is not None and request.tool_choice == "required",
+        named=None if tools is None else named_tool(request),
+        in_reasoning=prompt.in_reasoning,
+        shows_reasoning=request.include_reasoning is not False,
+        calls_max=1 if request.parallel_tool_calls is False else None,
+    )
+    return plan if plan.is_needed and not request.continue_final_message else None
 
 
 def _follows_tool(request: GenerationRequest) -> bool:

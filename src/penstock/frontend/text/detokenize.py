@@ -6,7 +6,7 @@ implementations; any other decoder runs in a sliding window.
 """
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,9 +32,14 @@ class TextDecoder(Protocol):
 class Detokenizer:
     """A model's detokenizer, shared by all its requests; special tokens have no text."""
 
-    def __init__(self, tokenizer: Tokenizer, tokenizer_json: bytes) -> None:
+    def __init__(self, tokenizer: Tokenizer, tokenizer_json: bytes, shown: Collection[str] = ()) -> None:
+        """Read the decoder of tokenizer.json; special tokens in `shown` have text, where the decoder has an exact implementation."""
         layout = msgspec.json.decode(tokenizer_json, type=_Layout)
-        self._special = frozenset(token.id for token in layout.added_tokens if token.special)
+        self._special = frozenset(
+            token.id for token in layout.added_tokens if token.special and token.content not in shown
+        )
+        self.shows_more = any(token.special and token.content in shown for token in layout.added_tokens)
+        """Whether the tokenizer has special tokens of `shown`."""
         steps = _flatten(layout.decoder)
         vocabulary: _Vocabulary = tokenizer.id_to_token
         self._token_bytes: Callable[[int], bytes]
@@ -69,6 +74,7 @@ class Detokenizer:
 
 class _AddedToken(msgspec.Struct):
     id: int
+    content: str
     special: bool = False
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.core.types.requests import TokenLogprob
+from penstock.frontend.parsing.source import CallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,8 @@ class TokenText:
 class TextEvent:
     """New text of one choice. Its last event has the finish reason.
 
-    The last event also has the routing decisions, if the client asked for them.
+    The last event also has the routing decisions, if the client asked for them. `text` is for the user; `reasoning` and `calls`
+    are there where the answer is parsed.
     """
 
     index: int
@@ -26,3 +28,5 @@ class TextEvent:
     finish_reason: str | None = None
     logprobs: tuple[TokenText, ...] = ()
     decisions: Sequence[object] = ()
+    reasoning: str = ""
+    calls: Sequence[CallDelta] = ()

@@ -13,6 +13,7 @@ from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.cards import ModelCard
 from penstock.frontend.errors import UnknownModelError
+from penstock.frontend.parsing.families import format_of
 from penstock.frontend.text.detokenize import Detokenizer
 from penstock.frontend.text.length import LengthBound
 from penstock.frontend.text.template import ChatTemplate
@@ -45,6 +46,11 @@ class ServedModel:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.template = ChatTemplate.load(files.get(TOKENIZER_CONFIG), files.get(CHAT_TEMPLATE))
+        self.format = format_of("" if self.template is None else self.template.source)
+        """How the model writes reasoning and tool calls."""
+        marked = Detokenizer(self.tokenizer, files[TOKENIZER], self.format.markers)
+        self.marked_detokenizer = marked if marked.shows_more else self.detokenizer
+        """Shows the special tokens that parsers of the model's format read."""
         self.card = card
         self.source = card
         """Card whose files are loaded; an adapter has its base model's."""

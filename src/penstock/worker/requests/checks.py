@@ -30,8 +30,8 @@ def check_request(request: Request, info: EngineInfo, adapters: Collection[str],
         raise Unavailable(f"{worker} does not have adapter {request.adapter!r}; try another worker")
     if request.sampling.structured is not None and not info.structured_outputs:
         raise RequestError(
-            'response_format: the engine of this model does not constrain its output, expected {"type": "text"};'
-            " leave it out, or serve the model with an engine that does, such as vllm",
+            "response_format: the engine of this model does not constrain its output, as response_format, structured_outputs and a"
+            ' required tool_choice ask for; expected {"type": "text"} or tool_choice "auto"; leave it out, or serve the model with an engine that does, such as vllm',
             param="response_format",
         )
     for item in () if request.media is None else request.media.items:

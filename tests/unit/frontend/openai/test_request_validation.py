@@ -76,8 +76,7 @@ def test_bounds_themselves_are_allowed() -> None:
     ("field", "value"),
     [
         ("logit_bias", {"5": 1}),
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
         ("verbosity", "high"),
         ("modalities", ["text", "audio"]),
     ],
@@ -96,6 +95,8 @@ def test_what_is_not_served_may_ask_for_nothing() -> None:
             logit_bias={},
             tools=[],
             tool_choice="auto",
+            functions=[{"name": "f"}],
+            function_call="none",
         ),
         choices_max=8,
     )
@@ -187,12 +188,8 @@ def test_prompts_are_of_one_kind_and_not_too_many() -> None:
     check_completion(CompletionRequest(model="m", prompt=[1] * 100, n=8), choices_max=8)
 
 
-def test_tools_that_must_not_be_called_are_taken_and_others_named() -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
-    check_chat(ChatRequest(model="m", messages=HI, tools=[tool], tool_choice="none"), choices_max=8)
+def test_functions_of_the_old_api_are_refused_unless_they_must_not_be_called() -> None:
     check_chat(
         ChatRequest(model="m", messages=HI, functions=[{"name": "f"}], function_call="none"), choices_max=8
     )
-    for choice in ("auto", "required", None):
-        assert chat_refusal(tools=[tool], tool_choice=choice).param == "tools"
     assert chat_refusal(functions=[{"name": "f"}], tool_choice="none").param == "functions"

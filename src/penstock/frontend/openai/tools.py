@@ -1,0 +1,123 @@
+"""Tools of a chat: which are offered, and what an engine is made to write if calls are required."""
+
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import RequestError
+from penstock.frontend.openai.bodies import ChatRequest
+
+TOOLS_MAX = 512
+NAME_CHARACTERS_MAX = 256
+_CHOICES = ("none", "auto", "required")
+_ANY = {"type": "object"}
+
+
+def check_tools(request: ChatRequest) -> None:
+    """Raises: RequestError: a tool or `tool_choice` is malformed, or names no tool."""
+    tools = request.tools or []
+    if len(tools) > TOOLS_MAX:
+        raise RequestError(f"tools: at most {TOOLS_MAX} are allowed, got {len(tools)}", param="tools")
+    for index, tool in enumerate(tools):
+        _check_tool(tool, f"tools[{index}]")
+    choice = request.tool_choice
+    if choice is None or choice == "none":
+        return
+    if isinstance(choice, str):
+        if choice not in _CHOICES:
+            raise RequestError(
+                f"tool_choice: must be one of {', '.join(_CHOICES)}, or name a tool, got {choice[:40]!r}",
+                param="tool_choice",
+            )
+        if choice == "required" and not tools:
+            raise RequestError("tool_choice: 'required' needs tools; add some", param="tool_choice")
+        return
+    name = named_tool(request)
+    names = [tool["function"]["name"] for tool in tools]
+    if name not in names:
+        raise RequestError(
+            f"tool_choice.function.name: must be one of {', '.join(map(repr, names[:16])) or 'tools, of which there are none'},"
+            f" got {str(name)[:40]!r}",
+            param="tool_choice",
+        )
+
+
+def offered_tools(request: ChatRequest) -> list[dict[str, Any]]:
+    """Give the tools that the model is told of."""
+    return [] if request.tool_choice == "none" else request.tools or []
+
+
+def tool_schemas(request: ChatRequest) -> dict[str, Any] | None:
+    """Give the JSON schema of each offered tool's arguments by its name; None without tools."""
+    tools = offered_tools(request)
+    return {tool["function"]["name"]: _schema(tool) for tool in tools} if tools else None
+
+
+def named_tool(request: ChatRequest) -> str | None:
+    """Give the tool that `tool_choice` names; None if it names none."""
+    if not isinstance(request.tool_choice, dict):
+        return None
+    function = request.tool_choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if request.tool_choice.get("type") != "function" or not isinstance(name, str):
+        raise RequestError(
+            'tool_choice: must be {"type": "function", "function": {"name": NAME}} where it is an object',
+            param="tool_choice",
+        )
+    return name
+
+
+def required_calls(request: ChatRequest) -> bytes | None:
+    """Give `SamplingParams.structured` for required tool calls; None if the model may write text instead."""
+    schemas = tool_schemas(request)
+    if schemas is None:
+        return None
+    if (name := named_tool(request)) is not None:
+        return msgspec.json.encode({"json": schemas[name]})
+    if request.tool_choice != "required":
+        return None
+    definitions: dict[str, Any] = {}
+    options = []
+    for name, schema in schemas.items():
+        definitions |= schema.get("$defs") or {}
+        parameters = {key: value for key, value in schema.items() if key != "$defs"}
+        options.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": parameters},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": options}}
+    if request.parallel_tool_calls is False:
+        calls["maxItems"] = 1
+    if definitions:
+        calls["$defs"] = definitions
+    return msgspec.json.encode({"json": calls})
+
+
+def _check_tool(tool: dict[str, Any], where: str) -> None:
+    if tool.get("type") != "function":
+        raise RequestError(
+            f"{where}.type: must be 'function', got {str(tool.get('type'))[:40]!r}; this server runs no tools itself",
+            param=f"{where}.type",
+        )
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not 1 <= len(name) <= NAME_CHARACTERS_MAX:
+        raise RequestError(
+            f"{where}.function.name: must be a string of 1 to {NAME_CHARACTERS_MAX} characters",
+            param=f"{where}.function.name",
+        )
+    assert isinstance(function, dict)
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise RequestError(
+            f"{where}.function.parameters: must be an object, the JSON schema of the arguments",
+            param=f"{where}.function.parameters",
+        )
+
+
+def _schema(tool: dict[str, Any]) -> dict[str, Any]:
+    schema: dict[str, Any] = tool["function"].get("parameters") or _ANY
+    return schema

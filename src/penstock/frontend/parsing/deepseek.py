@@ -1,0 +1,38 @@
+"""Tool calls of DeepSeek V3, R1 and V3.1, between marks of full-width bars."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.frontend.parsing import json_value
+from penstock.frontend.parsing.source import Output, Source, Steps
+
+CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001 - as the model writes them
+CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
+SEPARATOR = "<｜tool▁sep｜>"  # noqa: RUF001
+MARKERS = (CALLS, CALLS_END, CALL, CALL_END, SEPARATOR)
+_FENCE = "```"
+
+
+def read(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
+    """Read an answer."""
+    while (yield from source.until((CALLS,), out.content)):
+        while (yield from source.until((CALL, CALLS_END), lambda _: None)) == CALL:
+            yield from _call(source, out)
+
+
+def _call(source: Source, out: Output) -> Steps:
+    """Read `function SEP NAME ```json ARGUMENTS ``` ` of V3, or `NAME SEP ARGUMENTS` of V3.1."""
+    head: list[str] = []
+    yield from source.until((SEPARATOR,), head.append)
+    name = "".join(head).strip()
+    if name == "function":
+        line: list[str] = []
+        yield from source.until(("\n",), line.append)
+        name = "".join(line).strip()
+        yield from source.skip_space()
+        if (yield from source.begins_with(f"{_FENCE}json")):
+            yield from source.skip_space()
+    out.begin_call(name)
+    yield from source.skip_space()
+    yield from json_value.value(source, out.arguments)
+    yield from source.until((CALL_END,), lambda _: None)

@@ -1,0 +1,109 @@
+"""Tool calls of Llama 3 as JSON, and those of Llama 3.2 and 4 as Python calls in a list."""
+
+import ast
+import json
+import re
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from penstock.frontend.parsing import json_value
+from penstock.frontend.parsing.source import Output, Source, Steps
+
+PYTHON_TAG = "<|python_tag|>"
+PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
+PYTHON_MARKERS = (PYTHON_START, PYTHON_END)
+_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\(")
+_CALL_CHARACTERS_MAX = 64 << 10
+
+
+def read_json(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
+    """Read an answer: `{"name": ..., "parameters": {...}}`, several with `;` between them, or text."""
+    space = yield from source.skip_space()
+    tagged = yield from source.begins_with(PYTHON_TAG)
+    if not tagged:
+        out.content(space)
+    while True:
+        yield from source.skip_space()
+        if (yield from source.peek(1)) != "{" or not (yield from json_value.call(source, out)):
+            break
+        yield from source.skip_space()
+        if (yield from source.peek(1)) in {";", ","}:
+            source.take(1)
+    yield from source.rest(out.content)
+
+
+def read_pythonic(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
+    """Read an answer: `[f(a=1), g(b='x')]`, or text."""
+    space = yield from source.skip_space()
+    yield from source.begins_with(PYTHON_START)
+    if (yield from source.peek(1)) != "[":
+        out.content(space)
+        yield from source.rest(out.content)
+        return
+    raw = space + source.take(1)
+    while (yield from _begins_call(source)):
+        text = yield from _call_text(source)
+        parsed = _parsed(text)
+        if parsed is None:
+            source.text = text + source.text
+            break
+        raw = ""
+        out.call(*parsed)
+        yield from source.skip_space()
+        if (yield from source.peek(1)) != ",":
+            break
+        source.take(1)
+    out.content(raw)
+    if out.num_calls:
+        yield from source.skip_space()
+        yield from source.begins_with("]")
+        yield from source.skip_space()
+        yield from source.begins_with(PYTHON_END)
+    yield from source.rest(out.content)
+
+
+def _begins_call(source: Source) -> Generator[None, None, bool]:
+    while not _CALL.match(source.text):
+        could = re.fullmatch(r"\s*([A-Za-z_][\w.-]*\s*)?", source.text)
+        if source.ended or could is None or len(source.text) > _CALL_CHARACTERS_MAX:
+            return False
+        yield
+    return True
+
+
+def _call_text(source: Source) -> Generator[None, None, str]:
+    """Read up to the parenthesis that closes a call, or the end."""
+    text, depth, quote, escaped = "", 0, "", False
+    while True:
+        for at, character in enumerate(source.text):
+            if quote:
+                if escaped:
+                    escaped = False
+                elif character == "\\":
+                    escaped = True
+                elif character == quote:
+                    quote = ""
+            elif character in "'\"":
+                quote = character
+            elif character in "([{":
+                depth += 1
+            elif character in ")]}":
+                depth -= 1
+                if not depth:
+                    return text + source.take(at + 1)
+        text += source.take(len(source.text))
+        if source.ended or len(text) > _CALL_CHARACTERS_MAX:
+            return text
+        yield
+
+
+def _parsed(text: str) -> tuple[str, str] | None:
+    """Give a call's name, and its arguments as JSON; None if it is no call of literals."""
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(node, ast.Call) or node.args:
+            return None
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+        return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None

@@ -1,0 +1,88 @@
+"""The parser of one answer: text in, pieces out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.frontend.parsing import forced
+from penstock.frontend.parsing.families import OutputFormat
+from penstock.frontend.parsing.source import Output, Parsed, Source, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class ParserPlan:
+    """What one request's answers are parsed for.
+
+    Attributes:
+        format: of the model.
+        tools: JSON schemas of the arguments by the tool's name; None: calls are not looked for.
+        required: the engine is made to write an array of calls.
+        named: the engine is made to write the arguments of this tool.
+        in_reasoning: the prompt has begun the reasoning.
+        shows_reasoning: whether reasoning is given out.
+        calls_max: further calls are dropped; None: no limit.
+    """
+
+    format: OutputFormat
+    tools: Mapping[str, Any] | None = None
+    required: bool = False
+    named: str | None = None
+    in_reasoning: bool = False
+    shows_reasoning: bool = True
+    calls_max: int | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything but plain text is to be expected."""
+        return self.tools is not None or self.format.has_channels or self.format.reasoning is not None
+
+
+class OutputParser:
+    """Parses one answer's text as it comes. Not thread-safe; however the text is split, the pieces add up to the same."""
+
+    def __init__(self, plan: ParserPlan) -> None:
+        self._plan = plan
+        self._source = Source()
+        self._output = Output()
+        self._steps = self._read()
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls begun so far, of those given out."""
+        most = self._plan.calls_max
+        return self._output.num_calls if most is None else min(self._output.num_calls, most)
+
+    def feed(self, text: str) -> Parsed:
+        """Parse the next text; gives what is certain by now."""
+        self._source.text += text
+        next(self._steps, None)
+        return self._take()
+
+    def finish(self) -> Parsed:
+        """Parse what is left at the end of the answer."""
+        self._source.ended = True
+        for _ in self._steps:
+            pass
+        self._output.end()
+        return self._take()
+
+    def _take(self) -> Parsed:
+        parsed = self._output.take()
+        if not self._plan.shows_reasoning:
+            parsed.reasoning = ""
+        if (most := self._plan.calls_max) is not None:
+            parsed.calls = tuple(call for call in parsed.calls if call.index < most)
+        return parsed
+
+    def _read(self) -> Steps:
+        plan, source, out = self._plan, self._source, self._output
+        if plan.named is not None:
+            yield from forced.read_named(source, out, plan.named)
+        elif plan.required:
+            yield from forced.read_required(source, out, {})
+        else:
+            if plan.format.reasoning is not None:
+                yield from plan.format.reasoning.read(source, out, begun=plan.in_reasoning)
+            if plan.tools is not None or plan.format.has_channels:
+                yield from plan.format.calls(source, out, plan.tools or {})
+        yield from source.rest(out.content)

@@ -1,0 +1,87 @@
+"""Tools of a request: checks, and what an engine is made to write."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.core.errors import RequestError
+from penstock.frontend.openai.bodies import ChatRequest, Message
+from penstock.frontend.openai.structured import structured_of
+from penstock.frontend.openai.tools import check_tools, offered_tools
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/name"}},
+    "$defs": {"name": {"type": "string"}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+def request(**fields: Any) -> ChatRequest:
+    return ChatRequest(model="m", messages=[Message(role="user", content="hi")], **{"tools": TOOLS, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "must be 'function', got 'web_search'"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function.name", "a string of 1 to 256"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "1 to 256"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
+            "tools[0].function.parameters",
+            "must be an object",
+        ),
+        ({"tools": TOOLS * 300}, "tools", "at most 512 are allowed, got 600"),
+        ({"tool_choice": "always"}, "tool_choice", "must be one of none, auto, required"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "function"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "later"}}},
+            "tool_choice",
+            "must be one of 'weather', 'now', got 'later'",
+        ),
+    ],
+)
+def test_what_is_malformed_is_refused_by_name(fields: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_tools(request(**fields))
+    assert caught.value.param == param
+    assert says in caught.value.message
+
+
+def test_tools_that_may_not_be_called_are_not_shown() -> None:
+    for choice, shown in (("none", []), ("auto", TOOLS), (None, TOOLS), (NOW, TOOLS)):
+        check_tools(request(tool_choice=choice))
+        assert offered_tools(request(tool_choice=choice)) == shown
+
+
+def test_required_calls_constrain_the_engine() -> None:
+    assert structured_of(request()) is None
+    assert structured_of(request(tool_choice="none")) is None
+    named = structured_of(request(tool_choice=NOW))
+    assert named is not None
+    assert msgspec.json.decode(named) == {"json": {"type": "object"}}
+    required = structured_of(request(tool_choice="required", parallel_tool_calls=False))
+    assert required is not None
+    schema = msgspec.json.decode(required)["json"]
+    assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, 1)
+    assert schema["$defs"] == CITY["$defs"]
+    assert [option["properties"]["name"] for option in schema["items"]["anyOf"]] == [
+        {"const": "weather"},
+        {"const": "now"},
+    ]
+    assert (
+        "maxItems" not in msgspec.json.decode(structured_of(request(tool_choice="required")) or b"")["json"]
+    )
+
+
+def test_required_calls_and_another_constraint_contradict() -> None:
+    with pytest.raises(RequestError) as caught:
+        structured_of(request(tool_choice="required", response_format={"type": "json_object"}))
+    assert caught.value.param == "tool_choice"

@@ -1,0 +1,199 @@
+"""What models of each family write, and what is read from it; however the text is split, the same."""
+
+# ruff: noqa: RUF001, ISC004 - marks as models write them
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.frontend.parsing.families import OutputFormat, format_of
+from penstock.frontend.parsing.parser import OutputParser, ParserPlan
+from penstock.frontend.parsing.source import Parsed
+
+SCHEMAS: dict[str, Any] = {
+    "weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "now": {},
+}
+TEMPLATES = {
+    "hermes": "<tool_call> <think>",
+    "json": '"parameters": dictionary of argument name and its value',
+    "pythonic": "[func_name1(params_name1=params_value1)]",
+    "mistral": "[TOOL_CALLS] [THINK]",
+    "deepseek": "<｜tool▁call▁begin｜>",
+    "harmony": "<|start|>assistant<|channel|>",
+}
+PARIS, ROME = '{"city": "Paris", "days": 3}', '{"city": "Rome"}'
+Calls = list[tuple[str, str]]
+CASES: list[tuple[str, str, str, str, Calls]] = [
+    # family, text, reasoning, content, calls
+    ("hermes", "just text, with < and {", "", "just text, with < and {", []),
+    ("hermes", f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>', "", "", [("weather", PARIS)]),
+    (
+        "hermes",
+        f'<think>\nhm\n</think>\n\nLet me see.\n<tool_call>{{"name": "weather", "arguments": {PARIS}}}</tool_call>\n'
+        f'<tool_call>{{"arguments": {ROME}, "name": "weather"}}</tool_call>',
+        "hm\n",
+        "Let me see.",
+        [("weather", PARIS), ("weather", ROME)],
+    ),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", "", [("now", "{}")]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', "", "", [("now", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"nom": 1}</tool_call> after', "", '{"nom": 1} after', []),
+    ("hermes", "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>", "", "", [("weather", PARIS)]),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "a}\\"</tool_call>"}}</tool_call>', "", "", [("weather", '{"city": "a}\\"</tool_call>"}')]),
+    ("json", f'{{"name": "weather", "parameters": {PARIS}}}; {{"name": "now", "parameters": {{}}}}', "", "", [("weather", PARIS), ("now", "{}")]),
+    ("json", f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}', "", "", [("weather", PARIS)]),
+    ("json", "{not json} at all", "", "{not json} at all", []),
+    ("json", "plain", "", "plain", []),
+    ("pythonic", "[weather(city='Paris', days=3), now()]", "", "", [("weather", PARIS), ("now", "{}")]),
+    ("pythonic", "<|python_start|>[weather(city=\"Ro'me)\")]<|python_end|>", "", "", [("weather", '{"city": "Ro\'me)"}')]),
+    ("pythonic", "[1] says so", "", "[1] says so", []),
+    ("pythonic", "[weather(x)] is no call", "", "[weather(x)] is no call", []),
+    ("mistral", f'[TOOL_CALLS][{{"name": "weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]', "", "", [("weather", PARIS), ("now", "{}")]),
+    ("mistral", f"[THINK]hm[/THINK]Well[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]now{{}}", "hm", "Well", [("weather", PARIS), ("now", "{}")]),
+    ("mistral", f"[TOOL_CALLS]weather[CALL_ID]123456789[ARGS]{ROME}", "", "", [("weather", ROME)]),
+    (
+        "deepseek",
+        f"<think>hm</think>So<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{PARIS}\n```<｜tool▁call▁end｜>\n"
+        f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ROME}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "hm",
+        "So",
+        [("weather", PARIS), ("weather", ROME)],
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Hello",
+        "hm",
+        "Hello",
+        [],
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json"
+        f"<|message|>{PARIS}<|call|>",
+        "hm",
+        "",
+        [("weather", PARIS)],
+    ),
+    ("harmony", f" to=functions.weather<|channel|>commentary<|message|>{ROME}", "", "", [("weather", ROME)]),
+    ("harmony", "no channel<|channel|>final<|message|>at first", "", "no channelat first", []),
+]  # fmt: skip
+
+
+def plan(family: str, **options: Any) -> ParserPlan:
+    return ParserPlan(**{"format": format_of(TEMPLATES[family]), "tools": SCHEMAS, **options})
+
+
+def gather(pieces: list[Parsed]) -> tuple[str, str, Calls]:
+    calls: Calls = []
+    for piece in pieces:
+        for call in piece.calls:
+            if call.name is not None:
+                assert call.index == len(calls)
+                calls.append((call.name, ""))
+            name, arguments = calls[call.index]
+            calls[call.index] = (name, arguments + call.arguments)
+    return "".join(piece.reasoning for piece in pieces), "".join(piece.content for piece in pieces), calls
+
+
+def read(how: ParserPlan, texts: list[str]) -> tuple[str, str, Calls]:
+    parser = OutputParser(how)
+    return gather([*(parser.feed(text) for text in texts), parser.finish()])
+
+
+def split(text: str, cuts: list[int]) -> list[str]:
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[start:end] for start, end in itertools.pairwise(places)]
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_the_family_is_told_by_the_template(family: str) -> None:
+    found: OutputFormat = format_of(TEMPLATES[family])
+    assert found.family == family
+
+
+@pytest.mark.parametrize(("family", "text", "reasoning", "content", "calls"), CASES)
+def test_reasoning_content_and_calls(
+    family: str, text: str, reasoning: str, content: str, calls: Calls
+) -> None:
+    assert read(plan(family), [text]) == (reasoning, content, calls)
+    assert read(plan(family), list(text)) == (reasoning, content, calls)
+
+
+@given(
+    case=st.sampled_from(CASES), cuts=st.lists(st.integers(0, 400), max_size=12), length=st.integers(0, 400)
+)
+def test_any_split_gives_the_same_even_of_a_text_that_breaks_off(
+    case: tuple[Any, ...], cuts: list[int], length: int
+) -> None:
+    text = case[1][:length]
+    assert read(plan(case[0]), split(text, cuts)) == read(plan(case[0]), [text])
+
+
+MARKS = st.sampled_from(
+    ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>",
+     "<|end|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<function=", "<parameter=", '{"name": "now"', "{", "}", "[", "]",
+     '"arguments": ', '"', "\\", ":", ",", "now(", ")", "a='", "'", "\n", " ", "analysis", " to=functions.now", "é", "name"]
+)  # fmt: skip
+
+
+@given(
+    family=st.sampled_from(sorted(TEMPLATES)),
+    marks=st.lists(MARKS, max_size=25),
+    cuts=st.lists(st.integers(0, 300), max_size=10),
+)
+def test_any_text_is_read_without_an_error_and_alike_however_it_is_split(
+    family: str, marks: list[str], cuts: list[int]
+) -> None:
+    text = "".join(marks)
+    assert read(plan(family), split(text, cuts)) == read(plan(family), [text])
+
+
+@given(
+    text=st.text(st.characters(exclude_characters="<["), max_size=200),
+    family=st.sampled_from(["hermes", "mistral"]),
+)
+def test_text_without_marks_is_the_users(text: str, family: str) -> None:
+    assert read(plan(family), list(text)) == ("", text, [])
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = OutputParser(plan("hermes"))
+    assert parser.feed('<tool_call>{"name": "weather", ').calls[0].name == "weather"
+    assert parser.feed('"arguments": {"city"').calls[0].arguments == '{"city"'
+    assert parser.feed(': "Par').calls[0].arguments == ': "Par'
+    assert parser.num_calls == 1
+
+
+def test_a_prompt_may_have_begun_the_reasoning() -> None:
+    how = plan("hermes", in_reasoning=True, tools=None)
+    assert read(how, ["hm, so", "</thi", "nk>\n\nyes"]) == ("hm, so", "yes", [])
+    hidden = plan("hermes", in_reasoning=True, tools=None, shows_reasoning=False)
+    assert read(hidden, ["hm</think>yes"]) == ("", "yes", [])
+
+
+def test_calls_beyond_the_first_may_be_dropped() -> None:
+    text = "[now(), weather(city='Rome')]"
+    assert read(plan("pythonic", calls_max=1), [text]) == ("", "", [("now", "{}")])
+
+
+def test_calls_that_the_engine_was_made_to_write() -> None:
+    text = f'[{{"name": "weather", "parameters": {PARIS}}}, {{"name": "now", "parameters": {{}}}}]'
+    for texts in ([text], list(text)):
+        assert read(plan("json", required=True), texts) == ("", "", [("weather", PARIS), ("now", "{}")])
+        assert read(plan("json", named="weather"), list(PARIS)) == ("", "", [("weather", PARIS)])
+
+
+def test_without_tools_and_reasoning_no_parser_is_needed() -> None:
+    assert not plan("json", tools=None).is_needed
+    assert plan("harmony", tools=None).is_needed
+    assert plan("hermes", tools=None).is_needed  # it may reason
+
+
+def test_arguments_of_tags_have_the_types_of_the_schema() -> None:
+    text = "<tool_call><function=weather><parameter=city>12</parameter><parameter=days>12</parameter></function></tool_call>"
+    (call,) = read(plan("hermes"), [text])[2]
+    assert json.loads(call[1]) == {"city": "12", "days": 12}
