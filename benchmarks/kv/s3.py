@@ -19,12 +19,16 @@ _TRY_S = 0.05
 class S3Server:
     """One bucket, named `bucket`."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str = sys.executable) -> None:
         """Start it, and wait until it answers.
+
+        Args:
+            python: has moto installed.
 
         Raises:
             Unavailable: it does not answer.
         """
+        self._python = python
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -32,7 +36,7 @@ class S3Server:
 
     def start(self) -> None:
         """Start it again, empty."""
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        command = [self._python, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for _ in range(_TRIES):
             try:

@@ -189,5 +189,9 @@ def vllm_processes() -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+        if process.status() != psutil.STATUS_ZOMBIE and not _is_other(" ".join(process.cmdline()))
     ]
+
+
+def _is_other(command: str) -> bool:
+    return "resource_tracker" in command or "moto.server" in command

@@ -2,8 +2,10 @@
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -11,7 +13,7 @@ from aiohttp import web
 
 from benchmarks.kv.s3 import S3Server
 
-__all__ = ["Proxy", "S3Server", "proxy_of"]
+__all__ = ["Proxy", "S3Server", "proxy_before", "proxy_of"]
 
 BODY_MAX = 64 << 20
 KEPT = {"etag", "content-range", "last-modified", "content-type"}
@@ -31,7 +33,37 @@ class Proxy:
     """Close the connection of so many, without an answer."""
     seen: list[str] = field(default_factory=list)
     """Methods of all requests."""
+    before: Callable[[str], None] = lambda _method: None
+    """Called with the method of each request, before it is passed on."""
     url: str = ""
+
+
+def cut(request: web.Request) -> web.StreamResponse:
+    """Close the connection of a request, without an answer."""
+    if request.transport is not None:
+        request.transport.close()
+    return web.Response()
+
+
+@contextmanager
+def proxy_before(server: S3Server) -> Iterator[Proxy]:
+    """Run a proxy in a thread of its own."""
+    begun: queue.Queue[tuple[Proxy, asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
+
+    async def main() -> None:
+        over = asyncio.Event()
+        async with proxy_of(server) as proxy:
+            begun.put((proxy, asyncio.get_running_loop(), over))
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    proxy, loop, over = begun.get(timeout=30)
+    try:
+        yield proxy
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
 
 
 @asynccontextmanager
@@ -41,6 +73,7 @@ async def proxy_of(server: S3Server) -> AsyncIterator[Proxy]:
 
     async def forward(request: web.Request) -> web.StreamResponse:
         proxy.seen.append(request.method)
+        proxy.before(request.method)
         if proxy.hang:
             await over.wait()
         body = await request.read()
@@ -51,18 +84,20 @@ async def proxy_of(server: S3Server) -> AsyncIterator[Proxy]:
             return web.Response(status=proxy.status, text="planted")
         if proxy.drop_next:
             proxy.drop_next -= 1
-            assert request.transport is not None
-            request.transport.close()
-            return web.Response()
+            return cut(request)
         headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
-        async with session.request(
+        sent = session.request(
             request.method,
             server.url + request.path_qs,
             data=io.BytesIO(body) if body else None,
             headers=headers,
-        ) as answer:
-            kept = {name: value for name, value in answer.headers.items() if name.lower() in KEPT}
-            return web.Response(status=answer.status, body=await answer.read(), headers=kept)
+        )
+        try:
+            async with sent as answer:
+                kept = {name: value for name, value in answer.headers.items() if name.lower() in KEPT}
+                return web.Response(status=answer.status, body=await answer.read(), headers=kept)
+        except aiohttp.ClientError:  # the server is dead
+            return cut(request)
 
     app = web.Application(client_max_size=BODY_MAX)
     app.router.add_route("*", "/{path:.*}", forward)

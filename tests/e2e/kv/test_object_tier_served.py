@@ -1,15 +1,11 @@
 """The object tier in real processes: what one worker stored another loads, also after a restart, and whatever the store does."""
 
-import asyncio
-import queue
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
-from s3_server import Proxy, S3Server, proxy_of
+from s3_server import S3Server, proxy_before
 
 TEXTS = [f"{n} " + " ".join(f"meadow {n * 31 + word}" for word in range(60)) for n in range(16)]
 MOCK = {
@@ -87,25 +83,6 @@ def test_a_worker_loads_what_another_stored_and_a_restarted_one_too(deploy, tmp_
 
     deploy(before, role=role, workers=2, router={"policy": "round-robin"})
     deploy(after, role=role, workers=2, router={"policy": "round-robin"})
-
-
-@contextmanager
-def proxy_before(server: S3Server) -> Iterator[Proxy]:
-    """Run a proxy in a thread of its own."""
-    begun: queue.Queue[tuple[Proxy, asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
-
-    async def main() -> None:
-        over = asyncio.Event()
-        async with proxy_of(server) as proxy:
-            begun.put((proxy, asyncio.get_running_loop(), over))
-            await over.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    proxy, loop, over = begun.get(timeout=30)
-    yield proxy
-    loop.call_soon_threadsafe(over.set)
-    thread.join()
 
 
 @pytest.mark.slow
