@@ -40,12 +40,12 @@ nb::list take_changes(Pool& pool) {
     return changes;
 }
 
-nb::list make_room(Pool& pool, std::size_t count) {
-    nb::list given_up;
-    for (const GivenUp& gone : pool.make_room(count)) {
-        given_up.append(nb::make_tuple(gone.ids, as_bytes(gone.hashes), gone.parent));
+nb::list as_list(const std::vector<GivenUp>& given_up) {
+    nb::list chains;
+    for (const GivenUp& gone : given_up) {
+        chains.append(nb::make_tuple(gone.ids, as_bytes(gone.hashes), gone.parent));
     }
-    return given_up;
+    return chains;
 }
 
 // A use of blocks at their release; without a kind there was none.
@@ -97,7 +97,8 @@ void bind_pool(nb::module_& module) {
         .def("match", [](const Pool& pool, const Hashes& hashes) { return pool.match(as_span(hashes)); }, "hashes"_a)
         .def("count_idle", [](const Pool& pool, const Ids& ids) { return pool.count_idle(ids); }, "ids"_a)
         .def("acquire", [](Pool& pool, const Ids& ids) { pool.acquire(ids); }, "ids"_a)
-        .def("make_room", &make_room, "count"_a)
+        .def("make_room", [](Pool& pool, std::size_t count) { return as_list(pool.make_room(count)); }, "count"_a)
+        .def("upcoming", [](const Pool& pool, std::size_t count) { return as_list(pool.upcoming(count)); }, "count"_a)
         .def("allocate", &Pool::allocate, "count"_a)
         .def("release", &release, "ids"_a, "kind"_a.none() = nb::none(), "priority"_a = 0,
              "until_s"_a = std::numeric_limits<double>::infinity(), "tenant"_a = 0)

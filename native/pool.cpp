@@ -60,13 +60,18 @@ void Pool::acquire(std::span<const BlockId> ids) {
 }
 
 std::vector<GivenUp> Pool::make_room(std::size_t count) {
-    std::vector<GivenUp> given_up;
     if (count > num_available() || count <= num_without_eviction()) {
-        return given_up;
+        return {};
     }
     std::vector<BlockId> victims;
     evict(count - num_without_eviction(), &victims);
-    for (const BlockId id : std::views::reverse(victims)) {  // of one sequence the first block is unused for the least time
+    return chains(std::move(victims));
+}
+
+// Of one sequence the first block goes last.
+std::vector<GivenUp> Pool::chains(std::vector<BlockId> victims) const {
+    std::vector<GivenUp> given_up;
+    for (const BlockId id : std::views::reverse(victims)) {
         const Block& block = at(id);
         if (given_up.empty() || !block.has_parent || block.parent != given_up.back().hashes.back().low) {
             given_up.push_back({{}, {}, block.has_parent ? std::optional(block.parent) : std::nullopt});

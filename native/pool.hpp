@@ -71,6 +71,10 @@ class Pool {
     // Have as many free blocks, if there are as many available; gives what went for it, the chain unused for longest first.
     std::vector<GivenUp> make_room(std::size_t count);
 
+    // What `make_room` would give if asked now, or what there is of it; nothing goes. Shares of tenants, and what changes
+    // while blocks go, are left out.
+    std::vector<GivenUp> upcoming(std::size_t count) const;
+
     // Take blocks with one reference each, evicting as needed; nothing if there are not as many.
     std::optional<std::vector<BlockId>> allocate(std::size_t count);
 
@@ -148,6 +152,7 @@ class Pool {
     void unlink_idle(BlockId id);
     std::size_t num_without_eviction() const { return num_available() - num_idle_; }
     void evict(std::size_t count, std::vector<BlockId>* gone = nullptr);
+    std::vector<GivenUp> chains(std::vector<BlockId> victims) const;
     BlockId victim();
     std::optional<BlockId> victim_of_tenant();
     void add_leaf(BlockId id);

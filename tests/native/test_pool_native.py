@@ -58,6 +58,10 @@ class PoolPair(RuleBasedStateMachine):
     def make_room(self, count):
         self.both("make_room", count)
 
+    @rule(count=st.integers(0, NUM_BLOCKS + 1))
+    def upcoming(self, count):
+        self.both("upcoming", count)
+
     @rule(hashes=st.lists(names, max_size=4), parent=st.none() | halves, data=st.data())
     def commit(self, hashes, parent, data):
         if self.held:

@@ -19,6 +19,13 @@ class Admission(StrEnum):
     SEEN_TWICE = "seen-twice"
 
 
+class OffloadMode(StrEnum):
+    """When blocks are copied to a tier: when their request leaves the batch, or before the device evicts them."""
+
+    WRITE_THROUGH = "write-through"
+    WRITE_BACK = "write-back"
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
     """How blocks are offloaded to a tier.
@@ -26,10 +33,12 @@ class OffloadPolicy:
     Attributes:
         admission: all blocks, or those that a second request has used.
         bytes_per_s: most bytes copied to it each second while requests are running; None for no such bound.
+        mode: when they are copied.
     """
 
     admission: Admission = Admission.ALL
     bytes_per_s: float | None = None
+    mode: OffloadMode = OffloadMode.WRITE_THROUGH
 
 
 class KvLoad(Protocol):

@@ -35,7 +35,10 @@ async def told(site, prompts):
     return [await site.tell(prompt, max_tokens=8) for prompt in prompts]
 
 
-@pytest.mark.parametrize("role", [MOCK, PAGED], ids=["mock", "paged"])
+WRITTEN_BACK = {**PAGED, "kv": {**PAGED["kv"], "offload": "write-back"}}
+
+
+@pytest.mark.parametrize("role", [MOCK, PAGED, WRITTEN_BACK], ids=["mock", "paged", "paged-write-back"])
 def test_histories_that_left_the_device_are_loaded_from_the_host(deploy, role):
     async def scenario(site):
         first = await told(site, TEXTS)

@@ -23,6 +23,7 @@ from penstock.kv.host.host_tier import HostTier
 from penstock.kv.manager.offloader import Offloader
 from penstock.kv.namespace import Namespace
 from penstock.kv.stored_tier import StoredTier
+from penstock.seams.kv import OffloadMode, OffloadPolicy
 from penstock.testing.engines.probe import make_request
 from penstock.testing.loop import run_async
 from penstock.transfer.regions.checksum import copy_summed
@@ -40,8 +41,9 @@ SHAPE = RunnerInfo(
 class Worker:
     """An engine with tiers, restarted now and then."""
 
-    def __init__(self, host, number, path, rng):
+    def __init__(self, host, number, path, rng, policy):
         self.host, self.number, self.path = host, number, path
+        self.policy = policy
         self.disk = SickDisk(rng, BLOCK_BYTES)
         self.answers = {}
         self.counts = dict.fromkeys((Tier.HOST, Tier.DISK), (0, 0))
@@ -50,9 +52,11 @@ class Worker:
     def make_tiers(self, info, memory):
         device = DeviceBlocks.of(memory, info.kv_layout)
         slots = SlotFile(self.path, DISK_SLOTS * 4096, BLOCK_BYTES, NAMESPACE, disk=self.disk, threads=2)
-        host = HostTier(device, SLOTS, SIZE, part=self.host.part(self.number), namespace=NAMESPACE)
+        part = self.host.part(self.number)
+        host = HostTier(device, SLOTS, SIZE, part=part, namespace=NAMESPACE, offload_policy=self.policy)
         host.chunk_blocks = 2
-        return [host, StoredTier(slots, Tier.DISK, device, DISK_SLOTS, chunk_bytes=3 * BLOCK_BYTES)]
+        disk = StoredTier(slots, Tier.DISK, device, DISK_SLOTS, self.policy, chunk_bytes=3 * BLOCK_BYTES)
+        return [host, disk]
 
     async def start(self):
         self.disk.be("well")
@@ -106,10 +110,10 @@ def prompts(rng):
     ]
 
 
-async def trial(seed, directory):
+async def trial(seed, directory, policy):
     rng = random.Random(seed)
     host = SharedHost(slots=SLOTS, block_bytes=BLOCK_BYTES)
-    workers = [Worker(host, number, directory / f"{seed}.{number}", rng) for number in range(2)]
+    workers = [Worker(host, number, directory / f"{seed}.{number}", rng, policy) for number in range(2)]
     expected = {}
     known = prompts(rng)
     async with contextlib.AsyncExitStack() as stack:
@@ -155,13 +159,13 @@ async def turns(rng, host, workers, known, expected):
             rng.choice(workers).engine.clear_cache()
 
 
-def run_trials(seeds, directory, monkeypatch):
+def run_trials(seeds, directory, monkeypatch, mode=OffloadMode.WRITE_THROUGH):
     monkeypatch.setattr("penstock.kv.manager.worth._LATE_MARGIN_S", 0.02)
     loaded = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
     corrupt = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
     preemptions = 0
     for seed in seeds:
-        for worker in run_async(trial(seed, directory), timeout_s=60):
+        for worker in run_async(trial(seed, directory, OffloadPolicy(mode=mode)), timeout_s=60):
             preemptions += worker.preemptions
             for tier, (blocks, wrong) in worker.counts.items():
                 loaded[tier] += blocks
@@ -169,8 +173,10 @@ def run_trials(seeds, directory, monkeypatch):
     return loaded, corrupt, preemptions
 
 
-def test_answers_are_exact_whatever_happens_to_tiers(tmp_path, monkeypatch):
-    loaded, corrupt, preemptions = run_trials(range(12), tmp_path, monkeypatch)
+@pytest.mark.parametrize("mode", OffloadMode)
+def test_answers_are_exact_whatever_happens_to_tiers(tmp_path, monkeypatch, mode):
+    loaded, corrupt, preemptions = run_trials(range(12), tmp_path, monkeypatch, mode)
+    print(loaded, corrupt, preemptions)
     assert loaded[Tier.HOST] > 1000, loaded
     assert loaded[Tier.DISK] > 100, loaded
     assert min(corrupt.values()) > 3, corrupt

@@ -10,7 +10,7 @@ from penstock.core.config import Config, wrong
 from penstock.core.types.events import Tier
 from penstock.engine.kv_tiers.size import Size, TierSize
 from penstock.kv.pool.use import EvictionPolicy
-from penstock.seams.kv import Admission, OffloadPolicy
+from penstock.seams.kv import Admission, OffloadMode, OffloadPolicy
 
 _NONE = TierSize(0, "B")
 _SCHEMES = ("s3", "gs", "az", "file")
@@ -25,11 +25,6 @@ class _LowerTier(Config):
     """Blocks to write: `all`, or those that a second request has used (`seen-twice`)."""
     offload_bytes_per_s: Size = _NONE
     """Most bytes that a worker writes in a second while requests are running, as 200MB; 0 is no bound. Not simulated."""
-
-    @property
-    def offload_policy(self) -> OffloadPolicy:
-        """How blocks are offloaded to it."""
-        return OffloadPolicy(self.admit, float(self.offload_bytes_per_s.num_bytes) or None)
 
     @pydantic.field_validator("offload_bytes_per_s")
     @classmethod
@@ -152,6 +147,9 @@ class KvConfig(Config):
     prefetch: int = pydantic.Field(default=16, ge=0, le=256)
     """Next waiting requests of a worker whose prefixes are held on the device, and loaded from the tiers below, before their turn; 0 loads when it comes. For the same engines."""
 
+    offload: OffloadMode = OffloadMode.WRITE_THROUGH
+    """When blocks are copied to the tiers: `write-through` copies what a request leaves, `write-back` what the device evicts next, so that what is never evicted is not written. Not simulated: there blocks are written through."""
+
     host: Size = _NONE
     """Memory of the workers' host: keeps blocks of requests that leave the batch, and loads them where that is quicker than computing. Bytes are divided among the role's workers on a host, and each worker loads the blocks of all of them."""
     host_eviction: EvictionPolicy = "seconds"
@@ -174,5 +172,16 @@ class KvConfig(Config):
 
     def policy_of(self, tier: Tier) -> OffloadPolicy:
         """Return how blocks are offloaded to a tier."""
-        policies = {Tier.DISK: self.disk.offload_policy, Tier.OBJECT: self.object.offload_policy}
-        return policies.get(tier, OffloadPolicy())
+        if tier is Tier.HOST:
+            return OffloadPolicy(mode=self.offload)
+        config = self.disk if tier is Tier.DISK else self.object
+        return OffloadPolicy(config.admit, float(config.offload_bytes_per_s.num_bytes) or None, self.offload)
+
+    @pydantic.model_validator(mode="after")
+    def _check_offload(self) -> Self:
+        if self.offload is OffloadMode.WRITE_BACK and self.eviction == "lru":
+            raise wrong(
+                "offload: write-back copies blocks in the order of their eviction, which a copy changes with eviction lru;"
+                " choose seconds, lfu, arc or s3-fifo, or write-through"
+            )
+        return self

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from penstock.core.errors import ConfigError, TransferError
 from penstock.core.types.events import Holder, Tier
 from penstock.core.types.instances import KvHolder
-from penstock.engine.kv_tiers.config import DiskConfig, KvConfig, ObjectConfig
+from penstock.engine.kv_tiers.config import KvConfig, ObjectConfig
 from penstock.engine.kv_tiers.size import TierSize
 from penstock.engine.runner import RunnerInfo
 from penstock.kv.device_blocks import DeviceBlocks
@@ -24,7 +24,7 @@ from penstock.kv.namespace import Namespace
 from penstock.kv.object.config import PacksConfig
 from penstock.kv.object.packs import READ_BYTES, ObjectPacks
 from penstock.kv.stored_tier import StoredTier
-from penstock.seams.kv import KvTier
+from penstock.seams.kv import KvTier, OffloadPolicy
 
 TierMaker = Callable[[RunnerInfo, Sequence[Sequence[object]]], Sequence[KvTier]]
 """Makes tiers for an engine that has loaded its model, from its info and its KV memory; raises ConfigError."""
@@ -78,6 +78,7 @@ def tier_maker(
                     part=host_part,
                     namespace=kept,
                     eviction=config.host_eviction,
+                    offload_policy=config.policy_of(Tier.HOST),
                 )
             )
         if not (config.disk.size or config.object.url):
@@ -85,13 +86,30 @@ def tier_maker(
         namespace = _namespace(model_digest(), info)
         if config.disk.size:
             path = Path(f"{config.disk.path}.{worker}")
-            tiers.append(_disk_tier(path, config.disk, namespace, info=info, device=device))
+            tiers.append(_disk_tier(path, config, namespace, info=info, device=device))
         if config.object.url:
             salt = hashlib.blake2b(hash_key, digest_size=16).digest()
-            tiers.append(_object_tier(config.object, replace(namespace, salt=salt), info=info, device=device))
+            tiers.append(_object_tier(config, replace(namespace, salt=salt), info=info, device=device))
         return tiers
 
     return make
+
+
+def check_offloads_all(config: KvConfig, engine: str) -> None:
+    """Check the tiers of an engine that says itself which blocks are copied, and when.
+
+    Raises:
+        ConfigError: some blocks are not to be copied to a tier, or not at once.
+    """
+    for tier in config.present():
+        if config.policy_of(tier) != OffloadPolicy():
+            named = (
+                "offload" if tier is Tier.HOST else f"{tier}: admit and offload_bytes_per_s, or kv.offload"
+            )
+            raise ConfigError(
+                f"kv.{named}: engine {engine} offloads all blocks as its requests end, without a bound, in this version;"
+                " leave them out"
+            )
 
 
 def _check(config: KvConfig) -> None:
@@ -130,28 +148,26 @@ def _namespace(digest: str, info: RunnerInfo) -> Namespace:
 
 
 def _disk_tier(
-    path: Path, config: DiskConfig, namespace: Namespace, *, info: RunnerInfo, device: DeviceBlocks
+    path: Path, config: KvConfig, namespace: Namespace, *, info: RunnerInfo, device: DeviceBlocks
 ) -> KvTier:
     """Open a worker's slot file.
 
     Raises:
         ConfigError: the file cannot be opened, is another process's, or holds KV of another model.
     """
-    num_blocks = _blocks("disk", config.size, info, device)
+    num_blocks = _blocks("disk", config.disk.size, info, device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         slot_bytes = -(-device.block_bytes // ALIGNMENT) * ALIGNMENT
         store = SlotFile(
-            path, num_blocks * slot_bytes, device.block_bytes, namespace, eviction=config.eviction
+            path, num_blocks * slot_bytes, device.block_bytes, namespace, eviction=config.disk.eviction
         )
     except (OSError, TransferError) as error:
         raise ConfigError(f"kv.disk: {path}: {error}") from error
-    return StoredTier(store, Tier.DISK, device, num_blocks, config.offload_policy)
+    return StoredTier(store, Tier.DISK, device, num_blocks, config.policy_of(Tier.DISK))
 
 
-def _object_tier(
-    config: ObjectConfig, namespace: Namespace, *, info: RunnerInfo, device: DeviceBlocks
-) -> KvTier:
+def _object_tier(config: KvConfig, namespace: Namespace, *, info: RunnerInfo, device: DeviceBlocks) -> KvTier:
     """Make the tier of an object store; nothing is sent yet.
 
     Raises:
@@ -159,27 +175,29 @@ def _object_tier(
     """
     num_blocks = _KNOWN_BLOCKS_MAX
     budget_bytes = None
-    if config.size:
-        num_blocks = _blocks("object", config.size, info, device)
+    if config.object.size:
+        num_blocks = _blocks("object", config.object.size, info, device)
         budget_bytes = num_blocks * device.block_bytes
         num_blocks = min(num_blocks, _KNOWN_BLOCKS_MAX)
     packs = PacksConfig(
-        pack_bytes=config.pack_size.num_bytes,
-        refresh_s=config.refresh_s,
+        pack_bytes=config.object.pack_size.num_bytes,
+        refresh_s=config.object.refresh_s,
         blocks_max=num_blocks,
         budget_bytes=budget_bytes,
     )
     try:
-        store = ObjectPacks(config.url, device.block_bytes, namespace, packs, options=config.options)
+        store = ObjectPacks(
+            config.object.url, device.block_bytes, namespace, packs, options=config.object.options
+        )
     except TransferError as error:
         raise ConfigError(f"kv.object: {error}") from error
-    holder = KvHolder(kind=Holder.FLEET, id=_store_id(config, namespace), blocks=num_blocks)
+    holder = KvHolder(kind=Holder.FLEET, id=_store_id(config.object, namespace), blocks=num_blocks)
     return StoredTier(
         store,
         Tier.OBJECT,
         device,
         num_blocks,
-        config.offload_policy,
+        config.policy_of(Tier.OBJECT),
         shared=holder,
         chunk_bytes=packs.requests * READ_BYTES,
     )

@@ -49,7 +49,6 @@ class HostTier:
 
     tier = Tier.HOST
     is_off = False
-    offload_policy = OffloadPolicy()
 
     def __init__(
         self,
@@ -60,6 +59,7 @@ class HostTier:
         part: HostPart | None = None,
         namespace: Namespace = _PRIVATE,
         eviction: EvictionPolicy = "seconds",
+        offload_policy: OffloadPolicy | None = None,
     ) -> None:
         """Take the memory; `close` releases it.
 
@@ -70,12 +70,14 @@ class HostTier:
             part: of the host's arena; None for memory of its own.
             namespace: of the blocks; those of other namespaces are not seen.
             eviction: as in `BlockPool`. A block is used when it is stored and at each load.
+            offload_policy: how blocks are offloaded to it; None for all of them at once.
 
         Raises:
             ConfigError: the host has not enough memory, or another process has the extent.
         """
         self.num_blocks = num_blocks
         self.block_bytes = device.block_bytes
+        self.offload_policy = offload_policy or OffloadPolicy()
         self.chunk_blocks = max(_CHUNK_BYTES // device.block_bytes, 1)
         self.num_corrupt = 0
         self._device = device

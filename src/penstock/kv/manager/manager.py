@@ -141,6 +141,7 @@ class KvManager:
         Events of the lowest tier come first, so that a router knows an offloaded block before the device evicts it. If the
         device was cleared, its events come first, since a clearing removes the blocks of all tiers.
         """
+        self._offloader.look_ahead(events)
         lower: list[KvEvent] = [AllBlocksCleared(holder=holder) for holder in self._cleared]
         self._cleared.clear()
         for tier in reversed(self.tiers):

@@ -1,4 +1,4 @@
-"""The offloader: copies the full blocks of requests that leave the batch to KV tiers, in the background."""
+"""The offloader: copies full blocks of requests to KV tiers in the background, as they leave the batch or before their eviction."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from penstock.core.ids import BlockId
+from penstock.core.types.events import KvEvent
 from penstock.core.wire import HashArray
 from penstock.kv.manager.admission import SeenBlocks
 from penstock.kv.manager.budget import Budget
 from penstock.kv.manager.clock import Clock, Timer
 from penstock.kv.manager.counters import TierCounters
+from penstock.kv.manager.upcoming import UpcomingPrefixes
 from penstock.kv.pool.pool import BlockPool
-from penstock.seams.kv import Admission, KvSource, KvTier
+from penstock.seams.kv import Admission, KvSource, KvTier, OffloadMode
 
 _PINNED_SHARE = 8
 """At most one in so many device blocks is pinned for copies. Others wait unpinned, and are dropped if evicted first."""
@@ -73,9 +75,13 @@ class Offloader:
             )
             for tier in tiers
         ]
+        self._written_back = [
+            queue for queue in self._queues if queue.tier.offload_policy.mode is OffloadMode.WRITE_BACK
+        ]
+        self._upcoming = UpcomingPrefixes(pool, len(self._written_back))
 
     def offload(self, block_hashes: HashArray) -> None:
-        """Copy a prefix that is in the device's cache to each tier, without the blocks that the tier keeps.
+        """Copy a prefix that is in the device's cache to each tier, without the blocks that the tier keeps: now or before its eviction.
 
         Args:
             block_hashes: (n, 2) uint64, from the first block on.
@@ -84,12 +90,22 @@ class Offloader:
             hashes = block_hashes
             if queue.seen is not None:
                 hashes = block_hashes[: queue.seen.see(block_hashes)]
-            if queue.tier.locate(hashes) < len(hashes):
-                queue.waiting.append((hashes, 0))
-                if len(queue.waiting) > _WAITING_MAX:
-                    lost, start = queue.waiting.popleft()
-                    queue.counters.dropped_blocks += len(lost) - start
+            kept = queue.tier.locate(hashes)
+            if kept == len(hashes):
+                continue
+            if queue in self._written_back:
+                self._upcoming.add(hashes, self._written_back.index(queue), kept)
+            else:
+                self._enqueue(queue, hashes)
         self.go_on()
+
+    def look_ahead(self, events: Sequence[KvEvent]) -> None:
+        """Begin the copies of what the device evicts next; `events` are the device's since the last call."""
+        for number, lost in self._upcoming.note(events):
+            queue = self._written_back[number]
+            queue.counters.dropped_blocks += not queue.tier.locate(lost)
+        if self._written_back:
+            self.go_on()
 
     def holders(self) -> Counter[BlockId]:
         """Count its references to each device block."""
@@ -103,6 +119,7 @@ class Offloader:
 
     def clear(self) -> None:
         """Forget the prefixes that wait."""
+        self._upcoming.clear()
         for queue in self._queues:
             queue.waiting.clear()
 
@@ -115,12 +132,20 @@ class Offloader:
 
     def go_on(self) -> None:
         """Begin the copies that there is room for now."""
+        for number, hashes in self._upcoming.take():
+            self._enqueue(self._written_back[number], hashes)
         for queue in self._queues:
             while queue.waiting and (room := self._room(queue)) > 0:
                 hashes, start = queue.waiting.popleft()
                 end = self._begin(queue, hashes, start, room)
                 if end < len(hashes):
                     queue.waiting.appendleft((hashes, end))
+
+    def _enqueue(self, queue: _Queue, hashes: HashArray) -> None:
+        queue.waiting.append((hashes, 0))
+        if len(queue.waiting) > _WAITING_MAX:
+            lost, start = queue.waiting.popleft()
+            queue.counters.dropped_blocks += len(lost) - start
 
     def _room(self, queue: _Queue) -> int:
         """Count the blocks that may be begun for a tier now; sets a timer if its budget says later."""

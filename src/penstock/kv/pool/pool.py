@@ -129,10 +129,15 @@ class BlockPool:
         Returns:
             the evicted chains, in the order of eviction. `allocate` evicts too, but does not return what.
         """
-        return [
-            Evicted(block_ids, np.frombuffer(hashes, dtype="<u8").reshape(-1, 2), parent)
-            for block_ids, hashes, parent in self._states.make_room(count)
-        ]
+        return _chains(self._states.make_room(count))
+
+    def upcoming(self, count: int) -> list[Evicted]:
+        """Find what `make_room` would evict if asked now, or what there is of it; nothing is evicted.
+
+        It is a forecast: it counts no shares of tenants, `s3-fifo` and `arc` choose between their queues as they go, and with
+        `seconds` chances change with each eviction. It looks at every idle block that may go.
+        """
+        return _chains(self._states.upcoming(count))
 
     def allocate(self, count: int) -> list[BlockId] | None:
         """Allocate `count` blocks with one reference each, evicting idle ones as needed; None if fewer are available."""
@@ -218,3 +223,10 @@ class BlockPool:
         if kind == _REMOVED:
             return BlockRemoved(block_hashes=PackedHashes(packed), tier=self.tier)
         return AllBlocksCleared()
+
+
+def _chains(evicted: Sequence[tuple[list[BlockId], bytes, int | None]]) -> list[Evicted]:
+    return [
+        Evicted(block_ids, np.frombuffer(hashes, dtype="<u8").reshape(-1, 2), parent)
+        for block_ids, hashes, parent in evicted
+    ]

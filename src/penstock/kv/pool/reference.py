@@ -102,8 +102,34 @@ class ReferencePool:
     def make_room(self, count: int) -> list[Evicted]:
         if not len(self._free) < count <= self.num_available:
             return []
+        return self._chains(self._evict(count - len(self._free)))
+
+    def upcoming(self, count: int) -> list[Evicted]:
+        most = min(max(count - len(self._free), 0), len(self._idle))
+        return self._chains([(block_id, self._key_of(block_id)) for block_id in self._next_victims(most)])
+
+    def _next_victims(self, count: int) -> list[BlockId]:
+        if self._eviction is None:
+            return list(self._idle)[:count]
+        standing, left = self._eviction.standing, Counter(self._prefixes.idle_children)
+        leaves = [block_id for block_id in self._idle if self._eviction.is_leaf(block_id)]
+        victims: list[BlockId] = []
+        while leaves and len(victims) < count:
+            first = min(leaves, key=lambda leaf: (standing(leaf), leaf))
+            leaves.remove(first)
+            victims.append(first)
+            parent = self._parent_of[first]
+            if parent is not None:
+                left[parent] -= 1
+                above = self._prefixes.idle.get(parent)
+                if left[parent] == 0 and above is not None:
+                    leaves.append(above)
+        return victims
+
+    def _chains(self, victims: list[tuple[BlockId, bytes]]) -> list[Evicted]:
+        """Join victims, in the order of eviction, to chains; of one sequence the first block goes last."""
         chains: list[Evicted] = []
-        for block_id, key in reversed(self._evict(count - len(self._free))):
+        for block_id, key in reversed(victims):
             parent = self._parent_of[block_id]
             if chains and parent == _low64(chains[-1][1][-_HASH_BYTES:]):
                 ids, keys, first_parent = chains[-1]
@@ -333,9 +359,12 @@ class ReferencePool:
             self._prefixes.idle_children[parent] -= 1
 
     def _low_of(self, block_id: BlockId) -> int:
+        return _low64(self._key_of(block_id))
+
+    def _key_of(self, block_id: BlockId) -> bytes:
         key = self._hash_of[block_id]
         assert key is not None
-        return _low64(key)
+        return key
 
     def _add_stored(self, hashes: HashArray, start: int, end: int, parent: int | None) -> None:
         if start == end:

@@ -8,7 +8,8 @@ from penstock.kv.manager.admission import SeenBlocks
 from penstock.kv.manager.counters import TierCounters
 from penstock.kv.manager.offloader import Offloader
 from penstock.kv.pool.pool import BlockPool
-from penstock.seams.kv import Admission, OffloadPolicy
+from penstock.kv.pool.use import BlockUse
+from penstock.seams.kv import Admission, OffloadMode, OffloadPolicy
 from tests.support.held_tier import HeldTier
 
 
@@ -51,11 +52,11 @@ def chain(seed, length=8):
 class Scene:
     """An offloader over one tier, and a pool that caches prefixes."""
 
-    def __init__(self, policy=None, *, num_blocks=640):
+    def __init__(self, policy=None, *, num_blocks=640, eviction="lru"):
         self.tier = HeldTier(offload_policy=policy)
         self.clock = ManualClock()
         self.counters = TierCounters()
-        self.pool = BlockPool(num_blocks, 4)
+        self.pool = BlockPool(num_blocks, 4, eviction)
         tiers = {self.tier: self.counters}
         self.offloader = Offloader(self.pool, [self.tier], lambda: None, tiers, self.clock)
 
@@ -65,8 +66,9 @@ class Scene:
         held = len(self.pool.match(hashes))
         taken = self.pool.allocate(length - held)
         self.pool.commit(taken, hashes[held:], int(hashes[held - 1, 0]) if held else None)
-        self.pool.release(taken)
+        self.pool.release(taken, BlockUse())
         self.offloader.offload(hashes)
+        self.offloader.look_ahead(self.pool.take_events())
 
     def copied(self):
         """End the copies under way; returns how many blocks they were."""
@@ -190,3 +192,108 @@ def test_a_closed_offloader_begins_nothing():
     scene.offloader.close()
     scene.clock.advance(1000.0)
     assert scene.copied() == 0
+
+
+WRITE_BACK = OffloadPolicy(mode=OffloadMode.WRITE_BACK)
+
+
+def lows(chains):
+    return [low for chain in chains for low in chain.block_hashes[:, 0].tolist()]
+
+
+def test_write_back_copies_nothing_while_the_device_has_room():
+    scene = Scene(WRITE_BACK, num_blocks=64, eviction="seconds")
+    for seed in range(6):
+        scene.leave(seed)  # 48 of 64: a quarter is free
+    assert scene.copied() == 0
+    assert scene.counters.dropped_blocks == 0
+
+
+def test_write_back_copies_what_goes_next_before_it_goes():
+    scene = Scene(WRITE_BACK, num_blocks=64, eviction="lfu")
+    for seed in range(40):
+        scene.leave(seed)
+        scene.copied()
+        evicted = lows(scene.pool.upcoming(8))
+        assert {*evicted} <= scene.tier.keys, "a request of 8 blocks evicts only what was copied"
+    assert scene.counters.dropped_blocks == 0
+    cached = {*scene.pool.resident_hashes()[:, 0].tolist()}
+    assert len(scene.tier.keys) < 40 * 8, "the newest are on the device alone"
+    assert all({*chain(seed)[:, 0].tolist()} <= scene.tier.keys | cached for seed in range(40))
+
+
+def test_what_write_back_copies_stays_next():
+    scene = Scene(WRITE_BACK, num_blocks=64, eviction="seconds")
+    for seed in range(7):
+        scene.leave(seed)
+    before = lows(scene.pool.upcoming(16))
+    assert before
+    assert scene.tier.offloads, "pinned"
+    assert not {*before} & {*scene.tier.offloads[0][0]}
+    scene.copied()
+    assert {*chain(0)[:, 0].tolist()} == {*lows(scene.pool.upcoming(16))}
+
+
+def test_write_back_never_waits_and_counts_what_it_was_too_late_for():
+    scene = Scene(WRITE_BACK, num_blocks=64, eviction="seconds")
+    for seed in range(40):
+        scene.leave(seed)  # no copy ends
+    assert scene.offloader.holders().total() == 8, "an eighth of the device"
+    assert scene.counters.offloaded_blocks == 8
+    while scene.copied():
+        pass
+    known = scene.tier.keys | {*scene.pool.resident_hashes()[:, 0].tolist()}
+    assert 0 < scene.counters.dropped_blocks == 40 * 8 - len(known)
+    scene.pool.check()
+    assert scene.pool.num_active == 0
+
+
+def test_write_back_has_nothing_to_copy_of_what_a_tier_has_got_elsewhere():
+    scene = Scene(WRITE_BACK, num_blocks=64, eviction="seconds")
+    for seed in range(20):
+        scene.tier.keys.update(chain(seed)[:, 0].tolist())  # as another worker of the host did
+        scene.leave(seed)
+    assert (scene.copied(), scene.counters.dropped_blocks) == (0, 0)
+
+
+def test_a_long_prefix_that_goes_on_is_written_back_from_its_first_block_and_once():
+    scene = Scene(WRITE_BACK, num_blocks=64, eviction="seconds")
+    for turn in range(1, 7):
+        scene.leave(1, 4 * turn)
+    assert scene.copied() == 0
+    for seed in range(2, 12):
+        scene.leave(seed)
+        scene.copied()
+    assert {*chain(1, 24)[:, 0].tolist()} <= scene.tier.keys
+    assert scene.counters.offloaded_blocks <= 24 + 10 * 8, "no block twice"
+    assert scene.counters.dropped_blocks == 0
+
+
+def test_write_back_keeps_a_budget_and_an_admission():
+    policy = OffloadPolicy(Admission.SEEN_TWICE, 32.0 * 8, OffloadMode.WRITE_BACK)
+    scene = Scene(policy, num_blocks=64, eviction="seconds")
+    for seed in range(30):
+        scene.leave(seed)
+    assert scene.copied() == 0, "used once"
+    assert scene.counters.dropped_blocks == 0, "what is not admitted was not meant to be copied"
+    for _ in range(2):
+        scene.leave(99)
+    copied = []
+    for seed in range(100, 130):
+        scene.leave(seed)
+        scene.clock.advance(0.1)
+        copied.append(scene.copied())
+    assert max(copied) <= 2
+    assert sum(copied) + scene.counters.dropped_blocks == 8
+
+
+def test_what_is_cleared_is_neither_copied_nor_counted():
+    scene = Scene(WRITE_BACK, num_blocks=64, eviction="seconds")
+    for seed in range(5):
+        scene.leave(seed)
+    scene.pool.reset()
+    scene.offloader.clear()
+    scene.offloader.look_ahead(scene.pool.take_events())
+    for seed in range(50, 56):
+        scene.leave(seed)
+    assert (scene.copied(), scene.counters.dropped_blocks) == (0, 0)

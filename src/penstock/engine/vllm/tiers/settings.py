@@ -10,14 +10,13 @@ import msgspec
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.events import Tier
-from penstock.engine.kv_tiers import KvConfig, tier_maker
+from penstock.engine.kv_tiers import KvConfig, check_offloads_all, tier_maker
 from penstock.engine.launch_host import LaunchHost
 from penstock.engine.spec import EngineSpec
 from penstock.engine.vllm.launch.adapters import lora_paths
 from penstock.engine.vllm.launch.nixl import given_config
 from penstock.engine.weights_digest import weights_digest, weights_stamp
 from penstock.kv.host.memory import HostPart
-from penstock.seams.kv import OffloadPolicy
 
 CONNECTOR = "PenstockConnector"
 _MODULE = "penstock.engine.vllm.tiers.connector"
@@ -66,12 +65,7 @@ def check_tiers(spec: EngineSpec) -> None:
     Raises:
         ConfigError: vLLM cannot have them.
     """
-    for tier in ("disk", "object"):
-        if getattr(spec.kv, tier).offload_policy != OffloadPolicy():
-            raise ConfigError(
-                f"kv.{tier}: admit and offload_bytes_per_s: engine vllm offloads all blocks without a bound in this version; leave"
-                " them out"
-            )
+    check_offloads_all(spec.kv, "vllm")
     tier_maker(spec.kv)
     if spec.args.get("enable_prefix_caching") is False:
         raise ConfigError(
