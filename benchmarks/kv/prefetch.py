@@ -1,7 +1,7 @@
 """Prefixes loaded while their requests wait for the batch, on simulated workers: without it, and with it, over tiers of several speeds.
 
-A recorded trace runs on 70B workers at a rate at which prompts wait for each other. Each tier is alone below the device. The same
-trace runs with several seeds, which decide between equal workers, since one choice changes what is cached for all that follow.
+Parts of a recorded trace run on 70B workers, each from cold caches, at a rate at which prompts wait for each other. Each tier is
+alone below the device. Each part is a run of its own without and with prefetches, so they are compared part by part.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class _Cell:
 
     tier: str
     mode: str
-    seed: int
+    part: int
     workload: Workload
     rate_per_s: float
     examples: Path
@@ -44,9 +44,15 @@ class _Cell:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--trace", type=Path, metavar="FILE", help="in Mooncake's format (default: synthetic chats)")
-    add("--requests", type=int, default=3000, metavar="N", help="of the trace (default %(default)s)")
+    add("--requests", type=int, default=3000, metavar="N", help="of a part (default %(default)s)")
     add("--rate", type=float, default=5.5, metavar="R", help="requests per second (default %(default)s)")
-    add("--seeds", type=int, default=5, metavar="N", help="runs of each kind (default %(default)s)")
+    add(
+        "--parts",
+        type=int,
+        default=4,
+        metavar="N",
+        help="of the trace, one after the other (default %(default)s)",
+    )
     add("--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)")
     add("--examples", type=Path, default=Path("examples"), metavar="DIR", help="graphs (default %(default)s)")
 
@@ -57,20 +63,27 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         ConfigError: an option or file is wrong.
     """
-    for name in ("requests", "rate", "seeds", "jobs"):
+    for name in ("requests", "rate", "parts", "jobs"):
         if getattr(options, name) <= 0:
             raise ConfigError(f"--{name}: must be > 0, got {getattr(options, name)}")
-    requests, seeds = (300, 2) if options.quick else (options.requests, options.seeds)
-    workload = Workload(SYNTHETIC if options.trace is None else RECORDED, requests, options.trace)
+    requests, parts = (300, 2) if options.quick else (options.requests, options.parts)
+    name = SYNTHETIC if options.trace is None else RECORDED
     cells = [
-        _Cell(tier, mode, seed, workload, options.rate, options.examples)
-        for tier, seed, mode in product(TIERS, range(1, seeds + 1), PREFETCH)
+        _Cell(
+            tier,
+            mode,
+            part,
+            Workload(name, requests, options.trace, part * requests),
+            options.rate,
+            options.examples,
+        )
+        for tier, part, mode in product(TIERS, range(parts), PREFETCH)
     ]
     samples: dict[str, list[float]] = {}
     with get_context("spawn").Pool(min(options.jobs, len(cells))) as pool:
         for cell, figures in zip(cells, pool.imap(_simulate, cells), strict=True):
             print(
-                f"{cell.tier} {cell.mode}, seed {cell.seed}: TTFT {figures['ttft_mean_s']:.3f} s",
+                f"{cell.tier} {cell.mode}, part {cell.part}: TTFT {figures['ttft_mean_s']:.3f} s",
                 file=sys.stderr,
                 flush=True,
             )
@@ -85,7 +98,7 @@ def run(options: argparse.Namespace) -> Report:
             "trace": None if options.trace is None else options.trace.name,
             "requests": requests,
             "rate_per_s": options.rate,
-            "seeds": seeds,
+            "parts": parts,
             "quick": options.quick,
         },
         figures=judge(samples),
@@ -95,15 +108,16 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def judge(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Give the mean of each figure over the seeds, and how much lower TTFT is with prefetches."""
+    """Give the mean of each figure over the parts, and how much TTFT changes with prefetches: mean, least and most of a part."""
     figures = {name: float(np.mean(each)) for name, each in samples.items()}
     for tier, metric in product(TIERS, ("ttft_mean_s", "ttft_p90_s", "reusing_ttft_mean_s")):
         without, with_it = (np.asarray(samples[f"{metric} {tier} {mode}"]) for mode in PREFETCH)
-        change = with_it.mean() / without.mean() - 1
-        figures[f"{metric} {tier} change"] = float(change)
-        if len(without) > 1:
-            error = np.hypot(*(each.std(ddof=1) / np.sqrt(len(each)) for each in (without, with_it)))
-            figures[f"{metric} {tier} change_error"] = float(error / without.mean())
+        changes = with_it / without - 1
+        figures[f"{metric} {tier} change"] = float(with_it.mean() / without.mean() - 1)
+        figures[f"{metric} {tier} change_least"], figures[f"{metric} {tier} change_most"] = (
+            float(changes.min()),
+            float(changes.max()),
+        )
     return figures
 
 
@@ -114,9 +128,9 @@ def _simulate(cell: _Cell) -> dict[str, float]:
         f"roles.aggregated.kv.prefetch={PREFETCH[cell.mode]}",
     )
     deployment = find_graph(cell.examples, DEPLOYMENT, settings).deployment()
-    made = cell.workload.sessions(cell.rate_per_s, cell.seed)
+    made = cell.workload.sessions(cell.rate_per_s, 1 + cell.part)
     deployment.check(made)
-    recording = simulate(deployment, made, seed=cell.seed)
+    recording = simulate(deployment, made, seed=1)
     ttft_s, _, _ = latencies_s(recording)
     prompts, cached = np.asarray(recording.prompt_tokens), np.asarray(recording.cached_tokens)
     reusing = cached >= prompts / 4

@@ -155,8 +155,11 @@ def _guess_rps(deployment: Deployment, prompt_tokens: float, output_tokens: floa
 def _name(files: GraphFiles, workload: Workload, seed: int) -> str:
     """Name what runs on what, with fingerprints of the files' contents."""
     trace = "" if workload.trace is None else f"-{fingerprint(workload.trace)}"
+    skipped = f" skip={workload.skip}" if workload.skip else ""
     contents = " ".join((f"{fingerprint(files.graph)}-{fingerprint(files.profile)}", *files.settings))
-    return f"{workload.name}{trace} n={workload.requests} seed={seed} on {files.graph.stem} {contents}"
+    return (
+        f"{workload.name}{trace} n={workload.requests}{skipped} seed={seed} on {files.graph.stem} {contents}"
+    )
 
 
 @lru_cache

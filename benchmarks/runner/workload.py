@@ -38,11 +38,12 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """So many requests of `SYNTHETIC` or `RECORDED`. `trace` is the file of `RECORDED`."""
+    """So many requests of `SYNTHETIC` or `RECORDED`. `trace` is the file of `RECORDED`, of which `skip` requests are left out first."""
 
     name: str
     requests: int
     trace: Path | None = None
+    skip: int = 0
 
     def sessions(self, rate_per_s: float, seed: int = 1) -> Sequence[Session]:
         """Draw the sessions of one run, in order of time.
@@ -52,7 +53,7 @@ class Workload:
             seed: of the draw.
 
         Raises:
-            ConfigError: the trace cannot be read.
+            ConfigError: the trace cannot be read, or ends before the first request.
         """
         return _sessions(self, rate_per_s, seed)
 
@@ -64,8 +65,12 @@ def _sessions(workload: Workload, rate_per_s: float, seed: int) -> Sequence[Sess
         return list(_synthetic(workload.requests, rate_per_s, seed))
     if workload.trace is None:
         raise ConfigError(f"workload {workload.name}: it is read from a trace; give one with --trace")
-    rows = rescaled(read_trace(workload.trace)[: workload.requests], rate_per_s=rate_per_s)
-    return list(trace_sessions(rows, seed=seed))
+    rows = read_trace(workload.trace)[workload.skip :][: workload.requests]
+    if not rows:
+        raise ConfigError(
+            f"{workload.trace}: has no more than {workload.skip} requests; take fewer or shorter parts"
+        )
+    return list(trace_sessions(rescaled(rows, rate_per_s=rate_per_s), seed=seed))
 
 
 def _synthetic(requests: int, rate_per_s: float, seed: int) -> Iterator[Session]:

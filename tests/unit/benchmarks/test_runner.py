@@ -201,6 +201,18 @@ class TestWorkload:
         assert {len(session.turns) for session in sessions} == {1}
         assert sessions[-1].at_s == pytest.approx(6 / 8.0)
 
+    def test_a_part_of_the_trace_has_a_name_and_requests_of_its_own(self, tmp_path):
+        trace = tmp_path / "trace.jsonl"
+        row = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": [0, 1]}\n'
+        trace.write_text("".join(row % (300 * number, 600 + number) for number in range(9)))
+        graph = find_graph(ROOT / "examples", "8b-bf16")
+        whole, part, last = (Workload(RECORDED, 4, trace, skip) for skip in (0, 4, 8))
+        lengths = [[one.turns[0].input_tokens for one in each.sessions(8.0)] for each in (whole, part, last)]
+        assert lengths == [[600, 601, 602, 603], [604, 605, 606, 607], [608]]
+        assert Run(graph, whole, 8.0).key != Run(graph, part, 8.0).key
+        with pytest.raises(ConfigError, match="has no more than 9 requests"):
+            Workload(RECORDED, 4, trace, 9).sessions(8.0)
+
     def test_what_could_be_reused_is_counted_by_hand(self):
         shared = named_units(1, 4)  # 64 tokens
         first = Session(0.0, (Turn(96, 40), Turn(160, 16)), Prompt(1, shared))
