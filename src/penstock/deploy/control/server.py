@@ -125,6 +125,8 @@ class ControlServer:
             case GetScale(after=after):
                 return msgspec.structs.replace(told, scale=await self._connector.scale(after))
             case GetObservation(seconds=seconds):
+                if not seconds > 0:
+                    raise RequestError(f"seconds: must be > 0, got {seconds:g}")
                 return msgspec.structs.replace(told, observation=self._observations.observe(seconds))
             case Add(role=role, count=count, by=by, revision=revision):
                 names = await self._connector.add(role, count, by=by, revision=revision)
