@@ -136,7 +136,7 @@ def graph_of(options: argparse.Namespace) -> Any:
             for meant in _places(place, roles):
                 overrides.assign(meant, value, flag=flag)
     if options.planner_dry_run:
-        overrides.assign("planner.dry_run", value=True, flag="--planner-dry-run")
+        overrides.assign("planner.act.dry_run", value=True, flag="--planner-dry-run")
     _assign_engine(options, overrides, roles)
     _check_workers(roles, options, overrides.assigned())
     engine = getattr(options, FLAGS["--engine"][0])

@@ -73,6 +73,19 @@ class PrometheusSpec(Config):
     """Its scrape interval in seconds: two and a half of them are observed at least."""
 
 
+class ActSpec(Config):
+    """How the planner carries out what it has decided."""
+
+    hold_s: float = pydantic.Field(default=600.0, ge=0, le=86_400)
+    """Seconds for which workers stay as somebody else has set them, such as by `penstock scale`."""
+    start_deadline_s: float = pydantic.Field(default=120.0, gt=0, le=86_400)
+    """A worker that is not ready so many seconds after its start, or silent for so long, is replaced; or after three times the last start if that is longer."""
+    start_wait_s_max: float = pydantic.Field(default=1800.0, ge=0, le=86_400)
+    """Longest wait in seconds before workers of a role are started again, where starts in a row were not done in time; the wait doubles with each."""
+    dry_run: bool = False
+    """Decide and record, but change nothing."""
+
+
 class PlannerConfig(Config):
     """When the planner changes the number and roles of workers; the latency targets are the graph's `slo`."""
 
@@ -94,16 +107,12 @@ class PlannerConfig(Config):
     """Workers of a role are taken away down to the most that was wanted in the last so many seconds, or in the time of a start if that is longer, and not before the planner ran so long."""
     cold_s: float = pydantic.Field(default=30.0, ge=0, le=3600)
     """Seconds after a worker became ready in which its step times do not count, and latencies are not taken for its own."""
-    hold_s: float = pydantic.Field(default=600.0, ge=0, le=86_400)
-    """Seconds for which workers stay as somebody else has set them, such as by `penstock scale`."""
-    start_deadline_s: float = pydantic.Field(default=120.0, gt=0, le=86_400)
-    """A worker that is not ready so many seconds after its start is replaced, or after three times the last start if that is longer."""
     rehearse_s: float | None = pydantic.Field(default=None, ge=10, le=600)
     """Before workers are taken away, so many seconds of recent requests, scaled to the forecast, are simulated on those that would be left; if these would miss the SLO, the others stay. None simulates nothing."""
     prometheus: PrometheusSpec | None = None
     """Where demand and latencies are read instead of the windows of this deployment's frontends, as `{url: http://127.0.0.1:9090}`."""
-    dry_run: bool = False
-    """Decide and record, but change nothing."""
+    act: ActSpec = ActSpec()
+    """How what was decided is carried out."""
 
     @pydantic.model_validator(mode="after")
     def _check_bounds(self) -> Self:

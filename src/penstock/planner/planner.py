@@ -91,7 +91,11 @@ class Planner:
         self._actor = Actor(
             connector,
             by=by,
-            config=ActorConfig(hold_s=config.hold_s, start_deadline_s=config.start_deadline_s),
+            config=ActorConfig(
+                hold_s=config.act.hold_s,
+                start_deadline_s=config.act.start_deadline_s,
+                start_wait_s_max=config.act.start_wait_s_max,
+            ),
         )
         self._horizon_s = _START_GUESS_S + config.floor_period_s
         self._interval_s = min(_INTERVAL_S_MAX, max(_INTERVAL_S_MIN, 2 * config.react_period_s))
@@ -160,7 +164,7 @@ class Planner:
             room={limit.role: limit.room for limit in look.scale.limits},
             rigid=self._actor.rigid,
             overdue=look.overdue,
-            is_dry=self._config.dry_run,
+            is_dry=self._config.act.dry_run,
             watts=self._watts.measured if self._watts else {},
         )
         if not recent.frontends:
@@ -207,7 +211,7 @@ class Planner:
             worker.name: float(worker.running_requests + worker.waiting_requests) for worker in recent.workers
         }
         outcome = await self._actor.carry_out(
-            damped.target, load=load, look=look, is_dry=self._config.dry_run
+            damped.target, load=load, look=look, is_dry=self._config.act.dry_run
         )
         plan = outcome.plan
         return msgspec.structs.replace(

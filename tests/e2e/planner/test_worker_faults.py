@@ -79,7 +79,7 @@ def test_a_worker_that_does_not_become_ready_is_replaced_after_the_deadline():
     """The deadline is the setting's, or three times a measured start if that is longer."""
 
     async def main():
-        async with LocalDeployment(graph_of(planner={"start_deadline_s": 3})) as deployment:
+        async with LocalDeployment(graph_of(planner={"act": {"start_deadline_s": 3}})) as deployment:
             pool = deployment.pool
             async with Load(deployment.url, PROMPTS) as load:
                 scale = await until(pool, lambda scale: len(scale.of(A)) == 3)
@@ -109,7 +109,9 @@ async def kill_those_that_start(deployment):
 
 def test_starts_that_keep_failing_are_tried_later_each_time_until_one_succeeds():
     async def main():
-        async with LocalDeployment(graph_of(planner={"max_workers": 2, "start_deadline_s": 1})) as deployment:
+        async with LocalDeployment(
+            graph_of(planner={"max_workers": 2, "act": {"start_deadline_s": 1}})
+        ) as deployment:
             killing = asyncio.create_task(kill_those_that_start(deployment))
             async with Load(deployment.url, PROMPTS) as load:
                 log = await told("tried again in")

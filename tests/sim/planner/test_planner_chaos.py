@@ -26,9 +26,8 @@ MOST = 12
 SETTINGS = {
     "max_workers": MOST,
     "cool_down_s": 60.0,
-    "start_deadline_s": 60.0,
     "cold_s": 10.0,
-    "hold_s": 120.0,
+    "act": {"start_deadline_s": 60.0, "hold_s": 120.0},
 }
 FAULTY_ROUNDS = 160
 QUIET_ROUNDS = 200
@@ -69,7 +68,7 @@ class Trial:
             await self.connector.add(self.rng.choice(self.connector._roles), 1, by="penstock scale")
         except RequestError:
             return
-        self.person_until_s = now_s + SETTINGS["hold_s"]
+        self.person_until_s = now_s + SETTINGS["act"]["hold_s"]
 
     async def round(self):
         now_s = asyncio.get_running_loop().time()

@@ -27,7 +27,7 @@ FAULTY_S, END_S = 400.0, 800.0
 MOST = 5
 REPLACED_S = 80.0
 """A worker that does not start is gone after its deadline and a few rounds."""
-SETTINGS = {"max_workers": MOST, "cool_down_s": 60, "start_deadline_s": 60, "cold_s": 10}
+SETTINGS = {"max_workers": MOST, "cool_down_s": 60, "act": {"start_deadline_s": 60}, "cold_s": 10}
 ROLES = {
     "aggregated": {"aggregated": WORKER | {"replicas": 2}},
     "disaggregated": {"prefill": WORKER | {"replicas": 2}, "decode": WORKER | {"replicas": 2}},

@@ -112,7 +112,7 @@ def test_an_slo_error_of_warm_workers_adds_and_one_of_cold_workers_waits():
 
 def test_a_persons_change_is_respected_for_a_while():
     async def main():
-        world = World({A: 2}, hold_s=600, cool_down_s=0)
+        world = World({A: 2}, act={"hold_s": 600}, cool_down_s=0)
         world.rate_per_s = 5.0
         async with running(world):
             await asyncio.sleep(30)
@@ -143,7 +143,7 @@ def test_without_frontends_nothing_changes():
 
 def test_a_dry_run_decides_and_changes_nothing():
     async def main():
-        world = World({A: 1}, dry_run=True)
+        world = World({A: 1}, act={"dry_run": True})
         world.rate_per_s = 60.0
         async with running(world):
             await asyncio.sleep(120)

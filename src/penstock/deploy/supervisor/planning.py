@@ -132,7 +132,7 @@ def make_planning(
     bounds = ", ".join(
         f"{least} to {most} {role}" for role in roles for least, most in (config.bounds(role),)
     )
-    dry = ", dry run" if config.dry_run else ""
+    dry = ", dry run" if config.act.dry_run else ""
     say(
         _NAME,
         "starting",

@@ -226,7 +226,7 @@ def test_metrics_count_the_rounds_and_are_in_the_docs(rounds):
 
 def test_a_dry_run_records_and_changes_nothing(tmp_path, capsys):
     path = tmp_path / "planner.jsonl"
-    told, said = record(path, dry_run=True)
+    told, said = record(path, act={"dry_run": True})
     assert {planned.have[Role.AGGREGATED] for planned in told} == {1}
     assert any(planned.outcome == "dry_run" for planned in told)
     assert all(not planned.changes for planned in told)

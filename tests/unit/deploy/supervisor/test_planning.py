@@ -124,7 +124,7 @@ def test_a_dry_run_says_each_change_once(tmp_path):
     async def main():
         connector, stream = MemoryConnector({A: 1}), ObservationStream()
         planning, said = made(
-            tmp_path / LOG, {"max_workers": 4, "dry_run": True}, connector, stream, engine="mock", max_running_requests=4,
+            tmp_path / LOG, {"max_workers": 4, "act": {"dry_run": True}}, connector, stream, engine="mock", max_running_requests=4,
         )  # fmt: skip
         with planning:
             task = asyncio.create_task(planning.run())

@@ -63,7 +63,7 @@ def test_rounds_that_leave_the_workers_to_somebody_else_stay_so(tmp_path):
     path = tmp_path / "planner.jsonl"
 
     async def main():
-        world = World({A: 2}, **SETTINGS, hold_s=30.0)
+        world = World({A: 2}, **SETTINGS, act={"hold_s": 30.0})
         world.rate_per_s = 60.0
         log = DecisionLog(path, Run(time_s=0.0, version="1"))
         for number in range(24):
