@@ -124,6 +124,8 @@ class FrontendConfig(Config):
     """How long an idle connection stays open."""
     drain_timeout_s: float = pydantic.Field(default=30.0, ge=0)
     """On shutdown, how long requests in flight may still run."""
+    responses_bytes_max: int = pydantic.Field(default=64 << 20, ge=0)
+    """Bytes of conversations that `/v1/responses` keeps for `previous_response_id`, in one process; the oldest go first."""
     media: MediaConfig = MediaConfig()
     """Images, audio and video in chat messages."""
     stream: StreamConfig = StreamConfig()

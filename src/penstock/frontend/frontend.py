@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import RequestError
 from penstock.core.types.cards import ModelCard
+from penstock.core.wire import token_list
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.errors import RateLimitError
 from penstock.frontend.limits.access import Access
@@ -21,23 +22,20 @@ from penstock.frontend.limits.headers import RequestOptions, named_tenant
 from penstock.frontend.limits.receive_budget import ReceiveBudget
 from penstock.frontend.metrics import FrontendMetrics
 from penstock.frontend.openai.answers import ModelEntry, ModelList
-from penstock.frontend.openai.bodies import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    parse_chat,
-    parse_completion,
-)
-from penstock.frontend.openai.events import Envelope, EventStream, WholeAnswer
-from penstock.frontend.openai.validation import check_chat, check_completion
+from penstock.frontend.openai.bodies import ChatRequest, GenerationRequest, Message
+from penstock.frontend.openai.dialect import AnswerContext, Dialect, StreamedAnswer, WholeBody
+from penstock.frontend.openai.events import Envelope
 from penstock.frontend.requests.completion import Completion
+from penstock.frontend.requests.dialects import CHAT, TOKENIZE
 from penstock.frontend.requests.encoders import LARGE_BYTES, Encoders
 from penstock.frontend.requests.encoding import Prompt
 from penstock.frontend.requests.media import PromptMedia
 from penstock.frontend.requests.next_turns import NextTurns
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
+from penstock.frontend.responses.store import ResponseStore, stored_messages, with_answer
 from penstock.frontend.tenants.tenants import ANONYMOUS, BELIEVED, Tenant
 from penstock.frontend.text.models import ModelCache, ServedModel
+from penstock.frontend.tokens.bodies import parse_detokenize
 from penstock.seams import RequestDispatcher
 
 
@@ -47,27 +45,27 @@ class PendingAnswer:
 
     completion: Completion
     prepared: PreparedRequest
-    envelope: Envelope
+    dialect: Dialect
+    context: AnswerContext
     stream: bool
-    include_usage: bool
-    continuous_usage: bool
 
-    def event_stream(self) -> EventStream:
-        token_bytes = self.prepared.model.detokenizer.token_bytes
-        return EventStream(
-            self.envelope,
-            token_bytes,
-            include_usage=self.include_usage,
-            usage_so_far=self.completion.usage if self.continuous_usage else None,
-        )
+    def event_stream(self) -> StreamedAnswer:
+        return self.dialect.stream(self.context)
 
-    def whole_answer(self) -> WholeAnswer:
-        return WholeAnswer(
-            self.envelope,
-            self.prepared.model.detokenizer.token_bytes,
-            choices=len(self.prepared.requests),
-            logprobs=self.prepared.logprobs is not None,
-        )
+    def whole_answer(self) -> WholeBody:
+        return self.dialect.whole(self.context)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """A request with its model and its tokenized prompts; `chat` is a chat's, as it came or decoded, with its messages."""
+
+    request: GenerationRequest
+    model: ServedModel
+    prompts: Sequence[Prompt]
+    chat: Sequence[bytes] | ChatRequest | None
+    previous: str | None = None
+    messages: bytes | None = None
 
 
 class Frontend:
@@ -116,6 +114,7 @@ class Frontend:
             turns_max=config.next_turns_max,
             within_s=config.next_turn_within_s,
         )
+        self._responses = ResponseStore(config.responses_bytes_max)
         self._models = ModelCache(dispatcher, config.models_max)
         self._preprocessor = Preprocessor(hash_key=hash_key, rng=self._rng)
         self._media = PromptMedia(config.media, dispatcher, hash_key=hash_key, count=self.metrics.media)
@@ -172,70 +171,83 @@ class Frontend:
         self.admission.admit(slot)
         self.metrics.inflight(1)
 
-    async def chat(self, body: Sequence[bytes], slot: Slot, options: RequestOptions) -> PendingAnswer:
-        """Decode, check and prepare a chat request.
+    async def generate(
+        self, body: Sequence[bytes], slot: Slot, options: RequestOptions, dialect: Dialect
+    ) -> PendingAnswer:
+        """Decode, check and prepare a request of an API.
 
         Args:
             body: the body's bytes, in the pieces that arrived.
+            slot: of the request.
+            options: from its headers.
+            dialect: of the API.
 
         Raises:
             PenstockError: it cannot be served; the text says why.
         """
-        metadata = RequestMetadata(f"chatcmpl-{self.new_id()}", sum(map(len, body)), slot.deadline, options)
-        if metadata.size_bytes > LARGE_BYTES:
-            return await self._large(body, slot, metadata, chat=True)
-        request = parse_chat(b"".join(body))
-        check_chat(request, self.config.choices_max)
-        return await self._small(request, slot, metadata)
-
-    async def completion(self, body: Sequence[bytes], slot: Slot, options: RequestOptions) -> PendingAnswer:
-        """Decode, check and prepare a completion request; see `chat`.
-
-        Raises:
-            PenstockError: it cannot be served; the text says why.
-        """
-        metadata = RequestMetadata(f"cmpl-{self.new_id()}", sum(map(len, body)), slot.deadline, options)
-        if metadata.size_bytes > LARGE_BYTES:
-            return await self._large(body, slot, metadata, chat=False)
-        request = parse_completion(b"".join(body))
-        check_completion(request, self.config.choices_max)
-        return await self._small(request, slot, metadata)
-
-    async def _small(
-        self, request: ChatRequest | CompletionRequest, slot: Slot, metadata: RequestMetadata
-    ) -> PendingAnswer:
-        model = await self._models.get(request.model, metadata.options.cache_salt)
-        prompts = await self._preprocessor.encode(request, model, metadata.size_bytes)
-        return await self._prepare(
-            request,
-            model,
-            metadata,
-            prompts,
-            slot,
-            chat=request if isinstance(request, ChatRequest) else None,
+        metadata = RequestMetadata(
+            f"{dialect.id_prefix}{self.new_id()}", sum(map(len, body)), slot.deadline, options
         )
-
-    async def _large(
-        self, body: Sequence[bytes], slot: Slot, metadata: RequestMetadata, *, chat: bool
-    ) -> PendingAnswer:
-        encoded = await self._encoders.encode(body, chat=chat, cache_salt=metadata.options.cache_salt)
-        return await self._prepare(
-            encoded.request, encoded.model, metadata, encoded.prompts, slot, chat=body if chat else None
-        )
-
-    async def _prepare(
-        self,
-        request: GenerationRequest,
-        model: ServedModel,
-        metadata: RequestMetadata,
-        prompts: Sequence[Prompt],
-        slot: Slot,
-        *,
-        chat: Sequence[bytes] | ChatRequest | None,
-    ) -> PendingAnswer:
-        prompts = await self._media.complete(prompts, request, model, slot)
+        decoded = await self._decode(body, metadata.size_bytes, options, dialect)
+        request, model = decoded.request, decoded.model
+        prompts = await self._media.complete(decoded.prompts, request, model, slot)
         prepared = self._preprocessor.prepared(request, model, metadata, prompts)
-        return self._pending(prepared, slot, request, metadata.size_bytes, chat=chat)
+        return self._pending(prepared, slot, decoded, metadata.size_bytes, dialect)
+
+    async def tokenize(
+        self, body: Sequence[bytes], slot: Slot, options: RequestOptions, dialect: Dialect
+    ) -> tuple[list[int], ServedModel]:
+        """Give the tokens of a body's prompt, and its model.
+
+        Raises:
+            PenstockError: it cannot be tokenized; the text says why.
+        """
+        decoded = await self._decode(body, sum(map(len, body)), options, dialect)
+        prompts = await self._media.complete(decoded.prompts, decoded.request, decoded.model, slot)
+        return [token for prompt in prompts for token in token_list(prompt.token_ids)], decoded.model
+
+    async def detokenize(self, body: Sequence[bytes]) -> str:
+        """Give the text of a body's tokens.
+
+        Raises:
+            PenstockError: a token is none of the model's.
+        """
+        request = await asyncio.to_thread(parse_detokenize, b"".join(body))
+        model = await self.served_model(request.model or None)
+        tokens = request.tokens
+        for token_id in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token_id < model.num_token_ids:
+                raise RequestError(
+                    f"tokens: ids must be >= 0 and < {model.num_token_ids}, got {token_id}", param="tokens"
+                )
+        return await asyncio.to_thread(model.tokenizer.decode, tokens, False)
+
+    async def _decode(
+        self, body: Sequence[bytes], size_bytes: int, options: RequestOptions, dialect: Dialect
+    ) -> _Decoded:
+        def history(response_id: str) -> bytes:
+            return self._responses.get(options.tenant, response_id)
+
+        if size_bytes > LARGE_BYTES:
+            encoded = await self._encoders.encode(
+                body, dialect=dialect.name, cache_salt=options.cache_salt, history=history
+            )
+            chat = body if dialect is CHAT else None
+            return _Decoded(
+                encoded.request, encoded.model, encoded.prompts, chat, encoded.previous, encoded.messages
+            )
+        parsed = dialect.parse(b"".join(body))
+        dialect.check(parsed, self.config.choices_max)
+        before = b"" if parsed.previous is None else history(parsed.previous)
+        messages = stored_messages(parsed, before) if before or parsed.stores else None
+        request = parsed.request
+        if dialect is TOKENIZE and not request.model:
+            model = await self.served_model(None)
+        else:
+            model = await self._models.get(request.model, options.cache_salt)
+        prompts = await self._preprocessor.encode(request, model, size_bytes + len(before))
+        chat_request = request if isinstance(request, ChatRequest) else None
+        return _Decoded(request, model, prompts, chat_request, parsed.previous, messages)
 
     async def close(self) -> None:
         """End the encoder processes, connections for media, and what is computed ahead. Safe twice."""
@@ -278,19 +290,14 @@ class Frontend:
         return f"{self._rng.getrandbits(96):024x}"
 
     def _pending(
-        self,
-        prepared: PreparedRequest,
-        slot: Slot,
-        request: GenerationRequest,
-        size_bytes: int,
-        *,
-        chat: Sequence[bytes] | ChatRequest | None,
+        self, prepared: PreparedRequest, slot: Slot, decoded: _Decoded, size_bytes: int, dialect: Dialect
     ) -> PendingAnswer:
-        """Make the completion of a prepared request; `chat` is the body of one, with its messages."""
-        name, options = prepared.model.card.name, request.stream_options
-        include_usage = options is not None and bool(options.include_usage)
+        """Make the completion of a prepared request."""
+        request, name = decoded.request, prepared.model.card.name
         self._next_turns.arrived(prepared)
-        on_answer = None if chat is None else self._next_turns.follow(chat, prepared, size_bytes)
+        on_answer = (
+            None if decoded.chat is None else self._next_turns.follow(decoded.chat, prepared, size_bytes)
+        )
         timer = self.metrics.timer(name, slot.arrived, prepared.prompt_tokens)
         completion = Completion(
             prepared, self.dispatcher, timer, explains=prepared.options.explains, on_answer=on_answer
@@ -302,9 +309,7 @@ class Frontend:
                 completion.tokens,
                 asyncio.get_running_loop().time(),
             )
-        return PendingAnswer(
-            completion=completion,
-            prepared=prepared,
+        context = AnswerContext(
             envelope=Envelope(
                 prepared.id,
                 int(wall_time_s()),
@@ -312,10 +317,24 @@ class Frontend:
                 isinstance(request, ChatRequest),
                 short_call_ids=prepared.model.format.short_call_ids,
             ),
-            stream=bool(request.stream),
-            include_usage=include_usage,
-            continuous_usage=include_usage and options is not None and bool(options.continuous_usage_stats),
+            request=request,
+            token_bytes=prepared.model.detokenizer.token_bytes,
+            choices=len(prepared.requests),
+            logprobs=prepared.logprobs is not None,
+            usage=completion.usage,
+            previous=decoded.previous,
+            remember=self._remember(prepared, decoded.messages),
         )
+        return PendingAnswer(completion, prepared, dialect, context, stream=bool(request.stream))
+
+    def _remember(
+        self, prepared: PreparedRequest, messages: bytes | None
+    ) -> Callable[[Message], None] | None:
+        """Give what stores the answer after its messages; None where they are not to be stored."""
+        if messages is None:
+            return None
+        tenant, response_id = prepared.options.tenant, prepared.id
+        return lambda answer: self._responses.put(tenant, response_id, with_answer(messages, answer))
 
 
 def _entry(card: ModelCard) -> ModelEntry:

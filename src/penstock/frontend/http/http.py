@@ -6,7 +6,7 @@ its handler, which cancels the request on its workers, at any stage.
 
 import math
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import TypeVar
@@ -17,20 +17,21 @@ from aiohttp import web
 from penstock.core.errors import PenstockError, RequestError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
+from penstock.frontend.anthropic.events import error_body
 from penstock.frontend.errors import (
     MethodError,
     ReceiveTimeoutError,
     UnknownPathError,
     error_answer,
 )
-from penstock.frontend.frontend import Frontend, PendingAnswer
+from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.connection import Connection
 from penstock.frontend.http.cors import Cors
+from penstock.frontend.http.generation_routes import GenerationRoutes
 from penstock.frontend.http.info_routes import InfoRoutes
 from penstock.frontend.http.kv_routes import KvRoutes
+from penstock.frontend.http.replies import json_response, request_id, unexpected
 from penstock.frontend.http.sse_response import SseResponse
-from penstock.frontend.limits.admission import Slot
-from penstock.frontend.limits.headers import RequestOptions, read_options
 from penstock.frontend.openai.answers import encode
 from penstock.frontend.openai.body_error import body_error
 from penstock.frontend.openai.explaining import explain_latest, explain_one
@@ -43,11 +44,9 @@ _OPEN = frozenset({"/health", "/live", "/ping", "/version", "/metrics", "/openap
 _CLIENT_GONE = 499  # nginx's code for a client that disconnected early
 _REASON_CHARACTERS_MAX = 300
 
-_request_id: ContextVar[str] = ContextVar("request_id")  # aiohttp runs each request in its own context
 _tenant: ContextVar[Tenant] = ContextVar("tenant", default=ANONYMOUS)
 _log = get_logger()
 
-Prepare = Callable[[Sequence[bytes], Slot, RequestOptions], Awaitable[PendingAnswer]]
 _Wish = TypeVar("_Wish", bound=msgspec.Struct)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,8 +66,7 @@ class HttpSurface:
         app.on_response_prepare.append(self._add_headers)
         app.add_routes(
             [
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/completions", self._completion),
+                *GenerationRoutes(self._frontend, _tenant.get).routes(),
                 *InfoRoutes(self._frontend, lambda: self.draining).routes(),
                 web.get("/admin/workers", self._workers),
                 web.post("/admin/workers/{name}/role", self._change_role),
@@ -88,7 +86,7 @@ class HttpSurface:
             request.protocol.request_began()
         given = request.headers.get(_REQUEST_ID, "")
         sound = 0 < len(given) <= _REQUEST_ID_CHARACTERS_MAX and given.isascii() and given.isprintable()
-        _request_id.set(given if sound else self._frontend.new_id())
+        request_id.set(given if sound else self._frontend.new_id())
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unknown"
         code = _CLIENT_GONE
@@ -111,15 +109,15 @@ class HttpSurface:
         except PenstockError as error:
             if isinstance(error, ReceiveTimeoutError):
                 self._frontend.metrics.refused_body("body_late")
-            return error_response(error)
+            return error_response(error, route=route)
         except web.HTTPException as error:
             return error_response(self._translate(error, request), error.headers.get("Allow"))
         except web.RequestPayloadError as error:
-            return error_response(payload_refusal(error))
+            return error_response(payload_refusal(error), route=route)
         except ConnectionError:  # the client disconnected
             raise
         except Exception:  # noqa: BLE001 - the last handler of a request's errors
-            return error_response(_unexpected(request))
+            return error_response(unexpected(request), route=route)
 
     def refuse(self, error: BaseException | None, status: int) -> web.Response:
         """Make the response to bytes that are not HTTP, or to headers that are too large."""
@@ -150,54 +148,11 @@ class HttpSurface:
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         # aiohttp rejects an unknown `Expect` before `_frame` runs: that response has no id yet.
-        response.headers[_REQUEST_ID] = _request_id.get("") or self._frontend.new_id()
+        response.headers[_REQUEST_ID] = request_id.get("") or self._frontend.new_id()
         if self._cors.is_on:
             self._cors.mark(request, response)
         if self.draining:
             response.force_close()
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, self._frontend.chat)
-
-    async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, self._frontend.completion)
-
-    async def _generate(self, request: web.Request, prepare: Prepare) -> web.StreamResponse:
-        with self._frontend.arrive() as slot:
-            pending = await self._prepare(request, prepare, slot)
-            if pending.stream:
-                return await self._stream(request, pending, slot)
-            answer = pending.whole_answer()
-            async with slot.limit():
-                await pending.completion.run(answer.take)
-            return json_response(answer.body(pending.completion.usage()))
-
-    async def _prepare(self, request: web.Request, prepare: Prepare, slot: Slot) -> PendingAnswer:
-        """Receive and prepare a request; it counts as in flight once its body is complete."""
-        frontend = self._frontend
-        tenant = _tenant.get()
-        options = read_options(request.headers, self._config, tenant)
-        with frontend.budget.hold(slot.end) as received:
-            async with slot.limit():
-                body = await frontend.bodies.read(request, received)
-            frontend.admit(slot, tenant)
-            async with slot.limit():
-                return await prepare(body, slot, options)
-
-    async def _stream(self, request: web.Request, pending: PendingAnswer, slot: Slot) -> web.StreamResponse:
-        response = SseResponse(request, pending, self._config)
-        try:
-            async with slot.limit():
-                with response.kept_alive():
-                    await pending.completion.run(response.take)
-                await response.finish()
-        except ConnectionError:
-            raise
-        except Exception as error:
-            if not response.prepared:
-                raise  # nothing was sent yet: the error gets its HTTP status
-            await response.fail(error if isinstance(error, PenstockError) else _unexpected(request))
-        return response
 
     async def _explain_latest(self, request: web.Request) -> web.Response:
         return json_response(encode(explain_latest(self._frontend.dispatcher, request)))
@@ -282,14 +237,10 @@ def raw_error(error: PenstockError, header_lines: str = "") -> bytes:
     return f"{head}\r\n".encode() + body
 
 
-def json_response(body: bytes, status: int = 200) -> web.Response:
-    """Make a response of encoded JSON."""
-    return web.Response(body=body, status=status, content_type="application/json")
-
-
-def error_response(error: PenstockError, allow: str | None = None) -> web.Response:
-    """Make an error response; `allow` lists the methods after a wrong method."""
-    response = json_response(encode(error_answer(error)), error.http_status)
+def error_response(error: PenstockError, allow: str | None = None, route: str = "") -> web.Response:
+    """Make an error response in the shape of a route's API; `allow` lists the methods after a wrong method."""
+    body: object = error_body(error) if route.startswith("/v1/messages") else error_answer(error)
+    response = json_response(encode(body), error.http_status)
     if error.retry_after_s is not None:
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if error.http_status == HTTPStatus.UNAUTHORIZED:
@@ -297,9 +248,3 @@ def error_response(error: PenstockError, allow: str | None = None) -> web.Respon
     if allow is not None:
         response.headers["Allow"] = allow
     return response
-
-
-def _unexpected(request: web.Request) -> PenstockError:
-    """Log the exception being handled, and give the client an error without its details."""
-    _log.exception("request_failed", path=request.path, request_id=_request_id.get())
-    return PenstockError("the server failed on this request; its log says more")

@@ -7,6 +7,7 @@ from aiohttp import web
 
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.openapi import openapi
+from penstock.frontend.http.replies import json_response
 from penstock.frontend.openai.answers import encode
 
 
@@ -34,22 +35,22 @@ class InfoRoutes:
         ]
 
     async def _models(self, _: web.Request) -> web.Response:
-        return _json(encode(self._frontend.models()))
+        return json_response(encode(self._frontend.models()))
 
     async def _model(self, request: web.Request) -> web.Response:
-        return _json(encode(self._frontend.model(request.match_info["model"])))
+        return json_response(encode(self._frontend.model(request.match_info["model"])))
 
     async def _health(self, _: web.Request) -> web.Response:
         reason = "the server is shutting down" if self._is_draining() else self._frontend.unhealthy()
         if reason is not None:
-            return _json(encode({"status": "unavailable", "reason": reason}), status=503)
-        return _json(encode({"status": "ok", "models": sorted(self._frontend.dispatcher.models())}))
+            return json_response(encode({"status": "unavailable", "reason": reason}), status=503)
+        return json_response(encode({"status": "ok", "models": sorted(self._frontend.dispatcher.models())}))
 
     async def _live(self, _: web.Request) -> web.Response:
-        return _json(b'{"status":"live"}')
+        return json_response(b'{"status":"live"}')
 
     async def _show_version(self, _: web.Request) -> web.Response:
-        return _json(self._version)
+        return json_response(self._version)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         text = self._frontend.metrics.expose()
@@ -58,8 +59,4 @@ class InfoRoutes:
     async def _show_openapi(self, _: web.Request) -> web.Response:
         if self._openapi is None:
             self._openapi = encode(openapi())
-        return _json(self._openapi)
-
-
-def _json(body: bytes, status: int = 200) -> web.Response:
-    return web.Response(body=body, status=status, content_type="application/json")
+        return json_response(self._openapi)

@@ -5,13 +5,30 @@ from typing import Any
 
 import msgspec
 
+from penstock.frontend.anthropic.bodies import CountRequest, MessagesRequest
 from penstock.frontend.errors import ErrorAnswer
 from penstock.frontend.openai.answers import Answer, ChatChoice, CompletionChoice, ModelEntry, ModelList
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest
+from penstock.frontend.responses.bodies import ResponsesRequest
+from penstock.frontend.tokens.bodies import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeRequest,
+)
 
 _POSTS: dict[str, tuple[str, Any, Any]] = {
     "/v1/chat/completions": ("Answer a chat, whole or streamed", ChatRequest, Answer[ChatChoice]),
     "/v1/completions": ("Continue a prompt, whole or streamed", CompletionRequest, Answer[CompletionChoice]),
+    "/v1/responses": ("Answer by the Responses API, whole or streamed", ResponsesRequest, dict[str, Any]),
+    "/v1/messages": ("Answer by Anthropic's API, whole or streamed", MessagesRequest, dict[str, Any]),
+    "/v1/messages/count_tokens": (
+        "Count the tokens of a prompt of Anthropic's API",
+        CountRequest,
+        dict[str, int],
+    ),
+    "/tokenize": ("Give the tokens of a text or a chat", TokenizeRequest, Tokenized),
+    "/detokenize": ("Give the text of tokens", DetokenizeRequest, Detokenized),
 }
 _GETS: dict[str, tuple[str, Any]] = {
     "/v1/models": ("List the models served now", ModelList),

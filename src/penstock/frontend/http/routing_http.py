@@ -21,10 +21,10 @@ from penstock.frontend.http.connection import Connection
 from penstock.frontend.http.http import (
     error_response,
     garbage_refusal,
-    json_response,
     payload_refusal,
     raw_error,
 )
+from penstock.frontend.http.replies import json_response
 from penstock.frontend.limits.access import Access
 from penstock.frontend.limits.admission import Slot
 from penstock.frontend.limits.body import BodyReader

@@ -95,7 +95,7 @@ class ChoiceText:
         self.raw = text
         if self._parser is not None:
             return self._parse(self._parser, text, reason, logprobs)
-        return TextEvent(self.index, text, reason, logprobs)
+        return TextEvent(self.index, text, reason, logprobs, stopped_by=self._stopped_by())
 
     def _parse(
         self, parser: OutputParser, text: str, reason: str | None, logprobs: tuple[TokenText, ...]
@@ -109,7 +109,18 @@ class ChoiceText:
                 reason = "tool_calls"
         elif not (content or reasoning or calls or logprobs):
             return None
-        return TextEvent(self.index, content, reason, logprobs, reasoning=reasoning, calls=calls)
+        return TextEvent(
+            self.index,
+            content,
+            reason,
+            logprobs,
+            reasoning=reasoning,
+            calls=calls,
+            stopped_by=self._stopped_by(),
+        )
+
+    def _stopped_by(self) -> str | None:
+        return None if self._finder is None else self._finder.found
 
     def _decode(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[int | None, str]:
         """Give the number of tokens that completed a stop string (None without one), and the new text."""

@@ -13,11 +13,13 @@ import msgspec
 from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError
 from penstock.core.types.cards import ModelCard
 from penstock.core.wire import PackedTokens, Wire, encode, pack_tokens
-from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from penstock.frontend.openai.validation import check_chat, check_completion
+from penstock.frontend.openai.bodies import ChatRequest
+from penstock.frontend.openai.dialect import ParsedBody
+from penstock.frontend.requests.dialects import DIALECTS
 from penstock.frontend.requests.encoding import Prompt, encode_prompts, without_prompts
 from penstock.frontend.requests.route_body import decode_query
 from penstock.frontend.requests.route_model import RouteModel
+from penstock.frontend.responses.store import stored_messages
 from penstock.frontend.text.models import ServedModel
 
 LENGTH_BYTES = 8
@@ -27,7 +29,7 @@ class Read(Wire, frozen=True, tag="read"):
     """Decode and check a body; its bytes follow the message. The reply is `ModelName`."""
 
     body_bytes: int
-    chat: bool
+    dialect: str
     choices_max: int
 
 
@@ -42,6 +44,7 @@ class Encode(Wire, frozen=True, tag="encode"):
     hash_key: bytes
     models_max: int
     files: dict[str, bytes] | None = None
+    history: bytes = b""  # encoded messages that the body continues
 
 
 class ReadQuery(Wire, frozen=True, tag="read_query"):
@@ -57,9 +60,10 @@ class ReadQuery(Wire, frozen=True, tag="read_query"):
 
 
 class ModelName(Wire, frozen=True, tag="named"):
-    """The model named in the body."""
+    """The model named in the body, and the stored answer that it continues."""
 
     model: str
+    previous: str | None = None
 
 
 class MissingFiles(Wire, frozen=True, tag="lacks"):
@@ -67,10 +71,12 @@ class MissingFiles(Wire, frozen=True, tag="lacks"):
 
 
 class Encoded(Wire, frozen=True, tag="encoded"):
-    """The body's prompts, and the rest of the request as msgpack."""
+    """The body's prompts, and the rest of the request as msgpack; `messages`: those to store, encoded."""
 
     request: bytes
     prompts: tuple[Prompt, ...]
+    is_chat: bool
+    messages: bytes | None = None
 
 
 class DecodedQuery(Wire, frozen=True, tag="query"):
@@ -102,7 +108,7 @@ class Encoder:
 
     def __init__(self) -> None:
         self._models: OrderedDict[ModelCard, ServedModel] = OrderedDict()
-        self._request: ChatRequest | CompletionRequest | None = None
+        self._body: ParsedBody | None = None
         self._route_model: RouteModel | None = None
 
     def run(self, task: Task, body: bytes) -> Reply:
@@ -116,20 +122,17 @@ class Encoder:
                 case ReadQuery():
                     return self._read_query(task, body)
         except PenstockError as error:
-            self._request = None  # done with this body
+            self._body = None  # done with this body
             return Refused(error=error.to_info())
 
     def _read(self, task: Read, body: bytes) -> ModelName:
-        if task.chat:
-            chat = self._request = parse_chat(body)
-            check_chat(chat, task.choices_max)
-        else:
-            completion = self._request = parse_completion(body)
-            check_completion(completion, task.choices_max)
-        return ModelName(model=self._request.model)
+        dialect = DIALECTS[task.dialect]
+        parsed = self._body = dialect.parse(body)
+        dialect.check(parsed, task.choices_max)
+        return ModelName(model=parsed.request.model, previous=parsed.previous)
 
     def _encode(self, task: Encode) -> MissingFiles | Encoded:
-        if self._request is None:
+        if self._body is None:
             raise ProtocolError("the encoder was asked to encode before it was given a body")
         if task.files is not None:
             self._models[task.source] = ServedModel(task.source, task.files)
@@ -139,9 +142,15 @@ class Encoder:
         if model is None:
             return MissingFiles()
         self._models.move_to_end(task.source)
-        request, self._request = self._request, None
+        parsed, self._body = self._body, None
+        request, messages = parsed.request, stored_messages(parsed, task.history)
         prompts = encode_prompts(request, model.adapted(task.card), task.hash_key)
-        return Encoded(request=encode(without_prompts(request)), prompts=prompts)
+        return Encoded(
+            request=encode(without_prompts(request)),
+            prompts=prompts,
+            is_chat=isinstance(request, ChatRequest),
+            messages=messages,
+        )
 
     def _read_query(self, task: ReadQuery, body: bytes) -> DecodedQuery:
         known = self._route_model

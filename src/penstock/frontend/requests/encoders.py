@@ -5,7 +5,7 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -47,6 +47,8 @@ class EncodedBody:
     request: GenerationRequest
     model: ServedModel
     prompts: tuple[Prompt, ...]
+    previous: str | None = None
+    messages: bytes | None = None  # to store, encoded
 
 
 class EncoderPool:
@@ -97,8 +99,17 @@ class Encoders:
         self._models_max = models_max
         self._pool = EncoderPool(most)
 
-    async def encode(self, body: Sequence[bytes], *, chat: bool, cache_salt: str = "") -> EncodedBody:
-        """Decode, check and tokenize a body once an encoder is free, for a tenant's `cache_salt`; the caller sets the deadline.
+    async def encode(
+        self,
+        body: Sequence[bytes],
+        *,
+        dialect: str,
+        cache_salt: str = "",
+        history: Callable[[str], bytes] | None = None,
+    ) -> EncodedBody:
+        """Decode, check and tokenize a body of an API once an encoder is free, for a tenant's `cache_salt`; the caller sets the deadline.
+
+        `history` gives the encoded messages before those of the body, by the stored answer that it continues.
 
         Cancelling this kills its encoder, so that an abandoned body takes no time from others.
 
@@ -106,13 +117,19 @@ class Encoders:
             PenstockError: the body is invalid, or its model is not served.
         """
         async with self._pool.lend() as process:
-            read = Read(body_bytes=sum(map(len, body)), chat=chat, choices_max=self._choices_max)
+            read = Read(body_bytes=sum(map(len, body)), dialect=dialect, choices_max=self._choices_max)
             named = await process.do(read, body)
             if not isinstance(named, ModelName):
                 raise _unexpected(named)
             model = await self._shelf.get(named.model, cache_salt)
             task = Encode(
-                card=model.card, source=model.source, hash_key=self._hash_key, models_max=self._models_max
+                card=model.card,
+                source=model.source,
+                hash_key=self._hash_key,
+                models_max=self._models_max,
+                history=history(named.previous)
+                if history is not None and named.previous is not None
+                else b"",
             )
             encoded = await process.do(task)
             if isinstance(encoded, MissingFiles):
@@ -120,9 +137,9 @@ class Encoders:
                 encoded = await process.do(msgspec.structs.replace(task, files=files))
         if not isinstance(encoded, Encoded):
             raise _unexpected(encoded)
-        kind = ChatRequest if chat else CompletionRequest
+        kind = ChatRequest if encoded.is_chat else CompletionRequest
         request: GenerationRequest = msgspec.msgpack.decode(encoded.request, type=kind)
-        return EncodedBody(request, model, encoded.prompts)
+        return EncodedBody(request, model, encoded.prompts, named.previous, encoded.messages)
 
     async def close(self) -> None:
         """End idle encoders; busy ones end after their task."""

@@ -20,7 +20,7 @@ class TextEvent:
     """New text of one choice. Its last event has the finish reason.
 
     The last event also has the routing decisions, if the client asked for them. `text` is for the user; `reasoning` and `calls`
-    are there where the answer is parsed.
+    are there where the answer is parsed, `stopped_by` is the stop string that ended it.
     """
 
     index: int
@@ -30,3 +30,4 @@ class TextEvent:
     decisions: Sequence[object] = ()
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()
+    stopped_by: str | None = None

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 class StopFinder:
     """Searches one output. The match that ends first wins; of matches with the same end, the longest."""
 
-    __slots__ = ("_held", "_stops")
+    __slots__ = ("_held", "_stops", "found")
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Args: stops: at least one, none of them empty."""
         self._stops = tuple(stops)
         self._held = ""
+        self.found: str | None = None
+        """The stop string that was found."""
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Search the next text.
@@ -24,7 +26,9 @@ class StopFinder:
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
             self._held = ""
-            return text[: min(matches)[1]], True
+            end, at = min(matches)
+            self.found = text[at:end]
+            return text[:at], True
         keep = min(_partial_match(text, stop) for stop in self._stops)
         self._held = text[keep:]
         return text[:keep], False

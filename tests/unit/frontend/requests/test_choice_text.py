@@ -56,7 +56,7 @@ def test_nothing_is_emitted_while_all_is_held() -> None:
 def test_a_stop_string_ends_the_choice_and_the_count() -> None:
     one = choice("brown")
     event = one.feed(delta([*IDS, END], FinishReason.STOP))
-    assert event == TextEvent(0, "the quick ", "stop")
+    assert event == TextEvent(0, "the quick ", "stop", stopped_by="brown")
     used = TOKENIZER.decode(IDS[: one.output_tokens])
     assert "brown" in used
     assert "brown" not in TOKENIZER.decode(IDS[: one.output_tokens - 1])
@@ -65,7 +65,7 @@ def test_a_stop_string_ends_the_choice_and_the_count() -> None:
 def test_a_stop_string_completed_by_the_last_token_beats_the_length() -> None:
     one = choice("fox")
     event = one.feed(delta(IDS, FinishReason.LENGTH))
-    assert event == TextEvent(0, "the quick brown ", "stop")
+    assert event == TextEvent(0, "the quick brown ", "stop", stopped_by="fox")
 
 
 def test_a_partial_stop_string_at_the_end_is_text() -> None:
@@ -105,5 +105,5 @@ def test_stop_strings_wait_for_the_least_number_of_tokens() -> None:
     count = len(IDS)
     one = ChoiceText(0, DETOKENIZER, ("the",), begins_text=True, min_tokens=count)
     assert one.feed(delta(IDS)) == TextEvent(0, TEXT)
-    assert one.feed(delta(IDS)) == TextEvent(0, "", "stop")
+    assert one.feed(delta(IDS)) == TextEvent(0, "", "stop", stopped_by="the")
     assert one.output_tokens == count + 1

@@ -16,6 +16,7 @@ from penstock.core.wire import token_list
 from penstock.frontend.config import FrontendConfig, MediaConfig, MediaFetchConfig
 from penstock.frontend.frontend import Frontend, PendingAnswer
 from penstock.frontend.limits.headers import NO_OPTIONS
+from penstock.frontend.requests.dialects import CHAT
 from penstock.frontend.requests.kv_body import PromptBody, prefix_of
 from tests.support.dispatcher import ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_card
@@ -54,7 +55,7 @@ class Scene:
             body = {"model": "tiny", "messages": [{"role": "user", "content": parts}]} | fields
             with self.frontend.arrive() as slot:
                 self.frontend.admit(slot)
-                answer = await self.frontend.chat([msgspec.json.encode(body)], slot, NO_OPTIONS)
+                answer = await self.frontend.generate([msgspec.json.encode(body)], slot, NO_OPTIONS, CHAT)
                 if then is not None:
                     then(answer)
             await self.frontend.close()
@@ -190,7 +191,7 @@ def test_requests_in_flight_share_a_bound() -> None:
         async def main() -> None:
             with here.frontend.arrive() as slot:
                 body = {"model": "tiny", "messages": [{"role": "user", "content": [image(bytes(501))]}]}
-                await here.frontend.chat([msgspec.json.encode(body)], slot, NO_OPTIONS)
+                await here.frontend.generate([msgspec.json.encode(body)], slot, NO_OPTIONS, CHAT)
 
         try:
             main().send(None)

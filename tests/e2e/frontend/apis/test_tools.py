@@ -1,25 +1,13 @@
 """Tool calls and reasoning through the openai client, whole and streamed."""
 
 import json
-from collections.abc import Sequence
 
 import openai
 import pytest
 from frontend_site import TOKENIZER, run, serving
 
-from penstock.core.types.requests import FinishReason
-from tests.support.dispatcher import ScriptedDispatcher, speak
-from tests.support.tokenizer import tiny_card, tiny_tokenizer_json
+from tests.support.tool_talk import PARIS, SAID, says
 
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
-    "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>"
-    "{% endif %}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}<|assistant|>"
-)
-FILES = {
-    "tokenizer.json": tiny_tokenizer_json(),
-    "tokenizer_config.json": json.dumps({"chat_template": TEMPLATE}).encode(),
-}
 ASK = [{"role": "user", "content": "how is the weather?"}]
 TOOLS = [
     {
@@ -30,17 +18,6 @@ TOOLS = [
         },
     }
 ]
-PARIS = '{"city": "Paris é"}'
-SAID = (
-    f'<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>\n'
-    '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
-)
-
-
-def says(text: str, *, at_once: int = 1) -> ScriptedDispatcher:
-    ids: Sequence[int] = [*TOKENIZER.encode(text).ids, 0]
-    card = tiny_card(files=FILES, context_length=4096)
-    return ScriptedDispatcher(speak(ids, finish=FinishReason.STOP, at_once=at_once), [card], FILES)
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 1000])

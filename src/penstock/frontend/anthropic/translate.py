@@ -1,0 +1,180 @@
+"""Bodies of the Anthropic API as the frontend's own requests."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import RequestError
+from penstock.frontend.anthropic.bodies import (
+    AnthropicMessage,
+    AnthropicToolChoice,
+    ContentBlock,
+    CountRequest,
+    MessagesRequest,
+    OutputFormat,
+    decode_count,
+    decode_messages,
+)
+from penstock.frontend.openai.bodies import ChatRequest, Message, parse_body
+from penstock.frontend.openai.dialect import ParsedBody
+from penstock.frontend.openai.media import ContentPart, MediaUrl
+from penstock.frontend.openai.validation import check_chat
+
+_ROLES = ("user", "assistant")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def parse_messages(body: bytes) -> ParsedBody:
+    """Decode a body of `/v1/messages`.
+
+    Raises:
+        RequestError: it is malformed.
+    """
+    given = parse_body(body, MessagesRequest, decode_messages)
+    request = _chat(given)
+    request.max_tokens = given.max_tokens
+    request.stream = given.stream
+    request.temperature, request.top_p, request.top_k = given.temperature, given.top_p, given.top_k
+    request.stop = given.stop_sequences
+    request.cache_salt, request.priority = given.cache_salt, given.priority
+    return ParsedBody(request)
+
+
+def parse_count(body: bytes) -> ParsedBody:
+    """Decode a body of `/v1/messages/count_tokens`.
+
+    Raises:
+        RequestError: it is malformed.
+    """
+    return ParsedBody(_chat(parse_body(body, CountRequest, decode_count)))
+
+
+def check_messages(parsed: ParsedBody, choices_max: int) -> None:
+    """Raises: RequestError: a value is out of its range."""
+    assert isinstance(parsed.request, ChatRequest)
+    check_chat(parsed.request, choices_max)
+
+
+def _chat(given: CountRequest) -> ChatRequest:
+    messages = [Message(role="system", content=_system(given.system))] if given.system else []
+    for index, message in enumerate(given.messages):
+        messages += _messages(message, f"messages[{index}]")
+    request = ChatRequest(model=given.model, messages=messages)
+    if messages and messages[-1].role == "assistant" and messages[-1].content and not messages[-1].tool_calls:
+        request.continue_final_message = True
+    if given.tools is not None:
+        request.tools = [
+            {
+                "type": "function" if tool.type in {None, "custom"} else tool.type,
+                "function": {
+                    "name": tool.name,
+                    **({"description": tool.description} if tool.description else {}),
+                    "parameters": tool.input_schema or {"type": "object", "properties": {}},
+                },
+            }
+            for tool in given.tools
+        ]
+    _choose(request, given.tool_choice)
+    config = given.output_config
+    if config is not None:
+        request.reasoning_effort = config.effort
+    if given.thinking is not None:
+        if given.thinking.type == "disabled":
+            request.reasoning_effort = "none"
+        else:
+            request.chat_template_kwargs = {"enable_thinking": True, "thinking": True}
+    form = given.output_format or (config.format if config is not None else None)
+    if form is not None:
+        request.response_format = _format(form)
+    return request
+
+
+def _choose(request: ChatRequest, choice: AnthropicToolChoice | None) -> None:
+    if choice is None:
+        return
+    if choice.disable_parallel_tool_use:
+        request.parallel_tool_calls = False
+    if choice.type == "tool":
+        request.tool_choice = {"type": "function", "function": {"name": choice.name}}
+    elif choice.type in _CHOICES:
+        request.tool_choice = _CHOICES[choice.type]
+    else:
+        raise RequestError(
+            f"tool_choice.type: must be one of auto, any, tool, none, got {choice.type[:40]!r}",
+            param="tool_choice.type",
+        )
+
+
+def _format(form: OutputFormat) -> dict[str, Any]:
+    if form.type != "json_schema" or form.schema is None:
+        raise RequestError(
+            f"output_config.format: must be of type 'json_schema' with a schema, got {form.type[:40]!r}",
+            param="output_config.format",
+        )
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema}}
+
+
+def _system(system: str | list[ContentBlock] | None) -> str:
+    if system is None or isinstance(system, str):
+        return system or ""
+    return "\n".join(block.text for block in system)
+
+
+def _messages(message: AnthropicMessage, where: str) -> list[Message]:
+    """Give the messages that one of the body stands for: tool results are messages of their own."""
+    if message.role not in _ROLES:
+        raise RequestError(
+            f"{where}.role: must be one of {', '.join(_ROLES)}, got {message.role[:40]!r}; send instructions as system",
+            param=f"{where}.role",
+        )
+    if isinstance(message.content, str):
+        return [Message(role=message.role, content=message.content)]
+    made: list[Message] = []
+    said = Message(role=message.role)
+    parts: list[ContentPart] = []
+    for index, block in enumerate(message.content):
+        place = f"{where}.content[{index}]"
+        if block.type == "tool_result":
+            made.append(Message(role="tool", tool_call_id=block.tool_use_id, content=_result(block, place)))
+        elif block.type == "tool_use":
+            call = {"name": block.name, "arguments": msgspec.json.encode(block.input or {}).decode()}
+            said.tool_calls = [
+                *(said.tool_calls or []),
+                {"id": block.id, "type": "function", "function": call},
+            ]
+        elif block.type == "thinking":
+            said.reasoning_content = (said.reasoning_content or "") + block.thinking
+        elif block.type != "redacted_thinking":
+            parts.append(_part(block, place))
+    if parts or said.tool_calls or said.reasoning_content or not made:
+        said.content = _joined(parts)
+        made.append(said)
+    return made
+
+
+def _joined(parts: Sequence[ContentPart]) -> str | list[ContentPart]:
+    """Give texts as one, and parts where there are images among them."""
+    if all(part.type == "text" for part in parts):
+        return "\n".join(part.text or "" for part in parts)
+    return list(parts)
+
+
+def _result(block: ContentBlock, where: str) -> str | list[ContentPart]:
+    if block.content is None or isinstance(block.content, str):
+        return block.content or ""
+    return _joined([_part(inner, f"{where}.content[{index}]") for index, inner in enumerate(block.content)])
+
+
+def _part(block: ContentBlock, where: str) -> ContentPart:
+    if block.type == "text":
+        return ContentPart(type="text", text=block.text)
+    source = block.source
+    if block.type != "image" or source is None or source.type not in {"base64", "url"}:
+        raise RequestError(
+            f"{where}.type: {block.type[:40]!r} is not supported; send text, image (base64 or url), tool_use, tool_result or"
+            " thinking",
+            param=f"{where}.type",
+        )
+    url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
+    return ContentPart(type="image_url", image_url=MediaUrl(url=url))

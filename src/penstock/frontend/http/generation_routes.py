@@ -1,0 +1,112 @@
+"""Routes that a model answers, of every API: whole or streamed answers, and tokens."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from aiohttp import web
+
+from penstock.core.errors import PenstockError
+from penstock.frontend.anthropic.events import MESSAGES
+from penstock.frontend.frontend import Frontend, PendingAnswer
+from penstock.frontend.http.replies import json_response, unexpected
+from penstock.frontend.http.sse_response import SseResponse
+from penstock.frontend.limits.admission import Slot
+from penstock.frontend.limits.headers import RequestOptions, read_options
+from penstock.frontend.openai.answers import encode
+from penstock.frontend.openai.dialect import Dialect
+from penstock.frontend.requests.dialects import CHAT, COMPLETIONS, COUNT_TOKENS, TOKENIZE
+from penstock.frontend.responses.events import RESPONSES
+from penstock.frontend.tenants.tenants import Tenant
+from penstock.frontend.tokens.bodies import Detokenized, Tokenized
+
+_GENERATING = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+}
+
+
+class GenerationRoutes:
+    """Handlers of one `Frontend`'s APIs."""
+
+    def __init__(self, frontend: Frontend, tenant: Callable[[], Tenant]) -> None:
+        """Make them; `tenant` gives that of the request being handled."""
+        self._frontend = frontend
+        self._config = frontend.config
+        self._tenant = tenant
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            *(web.post(path, partial(self._generate, dialect)) for path, dialect in _GENERATING.items()),
+            web.post("/v1/messages/count_tokens", self._count_tokens),
+            web.post("/tokenize", self._tokenize),
+            web.post("/detokenize", self._detokenize),
+        ]
+
+    async def _generate(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        with self._frontend.arrive() as slot:
+            pending = await self._prepare(request, slot, dialect)
+            if pending.stream:
+                return await self._stream(request, pending, slot)
+            answer = pending.whole_answer()
+            async with slot.limit():
+                await pending.completion.run(answer.take)
+            return json_response(answer.body(pending.completion.usage()))
+
+    async def _prepare(self, request: web.Request, slot: Slot, dialect: Dialect) -> PendingAnswer:
+        """Receive and prepare a request; it counts as in flight once its body is complete."""
+        frontend = self._frontend
+        with frontend.budget.hold(slot.end) as received:
+            options = read_options(request.headers, self._config, self._tenant())
+            async with slot.limit():
+                body = await frontend.bodies.read(request, received)
+            frontend.admit(slot, self._tenant())
+            async with slot.limit():
+                return await frontend.generate(body, slot, options, dialect)
+
+    async def _stream(self, request: web.Request, pending: PendingAnswer, slot: Slot) -> web.StreamResponse:
+        response = SseResponse(request, pending, self._config)
+        try:
+            async with slot.limit():
+                with response.kept_alive():
+                    await pending.completion.run(response.take)
+                await response.finish()
+        except ConnectionError:
+            raise
+        except Exception as error:
+            if not response.prepared:
+                raise  # nothing was sent yet: the error gets its HTTP status
+            await response.fail(error if isinstance(error, PenstockError) else unexpected(request))
+        return response
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        tokens, _ = await self._tokens(request, COUNT_TOKENS)
+        return json_response(encode({"input_tokens": len(tokens)}))
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        tokens, context_length = await self._tokens(request, TOKENIZE)
+        return json_response(encode(Tokenized(len(tokens), context_length, tokens)))
+
+    async def _tokens(self, request: web.Request, dialect: Dialect) -> tuple[list[int], int]:
+        """Give the tokens of a body's prompt, and the model's context length."""
+        frontend = self._frontend
+        with frontend.arrive() as slot:
+            body, options = await self._receive(request, slot)
+            async with slot.limit():
+                tokens, model = await frontend.tokenize(body, slot, options, dialect)
+            return tokens, model.card.context_length
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        with self._frontend.arrive() as slot:
+            body, _ = await self._receive(request, slot)
+            async with slot.limit():
+                return json_response(encode(Detokenized(await self._frontend.detokenize(body))))
+
+    async def _receive(self, request: web.Request, slot: Slot) -> tuple[Sequence[bytes], RequestOptions]:
+        options = read_options(request.headers, self._config, self._tenant())
+        with self._frontend.budget.hold(slot.end) as received:
+            async with slot.limit():
+                body = await self._frontend.bodies.read(request, received)
+            self._frontend.admit(slot, self._tenant())
+        return body, options

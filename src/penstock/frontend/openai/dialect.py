@@ -1,0 +1,92 @@
+"""What one API needs beside its routes: a translator of bodies, and two of answers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.core.errors import PenstockError
+from penstock.frontend.openai.answers import Usage
+from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest, Message
+from penstock.frontend.openai.events import Envelope, TokenBytes
+from penstock.frontend.text.events import TextEvent
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedBody:
+    """A body as the frontend's own request.
+
+    Attributes:
+        request: for the model.
+        previous: the stored answer that it continues; its messages go before those of `request`.
+        instructions: leading messages of `request` that stay in front and are not stored.
+        stores: whether its messages and the answer are kept, so that another request can continue them.
+    """
+
+    request: ChatRequest | CompletionRequest
+    previous: str | None = None
+    instructions: int = 0
+    stores: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerContext:
+    """What translators of an answer may use.
+
+    Attributes:
+        envelope: fields that all its parts share.
+        request: without its prompts, if its body was large.
+        token_bytes: gives a token's bytes, for log-probabilities.
+        choices: how many the answer has.
+        logprobs: whether they were asked for.
+        usage: gives the counts so far.
+        previous: the stored answer that it continues.
+        remember: keeps the answer's message; None: it is not stored.
+    """
+
+    envelope: Envelope
+    request: GenerationRequest
+    token_bytes: TokenBytes
+    choices: int
+    logprobs: bool
+    usage: Callable[[], Usage]
+    previous: str | None = None
+    remember: Callable[[Message], None] | None = field(default=None)
+
+
+class StreamedAnswer(Protocol):
+    """Encodes an answer as server-sent events."""
+
+    def event(self, event: TextEvent) -> bytes: ...
+
+    def end(self, usage: Usage) -> bytes: ...
+
+    def failure(self, error: PenstockError) -> bytes: ...
+
+
+class WholeBody(Protocol):
+    """Collects an answer that is sent as one body."""
+
+    async def take(self, event: TextEvent) -> None: ...
+
+    def body(self, usage: Usage) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One API.
+
+    Attributes:
+        name: by which encoder processes find it.
+        id_prefix: of its answers.
+        parse: decodes a body; raises RequestError.
+        check: checks the request's values, given the most choices allowed; raises RequestError.
+        stream: makes the translator of a streamed answer.
+        whole: makes that of a whole one.
+    """
+
+    name: str
+    id_prefix: str
+    parse: Callable[[bytes], ParsedBody]
+    check: Callable[[ParsedBody, int], None]
+    stream: Callable[[AnswerContext], StreamedAnswer]
+    whole: Callable[[AnswerContext], WholeBody]

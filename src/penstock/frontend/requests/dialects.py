@@ -1,0 +1,56 @@
+"""Every API that the frontend speaks, by name: an encoder process finds the same one."""
+
+from penstock.frontend.anthropic.events import MESSAGES, MessageStream, WholeMessage
+from penstock.frontend.anthropic.translate import check_messages, parse_count
+from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from penstock.frontend.openai.dialect import AnswerContext, Dialect, ParsedBody
+from penstock.frontend.openai.events import EventStream, WholeAnswer
+from penstock.frontend.openai.validation import check_chat, check_completion
+from penstock.frontend.responses.events import RESPONSES
+from penstock.frontend.tokens.bodies import check_tokenize, parse_tokenize
+
+
+def _parse_chat(body: bytes) -> ParsedBody:
+    return ParsedBody(parse_chat(body))
+
+
+def _parse_completion(body: bytes) -> ParsedBody:
+    return ParsedBody(parse_completion(body))
+
+
+def _check_chat(parsed: ParsedBody, choices_max: int) -> None:
+    assert isinstance(parsed.request, ChatRequest)
+    check_chat(parsed.request, choices_max)
+
+
+def _check_completion(parsed: ParsedBody, choices_max: int) -> None:
+    assert isinstance(parsed.request, CompletionRequest)
+    check_completion(parsed.request, choices_max)
+
+
+def _stream(context: AnswerContext) -> EventStream:
+    options = context.request.stream_options
+    include_usage = options is not None and bool(options.include_usage)
+    return EventStream(
+        context.envelope,
+        context.token_bytes,
+        include_usage=include_usage,
+        usage_so_far=context.usage
+        if include_usage and options is not None and options.continuous_usage_stats
+        else None,
+    )
+
+
+def _whole(context: AnswerContext) -> WholeAnswer:
+    return WholeAnswer(
+        context.envelope, context.token_bytes, choices=context.choices, logprobs=context.logprobs
+    )
+
+
+CHAT = Dialect("chat", "chatcmpl-", _parse_chat, _check_chat, _stream, _whole)
+COMPLETIONS = Dialect("completions", "cmpl-", _parse_completion, _check_completion, _stream, _whole)
+COUNT_TOKENS = Dialect("count_tokens", "count_", parse_count, check_messages, MessageStream, WholeMessage)
+TOKENIZE = Dialect("tokenize", "tok-", parse_tokenize, check_tokenize, _stream, _whole)
+DIALECTS = {
+    dialect.name: dialect for dialect in (CHAT, COMPLETIONS, MESSAGES, RESPONSES, COUNT_TOKENS, TOKENIZE)
+}

@@ -1,0 +1,87 @@
+"""Request bodies of the Responses API, as far as Penstock serves it."""
+
+from typing import Any
+
+import msgspec
+
+from penstock.frontend.openai.agents import AgentHintsBody, PeerBody, SessionBody
+from penstock.frontend.openai.bodies import Body
+
+
+class InputPart(msgspec.Struct, kw_only=True):
+    """A part of an item's content; unknown fields, such as `annotations`, are ignored."""
+
+    type: str
+    text: str = ""
+    refusal: str = ""
+    image_url: str | None = None
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """Any item of the input; unknown fields, such as `id` and `status`, are ignored."""
+
+    type: str = "message"
+    role: str = ""
+    content: str | list[InputPart] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: str | list[InputPart] | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    effort: str | None = None
+    summary: Any = None  # accepted, no effect: reasoning is given as it is
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(Body, kw_only=True):
+    """Body of `/v1/responses`."""
+
+    model: str
+    input: str | list[InputItem]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    metadata: Any = None
+    # Accepted, no effect on the answer.
+    include: Any = None
+    stream_options: Any = None
+    user: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    max_tool_calls: Any = None
+    strict: bool | None = None
+    truncation: str | None = None
+    # Penstock's, as in chats.
+    cache_salt: str | None = None
+    priority: int | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    session: SessionBody | None = None
+    agent_hints: AgentHintsBody | None = None
+    nvext: PeerBody | None = None
+
+
+decode_responses = msgspec.json.Decoder(ResponsesRequest).decode

@@ -1,0 +1,190 @@
+"""Answers of the Responses API, streamed or whole."""
+
+from typing import Any
+
+from penstock.core.errors import PenstockError
+from penstock.frontend.errors import error_answer
+from penstock.frontend.openai.answers import Usage, encode
+from penstock.frontend.openai.bodies import ChatRequest, Message
+from penstock.frontend.openai.dialect import AnswerContext, Dialect
+from penstock.frontend.responses.translate import check_responses, parse_responses
+from penstock.frontend.text.blocks import Block, Blocks, Kind, Step
+from penstock.frontend.text.events import TextEvent
+
+_PREFIX = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
+
+
+class ResponseStream:
+    """Encodes an answer as the API's events."""
+
+    def __init__(self, context: AnswerContext) -> None:
+        self._context = context
+        self._blocks = Blocks()
+        self._sent = 0
+        self._has_begun = False
+
+    def event(self, event: TextEvent) -> bytes:
+        return self._begin() + b"".join(self._step(*step) for step in self._blocks.feed(event))
+
+    def end(self, usage: Usage) -> bytes:
+        begun = self._begin()
+        _remember(self._context, self._blocks)
+        response = _response(self._context, self._blocks, usage)
+        return begun + self._event(f"response.{response['status']}", {"response": response})
+
+    def failure(self, error: PenstockError) -> bytes:
+        body = error_answer(error).error
+        fields = {"code": body.code or body.type, "message": body.message, "param": body.param}
+        return self._event("error", fields)
+
+    def _begin(self) -> bytes:
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        response = _response(self._context, self._blocks, None)
+        created = self._event("response.created", {"response": response})
+        return created + self._event("response.in_progress", {"response": response})
+
+    def _step(self, step: Step, block: Block, text: str) -> bytes:
+        place = {"item_id": _item_id(self._context, block), "output_index": block.index}
+        part_place = {**place, "content_index": 0}
+        name = {
+            Kind.TEXT: "output_text",
+            Kind.REASONING: "reasoning_text",
+            Kind.CALL: "function_call_arguments",
+        }[block.kind]
+        if step is Step.ADDED:
+            if block.kind is Kind.CALL:
+                return self._event(f"response.{name}.delta", {**place, "delta": text})
+            fields = {**part_place, "delta": text} | ({"logprobs": []} if block.kind is Kind.TEXT else {})
+            return self._event(f"response.{name}.delta", fields)
+        item = _item(self._context, block, "in_progress" if step is Step.OPENED else "completed")
+        if step is Step.OPENED:
+            if block.kind is not Kind.CALL:
+                item["content"] = []
+            added = self._event("response.output_item.added", {"output_index": block.index, "item": item})
+            if block.kind is Kind.CALL:
+                return added
+            return added + self._event("response.content_part.added", {**part_place, "part": _part(block)})
+        if block.kind is Kind.CALL:
+            done = self._event(
+                f"response.{name}.done", {**place, "name": block.name, "arguments": block.text}
+            )
+        else:
+            fields = {**part_place, "text": block.text} | (
+                {"logprobs": []} if block.kind is Kind.TEXT else {}
+            )
+            done = self._event(f"response.{name}.done", fields)
+            done += self._event("response.content_part.done", {**part_place, "part": _part(block)})
+        return done + self._event("response.output_item.done", {"output_index": block.index, "item": item})
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
+        body = encode({"type": kind, "sequence_number": self._sent, **fields})
+        self._sent += 1
+        return f"event: {kind}\ndata: ".encode() + body + b"\n\n"
+
+
+class WholeResponse:
+    """Collects an answer that is sent as one body."""
+
+    def __init__(self, context: AnswerContext) -> None:
+        self._context = context
+        self._blocks = Blocks()
+
+    async def take(self, event: TextEvent) -> None:
+        for _ in self._blocks.feed(event):
+            pass
+
+    def body(self, usage: Usage) -> bytes:
+        _remember(self._context, self._blocks)
+        return encode(_response(self._context, self._blocks, usage))
+
+
+def _remember(context: AnswerContext, blocks: Blocks) -> None:
+    """Store the answer's message, if it is to be stored."""
+    if context.remember is None:
+        return
+    message = Message(role="assistant", content="")
+    for block in blocks.all:
+        if block.kind is Kind.TEXT:
+            message.content = f"{message.content}{block.text}"
+        elif block.kind is Kind.REASONING:
+            message.reasoning_content = (message.reasoning_content or "") + block.text
+        else:
+            call = {"name": block.name, "arguments": block.text}
+            call_id = context.envelope.call_id(0, block.call)
+            message.tool_calls = [
+                *(message.tool_calls or []),
+                {"id": call_id, "type": "function", "function": call},
+            ]
+    context.remember(message)
+
+
+def _response(context: AnswerContext, blocks: Blocks, usage: Usage | None) -> dict[str, Any]:
+    """Make the response object; without `usage` the answer is still being written."""
+    request, envelope = context.request, context.envelope
+    assert isinstance(request, ChatRequest)
+    is_cut = blocks.finish_reason == "length"
+    status = "in_progress" if usage is None else "incomplete" if is_cut else "completed"
+    return {
+        "id": envelope.id,
+        "object": "response",
+        "created_at": envelope.created,
+        "status": status,
+        "model": envelope.model,
+        "output": [] if usage is None else [_item(context, block, "completed") for block in blocks.all],
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": None,
+        "max_output_tokens": request.max_completion_tokens,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": context.previous,
+        "reasoning": {"effort": request.reasoning_effort, "summary": None},
+        "store": context.remember is not None,
+        "temperature": request.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": [{"type": "function", **tool["function"]} for tool in request.tools or []],
+        "top_p": request.top_p,
+        "truncation": "disabled",
+        "usage": None if usage is None else _usage(usage),
+    }
+
+
+def _item(context: AnswerContext, block: Block, status: str) -> dict[str, Any]:
+    item: dict[str, Any] = {"id": _item_id(context, block), "status": status}
+    if block.kind is Kind.CALL:
+        call_id = context.envelope.call_id(0, block.call)
+        return item | {
+            "type": "function_call",
+            "call_id": call_id,
+            "name": block.name,
+            "arguments": block.text,
+        }
+    if block.kind is Kind.REASONING:
+        return item | {"type": "reasoning", "summary": [], "content": [_part(block)]}
+    return item | {"type": "message", "role": "assistant", "content": [_part(block)]}
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind is Kind.REASONING:
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _item_id(context: AnswerContext, block: Block) -> str:
+    return f"{_PREFIX[block.kind]}_{context.envelope.id.rpartition('_')[2]}{block.index}"
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+RESPONSES = Dialect("responses", "resp_", parse_responses, check_responses, ResponseStream, WholeResponse)

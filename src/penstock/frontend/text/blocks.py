@@ -1,0 +1,74 @@
+"""An answer as blocks, one after another: reasoning, text, tool calls. APIs whose streams open and close items are made of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from penstock.frontend.text.events import TextEvent
+
+
+class Kind(Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+class Step(Enum):
+    OPENED = "opened"
+    ADDED = "added"
+    CLOSED = "closed"
+
+
+@dataclass(slots=True)
+class Block:
+    """One block: `text` is all of it so far, of a tool call its arguments; `call` is a call's number."""
+
+    index: int
+    kind: Kind
+    text: str = ""
+    name: str = ""
+    call: int = 0
+
+
+class Blocks:
+    """Makes the blocks of one choice."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self.finish_reason: str | None = None
+        self.stopped_by: str | None = None
+        self._is_open = False
+
+    def feed(self, event: TextEvent) -> Iterator[tuple[Step, Block, str]]:
+        """Take an event; yields what happens to which block, with the text that was added."""
+        if event.reasoning:
+            yield from self._add(Kind.REASONING, event.reasoning)
+        if event.text:
+            yield from self._add(Kind.TEXT, event.text)
+        for call in event.calls:
+            if call.name is not None:
+                yield from self._close()
+                yield from self._open(Block(len(self.all), Kind.CALL, name=call.name, call=call.index))
+            if call.arguments:
+                yield from self._add(Kind.CALL, call.arguments)
+        if event.finish_reason is not None:
+            self.finish_reason, self.stopped_by = event.finish_reason, event.stopped_by
+            yield from self._close()
+
+    def _add(self, kind: Kind, text: str) -> Iterator[tuple[Step, Block, str]]:
+        if not self._is_open or self.all[-1].kind is not kind:
+            yield from self._close()
+            yield from self._open(Block(len(self.all), kind))
+        block = self.all[-1]
+        block.text += text
+        yield Step.ADDED, block, text
+
+    def _open(self, block: Block) -> Iterator[tuple[Step, Block, str]]:
+        self.all.append(block)
+        self._is_open = True
+        yield Step.OPENED, block, ""
+
+    def _close(self) -> Iterator[tuple[Step, Block, str]]:
+        if self._is_open:
+            self._is_open = False
+            yield Step.CLOSED, self.all[-1], ""

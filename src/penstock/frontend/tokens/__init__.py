@@ -1,0 +1,1 @@
+"""vLLM's API of tokens: `/tokenize` and `/detokenize`."""

@@ -1,0 +1,104 @@
+"""Bodies of `/tokenize` and `/detokenize`, as vLLM has them."""
+
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import RequestError
+from penstock.frontend.openai.bodies import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    parse_body,
+)
+from penstock.frontend.openai.dialect import ParsedBody
+from penstock.frontend.openai.validation import check_chat
+
+TOKENS_MAX = 1 << 20
+
+
+class TokenizeRequest(Body, kw_only=True):
+    """A text, or a chat as its template renders it."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: Any = None  # accepted, no effect
+    strict: bool | None = None
+
+
+class DetokenizeRequest(Body, kw_only=True):
+    """Token ids."""
+
+    tokens: list[int]
+    model: str = ""
+    strict: bool | None = None
+
+
+class Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: None = None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
+_decode_tokenize = msgspec.json.Decoder(TokenizeRequest).decode
+_decode_detokenize = msgspec.json.Decoder(DetokenizeRequest).decode
+
+
+def parse_tokenize(body: bytes) -> ParsedBody:
+    """Decode a body of `/tokenize`.
+
+    Raises:
+        RequestError: it is malformed, or has not one of `prompt` and `messages`.
+    """
+    given = parse_body(body, TokenizeRequest, _decode_tokenize)
+    if (given.prompt is None) == (given.messages is None):
+        raise RequestError("prompt: expected either prompt or messages; send one of them", param="prompt")
+    if given.messages is None:
+        return ParsedBody(
+            CompletionRequest(
+                model=given.model, prompt=given.prompt or "", add_special_tokens=given.add_special_tokens
+            )
+        )
+    return ParsedBody(
+        ChatRequest(
+            model=given.model,
+            messages=given.messages,
+            add_special_tokens=given.add_special_tokens,
+            add_generation_prompt=given.add_generation_prompt,
+            continue_final_message=given.continue_final_message,
+            tools=given.tools,
+            chat_template_kwargs=given.chat_template_kwargs,
+        )
+    )
+
+
+def check_tokenize(parsed: ParsedBody, choices_max: int) -> None:
+    """Raises: RequestError: a message or a tool is malformed."""
+    if isinstance(parsed.request, ChatRequest):
+        check_chat(parsed.request, choices_max)
+
+
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
+    """Decode a body of `/detokenize`.
+
+    Raises:
+        RequestError: it is malformed, or has too many ids.
+    """
+    given = parse_body(body, DetokenizeRequest, _decode_detokenize)
+    if len(given.tokens) > TOKENS_MAX:
+        raise RequestError(
+            f"tokens: at most {TOKENS_MAX} ids are allowed, got {len(given.tokens)}", param="tokens"
+        )
+    return given
