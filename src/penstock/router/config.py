@@ -82,14 +82,18 @@ class QueueConfig(Config):
 
     threshold_s: float | None = pydantic.Field(default=2.0, gt=0)
     """A request waits here while its predicted wait on every eligible worker is longer than this, and requests wait there; None: never."""
+    shared_threshold_s: float = pydantic.Field(default=0.03, gt=0)
+    """The same, where it is shorter, while several tenants have sent requests in the last hour: nobody overtakes what waits inside a worker."""
     requests_max: int = pydantic.Field(default=2048, ge=2)
-    """Requests queued at once for one model or LoRA adapter, counted separately for prefill workers; past it 503. One tenant alone gets half, past it 429."""
+    """Requests queued at once for one model with its LoRA adapters; past it 503. One tenant alone gets half, past it 429."""
     work_weight: float = pydantic.Field(default=10.0, ge=0)
     """A second of predicted work counts as this many seconds of later arrival; 0: first come, first served."""
     overtaken_s_max: float = pydantic.Field(default=60.0, ge=0)
     """A request goes before requests of its tenant that arrived this many seconds later, whatever its work."""
     looked_at_max: int = pydantic.Field(default=8, ge=1)
     """First requests in turn that are priced anew where a worker has room; the one with the earliest turn is sent."""
+    tenant_burst_tokens: int = pydantic.Field(default=32_768, ge=0)
+    """Prompt tokens by which a tenant that has used less than its share may get ahead of it: a few requests at once then wait for nobody who uses more."""
     priority_factor: float = pydantic.Field(default=4.0, ge=1)
     """Share of a priority over that of the next lower one, while both have requests queued."""
 

@@ -19,14 +19,19 @@ from penstock.router.config import QueueConfig
 from penstock.router.queue.fair_queue import FairQueue, QueuedRequest
 
 TOKENS_MAX = 50
-CONFIG = QueueConfig(requests_max=24, looked_at_max=4, work_weight=2.0, overtaken_s_max=10.0)
+CONFIG = QueueConfig(
+    tenant_burst_tokens=0, requests_max=24, looked_at_max=4, work_weight=2.0, overtaken_s_max=10.0
+)
 FACTOR = CONFIG.priority_factor
+LANES = ((None, False), (None, True), ("adapter", False))
 
 
 class HoldMachine(RuleBasedStateMachine):
+    config = CONFIG
+
     def __init__(self):
         super().__init__()
-        self.queue = FairQueue(CONFIG)
+        self.queue = FairQueue(self.config)
         self.waiting = []
         self.served = {}  # (priority, tenant) -> tokens, while it has requests waiting all the time
         self.served_priority = {}
@@ -34,16 +39,17 @@ class HoldMachine(RuleBasedStateMachine):
 
     @rule(
         tenant=st.sampled_from("abcd"),
+        lane=st.sampled_from(LANES),
         priority=st.integers(-2, 2),
         tokens=st.integers(1, TOKENS_MAX),
         work_s=st.floats(0, 20),
     )
-    def put(self, tenant, priority, tokens, work_s):
+    def put(self, tenant, lane, priority, tokens, work_s):
         request = Request(
             request_id=RequestId("r"), model="m", token_ids=pack_tokens(range(tokens)),
             sampling=SamplingParams(max_tokens=1), tenant=tenant, priority=priority,
         )  # fmt: skip
-        queued = QueuedRequest(request, self.now_s, work_s, share_s=work_s / 3)
+        queued = QueuedRequest(request, self.now_s, work_s, share_s=work_s / 3, lane=lane)
         mine = sum(one.tenant == tenant for one in self.waiting)
         refused = len(self.waiting) >= 24 or (mine and mine >= 24 - len(self.waiting))
         if refused:
@@ -59,7 +65,7 @@ class HoldMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def take(self, data):
-        candidates = self.queue.candidates()
+        candidates = next(self.queue.heads())
         assert 1 <= len(candidates) <= 4
         queued = data.draw(st.sampled_from(list(candidates)))
         self.now_s += 1.0
@@ -98,7 +104,10 @@ class HoldMachine(RuleBasedStateMachine):
     def nothing_is_lost(self):
         self.queue.check()
         assert len(self.queue) == len(self.waiting)
-        assert bool(self.queue.candidates()) == bool(self.waiting)
+        heads = list(self.queue.heads())
+        assert [head[0].lane for head in heads] == list(dict.fromkeys(head[0].lane for head in heads))
+        assert {head[0].lane for head in heads} == {queued.lane for queued in self.waiting}, "each lane, once"
+        assert all(queued.lane == head[0].lane for head in heads for queued in head)
 
     @invariant()
     def tenants_get_equal_shares(self):
@@ -106,7 +115,8 @@ class HoldMachine(RuleBasedStateMachine):
         for priority in (-1, 0, 1):
             shares = [tokens for (of, _), tokens in self.served.items() if of == priority]
             if shares:
-                assert max(shares) - min(shares) <= 6 * TOKENS_MAX, f"{self.served}"
+                bound = 6 * TOKENS_MAX + self.config.tenant_burst_tokens
+                assert max(shares) - min(shares) <= bound, f"{self.served}"
 
     @invariant()
     def priorities_get_their_shares(self):
@@ -119,8 +129,14 @@ class HoldMachine(RuleBasedStateMachine):
                     assert due <= TOKENS_MAX * FACTOR * 2, f"{self.served_priority}"
 
 
+class BurstMachine(HoldMachine):
+    config = CONFIG.model_copy(update={"tenant_burst_tokens": 200})
+
+
 TestHold = HoldMachine.TestCase
 TestHold.settings = settings(stateful_step_count=40)
+TestBurst = BurstMachine.TestCase
+TestBurst.settings = settings(stateful_step_count=40)
 
 
 def test_a_planted_bug_is_found(monkeypatch):

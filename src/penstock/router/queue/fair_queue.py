@@ -1,15 +1,18 @@
-"""The order of queued requests: fair queueing between priorities, then between tenants, then by arrival and work.
+"""The order of queued requests of one model: fair queueing between priorities, then between tenants, then by arrival and work.
 
 A request that is sent early waits at the worker whose queue looked shortest then. A queued request goes to the worker that
 is free first.
+
+Requests of one lane may go to the same workers: those for one LoRA adapter, or for prefill workers. Lanes share the clocks, so a
+tenant has one share of the model's workers, however many adapters it asks for.
 """
 
 import math
 from bisect import bisect_left, insort
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 
 from penstock.core.errors import Overloaded
 from penstock.core.types.requests import Request
@@ -20,6 +23,11 @@ _RATE_OVER = 64
 """The queue's rate is measured over so many requests that left last."""
 _RETRY_AFTER_S_MAX = 60.0
 _PRIORITIES = (-1, 0, 1)
+NEAR_TOKENS = 1024
+"""Tenants this far apart count as equally served, and the request that costs least goes first; a prompt takes longer than that matters."""
+
+Lane = tuple[str | None, bool]
+"""(LoRA adapter, whether the request waits for prefill workers)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +42,7 @@ class QueuedRequest:
     """Predicted seconds until some worker has room, at arrival."""
     share_s: float = 0.0
     """Seconds that all workers together need for its prompt, uncached."""
+    lane: Lane = (None, False)
     turn: tuple[float, int] = (0.0, 0)
 
     @property
@@ -52,84 +61,110 @@ def _turn(queued: QueuedRequest) -> tuple[float, int]:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """One tenant's queued requests of one priority, by turn; `served` is the tenant's virtual clock, in tokens."""
+    """One tenant's queued requests of one priority, by lane and turn; `served` is the tenant's virtual clock, in tokens."""
 
     tenant: str
     served: float
-    queued: list[QueuedRequest] = field(default_factory=list)
+    by_lane: dict[Lane, list[QueuedRequest]] = field(default_factory=dict)
+
+    def lanes(self) -> list[Lane]:
+        """Give its lanes by the turn of their first requests."""
+        if len(self.by_lane) == 1:
+            return list(self.by_lane)
+        return sorted(self.by_lane, key=lambda lane: self.by_lane[lane][0].turn)
 
 
 class _Lines:
     """The tenants of one priority; `served` is the priority's virtual clock, in tokens over weight."""
 
-    def __init__(self, weight: float, owing_max: int) -> None:
+    def __init__(self, weight: float, config: QueueConfig) -> None:
         self.weight = weight
+        self._credit = float(config.tenant_burst_tokens)
         self.served = 0.0
         self.by_tenant: dict[str, _Line] = {}
-        self._clock = 0.0  # `served` of the tenant served last: a new tenant begins there
+        self._clock = (
+            0.0  # `served` of the tenant served last: a new tenant begins less than `_credit` before
+        )
         self._order: list[tuple[float, str]] = []  # (served, tenant), sorted
-        self._owing: OrderedDict[str, float] = OrderedDict()  # `served` of tenants with nothing waiting
-        self._owing_max = owing_max
+        self._left: OrderedDict[str, float] = OrderedDict()  # `served` of tenants with nothing waiting
+        self._left_max = config.requests_max
 
     def __iter__(self) -> Iterator[_Line]:
         """Give the lines by turn."""
         return (self.by_tenant[tenant] for _, tenant in self._order)
 
+    def beginning_with(self, first: _Line) -> Iterator[_Line]:
+        """Give the lines by turn, from this one on."""
+        start = bisect_left(self._order, (first.served, first.tenant))
+        return (self.by_tenant[tenant] for _, tenant in islice(self._order, start, None))
+
     def add(self, queued: QueuedRequest) -> None:
         line = self.by_tenant.get(queued.tenant)
         if line is None:
-            served = max(self._owing.pop(queued.tenant, 0.0), self._clock)
+            served = max(self._left.pop(queued.tenant, -math.inf), self._clock - self._credit)
             line = self.by_tenant[queued.tenant] = _Line(queued.tenant, served)
             insort(self._order, (line.served, line.tenant))
-        insort(line.queued, queued, key=_turn)
+        insort(line.by_lane.setdefault(queued.lane, []), queued, key=_turn)
 
     def remove(self, queued: QueuedRequest, *, charged: bool) -> None:
         line = self.by_tenant[queued.tenant]
-        del line.queued[bisect_left(line.queued, queued.turn, key=_turn)]
+        beside = line.by_lane[queued.lane]
+        del beside[bisect_left(beside, queued.turn, key=_turn)]
+        if not beside:
+            del line.by_lane[queued.lane]
         del self._order[bisect_left(self._order, (line.served, line.tenant))]
         if charged:
             self._clock = max(self._clock, line.served)
             self.served += queued.tokens / self.weight
             line.served += queued.tokens
-        if line.queued:
+        if line.by_lane:
             insort(self._order, (line.served, line.tenant))
             return
         del self.by_tenant[queued.tenant]
-        if line.served > self._clock:
-            self._owing[queued.tenant] = line.served
-            if len(self._owing) > self._owing_max:
-                self._owing.popitem(last=False)
+        if line.served > self._clock - self._credit:
+            self._left[queued.tenant] = line.served
+            if len(self._left) > self._left_max:
+                self._left.popitem(last=False)
 
     def check(self) -> None:
         lines = self.by_tenant
         assert self._order == sorted((line.served, tenant) for tenant, line in lines.items()), (
             "in order of turn"
         )
-        assert all(line.queued and line.tenant == tenant for tenant, line in lines.items()), "no empty lines"
-        assert not lines.keys() & self._owing.keys(), "a tenant waits or is remembered, not both"
-        assert len(self._owing) <= self._owing_max, f"{len(self._owing)} tenants remembered, past the bound"
+        assert all(line.by_lane and line.tenant == tenant for tenant, line in lines.items()), "no empty lines"
+        assert not lines.keys() & self._left.keys(), "a tenant waits or is remembered, not both"
+        assert len(self._left) <= self._left_max, f"{len(self._left)} tenants remembered, past the bound"
         for line in lines.values():
-            turns = [queued.turn for queued in line.queued]
-            assert turns == sorted(set(turns)), f"{line.tenant}: in order of turn, got {turns}"
+            for lane, waiting in line.by_lane.items():
+                turns = [queued.turn for queued in waiting]
+                assert turns, f"{line.tenant}: no empty lanes"
+                assert turns == sorted(set(turns)), f"{line.tenant}: in order of turn, got {turns}"
+                assert all(queued.lane == lane for queued in waiting), f"{line.tenant}: each in its lane"
 
 
 class FairQueue:
-    """The queued requests of one queue key, bounded. Not thread-safe; one event loop owns it."""
+    """The queued requests of one model, bounded. Not thread-safe; one event loop owns it."""
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
         self._by_priority = {
-            priority: _Lines(config.priority_factor**priority, config.requests_max)
-            for priority in _PRIORITIES
+            priority: _Lines(config.priority_factor**priority, config)
+            for priority in reversed(_PRIORITIES)  # of equally served ones the highest goes first
         }
         self._num_queued = self._num_seen = 0
         self._share_s = 0.0
         self._of_tenant: dict[str, int] = {}
+        self._of_lane: dict[Lane, int] = {}
         self._clock = 0.0
         self._left_at_s: deque[float] = deque(maxlen=_RATE_OVER)
 
     def __len__(self) -> int:
         return self._num_queued
+
+    @property
+    def lanes(self) -> Collection[Lane]:
+        """The lanes in which requests wait."""
+        return self._of_lane.keys()
 
     def put(self, queued: QueuedRequest) -> None:
         """Have a request wait.
@@ -164,27 +199,38 @@ class FairQueue:
         self._num_queued += 1
         self._share_s += queued.share_s
         self._of_tenant[queued.tenant] = mine + 1
+        self._of_lane[queued.lane] = self._of_lane.get(queued.lane, 0) + 1
         lines.add(queued)
 
     def discard(self, queued: QueuedRequest) -> None:
         """Forget a queued request that is given up."""
         self._remove(queued, charged=False)
 
-    def candidates(self) -> Sequence[QueuedRequest]:
-        """Give the requests that may be next, at most `looked_at_max`; the first has the turn.
+    def heads(self) -> Iterator[Sequence[QueuedRequest]]:
+        """Give the requests that may be next in each lane, at most `looked_at_max` of one; the lane with the turn first.
 
-        They have the priority whose turn it is, and belong to tenants within one prompt of the least served tenant.
+        The first of each has the turn in its lane. Those beside it have its priority, and belong to tenants that were served
+        hardly more: a prompt, and at most `NEAR_TOKENS`. A change of the queue ends the iteration.
         """
-        if not self._num_queued:
-            return ()
+        seen: set[Lane] = set()
         busy = [lines for lines in self._by_priority.values() if lines.by_tenant]
-        lines = min(busy, key=lambda lines: lines.served)
+        for lines in sorted(busy, key=lambda lines: lines.served):
+            for line in lines:
+                for lane in line.lanes():
+                    if lane not in seen:
+                        seen.add(lane)
+                        yield self._beside(line, lane, lines)
+                if len(seen) == len(self._of_lane):
+                    return
+
+    def _beside(self, first: _Line, lane: Lane, lines: _Lines) -> Sequence[QueuedRequest]:
+        """Give the candidates of a lane, of which `first` is the least served tenant."""
         looked_at = self._config.looked_at_max if self._config.work_weight else 1
-        first = next(iter(lines))
-        level = first.served + first.queued[0].tokens
-        near = [line for line in islice(lines, looked_at) if line.served <= level]
+        level = first.served + min(first.by_lane[lane][0].tokens, NEAR_TOKENS)
+        in_reach = takewhile(lambda line: line.served <= level, lines.beginning_with(first))
+        near = list(islice((line for line in in_reach if lane in line.by_lane), looked_at))
         each = max(looked_at // len(near), 1)
-        return [queued for line in near for queued in line.queued[:each]]
+        return [queued for line in near for queued in line.by_lane[lane][:each]]
 
     def take(self, queued: QueuedRequest, now_s: float) -> None:
         """Release a candidate, and charge it to its tenant and its priority."""
@@ -208,7 +254,13 @@ class FairQueue:
 
     def check(self) -> None:
         """Raise AssertionError where counts, bounds or order are broken."""
-        waiting = [h for lines in self._by_priority.values() for line in lines for h in line.queued]
+        waiting = [
+            queued
+            for lines in self._by_priority.values()
+            for line in lines
+            for beside in line.by_lane.values()
+            for queued in beside
+        ]
         assert len(waiting) == self._num_queued, f"{self._num_queued} are counted, {len(waiting)} wait"
         assert math.isclose(self._share_s, sum(queued.share_s for queued in waiting), abs_tol=1e-6), (
             f"shares of queued requests: {self._share_s}"
@@ -218,6 +270,8 @@ class FairQueue:
         for queued in waiting:
             of_tenant[queued.tenant] = of_tenant.get(queued.tenant, 0) + 1
         assert of_tenant == self._of_tenant, f"tenants: {self._of_tenant}, but {of_tenant} wait"
+        of_lane = Counter(queued.lane for queued in waiting)
+        assert of_lane == self._of_lane, f"lanes: {self._of_lane}, but {of_lane} wait"
         for lines in self._by_priority.values():
             lines.check()
 
@@ -228,6 +282,9 @@ class FairQueue:
         self._of_tenant[queued.tenant] -= 1
         if not self._of_tenant[queued.tenant]:
             del self._of_tenant[queued.tenant]
+        self._of_lane[queued.lane] -= 1
+        if not self._of_lane[queued.lane]:
+            del self._of_lane[queued.lane]
 
     def _refusal(self, message: str, queued: QueuedRequest) -> Overloaded:
         return Overloaded(message, retry_after_s=retry_after_s(self.drain_s(queued.since_s, queued.wait_s)))

@@ -6,9 +6,10 @@ a ticket, and wakes the request's reader, which sends the request.
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from penstock.router.candidates import ScoredCandidates
 from penstock.router.config import QueueConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
+from penstock.router.queue.active_tenants import ActiveTenants
 from penstock.router.queue.fair_queue import FairQueue, QueuedRequest
 
 _PAUSE_S = 0.02
@@ -31,8 +33,8 @@ _LOOK_AGAIN_S = 1.0
 """Predictions also change by themselves, as answers turn out shorter. So a look comes at least this often."""
 
 
-QueueKey = tuple[str, str | None, bool]
-"""(model, adapter or None, whether the request waits for prefill workers)."""
+_LANES_LOOKED_AT_MAX = 16
+"""Lanes of a model that one look prices, the first in turn; most share their workers, and the first that finds no room ends the look."""
 
 
 class Waiting(Protocol):
@@ -54,28 +56,26 @@ class Waiting(Protocol):
 class Ticket:
     """A request's ticket: `queued` while the request waits, `released` from its turn until it is sent.
 
-    `key` names the queue; None until the request has waited.
+    `model` names the queue; None until the request has waited.
     """
 
     waiting: Waiting
-    key: QueueKey | None = None
+    model: str | None = None
     queued: QueuedRequest | None = None
     released: bool = False
 
 
 class RequestQueue:
-    """One fair queue for each (model, LoRA adapter, prefill workers or not).
-
-    One event loop owns it.
-    """
+    """One fair queue for each model, since models share no workers. One event loop owns it."""
 
     def __init__(self, fleet: Fleet, config: QueueConfig, metrics: RouterMetrics) -> None:
         self._fleet = fleet
         self._config = config
         self._metrics = metrics
-        self._queues: dict[QueueKey, FairQueue] = {}
+        self._queues: dict[str, FairQueue] = {}
         self._tickets: dict[QueuedRequest, Ticket] = {}
-        self._released: dict[QueueKey, Ticket] = {}
+        self._released: dict[str, Ticket] = {}
+        self._tenants = ActiveTenants()
         self._timer: asyncio.TimerHandle | None = None
         self._next_s = 0.0
         self._look_s = 0.0
@@ -114,11 +114,12 @@ class RequestQueue:
             return False
         if ticket.queued is not None:
             return True
-        key = _queue_key(candidates)
-        is_first = key not in self._queues and key not in self._released
-        if is_first:  # the chosen worker alone nearly always decides
+        model, now_s = candidates.request.model, candidates.context.now_s
+        self._tenants.seen(candidates.request.tenant, now_s)
+        if model not in self._queues and model not in self._released:
+            # the chosen worker alone nearly always decides
             begins_soon = not candidates.is_disaggregated and candidates.begins_within(
-                self._config.threshold_s
+                self._threshold_s(now_s)
             )
             if begins_soon or self._room(candidates).any():
                 return False
@@ -128,11 +129,11 @@ class RequestQueue:
     def _room(self, candidates: ScoredCandidates) -> NDArray[np.bool_]:
         """Mask (num_slots,) the eligible workers with room for a request.
 
-        A worker has room within `threshold_s`, or where its report says that no request waits there: so a worker that is faster
+        A worker has room within the threshold, or where its report says that no request waits there: so a worker that is faster
         than predicted is never idle. Prefill workers have no room while no decode worker has.
         """
-        threshold_s, context = self._config.threshold_s, candidates.context
-        assert threshold_s is not None, "asked only where requests are queued"
+        context = candidates.context
+        threshold_s = self._threshold_s(context.now_s)
         if candidates.is_disaggregated and not self._can_be_answered(candidates, threshold_s):
             return np.zeros_like(context.eligible)
         room: NDArray[np.bool_] = candidates.waits_s() <= threshold_s
@@ -142,6 +143,14 @@ class RequestQueue:
         room |= nobody_waits
         room &= np.isfinite(candidates.choice.prices())
         return room
+
+    def _threshold_s(self, now_s: float) -> float:
+        """Give how long a request may wait inside a worker: shorter while there is another tenant, who cannot overtake it there."""
+        config = self._config
+        assert config.threshold_s is not None, "asked only where requests are queued"
+        if self._tenants.are_several(now_s):
+            return min(config.threshold_s, config.shared_threshold_s)
+        return config.threshold_s
 
     def _can_be_answered(self, candidates: ScoredCandidates, threshold_s: float) -> bool:
         """Say whether decode workers will have a batch slot soon enough; prompts under way have theirs there already."""
@@ -156,23 +165,23 @@ class RequestQueue:
 
     def leave(self, ticket: Ticket) -> None:
         """Give up a ticket, queued or released. Safe twice."""
-        key, queued = ticket.key, ticket.queued
-        if key is None:
+        model, queued = ticket.model, ticket.queued
+        if model is None:
             return
         if queued is not None:
-            self._queues[key].discard(queued)
-            self._leave_queue(key, ticket, queued)
+            self._queues[model].discard(queued)
+            self._leave_queue(model, ticket, queued)
         if ticket.released:
             ticket.released = False
-            del self._released[key]
-            if key in self._queues:
+            del self._released[model]
+            if model in self._queues:
                 self._look_at(0.0)
 
     def check(self) -> None:
         """Raise AssertionError where queues and places disagree."""
-        for key, queue in self._queues.items():
+        for model, queue in self._queues.items():
             queue.check()
-            assert len(queue), f"{key}: a queue is kept without any request"
+            assert len(queue), f"{model}: a queue is kept without any request"
         assert sum(map(len, self._queues.values())) == len(self._tickets), "each queued request has a ticket"
         assert all(
             ticket.queued is queued and not ticket.released for queued, ticket in self._tickets.items()
@@ -180,7 +189,9 @@ class RequestQueue:
         assert all(ticket.released and ticket.queued is None for ticket in self._released.values()), (
             "released only once"
         )
-        assert all(ticket.key == key for key, ticket in self._released.items()), "released under its own key"
+        assert all(ticket.model == model for model, ticket in self._released.items()), (
+            "released for its own model"
+        )
         listens = self._fleet.loads.listener is not None
         assert listens == bool(self._tickets), (
             f"{len(self._tickets)} are queued, and load reports are heard: {listens}"
@@ -190,35 +201,39 @@ class RequestQueue:
         )
 
     def _enqueue(self, ticket: Ticket, candidates: ScoredCandidates) -> None:
-        key, eligible = _queue_key(candidates), candidates.context.eligible
+        request, eligible = candidates.request, candidates.context.eligible
         queued = QueuedRequest(
             ticket.waiting.request,
+            lane=(request.adapter, candidates.is_disaggregated),
             since_s=candidates.context.now_s,
             work_s=float(candidates.work_s()[eligible].min()),
             wait_s=float(candidates.waits_s()[eligible].min()),
             share_s=candidates.share_s(),
         )
-        queue = self._queues.get(key) or FairQueue(self._config)
+        queue = self._queues.get(request.model) or FairQueue(self._config)
+        is_new_lane = queued.lane not in queue.lanes
         try:
             queue.put(queued)
         except Overloaded as error:
             self._metrics.queue_refusals.labels("tenant" if error.http_status == 429 else "full").inc()
             raise
-        self._queues[key] = queue
-        ticket.key, ticket.queued = key, queued
+        self._queues[request.model] = queue
+        ticket.model, ticket.queued = request.model, queued
         self._tickets[queued] = ticket
         self._metrics.queued_requests.set(len(self._tickets))
         if len(self._tickets) == 1:
             self._fleet.loads.listener = self._on_change
             self._listening.enter_context(self._fleet.changes.telling(self._on_change))
-        self._look_at(self._next_s)  # it may be the first in turn
+        # It may be the first in turn, and the first for its workers.
+        is_other = is_new_lane and 1 < len(queue.lanes) <= _LANES_LOOKED_AT_MAX
+        self._look_at(0.0 if is_other else self._next_s)
 
-    def _leave_queue(self, key: QueueKey, ticket: Ticket, queued: QueuedRequest) -> None:
+    def _leave_queue(self, model: str, ticket: Ticket, queued: QueuedRequest) -> None:
         """Note that a request has left its queue."""
         ticket.queued = None
         del self._tickets[queued]
-        if not len(self._queues[key]):
-            del self._queues[key]
+        if not len(self._queues[model]):
+            del self._queues[model]
         self._metrics.queued_requests.set(len(self._tickets))
         self._metrics.queued_s.observe(asyncio.get_running_loop().time() - queued.since_s)
         if not self._tickets:
@@ -245,51 +260,64 @@ class RequestQueue:
         """Release one request of each queue if there is room."""
         self._timer = None
         now_s = asyncio.get_running_loop().time()
-        for key in tuple(self._queues):
-            if key not in self._released:
-                self._release_one(key, now_s)
+        for model in tuple(self._queues):
+            if model not in self._released:
+                self._release_one(model, now_s)
         if self._tickets:
             self._next_s = now_s + _PAUSE_S
             self._look_at(now_s + _LOOK_AGAIN_S)
 
-    def _release_one(self, key: QueueKey, now_s: float) -> None:
-        queue = self._queues[key]
-        queued = self._next_of(queue)
-        if queued is None:
-            return
-        ticket = self._tickets[queued]
-        queue.take(queued, now_s)
-        self._leave_queue(key, ticket, queued)
-        self._tell(key, ticket)
+    def _release_one(self, model: str, now_s: float) -> None:
+        """Release the first request that finds room; one at a time, so that the next one is priced with it on its worker.
 
-    def _tell(self, key: QueueKey, ticket: Ticket) -> None:
+        A lane without room keeps its workers for itself: nobody later in turn goes there, so that a large request does not wait
+        for ever behind small ones.
+        """
+        queue, pool = self._queues[model], self._fleet.pools.get(model)
+        kept: NDArray[np.bool_] | None = None
+        for candidates in islice(queue.heads(), _LANES_LOOKED_AT_MAX):
+            queued, eligible = self._next_of(queue, candidates, kept)
+            if queued is not None:
+                ticket = self._tickets[queued]
+                queue.take(queued, now_s)
+                self._leave_queue(model, ticket, queued)
+                self._tell(model, ticket)
+                return
+            kept = eligible if kept is None else kept | eligible
+            if pool is None or bool(kept[pool.ready | pool.ready_prefill].all()):
+                return
+
+    def _tell(self, model: str, ticket: Ticket) -> None:
         ticket.released = True
-        self._released[key] = ticket
+        self._released[model] = ticket
         ticket.waiting.wake()
 
-    def _next_of(self, queue: FairQueue) -> QueuedRequest | None:
-        """Choose the request to release; a request without any eligible worker is released for its reader to handle.
+    def _next_of(
+        self, queue: FairQueue, in_turn: Sequence[QueuedRequest], kept: NDArray[np.bool_] | None
+    ) -> tuple[QueuedRequest | None, NDArray[np.bool_]]:
+        """Choose the request of a lane to release, and give (num_slots,) the workers that its first may go to.
 
-        Nothing is released unless the first in turn has room, so that a large request does not wait for ever behind small ones.
+        A request without any eligible worker is released for its reader to handle. None is unless the first in turn has room.
+        `kept` are workers that others before it wait for.
         """
-        chosen, least = None, math.inf
-        for queued in queue.candidates():
+        chosen, least, eligible = None, math.inf, np.zeros(0, dtype=np.bool_)
+        for queued in in_turn:
             try:
                 candidates = self._tickets[queued].waiting.score()
             except PenstockError:
                 candidates = None
             if candidates is None:
-                return queued
+                return queued, eligible
+            if queued is in_turn[0]:
+                eligible = candidates.context.eligible
             room = self._room(candidates)
+            if kept is not None:
+                room &= ~kept
             if not room.any():
                 if chosen is None:
-                    return None
+                    return None, eligible
                 continue
             turn_s = queue.turn_s(queued, float(candidates.work_s()[room].min()))
             if turn_s < least:
                 chosen, least = queued, turn_s
-        return chosen
-
-
-def _queue_key(candidates: ScoredCandidates) -> QueueKey:
-    return candidates.request.model, candidates.request.adapter, candidates.is_disaggregated
+        return chosen, eligible

@@ -1,5 +1,7 @@
 """Who is held, who is next, and who is refused; the clock is a number."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from penstock.core.errors import Overloaded
@@ -32,11 +34,15 @@ def queued(
 
 
 def queue_of(*waiting: QueuedRequest, **settings: object) -> FairQueue:
-    queue = FairQueue(QueueConfig(**settings))
+    queue = FairQueue(QueueConfig(**({"tenant_burst_tokens": 0} | settings)))
     for one in waiting:
         queue.put(one)
         queue.check()
     return queue
+
+
+def candidates(queue: FairQueue) -> Sequence[QueuedRequest]:
+    return next(queue.heads())
 
 
 def names(waiting: object) -> list[str]:
@@ -47,7 +53,7 @@ def drained(queue: FairQueue) -> list[str]:
     """Take all, the first candidate each time."""
     order = []
     while len(queue):
-        one = queue.candidates()[0]
+        one = candidates(queue)[0]
         queue.take(one, 0.0)
         queue.check()
         order.append(one)
@@ -56,12 +62,12 @@ def drained(queue: FairQueue) -> list[str]:
 
 def test_the_oldest_of_one_tenant_come_first():
     queue = queue_of(*(queued(str(n)) for n in range(5)), looked_at_max=3)
-    assert names(queue.candidates()) == ["0", "1", "2"]
+    assert names(candidates(queue)) == ["0", "1", "2"]
     assert drained(queue) == ["0", "1", "2", "3", "4"]
 
 
 def test_first_come_first_served_looks_at_the_oldest_only():
-    assert names(queue_of(queued("a"), queued("b"), work_weight=0).candidates()) == ["a"]
+    assert names(candidates(queue_of(queued("a"), queued("b"), work_weight=0))) == ["a"]
 
 
 def test_tenants_take_turns_by_tokens():
@@ -78,7 +84,7 @@ def test_tenants_take_turns_by_tokens():
 def test_a_tenant_that_comes_later_is_not_owed_the_past():
     queue = queue_of(*(queued(f"a{n}", tenant="a") for n in range(6)), work_weight=0)
     for _ in range(3):
-        queue.take(queue.candidates()[0], 0.0)
+        queue.take(candidates(queue)[0], 0.0)
     for n in range(4):
         queue.put(queued(f"b{n}", tenant="b"))
     assert drained(queue)[:4] in (["b0", "a3", "b1", "a4"], ["b0", "b1", "a3", "b2"])
@@ -112,7 +118,7 @@ def test_shares_of_priorities_are_of_tokens():
 def test_a_priority_that_comes_later_is_not_owed_the_past():
     queue = queue_of(*(queued(f"0:{n}") for n in range(40)), work_weight=0, priority_factor=4)
     for _ in range(20):
-        queue.take(queue.candidates()[0], 0.0)
+        queue.take(candidates(queue)[0], 0.0)
     for n in range(20):
         queue.put(queued(f"-1:{n}", priority=-1))
     assert [name.partition(":")[0] for name in drained(queue)[:10]].count("-1") in range(1, 4)
@@ -122,10 +128,10 @@ def test_tenants_within_a_prompt_of_each_other_are_all_looked_at():
     queue = queue_of(
         *(queued(f"{tenant}{n}", tenant=tenant) for n in range(3) for tenant in "abc"), looked_at_max=6
     )
-    assert names(queue.candidates()) == ["a0", "a1", "b0", "b1", "c0", "c1"]
+    assert names(candidates(queue)) == ["a0", "a1", "b0", "b1", "c0", "c1"]
     for _ in range(2):
-        queue.take(next(one for one in queue.candidates() if one.tenant == "a"), 0.0)
-    assert {one.tenant for one in queue.candidates()} == {"b", "c"}, "two prompts ahead"
+        queue.take(next(one for one in candidates(queue) if one.tenant == "a"), 0.0)
+    assert {one.tenant for one in candidates(queue)} == {"b", "c"}, "two prompts ahead"
 
 
 def test_a_second_of_work_counts_as_much_as_having_come_later():
@@ -174,7 +180,7 @@ def test_a_full_queue_refuses_everybody():
 def test_the_time_to_come_back_is_what_the_queue_takes_to_drain():
     queue = queue_of(*(queued(str(n)) for n in range(40)), requests_max=80)
     for second in range(20):
-        queue.take(queue.candidates()[0], float(second))
+        queue.take(candidates(queue)[0], float(second))
     assert queue.drain_s(20.0) == pytest.approx(20.0)
     for n in range(20):
         queue.put(queued(f"new{n}", since_s=20.0))
@@ -189,8 +195,8 @@ def test_before_any_has_left_the_time_to_come_back_is_as_predicted():
     with pytest.raises(Overloaded) as refused:
         queue.put(queued("more", wait_s=2.5, share_s=0.5))
     assert refused.value.retry_after_s == 7.0, "2.5 s until there is room, then 8 prompts of 0.5 s"
-    queue.take(queue.candidates()[0], 1.0)
-    queue.discard(queue.candidates()[0])
+    queue.take(candidates(queue)[0], 1.0)
+    queue.discard(candidates(queue)[0])
     queue.check()
     assert queue.drain_s(1.0) == pytest.approx(3.0)
 
@@ -206,11 +212,11 @@ def test_what_goes_is_charged_to_its_tenant_and_its_priority_and_what_leaves_is_
         priority_factor=2,
     )
     queue.take(a, 0.0)
-    assert names(queue.candidates()) == ["low"], "nothing is less than 30 tokens"
+    assert names(candidates(queue)) == ["low"], "nothing is less than 30 tokens"
     queue.discard(low)
-    assert names(queue.candidates()) == ["low2"], "who left has had nothing"
-    queue.take(queue.candidates()[0], 0.0)
-    assert names(queue.candidates()) == ["b2"], (
+    assert names(candidates(queue)) == ["low2"], "who left has had nothing"
+    queue.take(candidates(queue)[0], 0.0)
+    assert names(candidates(queue)) == ["b2"], (
         "10 tokens at half the weight are 20, and b has had less than a"
     )
 
@@ -221,3 +227,66 @@ def test_who_leaves_is_forgotten_and_costs_no_turn():
     queue.discard(a)
     queue.check()
     assert set(drained(queue)) == {"b", "a2"}
+
+
+def test_a_tenant_has_one_share_however_many_adapters_it_asks_for():
+    flood = [queued(f"a{n}", tenant="a", lane=(f"adapter-{n}", False)) for n in range(20)]
+    queue = queue_of(*flood, *(queued(f"b{n}", tenant="b") for n in range(5)), work_weight=0)
+    assert len(queue.lanes) == 21
+    order = []
+    while len(queue):
+        one = candidates(queue)[0]
+        queue.take(one, 0.0)
+        queue.check()
+        order.append(one.tenant)
+    assert order[:10].count("b") == 5, "turn and turn about"
+
+
+def test_lanes_come_in_order_of_turn_and_a_lower_priority_has_its_own_lanes_only():
+    queue = queue_of(
+        queued("low1", priority=-1, lane=("one", False)),
+        queued("low2", priority=-1, lane=("two", False)),
+        queued("a1", tenant="a", tokens=30, lane=("one", False), since_s=5.0),
+        queued("a2", tenant="a", lane=(None, False), since_s=1.0),
+        queued("b", tenant="b", lane=(None, False)),
+        work_weight=0,
+    )
+    assert [names(head) for head in queue.heads()] == [["a2"], ["a1"], ["low2"]]
+    queue.take(candidates(queue)[0], 0.0)
+    assert [names(head) for head in queue.heads()] == [["low1"], ["low2"], ["b"]], (
+        "the least served priority first"
+    )
+
+
+def test_the_bound_is_of_all_lanes_together():
+    queue = queue_of(*(queued(str(n), lane=(f"adapter-{n}", False)) for n in range(5)), requests_max=10)
+    with pytest.raises(Overloaded) as refused:
+        queue.put(queued("more", lane=("another", False)))
+    assert refused.value.http_status == 429
+
+
+def test_a_tenant_below_its_share_gets_ahead_by_a_burst_and_no_further():
+    queue = queue_of(*(queued(f"a{n}", tenant="a") for n in range(30)), work_weight=0, tenant_burst_tokens=40)
+    for _ in range(10):
+        queue.take(candidates(queue)[0], 0.0)
+    for n in range(8):
+        queue.put(queued(f"b{n}", tenant="b"))
+    assert drained(queue)[:8] in (
+        ["b0", "b1", "b2", "b3", "a10", "b4", "a11", "b5"],
+        ["b0", "b1", "b2", "b3", "b4", "a10", "b5", "a11"],
+    )
+
+
+def test_a_burst_is_earned_again_by_using_less():
+    flood = [queued(f"a{n}", tenant="a") for n in range(100)]
+    queue = queue_of(*flood, work_weight=0, tenant_burst_tokens=40)
+    waited = 0
+    for number in range(20):
+        for _ in range(2):
+            queue.take(candidates(queue)[0], 0.0)
+        quiet = queued(f"b{number}", tenant="b")
+        queue.put(quiet)
+        waited += candidates(queue)[0] is not quiet
+        queue.take(candidates(queue)[0], 0.0)
+        queue.check()
+    assert waited == 0, "it asks for a third, and its share is a half"

@@ -1,7 +1,7 @@
 """Requests that are held while every worker is busy, on virtual time, with real workers and engines driven by hand."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 import msgspec
@@ -79,7 +79,14 @@ class Setting:
                 pass
 
 
-def make_request(name: str, *, tokens: int = 3, deadline_s: float | None = None, tenant: str = "") -> Request:
+def make_request(
+    name: str,
+    *,
+    tokens: int = 3,
+    deadline_s: float | None = None,
+    tenant: str = "",
+    adapter: str | None = None,
+) -> Request:
     return Request(
         request_id=RequestId(name),
         model="tiny",
@@ -88,6 +95,7 @@ def make_request(name: str, *, tokens: int = 3, deadline_s: float | None = None,
         salt=b"tiny-1",
         deadline_s=deadline_s,
         tenant=tenant,
+        adapter=adapter,
     )
 
 
@@ -98,6 +106,7 @@ def run_scenario(
     no_worker_wait_s: float = 60.0,
     make_engine: Callable[[], ManualEngine] = Queueing,
     policy: type[Slow] = Slow,
+    adapters: Mapping[str, Sequence[str]] = {},
     **queue: object,
 ) -> None:
     """Have a scene with workers that have room for one request each, and check that nothing is left of it."""
@@ -109,7 +118,7 @@ def run_scenario(
             dispatcher._shared.router._selector = WorkerSelector(policy())
             engines = {f"w{number}": make_engine() for number in range(1, num_workers + 1)}
             for name, engine in engines.items():
-                await cluster.start(name, engine)
+                await cluster.start(name, engine, adapters=adapters.get(name, ()))
             await asyncio.sleep(0.01)
             setting = Setting(cluster, dispatcher, engines)
             async with asyncio.TaskGroup() as group:
@@ -438,3 +447,65 @@ def test_a_policy_that_predicts_no_seconds_holds_nobody():
             setting.finish(name)
 
     run_scenario(scene)
+
+
+def test_lanes_of_many_adapters_get_no_more_than_there_is_room_for():
+    names = [f"adapter-{number}" for number in range(6)]
+
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        group.create_task(setting.read("first", tenant="flood"))
+        await asyncio.sleep(0.1)
+        for name in names:
+            group.create_task(setting.read(name, tenant="flood", adapter=name))
+        await asyncio.sleep(0.1)
+        for name in ("one", "two"):
+            group.create_task(setting.read(name, tenant="other"))
+        await asyncio.sleep(0.1)
+        assert setting.num_queued == 8
+        while setting.running():
+            (running,) = setting.running()
+            setting.finish(running)
+            await asyncio.sleep(0.1)
+        assert setting.sent.index("two") <= 4, f"the other tenant has half of the turns: {setting.sent}"
+
+    run_scenario(scene, adapters={"w1": names}, work_weight=0)
+
+
+def test_a_lane_that_waits_for_its_worker_keeps_that_one_and_no_other():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        group.create_task(setting.read("a1", adapter="a"))
+        await asyncio.sleep(0.1)
+        group.create_task(setting.read("a2", adapter="a"))
+        await asyncio.sleep(0.1)
+        assert setting.num_queued == 1, "only the first worker has the adapter"
+        group.create_task(setting.read("any"))
+        await asyncio.sleep(0.1)
+        assert setting.num_queued == 1
+        assert setting.engines["w2"].requests.keys() == {"any"}
+        group.create_task(setting.read("late"))
+        await asyncio.sleep(0.1)
+        setting.finish("a1")
+        await asyncio.sleep(0.1)
+        assert setting.running() == {"a2", "any"}, "the first worker is kept for who came first"
+        for name in ("a2", "any", "late"):
+            setting.finish(name)
+            await asyncio.sleep(0.1)
+
+    run_scenario(scene, num_workers=2, adapters={"w1": ["a"]}, work_weight=0)
+
+
+def test_less_waits_inside_a_worker_while_there_is_another_tenant():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for number in range(3):
+            group.create_task(setting.read(f"a{number}", tenant="a"))
+            await asyncio.sleep(0.1)
+        assert len(setting.running()) == 3, "alone it may have two waiting there"
+        for number in range(2):
+            group.create_task(setting.read(f"b{number}", tenant="b"))
+            await asyncio.sleep(0.1)
+        for left in (2, 2, 2, 1, 0):
+            assert setting.num_queued == left
+            setting.finish(min(setting.running()))
+            await asyncio.sleep(0.1)
+
+    run_scenario(scene, threshold_s=2.0, shared_threshold_s=0.5)
