@@ -19,6 +19,18 @@ class ErrorAnswer(msgspec.Struct):
     error: ErrorBody
 
 
+MESSAGE_CHARACTERS_MAX = 1500
+
+
+def shown_message(error: PenstockError) -> str:
+    """Give an error's message, shortened in its middle if a client's own value makes it long."""
+    text = error.message
+    if len(text) <= MESSAGE_CHARACTERS_MAX:
+        return text
+    half = MESSAGE_CHARACTERS_MAX // 2
+    return f"{text[:half]}...{text[-half:]}"
+
+
 def error_answer(error: PenstockError) -> ErrorAnswer:
     """Convert an error to the API's JSON."""
     if error.http_status == HTTPStatus.TOO_MANY_REQUESTS:
@@ -26,7 +38,7 @@ def error_answer(error: PenstockError) -> ErrorAnswer:
     else:
         kind = "invalid_request_error" if 400 <= error.http_status < 500 else "server_error"
     code = None if error.code == RequestError.code else error.code  # the type already says this
-    return ErrorAnswer(ErrorBody(message=error.message, type=kind, param=error.param, code=code))
+    return ErrorAnswer(ErrorBody(message=shown_message(error), type=kind, param=error.param, code=code))
 
 
 class _RefusalError(RequestError):

@@ -6,6 +6,7 @@ import msgspec
 
 from penstock.core.errors import PenstockError
 from penstock.frontend.anthropic.translate import check_messages, parse_messages
+from penstock.frontend.errors import shown_message
 from penstock.frontend.openai.answers import Usage, encode
 from penstock.frontend.openai.dialect import AnswerContext, Dialect
 from penstock.frontend.text.blocks import Block, Blocks, Kind, Step
@@ -88,7 +89,7 @@ class WholeMessage:
 def error_body(error: PenstockError) -> dict[str, Any]:
     """Convert an error to the API's JSON."""
     kind = _ERRORS.get(error.http_status, "invalid_request_error" if error.http_status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": shown_message(error)}}
 
 
 def _stop(blocks: Blocks) -> tuple[str, str | None]:

@@ -1,0 +1,195 @@
+"""Thousands of damaged bodies to every route that takes one: each is answered or refused, none breaks the server."""
+
+import copy
+import io
+import json
+import random
+from typing import Any
+
+import aiohttp
+import pytest
+from frontend_site import loop_not_blocked, run, serving
+
+from tests.support.tool_talk import SAID, says
+
+BODIES = 2000
+CHAT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
+        {"role": "user", "content": "hello"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+        }
+    ],
+    "tool_choice": "auto",
+    "max_tokens": 9,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "seed": 1,
+    "stop": ["x"],
+    "n": 2,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "stream_options": {"include_usage": True},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+    "chat_template_kwargs": {"enable_thinking": True},
+    "session": {"id": "s", "action": "open", "ttl_s": 5},
+    "agent_hints": {"priority": 1, "osl": 5},
+    "kv_retention": {"priority": 2},
+    "reasoning_effort": "low",
+}
+SEEDS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {
+        "model": "tiny",
+        "prompt": ["the quick", "fox"],
+        "max_tokens": 5,
+        "logprobs": 1,
+        "stop": "a",
+    },
+    "/v1/responses": {
+        "model": "tiny",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "rain"},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        ],
+        "instructions": "be brief",
+        "tools": [{"type": "function", "name": "weather", "parameters": {}}],
+        "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "json_schema", "schema": {}}},
+        "max_output_tokens": 5,
+    },
+    "/v1/messages": {
+        "model": "tiny",
+        "max_tokens": 9,
+        "system": [{"type": "text", "text": "be brief"}],
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "1", "name": "weather", "input": {}}],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "a"}]}
+                ],
+            },
+        ],
+        "tools": [{"name": "weather", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "any"},
+        "thinking": {"type": "enabled", "budget_tokens": 100},
+        "stop_sequences": ["x"],
+    },
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]},
+    "/tokenize": {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "hi"}],
+        "add_generation_prompt": True,
+    },
+    "/detokenize": {"model": "tiny", "tokens": [5, 6, 7]},
+}
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 1, 3.5, 4.0, 1e308, -1e-300, 1 << 31, 1 << 63, -(1 << 64), "", "x", "auto", "none", "\x00", "\ud7ff",
+    "é" * 50, "a" * 70_000, [], {}, [[]], [None], {"": None}, {"type": "text"}, {"type": "function"}, ["a", 1], {"a": {"b": [1]}}, [5] * 300,
+]  # fmt: skip
+
+
+def places(node: Any) -> list[tuple[Any, Any]]:
+    """Give (container, key) of everything in a body."""
+    keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+    found = [(node, key) for key in keys]
+    return found + [place for key in keys for place in places(node[key])]
+
+
+def mutated(rng: random.Random, seed: dict[str, Any]) -> bytes:
+    body = copy.deepcopy(seed)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        found = places(body)
+        if not found:
+            break
+        container, key = rng.choice(found)
+        match rng.randrange(5):
+            case 0 | 1 | 2:
+                container[key] = copy.deepcopy(rng.choice(VALUES))
+            case 3 if isinstance(container, dict):
+                container[rng.choice(("model", "content", "type", "extra", key + "x", ""))] = container.pop(
+                    key
+                )
+            case _:
+                del container[key]
+    raw = json.dumps(body, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+    match rng.randrange(12):
+        case 0:
+            cut = rng.randrange(len(raw) + 1)
+            raw = raw[:cut] + rng.randbytes(rng.randrange(4)) + raw[cut + rng.randrange(4) :]
+        case 1:
+            raw = raw[: rng.randrange(len(raw) + 1)]
+        case 2:
+            raw = raw.decode("utf-8", "surrogatepass").encode(
+                rng.choice(("utf-16", "utf-32", "utf-8-sig")), "replace"
+            )
+        case 3:
+            depth = rng.choice((50, 2000))
+            raw = raw[:-1] + b',"deep":' + b"[" * depth + b"]" * depth + b"}"
+    return raw
+
+
+@pytest.mark.slow
+def test_damaged_bodies_are_answered_or_refused() -> None:
+    rng = random.Random(21)
+
+    async def test() -> None:
+        statuses: dict[int, int] = {}
+        async with (
+            serving(dispatcher=says(SAID, at_once=40)) as site,
+            aiohttp.ClientSession() as http,
+            loop_not_blocked(),
+        ):
+            for path, seed in SEEDS.items():
+                async with http.post(f"http://127.0.0.1:{site.port}{path}", json=seed) as answer:
+                    assert answer.status == 200, (path, await answer.text())
+            for number in range(BODIES):
+                path = rng.choice(list(SEEDS))
+                seed = (
+                    dict(SEEDS[path], stream=True)
+                    if rng.random() < 0.3 and "token" not in path
+                    else SEEDS[path]
+                )
+                raw = mutated(rng, seed)
+                url = f"http://127.0.0.1:{site.port}{path}"
+                async with http.post(url, data=raw, headers={"Content-Type": "application/json"}) as answer:
+                    text = await answer.text()
+                statuses[answer.status] = statuses.get(answer.status, 0) + 1
+                assert answer.status < 500, (number, path, raw[:2000], text)
+                assert '"server_error"' not in text, (number, path, raw[:2000], text)
+                if answer.status >= 400:
+                    message = json.loads(text)["error"]["message"]
+                    assert message
+                    assert "Traceback" not in message
+                    assert len(message) < 2000, (number, path, message[:300])
+            big = json.dumps(CHAT | {"user": "x" * (10 << 20)}).encode()
+            async with http.post(
+                f"http://127.0.0.1:{site.port}/v1/chat/completions", data=io.BytesIO(big)
+            ) as answer:
+                assert answer.status == 413
+        print(statuses)
+        assert statuses[200] > BODIES / 20
+        assert statuses[400] > BODIES / 4
+
+    run(test)
