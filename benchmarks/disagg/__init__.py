@@ -21,6 +21,7 @@ from benchmarks.disagg.sides import (
 from benchmarks.disagg.stage import Stage
 from benchmarks.disagg.table import Row, print_table
 from benchmarks.disagg.workload import ARRIVALS, StreamsAndPrompts
+from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 
@@ -207,14 +208,7 @@ def _workload(options: argparse.Namespace) -> StreamsAndPrompts:
         raise ConfigError(f"--prefill-share: must be > 0 and < 1, got {options.prefill_share:g}")
     if not 0 <= (options.late_token_share or 0.0) < 1:
         raise ConfigError(f"--late-token-share: must be >= 0 and < 1, got {options.late_token_share:g}")
-    for flag, value in (
-        ("--seconds", options.seconds),
-        ("--turns", options.turns),
-        ("--streams", options.streams),
-        ("--kv-transfer", options.kv_transfer),
-    ):
-        if value is not None and not value >= 1:
-            raise ConfigError(f"{flag}: must be >= 1, got {value:g}")
+    expect_at_least(options, seconds=1, turns=1, streams=1, kv_transfer=1)
     shortest, longest = options.prompt_tokens
     if not PROMPT_TOKENS_MIN <= shortest <= longest <= PROMPT_TOKENS_MAX:
         raise ConfigError(

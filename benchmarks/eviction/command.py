@@ -10,6 +10,7 @@ from benchmarks.eviction.offline import replay_offline
 from benchmarks.eviction.plot import draw
 from benchmarks.eviction.replay import Prompts, replay
 from benchmarks.eviction.workloads import WORKLOADS
+from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 from penstock.kv.pool.use import EvictionPolicy
@@ -62,8 +63,7 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         ConfigError: an option or the trace is wrong.
     """
-    if min(options.blocks) < 2:
-        raise ConfigError(f"--blocks: must be >= 2, got {min(options.blocks)}")
+    expect_at_least(options, blocks=2)
     if options.plot is not None and (options.plot.is_dir() or not options.plot.parent.is_dir()):
         raise ConfigError(f"--plot: {options.plot}: expected a file in a directory that exists")
     model = Roofline(find_shape(_MODEL), find_hardware(_HARDWARE))

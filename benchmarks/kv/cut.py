@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.eviction.replay import Prompts
 from benchmarks.eviction.workloads import WORKLOADS
+from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
-from penstock.core.errors import ConfigError
 from penstock.kv.manager.worth import worth_loading
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.prefixes import block_keys
@@ -55,8 +55,7 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         ConfigError: an option or the trace is wrong.
     """
-    if options.blocks < 2:
-        raise ConfigError(f"--blocks: must be >= 2, got {options.blocks}")
+    expect_at_least(options, blocks=2)
     shape = find_shape(_MODEL)
     model = Roofline(shape, find_hardware(_HARDWARE))
     rows = WORKLOADS[_SYNTHETIC](0) if options.trace is None else read_trace(options.trace)

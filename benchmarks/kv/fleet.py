@@ -21,6 +21,7 @@ from benchmarks.kv.s3 import BUCKET, ENVIRONMENT, S3Server
 from benchmarks.kv.slow_link import slow_link
 from benchmarks.processes.chats import Answer, Chats, chatting
 from benchmarks.processes.served import Served, served
+from benchmarks.runner import expect_at_least
 from penstock.bench.prompts import text
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
@@ -107,9 +108,7 @@ def run(options: argparse.Namespace) -> Report:
     if options.quick:
         for name, value in _QUICK.items():
             setattr(options, name, value)
-    for name in ("prompts", "words", "passes"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name}: must be >= 1, got {getattr(options, name)}")
+    expect_at_least(options, prompts=1, words=1, passes=1)
     if options.prompts % _WORKERS:
         raise ConfigError(f"--prompts: must be a multiple of the {_WORKERS} workers, got {options.prompts}")
     prompts = [text(f"fleet {number}", options.words) for number in range(options.prompts)]

@@ -20,8 +20,8 @@ from benchmarks.kv.survival import restart, share_host
 from benchmarks.processes.chats import Answer, Asked, Chats, Conversations, chatting
 from benchmarks.processes.engine import SIZES
 from benchmarks.processes.served import served
+from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
-from penstock.core.errors import ConfigError
 
 _PAGED = ("--demo", "--set", "roles.aggregated.weight_dtype=float32")
 """float32: in bfloat16 a cached prefix changes the rounding, and with it an answer now and then."""
@@ -72,9 +72,7 @@ def run(options: argparse.Namespace) -> Report:
     for name, value in (_QUICK if options.quick else _FULL[options.engine]).items():
         if options.quick or getattr(options, name) is None:
             setattr(options, name, value)
-    for name in ("users", "turns", "kv_blocks", "concurrency", "rounds"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: must be >= 1, got {getattr(options, name)}")
+    expect_at_least(options, users=1, turns=1, kv_blocks=1, concurrency=1, rounds=1)
     blocks, tier = options.kv_blocks, f"{_TIER_FACTOR}x"
     deployments = {
         _NONE: ("--set", f"roles.aggregated.kv_blocks={blocks}"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.runner import default_jobs, find_graph
+from benchmarks.runner import add_simulations, expect_at_least, find_graph
 from benchmarks.runner.workload import RECORDED, SYNTHETIC, Workload
 from penstock.bench.report import Report
 from penstock.core import log
@@ -53,8 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the trace, one after the other (default %(default)s)",
     )
-    add("--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)")
-    add("--examples", type=Path, default=Path("examples"), metavar="DIR", help="graphs (default %(default)s)")
+    add_simulations(parser)
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -63,9 +62,9 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         ConfigError: an option or file is wrong.
     """
-    for name in ("requests", "rate", "parts", "jobs"):
-        if getattr(options, name) <= 0:
-            raise ConfigError(f"--{name}: must be > 0, got {getattr(options, name)}")
+    expect_at_least(options, requests=1, parts=1, jobs=1)
+    if not options.rate > 0:
+        raise ConfigError(f"--rate: must be > 0, got {options.rate:g}")
     requests, parts = (300, 2) if options.quick else (options.requests, options.parts)
     name = SYNTHETIC if options.trace is None else RECORDED
     cells = [

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
-from penstock.core.errors import ConfigError
 from penstock.core.ids import BlockId
 from penstock.core.native import native
 from penstock.core.wire import HashArray
@@ -36,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Report:
     """Take the CPU time of a full pool, in which each allocation evicts blocks, and of the Python reference."""
-    if min(options.blocks) < 2:
-        raise ConfigError(f"--blocks: must be >= 2, got {min(options.blocks)}")
+    expect_at_least(options, blocks=2)
     rounds, requests = (2, 40) if options.quick else (20, 100)
     samples: dict[str, list[float]] = {}
     figures: dict[str, float] = {}

@@ -12,7 +12,7 @@ from benchmarks.policies.cells import Effort, all_cells, read_rates, select
 from benchmarks.policies.comparison import Comparison, Results
 from benchmarks.policies.plot import draw
 from benchmarks.policies.summary import METRICS, Summary, summarise
-from benchmarks.runner import Cache, Runner, default_jobs
+from benchmarks.runner import Cache, Runner, add_simulations, expect_at_least
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 from penstock.router.policy.policies import POLICIES, make_policy
@@ -83,17 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PLACE=VALUE",
         help="set this in every graph, such as router.queue.threshold_s=null; may be repeated",
     )
-    parser.add_argument(
-        "--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)"
-    )
+    add_simulations(parser)
     parser.add_argument("--plot", type=Path, metavar="OUT", help="draw mean TTFT by load as SVG")
-    parser.add_argument(
-        "--examples",
-        type=Path,
-        default=Path("examples"),
-        metavar="DIR",
-        help="graphs and profiles (default %(default)s)",
-    )
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -122,16 +113,7 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for flag, least in (
-        ("requests", 50),
-        ("headline_requests", 50),
-        ("seeds", 1),
-        ("headline_seeds", 1),
-        ("jobs", 1),
-    ):
-        value = getattr(options, flag)
-        if value is not None and value < least:
-            raise ConfigError(f"--{flag.replace('_', '-')}: must be >= {least}, got {value}")
+    expect_at_least(options, requests=50, headline_requests=50, seeds=1, headline_seeds=1, jobs=1)
     if options.plot is not None and (options.plot.is_dir() or not options.plot.parent.is_dir()):
         raise ConfigError(f"--plot: {options.plot}: expected a file in a directory that exists")
     if options.trace is not None:

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.processes.served import put_load, served
+from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError
 from penstock.core.native import native
@@ -53,9 +54,7 @@ def run(options: argparse.Namespace) -> Report:
     missing = [package for package in ("torch", "transformers") if importlib.util.find_spec(package) is None]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} not installed; run `pip install penstock[engine]`")
-    for flag in ("input_tokens", "output_tokens", "rounds", "threads"):
-        if getattr(options, flag) < 1:
-            raise ConfigError(f"--{flag.replace('_', '-')}: must be >= 1, got {getattr(options, flag)}")
+    expect_at_least(options, input_tokens=1, output_tokens=1, rounds=1, threads=1)
     from benchmarks.processes.generation import measure  # noqa: PLC0415 - its packages are an extra
     from tests.support.checkpoints import make_checkpoint  # noqa: PLC0415
 

@@ -17,6 +17,7 @@ import msgspec
 
 from benchmarks.processes.asking import Answer, Asker
 from benchmarks.processes.served import Served, served
+from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.engine.registry import engine_kind
@@ -102,10 +103,7 @@ def run(options: argparse.Namespace) -> Report:
         ConfigError: the questions cannot be read, or an option makes no sense.
         Unavailable: a deployment does not start, or a killed worker does not come back.
     """
-    if options.output_tokens < 2:
-        raise ConfigError(f"--output-tokens: must be >= 2, got {options.output_tokens}")
-    if options.limit is not None and options.limit < 1:
-        raise ConfigError(f"--limit: must be >= 1, got {options.limit}")
+    expect_at_least(options, output_tokens=2, limit=1)
     known_questions = _read(options.questions)
     questions = known_questions[: _QUICK_QUESTIONS if options.quick else options.limit]
     outcomes: dict[str, Outcome] = {}

@@ -4,6 +4,7 @@ The search for the largest rate is `penstock.plan.largest_rate`, which `penstock
 """
 
 from benchmarks.runner.cache import Cache, Figures
+from benchmarks.runner.options import add_simulations, expect_at_least
 from benchmarks.runner.run import DEPLOYMENTS, Description, GraphFiles, Run, Trouble, find_graph
 from benchmarks.runner.runner import Runner, default_jobs
 from benchmarks.runner.workload import RECORDED, SYNTHETIC, Workload
@@ -20,6 +21,8 @@ __all__ = [
     "Runner",
     "Trouble",
     "Workload",
+    "add_simulations",
     "default_jobs",
+    "expect_at_least",
     "find_graph",
 ]

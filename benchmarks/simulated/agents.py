@@ -15,10 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.runner import default_jobs, find_graph
+from benchmarks.runner import add_simulations, expect_at_least, find_graph
 from penstock.bench.report import Report
 from penstock.core import log
-from penstock.core.errors import ConfigError
 from penstock.sim.report.report import latencies_s
 from penstock.sim.simulate import simulate
 from penstock.sim.workload.prompt import Prompt, named, named_units
@@ -70,16 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds", type=int, default=2, metavar="N", help="runs of each kind (default %(default)s)"
     )
-    parser.add_argument(
-        "--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)"
-    )
-    parser.add_argument(
-        "--examples",
-        type=Path,
-        default=Path("examples"),
-        metavar="DIR",
-        help="graphs and profiles (default %(default)s)",
-    )
+    add_simulations(parser)
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -88,9 +78,7 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         ConfigError: an option or file is wrong.
     """
-    for name in ("agents", "seeds", "jobs"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name}: must be >= 1, got {getattr(options, name)}")
+    expect_at_least(options, agents=1, seeds=1, jobs=1)
     agents, seeds, rates = (8, 1, RATES[-1:]) if options.quick else (options.agents, options.seeds, RATES)
     cells = [
         _Cell(case, rate_per_s, seed, agents, options.examples)

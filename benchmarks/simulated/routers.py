@@ -13,9 +13,18 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.policies.cells import read_rates
-from benchmarks.runner import RECORDED, SYNTHETIC, Figures, Run, Runner, Workload, default_jobs, find_graph
+from benchmarks.runner import (
+    RECORDED,
+    SYNTHETIC,
+    Figures,
+    Run,
+    Runner,
+    Workload,
+    add_simulations,
+    expect_at_least,
+    find_graph,
+)
 from penstock.bench.report import Report
-from penstock.core.errors import ConfigError
 from penstock.sim.workload.trace import read_trace
 
 SATURATION_RPS = {
@@ -47,20 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds", type=int, default=3, metavar="N", help="runs of each kind (default %(default)s)"
     )
     parser.add_argument(
-        "--jobs", type=int, default=default_jobs(), metavar="N", help="processes (default: all cores)"
-    )
-    parser.add_argument(
         "--saturation",
         metavar="RATES",
         help="requests/s that one router sustains, such as S/8b-bf16=31.9,M/8b-bf16=9, as `bench policies` finds them",
     )
-    parser.add_argument(
-        "--examples",
-        type=Path,
-        default=Path("examples"),
-        metavar="DIR",
-        help="graphs and profiles (default %(default)s)",
-    )
+    add_simulations(parser)
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -69,9 +69,7 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         ConfigError: an option or file is wrong.
     """
-    for name, least in (("routers", 2), ("requests", 50), ("seeds", 1), ("jobs", 1)):
-        if getattr(options, name) < least:
-            raise ConfigError(f"--{name}: must be >= {least}, got {getattr(options, name)}")
+    expect_at_least(options, routers=2, requests=50, seeds=1, jobs=1)
     if options.trace is not None:
         read_trace(options.trace)
     runs = dict(_runs(options))

@@ -9,8 +9,8 @@ from benchmarks.eviction.conversations import Chats
 from benchmarks.eviction.replay import Prompts
 from benchmarks.kv.retention.replay import Case, replay
 from benchmarks.kv.retention.workloads import CHATS, MIXTURE, NEIGHBOURS, SPAN_S, Ask, mixed
+from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
-from penstock.core.errors import ConfigError
 from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.roofline.roofline import Roofline
@@ -64,10 +64,7 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         ConfigError: an option is wrong.
     """
-    if min(options.blocks) < 2:
-        raise ConfigError(f"--blocks: must be >= 2, got {min(options.blocks)}")
-    if options.seeds < 1:
-        raise ConfigError(f"--seeds: must be >= 1, got {options.seeds}")
+    expect_at_least(options, blocks=2, seeds=1)
     seeds, span_s = (1, _QUICK_SPAN_S) if options.quick else (options.seeds, SPAN_S)
     sizes = options.blocks[:1] if options.quick else options.blocks
     model = Roofline(find_shape(_MODEL), find_hardware(_HARDWARE))
