@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -70,6 +70,7 @@ def _sessions(workload: Workload, rate_per_s: float, seed: int) -> Sequence[Sess
         raise ConfigError(
             f"{workload.trace}: has no more than {workload.skip} requests; take fewer or shorter parts"
         )
+    rows = [replace(row, at_s=row.at_s - rows[0].at_s) for row in rows]
     return list(trace_sessions(rescaled(rows, rate_per_s=rate_per_s), seed=seed))
 
 

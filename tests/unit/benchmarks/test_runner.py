@@ -209,6 +209,8 @@ class TestWorkload:
         whole, part, last = (Workload(RECORDED, 4, trace, skip) for skip in (0, 4, 8))
         lengths = [[one.turns[0].input_tokens for one in each.sessions(8.0)] for each in (whole, part, last)]
         assert lengths == [[600, 601, 602, 603], [604, 605, 606, 607], [608]]
+        times = [[one.at_s for one in each.sessions(8.0)] for each in (whole, part)]
+        assert times[0] == pytest.approx(times[1]), "a part begins at once, at the rate of all"
         assert Run(graph, whole, 8.0).key != Run(graph, part, 8.0).key
         with pytest.raises(ConfigError, match="has no more than 9 requests"):
             Workload(RECORDED, 4, trace, 9).sessions(8.0)
