@@ -16,7 +16,7 @@ class MeasuredSpeed:
 
         Args:
             half_life_s: after so many seconds without a measurement the prediction is half, so that a tier that was slow once
-                is tried again; None: predictions do not change.
+                is tried again; None or infinite: predictions do not change.
             clock: returns seconds; None is the event loop's.
         """
         self._units = self._seconds = 0.0
@@ -29,6 +29,11 @@ class MeasuredSpeed:
     def is_known(self) -> bool:
         """Whether anything was measured."""
         return self._units > 0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last measurement; infinite before the first. For speeds with a half-life."""
+        return self._clock() - self._measured_at_s if self._units else math.inf
 
     def measure(self, units: float, seconds: float) -> None:
         """Add a measurement; one of more units weighs more."""

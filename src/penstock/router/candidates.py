@@ -48,6 +48,7 @@ class ScoredCandidates:
     excluded:        workers that must not get the request
     wait_terms:      rows of the terms that predict its wait; empty for policies that predict none
     decision:        both ways to answer the request; None where no prefill worker may get the prompt
+    sources:         (num_slots,) slot of the worker that each is priced to load from, -1 for none; None where none is
     """
 
     request: Request
@@ -57,6 +58,7 @@ class ScoredCandidates:
     excluded: Collection[WorkerId]
     wait_terms: Sequence[int]
     decision: DisaggDecision | None = None
+    sources: NDArray[np.intp] | None = None
 
     @property
     def is_disaggregated(self) -> bool:

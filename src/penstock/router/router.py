@@ -26,6 +26,7 @@ from penstock.router.explain.recorded import EVENT, RecordedDecision, record_con
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.index.radix import PrefixMatch
+from penstock.router.links.peer_prices import PeerLoads, with_peers
 from penstock.router.metrics import RouterMetrics
 from penstock.router.policy.open_sessions import OpenSessions
 from penstock.router.policy.policies import mix, recomputed_blocks, tie_of
@@ -113,9 +114,11 @@ class Router:
         prefill_mask = None if follows else self._prefill_mask(request, pool, exclude, context)
         wait_terms = self._selector.wait_terms
         if prefill_mask is None:
-            return ScoredCandidates(
-                request, context, self._selector.choose(context, tie), tie, exclude, wait_terms
-            )
+            loads = self._with_peers(pool, context) if self._selector.wait_terms else None
+            context = context if loads is None else loads.context
+            sources = None if loads is None else loads.sources
+            choice = self._selector.choose(context, tie)
+            return ScoredCandidates(request, context, choice, tie, exclude, wait_terms, sources=sources)
         prompt = self._selector.choose(prompt_alone(context, prefill_mask, self._prompt_turn), tie)
         inputs = self.disagg.inputs(
             pool,
@@ -201,7 +204,7 @@ class Router:
             self._record(candidates)
         routes = [self._route(context, choice.slot) for context, choice in choices]
         context, choice = choices[0]
-        routes[0] = replace(routes[0], peer=self._peer(candidates.request, context, choice.slot))
+        routes[0] = replace(routes[0], peer=self._peer(candidates, context, choice.slot))
         if not again:
             self._count(candidates, parts[0].reason, routes[0])
         return Plan(routes[-1], prefill=routes[0] if len(routes) > 1 else None)
@@ -219,20 +222,35 @@ class Router:
             blocks=context.request_blocks,
         )
 
-    def _peer(self, request: Request, context: RoutingContext, slot: int) -> KvPeer | None:
-        """Find another worker that has more of a prompt, on its device or in its host tier, than the one that is to compute it."""
+    def _with_peers(self, pool: WorkerPool, context: RoutingContext) -> PeerLoads | None:
+        """Price what each worker could load from others; None where nothing is worth it."""
+        # All eligible workers have blocks of one size.
+        reader = self.fleet.slots.at(int(context.eligible.argmax()))
+        byte_s, block_bytes = (
+            self.fleet.link_bandwidths.measured_byte_s,
+            reader.instance.engine.kv_bytes_per_block,
+        )
+        return with_peers(context, pool.pairs, byte_s, block_bytes)
+
+    def _peer(self, candidates: ScoredCandidates, context: RoutingContext, slot: int) -> KvPeer | None:
+        """Find another worker that has more of a prompt, on its device or in its host tier, than the one that is to compute it.
+
+        That is the one that was priced, or else the one that has most: its speed is measured then.
+        """
         fleet, (device, host, *_) = self.fleet, context.tier_blocks
-        lent = fleet.pools[request.model].pairs.lent(slot, device, host)
-        source = int(lent.argmax())
-        if lent[source] <= context.overlap_blocks[slot]:
-            return None
+        lent = fleet.pools[candidates.request.model].pairs.lent(slot, device, host)
+        source = -1 if candidates.sources is None else int(candidates.sources[slot])
+        if source < 0:
+            source = int(lent.argmax())
+            if lent[source] <= context.overlap_blocks[slot]:
+                return None
         member = fleet.slots.at(source)
-        byte_s = float(fleet.link_bandwidths.byte_s(source)[slot])
+        byte_s = float(fleet.link_bandwidths.measured_byte_s(source)[slot])
         return KvPeer(
             worker_id=member.worker_id,
             num_blocks=int(lent[source]),
             source=member.kv_source,
-            block_s=byte_s * member.instance.engine.kv_bytes_per_block,
+            block_s=byte_s * member.instance.engine.kv_bytes_per_block if math.isfinite(byte_s) else 0.0,
         )
 
     def _count(self, candidates: ScoredCandidates, reason: RouteReason, prompt: Route) -> None:

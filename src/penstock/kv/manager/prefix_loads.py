@@ -9,7 +9,7 @@ from penstock.core.wire import HashArray
 from penstock.kv.manager.clock import Clock, LoopClock
 from penstock.kv.manager.counters import TierCounters
 from penstock.kv.manager.prefix_load import PrefixLoad, find_runs
-from penstock.kv.manager.worth import ComputeSeconds, late_after_s
+from penstock.kv.manager.worth import PEER_MARGIN, ComputeSeconds, peer_late_after_s
 from penstock.seams.kv import KvLoad, KvPeerSource, KvRun, KvSource, KvTier
 
 
@@ -80,13 +80,18 @@ class PrefixLoads:
             targets,
             self._sources(peer),
             clock=self._clock,
-            late_s=None
-            if peer.is_weighed
-            else late_after_s(sum(run.source.load_s(run.num_blocks) for run in runs)),
+            late_s=None if peer.is_weighed else self._late_s(runs),
             is_worth=partial(self._is_worth, peer),
             on_arrived=lambda load: on_arrived(load.arrived),
             done=on_done,
         )
+
+    def _late_s(self, runs: Sequence[KvRun]) -> float:
+        """Return the seconds after which a load is given up."""
+        load_s = max(run.source.load_s(run.num_blocks) for run in runs)
+        num_blocks = sum(run.num_blocks for run in runs)
+        compute_s = self._compute_s(num_blocks * self._block_size, runs[0].num_before * self._block_size)
+        return peer_late_after_s(load_s, compute_s)
 
     def _sources(self, peer: KvPeerSource) -> list[KvSource]:
         return [*self._near, peer, *self._far]
@@ -97,7 +102,7 @@ class PrefixLoads:
         if source is peer and peer.is_weighed:
             return True
         compute_s = self._compute_s(num_blocks * self._block_size, num_before * self._block_size)
-        return compute_s is None or load_s < compute_s
+        return compute_s is None or load_s * (PEER_MARGIN if source is peer else 1) < compute_s
 
     def _count(self, load: PrefixLoad) -> None:
         for part in load.results():

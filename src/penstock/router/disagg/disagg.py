@@ -11,15 +11,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.types.events import Tier
 from penstock.router.config import DisaggConfig
 from penstock.router.links.kv_transfer_pairs import Kinds
+from penstock.router.links.peer_prices import PRICED_TIER
 from penstock.router.policy.policies import recomputed_blocks
 from penstock.router.policy.selector import Choice, WorkerSelector
 from penstock.seams import RoutingContext
-
-_MOVED = list(Tier).index(Tier.OBJECT)
-"""Blocks to be transferred are priced as if they lay in the last tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +169,9 @@ def as_transferred(context: RoutingContext, move: Move) -> RoutingContext:
     cached, round_trip_s = context.overlap_blocks, context.prices.round_trip_s
     overlaps = np.where(move.decode_workers, np.maximum(cached, move.blocks), cached)
     tiers = context.tier_blocks.copy()
-    tiers[_MOVED] += (overlaps - cached).astype(tiers.dtype)
+    tiers[PRICED_TIER] += (overlaps - cached).astype(tiers.dtype)
     onboard = context.prices.onboard_token_s.copy()
-    onboard[_MOVED] = move.block_s / context.block_size
+    onboard[PRICED_TIER] = move.block_s / context.block_size
     if move.setup_s is not None:
         round_trip_s = round_trip_s + move.setup_s * (overlaps > cached)
     return context.changed(

@@ -185,6 +185,31 @@ class KvTransferPairs:
         lent[reader] = 0
         return lent
 
+    def lenders(
+        self, device: NDArray[np.int32], host: NDArray[np.int32], num_max: int
+    ) -> list[tuple[int, NDArray[np.int32]]]:
+        """List the workers with the most leading blocks of a prompt to lend: (slot, (num_slots,) blocks for each other worker).
+
+        Args:
+            device: as in `lent`.
+            host: likewise.
+            num_max: of so many.
+        """
+        kinds = self.kinds(len(device))
+        if np.count_nonzero(self._lends) < 2:
+            return []
+        blocks = np.where(self._lends, device + host, 0)
+        found = []
+        for source in np.argsort(-blocks, kind="stable")[:num_max].tolist():
+            if not blocks[source]:
+                break
+            alike = self._are_alike[kinds.numbers[source]][kinds.numbers]
+            reads = self._lends & kinds.decode_workers(source)
+            lent = np.where(reads, device[source] + host[source] * alike, 0)
+            lent[source] = 0
+            found.append((source, lent))
+        return found
+
     def problem(self, slot: int) -> str | None:
         """Say why the worker in this slot transfers KV with no other; None where it can, or where it needs no other."""
         kinds = self.kinds(max(self._workers) + 1 if self._numbers is None else len(self._numbers))

@@ -4,6 +4,7 @@ A decode worker reports its reads as totals for each prefill worker. The growth 
 for as many bytes, is one observation. A pair's first report only starts its count, as that read also set connections up.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,17 +17,20 @@ from penstock.router.config import RouterConfig
 
 _SECONDS_MIN = 0.01
 """Seconds of reads that make one observation, as event loops' clocks have milliseconds."""
+_WEIGHT = 0.25
+"""Weight of the latest observation in what was measured."""
 FORGOTTEN_S = 30.0
 """An idle pair's correction is forgotten after this long, and the pair is tried again."""
 
 
 @dataclass(slots=True)
 class _Pair:
-    """A pair's totals as counted so far, when, and its correction."""
+    """A pair's totals as counted so far, when, its correction, and its seconds per byte as measured lately; infinite before that."""
 
     counted: KvRead
     counted_s: float
     correction: Correction = field(default_factory=Correction)
+    measured_byte_s: float = math.inf
 
 
 class LinkBandwidths:
@@ -74,7 +78,7 @@ class LinkBandwidths:
         for source, readers in self._pairs.items():
             for pair in readers.values():
                 if pair.correction.observations and now_s - pair.counted_s >= FORGOTTEN_S:
-                    pair.correction = Correction()
+                    pair.correction, pair.measured_byte_s = Correction(), math.inf
                     self._corrected.pop(source, None)
 
     def report(self, source: int, reader: int, read: KvRead, now_s: float) -> None:
@@ -93,7 +97,11 @@ class LinkBandwidths:
         if seconds < _SECONDS_MIN:
             return
         byte_s = self._by_location(source)[reader]
-        pair.correction.observe(byte_s * (read.num_bytes - pair.counted.num_bytes), seconds)
+        num_bytes = read.num_bytes - pair.counted.num_bytes
+        pair.correction.observe(byte_s * num_bytes, seconds)
+        measured_s, before_s = seconds / max(num_bytes, 1), pair.measured_byte_s
+        weight = _WEIGHT if math.isfinite(before_s) else 1.0
+        pair.measured_byte_s = measured_s if weight == 1.0 else before_s + weight * (measured_s - before_s)
         pair.counted, pair.counted_s = read, now_s
         if source in self._corrected:
             self._corrected[source][reader] = byte_s * pair.correction.factor
@@ -111,6 +119,15 @@ class LinkBandwidths:
         shown = row.view()
         shown.flags.writeable = False
         return shown
+
+    def measured_byte_s(self, source: int) -> NDArray[np.float64]:
+        """Give (num_slots,) seconds per byte from the worker in slot `source`, as measured or configured; infinite where neither is so."""
+        if self._config.disagg.link_bytes_per_s is not None:
+            return self._by_location(source)
+        row = np.full(len(self._locations), math.inf)
+        for reader, pair in self._pairs.get(source, {}).items():
+            row[reader] = pair.measured_byte_s
+        return row
 
     def check(self) -> None:
         """Raise AssertionError where a row is not what its pairs say."""

@@ -6,12 +6,13 @@ submitted in any case.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from penstock.core.errors import DeadlineExceeded, PenstockError
-from penstock.core.ids import BlockId, PinId, RequestId
+from penstock.core.errors import DeadlineExceeded, PenstockError, PinExpired
+from penstock.core.ids import BlockId, PinId, RequestId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv.exchange import KvAccess, KvPeer
@@ -28,6 +29,15 @@ _ASK_S = 0.25
 """A worker that is not connected and has not answered by then is done without, as a load that was predicted to take no time."""
 _ASKED_MAX = 1 << 15
 """Blocks of one question, which is half of what a notification carries."""
+_MEASURED_S = 10.0
+"""A worker that nobody has measured, or that was too slow or silent so long ago, is measured while its blocks are computed."""
+_PROBE_BYTES = 64 << 20
+"""Of one measurement: 3 ms at 25 GB/s, long beside the messages around it."""
+_PROBE_S = 5.0
+"""A measurement that takes longer is ended, and counts as if it had ended then."""
+_PROBES_MAX = 2
+_PROBED_MAX = 1024
+"""Workers of which is remembered when they were measured last."""
 
 _log = get_logger()
 
@@ -69,6 +79,9 @@ class PeerLoads:
         self._release = release
         self._speeds = speeds
         self._under_way: dict[RequestId, asyncio.Task[None]] = {}
+        self._missing_blocks = 0  # of loads under way
+        self._probes: set[asyncio.Task[None]] = set()
+        self._probed_s: dict[WorkerId, float] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
     def __len__(self) -> int:
@@ -83,7 +96,7 @@ class PeerLoads:
     ) -> None:
         """Cancel all loads; their requests are not submitted."""
         assert self._tasks is not None, "entered"
-        for task in self._under_way.values():
+        for task in (*self._under_way.values(), *self._probes):
             task.cancel()
         tasks, self._tasks = self._tasks, None
         await tasks.__aexit__(None, None, None)
@@ -96,7 +109,8 @@ class PeerLoads:
             submit: called once, later, unless the load is cancelled.
 
         Returns:
-            False if nothing is loaded: too many loads are under way, no block is free, or computing is sooner.
+            False if nothing is loaded: too many loads are under way, no block is free, computing is sooner, or nobody has measured
+            the other worker, which is done then.
         """
         assert self._tasks is not None, "entered"
         peer = request.peer
@@ -107,10 +121,13 @@ class PeerLoads:
         here = list(self._engine.pin(hashes))
         hashes = hashes[: len(here) + _ASKED_MAX]
         source = self._source(hashes[len(here) :], peer)
-        count = self._worth_loading(hashes, len(here), source)
+        is_known = source.is_priced and peer.worker_id not in self._speeds.doubted
+        count = self._worth_loading(hashes, len(here), source) if is_known else 0
         targets = self._engine.reserve(count) if count else None
         if not targets:
             self._engine.unpin(here)
+            if not count and self._speeds.of(peer.worker_id).age_s > _MEASURED_S:
+                self._probe(hashes[len(here) :], peer)
             return False
         held = [*here, *targets]
         load = self._load(hashes[: len(held)], len(here), list(targets), source, peer)
@@ -138,6 +155,8 @@ class PeerLoads:
     def check_idle(self) -> None:
         """Raise AssertionError if a load is left."""
         assert not self._under_way, f"{list(self._under_way)} are still loaded from other workers"
+        assert not self._probes, "workers are still measured"
+        assert not self._missing_blocks, f"{self._missing_blocks} blocks are still to come"
 
     def _worth_loading(self, hashes: HashArray, num_here: int, source: PeerSource) -> int:
         """Count the blocks after those that are here, up to the last one that is best loaded from the other worker."""
@@ -145,11 +164,68 @@ class PeerLoads:
         ends = [run.num_before + run.num_blocks for run in runs if run.source is source]
         return max(ends, default=num_here) - num_here
 
+    def _probe(self, hashes: HashArray, peer: KvPeer) -> None:
+        """Read blocks of another worker to measure it; no request waits for them."""
+        now_s = asyncio.get_running_loop().time()
+        is_due = now_s - self._probed_s.get(peer.worker_id, -math.inf) > _MEASURED_S
+        num_blocks = min(len(hashes), max(_PROBE_BYTES // max(self._info.kv_bytes_per_block, 1), 1))
+        if not (num_blocks and is_due and self._tasks is not None and len(self._probes) < _PROBES_MAX):
+            return
+        targets = self._engine.reserve(num_blocks)
+        if not targets:
+            return
+        self._probed_s.pop(peer.worker_id, None)
+        if len(self._probed_s) >= _PROBED_MAX:
+            del self._probed_s[next(iter(self._probed_s))]
+        self._probed_s[peer.worker_id] = now_s
+        source = self._source(hashes[:num_blocks], peer, is_weighed=True)
+        task = self._tasks.create_task(self._measure(source, list(targets), peer))
+        self._probes.add(task)
+
+        def on_end(task: "asyncio.Task[None]") -> None:
+            self._probes.discard(task)
+            self._engine.unpin(targets)
+
+        task.add_done_callback(on_end)
+
+    async def _measure(self, source: PeerSource, targets: list[BlockId], peer: KvPeer) -> None:
+        error: PenstockError | None = None
+        origin: Origin | None = None
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                origin = await self._ask(source, peer)
+                runs = [KvRun(source, source.hashes[: source.growth.num_full], 0)]
+                await self._wait_for(runs, targets, source, lambda _num_blocks: None)
+            error = source.error
+        except TimeoutError:
+            error = DeadlineExceeded(f"worker {peer.worker_id} was not measured within {_PROBE_S:g} s")
+        except PenstockError as problem:
+            error = problem
+        finally:
+            self._let_go(origin, source)
+        if error is None:
+            self._speeds.doubted.discard(peer.worker_id)
+        else:
+            _log.debug("kv_peer_not_measured", worker_id=peer.worker_id, error=error.message)
+
+    async def _ask(self, source: PeerSource, peer: KvPeer) -> Origin:
+        """Connect to another worker, and have it pin a source's blocks."""
+        origin = Origin(peer.worker_id, peer.source, await self._connect(peer.source))
+        source.asked_s = asyncio.get_running_loop().time()
+        source.growth = await self._reader.ask(origin.peer, source.hashes)
+        source.origin = origin
+        return origin
+
+    def _let_go(self, origin: Origin | None, source: PeerSource) -> None:
+        if origin is not None and source.growth.pin_id is not None:
+            self._release(origin, source.growth.pin_id, source.wrong)
+
     async def _load(
         self, hashes: HashArray, num_here: int, targets: list[BlockId], source: PeerSource, peer: KvPeer
     ) -> None:
         """Load and publish the blocks after those that are here, as far as they come."""
         arrived = counted = 0
+        self._missing_blocks += len(targets)
 
         def publish(count: int) -> None:
             nonlocal arrived, counted
@@ -159,15 +235,14 @@ class PeerLoads:
                 first, end = num_here + arrived, num_here + count
                 parent = int(hashes[first - 1, 0]) if first else None
                 self._engine.publish(targets[arrived:count], hashes[first:end], parent)
+                self._missing_blocks -= count - arrived
                 arrived = count
 
         error: PenstockError | None = None
         origin: Origin | None = None
         try:
             async with asyncio.timeout(_ASK_S):
-                origin = Origin(peer.worker_id, peer.source, await self._connect(peer.source))
-                source.growth = await self._reader.ask(origin.peer, hashes[num_here:])
-            source.origin = origin
+                origin = await self._ask(source, peer)
             runs = self._engine.find_runs(hashes, num_here, source)
             if runs:
                 publish(await self._wait_for(runs, targets, source, publish))
@@ -178,8 +253,10 @@ class PeerLoads:
             error = problem
         finally:
             publish(0)  # counts what came and is of no use
-            if origin is not None and source.growth.pin_id is not None:
-                self._release(origin, source.growth.pin_id, source.wrong)
+            self._missing_blocks -= len(targets) - arrived
+            self._let_go(origin, source)
+        if error is not None and not isinstance(error, PinExpired):
+            self._speeds.doubted.add(peer.worker_id)
         if arrived < len(targets):
             self.failures += 1
             _log.debug(
@@ -191,15 +268,16 @@ class PeerLoads:
                 effect="computed",
             )
 
-    def _source(self, hashes: HashArray, peer: KvPeer) -> PeerSource:
+    def _source(self, hashes: HashArray, peer: KvPeer, *, is_weighed: bool = False) -> PeerSource:
         return PeerSource(
             hashes,
             self._reader,
             self._speeds.of(peer.worker_id),
             block_bytes=self._info.kv_bytes_per_block,
             block_s=peer.block_s,
-            is_weighed=False,
+            is_weighed=is_weighed,
             num_expected=len(hashes),
+            num_ahead=self._missing_blocks,
         )
 
     async def _wait_for(

@@ -1,6 +1,7 @@
 """A prompt's KV at another worker, on its device or in its host tier, as a `KvSource`."""
 
 import asyncio
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from penstock.core.ids import BlockId, WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.kv.lent import LentBlocks
 from penstock.core.wire import HashArray, unpack_hashes
-from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
+from penstock.kv.measured import MeasuredSpeed
 from penstock.worker.kv_transfer.reader import Growth, LentMismatch, Origin, Reader
 
 _SPEEDS_MAX = 256
@@ -43,12 +44,16 @@ class PeerSpeeds:
     def __init__(self) -> None:
         """Know nothing."""
         self._by_worker: dict[WorkerId, MeasuredSpeed] = {}
+        self.doubted: set[WorkerId] = set()
+        """Workers that did not answer: they are measured anew before a request waits for them."""
 
     def of(self, worker_id: WorkerId) -> MeasuredSpeed:
         """Give a worker's speed, which all sources of its blocks share."""
-        speed = self._by_worker.pop(worker_id, None) or MeasuredSpeed(half_life_s=LOAD_HALF_LIFE_S)
+        speed = self._by_worker.pop(worker_id, None) or MeasuredSpeed(half_life_s=math.inf)
         if len(self._by_worker) >= _SPEEDS_MAX:
-            del self._by_worker[next(iter(self._by_worker))]
+            oldest = next(iter(self._by_worker))
+            del self._by_worker[oldest]
+            self.doubted.discard(oldest)
         self._by_worker[worker_id] = speed
         return speed
 
@@ -69,6 +74,7 @@ class PeerSource:
         num_loaded: full blocks loaded.
         num_corrupt: loads with bytes that did not match their checksum.
         wrong: indexes of blocks in `growth.lent` that were not what the other worker had stored.
+        asked_s: when the worker was asked for the blocks, which counts as a part of the first read; None once it is counted.
         is_weighed: whether the router has weighed loading against computing.
     """
 
@@ -82,6 +88,7 @@ class PeerSource:
         block_s: float = 0.0,
         is_weighed: bool = True,
         num_expected: int = 0,
+        num_ahead: int = 0,
     ) -> None:
         """Make a source without blocks.
 
@@ -90,10 +97,12 @@ class PeerSource:
             reader: reads the blocks.
             speed: seconds per block read from this prefill worker.
             block_bytes: of one block; 0 where engines keep no memory for KV.
-            block_s: seconds per block before any were measured.
+            block_s: seconds per block before any were measured; 0 if nobody knows.
             is_weighed: False has the loader weigh the blocks against computing.
             num_expected: full blocks that the router says the other worker has.
+            num_ahead: blocks that are still to come for other requests, over the same network.
         """
+        self._num_ahead = num_ahead
         self.is_weighed = is_weighed
         self._block_s = block_s
         self.chunk_blocks = max(_CHUNK_BYTES // max(block_bytes, 1), -(-len(hashes) // _CHUNKS_MAX), 1)
@@ -106,6 +115,7 @@ class PeerSource:
         self.num_loaded = 0
         self.num_corrupt = 0
         self.wrong: list[int] = []
+        self.asked_s: float | None = None
         self._reader = reader
         self._speed = speed
         self._waiting_blocks = 0
@@ -115,6 +125,11 @@ class PeerSource:
     def is_off(self) -> bool:
         """Whether a load has failed."""
         return self.error is not None
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether the speed of this worker was measured, or is configured."""
+        return self._speed.is_known or self._block_s > 0
 
     @property
     def names(self) -> HashArray:
@@ -135,8 +150,8 @@ class PeerSource:
         return int(is_other.argmax()) if is_other.any() else len(names)
 
     def load_s(self, num_blocks: int) -> float:
-        """Predict the seconds of a read from this worker."""
-        num_blocks += self._waiting_blocks
+        """Predict the seconds of a read from this worker; 0 where `is_priced` is False."""
+        num_blocks += self._waiting_blocks + self._num_ahead
         return self._speed.seconds(num_blocks) if self._speed.is_known else num_blocks * self._block_s
 
     def load(self, block_hashes: HashArray, targets: Sequence[BlockId], done: Callable[[int], None]) -> _Load:
@@ -168,9 +183,12 @@ class PeerSource:
         assert self.origin is not None, "connected"
         assert self.growth.pin_id is not None, "it has blocks"
         loop = asyncio.get_running_loop()
-        begun_s = loop.time()
+        begun_s, self.asked_s = loop.time() if self.asked_s is None else self.asked_s, None
         try:
             await self._reader.read(self.origin, self.growth.pin_id, targets, blocks, lent)
+        except asyncio.CancelledError:  # it was no quicker than this
+            self._speed.measure_overlapping(len(targets), begun_s, loop.time())
+            raise
         except PenstockError as error:
             self.num_corrupt += isinstance(error, ChecksumMismatch)
             if isinstance(error, LentMismatch):

@@ -285,7 +285,7 @@ class Reader:
         moving = prepared.post(TransferOp.READ, notify=done, checksum=checksum)
         await moving.complete()
         moved = moving.telemetry
-        self.reads.add(prefill_worker, moved.backend, moved.num_bytes, loop.time() - began_s)
+        self.reads.add(prefill_worker, moved.backend, moved.num_bytes, began_s, loop.time())
 
     async def _or_lost(self, peer: Peer, answer: "asyncio.Future[bool]") -> bool:
         """Wait for the prefill worker's answer while it is connected."""

@@ -156,3 +156,25 @@ def test_what_was_learned_holds_while_others_come_and_move():
     table.grow(3)
     table.put(2, Location(host="a"))
     assert bandwidths(table, 0) == pytest.approx([400e9, 10e9, 400e9], rel=0.01)
+
+
+def read(num_bytes, seconds):
+    return KvRead(prefill_worker=WorkerId(1), transport="tcp", num_bytes=num_bytes, seconds=seconds)
+
+
+def test_what_was_measured_is_told_apart_from_what_the_topology_says():
+    table = bandwidths_of()
+    assert np.isinf(table.measured_byte_s(0)).all()
+    table.report(0, 1, read(1_000_000, 1.0), 1.0)
+    assert np.isinf(table.measured_byte_s(0)).all(), "the first read set connections up"
+    table.report(0, 1, read(2_000_000, 1.5), 2.0)
+    assert table.measured_byte_s(0).tolist() == [np.inf, pytest.approx(5e-7)]
+    table.report(0, 1, read(3_000_000, 2.4), 3.0)
+    assert table.measured_byte_s(0)[1] == pytest.approx(6e-7)
+    assert np.isinf(table.measured_byte_s(1)).all()
+    table.forget_unused(3.0 + FORGOTTEN_S)
+    assert np.isinf(table.measured_byte_s(0)).all()
+
+
+def test_what_is_configured_needs_no_measurement():
+    assert bandwidths_of(1e9).measured_byte_s(0).tolist() == pytest.approx([1e-9, 1e-9])

@@ -58,8 +58,8 @@ def test_totals_by_prefill_worker_and_the_latest_of_them_are_told():
     reads = KvReads()
     assert reads.latest == ()
     for number in range(6):
-        reads.add(WorkerId(number), "shm", 100, 0.5)
-    reads.add(WorkerId(3), "tcp", 10, 0.25)
+        reads.add(WorkerId(number), "shm", 100, 1.0, 1.5)
+    reads.add(WorkerId(3), "tcp", 10, 2.0, 2.25)
     assert [read.prefill_worker for read in reads.latest] == [2, 4, 5, 3]
     assert (reads.latest[-1].transport, reads.latest[-1].num_bytes, reads.latest[-1].seconds) == (
         "tcp",
@@ -71,10 +71,10 @@ def test_totals_by_prefill_worker_and_the_latest_of_them_are_told():
 def test_prefill_workers_are_forgotten_past_a_bound():
     reads = KvReads()
     for number in range(257):
-        reads.add(WorkerId(number), "shm", 100, 0.5)
-    reads.add(WorkerId(1), "shm", 1, 0.5)
+        reads.add(WorkerId(number), "shm", 100, 1.0, 1.5)
+    reads.add(WorkerId(1), "shm", 1, 1.0, 1.5)
     assert reads.latest[-1].num_bytes == 101
-    reads.add(WorkerId(0), "shm", 1, 0.5)
+    reads.add(WorkerId(0), "shm", 1, 1.0, 1.5)
     assert reads.latest[-1].num_bytes == 1, "it began anew"
 
 

@@ -25,7 +25,7 @@ class KvPeer(Wire, frozen=True):
         worker_id: of that worker.
         num_blocks: leading blocks of the prompt there; a request may load them.
         source: how to read its KV.
-        block_s: the router's prediction of the seconds to move one block, 0 for none.
+        block_s: seconds to move one block as measured before, or as configured; 0 where the router knows of neither.
     """
 
     worker_id: WorkerId

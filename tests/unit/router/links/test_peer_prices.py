@@ -1,0 +1,116 @@
+"""What a worker could load from others is priced as the cheaper of loading and computing."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from penstock.router.links.peer_prices import PRICED_TIER, with_peers
+from penstock.router.policy.predicted_seconds import PredictedSeconds, terms_python
+from penstock.testing.routing_policy import make_context
+from tests.support.kv_pairs import lending, pairs
+
+POLICY = PredictedSeconds()
+BLOCK_BYTES = 1 << 20
+TOKEN_S = 1e-4
+
+
+def context_of(device, host=None, stored_token_s=0.0, **columns):
+    """Make a context of a prompt of 100 blocks; a token takes TOKEN_S to compute."""
+    zeros = [0] * len(device)
+    tiers = [device, host or zeros, zeros, columns.pop("stored", zeros)]
+    context = make_context(
+        len(device),
+        request_tokens=1600,
+        request_blocks=100,
+        overlap_blocks=np.sum(tiers, axis=0).tolist(),
+        tier_blocks=tiers,
+        **columns,
+    )
+    onboard = np.zeros_like(context.prices.onboard_token_s)
+    onboard[PRICED_TIER] = stored_token_s
+    prices = dataclasses.replace(
+        context.prices,
+        prefill_token_s=np.full(len(device), TOKEN_S),
+        prefill_pair_s=np.zeros(len(device)),
+        onboard_token_s=onboard,
+    )
+    return context.changed(prices=prices)
+
+
+def term(context, name):
+    return POLICY.terms(context)[POLICY.term_names.index(name)]
+
+
+def at_speed(seconds_of):
+    """Give seconds per byte for tokens that take so many seconds to load, by (source, reader)."""
+
+    def byte_s(source):
+        row = np.full(3, np.inf)
+        for (its, reader), seconds in seconds_of.items():
+            if its == source:
+                row[reader] = seconds * 16 / BLOCK_BYTES
+        return row
+
+    return byte_s
+
+
+THREE = pairs(lending("d0"), lending("d1"), lending("d2"))
+
+
+def test_blocks_of_others_cost_what_loading_them_takes():
+    context = context_of([80, 0, 0], [10, 0, 0])
+    loads = with_peers(context, THREE, at_speed({(0, 1): TOKEN_S / 4}), BLOCK_BYTES)
+    assert loads.sources.tolist() == [-1, 0, -1], "nobody has measured the way to the third"
+    assert loads.context.overlap_blocks.tolist() == [90, 90, 0]
+    saved = term(context, "prefill") - term(loads.context, "prefill")
+    assert saved[1] > 0.9 * 90 * 16 * TOKEN_S
+    assert term(loads.context, "onboard") == pytest.approx([0, 90 * 16 * TOKEN_S / 4, 0])
+    assert saved[[0, 2]].tolist() == [0, 0]
+    np.testing.assert_array_equal(POLICY.terms(loads.context), terms_python(loads.context))
+    assert context.overlap_blocks.tolist() == [90, 0, 0], "the request's own context is as it was"
+
+
+@pytest.mark.parametrize("token_s", [TOKEN_S, 2 * TOKEN_S, np.inf])
+def test_what_loads_no_sooner_than_it_is_computed_changes_no_price(token_s):
+    context = context_of([80, 0, 0])
+    assert with_peers(context, THREE, at_speed({(0, 1): token_s, (0, 2): token_s}), BLOCK_BYTES) is None
+
+
+def test_the_source_that_saves_most_is_taken():
+    context = context_of([80, 70, 0])
+    speeds = {(0, 2): TOKEN_S * 0.8, (1, 2): TOKEN_S * 0.1, (0, 1): TOKEN_S * 0.1}
+    loads = with_peers(context, THREE, at_speed(speeds), BLOCK_BYTES)
+    assert loads.sources.tolist() == [-1, 0, 1]
+    assert loads.context.overlap_blocks.tolist() == [80, 80, 70]
+
+
+def test_what_a_worker_has_itself_counts_before_what_others_have():
+    context = context_of([80, 30, 0], stored=[0, 20, 20], stored_token_s=TOKEN_S / 2)
+    speeds = {(0, 1): TOKEN_S / 10, (0, 2): TOKEN_S / 10}
+    loads = with_peers(context, THREE, at_speed(speeds), BLOCK_BYTES)
+    assert loads.context.overlap_blocks.tolist() == [80, 80, 80]
+    expected = [
+        0,
+        20 * 16 * TOKEN_S / 2 + 30 * 16 * TOKEN_S / 10,
+        20 * 16 * TOKEN_S / 2 + 60 * 16 * TOKEN_S / 10,
+    ]
+    assert term(loads.context, "onboard") == pytest.approx(expected)
+
+
+def test_a_store_that_is_slower_than_computing_is_replaced_by_others():
+    context = context_of([80, 30, 0], stored=[0, 20, 0], stored_token_s=TOKEN_S * 3)
+    loads = with_peers(context, THREE, at_speed({(0, 1): TOKEN_S / 10}), BLOCK_BYTES)
+    assert loads.context.overlap_blocks.tolist() == [80, 80, 0]
+    assert term(loads.context, "onboard") == pytest.approx([0, 50 * 16 * TOKEN_S / 10, 0])
+
+
+def test_workers_that_are_not_eligible_lend_and_are_not_priced():
+    context = context_of([80, 0, 0], eligible=[False, True, False])
+    speeds = {(0, 1): TOKEN_S / 10, (0, 2): TOKEN_S / 10}
+    loads = with_peers(context, THREE, at_speed(speeds), BLOCK_BYTES)
+    assert loads.sources.tolist() == [-1, 0, -1]
+
+
+def test_engines_without_kv_memory_have_no_price():
+    assert with_peers(context_of([80, 0, 0]), THREE, at_speed({(0, 1): 0.0}), 0) is None
