@@ -12,7 +12,7 @@ MOCK = {
 }
 PAGED = {"engine": "paged", "kv_blocks": 256, "weight_dtype": "float32", "max_batch_tokens": 64}
 IN_TURN = {
-    "router": {"policy": "round-robin"},
+    "router": {"policy": "round-robin", "disagg": {"link_bytes_per_s": 1e9}},
     "worker": {"kv_transfer": {"peers": True}},
 }
 
