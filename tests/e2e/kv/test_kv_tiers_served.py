@@ -38,7 +38,11 @@ async def told(site, prompts):
 WRITTEN_BACK = {**PAGED, "kv": {**PAGED["kv"], "offload": "write-back"}}
 
 
-@pytest.mark.parametrize("role", [MOCK, PAGED, WRITTEN_BACK], ids=["mock", "paged", "paged-write-back"])
+BY_LRU = {**MOCK, "kv": {**MOCK["kv"], "eviction": "lru"}}
+BLOCK = 16
+
+
+@pytest.mark.parametrize("role", [BY_LRU, PAGED, WRITTEN_BACK], ids=["mock-lru", "paged", "paged-write-back"])
 def test_histories_that_left_the_device_are_loaded_from_the_host(deploy, role):
     async def scenario(site):
         first = await told(site, TEXTS)
@@ -48,8 +52,11 @@ def test_histories_that_left_the_device_are_loaded_from_the_host(deploy, role):
         assert cached >= 0.8 * sum(usage.prompt_tokens for _, usage in again)
         (name,) = await site.workers()
         load = await site.load(name)
-        prompt_tokens = sum(usage.prompt_tokens for _, usage in again)
-        assert load["onboarded_tokens"][0] > prompt_tokens / 3, "the device has kept the others"
+        loaded, room = load["onboarded_tokens"][0], load["total_blocks"] * BLOCK
+        assert loaded >= cached - room, "what the device has no room for comes from the host"
+        if role["kv"].get("eviction") == "lru":
+            # Prompts in turns leave nothing to hit on a device by lru; `seconds` keeps some of them, up to its room.
+            assert loaded >= 0.95 * cached
         assert load["failed_steps"] == 0
         (tier,) = load["kv_tiers"]
         assert tier["hit_tokens"] == load["onboarded_tokens"][0]
