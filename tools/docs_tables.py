@@ -18,6 +18,7 @@ from tables import (
     kv_cut,
     kv_retention,
     kv_stores,
+    kv_write_back,
     placements,
     planner,
     policies,
@@ -42,6 +43,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = (
     | kv_cut.TABLES
     | kv_retention.TABLES
     | kv_stores.TABLES
+    | kv_write_back.TABLES
     | placements.TABLES
     | planner.TABLES
     | policies.TABLES
