@@ -55,6 +55,9 @@ class HeldTier:
         self.refuses_after: int | None = None
         """New blocks that an offload takes; None takes all."""
 
+    def probe(self) -> float | None:
+        return None
+
     def start(self, on_change: Callable[[], None]) -> None:
         self.on_change = on_change
 

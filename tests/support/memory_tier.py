@@ -46,6 +46,9 @@ class MemoryTier:
         self._device = device
         self._kept: dict[int, bytes] = {}
 
+    def probe(self) -> float | None:
+        return None
+
     def start(self, on_change: Callable[[], None]) -> None: ...
 
     @property

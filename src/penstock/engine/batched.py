@@ -17,6 +17,7 @@ from penstock.core.types.requests import Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
 from penstock.engine.kv_tiers import TierMaker
+from penstock.engine.prefill_probe import probe_prefill
 from penstock.engine.runner import Runner, RunnerInfo, end_tokens_within
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
@@ -68,6 +69,8 @@ class BatchedEngine:
         self._prefill = MeasuredSpeed()
         self._prefix_loads = PrefixLoads()
         self._break_even: BreakEven | None = None
+        self._tier_speeds: Sequence[float | None] = ()
+        """Bytes per second of loads, probed at the start."""
         self._own = self._config = config or SchedulerConfig()
         self._hash_key = hash_key
         self._started: tuple[EngineInfo, BlockPool, Scheduler] | None = None
@@ -109,6 +112,7 @@ class BatchedEngine:
         eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
         scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids, kv=self._kv)
         scheduler.sessions.on_change = self._wake.set
+        await self._say_break_even(runner, limits)
         info = EngineInfo(
             block_size=runner.block_size,
             total_blocks=runner.num_blocks,
@@ -269,6 +273,7 @@ class BatchedEngine:
             return None
         # on a thread: memory is taken, files are opened, and weights may be read for their digest
         tiers = await asyncio.to_thread(self._make_tiers, runner, self._runner.kv_memory())
+        self._tier_speeds = await asyncio.to_thread(lambda: [tier.probe() for tier in tiers])
         kv = KvManager(pool, tiers, self._wake.set)
         given = self._price or PrefillPrice()
 
@@ -277,6 +282,14 @@ class BatchedEngine:
 
         self._break_even = BreakEven(kv.tiers, kv.prefill, pool.block_size, set_price)
         return kv
+
+    async def _say_break_even(self, runner: RunnerInfo, limits: SequenceLimits) -> None:
+        """Say by short probes what speed each tier needs."""
+        if self._break_even is None:
+            return
+        token_s = await probe_prefill(self._runner, runner, limits, self._config)
+        if token_s:
+            self._break_even.probed(token_s, self._tier_speeds)
 
     def _compute_s(self, new_tokens: int, cached_tokens: int) -> float | None:  # noqa: ARG002 - depth is not measured
         return self._prefill.seconds(new_tokens) if self._prefill.is_known else None

@@ -51,6 +51,10 @@ class OwnedStore(BlockStore, Protocol):
         """Blocks that `store` would take now."""
         ...
 
+    def probe(self) -> float | None:
+        """Measure bytes per second of loads, as `KvTier.probe` does."""
+        ...
+
     def start(self, on_change: Callable[[], None], on_failed: Callable[[Exception], None]) -> None:
         """Begin, on the event loop.
 
@@ -165,6 +169,10 @@ class StoredTier:
             soon = int(_AHEAD_S / each_s) if each_s else ahead
             ahead = min(ahead, max(soon, _AHEAD_BLOCKS_MIN) - self._storing_blocks)
         return max(ahead, 0)
+
+    def probe(self) -> float | None:
+        """Measure bytes per second of loads, without keeping anything."""
+        return self._store.probe()
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin; a store that cannot be reached turns it off with one warning."""

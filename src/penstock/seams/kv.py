@@ -193,6 +193,13 @@ class KvTier(KvSource, Protocol):
     offload_policy: OffloadPolicy
     shared: KvHolder | None
 
+    def probe(self) -> float | None:
+        """Measure bytes per second of loads before anything was loaded, and keep nothing; None where that is not possible.
+
+        Takes up to two seconds. Called on any thread, before `start`.
+        """
+        ...
+
     def start(self, on_change: Callable[[], None]) -> None:
         """Begin, on the event loop and before any other method.
 

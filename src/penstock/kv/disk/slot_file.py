@@ -21,6 +21,7 @@ from penstock.core.wire import HashArray
 from penstock.kv.buffers import Buffers, Bytes, block_views, crc32c
 from penstock.kv.disk.data import ALIGNMENT, DataFile
 from penstock.kv.disk.index import SlotIndex
+from penstock.kv.disk.probe import PROBE_BYTES, probe_reads
 from penstock.kv.disk.records import SUFFIX, Disk, RecordFile, failure
 from penstock.kv.gate import Gate
 from penstock.kv.namespace import Namespace
@@ -100,7 +101,7 @@ class SlotFile:
             )
         self.num_slots = size_bytes // slot_bytes
         self._slot_bytes = slot_bytes
-        self._storing_max = storing_max
+        self._storing_max, self._num_threads = storing_max, threads
         self._storing: set[bytes] = set()
         self._threads = IoThreads(threads, slot_bytes, "kv-disk")
         self._running: set[asyncio.Future[None]] = set()
@@ -146,6 +147,24 @@ class SlotFile:
 
     def start(self, on_change: Callable[[], None], on_failed: Callable[[Exception], None]) -> None:
         """Do nothing: it opens the file when it is made, and changes by loads and stores alone."""
+
+    def probe(self) -> float | None:
+        """Measure bytes per second of reads, of slots that hold nothing where there are some; None if the disk fails or hangs.
+
+        Takes up to two seconds; to be called before all else.
+        """
+        most = max(min(PROBE_BYTES // self._slot_bytes, self.num_slots), 1)
+        slots = np.flatnonzero(self._index.is_on_disk)[:most].tolist()
+        is_used = len(slots) == most
+        free = [] if is_used else self._index.pool.allocate(min(most, self.num_slots - self.num_cached)) or []
+        if not is_used:
+            slots = [slot for slot in free if not self._index.is_on_disk[slot]]
+        if not slots:
+            return None
+        speed = probe_reads(self._data, slots, self._slot_bytes, self._num_threads, writes=not is_used)
+        kept = slots if speed is None else []  # a late write may still come to them
+        self._index.pool.release([slot for slot in free if slot not in kept])
+        return speed or None
 
     def newest(self, count: int) -> HashArray:
         """Give the hashes of up to `count` blocks that were written last: (n, 2) uint64, empty if they are not held any more."""

@@ -16,6 +16,7 @@ from penstock.kv.host.copies import HostLoad, Piece, copy_from_device, copy_to_d
 from penstock.kv.host.extent import CHANGED, USED, WRONG, Extent, ExtentLayout, namespace_key, slots_of
 from penstock.kv.host.loan import HostLoan
 from penstock.kv.host.memory import HostMemory, HostPart
+from penstock.kv.host.probe import probe_copies
 from penstock.kv.host.sibling import Sibling
 from penstock.kv.measured import LOAD_HALF_LIFE_S, MeasuredSpeed
 from penstock.kv.namespace import Namespace
@@ -40,15 +41,14 @@ class HostTier:
     """A `KvTier` in memory of the host. Each block is stored with its CRC-32C, and verified when it is loaded.
 
     Alone (`part` is None) its memory ends with it. With a part of its host's arena it writes its own extent, which outlives
-    it, and loads blocks of the other workers' extents too. It can be made anywhere: a process that has a `HostPart` whose
-    number no other process has shares its blocks with the workers of that host.
+    it, and loads blocks of the other workers' extents too. Any process with a `HostPart` of its own number may make it.
 
-    The index of the own extent is a `BlockPool`, in which a slot is a block. Loads run one after another on one thread, and
-    offloads on a second one.
+    The own extent's index is a `BlockPool` whose blocks are slots. Loads have one thread, and offloads another.
     """
 
     tier = Tier.HOST
     is_off = False
+    probe = staticmethod(probe_copies)
 
     def __init__(
         self,

@@ -13,6 +13,8 @@ _TOKENS_MIN = 256
 """Prompt tokens to be computed before their speed counts as known."""
 _LOOK_S = 5.0
 _SAMPLE_BLOCKS = 64
+_NEWS = 2.0
+"""A break-even that is so many times what was said before is said again."""
 _RECOVERED = 1.25
 """A tier that was too slow has to be so much faster than the break-even before it is warned of again."""
 
@@ -20,8 +22,9 @@ _RECOVERED = 1.25
 class BreakEven:
     """Compares tiers with computing: a tier helps while its bytes per second exceed KV bytes per token x prompt tokens per second.
 
-    One line a tier, once prompts were computed, and one warning when a tier's measured speed falls below. Computing a token
-    takes longer after a long prefix, so a tier a little below the line still helps long prompts. One task owns it.
+    One line a tier at the start, by probes; another one if serving measures something else; and one warning when a tier's speed
+    falls below. Computing a token takes longer after a long prefix, so a tier a little below the line still helps long prompts.
+    One task owns it.
     """
 
     def __init__(
@@ -45,9 +48,20 @@ class BreakEven:
         self._prefill = prefill
         self._block_size = block_size
         self._tokens = 0
-        self._is_said = False
+        self._said: dict[Tier, tuple[float, float | None]] = {}
+        """By tier, what was said last: bytes per second that it needs, and that it has."""
         self._slow: set[Tier] = set()
         self._look_at_s = 0.0
+
+    def probed(self, token_s: float, speeds: Sequence[float | None]) -> None:
+        """Say what probes at the start have measured.
+
+        Args:
+            token_s: seconds to compute a prompt token.
+            speeds: bytes per second that each tier loads; None where that is not known.
+        """
+        for tier, speed in zip(self._tiers, speeds, strict=True):
+            self._say(tier, token_s, speed, "probe")
 
     def computed(self, num_tokens: int) -> None:
         """Note that so many prompt tokens were computed; looks at the tiers every few seconds."""
@@ -64,21 +78,28 @@ class BreakEven:
             return
         self._on_price(token_s, self._load_s())
         for tier in self._tiers:
-            needed = tier.block_bytes / self._block_size / token_s
             load_s = tier.load_s(_SAMPLE_BLOCKS)
-            measured = _SAMPLE_BLOCKS * tier.block_bytes / load_s if load_s else None
-            if not self._is_said:
-                get_logger().info(
-                    "kv_tier_break_even",
-                    tier=tier.tier.value,
-                    needed_bytes_per_s=round(needed),
-                    measured_bytes_per_s="not yet" if measured is None else round(measured),
-                    kv_bytes_per_token=round(tier.block_bytes / self._block_size),
-                    prompt_tokens_per_s=round(1 / token_s),
-                )
-            if measured is not None:
-                self._warn(tier.tier, measured, needed)
-        self._is_said = True
+            speed = _SAMPLE_BLOCKS * tier.block_bytes / load_s if load_s else None
+            self._say(tier, token_s, speed, "serving")
+
+    def _say(self, tier: KvTier, token_s: float, speed: float | None, measured_by: str) -> None:
+        """Say what a tier needs and has, if that is news; warn if it is too slow."""
+        needed = tier.block_bytes / self._block_size / token_s
+        known_needed, known_speed = self._said.get(tier.tier, (0.0, None))
+        is_first_speed = speed is not None and known_speed is None
+        if is_first_speed or not 1 / _NEWS < needed / max(known_needed, 1e-9) < _NEWS:
+            self._said[tier.tier] = needed, known_speed if speed is None else speed
+            get_logger().info(
+                "kv_tier_break_even",
+                tier=tier.tier.value,
+                needed_bytes_per_s=round(needed),
+                measured_bytes_per_s="not yet" if speed is None else round(speed),
+                kv_bytes_per_token=round(tier.block_bytes / self._block_size),
+                prompt_tokens_per_s=round(1 / token_s),
+                measured_by=measured_by,
+            )
+        if speed is not None:
+            self._warn(tier.tier, speed, needed)
 
     def _load_s(self) -> float:
         """Give the seconds to load a token, besides the loads under way."""

@@ -199,6 +199,10 @@ class ObjectPacks:
         """Blocks that `store` would take now."""
         return max(max(self._config.storing_max_bytes // self.block_bytes, 1) - len(self._storing), 0)
 
+    def probe(self) -> float | None:
+        """Return None: a request costs money, and the first packs that a list names are a sample."""
+        return None
+
     def locate(self, block_hashes: HashArray) -> int:
         """Count the leading blocks that are held, as the index knows; nothing is sent.
 

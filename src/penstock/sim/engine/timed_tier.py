@@ -104,6 +104,10 @@ class TimedTier(KvTier):
         """All blocks: offloads take no time."""
         return self.num_blocks
 
+    def probe(self) -> float | None:
+        """Return None: `load_s` is exact."""
+        return None
+
     def start(self, on_change: Callable[[], None]) -> None:
         """Do nothing: it changes by loads and offloads alone."""
 

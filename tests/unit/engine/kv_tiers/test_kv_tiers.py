@@ -86,6 +86,26 @@ def test_what_left_the_device_is_loaded_from_the_host():
     run_async(main())
 
 
+def test_the_break_even_of_each_tier_is_said_before_the_first_request(tmp_path, capsys):
+    async def main():
+        config = KvConfig.parse({"host": "4x", "disk": f"{tmp_path}/kv:4x"}, source="t")
+        async with EngineProbe(engine(blocks=32, make_tiers=tier_maker(config))) as probe:
+            said = "".join(capsys.readouterr())
+            lines = [line for line in said.splitlines() if "kv_tier_break_even" in line]
+            assert [f"tier={tier}" in line for tier, line in zip(("host", "disk"), lines, strict=True)] == [
+                True,
+                True,
+            ]
+            assert all("measured_by=probe" in line and "not yet" not in line for line in lines)
+            load = probe.engine.load()
+            assert (load.steps, load.prefilled_tokens, load.cached_blocks, load.active_blocks) == (0, 0, 0, 0)
+            assert [counts.cached_blocks for counts in probe.engine.kv.counts] == [0, 0]
+            answer = await answered(probe, "first", prompt(0))
+            assert answer.cached_tokens == 0, "a probe leaves nothing behind"
+
+    run_async(main())
+
+
 def test_events_name_the_tier_before_the_device_gives_the_block_up():
     async def main():
         async with EngineProbe(engine()) as probe:

@@ -247,6 +247,55 @@ def test_closing_does_not_wait_for_a_hung_disk(tmp_path: Path, monkeypatch: pyte
         disk.healed.set()
 
 
+def test_a_probe_keeps_nothing_and_spares_what_is_kept(tmp_path: Path) -> None:
+    async def main() -> None:
+        slots = make(tmp_path / "kv")
+        speed = slots.probe()
+        assert speed is not None
+        assert speed > 0
+        assert slots.num_cached == 0
+        assert await slots.store(HASHES[:5], BLOCKS[:5]) == 5
+        await slots.close()
+        slots = make(tmp_path / "kv")
+        assert slots.probe()
+        into = targets(SLOTS)
+        assert await slots.load(HASHES, into) == 5
+        assert (into[:5] == BLOCKS[:5]).all()
+        assert await slots.store(HASHES, BLOCKS) == SLOTS
+        await slots.close()
+        slots = make(tmp_path / "kv")
+        assert slots.probe()
+        assert await slots.load(HASHES, into) == SLOTS
+        assert (into == BLOCKS).all()
+        slots.check()
+        await slots.close()
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("fault", ["fails", "hangs"])
+def test_a_probe_of_a_disk_that_fails_or_hangs_ends_soon_and_nobody_gets_slots_that_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr("penstock.kv.disk.probe._TIMEOUT_S", 0.05)
+    disk = SickDisk()
+
+    async def main() -> None:
+        slots = make(tmp_path / "kv", disk=disk, threads=1)
+        disk.hangs, disk.error = fault == "hangs", errno.EIO if fault == "fails" else 0
+        assert slots.probe() is None
+        disk.hangs, disk.error = False, 0
+        expected = 0 if fault == "hangs" else SLOTS
+        assert await slots.store(HASHES, BLOCKS) == expected, "a late write may still come"
+        disk.healed.set()
+        await slots.close()
+
+    try:
+        run_async(main())
+    finally:
+        disk.healed.set()
+
+
 def mutate(data: bytearray, rng: random.Random) -> None:
     """Damage records as disks, file systems and people do."""
     for _ in range(rng.randint(1, 4)):

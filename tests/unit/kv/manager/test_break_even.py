@@ -42,6 +42,55 @@ def test_one_line_a_tier_once_prompts_were_computed(capsys):
     run_async(main())
 
 
+def test_probes_say_a_line_a_tier_at_the_start_and_serving_corrects_it(capsys):
+    async def main():
+        tier, prefill, break_even = scene(0.0)
+        break_even.probed(0.001, [16000.0])
+        text = said(capsys)
+        assert text.count("kv_tier_break_even") == 1
+        assert "needed_bytes_per_s=8000" in text
+        assert "measured_bytes_per_s=16000" in text
+        assert "measured_by=probe" in text
+        assert "kv_tier_too_slow" not in text
+        prefill.measure(1500, 1.0)
+        break_even.look()
+        assert said(capsys) == "", "less than twice as quick as was said"
+        for _ in range(100):
+            prefill.measure(3000, 1.0)
+        tier.seconds_per_block = 32 / 16000
+        break_even.look()
+        text = said(capsys)
+        assert "needed_bytes_per_s=24000" in text
+        assert "measured_by=serving" in text
+        assert text.count("kv_tier_too_slow") == 1
+
+    run_async(main())
+
+
+def test_a_tier_that_no_probe_measures_is_said_at_the_start_and_again_once_its_speed_is_known(capsys):
+    async def main():
+        tier, prefill, break_even = scene(0.0)
+        break_even.probed(0.001, [None])
+        assert "measured_bytes_per_s='not yet'" in said(capsys)
+        prefill.measure(1000, 1.0)
+        break_even.look()
+        assert said(capsys) == ""
+        tier.seconds_per_block = 32 / 16000
+        break_even.look()
+        assert "measured_bytes_per_s=16000" in said(capsys)
+
+    run_async(main())
+
+
+def test_a_tier_that_cannot_help_by_a_probe_is_warned_of_at_the_start(capsys):
+    async def main():
+        _, _, break_even = scene(0.0)
+        break_even.probed(0.001, [4000.0])
+        assert said(capsys).count("kv_tier_too_slow") == 1
+
+    run_async(main())
+
+
 def test_a_tier_that_cannot_help_is_warned_of_once_until_it_recovers(capsys):
     async def main():
         tier, prefill, break_even = scene(0.0)
