@@ -85,10 +85,15 @@ class Assignment(Wire, frozen=True):
 
 
 class Ready(Wire, frozen=True, tag="ready"):
-    """The process serves; `detail` is printed. `needs_prefill`: as a decode worker it computes no prompts itself."""
+    """The process serves; `detail` is printed. `needs_prefill`: as a decode worker it computes no prompts itself.
+
+    Attributes:
+        kv_tiers: a line for each KV tier, what speed it needs and has; printed too.
+    """
 
     detail: str = ""
     needs_prefill: bool = False
+    kv_tiers: tuple[str, ...] = ()
 
 
 class Phase(Wire, frozen=True, tag="phase"):

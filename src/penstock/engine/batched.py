@@ -69,6 +69,8 @@ class BatchedEngine:
         self._prefill = MeasuredSpeed()
         self._prefix_loads = PrefixLoads()
         self._break_even: BreakEven | None = None
+        self.tier_lines: tuple[str, ...] = ()
+        """What speed each KV tier needs and has, as probes at the start have measured."""
         self._tier_speeds: Sequence[float | None] = ()
         """Bytes per second of loads, probed at the start."""
         self._own = self._config = config or SchedulerConfig()
@@ -289,7 +291,7 @@ class BatchedEngine:
             return
         token_s = await probe_prefill(self._runner, runner, limits, self._config)
         if token_s:
-            self._break_even.probed(token_s, self._tier_speeds)
+            self.tier_lines = self._break_even.probed(token_s, self._tier_speeds)
 
     def _compute_s(self, new_tokens: int, cached_tokens: int) -> float | None:  # noqa: ARG002 - depth is not measured
         return self._prefill.seconds(new_tokens) if self._prefill.is_known else None

@@ -45,6 +45,9 @@ BLOCK = 16
 @pytest.mark.parametrize("role", [BY_LRU, PAGED, WRITTEN_BACK], ids=["mock-lru", "paged", "paged-write-back"])
 def test_histories_that_left_the_device_are_loaded_from_the_host(deploy, role):
     async def scenario(site):
+        (said,) = [line for line in site.said if " kv tier " in line]
+        assert "host: loading pays above" in said
+        assert "a probe measured" in said
         first = await told(site, TEXTS)
         again = await told(site, TEXTS)
         assert [text for text, _ in again] == [text for text, _ in first]

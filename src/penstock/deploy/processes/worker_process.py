@@ -29,6 +29,7 @@ from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.deploy.processes.location import location_here
 from penstock.deploy.processes.report import report_of
+from penstock.engine.batched import BatchedEngine
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.registry import create_engine, engine_kind
 from penstock.engine.spec import EngineSpec
@@ -144,6 +145,7 @@ async def _tell_ready(worker: Worker, engine: Engine, role: RoleSpec, tell: Tell
         Ready(
             detail=f"{role.engine}  {instance.card.name}" + (f"  {blocks} blocks" if blocks else ""),
             needs_prefill=instance.engine.transferred_prompts_only,
+            kv_tiers=engine.tier_lines if isinstance(engine, BatchedEngine) else (),
         )
     )
 

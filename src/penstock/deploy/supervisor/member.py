@@ -245,7 +245,7 @@ class Member:
             match report:
                 case Beat():
                     watchdog.beat(report)
-                case Ready(detail=detail, needs_prefill=needs_prefill):
+                case Ready(detail=detail, needs_prefill=needs_prefill, kv_tiers=kv_tiers):
                     self.needs_prefill = needs_prefill
                     self._ready_at = asyncio.get_running_loop().time()
                     watchdog.ready()
@@ -254,6 +254,8 @@ class Member:
                     self.waits_outside = self.has_wrong_server = False
                     self._note("")
                     self._say(self.name, "ready", f"{detail}  {self._ready_at - started_at:.1f} s")
+                    for line in kv_tiers:
+                        self._say(self.name, "kv tier", line)
                     self.on_ready()
                 case Health(problem=problem):
                     self._say(self.name, "unhealthy" if problem else "ready", problem or "serves again")

@@ -13,6 +13,7 @@ _TOKENS_MIN = 256
 """Prompt tokens to be computed before their speed counts as known."""
 _LOOK_S = 5.0
 _SAMPLE_BLOCKS = 64
+_GB = 1e9
 _NEWS = 2.0
 """A break-even that is so many times what was said before is said again."""
 _RECOVERED = 1.25
@@ -53,15 +54,21 @@ class BreakEven:
         self._slow: set[Tier] = set()
         self._look_at_s = 0.0
 
-    def probed(self, token_s: float, speeds: Sequence[float | None]) -> None:
-        """Say what probes at the start have measured.
+    def probed(self, token_s: float, speeds: Sequence[float | None]) -> tuple[str, ...]:
+        """Log what probes at the start have measured, and say it in a line for each tier.
 
         Args:
             token_s: seconds to compute a prompt token.
             speeds: bytes per second that each tier loads; None where that is not known.
         """
+        lines = []
         for tier, speed in zip(self._tiers, speeds, strict=True):
             self._say(tier, token_s, speed, "probe")
+            needed = tier.block_bytes / self._block_size / token_s
+            measured = "not measured yet" if speed is None else f"a probe measured {_rate(speed)}"
+            verdict = "" if speed is None or speed >= needed else ", so it cannot help"
+            lines.append(f"{tier.tier.value}: loading pays above {_rate(needed)}; {measured}{verdict}")
+        return tuple(lines)
 
     def computed(self, num_tokens: int) -> None:
         """Note that so many prompt tokens were computed; looks at the tiers every few seconds."""
@@ -121,3 +128,7 @@ class BreakEven:
                 needed_bytes_per_s=round(needed),
                 effect="computing is quicker than loading, so its blocks are computed; it costs writes and brings little",
             )
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / _GB:.2g} GB/s" if bytes_per_s >= _GB else f"{bytes_per_s / 1e6:.2g} MB/s"

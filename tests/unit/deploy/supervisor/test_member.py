@@ -134,7 +134,7 @@ def test_statuses_are_worded() -> None:
 
 def test_a_process_that_dies_is_replaced_until_the_member_is_stopped() -> None:
     async def main() -> None:
-        scene = Scene(([Ready(detail="a")], -9), ([Ready(detail="b")], None))
+        scene = Scene(([Ready(detail="a", kv_tiers=("host: c",))], -9), ([Ready(detail="b")], None))
         async with asyncio.TaskGroup() as group, asyncio.timeout(5):
             running = group.create_task(scene.member.run())
             while len(scene.children) < 2 or not scene.member.ready.is_set():  # noqa: ASYNC110
@@ -145,6 +145,7 @@ def test_a_process_that_dies_is_replaced_until_the_member_is_stopped() -> None:
             await running
         assert scene.said == [
             ("ready", "a"),
+            ("kv tier", "host: c"),
             ("failed", "killed by SIGKILL; starts again in 0.0 s"),
             ("ready", "b"),
             ("stopped", ""),

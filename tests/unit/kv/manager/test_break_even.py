@@ -70,6 +70,8 @@ def test_probes_say_a_line_a_tier_at_the_start_and_serving_corrects_it(capsys):
 def test_a_tier_that_no_probe_measures_is_said_at_the_start_and_again_once_its_speed_is_known(capsys):
     async def main():
         tier, prefill, break_even = scene(0.0)
+        (line,) = break_even.probed(0.000_000_001, [None])
+        assert line == "host: loading pays above 8 GB/s; not measured yet"
         break_even.probed(0.001, [None])
         assert "measured_bytes_per_s='not yet'" in said(capsys)
         prefill.measure(1000, 1.0)
@@ -85,7 +87,8 @@ def test_a_tier_that_no_probe_measures_is_said_at_the_start_and_again_once_its_s
 def test_a_tier_that_cannot_help_by_a_probe_is_warned_of_at_the_start(capsys):
     async def main():
         _, _, break_even = scene(0.0)
-        break_even.probed(0.001, [4000.0])
+        (line,) = break_even.probed(0.001, [4000.0])
+        assert line == "host: loading pays above 0.008 MB/s; a probe measured 0.004 MB/s, so it cannot help"
         assert said(capsys).count("kv_tier_too_slow") == 1
 
     run_async(main())
