@@ -40,11 +40,24 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
+    """Counts of an answer; `completion_tokens_details` is there where some of it was reasoning."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Output tokens of reasoning."""
+        details = self.completion_tokens_details
+        return 0 if isinstance(details, msgspec.UnsetType) else details.reasoning_tokens
 
 
 class CalledFunction(msgspec.Struct):

@@ -52,6 +52,11 @@ class OutputParser:
         most = self._plan.calls_max
         return self._output.num_calls if most is None else min(self._output.num_calls, most)
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text read last was reasoning, and nothing else has followed."""
+        return self._output.is_reasoning
+
     def feed(self, text: str) -> Parsed:
         """Parse the next text; gives what is certain by now."""
         self._source.text += text

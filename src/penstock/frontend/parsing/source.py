@@ -31,6 +31,7 @@ class Output:
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.is_reasoning = False
         self._content = ""
         self._reasoning = ""
         self._calls: list[CallDelta] = []
@@ -39,6 +40,7 @@ class Output:
     def content(self, text: str) -> None:
         """Take text for the user; white space before a tool call is held back, and after one dropped."""
         body = text.rstrip(_SPACE)
+        self.is_reasoning = self.is_reasoning and not body
         if not body:
             self._space += text
             return
@@ -49,9 +51,11 @@ class Output:
 
     def reasoning(self, text: str) -> None:
         self._reasoning += text
+        self.is_reasoning = True
 
     def begin_call(self, name: str) -> None:
         self._space = ""
+        self.is_reasoning = False
         self._calls.append(CallDelta(self.num_calls, name))
         self.num_calls += 1
 

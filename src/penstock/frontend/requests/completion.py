@@ -9,11 +9,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from penstock.core.errors import EngineError
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
 from penstock.core.wire import num_tokens, token_list
 from penstock.frontend.metrics import RequestTimer
-from penstock.frontend.openai.answers import PromptTokensDetails, Usage
+from penstock.frontend.openai.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from penstock.frontend.parsing.parser import OutputParser
 from penstock.frontend.requests.next_turns import Answer, OnAnswer
 from penstock.frontend.requests.preprocess import PreparedRequest
@@ -54,6 +56,8 @@ class ChoiceText:
         self.index = index
         self._min_tokens = min_tokens if stops else 0
         self.output_tokens = 0
+        self.reasoning_tokens = 0
+        """Of `output_tokens`, those that came while the answer was reasoning, the marks around it included."""
         self.cached_tokens = 0
         self.finished = False
         self._decoder: TextDecoder = detokenizer.stream(begins_text=begins_text)
@@ -94,7 +98,10 @@ class ChoiceText:
         logprobs = self._take_logprobs(None if everything else self._given) if self._waiting else ()
         self.raw = text
         if self._parser is not None:
-            return self._parse(self._parser, text, reason, logprobs)
+            event = self._parse(self._parser, text, reason, logprobs)
+            if self._parser.is_reasoning or (event is not None and event.reasoning and not event.text):
+                self.reasoning_tokens = self.output_tokens
+            return event
         return TextEvent(self.index, text, reason, logprobs, stopped_by=self._stopped_by())
 
     def _parse(
@@ -249,11 +256,15 @@ class Completion:
         cached_tokens = sum(
             choice.cached_tokens for choice in self._choices[:: self._prepared.choices_per_prompt]
         )
+        reasoning_tokens = sum(choice.reasoning_tokens for choice in self._choices)
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=output_tokens,
             total_tokens=prompt_tokens + output_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens)
+            if reasoning_tokens
+            else msgspec.UNSET,
         )
 
     def _open(self) -> Sequence[RequestStream]:

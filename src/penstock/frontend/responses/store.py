@@ -24,7 +24,7 @@ class ResponseStore:
         """Keep encoded messages; a conversation larger than the whole store is not kept."""
         if len(messages) > self._bytes_max:
             return
-        self._bytes += len(messages)
+        self._bytes += len(messages) - len(self._kept.pop((tenant, response_id), b""))
         self._kept[tenant, response_id] = messages
         while self._bytes > self._bytes_max:
             _, dropped = self._kept.popitem(last=False)

@@ -68,6 +68,7 @@ def test_reasoning_and_calls_are_items_and_the_talk_goes_on_by_id(stream: bool) 
             reasoning, message, call, _ = answer.output
             assert reasoning.content[0].text == "hm\n"
             assert message.content[0].text == "I look."
+            assert 0 < answer.usage.output_tokens_details.reasoning_tokens < answer.usage.output_tokens
             assert (call.type, call.name, json.loads(call.arguments)) == (
                 "function_call",
                 "weather",

@@ -1,0 +1,59 @@
+"""Kept conversations: bounded by bytes, each tenant's own."""
+
+import pytest
+
+from penstock.core.errors import RequestError
+from penstock.frontend.openai.bodies import ChatRequest, Message
+from penstock.frontend.openai.dialect import ParsedBody
+from penstock.frontend.responses.store import ResponseStore, stored_messages, with_answer
+
+
+def body(*texts: str, instructions: int = 0, stores: bool = True) -> ParsedBody:
+    messages = [
+        Message(role="system" if index < instructions else "user", content=text)
+        for index, text in enumerate(texts)
+    ]
+    return ParsedBody(ChatRequest(model="m", messages=messages), instructions=instructions, stores=stores)
+
+
+def contents(parsed: ParsedBody) -> list[object]:
+    assert isinstance(parsed.request, ChatRequest)
+    return [message.content for message in parsed.request.messages]
+
+
+def test_a_conversation_goes_between_instructions_and_input() -> None:
+    kept = stored_messages(body("rule", "one", instructions=1), b"")
+    assert kept is not None
+    kept = with_answer(kept, Message(role="assistant", content="two"))
+    later = body("other rule", "three", instructions=1)
+    again = stored_messages(later, kept)
+    assert contents(later) == ["other rule", "one", "two", "three"]
+    unkept = body("three", stores=False)
+    assert stored_messages(unkept, kept) is None
+    assert contents(unkept) == ["one", "two", "three"]
+    assert again is not None
+    next_turn = body("four")
+    stored_messages(next_turn, again)
+    assert contents(next_turn) == ["one", "two", "three", "four"]
+
+
+def test_the_oldest_unused_go_first_and_tenants_have_their_own() -> None:
+    store = ResponseStore(bytes_max=25)
+    store.put("a", "r1", bytes(10))
+    store.put("a", "r2", bytes(10))
+    assert store.get("a", "r1") == bytes(10)
+    store.put("a", "r3", bytes(10))  # r2 was used least recently
+    store.put("a", "huge", bytes(26))
+    assert store.get("a", "r1") == store.get("a", "r3") == bytes(10)
+    for tenant, response_id in (("a", "r2"), ("a", "huge"), ("b", "r1")):
+        with pytest.raises(RequestError) as caught:
+            store.get(tenant, response_id)
+        assert (caught.value.http_status, caught.value.param) == (404, "previous_response_id")
+
+
+def test_the_same_id_is_counted_once() -> None:
+    store = ResponseStore(bytes_max=25)
+    for _ in range(5):
+        store.put("a", "r1", bytes(10))
+    store.put("a", "r2", bytes(10))
+    assert store.get("a", "r1") == store.get("a", "r2") == bytes(10)
