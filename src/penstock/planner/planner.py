@@ -18,7 +18,6 @@ from penstock.planner.decide.capacity import Capacity
 from penstock.planner.decide.decision import Decision
 from penstock.planner.estimate.estimator import Estimator
 from penstock.planner.estimate.expected_demand import ExpectedDemand
-from penstock.planner.estimate.significance import surely_above
 from penstock.planner.estimate.slo import Slo
 from penstock.planner.estimate.worker_watts import WorkerWatts
 from penstock.planner.explain.record import DecisionRecord, Expected, RoleSeen, Seen
@@ -263,20 +262,22 @@ class Planner:
         return True
 
     def _is_surge(self, recent: Observation) -> bool:
-        floor_per_s = self._floor.rate_per_s if self._floor else 0.0
-        return surely_above(recent.demand.arrivals_per_s, recent.seconds, floor_per_s)
+        return self._floor is None or bool(self._estimator.surges(recent, self._floor))
 
     def _expect(self, recent: Observation, *, is_floor: bool, counts: Mapping[Role, int]) -> ExpectedDemand:
-        """Give the demand to provide for; between two floors, rate and lengths stay as they were forecast."""
+        """Give the demand to provide for; between two floors, work and lengths stay as they were forecast."""
         expected = self._estimator.expect(recent, warm=counts)
         if is_floor or self._floor is None:
-            arrivals_per_s = recent.demand.arrivals_per_s
-            if surely_above(arrivals_per_s, recent.seconds, expected.rate_per_s):
-                # The forecast follows only once an interval has ended, and falls after one that was not seen whole.
-                rates = {role: max(rate, arrivals_per_s) for role, rate in expected.rates.items()}
-                expected = msgspec.structs.replace(expected, rate_per_s=arrivals_per_s, rates=rates)
-            self._floor = expected
-            return expected
+            # The forecast follows only once an interval has ended, and falls after one that was not seen whole.
+            surges = self._estimator.surges(recent, expected)
+            arrivals_per_s = recent.demand.arrivals_per_s if surges else 0.0
+            self._floor = msgspec.structs.replace(
+                expected,
+                rate_per_s=max(expected.rate_per_s, arrivals_per_s),
+                rates=expected.rates | surges,
+                start_s=self._horizon_s,
+            )
+            return self._floor
         return msgspec.structs.replace(
             self._floor,
             queued=expected.queued,

@@ -17,6 +17,10 @@ _IDLE_PER_S = 1 / 600
 _STEP_MAX = 2.0
 """An SLO error at most doubles the replicas in one decision."""
 _REPLICAS_MAX = 4096
+_MEMORY_S = 60.0
+"""A forecast rests on the requests of about so long."""
+_DEVIATIONS = 2.0
+"""Of a steady demand one forecast in forty is so many deviations above its mean, and they are rarely so for a whole cool-down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +29,8 @@ class Decider:
 
     capacities:     one of each role
     budget:         most that all workers may cost, in the unit of `Capacity.cost`: GPUs, dollars an hour, watts
-    drain_s:        seconds in which the queue shall be served, beside the arrivals
-    margin:         scale-in only if the rest holds the SLO at the rate times 1 + margin
+    drain_s:        seconds in which the queue shall be served, beside the arrivals; the time of a start if that is longer
+    margin:         scale-in only if the rest holds the SLO at the rate times 1 + margin, or times what chance makes of a steady rate
     """
 
     capacities: tuple[Capacity, ...]
@@ -113,6 +117,8 @@ class Decider:
         rate_per_s = expected.rate_of(capacity.role)
         is_idle = rate_per_s < _IDLE_PER_S and not expected.queued
         if not is_idle and (reason := capacity.unreachable(expected, self.slo)):
+            if expected.is_scant(self.slo):
+                return "", self._scant(capacity.role, expected, now, most)
             return reason, _at_most(capacity.role, now, most, reason)
         if is_idle:
             rate_per_s = 0.0
@@ -122,13 +128,15 @@ class Decider:
             reason = f"{capacity.role}: {most} replicas serve {held:.2f} of {rate_per_s:.2f} requests/s within the SLO"
             return reason, _at_most(capacity.role, now, most, reason)
         # Queued requests have their first token before them: where the roles are separate, prefill serves them.
-        backlog = rate_per_s + expected.queued / self.drain_s
+        backlog = rate_per_s + expected.queued / max(self.drain_s, expected.start_s)
         drained = capacity.workers(backlog, expected, self.slo, most) or most
-        slow = expected.warm.get(
-            capacity.role, now
-        )  # others are on their way already, or not to be judged yet
-        reaction = min(most, max(drained, math.ceil(slow * self._error(capacity.role, expected))))
-        keep = capacity.workers(rate_per_s * (1 + self.margin), expected, self.slo, most) or most
+        # Others are on their way already, or not to be judged yet. Where warm ones are fewer than the floor, their latencies are
+        # what was expected of so few.
+        warm = expected.warm.get(capacity.role, now)
+        error = self._error(capacity.role, expected) if warm >= floor else 0.0
+        reaction = min(most, max(drained, math.ceil(warm * error)))
+        margin = max(self.margin, _chance(rate_per_s, expected))
+        keep = capacity.workers(rate_per_s * (1 + margin), expected, self.slo, most) or most
         choice = max(floor, reaction, min(now, keep))
         why = self._why(capacity, expected, choice, floor, drained)
         return "", RoleTerm(
@@ -139,6 +147,15 @@ class Decider:
             keep=keep,
             choice=choice,
             why_not_fewer=why,
+        )
+
+    def _scant(self, role: Role, expected: ExpectedDemand, now: int, most: int) -> RoleTerm:
+        """Keep what there is, and more where latencies are missed, while too few requests were seen to call the SLO out of reach."""
+        missed = math.ceil(expected.warm.get(role, now) * self._error(role, expected))
+        choice = min(most, max(1, now, missed))
+        why = f"{role}: fewer requests were seen than the {self.slo.samples_min} that a percentile of {self.slo.percentile:g} needs"
+        return RoleTerm(
+            role=role, now=now, floor=1, reaction=choice, keep=choice, choice=choice, why_not_fewer=why
         )
 
     def _error(self, role: Role, expected: ExpectedDemand) -> float:
@@ -166,7 +183,12 @@ class Decider:
             return f"{fewer}, too few to serve the {expected.queued} queued within {self.drain_s:g} s"
         if self._error(capacity.role, expected):
             return f"{fewer}, but its SLO is missed now"
-        return f"{fewer}, without the margin of {self.margin:.0%}"
+        return f"{fewer}, without a margin"
+
+
+def _chance(rate_per_s: float, expected: ExpectedDemand) -> float:
+    """Give the share by which a forecast of so many requests wavers by chance alone."""
+    return _DEVIATIONS * math.sqrt(expected.spread / max(1.0, rate_per_s * _MEMORY_S))
 
 
 def _counted(terms: Iterable[RoleTerm]) -> str:

@@ -11,23 +11,29 @@ from penstock.perf.search.pool import PoolModel, Prediction
 from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.estimate.latency_factor import LatencyFactor
 from penstock.planner.estimate.series import Series
-from penstock.planner.estimate.significance import missed_quantile
+from penstock.planner.estimate.significance import missed_quantile, surely_above
 from penstock.planner.estimate.slo import Slo
 from penstock.planner.estimate.step_factor import StepFactor
 from penstock.planner.forecast.forecast import Forecast
 from penstock.planner.observe.observation import Observation, WorkerView
 from penstock.runtime.observations.windows import Digest
 
-_LENGTH_INTERVALS = 30
-"""Intervals whose lengths make up the distributions."""
+_LENGTH_INTERVALS, _LENGTH_INTERVALS_MAX = 30, 360
+"""Intervals whose lengths make up the distributions, and the most where these had too few requests."""
 _COST_INTERVALS = 3
 """Intervals whose lengths tell what a request costs: those of one alone are as often long as short by chance."""
 _ITL_GUESS = 1.15
 """Streams' ITL over the predicted one, before it was measured: a stream is not as long as the mean, nor a crowd as large."""
 _INPUT_GUESS, _OUTPUT_GUESS = 512, 256
-"""Lengths before the first request, or before the first one that ended."""
+"""Lengths that stand in for requests that were not seen yet: the first ones that end are the shortest ones."""
+_RESERVE_MAX = 1.5
+"""Of a jump: the band of a forecast near 0 says little."""
 _STALE_SHARE = 0.5
 """Requests that wait in workers for longer than this share of the TTFT target are queued: shorter waits are between steps."""
+
+
+Lengths = tuple[Digest, Digest]
+"""Prompt tokens of requests, and output tokens of those that ended."""
 
 
 class Predicts(Protocol):
@@ -47,9 +53,9 @@ class Predicts(Protocol):
 
 
 class Estimator:
-    """Forecasts arrivals, lengths, the cached share and the work of each role, and follows step times and latencies.
+    """Forecasts arrivals, the cached share and the work of each role, and follows lengths, step times and latencies.
 
-    One task owns it.
+    Lengths are those that were seen. Their growth is in the work. One task owns it.
     """
 
     def __init__(
@@ -78,21 +84,22 @@ class Estimator:
         self._capacities = tuple(capacities)
         self._slo = slo
         self._rate = series("requests_per_s", season_s)
-        self._input, self._output = series("input_tokens"), series("output_tokens")
         self._cached = series("cached_share")
         self._load = {role: series(f"{role}_load", season_s) for role in self.factors}
         self._ttft_factor, self._itl_factor = LatencyFactor(), LatencyFactor(_ITL_GUESS)
-        self._lengths: deque[tuple[Digest, Digest]] = deque(maxlen=_LENGTH_INTERVALS)
+        self._lengths: deque[Lengths] = deque(maxlen=_LENGTH_INTERVALS_MAX)
+        self._unseen = [slo.samples_min, slo.samples_min]
+        """Prompts and answers that are still to be seen before a percentile of them can be told."""
 
     @property
     def forecasts(self) -> dict[str, Forecast]:
         """The forecast of each series that has had a value."""
-        every = (self._rate, self._input, self._output, self._cached, *self._load.values())
+        every = (self._rate, self._cached, *self._load.values())
         return {series.name: found for series in every if (found := series.forecast()) is not None}
 
     def look_ahead(self, horizon_s: float) -> None:
         """Forecast `horizon_s` ahead from now on."""
-        for series in (self._rate, self._input, self._output, self._cached, *self._load.values()):
+        for series in (self._rate, self._cached, *self._load.values()):
             series.look_ahead(horizon_s)
 
     def take(self, seen: Observation, intervals: int = 1, *, warm: Mapping[Role, int] | None = None) -> None:
@@ -104,12 +111,11 @@ class Estimator:
         for _ in range(intervals):
             self._rate.take(demand.arrivals_per_s)
         if demand.input_tokens.mean is not None:
-            self._input.take(demand.input_tokens.mean)
             self._cached.take(demand.cached_share)
-        if demand.output_tokens.mean is not None:
-            self._output.take(demand.output_tokens.mean)
-        self._lengths.append((demand.input_tokens, demand.output_tokens))
-        now = self._lately(demand.cached_share)
+        lengths = demand.input_tokens, demand.output_tokens
+        self._lengths.append(lengths)
+        self._unseen = [max(0, left - each.count) for left, each in zip(self._unseen, lengths, strict=True)]
+        now = self._described(self._lengths, _COST_INTERVALS, demand.cached_share)
         for capacity in self._capacities:
             each_per_s = capacity.rate_per_s(1, now, self._slo)
             if each_per_s > 0:
@@ -118,15 +124,22 @@ class Estimator:
         if warm is not None and intervals == 1:
             self._learn_latencies(seen, now, warm)
 
-    def _lately(self, cached_share: float) -> ExpectedDemand:
-        """Describe the requests of the last intervals."""
-        lengths = list(self._lengths)[-_COST_INTERVALS:]
-        inputs = Digest.merged(each for each, _ in lengths)
-        outputs = Digest.merged(each for _, each in lengths)
+    def _described(self, seen: Sequence[Lengths], intervals: int, cached_share: float) -> ExpectedDemand:
+        """Describe the requests of the last intervals, of more where these have too few to tell the SLO's percentile."""
+        enough = self._slo.samples_min
+        counts, chosen = [0, 0], list[Lengths]()
+        for lengths in reversed(seen):
+            if len(chosen) >= intervals and min(counts) >= enough:
+                break
+            chosen.append(lengths)
+            counts = [count + each.count for count, each in zip(counts, lengths, strict=True)]
+        inputs = Digest.merged(each for each, _ in chosen)
+        outputs = Digest.merged(each for _, each in chosen)
+        unseen = [max(0, min(left, enough - count)) for left, count in zip(self._unseen, counts, strict=True)]
         return ExpectedDemand(
             rate_per_s=0.0,
-            input_tokens=_rounded(inputs, _INPUT_GUESS),
-            output_tokens=_rounded(outputs, _OUTPUT_GUESS),
+            input_tokens=_mean(inputs, _INPUT_GUESS, unseen[0]),
+            output_tokens=_mean(outputs, _OUTPUT_GUESS, unseen[1]),
             cached_share=cached_share,
             input_lengths=inputs,
             output_lengths=outputs,
@@ -171,12 +184,6 @@ class Estimator:
         """
         demand, slo = recent.demand, self._slo
         rate = self._rate.forecast()
-        inputs = Digest.merged(each for each, _ in self._lengths)
-        outputs = Digest.merged(each for _, each in self._lengths)
-        if not inputs.count:
-            inputs = demand.input_tokens
-        if not outputs.count:
-            outputs = demand.output_tokens
         late = {
             name: missed_quantile(digest, target_s, slo.percentile) if any(warm.values()) else None
             for name, digest, target_s in (
@@ -184,11 +191,10 @@ class Estimator:
                 ("itl", demand.itl_s, slo.itl_s),
             )
         }
-        expected = ExpectedDemand(
+        lengths = self._lengths or [(demand.input_tokens, demand.output_tokens)]
+        expected = msgspec.structs.replace(
+            self._described(lengths, _LENGTH_INTERVALS, self._cached_share(demand.cached_share)),
             rate_per_s=rate.high if rate else 0.0,
-            input_tokens=_mean(self._input, inputs, _INPUT_GUESS),
-            output_tokens=_mean(self._output, outputs, _OUTPUT_GUESS),
-            cached_share=self._cached_share(demand.cached_share),
             queued=demand.queued + sum(_stale(worker, slo.ttft_s) for worker in recent.workers),
             ttft_s=late["ttft"],
             itl_s=late["itl"],
@@ -196,18 +202,44 @@ class Estimator:
             itl_factor=self._itl_factor.value,
             warm=dict(warm),
             method=rate.method if rate else "",
-            input_lengths=inputs,
-            output_lengths=outputs,
         )
         return msgspec.structs.replace(expected, rates=self._rates(expected))
 
+    def surges(self, recent: Observation, expected: ExpectedDemand) -> dict[Role, float]:
+        """Give the work to expect by role where that of the last seconds is above the expected work beyond chance.
+
+        The last seconds are then the mean to expect, with the band of the forecast that they left.
+
+        Returns:
+            Requests of the expected lengths per second.
+        """
+        demand = recent.demand
+        inputs, outputs = demand.input_tokens, demand.output_tokens
+        now = _plain(expected)
+        if inputs.count:
+            now = msgspec.structs.replace(now, input_tokens=_mean(inputs, 1))
+        if outputs.count >= self._slo.samples_min:  # the first ones that end are the shortest ones
+            now = msgspec.structs.replace(now, output_tokens=_mean(outputs, 1))
+        found = {}
+        for capacity in self._capacities:
+            each_per_s, expected_per_s = (
+                capacity.rate_per_s(1, one, self._slo) for one in (now, _plain(expected))
+            )
+            if not (each_per_s > 0 and expected_per_s > 0):
+                continue
+            rate_per_s = demand.arrivals_per_s * expected_per_s / each_per_s
+            if surely_above(rate_per_s, recent.seconds, expected.rate_of(capacity.role), expected.spread):
+                load = self._load[capacity.role].forecast()
+                reserve = load.high / load.mean if load is not None and load.mean > 0 else 1.0
+                found[capacity.role] = min(reserve, _RESERVE_MAX) * rate_per_s
+        return found
+
     def _rates(self, expected: ExpectedDemand) -> dict[Role, float]:
         """Give the expected work of each role in requests of the expected lengths."""
-        plain = msgspec.structs.replace(expected, ttft_factor=1.0, itl_factor=1.0)
         rates = {}
         for capacity in self._capacities:
             load = self._load[capacity.role].forecast()
-            each_per_s = capacity.rate_per_s(1, plain, self._slo)
+            each_per_s = capacity.rate_per_s(1, _plain(expected), self._slo)
             if load is not None and each_per_s > 0:
                 rates[capacity.role] = load.high * each_per_s
         return rates
@@ -223,16 +255,15 @@ class Estimator:
         return present if found is None else min(1.0, found.mean)
 
 
-def _mean(series: Series, lengths: Digest, guess: int) -> int:
-    """Give the mean length to expect: the forecast, or what was seen where methods cannot be judged yet."""
-    found = series.forecast()
-    if found is not None and not found.is_cold:
-        return max(1, round(found.mean))
-    return _rounded(lengths, guess)
+def _mean(lengths: Digest, guess: int, unseen: int = 0) -> int:
+    """Give the mean length with the guess for those that were not seen yet."""
+    count = lengths.count + unseen
+    return max(1, round((lengths.total + unseen * guess) / count)) if count else guess
 
 
-def _rounded(lengths: Digest, guess: int) -> int:
-    return guess if lengths.mean is None else max(1, round(lengths.mean))
+def _plain(expected: ExpectedDemand) -> ExpectedDemand:
+    """Give the same for uncorrected latencies, in which work is forecast."""
+    return msgspec.structs.replace(expected, ttft_factor=1.0, itl_factor=1.0)
 
 
 def _stale(worker: WorkerView, ttft_s: float) -> int:

@@ -4,6 +4,7 @@ import msgspec
 
 from penstock.core.types.instances import Role
 from penstock.core.wire import Wire
+from penstock.planner.estimate.slo import Slo
 from penstock.runtime.observations.windows import Digest
 
 
@@ -25,6 +26,7 @@ class ExpectedDemand(Wire, frozen=True):
         method: the forecast's method.
         input_lengths: distribution of prompt tokens of late; empty if all are taken as equal.
         output_lengths: likewise of output tokens.
+        start_s: seconds until a worker that is added now serves.
     """
 
     rate_per_s: float
@@ -41,7 +43,18 @@ class ExpectedDemand(Wire, frozen=True):
     input_lengths: Digest = Digest()
     output_lengths: Digest = Digest()
     rates: dict[Role, float] = msgspec.field(default_factory=dict)
+    start_s: float = 0.0
 
     def rate_of(self, role: Role) -> float:
         """Give the requests per second to provide for in a role."""
         return self.rates.get(role, self.rate_per_s)
+
+    @property
+    def spread(self) -> float:
+        """Mean square over squared mean of the work of a request, of the lengths that differ most."""
+        return max(self.input_lengths.spread, self.output_lengths.spread)
+
+    def is_scant(self, slo: Slo) -> bool:
+        """Tell whether the lengths are of fewer requests than the SLO's percentile can be told by."""
+        counts = [each.count for each in (self.input_lengths, self.output_lengths)]
+        return any(counts) and min(counts) < slo.samples_min

@@ -13,26 +13,34 @@ _DEVIATIONS = 4.0
 """One in thirty thousand values of a normal distribution is so many deviations above its mean."""
 
 
-def surely_above(per_s: float, seconds: float, expected_per_s: float) -> bool:
-    """Tell whether a rate seen over `seconds` would hardly ever be seen by chance at `expected_per_s`."""
-    expected = expected_per_s * seconds
-    return per_s * seconds > expected + _DEVIATIONS * math.sqrt(max(expected, 1.0)) + 1
+def surely_above(per_s: float, seconds: float, expected_per_s: float, spread: float = 1.0) -> bool:
+    """Tell whether a rate seen over `seconds` would hardly ever be seen by chance at `expected_per_s`.
+
+    `spread` is the mean square over the squared mean of what each arrival counts: of work, requests are as few as their lengths differ.
+    """
+    seen, expected = per_s * seconds / spread, expected_per_s * seconds / spread
+    return seen > expected + _DEVIATIONS * math.sqrt(max(expected, 1.0)) + 1
 
 
 def missed_quantile(digest: Digest, target: float, percentile: float) -> float | None:
-    """Give the value at `percentile` if it misses the target beyond chance.
+    """Give what the value at `percentile` is at least, if that misses the target beyond chance.
+
+    The value itself says too much: of fifty requests, the 99th percentile is the worst one.
 
     Returns:
-        None if it is met, or if as many values above the target are seen in one of a thousand cases where it is met.
+        The largest bucket's middle that the percentile is below in one of a thousand cases only; None if even the target is not.
     """
     if not digest.count:
         return None
-    value = digest.quantile(percentile / 100)
-    assert value is not None, "not empty"
-    if value <= target:
-        return None
-    odds = _odds_of_more(digest.above(target), digest.count, 1 - percentile / 100)
-    return value if odds < _CHANCE else None
+    share, above, surely = 1 - percentile / 100, 0, None
+    for value, number in sorted(digest.values(), reverse=True):
+        if value <= target:
+            break
+        above += number
+        if _odds_of_more(above, digest.count, share) < _CHANCE:
+            surely = value
+            break
+    return surely
 
 
 def _odds_of_more(found: int, count: int, share: float) -> float:

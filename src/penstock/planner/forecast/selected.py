@@ -13,12 +13,15 @@ from penstock.planner.forecast.forecaster import Forecaster
 from penstock.planner.forecast.holt_winters import HoltWinters
 from penstock.planner.forecast.kalman import Kalman
 
-_ERRORS_MIN = 12
-"""Comparisons before a band is taken from errors."""
+_VALUES_MIN = 20
+"""Values before a band is taken from errors."""
 _COLD_HIGH = 1.5
 """Before that, the upper edge is the largest value so far times this."""
-_PRIOR, _PRIOR_WEIGHT = 0.15, 30.0
-"""Relative error that a band begins with, and how many errors it weighs as: a few quiet or loud minutes say little."""
+_PRIOR, _PRIOR_HORIZON, _PRIOR_WEIGHT = 0.15, 7, 4.0
+"""Relative error that a band begins with, at a horizon of so many intervals or fewer, and how many horizons it weighs as: a few quiet
+or loud minutes say little. Further ahead it grows as the root of the horizon, as the errors of a random walk do."""
+_HALF_LIFE, _HALF_LIFE_HORIZONS = 60, 8
+"""Intervals after which an error counts half; so many horizons if that is longer."""
 _RISE_MAX = 1.0
 """An error counts as twice the prediction at most: a jump from nothing says little of the next one."""
 _SWITCH = 0.7
@@ -47,7 +50,6 @@ class SelectedForecast:
         *,
         horizon: int,
         band: float = 0.7,
-        half_life: int = 60,
     ) -> None:
         """Begin without values.
 
@@ -55,7 +57,6 @@ class SelectedForecast:
             methods: at least one; the first is used until another is clearly better.
             horizon: intervals ahead for which capacity is decided now, such as a worker's start over the interval.
             band: share of values that shall lie between the band's edges, 0 to 1.
-            half_life: intervals after which an error counts half.
         """
         if not methods or horizon < 1 or not 0 < band < 1:
             raise ValueError(
@@ -64,7 +65,7 @@ class SelectedForecast:
             )
         self._horizon = horizon
         self._deviations = NormalDist().inv_cdf((1 + band) / 2)
-        self._decay = 0.5 ** (1 / half_life)
+        self._decay = 0.5 ** (1 / max(_HALF_LIFE, _HALF_LIFE_HORIZONS * horizon))
         self._tracks = [_Track(method, horizon) for method in methods]
         self._chosen = self._tracks[0]
         self._largest = 0.0
@@ -93,16 +94,16 @@ class SelectedForecast:
         mean = track.peak(self._horizon)
         if mean is None:
             return None
-        if track.errors < _ERRORS_MIN:
+        if self._seen < _VALUES_MIN:
             high = max(mean, _COLD_HIGH * self._largest)
             return Forecast(mean=mean, low=0.0, high=high, method=track.method.name, is_cold=True)
-        half = self._deviations * track.deviation * max(mean, track.scale)
+        unit = self._deviations * max(mean, track.scale)
         return Forecast(
             mean=mean,
-            low=max(0.0, mean - half),
-            high=mean + half,
+            low=max(0.0, mean - unit * track.down),
+            high=mean + unit * track.up,
             method=track.method.name,
-            mean_error=track.mean_error,
+            mean_error=track.mean_error if track.errors else None,
         )
 
 
@@ -119,12 +120,18 @@ class _Track:
         self._horizon = horizon
         self._error_sum = 0.0
         self._weight_sum = 0.0
-        self._square_sum, self._square_weight = _PRIOR**2 * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+        self._squares = _Squares(horizon), _Squares(horizon)
+        """Of errors above and below the prediction."""
 
     @property
-    def deviation(self) -> float:
-        """Standard deviation of relative errors, newer ones weighing more."""
-        return math.sqrt(self._square_sum / self._square_weight)
+    def up(self) -> float:
+        """Deviation of the values above their predictions, over these, newer ones weighing more."""
+        return self._squares[0].deviation
+
+    @property
+    def down(self) -> float:
+        """Likewise of those below."""
+        return self._squares[1].deviation
 
     @property
     def mean_error(self) -> float:
@@ -137,8 +144,8 @@ class _Track:
             self._error_sum = decay * self._error_sum + abs(value - predicted)
             self._weight_sum = decay * self._weight_sum + 1
             relative = min((value - predicted) / max(predicted, self.scale, 1e-9), _RISE_MAX)
-            self._square_sum = decay * self._square_sum + relative**2
-            self._square_weight = decay * self._square_weight + 1
+            self._squares[0].take(max(0.0, relative), decay)
+            self._squares[1].take(max(0.0, -relative), decay)
             self.errors += 1
         self.method.observe(value)
         self._open.append(self.method.predict(self._horizon))
@@ -149,3 +156,21 @@ class _Track:
         ahead = {*range(1, horizon + 1, stride), horizon}
         values = [value for steps in ahead if (value := self.method.predict(steps)) is not None]
         return max(values, default=None)
+
+
+class _Squares:
+    """One side's squared errors. Predictions made within one horizon are all wrong by the same jump, so they count as one."""
+
+    def __init__(self, horizon: int) -> None:
+        self._weight = 1 / horizon
+        self._sum = _PRIOR**2 * max(1.0, horizon / _PRIOR_HORIZON) * _PRIOR_WEIGHT / 2
+        self._weights = _PRIOR_WEIGHT
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation, if the other side's errors were as large."""
+        return math.sqrt(2 * self._sum / self._weights)
+
+    def take(self, error: float, decay: float) -> None:
+        self._sum = decay * self._sum + self._weight * error**2
+        self._weights = decay * self._weights + self._weight

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from penstock.core.types.instances import Role
 from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.observe.observation import Observation
 from penstock.runtime.observations.windows import Digest
@@ -54,7 +55,7 @@ class RecentDemand:
             self._kept_s -= self._intervals.popleft().seconds
 
     def replay(self, expected: ExpectedDemand, rng: random.Random) -> list[RehearsedRequest]:
-        """Give these requests at the expected rate, in the order of their times; those that queue now come first, at once.
+        """Give as many of these requests as make the expected work, in the order of their times; those that queue now come first, at once.
 
         Within an interval they come at random times, and their lengths are drawn from those that were seen in it.
         """
@@ -62,7 +63,7 @@ class RecentDemand:
 
     def _replay(self, expected: ExpectedDemand, rng: random.Random) -> Iterator[RehearsedRequest]:
         seen = sum(each.arrivals_per_s * each.seconds for each in self._intervals)
-        scale = expected.rate_per_s * self._kept_s / seen if seen else 0.0
+        scale = self._scale(expected)
         inputs, outputs = expected.input_lengths, expected.output_lengths
         lengths = _Lengths(expected, inputs, outputs, rng)
         for _ in range(expected.queued):
@@ -82,6 +83,26 @@ class RecentDemand:
             for at_s in sorted(rng.uniform(0.0, each.seconds) for _ in range(count)):
                 yield lengths.make(begin_s + at_s)
             begin_s += each.seconds
+
+    def _scale(self, expected: ExpectedDemand) -> float:
+        """Give the expected work over what was seen, of the role where it is the most."""
+        roles = list(expected.rates) or [Role.AGGREGATED]
+        return max(self._work_of(role, expected) for role in roles)
+
+    def _work_of(self, role: Role, expected: ExpectedDemand) -> float:
+        """Give one role's expected over seen tokens: of prompts, of answers, or of both."""
+        prompts, answers = role is not Role.DECODE, role is not Role.PREFILL
+        seen = sum(
+            each.arrivals_per_s
+            * each.seconds
+            * (
+                prompts * (each.input_tokens.mean or expected.input_tokens)
+                + answers * (each.output_tokens.mean or expected.output_tokens)
+            )
+            for each in self._intervals
+        )
+        tokens = prompts * expected.input_tokens + answers * expected.output_tokens
+        return expected.rate_of(role) * self._kept_s * tokens / seen if seen else 0.0
 
 
 class _Lengths:

@@ -1,5 +1,6 @@
 """Decisions on Llama 3.1 8B on H100, by the roofline."""
 
+from collections import Counter
 from dataclasses import replace
 
 import msgspec
@@ -17,6 +18,7 @@ from penstock.planner.decide.decider import Decider, cheapest
 from penstock.planner.decide.decision import Decision
 from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.estimate.slo import Slo
+from penstock.runtime.observations.windows import Digest, bucket_of
 
 MODEL = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"))
 A, P, D = (
@@ -26,6 +28,13 @@ A, P, D = (
 SLO = Slo(ttft_s=0.5, itl_s=0.025)
 ONE = Decider(capacities=(A,), slo=SLO, budget=16)
 TWO = Decider(capacities=(P, D), slo=SLO, budget=16)
+
+
+def digest(values):
+    counts = Counter(bucket_of(value) for value in values)
+    return Digest(count=len(values), total=float(sum(values)), buckets=dict(counts))
+
+
 RATES = st.floats(0.0, 400.0)
 NOW = st.integers(0, 16)
 
@@ -78,6 +87,47 @@ def test_a_queue_adds_what_drains_it_in_time():
     assert A.rate_per_s(chosen, asked(1.0), SLO) >= rate + 900 / ONE.drain_s
     assert chosen == 7
     assert "900 queued" in found.explain()
+
+
+def test_a_worker_that_starts_for_minutes_drains_the_queue_later():
+    rate = 0.99 * A.rate_per_s(4, asked(1.0), SLO)
+    soon, late = (
+        ONE.decide(asked(rate, queued=900, start_s=start_s), {Role.AGGREGATED: 4}).target[Role.AGGREGATED]
+        for start_s in (0.0, 300.0)
+    )
+    assert (soon, late) == (7, 5)
+
+
+def test_latencies_that_too_few_warm_workers_explain_add_nothing():
+    """The forecast asks for four workers: that two warm ones miss the SLO says nothing new."""
+    rate = 0.99 * A.rate_per_s(4, asked(1.0), SLO)
+    for warm, choice in ((2, 4), (4, 8)):
+        slow = asked(rate, itl_s=10 * SLO.itl_s, warm={Role.AGGREGATED: warm})
+        assert ONE.decide(slow, {Role.AGGREGATED: 4}).target == {Role.AGGREGATED: choice}
+
+
+def test_a_rate_that_wavers_by_chance_keeps_its_workers():
+    """Two workers at 85 % of what one serves: equal requests waver by less, requests of very different lengths by more."""
+    one = A.rate_per_s(1, asked(1.0), SLO)
+    assert ONE.decide(asked(0.85 * one), {Role.AGGREGATED: 2}).target == {Role.AGGREGATED: 1}
+    wide = digest([1] * 90 + [20_000] * 10)
+    slow = Decider(capacities=(A.slower(10.0),), slo=Slo(ttft_s=5.0, itl_s=0.25), budget=16)
+    one = slow.capacities[0].rate_per_s(1, asked(1.0, input_lengths=wide), slow.slo)
+    held = asked(0.85 * one, input_lengths=wide)
+    assert slow.decide(held, {}).target == {Role.AGGREGATED: 1}
+    assert slow.decide(held, {Role.AGGREGATED: 2}).target == {Role.AGGREGATED: 2}
+
+
+def test_too_few_requests_do_not_tell_that_an_slo_is_out_of_reach():
+    decider = Decider(capacities=(A,), slo=Slo(ttft_s=0.005, itl_s=1.0), budget=6)
+    few, enough = digest([2000] * 99), digest([2000] * 100)
+    found = decider.decide(asked(9.0, input_lengths=few, output_lengths=enough), {Role.AGGREGATED: 2})
+    assert (found.target, found.shortfall) == ({Role.AGGREGATED: 2}, "")
+    assert "100 that a percentile of 99 needs" in found.explain()
+    slow = asked(9.0, input_lengths=few, output_lengths=enough, ttft_s=0.0075)
+    assert decider.decide(slow, {Role.AGGREGATED: 2}).target == {Role.AGGREGATED: 3}
+    found = decider.decide(asked(9.0, input_lengths=enough, output_lengths=enough), {Role.AGGREGATED: 2})
+    assert found.target == {Role.AGGREGATED: 6}
 
 
 def test_an_slo_error_adds_in_proportion_to_the_role_that_causes_it():

@@ -54,6 +54,10 @@ def seen(rate, inputs=100, outputs=50, **more):
     return Observation(at_s=0.0, seconds=10.0, demand=demand, frontends=("f",))
 
 
+def replace_percentile(percentile):
+    return Slo(ttft_s=SLO.ttft_s, itl_s=SLO.itl_s, percentile=percentile)
+
+
 def estimator():
     return Estimator([CAPACITY], SLO, interval_s=10.0, horizon_s=120.0)
 
@@ -79,10 +83,53 @@ def test_lengths_follow_and_keep_their_distribution():
     for step in range(60):
         new.take(seen(4.0, inputs=100 + 10 * step))
     expected = new.expect(seen(4.0), warm={Role.AGGREGATED: 1})
-    assert expected.input_tokens > 600
+    assert expected.input_tokens == pytest.approx(100 + 10 * 44.5, rel=0.01), "the mean of what was seen"
     assert expected.input_lengths.count == 30 * 40
     assert expected.input_lengths.spread > 1.01
     assert expected.output_lengths.spread == pytest.approx(1.0, abs=0.1)
+
+
+def test_the_first_answers_that_end_are_the_shortest():
+    slo = replace_percentile(99.0)
+    new = Estimator([CAPACITY], slo, interval_s=10.0, horizon_s=120.0)
+    few = seen(4.0, inputs=2000, outputs=10)
+    new.take(few)
+    first = new.expect(few, warm={})
+    assert first.is_scant(slo), "40 of 100"
+    assert first.output_tokens == pytest.approx((40 * 10 + 60 * 256) / 100, rel=0.01)
+    for _ in range(3):
+        new.take(few)
+    later = new.expect(few, warm={})
+    assert not later.is_scant(slo)
+    assert (later.input_tokens, later.output_tokens) == (2000, 10)
+
+
+def test_rare_requests_are_described_by_as_many_as_the_percentile_needs():
+    """At 0.4 requests/s, 30 intervals have 120 requests; at a tenth of it the distribution reaches further back."""
+    slo = replace_percentile(99.0)
+    new = Estimator([CAPACITY], slo, interval_s=10.0, horizon_s=120.0)
+    for _ in range(100):
+        new.take(seen(0.4))
+    assert new.expect(seen(0.4), warm={}).input_lengths.count == 120
+    for _ in range(60):
+        new.take(seen(0.1, inputs=300))
+    expected = new.expect(seen(0.1), warm={})
+    assert expected.input_lengths.count == 60 + 40
+    assert 100 < expected.input_tokens < 300
+
+
+def test_a_surge_of_work_is_one_without_more_requests():
+    new = estimator()
+    for _ in range(60):
+        new.take(seen(8.0))
+    expected = new.expect(seen(8.0), warm={D: 1})
+    assert new.surges(seen(8.0), expected) == {}
+    assert new.surges(seen(8.0, outputs=60), expected) == {}, "within the band"
+    longer = new.surges(seen(8.0, outputs=200), expected)
+    assert longer[D] > 2 * expected.rate_of(D)
+    more = new.surges(seen(24.0), expected)
+    load = new.forecasts["decode_load"]
+    assert more[D] == pytest.approx(24.0 * load.high / load.mean, rel=0.01), "with the band of the forecast"
 
 
 def test_present_latencies_count_only_once_workers_are_warm():

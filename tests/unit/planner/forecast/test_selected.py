@@ -76,6 +76,37 @@ def test_nine_in_ten_values_stay_below_the_upper_edge(level: float) -> None:
     assert 0.85 < above_low / seen < 0.95
 
 
+def test_one_jump_is_one_error_however_many_forecasts_missed_it() -> None:
+    """A worker that starts for 30 intervals: all forecasts of the 30 before a jump miss it, and the band after it does not double."""
+    widths = []
+    for horizon in (6, 30):
+        selected = SelectedForecast(standard_methods(), horizon=horizon)
+        for at in range(200):
+            selected.observe(10.0 if at < 130 else 16.0)
+            if at in (129, 199):
+                forecast = selected.forecast()
+                assert forecast is not None
+                widths.append(forecast.high / forecast.mean - 1)
+    near_before, near_after, far_before, far_after = widths
+    assert far_before > 1.3 * near_before, "a random walk is further off after a longer time"
+    assert near_before < near_after < 0.25, "the jump was by 0.6"
+    assert far_before < far_after < 1.7 * far_before
+
+
+def test_values_below_the_forecast_do_not_raise_its_upper_edge() -> None:
+    edges = []
+    for later in (10.0, 4.0):
+        selected = SelectedForecast(standard_methods(), horizon=6)
+        for at in range(200):
+            selected.observe(10.0 if at < 130 else later)
+        forecast = selected.forecast()
+        assert forecast is not None
+        edges.append((1 - forecast.low / forecast.mean, forecast.high / forecast.mean - 1))
+    (even_low, even_high), (fallen_low, fallen_high) = edges
+    assert fallen_low > 3 * even_low
+    assert fallen_high == pytest.approx(even_high, rel=0.01)
+
+
 def test_impossible_values_are_ignored() -> None:
     selected = SelectedForecast([Constant()], horizon=1)
     for value in (3.0, math.nan, math.inf, -1.0):

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -114,6 +115,22 @@ def test_recent_requests_keep_their_bursts_and_have_the_expected_rate():
     tokens = sum(each.input_tokens for each in load) / len(load)
     assert tokens == pytest.approx(2000, rel=0.06)
     assert sum(each.new_tokens for each in load) == pytest.approx(0.75 * tokens * len(load), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("rates", "count"), [({}, 20), ({A: 40.0}, 40), ({P: 40.0, D: 20.0}, 40), ({P: 10.0, D: 30.0}, 30)]
+)
+def test_recent_requests_have_the_expected_work_of_the_role_with_the_most(rates, count):
+    recent = RecentDemand(60.0)
+    for _ in range(6):
+        recent.take(seen(20.0), 10.0)
+    load = recent.replay(expected(20.0, rates=rates), random.Random(1))
+    assert len(load) == count * 60
+    longer = expected(20.0, rates=rates)
+    longer = msgspec.structs.replace(longer, input_tokens=4000, output_tokens=200)
+    assert len(recent.replay(longer, random.Random(1))) == 2 * count * 60, (
+        "as many tokens in shorter requests"
+    )
 
 
 def check(rates, now, target, rate_per_s):
