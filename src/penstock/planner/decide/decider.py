@@ -19,8 +19,8 @@ _STEP_MAX = 2.0
 _REPLICAS_MAX = 4096
 _MEMORY_S = 60.0
 """A forecast rests on the requests of about so long."""
-_DEVIATIONS = 2.0
-"""Of a steady demand one forecast in forty is so many deviations above its mean, and they are rarely so for a whole cool-down."""
+_DEVIATIONS = 3.0
+"""Of a steady demand one forecast in seven hundred is so many deviations off: an hour has 360."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
