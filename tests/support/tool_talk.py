@@ -26,7 +26,8 @@ SAID = (
 )
 
 
-def says(text: str, *, at_once: int = 1) -> ScriptedDispatcher:
+def says(text: str, *, at_once: int = 1, context_length: int = 4096) -> ScriptedDispatcher:
+    """Make a dispatcher whose every answer is this text."""
     ids: Sequence[int] = [*TOKENIZER.encode(text).ids, 0]
-    card = tiny_card(files=FILES, context_length=4096)
+    card = tiny_card(files=FILES, context_length=context_length)
     return ScriptedDispatcher(speak(ids, finish=FinishReason.STOP, at_once=at_once), [card], FILES)

@@ -35,7 +35,7 @@ from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor,
 from penstock.frontend.responses.store import ResponseStore, stored_messages, with_answer
 from penstock.frontend.tenants.tenants import ANONYMOUS, BELIEVED, Tenant
 from penstock.frontend.text.models import ModelCache, ServedModel
-from penstock.frontend.tokens.bodies import parse_detokenize
+from penstock.frontend.tokens.bodies import TokenizerInfo, parse_detokenize
 from penstock.seams import RequestDispatcher
 
 
@@ -269,6 +269,25 @@ class Frontend:
                 )
             (name,) = names
         return await self._models.get(name)
+
+    async def tokenizer_info(self, name: str | None) -> TokenizerInfo:
+        """Describe a model's tokenizer; None: that of the only model.
+
+        Raises:
+            PenstockError: nobody serves it, or there are several and none is named.
+        """
+        model = await self.served_model(name)
+        template = model.template
+        tokens = {} if template is None else template.special_tokens
+        return TokenizerInfo(
+            tokenizer_class="PreTrainedTokenizerFast",
+            model_max_length=model.card.context_length,
+            bos_token=tokens.get("bos_token"),
+            eos_token=tokens.get("eos_token"),
+            unk_token=tokens.get("unk_token"),
+            pad_token=tokens.get("pad_token"),
+            chat_template=None if template is None else template.source,
+        )
 
     def models(self) -> ModelList:
         entries = [_entry(card) for card in self.dispatcher.models().values()]

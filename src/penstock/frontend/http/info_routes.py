@@ -25,6 +25,7 @@ class InfoRoutes:
             web.get("/v1/models", self._models),
             web.get("/v1/models/", self._models),
             web.get("/v1/models/{model:.+}", self._model),
+            web.get("/tokenizer_info", self._tokenizer_info),
             web.get("/health", self._health),
             web.get("/live", self._live),
             web.get("/ping", self._health),
@@ -39,6 +40,9 @@ class InfoRoutes:
 
     async def _model(self, request: web.Request) -> web.Response:
         return json_response(encode(self._frontend.model(request.match_info["model"])))
+
+    async def _tokenizer_info(self, request: web.Request) -> web.Response:
+        return json_response(encode(await self._frontend.tokenizer_info(request.query.get("model"))))
 
     async def _health(self, _: web.Request) -> web.Response:
         reason = "the server is shutting down" if self._is_draining() else self._frontend.unhealthy()

@@ -63,7 +63,7 @@ class ChatTemplate:
         self.source = source
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))
         """Variables that the template reads, such as `tools` or `enable_thinking`."""
-        self._special_tokens = special_tokens
+        self.special_tokens = special_tokens
         self.takes_strings = self._shows(_PROBE)
         """Whether a message's content may be a string."""
         self.takes_parts = self._shows([{"type": "text", "text": _PROBE}])
@@ -101,7 +101,7 @@ class ChatTemplate:
             RequestError: the template refuses these messages.
         """
         variables = {
-            **self._special_tokens,
+            **self.special_tokens,
             "tools": None,
             "documents": None,
             "add_generation_prompt": True,

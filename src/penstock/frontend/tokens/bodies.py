@@ -52,6 +52,18 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
+class TokenizerInfo(msgspec.Struct):
+    """What clients that tokenize by this server ask of its tokenizer, by the names of tokenizer_config.json."""
+
+    tokenizer_class: str
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    unk_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+
+
 _decode_tokenize = msgspec.json.Decoder(TokenizeRequest).decode
 _decode_detokenize = msgspec.json.Decoder(DetokenizeRequest).decode
 

@@ -160,6 +160,10 @@ def test_texts_become_tokens_and_tokens_texts() -> None:
                 (await site.ask("POST", "/detokenize", json.dumps({"tokens": rendered}).encode())).body
             )
             assert back == {"prompt": "<|user|>hello<|end|><|assistant|>"}
+            info = json.loads((await site.ask("GET", "/tokenizer_info")).body)
+            assert (info["eos_token"], info["model_max_length"]) == ("<|end|>", 512)
+            assert "add_generation_prompt" in info["chat_template"]
+            assert (await site.ask("GET", "/tokenizer_info?model=none")).status == 404
             refused = await site.ask("POST", "/detokenize", b'{"tokens": [99999]}')
             assert (refused.status, refused.error["param"]) == (400, "tokens")
             refused = await site.ask("POST", "/tokenize", b"{}")

@@ -108,3 +108,14 @@ def test_a_template_without_tools_refuses_them() -> None:
             assert caught.value.param == "tools"
 
     run(test)
+
+
+def test_tools_of_a_large_body_are_parsed_too() -> None:
+    async def test() -> None:
+        async with serving(dispatcher=says(SAID, context_length=200_000)) as site:
+            long = [{"role": "system", "content": "the quick brown fox " * 4000}, *ASK]
+            answer = await site.client.chat.completions.create(model="tiny", messages=long, tools=TOOLS)
+            assert answer.choices[0].message.tool_calls[0].function.arguments == PARIS
+            assert answer.choices[0].message.reasoning_content == "hm\n"
+
+    run(test)
