@@ -76,12 +76,7 @@ async def run_worker(
     )
     tell(Phase(what="loads the engine"))
     engine = create_engine(role.engine, spec)
-    if graph.worker.kv_transfer.peers and not isinstance(engine, KvBlocks):
-        _log.warning(
-            "kv_peers_without_effect",
-            engine=role.engine,
-            fix="leave worker.kv_transfer.peers out, or use engine paged or mock: others show no KV blocks",
-        )
+    check_peers(graph, role, engine)
     async with LocalDiscovery(common.hub_address, identity, rng=random.Random()) as discovery:
         worker = Worker(
             engine,
@@ -115,6 +110,16 @@ async def run_worker(
                 telling.cancel()
                 observing.cancel()
                 obeying.cancel()
+
+
+def check_peers(graph: Graph, role: RoleSpec, engine: Engine) -> None:
+    """Warn where `worker.kv_transfer.peers` is set for an engine that shows no KV blocks."""
+    if graph.worker.kv_transfer.peers and not isinstance(engine, KvBlocks):
+        _log.warning(
+            "kv_peers_without_effect",
+            engine=role.engine,
+            fix="leave worker.kv_transfer.peers out, or use engine paged or mock: others show no KV blocks",
+        )
 
 
 def _transfer_agent(graph: Graph, job: WorkerJob, name: str, secret: bytes) -> TransferAgent:
