@@ -16,6 +16,7 @@ from tables import (
     disagg,
     eviction,
     kv_cut,
+    kv_prefetch,
     kv_retention,
     kv_stores,
     kv_write_back,
@@ -41,6 +42,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = (
     | results.TABLES
     | disagg.TABLES
     | kv_cut.TABLES
+    | kv_prefetch.TABLES
     | kv_retention.TABLES
     | kv_stores.TABLES
     | kv_write_back.TABLES
