@@ -96,12 +96,13 @@ class PythonTiers : public JumpTiers {
 class BoundScheduler {
   public:
     BoundScheduler(Pool& pool, Count block_size, Count max_batch_tokens, Count prompt_budget, Count max_running,
-                   nb::object tiers, Count prefetched)
+                   nb::object tiers, Count prefetched, std::vector<std::pair<Count, Count>> windows, Count whole_layers)
         : block_size_(positive(block_size, "block_size")),
           tiers_(tiers.is_none() ? nullptr : std::make_unique<PythonTiers>(std::move(tiers))),
           scheduler_(pool, block_size,
                      {positive(max_batch_tokens, "max_batch_tokens"), positive(prompt_budget, "prompt_budget"),
-                      positive(max_running, "max_running"), prefetched},
+                      positive(max_running, "max_running"), prefetched, checked(std::move(windows)),
+                      positive(whole_layers, "whole_layers")},
                      tiers_.get()) {}
 
     Count num_waiting() const { return scheduler_.num_waiting(); }
@@ -181,6 +182,14 @@ class BoundScheduler {
         return value;
     }
 
+    static std::vector<std::pair<Count, Count>> checked(std::vector<std::pair<Count, Count>> windows) {
+        for (const auto& [tokens, layers] : windows) {
+            positive(tokens, "windows: tokens");
+            positive(layers, "windows: layers");
+        }
+        return windows;
+    }
+
     static nb::list as_list(const std::vector<Told>& told) {
         nb::list list;
         for (const Told& one : told) {
@@ -200,8 +209,10 @@ void bind_jump_scheduler(nb::module_& module);
 
 void bind_jump_scheduler(nb::module_& module) {
     nb::class_<BoundScheduler>(module, "JumpScheduler")
-        .def(nb::init<Pool&, Count, Count, Count, Count, nb::object, Count>(), "pool"_a, "block_size"_a, "max_batch_tokens"_a,
-             "prompt_budget"_a, "max_running"_a, "tiers"_a = nb::none(), "prefetched"_a = 0, nb::keep_alive<1, 2>())
+        .def(nb::init<Pool&, Count, Count, Count, Count, nb::object, Count,
+                      std::vector<std::pair<Count, Count>>, Count>(), "pool"_a, "block_size"_a, "max_batch_tokens"_a,
+             "prompt_budget"_a, "max_running"_a, "tiers"_a = nb::none(), "prefetched"_a = 0,
+             "windows"_a = std::vector<std::pair<Count, Count>>{}, "whole_layers"_a = 1, nb::keep_alive<1, 2>())
         .def_prop_ro("num_waiting", &BoundScheduler::num_waiting)
         .def_prop_ro("wants_plan", &BoundScheduler::wants_plan)
         .def_prop_ro("blocks_reserved", &BoundScheduler::blocks_reserved)

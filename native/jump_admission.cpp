@@ -81,14 +81,15 @@ Count JumpScheduler::admit(Count budget, std::vector<Share>& admitted, std::opti
         Cached cached = match(sequence);
         const bool is_loaded = cached.num_lower > 0;
         const auto idle = pool_.count_idle(cached.hits);
-        if (blocks - size_of(cached.hits) - cached.num_targets + reserved > static_cast<Count>(pool_.num_available() - idle)) {
+        const Count windows = windows_of(sequence, size_of(cached.hits) + cached.num_lower);
+        if (blocks + windows - size_of(cached.hits) - cached.num_targets + reserved > static_cast<Count>(pool_.num_available() - idle)) {
             if (give_way(&sequence)) {
                 continue;
             }
             head_blocked_ = true;
             break;
         }
-        take_in(sequence, std::move(cached));
+        take_in(sequence, std::move(cached), windows);
         if (!is_loaded) {
             const Count amount = std::min({budget, limits_.prompt_budget, sequence.lacking()});
             extend({{&sequence, blocks_of(sequence.computed + amount) - size_of(sequence.blocks)}});
@@ -99,6 +100,37 @@ Count JumpScheduler::admit(Count budget, std::vector<Share>& admitted, std::opti
         reserved += 1 + blocks - size_of(sequence.blocks);
     }
     return budget;
+}
+
+// Count the blocks of a request's windows, whose steps have so many of its tokens at most.
+Count JumpScheduler::window_blocks(Count tokens, Count step_tokens) const {
+    Count in_layers = 0;
+    for (const auto& [window, layers] : limits_.windows) {
+        in_layers += layers * std::min(blocks_of(tokens), blocks_of(window - 2 + step_tokens) + 1);
+    }
+    return (in_layers + limits_.whole_layers - 1) / limits_.whole_layers;
+}
+
+// Count the blocks of a waiting sequence's windows, for its prompt's chunks and its whole answer.
+Count JumpScheduler::windows_of(const JumpSequence& sequence, Count num_cached) const {
+    if (limits_.windows.empty()) {
+        return 0;
+    }
+    const Count step_tokens = std::min(sequence.known - num_cached * size_, limits_.prompt_budget);
+    return std::max(window_blocks(sequence.known, step_tokens), window_blocks(sequence.end_tokens, 1));
+}
+
+// Free what the windows of a prompt needed for its chunks and its answer does not need.
+void JumpScheduler::end_chunks(JumpSequence& sequence) {
+    if (sequence.windows.empty()) {
+        return;
+    }
+    const Count keep = window_blocks(sequence.end_tokens, 1);
+    if (keep < size_of(sequence.windows)) {
+        pool_.release(std::span(sequence.windows).subspan(at(keep)));
+        sequence.windows.resize(at(keep));
+        look_again();
+    }
 }
 
 // Count the tokens that a waiting sequence would have to compute now.
@@ -124,10 +156,15 @@ JumpScheduler::Cached JumpScheduler::match(JumpSequence& sequence, const Ahead& 
 
 // Give a waiting sequence the blocks that are cached of it, and count them. Those in lower tiers are loaded; until then
 // the sequence only holds blocks.
-void JumpScheduler::take_in(JumpSequence& sequence, Cached cached) {
+void JumpScheduler::take_in(JumpSequence& sequence, Cached cached, Count windows) {
     waiting_.remove(sequence);
     pool_.acquire(cached.hits);
     const auto held_targets = pass_on(sequence);
+    if (windows > 0) {
+        auto taken = pool_.allocate(at(windows));
+        require(taken.has_value(), "blocks: fewer are there than were counted");
+        sequence.windows = std::move(*taken);
+    }
     sequence.blocks = std::move(cached.hits);
     sequence.published = size_of(sequence.blocks);
     sequence.parent.reset();

@@ -40,7 +40,7 @@ void JumpScheduler::hold_next() {
     std::optional<Ahead> ahead;
     Ahead passed;
     waiting_.visit_in_turn([&](JumpSequence& sequence) {
-        free -= sequence.known / size_ + 1 - sequence.num_held();
+        free -= sequence.known / size_ + 1 - sequence.num_held() + windows_of(sequence, sequence.num_held());
         if (free < 0 || number++ == limits_.prefetched) {
             return false;
         }

@@ -7,7 +7,7 @@
 
 namespace penstock {
 JumpScheduler::JumpScheduler(Pool& pool, Count block_size, JumpLimits limits, JumpTiers* tiers)
-    : pool_(pool), size_(block_size), limits_(limits), tiers_(tiers), batch_(block_size) {}
+    : pool_(pool), size_(block_size), limits_(std::move(limits)), tiers_(tiers), batch_(block_size) {}
 
 void JumpScheduler::reorder(std::optional<double> ageing) {
     waiting_.reorder(ageing);
@@ -221,6 +221,7 @@ void JumpScheduler::take_prompt(JumpSequence& sequence, Count amount) {
     if (sequence.lacking() > 0 || sequence.is_aborted) {
         return;
     }
+    end_chunks(sequence);
     batch_.join(sequence);
     ++generated_tokens_;
     if (sequence.known < sequence.end_tokens) {
@@ -260,6 +261,7 @@ void JumpScheduler::leave(JumpSequence& sequence, bool comes_back) {
         sequence.name(sequence.published);
         tiers_->offload(std::span(sequence.hashes).first(at(sequence.published)));
     }
+    sequence.blocks.insert(sequence.blocks.end(), sequence.windows.begin(), sequence.windows.end());
     if (comes_back) {
         pool_.release(sequence.blocks);
     } else {
@@ -267,6 +269,7 @@ void JumpScheduler::leave(JumpSequence& sequence, bool comes_back) {
         pool_.release(sequence.blocks, sequence.use);
     }
     sequence.blocks.clear();
+    sequence.windows.clear();
     sequence.published = sequence.computed = 0;
     sequence.parent.reset();
     look_again();
@@ -317,8 +320,10 @@ JumpLoad JumpScheduler::load(Count steps) const {
 std::vector<std::pair<BlockId, std::int32_t>> JumpScheduler::held() const {
     std::map<BlockId, std::int32_t> counts;
     for (const JumpSequence* sequence : batch_.running()) {
-        for (const BlockId id : sequence->blocks) {
-            ++counts[id];
+        for (const auto* blocks : {&sequence->blocks, &sequence->windows}) {
+            for (const BlockId id : *blocks) {
+                ++counts[id];
+            }
         }
     }
     for (const JumpSequence* sequence : holding_) {

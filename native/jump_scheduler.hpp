@@ -80,6 +80,8 @@ struct JumpLimits {
     Count prompt_budget; // of one prompt in one step
     Count max_running;
     Count prefetched; // next requests of the queue that hold what is cached of them
+    std::vector<std::pair<Count, Count>> windows = {}; // (tokens, layers) of each sliding window with blocks of its own
+    Count whole_layers = 1; // layers without a window, whose KV is that of a block
 };
 
 // Owns the requests. The caller owns the pool and the tiers below it; `tiers` is nullptr without any. Each plan is
@@ -155,6 +157,9 @@ class JumpScheduler {
         Count num_targets = 0;
     };
 
+    Count window_blocks(Count tokens, Count step_tokens) const;
+    Count windows_of(const JumpSequence& sequence, Count num_cached) const;
+    void end_chunks(JumpSequence& sequence);
     Count lacking(JumpSequence& sequence) const;
     Cached match(JumpSequence& sequence, const Ahead& ahead = {}) const;
     bool may_hold() const;
@@ -166,7 +171,7 @@ class JumpScheduler {
     bool give_way(const JumpSequence* first = nullptr);
     void unhold(JumpSequence& sequence);
     Count admit(Count budget, std::vector<Share>& admitted, std::optional<double> before = {});
-    void take_in(JumpSequence& sequence, Cached cached);
+    void take_in(JumpSequence& sequence, Cached cached, Count windows);
     void take_arrived();
     Count longest_jump() const;
     void preempt(JumpSequence& sequence);

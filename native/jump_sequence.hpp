@@ -38,6 +38,7 @@ struct JumpSequence {
     Count computed = 0; // tokens whose KV is there, while its prompt is computed
     std::optional<Count> joined = {};
     std::vector<BlockId> blocks = {};
+    std::vector<BlockId> windows = {}; // blocks of its sliding windows
     Count published = 0; // its leading blocks that are in the prefix cache
     std::optional<std::uint64_t> parent = {}; // low half of the last of those
     std::optional<Count> cached_tokens = {};

@@ -126,6 +126,8 @@ class JumpScheduler:
         max_running: int,
         tiers: Tiers | None = None,
         prefetched: int = 0,
+        windows: Sequence[tuple[int, int]] = (),
+        whole_layers: int = 1,
     ) -> None: ...
     @property
     def num_waiting(self) -> int: ...

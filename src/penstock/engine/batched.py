@@ -95,9 +95,12 @@ class BatchedEngine:
         limits = SequenceLimits(
             block_size=runner.block_size,
             model_context_length=runner.context_length,
-            kv_tokens=runner.num_blocks * runner.block_size,
+            kv_tokens=runner.windows.tokens_beside(
+                runner.num_blocks, self._config.prompt_budget, runner.block_size
+            ),
             vocab_size=runner.vocab_size,
             hash_key=self._hash_key,
+            windows=runner.windows,
         )
         pool = BlockPool(
             runner.num_blocks,

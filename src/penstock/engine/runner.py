@@ -13,6 +13,7 @@ from typing import Protocol
 from penstock.core.log import get_logger
 from penstock.core.types.kv.layout import KvLayout
 from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
+from penstock.kv.groups.windows import ONE_TABLE, Windows
 
 _log = get_logger()
 
@@ -24,6 +25,7 @@ class RunnerInfo:
     Attributes:
         context_length: the model's own limit; the engine lowers it to what `num_blocks` can hold.
         kv_layout: None without KV memory.
+        windows: sliding windows with blocks of their own, for runners that keep no KV.
     """
 
     num_blocks: int
@@ -33,6 +35,7 @@ class RunnerInfo:
     eos_token_ids: tuple[int, ...] = ()
     kv_bytes_per_block: int = 0
     kv_layout: KvLayout | None = None
+    windows: Windows = ONE_TABLE
 
 
 def end_tokens_within(vocab_size: int, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from penstock.graph import RoleSpec
 from penstock.graph.capacities import hardware_of
 from penstock.graph.engine_prices import make_latency, make_roofline
 from penstock.graph.step_size import with_step_size
+from penstock.kv.groups.windows import ONE_TABLE, Windows
 from penstock.perf.latency import LatencyModel
 from penstock.perf.model.hardware import Hardware
 from penstock.perf.model.shape import ModelShape
@@ -52,6 +53,8 @@ class RoleGroup:
     """How to increase the KV capacity, as text."""
     profile: Profile | None = None
     """Measured profile of the engines; None is the roofline alone."""
+    windows: Windows = ONE_TABLE
+    """Sliding windows for which running requests hold blocks of their own."""
     lower_tiers: tuple[LowerTier, ...] = ()
     """(tier, blocks) of each tier below a worker's device, nearest first."""
 
@@ -93,14 +96,17 @@ class RoleGroup:
         Raises:
             ConfigError: it does not fit; the text has the arithmetic.
         """
-        capacity = self.num_blocks * self.block_size
-        held = self.latency.kv_held_tokens(longest_tokens)
-        windows = f" (which take {held:,.0f} with their windows)" if held > longest_tokens else ""
+        budget = self.scheduler.prompt_budget
+        capacity = self.windows.tokens_beside(self.num_blocks, budget, self.block_size)
+        windows = ""
+        if self.windows.layers:
+            blocks = self.num_blocks - capacity // self.block_size
+            windows = f" beside {blocks:,} blocks for its windows in a step of {budget:,} tokens"
         beneath = "; lower tiers hold only what does not run" if self.lower_tiers else ""
         whose = "a worker" if self.role is Role.AGGREGATED else f"a {self.role} worker"
-        if held > capacity:
+        if longest_tokens > capacity:
             raise ConfigError(
-                f"KV: the longest {what} has {longest_tokens:,} tokens{windows}, and {whose}'s KV holds {capacity:,}:"
+                f"KV: the longest {what} has {longest_tokens:,} tokens, and {whose}'s KV holds {capacity:,}{windows}:"
                 f" {self.arithmetic}{beneath}; {self.remedy}, or take a shorter trace"
             )
 
@@ -119,8 +125,26 @@ class RoleGroup:
             vocab_size=VOCAB_SIZE,
             kv_bytes_per_block=self.block_bytes,
             kv_layout=no_layout(self.block_bytes, self.block_size, self.num_blocks),
+            windows=self.windows,
         )
-        scheduler = SchedulerConfig.of_ranks(
+        if exact:
+            return ExactEngine(
+                self.latency, info, self.scheduler, pace, stream_of, lower_tiers=self.lower_tiers
+            )
+        return JumpEngine(
+            self.latency,
+            info,
+            self.scheduler,
+            stream_of,
+            pace=pace,
+            prices=self.prices,
+            lower_tiers=self.lower_tiers,
+        )
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """Bounds of a worker's batch and queue."""
+        return SchedulerConfig.of_ranks(
             self.spec.data_parallel,
             max_batch_tokens=self.spec.max_batch_tokens,
             max_running_requests=self.spec.max_running_requests,
@@ -131,17 +155,6 @@ class RoleGroup:
             eviction=self.spec.kv.eviction,
             tenant_share=self.spec.kv.tenant_share,
             prefetched_requests=self.spec.kv.prefetch,
-        )
-        if exact:
-            return ExactEngine(self.latency, info, scheduler, pace, stream_of, lower_tiers=self.lower_tiers)
-        return JumpEngine(
-            self.latency,
-            info,
-            scheduler,
-            stream_of,
-            pace=pace,
-            prices=self.prices,
-            lower_tiers=self.lower_tiers,
         )
 
 
@@ -205,8 +218,16 @@ def plan_role_group(
         arithmetic,
         remedy,
         profile,
+        _windows(shape, roofline),
         tuple(_lower_tiers(role, spec, num_blocks, latency.kv_bytes_per_token * block_size)),
     )
+
+
+def _windows(shape: ModelShape, roofline: Roofline) -> Windows:
+    """Give the windows with blocks of their own; a model with windows alone keeps the whole context in one table."""
+    layers = Counter(window for window in shape.windows if window is not None)
+    whole = shape.layers - layers.total()
+    return Windows(tuple(sorted(layers.items())), whole) if roofline.frees_windows and whole else ONE_TABLE
 
 
 def _lower_tiers(role: Role, spec: RoleSpec, num_blocks: int, block_bytes: float) -> Iterator[LowerTier]:

@@ -4,6 +4,8 @@ The test is the runner: it writes into each token's place in the pool which pref
 reads, so that a block shared, freed or overwritten too early shows.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import event, settings
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from penstock.core.wire import pack_tokens, unpack_hashes, unpack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import Sampled, SequenceLimits
+from penstock.kv.groups.windows import Windows
 from penstock.kv.pool.pool import BlockPool
 
 BLOCK_SIZE = 4
@@ -29,6 +32,9 @@ LIMITS = SequenceLimits(
     kv_tokens=NUM_BLOCKS * BLOCK_SIZE,
     vocab_size=VOCAB,
     hash_key=bytes(16),
+)
+windows = st.sampled_from(
+    [Windows(), Windows(), Windows(((6, 1),), 1), Windows(((5, 5), (9, 2)), 2), Windows(((1, 1),), 1)]
 )
 configs = st.sampled_from(
     [
@@ -78,16 +84,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_submitted = 0
         self.expected = {}  # request id -> Expectation, of those submitted and neither ended nor aborted
         self.plan = None
-        self.cells = np.zeros((NUM_BLOCKS, BLOCK_SIZE), dtype=np.int64)
         self.resident = set()
         self.generated = 0
         self.held = []  # (blocks held from outside, what was in them)
         self.parents = {}  # low64 of every full block computed -> low64 of its parent
+        self.marked = {}  # request id -> blocks of its windows at its last step
 
-    @initialize(config=configs)
-    def start(self, config):
-        self.config = config
-        self.scheduler = Scheduler(BlockPool(NUM_BLOCKS, BLOCK_SIZE), LIMITS, config, eos_token_ids=[EOS])
+    @initialize(config=configs, windows=windows)
+    def start(self, config, windows):
+        self.config, self.windows = config, windows
+        of_one = windows.blocks(LIMITS.kv_tokens, config.prompt_budget, BLOCK_SIZE)
+        pool = BlockPool(NUM_BLOCKS + of_one, BLOCK_SIZE)
+        assert windows.tokens_beside(pool.num_blocks, config.prompt_budget, BLOCK_SIZE) >= LIMITS.kv_tokens
+        self.cells = np.zeros((pool.num_blocks, BLOCK_SIZE), dtype=np.int64)
+        self.scheduler = Scheduler(pool, replace(LIMITS, windows=windows), config, eos_token_ids=[EOS])
 
     # ---- requests -------------------------------------------------------------------------------------
     @rule(
@@ -219,15 +229,32 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.plan is not None:
                 self.end_step()
 
+    def use_windows(self, slot, start, end):
+        """Write into the blocks of a request's windows, which must be enough for a step, and are nobody else's."""
+        request_id = self.scheduler.table.requests[slot].request_id
+        blocks, mark = self.scheduler._slots.windows[slot], -hash(request_id)
+        in_layers = sum(
+            count * len({token // BLOCK_SIZE for token in range(max(0, start - window + 1), end)})
+            for window, count in self.windows.layers
+        )
+        assert len(blocks) * self.windows.whole_layers >= in_layers, "a window's block is missing"
+        kept = [block_id for block_id in blocks if block_id in self.marked.get(request_id, ())]
+        assert (self.cells[kept] == mark).all(), "a block of a window was written by others"
+        self.cells[blocks] = mark
+        self.marked[request_id] = set(blocks)
+
     def compute(self, plan):
         table = self.scheduler.table
         sampled = np.full(len(plan.slots), -1, dtype=np.int32)
         places = set()
+        running = {request.request_id for request in table.requests if request is not None}
+        self.marked = {name: blocks for name, blocks in self.marked.items() if name in running}
         for row, slot in enumerate(plan.slots.tolist()):
             known = table.token_ids[slot, : table.num_tokens[slot]].tolist()
             start = int(table.num_computed[slot])
             end = start + int(plan.num_new[row])
             assert plan.samples[row] == (end == len(known))
+            self.use_windows(slot, start, end)
             for position in range(end):
                 place = (int(table.block_tables[slot, position // BLOCK_SIZE]), position % BLOCK_SIZE)
                 digest = hash(tuple(known[: position + 1]))

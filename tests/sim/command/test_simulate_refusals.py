@@ -146,6 +146,22 @@ def test_a_copied_latent_is_part_of_the_arithmetic(capsys):
     )
 
 
+def test_sliding_windows_are_part_of_the_arithmetic(tmp_path, capsys):
+    spec = tmp_path / "chat.yaml"
+    spec.write_text("requests: 3\nrate_per_s: 6\ninput_tokens: 1500\nlength_sigma: 0\noutput_tokens: 40\n")
+    settings = {
+        "model": "gpt-oss-120b", "roles.aggregated.hardware": "h100", "roles.aggregated.tensor_parallel": 2,
+    }  # fmt: skip
+    flags = [flag for path, value in settings.items() for flag in ("--set", f"{path}={value}")]
+    error = refusal(
+        capsys, spec, "--graph", SMALL, *flags, "--set", "roles.aggregated.kv_blocks=30",
+        "--set", "roles.aggregated.max_batch_tokens=512",
+    )  # fmt: skip
+    assert "holds 1,216 beside 11 blocks for its windows in a step of 512 tokens: 30 blocks of 64" in error
+    error = refusal(capsys, spec, "--graph", SMALL, *flags, "--set", "roles.aggregated.kv_blocks=10000000")
+    assert "at 36.9 kB a token beside sliding windows of 128 tokens for each request" in error
+
+
 def test_absurd_workloads_are_refused(capsys, spec):
     spec.write_text("rate_per_s: -3\nturn: 2\n")
     error = refusal(capsys, spec, "--graph", SMALL)

@@ -13,6 +13,7 @@ from penstock.core.types.requests import KvRetention, Request, SamplingParams
 from penstock.core.wire import PackedTokens, num_tokens, pack_hashes
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.kv.groups.windows import ONE_TABLE, Windows
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.model.model_config import shape_of
 from penstock.perf.model.parallel import Parallel
@@ -145,10 +146,10 @@ async def drive(engine, work, block_size, *, abort_every=0, disturb=(), retains=
 
 def both(
     latency, *, num_blocks=512, block_size=16, scheduler=None, count=150, seed=1, abort_every=0,
-    disturb=lambda _: (), lower_tiers=(), retains=False, **fields,
+    disturb=lambda _: (), lower_tiers=(), retains=False, windows=ONE_TABLE, **fields,
 ):  # fmt: skip
     info = RunnerInfo(
-        num_blocks=num_blocks, block_size=block_size, context_length=8192, vocab_size=1 << 16,
+        num_blocks=num_blocks, block_size=block_size, context_length=8192, vocab_size=1 << 16, windows=windows,
     )  # fmt: skip
     scheduler = scheduler or SchedulerConfig(max_batch_tokens=512, max_running_requests=64)
     work = list(requests(seed, count, **fields))
@@ -222,6 +223,38 @@ def test_they_agree_when_blocks_run_out(block_size):
     )
     assert_equal(exact, jump)
     assert exact[1].preemptions > 3
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("windows", "fields"),
+    [
+        (Windows(((128, 18),), 18), {"num_blocks": 300, "output_tokens": 300}),
+        (Windows(((256, 52),), 10), {"num_blocks": 600, "output_tokens": 200, "abort_every": 7}),
+        (
+            Windows(((64, 3), (200, 2)), 4),
+            {"num_blocks": 400, "output_tokens": 200, "scheduler": SchedulerConfig(
+                max_batch_tokens=256, max_running_requests=24, order="shortest", ageing=0.5)},
+        ),
+        (
+            Windows(((128, 5),), 1),
+            {"num_blocks": 500, "output_tokens": 300, "lower_tiers": (LowerTier(Tier.HOST, 2048),),
+             "shared_prefix_tokens": 1024, "prefix_groups": 20, "input_tokens": 200, "rate_per_s": 20.0},
+        ),
+    ],
+    ids=["one to one", "five to one", "two sizes", "tiers"],
+)  # fmt: skip
+def test_they_agree_on_models_with_sliding_windows(windows, fields, seed):
+    fields = {"input_tokens": 300, "count": 80} | fields
+    exact, jump = both(H100, windows=windows, seed=seed, **fields)
+    if "abort_every" not in fields:
+        assert_equal(exact, jump)
+    for name, times in exact[0].items():
+        if times != ("aborted",):
+            assert jump[0][name] == pytest.approx(times, rel=1e-3), name
+    without, _ = both(H100, seed=seed, **fields)
+    assert exact[0] != without[0], "windows take blocks"
+    assert exact[1].active_blocks == jump[1].active_blocks == 0, "they give them back"
 
 
 def test_they_agree_when_requests_are_aborted():

@@ -1,6 +1,7 @@
 """Admission of waiting requests into the batch, in queue order, as soon as blocks and a slot are free."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.core.ids import BlockId
 from penstock.engine.scheduling.config import SchedulerConfig
@@ -81,7 +82,8 @@ class Admission:
             cached = self.prefixes.find(sequence)
             hits = cached.hits
             lent_tokens = 0 if cached.runs else self._lent_tokens(sequence, (known - 1) // size - len(hits))
-            needed = known // size + 1 - len(hits) - len(cached.targets or ()) - bool(lent_tokens)
+            windows = self.prefixes.window_blocks(sequence, len(hits) + cached.num_lower)
+            needed = known // size + 1 - len(hits) - len(cached.targets or ()) - bool(lent_tokens) + windows
             free = self._pool.num_available - self._pool.count_idle(hits)
             if needed + reserved > free:
                 if self.prefixes.give_way(sequence):
@@ -95,10 +97,10 @@ class Admission:
                 self._is_blocked = True
                 break
             if cached.runs:
-                slot = self._admit_loading(sequence, cached)
+                slot = self._admit_loading(sequence, cached, windows)
             else:
                 count = min(budget, self.config.prompt_budget, known - len(hits) * size - lent_tokens)
-                slot = self._admit(sequence, hits, lent_tokens, count)
+                slot = self._admit(sequence, hits, windows, lent_tokens, count)
                 budget -= count
                 slots.append(slot)
                 counts.append(count)
@@ -115,6 +117,18 @@ class Admission:
         lacking = table.num_tokens[running] // self._limits.block_size + 1 - table.num_blocks[running]
         return len(running) + int(np.maximum(lacking, 0).sum())
 
+    def end_chunks(self, slots: NDArray[np.int32]) -> None:
+        """Free the blocks that windows needed for a prompt's chunks alone, of requests that sample their first token."""
+        if not self._slots.in_chunks:
+            return
+        windows, size = self._limits.windows, self._limits.block_size
+        for slot in self._slots.in_chunks.intersection(slots.tolist()):
+            end_tokens = self._slots.sequence(slot).end_tokens
+            freed = self._slots.take_windows(slot, windows.blocks(end_tokens, 1, size))
+            if freed:
+                self._pool.release(freed)
+                self.look_again()
+
     def _lent_tokens(self, sequence: Sequence, lacking: int) -> int:
         """Count the computed tokens in a request's lent partial block; free a block that is of no use.
 
@@ -126,10 +140,12 @@ class Admission:
             return 0
         return lent_tokens
 
-    def _admit(self, sequence: Sequence, hits: list[BlockId], lent_tokens: int, num_new: int) -> int:
+    def _admit(
+        self, sequence: Sequence, hits: list[BlockId], windows: int, lent_tokens: int, num_new: int
+    ) -> int:
         """Give a waiting request a slot, its cached blocks, and blocks for its first `num_new` tokens."""
         cached = len(hits) * self._limits.block_size
-        slot = self._assign_slot(sequence, hits, cached)
+        slot = self._assign_slot(sequence, hits, cached, windows)
         if lent_tokens:
             block_id = self.partial_blocks.take_lent(sequence.request.request_id)
             self._slots.add_partial_block(slot, block_id, lent_tokens)
@@ -139,24 +155,30 @@ class Admission:
         self._slots.add_blocks(slot, block_ids)
         return slot
 
-    def _assign_slot(self, sequence: Sequence, hits: list[BlockId], cached: int) -> int:
-        """Give a waiting request a slot and its cached blocks on the device; it need not compute `cached` tokens."""
+    def _assign_slot(self, sequence: Sequence, hits: list[BlockId], cached: int, windows: int) -> int:
+        """Give a waiting request a slot, its cached blocks on the device and `windows` blocks; it need not compute `cached` tokens."""
         self._waiting.remove(sequence)
         self._pool.acquire(hits)
         self.prefixes.pass_on(sequence)
         self.prefix_hit_tokens += cached
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(cached, sequence.num_prompt)
-        return self._slots.assign(sequence, hits)
+        slot = self._slots.assign(sequence, hits)
+        if windows:
+            block_ids = self._pool.allocate(windows)
+            assert block_ids is not None, "admitted without room"
+            self._slots.add_windows(slot, block_ids)
+        return slot
 
-    def _admit_loading(self, sequence: Sequence, cached: Cached) -> int:
+    def _admit_loading(self, sequence: Sequence, cached: Cached, windows: int) -> int:
         """Give a waiting request a slot and load its blocks from lower tiers; it computes once they have arrived."""
         assert self._kv is not None, "found runs"
         size, request_id = self._limits.block_size, sequence.request.request_id
         self.partial_blocks.free_lent(request_id)
         if sequence.cached_tokens is None and cached.targets is None:
             self._kv.count(cached.runs, sequence.num_prompt - len(cached.hits) * size)
-        slot = self._assign_slot(sequence, cached.hits, (len(cached.hits) + cached.num_lower) * size)
+        num_cached = (len(cached.hits) + cached.num_lower) * size
+        slot = self._assign_slot(sequence, cached.hits, num_cached, windows)
         targets = self._kv.begin(request_id, cached.runs) if cached.targets is None else cached.targets
         self._slots.add_blocks(slot, targets)
         return slot

@@ -90,6 +90,7 @@ class Prefixes:
         """
         self.num_taken = 0
         """Blocks that prefetches alone hold."""
+        self.config = config
         self._waiting = waiting
         self._pool = pool
         self._kv = kv
@@ -127,6 +128,18 @@ class Prefixes:
         num_cached = len(cached.hits) + cached.num_lower
         return len(sequence.token_ids) - num_cached * self._limits.block_size
 
+    def window_blocks(self, sequence: Sequence, num_cached: int) -> int:
+        """Count the blocks of a waiting request's windows, of which it need not compute `num_cached` blocks of tokens.
+
+        It takes them at admission, for its prompt's chunks and for its whole answer.
+        """
+        limits, known = self._limits, len(sequence.token_ids)
+        step_tokens = min(known - num_cached * limits.block_size, self.config.prompt_budget)
+        return max(
+            limits.windows.blocks(known, step_tokens, limits.block_size),
+            limits.windows.blocks(sequence.end_tokens, 1, limits.block_size),
+        )
+
     def hold(self, count_free: Callable[[], int], running: Callable[[], list[tuple[int, int]]]) -> None:
         """Hold the prefixes of the next requests, and begin to load what lower tiers have, as far as all of them fit.
 
@@ -144,7 +157,8 @@ class Prefixes:
         for sequence in islice(self._waiting, self._ahead_max):
             known = len(sequence.token_ids)
             held = self._held.get(sequence.request.request_id)
-            free -= known // size + 1 - (0 if held is None else held.num_blocks)
+            num_held = 0 if held is None else held.num_blocks
+            free -= known // size + 1 - num_held + self.window_blocks(sequence, num_held)
             if free < 0:
                 break
             if held is None:

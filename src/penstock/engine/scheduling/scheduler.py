@@ -91,7 +91,7 @@ class Scheduler:
 
     def assume(self, role: Role, config: SchedulerConfig) -> None:
         """Apply the token budget and queue order of a role; the number of slots stays the same."""
-        self._config = self._admission.config = self._budget.config = config
+        self._config = self._admission.config = self._budget.config = self._prefixes.config = config
         self._waiting.reorder(ShortestFirstQueue(config.ageing) if config.is_shortest_first(role) else None)
         self._admission.look_again()
         self.sessions.clear()
@@ -220,6 +220,7 @@ class Scheduler:
         if self._aborted_slots:
             rows = rows[np.isin(plan.slots[rows], list(self._aborted_slots), invert=True)]
             self._vacate_aborted()
+        self._admission.end_chunks(plan.slots[plan.samples])
         prefilling = self._prefilling(plan)
         failed = self._end_rows(plan, sampled.errors)
         return self._make_step(failed + self._append(plan, rows, sampled), prefilling)

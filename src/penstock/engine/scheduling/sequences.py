@@ -15,6 +15,7 @@ from penstock.core.hashing import block_hashes
 from penstock.core.types.requests import Request, SamplingParams, TokenLogprob
 from penstock.core.wire import HashArray, TokenArray, unpack_hashes, unpack_tokens
 from penstock.engine.scheduling.sampling import checked_sampling
+from penstock.kv.groups.windows import ONE_TABLE, Windows
 
 _CHOICE_MAX = (1 << 31) - 1
 
@@ -96,13 +97,14 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SequenceLimits:
-    """Bounds of every request of an engine. `kv_tokens` is the capacity of all blocks."""
+    """Bounds of every request of an engine. `kv_tokens` is the capacity of all blocks, less those of one request's windows."""
 
     block_size: int
     model_context_length: int
     kv_tokens: int
     vocab_size: int
     hash_key: bytes
+    windows: Windows = ONE_TABLE
 
     @property
     def context_length(self) -> int:

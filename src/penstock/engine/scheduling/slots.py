@@ -23,6 +23,8 @@ class Slots:
     num_published: (slots,) int32, leading blocks that are in the prefix cache
     is_fresh:      (slots,) bool, no delta was sent yet
     unbegun:       slots of sequences that no step has computed yet
+    windows:       by slot, blocks of the sequence's sliding windows; empty for models with one table of blocks
+    in_chunks:     slots whose windows have blocks for chunks of a prompt
     """
 
     def __init__(self, count: int, limits: SequenceLimits, is_eos: Bools) -> None:
@@ -32,6 +34,8 @@ class Slots:
         self.num_published = np.zeros(count, dtype=np.int32)
         self.is_fresh = np.zeros(count, dtype=np.bool_)
         self.unbegun: set[int] = set()
+        self.windows: list[list[BlockId]] = [[] for _ in range(count)]
+        self.in_chunks: set[int] = set()
         self._limits = limits
         self._is_eos = is_eos
         self._sequences: list[Sequence | None] = [None] * count
@@ -83,14 +87,14 @@ class Slots:
         """Free a slot. The sequence keeps its tokens, so that it can get a slot again.
 
         Returns:
-            its blocks in order, for the pool.
+            its blocks in order, then those of its windows, for the pool.
         """
         table, sequence = self.table, self.sequence(slot)
         sequence.token_ids = table.token_ids[slot, : table.num_tokens[slot]].copy()
         sequence.is_fresh = bool(self.is_fresh[slot])
         sequence.slot = None
         row = table.block_tables[slot, : table.num_blocks[slot]]
-        block_ids: list[BlockId] = row.tolist()
+        block_ids: list[BlockId] = [*row.tolist(), *self.take_windows(slot)]
         row[:] = 0
         table.num_blocks[slot] = table.num_tokens[slot] = table.num_computed[slot] = 0
         table.requests[slot] = self._sequences[slot] = None
@@ -109,6 +113,18 @@ class Slots:
         """Append a block whose first `num_tokens` tokens are computed."""
         self.add_blocks(slot, [block_id])
         self.table.num_computed[slot] += num_tokens
+
+    def add_windows(self, slot: int, block_ids: list[BlockId]) -> None:
+        """Give a slot the blocks of its windows, for its prompt and its answer."""
+        self.windows[slot] = block_ids
+        self.in_chunks.add(slot)
+
+    def take_windows(self, slot: int, keep: int = 0) -> list[BlockId]:
+        """Take the blocks of a slot's windows but the first `keep`, which its answer needs."""
+        blocks = self.windows[slot]
+        self.in_chunks.discard(slot)
+        self.windows[slot] = blocks[:keep]
+        return blocks[keep:]
 
     def append(self, slots: Int32s, token_ids: Int32s) -> tuple[Bools, Bools]:
         """Append one token to each of the slots.
@@ -152,7 +168,8 @@ class Slots:
         """Count the references to each block, to check the pool's counts."""
         held: dict[BlockId, int] = {}
         for slot in self.running:
-            for block_id in self.table.block_tables[slot, : self.table.num_blocks[slot]].tolist():
+            row = self.table.block_tables[slot, : self.table.num_blocks[slot]].tolist()
+            for block_id in [*row, *self.windows[slot]]:
                 held[block_id] = held.get(block_id, 0) + 1
         return held
 
@@ -177,6 +194,7 @@ class Slots:
             assert self._sequences[slot] is None, f"slot {slot} is free and taken"
             assert table.requests[slot] is None, f"slot {slot} is free and has a request in the table"
             assert not table.num_blocks[slot], f"slot {slot} is free and has blocks"
+            assert not self.windows[slot], f"slot {slot} is free and has blocks of windows"
 
 
 def _finish_reason(*, stopped: bool, ended: bool) -> FinishReason | None:

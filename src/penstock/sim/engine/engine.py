@@ -80,7 +80,8 @@ class JumpEngine:
         else:
             self._prefix_loads = self.kv.prefix_loads
         self._pace.watch(self._on_pace)  # after the tiers, whose loads the next plan takes in
-        context_length = min(info.context_length, info.num_blocks * info.block_size)
+        kv_tokens = info.windows.tokens_beside(info.num_blocks, config.prompt_budget, info.block_size)
+        context_length = min(info.context_length, kv_tokens)
         self._info = EngineInfo(
             block_size=info.block_size,
             total_blocks=info.num_blocks,
@@ -95,7 +96,9 @@ class JumpEngine:
             kv_holders=() if self.kv is None else self.kv.shared,
         )
         self._memory = no_memory(info)
-        self._scheduler = JumpScheduler(self.pool, context_length, config, stream_of, self.kv)
+        self._scheduler = JumpScheduler(
+            self.pool, context_length, config, stream_of, self.kv, windows=info.windows
+        )
         self._loop = asyncio.get_running_loop()
         self._jump: _Jump | None = None
         self._is_late = False  # the running jump's time is over, but the host is stopped

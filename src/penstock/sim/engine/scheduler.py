@@ -21,6 +21,7 @@ from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import PackedTokens, num_tokens, unpack_hashes
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.kv.groups.windows import ONE_TABLE, Windows
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pins import Pins
 from penstock.kv.pool.pool import BlockPool
@@ -115,6 +116,8 @@ class JumpScheduler:
         config: SchedulerConfig,
         stream_of: StreamOf,
         kv: KvManager | None = None,
+        *,
+        windows: Windows = ONE_TABLE,
     ) -> None:
         """Create it without requests.
 
@@ -124,6 +127,7 @@ class JumpScheduler:
             config: a step must hold one token of every running request.
             stream_of: gives the block names of a request.
             kv: the tiers below the same pool; None without.
+            windows: the model's sliding windows with blocks of their own.
         """
         check_bounds(config)
         assert native is not None, "without native code engines run every step"
@@ -135,7 +139,7 @@ class JumpScheduler:
         self._stream_of = stream_of
         self._positions = _packed_positions(context_length)
         # The state cannot own its tiers: they know the engine, and the garbage collector sees no cycle through native code.
-        tiers = () if self._tiers is None else (proxy(self._tiers), config.prefetched_requests)
+        tiers = (None, 0) if self._tiers is None else (proxy(self._tiers), config.prefetched_requests)
         self._states = native.JumpScheduler(
             pool.native,
             pool.block_size,
@@ -143,6 +147,8 @@ class JumpScheduler:
             config.prompt_budget,
             config.max_running_requests,
             *tiers,
+            windows.layers,
+            windows.whole_layers,
         )
         self.pins = Pins(pool, self._states.look_again)
         """Blocks pinned for KV transfers."""

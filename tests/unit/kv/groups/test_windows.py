@@ -1,0 +1,51 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.kv.groups.windows import Windows
+
+GPT_OSS = Windows(((128, 18),), 18)
+
+
+def kept(window, start, end, block_size):
+    """Blocks with a token that a step of tokens `start` to `end` reads or writes, in a layer with a window."""
+    first = max(0, start - window + 1)
+    return len({token // block_size for token in range(first, end)})
+
+
+def test_a_window_takes_blocks_beside_those_of_the_tokens():
+    assert GPT_OSS.blocks(1000, 1, 16) == 9
+    assert GPT_OSS.blocks(40, 1, 16) == 3, "no more than it has tokens"
+    assert GPT_OSS.blocks(100_000, 2048, 16) == 137
+    assert Windows().blocks(1000, 512, 16) == 0
+
+
+def test_many_layers_with_a_window_take_more_blocks():
+    gemma = Windows(((1024, 52),), 10)
+    assert gemma.blocks(8000, 1, 16) == -(-65 * 52 // 10)
+
+
+def test_the_longest_request_fits_with_its_windows():
+    assert Windows().tokens_beside(100, 512, 16) == 1600
+    assert GPT_OSS.tokens_beside(100, 1, 16) == 91 * 16
+    assert GPT_OSS.tokens_beside(8, 1, 16) == 0
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@given(st.data())
+def test_no_step_of_a_request_needs_more(layers, data):
+    block_size = data.draw(st.integers(1, 20))
+    window = data.draw(st.integers(1, 60))
+    tokens = data.draw(st.integers(1, 200))
+    step = data.draw(st.integers(1, 80))
+    start = data.draw(st.integers(0, tokens - 1))
+    end = min(start + step, tokens)
+    most = Windows(((window, layers),), 1).blocks(tokens, step, block_size)
+    assert layers * kept(window, start, end, block_size) <= most
+
+
+@given(st.integers(1, 20), st.integers(1, 60), st.integers(1, 80))
+def test_some_step_needs_as_much(block_size, window, step):
+    most = Windows(((window, 1),), 1).blocks(1000, step, block_size)
+    seen = max(kept(window, start, start + step, block_size) for start in range(window, window + block_size))
+    assert seen == most
