@@ -67,6 +67,7 @@ class Router:
             self._turn
         )  # its own count: with one for both, of two prefill workers only one would be used
         self.decisions = Decisions(config.explain)
+        self._lent_until_s: dict[int, float] = {}  # by slot, at most one each
         self.sessions = OpenSessions(config.sessions_max, config.session_idle_s)
         self.on_session_left: Callable[[WorkerId, Request], None] = lambda _worker_id, _request: None
         """Called with a worker that the session of this request goes away from."""
@@ -224,13 +225,14 @@ class Router:
 
     def _with_peers(self, pool: WorkerPool, context: RoutingContext) -> PeerLoads | None:
         """Price what each worker could load from others; None where nothing is worth it."""
-        # All eligible workers have blocks of one size.
-        reader = self.fleet.slots.at(int(context.eligible.argmax()))
-        byte_s, block_bytes = (
-            self.fleet.link_bandwidths.measured_byte_s,
-            reader.instance.engine.kv_bytes_per_block,
-        )
-        return with_peers(context, pool.pairs, byte_s, block_bytes)
+        engine = self.fleet.slots.at(
+            int(context.eligible.argmax())
+        ).instance.engine  # all have blocks of one size
+        byte_s = self.fleet.link_bandwidths.measured_byte_s
+        return with_peers(context, pool.pairs, byte_s, engine.kv_bytes_per_block, self._lent_for_s)
+
+    def _lent_for_s(self, source: int) -> float:
+        return max(self._lent_until_s.get(source, 0.0) - self._loop.time(), 0.0)
 
     def _peer(self, candidates: ScoredCandidates, context: RoutingContext, slot: int) -> KvPeer | None:
         """Find another worker that has more of a prompt, on its device or in its host tier, than the one that is to compute it.
@@ -246,11 +248,11 @@ class Router:
                 return None
         member = fleet.slots.at(source)
         byte_s = float(fleet.link_bandwidths.measured_byte_s(source)[slot])
+        block_s = byte_s * member.instance.engine.kv_bytes_per_block if math.isfinite(byte_s) else 0.0
+        lent_s = self._lent_for_s(source) + block_s * int(lent[source] - device[slot])
+        self._lent_until_s[source] = self._loop.time() + lent_s
         return KvPeer(
-            worker_id=member.worker_id,
-            num_blocks=int(lent[source]),
-            source=member.kv_source,
-            block_s=byte_s * member.instance.engine.kv_bytes_per_block if math.isfinite(byte_s) else 0.0,
+            worker_id=member.worker_id, num_blocks=int(lent[source]), source=member.kv_source, block_s=block_s
         )
 
     def _count(self, candidates: ScoredCandidates, reason: RouteReason, prompt: Route) -> None:

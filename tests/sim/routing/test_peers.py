@@ -8,7 +8,7 @@ import pytest
 from penstock.graph import Overrides, load
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.simulate import simulate
-from penstock.sim.workload.prompt import Prompt, named, named_units
+from penstock.sim.workload.prompt import Prompt, named
 from penstock.sim.workload.workload import Session, Turn
 
 GRAPHS = Path(__file__).parents[3] / "examples" / "graphs"
@@ -20,20 +20,10 @@ def sessions(count, interval_s):
     return [Session(number * interval_s, turns, Prompt(named(7, number))) for number in range(count)]
 
 
-def one_document(count, interval_s, tokens=16_384):
-    """Requests about one document, of which one worker has computed all before the others come."""
-    shared = named_units(5, tokens // 16)
-    starts = [0.0, *(2.0 + number * interval_s for number in range(count))]
-    return [
-        Session(start_s, (Turn(tokens + 64, 256),), Prompt(named(8, number), shared))
-        for number, start_s in enumerate(starts)
-    ]
-
-
-def simulated(policy="round-robin", workload=None, **settings):
-    changes = [("router.policy", policy), *settings.items()]
+def simulated(**settings):
+    changes = [("router.policy", "round-robin"), *settings.items()]
     graph = load(str(GRAPHS / "8b-h100-x8.yaml"), Overrides([f"{path}={value}" for path, value in changes]))
-    recording = simulate(plan_deployment(graph, beside=GRAPHS), workload or sessions(24, 0.5), seed=1)
+    recording = simulate(plan_deployment(graph, beside=GRAPHS), sessions(24, 0.5), seed=1)
     assert recording.failed == 0
     waits_s = np.asarray(recording.first_token_s) - np.asarray(recording.sent_s)
     return waits_s.mean(), sum(recording.cached_tokens) / sum(recording.prompt_tokens)

@@ -34,6 +34,7 @@ def with_peers(
     pairs: KvTransferPairs,
     byte_s: Callable[[int], NDArray[np.float64]],
     block_bytes: int,
+    wait_s: Callable[[int], float] = lambda _source: 0.0,
 ) -> PeerLoads | None:
     """Price what each eligible worker could load from the worker from which that saves most.
 
@@ -42,6 +43,7 @@ def with_peers(
         pairs: who lends to whom.
         byte_s: gives (num_slots,) seconds per byte from the worker in a slot to each; infinite where nobody has measured.
         block_bytes: of one block; 0 for engines that keep no memory for KV.
+        wait_s: gives the seconds that loads sent to the worker in a slot before will still take.
 
     Returns:
         None where nothing is worth loading.
@@ -56,7 +58,8 @@ def with_peers(
     token_s, gained = np.zeros(len(held)), np.zeros(len(held), tiers.dtype)
     sources = np.full(len(held), -1, np.intp)
     for source, blocks in lenders:
-        load_s = byte_s(source) * (block_bytes / context.block_size)
+        tokens = np.maximum(blocks - held, 1) * context.block_size
+        load_s = byte_s(source) * (block_bytes / context.block_size) + wait_s(source) / tokens
         is_less = (blocks > held) & (load_s * PEER_MARGIN < prices.prefill_token_s) & context.eligible
         would_save_s = (blocks - held) * np.where(is_less, prices.prefill_token_s - load_s, 0.0)
         is_best = would_save_s > saved_s

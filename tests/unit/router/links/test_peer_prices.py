@@ -114,3 +114,10 @@ def test_workers_that_are_not_eligible_lend_and_are_not_priced():
 
 def test_engines_without_kv_memory_have_no_price():
     assert with_peers(context_of([80, 0, 0]), THREE, at_speed({(0, 1): 0.0}), 0) is None
+
+
+def test_loads_that_a_worker_serves_already_come_first():
+    context, speeds = context_of([80, 0, 0]), at_speed({(0, 1): TOKEN_S / 4})
+    loads = with_peers(context, THREE, speeds, BLOCK_BYTES, lambda _source: 80 * 16 * TOKEN_S / 8)
+    assert term(loads.context, "onboard")[1] == pytest.approx(80 * 16 * TOKEN_S * (1 / 4 + 1 / 8))
+    assert with_peers(context, THREE, speeds, BLOCK_BYTES, lambda _source: 80 * 16 * TOKEN_S / 2) is None
