@@ -80,6 +80,15 @@ class MediaConfig(Config):
     """Media that requests name by URL."""
 
 
+class ServerTlsConfig(Config):
+    """Certificate of the port; the frontends read renewed files within 2 s."""
+
+    certificate: str
+    """PEM file with the certificate, and those between it and its authority."""
+    key: str
+    """PEM file with its private key, not encrypted."""
+
+
 class StreamConfig(Config):
     """Keep-alive of silent streams: proxies close idle connections, many after 60 s."""
 
@@ -96,6 +105,10 @@ class FrontendConfig(Config):
     """TCP port; 0 lets the system choose."""
     api_key_file: str | None = None
     """YAML file of tenants with hashes of their API keys and their limits (docs/tenants.md), read again when it changes; with it, or with PENSTOCK_API_KEY set, requests need a key."""
+    tls: ServerTlsConfig | None = None
+    """Certificate, with which the port speaks HTTPS and nothing else; None: HTTP."""
+    access_log: str | None = pydantic.Field(default=None, min_length=1)
+    """File that gets one line for each request, as JSON where PENSTOCK_LOG_FORMAT=json; `-` is stderr; None: no lines."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the API from a browser, such as `https://chat.example.com`; `*` is any. Empty: none. `/admin` never allows any."""
     body_bytes_max: int = pydantic.Field(default=8 << 20, ge=1024)

@@ -160,13 +160,14 @@ class FrontendMetrics(ReceiveMetrics):
 class RequestTimer:
     """Observes TTFT, ITL and end-to-end time of one request."""
 
-    __slots__ = ("_arrived", "_gap_tokens", "_gaps_s", "_itl", "_metrics", "_model", "_seen_first")
+    __slots__ = ("_arrived", "_gap_tokens", "_gaps_s", "_itl", "_metrics", "_model", "ttft_s")
 
     def __init__(self, metrics: FrontendMetrics, model: str, arrived: float) -> None:
         self._metrics = metrics
         self._model = model
         self._arrived = arrived
-        self._seen_first = False
+        self.ttft_s: float | None = None
+        """Seconds to the first token; None before it."""
         self._gaps_s = 0.0
         self._gap_tokens = 0
         self._itl = metrics._itl.labels(model)
@@ -177,11 +178,11 @@ class RequestTimer:
             self._itl.observe((now - last) / count)
             self._gaps_s += now - last
             self._gap_tokens += count
-        elif not self._seen_first:
-            self._seen_first = True
-            self._metrics._ttft.labels(self._model).observe(now - self._arrived)
+        elif self.ttft_s is None:
+            self.ttft_s = now - self._arrived
+            self._metrics._ttft.labels(self._model).observe(self.ttft_s)
             if self._metrics.recorder is not None:
-                self._metrics.recorder.first_token(now - self._arrived)
+                self._metrics.recorder.first_token(self.ttft_s)
 
     def finish(self, usage: Usage, now: float, *, failed: bool) -> None:
         """Observe its end at `now`; `failed`: with an error of its own, not as its client left."""

@@ -220,6 +220,8 @@ class EngineDriver:
             first = msgspec.structs.replace(request.sampling, max_tokens=request.num_emitted + 1)
             request = msgspec.structs.replace(request, sampling=first)
         try:
+            if request.trace is not None:
+                _log.debug("request_started", request_id=request.request_id, **request.trace.headers())
             self._engine.submit(request)
         except PenstockError:
             raise

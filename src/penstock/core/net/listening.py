@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import ssl
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,6 +39,8 @@ class Listener:
         factory: Callable[[], asyncio.BaseProtocol],
         *,
         on_failure: Callable[[OSError], None] | None = None,
+        tls: ssl.SSLContext | None = None,
+        handshake_timeout_s: float = 10.0,
     ) -> None:
         """Start to accept.
 
@@ -45,11 +48,16 @@ class Listener:
             sockets: bound, not yet listening; the listener closes them.
             factory: makes the protocol of a connection.
             on_failure: called when this process cannot accept connections, for example without free file descriptors.
+            tls: for TLS on all connections; None for none.
+            handshake_timeout_s: longest time of a TLS handshake; then the connection is closed.
         """
         self._loop = asyncio.get_running_loop()
         self._sockets = list(sockets)
         self._factory = factory
         self._on_failure = on_failure
+        self._handshake: dict[str, Any] = (
+            {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": handshake_timeout_s}
+        )
         self._attaching: set[asyncio.Task[None]] = set()
         self._waiting: dict[socket.socket, asyncio.TimerHandle] = {}
         self._logged_s: float | None = None
@@ -100,7 +108,7 @@ class Listener:
             connection.setblocking(False)
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await self._loop.connect_accepted_socket(self._factory, connection)
+            await self._loop.connect_accepted_socket(self._factory, connection, **self._handshake)
         except OSError:  # the client has gone meanwhile
             connection.close()
 

@@ -6,6 +6,7 @@ from penstock.core.errors import ErrorInfo
 from penstock.core.ids import PinId, RequestId, WorkerId
 from penstock.core.types.kv.exchange import KvAccess, KvPeer
 from penstock.core.types.media import MediaPrompt
+from penstock.core.types.trace import TraceContext
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, Wire
 
 KV_PRIORITY_MIN, KV_PRIORITY_MAX = -8, 7
@@ -139,6 +140,7 @@ class Request(Wire, frozen=True):
             others, or got one.
         rank: the data-parallel rank that computes it, which the worker sets by the connection that it came over; None: any.
         peer: a worker that has more of the prompt's KV than this one; None: nobody is known to.
+        trace: for logs and traces; None: the client said nothing.
     """
 
     request_id: RequestId
@@ -170,6 +172,7 @@ class Request(Wire, frozen=True):
     is_background: bool = False
     rank: int | None = None
     peer: KvPeer | None = None
+    trace: TraceContext | None = None
 
     def extra_after(self, start: int) -> list[tuple[int, bytes]]:
         """Give what the block hashes of the tokens from `start` on cover besides them, positions counted from `start`."""

@@ -47,7 +47,8 @@ async def _chat_until(requested: asyncio.Event, deployment: LocalDeployment) -> 
     from penstock.deploy.commands.first_chat import chat_once, what_next  # noqa: PLC0415 - imports an HTTP client
 
     model = served_name(deployment.graph)
-    if deployment.asks_for_keys and deployment.api_key is None:  # the file has hashes only
+    has_no_key = deployment.asks_for_keys and deployment.api_key is None  # the file has hashes only
+    if has_no_key or deployment.url.startswith("https:"):  # whom the certificate is for is not known here
         print(what_next(deployment.url, model, asks_key=True), flush=True)  # noqa: T201
         return
     chat = chat_once(deployment.url, model, deployment.api_key)

@@ -75,7 +75,7 @@ async def run_frontend(
                 async with asyncio.TaskGroup() as group:
                     tasks = [
                         group.create_task(_observe(frontend, dispatcher, control)),
-                        group.create_task(tenants.watch()),
+                        group.create_task(server.watch()),
                     ]
                     await stopping.wait()
                     for task in tasks:

@@ -45,6 +45,7 @@ from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
 from penstock.deploy.supervisor.spares import SpareProcesses
 from penstock.deploy.supervisor.watchdog import tick_s
 from penstock.engine.registry import engine_kind
+from penstock.frontend.limits.certificate import ServerTls
 from penstock.frontend.tenants.api_key import stored_digest
 from penstock.frontend.tenants.key_file import API_KEY_VARIABLE, read_tenants
 from penstock.graph import Graph, RoleSpec
@@ -83,6 +84,8 @@ class LocalDeployment:
             ConfigError: the graph has a setting that only simulations support.
         """
         self._roles = runnable_roles(graph)
+        if graph.frontend.tls is not None:
+            ServerTls(graph.frontend.tls)  # said before anything starts
         self.asks_for_keys = bool(read_tenants(graph.frontend.api_key_file))
         """Whether requests need an API key. Each frontend reads the key file by itself, now and when it changes."""
         cores = usable_cores() if graph.worker.own_cores else None
@@ -146,7 +149,7 @@ class LocalDeployment:
     async def _run(self) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             port = stack.enter_context(Port(self.graph.frontend.host, self.graph.frontend.port))
-            self.url = port.url
+            self.url = port.url("http" if self.graph.frontend.tls is None else "https")
             self.admin_token = load_admin_token()
             check_model(self.graph)
             self._say("penstock", "starting", f"model {served_name(self.graph)}")

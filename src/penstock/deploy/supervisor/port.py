@@ -36,14 +36,13 @@ class Port:
         self.host: str = self._socket.getsockname()[0]
         self.number: int = self._socket.getsockname()[1]
 
-    @property
-    def url(self) -> str:
-        """URL for clients on this machine."""
+    def url(self, scheme: str = "http") -> str:
+        """Give the URL for clients on this machine."""
         address = ipaddress.ip_address(self.host.partition("%")[0])
         if address.is_unspecified:
             address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
         host = f"[{address}]" if address.version == 6 else str(address)
-        return f"http://{host}:{self.number}"
+        return f"{scheme}://{host}:{self.number}"
 
     @property
     def is_loopback(self) -> bool:

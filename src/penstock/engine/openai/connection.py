@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -72,9 +72,9 @@ class Connection:
 
     @asynccontextmanager
     async def stream(
-        self, path: str, body: Any, on_sent: Callable[[], None]
+        self, path: str, body: Any, on_sent: Callable[[], None], headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Post JSON and yield the lines of the answer; leaving the context closes the connection.
+        """Post JSON, with more headers, and yield the lines of the answer; leaving the context closes the connection.
 
         Raises:
             RequestError: the server refuses this request, in its own words.
@@ -85,7 +85,7 @@ class Connection:
             total=None, sock_connect=self._limits.connect_timeout_s, sock_read=self._limits.silence_s
         )
         try:
-            async with self._request("POST", path, body, timeout, on_sent) as response:
+            async with self._request("POST", path, body, timeout, on_sent, more_headers=headers) as response:
                 if response.status != 200:
                     raise self._refusal(path, response.status, response.headers, await self._read(response))
                 yield self._lines(response)
@@ -128,12 +128,14 @@ class Connection:
         body: Any,
         limit: aiohttp.ClientTimeout,
         on_sent: Callable[[], None] | None,
+        *,
+        more_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._closed:
             raise Unavailable(f"{self.url}: the connection to it was closed here")
         if self._session is None:
             self._session = self._make_session()
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"} | dict(more_headers or {})
         async with self._session.request(
             method,
             self.url + path,

@@ -179,7 +179,9 @@ class Server:
     ) -> AsyncIterator[AsyncIterator[Piece]]:
         body = api.body(request, self.prompt(api, request)) | extra
         async with (
-            self.connection.stream(api.path, body, on_sent) as lines,
+            self.connection.stream(
+                api.path, body, on_sent, None if request.trace is None else request.trace.headers()
+            ) as lines,
             aclosing(self._pieces(api, request, lines)) as pieces,
         ):
             yield pieces

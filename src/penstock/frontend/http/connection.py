@@ -1,6 +1,8 @@
 """One client connection: limits on bytes and time before a request exists, and answers to invalid HTTP."""
 
+import asyncio
 import logging
+import math
 from asyncio import AbstractEventLoop, TimerHandle
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +10,14 @@ from typing import Any
 from aiohttp import web
 
 from penstock.core.errors import Overloaded, PenstockError
+from penstock.core.net.unsent import unsent_bytes
 from penstock.frontend.config import ReceiveConfig
 from penstock.frontend.errors import ReceiveTimeoutError
 from penstock.frontend.limits.receive_budget import ReceiveBudget, Received
 
 Refuse = Callable[[BaseException | None, int], web.Response]
 Raw = Callable[[PenstockError], bytes]
+_AFTER_STREAMS_S = 1.0
 
 
 class Connection(web.RequestHandler):
@@ -23,7 +27,17 @@ class Connection(web.RequestHandler):
     bodies are counted by `BodyReader`.
     """
 
-    __slots__ = ("_early", "_headers_timer", "_last_body", "_raw", "_refuse", "_settings", "_timeout_s")
+    __slots__ = (
+        "_early",
+        "_headers_timer",
+        "_last_body",
+        "_raw",
+        "_reader_timeout_s",
+        "_reader_timer",
+        "_refuse",
+        "_settings",
+        "_timeout_s"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -36,6 +50,7 @@ class Connection(web.RequestHandler):
         loop: AbstractEventLoop,
         logger: logging.Logger,
         keepalive_timeout_s: float,
+        reader_timeout_s: float = math.inf,
     ) -> None:
         """Create the handler of one connection.
 
@@ -48,6 +63,7 @@ class Connection(web.RequestHandler):
             loop: the event loop.
             logger: receives aiohttp's log lines.
             keepalive_timeout_s: seconds the connection may be idle.
+            reader_timeout_s: seconds in which the client may take nothing of an answer; then the connection is closed.
         """
         no_access_log: Any = None  # allowed by aiohttp, missing from its annotation
         super().__init__(
@@ -65,6 +81,8 @@ class Connection(web.RequestHandler):
         self._early = Received(budget, self._drop)
         self._headers_timer: TimerHandle | None = None
         self._last_body: Any = None  # aiohttp's reader of the latest request's body
+        self._reader_timeout_s = reader_timeout_s
+        self._reader_timer: TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         requests = self._request_count
@@ -91,8 +109,19 @@ class Connection(web.RequestHandler):
         if not self._messages:
             self._early.release()
 
+    def pause_writing(self) -> None:
+        """Begin to watch a client that leaves more unread than the write buffer holds."""
+        super().pause_writing()
+        if self._reader_timeout_s < math.inf and self.transport is not None:
+            self._watch_reader(self.transport, unsent_bytes(self.transport))
+
+    def resume_writing(self) -> None:
+        self._leave_reader()
+        super().resume_writing()
+
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_timer()
+        self._leave_reader()
         self._early.release()
         super().connection_lost(exc)
 
@@ -105,6 +134,25 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         super().handle_error(request, status, exc, message)  # logs, and aborts an answer already begun
         return self._refuse(exc, status)
+
+    def _watch_reader(self, transport: asyncio.Transport, unsent: int) -> None:
+        # A stream notices by itself, a little earlier, and ends with an error of its own. A connection that is being closed is
+        # watched too: it would wait for ever until its client has read.
+        self._reader_timer = self._loop.call_later(
+            self._reader_timeout_s + _AFTER_STREAMS_S, self._check_reader, transport, unsent
+        )
+
+    def _check_reader(self, transport: asyncio.Transport, before: int) -> None:
+        unsent = unsent_bytes(transport)
+        if unsent < before:
+            self._watch_reader(transport, unsent)
+        else:
+            transport.abort()
+
+    def _leave_reader(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
     def _headers_late(self) -> None:
         self._headers_timer = None

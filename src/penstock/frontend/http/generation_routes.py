@@ -8,6 +8,7 @@ from aiohttp import web
 from penstock.core.errors import PenstockError
 from penstock.frontend.anthropic.events import MESSAGES
 from penstock.frontend.frontend import Frontend, PendingAnswer
+from penstock.frontend.http.access_log import line_of_request
 from penstock.frontend.http.replies import json_response, unexpected
 from penstock.frontend.http.sse_response import SseResponse
 from penstock.frontend.limits.admission import Slot
@@ -63,7 +64,10 @@ class GenerationRoutes:
                 body = await frontend.bodies.read(request, received)
             frontend.admit(slot, self._tenant())
             async with slot.limit():
-                return await frontend.generate(body, slot, options, dialect)
+                pending = await frontend.generate(body, slot, options, dialect)
+        if (line := line_of_request.get()) is not None:
+            line.generates(pending, options)
+        return pending
 
     async def _stream(self, request: web.Request, pending: PendingAnswer, slot: Slot) -> web.StreamResponse:
         response = SseResponse(request, pending, self._config)

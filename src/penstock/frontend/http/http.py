@@ -25,6 +25,7 @@ from penstock.frontend.errors import (
     error_answer,
 )
 from penstock.frontend.frontend import Frontend
+from penstock.frontend.http.access_log import AccessLog, Line, line_of_request
 from penstock.frontend.http.connection import Connection
 from penstock.frontend.http.cors import Cors
 from penstock.frontend.http.generation_routes import GenerationRoutes
@@ -32,13 +33,13 @@ from penstock.frontend.http.info_routes import InfoRoutes
 from penstock.frontend.http.kv_routes import KvRoutes
 from penstock.frontend.http.replies import json_response, request_id, unexpected
 from penstock.frontend.http.sse_response import SseResponse
+from penstock.frontend.limits.trace_context import sound_request_id
 from penstock.frontend.openai.answers import encode
 from penstock.frontend.openai.body_error import body_error
 from penstock.frontend.openai.explaining import explain_latest, explain_one
 from penstock.frontend.tenants.tenants import ANONYMOUS, Tenant
 
 _REQUEST_ID = "X-Request-Id"
-_REQUEST_ID_CHARACTERS_MAX = 128
 _OPEN = frozenset({"/health", "/live", "/ping", "/version", "/metrics", "/openapi.json", "unknown"})
 """Routes that need no API key."""
 _CLIENT_GONE = 499  # nginx's code for a client that disconnected early
@@ -58,6 +59,7 @@ class HttpSurface:
         self._frontend = frontend
         self._config = frontend.config
         self._cors = Cors(frontend.config.cors_origins)
+        self._access_log = AccessLog.of(frontend.config.access_log)
         self.draining = False
         """True: close each connection after its answer."""
 
@@ -84,17 +86,19 @@ class HttpSurface:
         """Give every response an id, convert errors to the API's JSON, and count responses."""
         if isinstance(request.protocol, Connection):
             request.protocol.request_began()
-        given = request.headers.get(_REQUEST_ID, "")
-        sound = 0 < len(given) <= _REQUEST_ID_CHARACTERS_MAX and given.isascii() and given.isprintable()
-        request_id.set(given if sound else self._frontend.new_id())
+        request_id.set(sound_request_id(request.headers) or self._frontend.new_id())
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unknown"
         code = _CLIENT_GONE
+        if self._access_log is not None:
+            line_of_request.set(Line.of(request, request_id.get()))
         try:
             response = await self._answer(request, handler, route)
             code = response.outcome if isinstance(response, SseResponse) else response.status
         finally:
             self._frontend.metrics.answered(route, code)
+            if self._access_log is not None and (line := line_of_request.get()) is not None:
+                self._access_log.write(line, code)
         return response
 
     async def _answer(self, request: web.Request, handler: Handler, route: str) -> web.StreamResponse:
@@ -104,7 +108,10 @@ class HttpSurface:
             if route.startswith("/admin/"):
                 self._frontend.access.check_admin(request.headers)
             elif route not in _OPEN:
-                _tenant.set(self._frontend.tenant_of(request.headers))
+                tenant = self._frontend.tenant_of(request.headers)
+                _tenant.set(tenant)
+                if (line := line_of_request.get()) is not None:
+                    line.tenant = tenant.name
             return await handler(request)
         except PenstockError as error:
             if isinstance(error, ReceiveTimeoutError):
@@ -122,9 +129,8 @@ class HttpSurface:
     def refuse(self, error: BaseException | None, status: int) -> web.Response:
         """Make the response to bytes that are not HTTP, or to headers that are too large."""
         refusal = garbage_refusal(error, status)
-        self._frontend.metrics.answered("unknown", refusal.http_status)
         response = error_response(refusal)
-        response.headers[_REQUEST_ID] = self._frontend.new_id()
+        response.headers[_REQUEST_ID] = self._refused(refusal)
         response.force_close()
         return response
 
@@ -132,8 +138,20 @@ class HttpSurface:
         """Encode a whole error response, for a connection without a request."""
         if isinstance(error, ReceiveTimeoutError):
             self._frontend.metrics.refused_body("headers_late")
+        return raw_error(error, f"{_REQUEST_ID}: {self._refused(error)}\r\n")
+
+    def _refused(self, error: PenstockError) -> str:
+        """Count what never became a request, and give it an id."""
         self._frontend.metrics.answered("unknown", error.http_status)
-        return raw_error(error, f"{_REQUEST_ID}: {self._frontend.new_id()}\r\n")
+        new_id = self._frontend.new_id()
+        if self._access_log is not None:
+            self._access_log.write(Line.nameless(new_id), error.http_status)
+        return new_id
+
+    def close(self) -> None:
+        """Close the access log. Safe twice."""
+        if self._access_log is not None:
+            self._access_log.close()
 
     def _translate(self, error: web.HTTPException, request: web.Request) -> PenstockError:
         """Convert an error of aiohttp to one of the API."""

@@ -13,6 +13,7 @@ from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.connection import Connection
 from penstock.frontend.http.http import HttpSurface
+from penstock.frontend.limits.certificate import ServerTls
 
 _CLOSE_TIMEOUT_S = 1.0  # for connections whose requests were cancelled
 
@@ -23,7 +24,7 @@ class FrontendServer:
     """Serves one `Frontend` over HTTP until `close`."""
 
     def __init__(self, frontend: Frontend, *, share_port: bool = False) -> None:
-        """Create the server; `start` opens the port.
+        """Create the server; `start` opens the port. Raises ConfigError where a file of its settings is wrong.
 
         Args:
             frontend: what to serve.
@@ -32,6 +33,7 @@ class FrontendServer:
         self._frontend = frontend
         self._share_port = share_port
         self._surface = HttpSurface(frontend)
+        self._tls = None if frontend.config.tls is None else ServerTls(frontend.config.tls)
         self._runner: web.AppRunner | None = None
         self._listening: Listener | None = None
 
@@ -69,12 +71,22 @@ class FrontendServer:
                 loop=loop,
                 logger=quiet,
                 keepalive_timeout_s=config.keepalive_timeout_s,
+                reader_timeout_s=config.reader_timeout_s,
             ),
             on_failure=self._frontend.metrics.accept_failed,
+            tls=None if self._tls is None else self._tls.context,
+            handshake_timeout_s=config.receive.timeout_s,
         )
         host, port = listener.getsockname()[:2]
         _log.info("frontend_listening", host=host, port=port)
         return host, port
+
+    async def watch(self) -> None:
+        """Read the key file and the certificate again whenever they change, for ever."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._frontend.access.tenants.watch())
+            if self._tls is not None:
+                group.create_task(self._tls.watch())
 
     async def close(self) -> None:
         """Stop listening, let requests in flight finish for `drain_timeout_s`, then end the rest with an error. Safe twice."""
@@ -93,6 +105,7 @@ class FrontendServer:
             _log.warning("requests_cancelled", requests=ended, after_s=round(loop.time() - began_s, 1))
         await runner.cleanup()
         await self._frontend.close()
+        self._surface.close()
         _log.info("frontend_closed", requests_ended=ended)
 
     def hurry(self) -> None:

@@ -2,20 +2,17 @@
 
 import asyncio
 import contextlib
-import fcntl
-import sys
-import termios
 from collections.abc import Iterator
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from penstock.core.errors import DeadlineExceeded, PenstockError
+from penstock.core.net.unsent import unsent_bytes
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import PendingAnswer
 from penstock.frontend.text.events import TextEvent
 
-_INT_BYTES = 4
 _HEARTBEAT = b": heartbeat\n\n"  # a comment of the SSE standard
 _RESOLUTION_S = 0.001
 
@@ -102,30 +99,23 @@ class SseResponse(web.StreamResponse):
         transport = self._request.transport
         if transport is not None and transport.get_write_buffer_size() <= self._write_buffer_bytes:
             return None  # the usual case: a timeout and a system call per token cost more than the write
-        while True:
-            left = self._unsent_bytes()
-            try:
-                async with asyncio.timeout(self._reader_timeout_s):
-                    return await writer.drain()
-            except TimeoutError:
-                if self._unsent_bytes() < left:
-                    continue
-            self._has_stalled = True
-            raise DeadlineExceeded(
-                f"the client took nothing of its stream for {self._reader_timeout_s:g} s; read faster, or raise"
-                " frontend.reader_timeout_s"
-            )
-
-    def _unsent_bytes(self) -> int:
-        """Count unsent bytes in this process and in the kernel; the kernel accepts more only in large parts."""
-        transport = self._request.transport
-        if transport is None:
-            return 0
-        sock = transport.get_extra_info("socket")
-        in_kernel = bytearray(_INT_BYTES)
-        with contextlib.suppress(OSError):  # disconnected
-            fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, in_kernel)
-        return transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
+        # A timeout around `drain` would cancel the future that aiohttp gives to all that drain this connection.
+        draining = self._loop.create_task(writer.drain())
+        try:
+            while True:
+                left = unsent_bytes(self._request.transport)
+                await asyncio.wait((draining,), timeout=self._reader_timeout_s)
+                if draining.done():
+                    return draining.result()
+                if unsent_bytes(self._request.transport) >= left:
+                    break
+        finally:
+            draining.cancel()
+        self._has_stalled = True
+        raise DeadlineExceeded(
+            f"the client took nothing of its stream for {self._reader_timeout_s:g} s; read faster, or raise"
+            " frontend.reader_timeout_s"
+        )
 
     async def _begin(self) -> AbstractStreamWriter:
         async with self._beginning:  # the first token and a comment may race

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.core.errors import RequestError
+from penstock.core.types.trace import TraceContext
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.errors import ForbiddenError
+from penstock.frontend.limits.trace_context import read_trace
 from penstock.frontend.tenants.tenants import PRIORITY_MAX, Tenant
 
 EXPLAIN_HEADER = "X-Penstock-Explain"
@@ -37,6 +39,7 @@ class RequestOptions:
     usual_priority: int = 0
     priority_max: int = PRIORITY_MAX
     cache_salt: str = ""
+    trace: TraceContext | None = None
 
     def priority_of(self, asked: int | None) -> int:
         """Give the request's priority: the header's, else what its body has `asked` for, else the tenant's; at most the tenant's highest."""
@@ -69,6 +72,7 @@ def read_options(headers: Mapping[str, str], config: FrontendConfig, tenant: Ten
         usual_priority=tenant.priority,
         priority_max=tenant.priority_max,
         cache_salt=tenant.cache_salt,
+        trace=read_trace(headers),
     )
 
 

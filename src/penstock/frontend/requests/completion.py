@@ -245,6 +245,11 @@ class Completion:
         finally:
             self._timer.finish(self.usage(), asyncio.get_running_loop().time(), failed=failed)
 
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from the request's arrival to its first token; None before it."""
+        return self._timer.ttft_s
+
     def tokens(self) -> tuple[int, int]:
         """Count (prompt, output) tokens so far, as `usage` does."""
         return self._prepared.prompt_tokens, sum(choice.output_tokens for choice in self._choices)

@@ -129,6 +129,7 @@ class Preprocessor:
                         slo_ttft_s=options.slo_ttft_s,
                         slo_itl_s=options.slo_itl_s,
                         media=prompt.expanded,
+                        trace=options.trace,
                     )
                 )
         return PreparedRequest(

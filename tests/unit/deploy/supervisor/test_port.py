@@ -10,7 +10,7 @@ from penstock.deploy.supervisor.port import Port
 def test_a_port_of_zero_becomes_a_free_one_that_frontends_can_share() -> None:
     with Port("127.0.0.1", 0) as port:
         assert port.number > 0
-        assert port.url == f"http://127.0.0.1:{port.number}"
+        assert port.url() == f"http://127.0.0.1:{port.number}"
         with socket.socket() as one, socket.socket() as two:
             for frontend in (one, two):
                 frontend.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -36,15 +36,15 @@ def test_a_wrong_host_is_one_line(host: str, text: str) -> None:
 
 def test_the_url_is_one_that_can_be_reached() -> None:
     with Port("0.0.0.0", 0) as port:
-        assert port.url == f"http://127.0.0.1:{port.number}"
+        assert port.url() == f"http://127.0.0.1:{port.number}"
     with Port("localhost", 0) as port:
-        assert port.url.startswith("http://")
+        assert port.url().startswith("http://")
 
 
 def test_an_open_port_that_others_reach_is_said() -> None:
     with Port("127.0.0.1", 0) as port:
-        assert list(say_open(port, [])) == []
+        assert list(say_open(port, is_open=True)) == []
     with Port("0.0.0.0", 0) as port:
-        assert list(say_open(port, ["key"])) == []
-        (line,) = say_open(port, [])
+        assert list(say_open(port, is_open=False)) == []
+        (line,) = say_open(port, is_open=True)
         assert line.startswith(f"0.0.0.0 port {port.number} answers whoever reaches it: no API key is set")

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.core.errors import DeadlineExceeded
 from penstock.frontend.config import FrontendConfig
+from penstock.frontend.http import sse_response
 from penstock.frontend.http.sse_response import SseResponse
 from penstock.sim.loop.loop import run_virtual
 
@@ -35,7 +36,7 @@ def test_who_takes_a_little_now_and_then_is_waited_for_and_who_takes_nothing_is_
         config = FrontendConfig(write_buffer_bytes=4096, reader_timeout_s=2.0)
         full = SimpleNamespace(get_write_buffer_size=lambda: 4097)
         response = SseResponse(SimpleNamespace(transport=full), pending, config)
-        monkeypatch.setattr(response, "_unsent_bytes", client.left)
+        monkeypatch.setattr(sse_response, "unsent_bytes", lambda _: client.left())
         with pytest.raises(DeadlineExceeded, match=r"took nothing of its stream for 2 s"):
             await response._drain(client)
         assert asyncio.get_running_loop().time() == pytest.approx(cut_s, abs=2.1)
