@@ -116,6 +116,8 @@ class Planner:
         self._interval_since_s: float | None = None
         self._floor_s = -math.inf
         self._floor: ExpectedDemand | None = None
+        self._calm_rates: dict[Role, float] = {}
+        """Work of each role that was forecast, surges left out."""
         self._warm: dict[Role, int] | None = None
         """Workers of each role in the last round, if all were warm."""
         self._short_s: float | None = None
@@ -202,9 +204,9 @@ class Planner:
                 may_flip=lambda *roles: roles not in record.rigid,
             )
             if self._rehearser is not None:
-                checked = await self._rehearser.check(
-                    record.now, damped.target, decision.expected, self._factors()
-                )
+                # A surge is in the recent requests that it replays.
+                calm = msgspec.structs.replace(decision.expected, rates=self._calm_rates)
+                checked = await self._rehearser.check(record.now, damped.target, calm, self._factors())
                 damped = damped.keeping(checked.kept, checked.why)
         load = {
             worker.name: float(worker.running_requests + worker.waiting_requests) for worker in recent.workers
@@ -269,6 +271,7 @@ class Planner:
         expected = self._estimator.expect(recent, warm=counts)
         if is_floor or self._floor is None:
             # The forecast follows only once an interval has ended, and falls after one that was not seen whole.
+            self._calm_rates = expected.rates
             surges = self._estimator.surges(recent, expected)
             arrivals_per_s = recent.demand.arrivals_per_s if surges else 0.0
             self._floor = msgspec.structs.replace(

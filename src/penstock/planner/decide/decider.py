@@ -23,6 +23,10 @@ _DEVIATIONS = 3.0
 """Of a steady demand one forecast in seven hundred is so many deviations off: an hour has 360."""
 
 
+_CHANCE_MAX = 0.25
+"""Of rarer requests, workers would stay for ever."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decider:
     """A deployment of given roles: one aggregated, or prefill and decode. Pure; decisions depend on the arguments only.
@@ -188,7 +192,7 @@ class Decider:
 
 def _chance(rate_per_s: float, expected: ExpectedDemand) -> float:
     """Give the share by which a forecast of so many requests wavers by chance alone."""
-    return _DEVIATIONS * math.sqrt(expected.spread / max(1.0, rate_per_s * _MEMORY_S))
+    return min(_CHANCE_MAX, _DEVIATIONS * math.sqrt(expected.spread / max(1.0, rate_per_s * _MEMORY_S)))
 
 
 def _counted(terms: Iterable[RoleTerm]) -> str:
