@@ -8,7 +8,7 @@ from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState
 from penstock.deploy.control.deployments import find_deployment
 from tests.e2e.helpers.planned import command, run, serving, until
-from tests.e2e.helpers.planner_attack import Attack
+from tests.e2e.planner.attack import Attack
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime_dir")]
 

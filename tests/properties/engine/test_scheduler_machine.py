@@ -82,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.num_submitted = 0
+        self.windows = LIMITS.windows
         self.expected = {}  # request id -> Expectation, of those submitted and neither ended nor aborted
         self.plan = None
         self.resident = set()
@@ -94,10 +95,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, config, windows):
         self.config, self.windows = config, windows
         of_one = windows.blocks(LIMITS.kv_tokens, config.prompt_budget, BLOCK_SIZE)
-        pool = BlockPool(NUM_BLOCKS + of_one, BLOCK_SIZE)
+        pool = self.make_pool(NUM_BLOCKS + of_one)
         assert windows.tokens_beside(pool.num_blocks, config.prompt_budget, BLOCK_SIZE) >= LIMITS.kv_tokens
-        self.cells = np.zeros((pool.num_blocks, BLOCK_SIZE), dtype=np.int64)
         self.scheduler = Scheduler(pool, replace(LIMITS, windows=windows), config, eos_token_ids=[EOS])
+
+    def make_pool(self, num_blocks):
+        """Make a pool, and the cells of its blocks."""
+        self.cells = np.zeros((num_blocks, BLOCK_SIZE), dtype=np.int64)
+        return BlockPool(num_blocks, BLOCK_SIZE)
 
     # ---- requests -------------------------------------------------------------------------------------
     @rule(

@@ -11,12 +11,10 @@ from msgspec.structs import replace
 from penstock.core.types.requests import Request, SamplingParams, SessionAction, SessionControl
 from penstock.core.wire import pack_tokens
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.kv.pool.pool import BlockPool
 from penstock.kv.sessions.config import SessionsConfig
 from penstock.kv.sessions.session import SessionKey
 from penstock.kv.sessions.sessions import Sessions
 from tests.properties.engine.test_scheduler_machine import (
-    BLOCK_SIZE,
     EOS,
     LIMITS,
     NUM_BLOCKS,
@@ -50,7 +48,7 @@ class SessionSchedulerMachine(SchedulerMachine):
         self.roles = roles
         bounds = SessionsConfig(kv_share=share, sessions_max=sessions_max, ttl_s=TTL_S)
         self.config = config.model_copy(update={"sessions": bounds})
-        pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        pool = self.make_pool(NUM_BLOCKS)
         self.scheduler = Scheduler(pool, LIMITS, self.config, eos_token_ids=[EOS])
         self.clock = ManualClock()
         self.scheduler.sessions._clock = self.clock

@@ -11,10 +11,8 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from penstock.core.types.events import Tier
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.manager.manager import KvManager
-from penstock.kv.pool.pool import BlockPool
 from penstock.seams.kv import OffloadPolicy
 from tests.properties.engine.test_scheduler_machine import (
-    BLOCK_SIZE,
     EOS,
     LIMITS,
     NUM_BLOCKS,
@@ -144,7 +142,7 @@ class TieredSchedulerMachine(SchedulerMachine):
     @initialize(config=configs, prefetched=st.sampled_from([0, 1, 16, 16]))
     def start(self, config, prefetched):
         self.config = config = config.model_copy(update={"prefetched_requests": prefetched})
-        pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        pool = self.make_pool(NUM_BLOCKS)
         self.tier = CellTier(self.cells)
         self.timers = Timers()
         self.stepped = {}

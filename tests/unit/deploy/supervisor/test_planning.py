@@ -85,7 +85,7 @@ def test_windows_of_processes_scale_a_deployment_and_the_change_is_said(tmp_path
                     await asyncio.sleep(1)
                 task.cancel()
         assert len((await connector.scale()).replicas) == 4
-        assert any(line.startswith("planner scales 2 aggregated more") for line in said), said
+        assert any(line.startswith("planner scales 3 aggregated more") for line in said), said
 
     run_virtual(main())
 
