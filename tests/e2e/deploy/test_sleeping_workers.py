@@ -62,7 +62,7 @@ def test_requests_go_elsewhere_while_a_worker_sleeps(deploy, capfd):
         )
         assert await command(site, "wake", "worker-1") == (1, "penstock: worker worker-1 is awake already\n")
         status, answer = await post(site, "worker-1/sleep", json.dumps({"level": "deep"}))
-        assert (status, answer["error"]["message"]) == (400, "level: expected integer, got string")
+        assert (status, answer["error"]["message"]) == (400, "level: expected integer, got string 'deep'")
         assert (await post(site, "worker-1/sleep", "{}", "text/plain"))[0] == 415
         status, answer = await post(site, "worker-1/sleep", "")
         assert (status, answer["worker"], answer["state"]) == (200, "worker-1", "asleep")
