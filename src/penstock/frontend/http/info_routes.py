@@ -1,10 +1,10 @@
 """Routes that tell what is served and how the server is: models, health, metrics, version, OpenAPI."""
 
 from collections.abc import Callable
-from importlib.metadata import version
 
 from aiohttp import web
 
+from penstock import __version__
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.openapi import openapi
 from penstock.frontend.http.replies import json_response
@@ -17,7 +17,7 @@ class InfoRoutes:
     def __init__(self, frontend: Frontend, is_draining: Callable[[], bool]) -> None:
         self._frontend = frontend
         self._is_draining = is_draining
-        self._version = encode({"version": version("penstock")})
+        self._version = encode({"version": __version__})
         self._openapi: bytes | None = None
 
     def routes(self) -> list[web.RouteDef]:

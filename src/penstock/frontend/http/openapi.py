@@ -1,10 +1,10 @@
 """The API's OpenAPI document, made from the types of its bodies and answers."""
 
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
+from penstock import __version__
 from penstock.frontend.anthropic.bodies import CountRequest, MessagesRequest
 from penstock.frontend.errors import ErrorAnswer
 from penstock.frontend.openai.answers import Answer, ChatChoice, CompletionChoice, ModelEntry, ModelList
@@ -65,7 +65,7 @@ def openapi() -> dict[str, Any]:
     paths["/v1/models/{model}"]["get"]["parameters"] = [model]
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Penstock", "version": version("penstock")},
+        "info": {"title": "Penstock", "version": __version__},
         "paths": paths,
         "components": {"schemas": components},
     }
