@@ -62,14 +62,18 @@ def placements() -> str:
     return placements_bench.draw(report("placements")["samples"])
 
 
+_MADE = ("planner", "planner_day")
+"""Reports of days that are made from a seed."""
+
+
 def planner() -> str:
     """The planner on the days that are made."""
-    return planner_plot.draw([row for name, row in _runs() if name == "planner"])
+    return planner_plot.draw([row for name, row in _runs() if name in _MADE])
 
 
 def planner_traces() -> str:
     """The planner on traces."""
-    return planner_plot.draw([row for name, row in _runs() if name != "planner"])
+    return planner_plot.draw([row for name, row in _runs() if name not in _MADE])
 
 
 def _runs() -> Iterator[tuple[str, planner_plot.Row]]:

@@ -11,7 +11,7 @@ CASES = {
     ("planner_azure_70b", "trace_70b_start300"): "Azure's hour, 70B TP4, start 300 s",
     ("planner_mooncake", "trace_8b_start60"): "Mooncake's hour, 8B, start 60 s",
     ("planner_mooncake", "trace_8b_start300"): "Mooncake's hour, 8B, start 300 s",
-    ("planner", "diurnal_70b_start60"): "day with bursts, 70B TP4, start 60 s",
+    ("planner_day", "diurnal_70b_start60"): "day with bursts, 70B TP4, start 60 s",
     ("planner", "diurnal_70b_start300"): "day with bursts, 70B TP4, start 300 s",
     ("planner", "steady_8b_start60"): "steady, 8B, start 60 s",
     ("planner", "growing_8b_start60"): "prompts grow, 8B, start 60 s",
