@@ -1,18 +1,14 @@
 """TLS of the listening port; a renewed certificate is read without a restart."""
 
-import asyncio
 import ssl
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.frontend.config import ServerTlsConfig
+from penstock.frontend.watched_files import WatchedFiles
 
-RELOAD_S = 2.0
-"""How often the files are looked at."""
 _log = get_logger()
-
-_Stamp = tuple[tuple[int, int], ...]
 
 
 class ServerTls:
@@ -29,21 +25,17 @@ class ServerTls:
         """For new connections; those that are open keep the certificate that they began with."""
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.context.set_alpn_protocols(["http/1.1"])
-        self._stamp = self._stamp_now()
+        self._files = WatchedFiles(config.certificate, config.key)
         self._load()
 
     async def watch(self) -> None:
         """Read the files again whenever they have changed, for ever. Wrong ones are logged, and those before stay."""
-        while True:
-            await asyncio.sleep(RELOAD_S)
-            self.reload()
+        await self._files.watch(self.reload)
 
     def reload(self) -> None:
         """Read the files again if they have changed; one of them alone may be older for a moment, which is tried again."""
-        stamp = self._stamp_now()
-        if stamp is None or stamp == self._stamp:
+        if not self._files.changed():
             return
-        self._stamp = stamp
         try:
             ServerTls(self._config)  # a pair that does not fit would leave the context without a key
             self._load()
@@ -65,14 +57,6 @@ class ServerTls:
             raise ConfigError(
                 f"frontend.tls: certificate {certificate}, key {key}: {reason}; both must be PEM files that belong together"
             ) from error
-
-    def _stamp_now(self) -> _Stamp | None:
-        """Give what changes with the files; None while one of them is away."""
-        try:
-            found = [Path(file).expanduser().stat() for file in (self._config.certificate, self._config.key)]
-        except OSError:
-            return None
-        return tuple((status.st_mtime_ns, status.st_ino) for status in found)
 
 
 def _no_password() -> str:

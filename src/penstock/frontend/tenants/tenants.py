@@ -5,24 +5,20 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.frontend.tenants.api_key import digest_of, stored_digest
 from penstock.frontend.tenants.key_file import TenantConfig, read_tenants
 from penstock.frontend.tenants.usage import Usage
+from penstock.frontend.watched_files import WatchedFiles
 
-RELOAD_S = 2.0
-"""How often the key file is looked at."""
 PRIORITY_MAX = 1000
 _PRIORITIES = {"high": (1, PRIORITY_MAX), "normal": (0, 0), "low": (-1, -1)}
 _SALT_BYTES = 16
 _START_BYTES = 8
 """Digests are found by so many of their first bytes."""
 _log = get_logger()
-
-_Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +51,24 @@ class Tenants:
     """Finds the tenant of a key. One event loop owns it."""
 
     def __init__(
-        self, configs: Mapping[str, TenantConfig], *, file: str | None = None, secret: bytes = b""
+        self,
+        configs: Mapping[str, TenantConfig],
+        *,
+        file: str | None = None,
+        watched: WatchedFiles | None = None,
+        secret: bytes = b"",
     ) -> None:
         """Take tenants as they were read.
 
         Args:
             configs: the tenants by name; empty: no keys are asked for.
-            file: where they came from, for `watch`.
+            file: where they came from.
+            watched: the same file, for `watch`; None: they stay as they are.
             secret: makes cache salts that no client can guess; the same in all frontends of a deployment.
         """
-        self._file = None if file is None else Path(file).expanduser()
-        self._given = file
+        self._file = file
+        self._watched = watched
         self._secret = secret
-        self._stamp = self._stamp_now()
         self._by_start: dict[bytes, list[tuple[bytes, Tenant]]] = {}
         self._by_name: dict[str, Tenant] = {}
         self._usages: dict[str, Usage] = {}
@@ -80,7 +81,8 @@ class Tenants:
         Raises:
             ConfigError: the file is wrong.
         """
-        return cls(read_tenants(file), file=file, secret=secret)
+        watched = None if file is None else WatchedFiles(file)
+        return cls(read_tenants(file), file=file, watched=watched, secret=secret)
 
     @property
     def ask_for_keys(self) -> bool:
@@ -106,43 +108,30 @@ class Tenants:
 
     async def watch(self) -> None:
         """Read the file again whenever it has changed, for ever. A wrong file is logged, and what was read before stays."""
-        while self._file is not None:
-            await asyncio.sleep(RELOAD_S)
-            self.reload()
+        if self._watched is not None:
+            await self._watched.watch(self.reload)
 
     def reload(self) -> None:
         """Read the file again if it has changed."""
-        stamp = self._stamp_now()
-        if stamp is None or stamp == self._stamp:
+        if self._watched is None or not self._watched.changed():
             return
-        self._stamp = stamp
         try:
-            self._set(read_tenants(self._given))
+            self._set(read_tenants(self._file))
         except ConfigError as error:
             _log.error(
                 "api_keys_not_reloaded",
-                file=str(self._file),
+                file=self._file,
                 error=error.message,
                 fix="mend the file; the keys before stay valid",
             )
         else:
-            _log.info("api_keys_reloaded", file=str(self._file), tenants=len(self._by_name))
+            _log.info("api_keys_reloaded", file=self._file, tenants=len(self._by_name))
 
     def check(self) -> None:
         """Raise AssertionError where the parts disagree."""
         assert self._usages.keys() >= self._by_name.keys()
         for usage in self._usages.values():
             usage.check()
-
-    def _stamp_now(self) -> _Stamp | None:
-        """Give what changes with the file; Kubernetes replaces the directory behind a link."""
-        if self._file is None:
-            return None
-        try:
-            found = self._file.stat()
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_ino, found.st_size
 
     def _set(self, configs: Mapping[str, TenantConfig]) -> None:
         now_s = _now_s()

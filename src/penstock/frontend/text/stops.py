@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from penstock.frontend.parsing.source import held_from
+
 
 class StopFinder:
     """Searches one output. The match that ends first wins; of matches with the same end, the longest."""
@@ -29,7 +31,7 @@ class StopFinder:
             end, at = min(matches)
             self.found = text[at:end]
             return text[:at], True
-        keep = min(_partial_match(text, stop) for stop in self._stops)
+        keep = min(held_from(text, stop) for stop in self._stops)
         self._held = text[keep:]
         return text[:keep], False
 
@@ -37,13 +39,3 @@ class StopFinder:
         """Return held-back text: a partial match at the end of the output."""
         text, self._held = self._held, ""
         return text
-
-
-def _partial_match(text: str, stop: str) -> int:
-    """Give the index of the longest suffix of `text` that is a prefix of `stop`; len(text) if there is none."""
-    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while at >= 0:
-        if stop.startswith(text[at:]):
-            return at
-        at = text.find(stop[0], at + 1)
-    return len(text)

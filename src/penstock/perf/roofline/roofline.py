@@ -188,7 +188,7 @@ class Roofline:
 
     @property
     def kv_windows(self) -> tuple[tuple[int, float], ...]:
-        """Sliding windows that the engine keeps apart; see `KvFootprint`."""
+        """Sliding windows for which the engine keeps blocks of their own; see `KvFootprint`."""
         return self._kv.windows
 
     def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:

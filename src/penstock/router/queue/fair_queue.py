@@ -24,7 +24,7 @@ _RATE_OVER = 64
 _RETRY_AFTER_S_MAX = 60.0
 _PRIORITIES = (-1, 0, 1)
 NEAR_TOKENS = 1024
-"""Tenants this far apart count as equally served, and the request that costs least goes first; a prompt takes longer than that matters."""
+"""Tenants whose service differs by fewer tokens count as equally served, and the request that costs least goes first."""
 
 Lane = tuple[str | None, bool]
 """(LoRA adapter, whether the request waits for prefill workers)."""

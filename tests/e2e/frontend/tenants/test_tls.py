@@ -10,7 +10,8 @@ from frontend_site import SPEAK, Answer, Site, chat, http, run, serving
 
 from penstock.core.errors import ConfigError
 from penstock.frontend.config import ServerTlsConfig
-from penstock.frontend.limits.certificate import RELOAD_S, ServerTls
+from penstock.frontend.limits.certificate import ServerTls
+from penstock.frontend.watched_files import RELOAD_S
 from tests.support.certificates import make_authority
 
 pytestmark = pytest.mark.needs("openssl")

@@ -9,7 +9,8 @@ from structlog.testing import capture_logs
 
 from penstock.frontend.tenants.api_key import hash_of
 from penstock.frontend.tenants.key_file import TenantConfig
-from penstock.frontend.tenants.tenants import RELOAD_S, Tenants
+from penstock.frontend.tenants.tenants import Tenants
+from penstock.frontend.watched_files import RELOAD_S
 from penstock.sim.loop.loop import run_virtual
 
 
