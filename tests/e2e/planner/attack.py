@@ -56,6 +56,7 @@ class Attack:
         self.counts: dict[str, int] = {}
         self.killed: list[str] = []
         self.killed_frontends = 0
+        self.kills_no_frontend = True
         self.ends = False
 
     # -- streams
@@ -71,7 +72,7 @@ class Attack:
             "ignore_eos": True,
             "stream_options": {"include_usage": True},
         }
-        before, text, usage = self.killed_frontends, "", None
+        before, text, usage = (self.killed_frontends if self.kills_no_frontend else -1), "", None
         try:
             async with session.post(f"{self.url}/v1/completions", json=body) as response:
                 assert response.status == 200, f"{response.status} {await response.text()}"
@@ -200,9 +201,10 @@ class Attack:
 
     async def kill_frontend(self) -> bool:
         self.killed_frontends += 1
+        self.kills_no_frontend = False  # streams that begin meanwhile may reach it as well
         done = self.signal("frontend-2", signal.SIGKILL)
         await asyncio.sleep(0.5)
-        self.killed_frontends += 1  # streams that began meanwhile may have reached it as well
+        self.kills_no_frontend = True
         return done
 
     async def flood(self) -> bool:
