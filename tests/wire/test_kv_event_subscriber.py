@@ -71,7 +71,7 @@ class Watcher:
                     self.clears += 1
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():  # noqa: ASYNC110 - whatever changes it
                 await asyncio.sleep(0.01)
 
