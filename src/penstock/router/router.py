@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger, is_debugging
-from penstock.core.types.kv.exchange import KvPeer
 from penstock.core.types.requests import Request
 from penstock.core.wire import num_tokens, unpack_hashes
 from penstock.router.candidates import Plan, Route, ScoredCandidates
@@ -24,9 +23,9 @@ from penstock.router.explain.decisions import Decision, Decisions, Part
 from penstock.router.explain.explanation import RouteReason
 from penstock.router.explain.recorded import EVENT, RecordedDecision, record_context, record_inputs
 from penstock.router.fleet.fleet import Fleet
+from penstock.router.fleet.peer_lending import PeerLending
 from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.index.radix import PrefixMatch
-from penstock.router.links.peer_prices import PeerLoads, with_peers
 from penstock.router.metrics import RouterMetrics
 from penstock.router.policy.open_sessions import OpenSessions
 from penstock.router.policy.policies import mix, recomputed_blocks, tie_of
@@ -67,7 +66,7 @@ class Router:
             self._turn
         )  # its own count: with one for both, of two prefill workers only one would be used
         self.decisions = Decisions(config.explain)
-        self._lent_until_s: dict[int, float] = {}  # by slot, at most one each
+        self._lending = PeerLending(fleet)
         self.sessions = OpenSessions(config.sessions_max, config.session_idle_s)
         self.on_session_left: Callable[[WorkerId, Request], None] = lambda _worker_id, _request: None
         """Called with a worker that the session of this request goes away from."""
@@ -114,10 +113,10 @@ class Router:
 
         prefill_mask = None if follows else self._prefill_mask(request, pool, exclude, context)
         wait_terms = self._selector.wait_terms
+        loads = self._lending.priced(pool, context, prefill_mask) if wait_terms else None
+        sources, own = (None, None) if loads is None else (loads.sources, loads.own)
+        context = context if loads is None else loads.context
         if prefill_mask is None:
-            loads = self._with_peers(pool, context) if self._selector.wait_terms else None
-            context = context if loads is None else loads.context
-            sources = None if loads is None else loads.sources
             choice = self._selector.choose(context, tie)
             return ScoredCandidates(request, context, choice, tie, exclude, wait_terms, sources=sources)
         prompt = self._selector.choose(prompt_alone(context, prefill_mask, self._prompt_turn), tie)
@@ -128,10 +127,11 @@ class Router:
             prompt_turn=self._prompt_turn,
             prompt=prompt,
             blocks=len(hashes),
+            own=own,
         )
         decision = decide(self._selector, context, tie, inputs, prompt)
         return ScoredCandidates(
-            request, decision.context, decision.choice, tie, exclude, wait_terms, decision
+            request, decision.context, decision.choice, tie, exclude, wait_terms, decision, sources
         )
 
     def _eligible(
@@ -205,7 +205,8 @@ class Router:
             self._record(candidates)
         routes = [self._route(context, choice.slot) for context, choice in choices]
         context, choice = choices[0]
-        routes[0] = replace(routes[0], peer=self._peer(candidates, context, choice.slot))
+        lender = self._lending.lender(candidates.request.model, context, choice.slot, candidates.sources)
+        routes[0] = replace(routes[0], peer=lender)
         if not again:
             self._count(candidates, parts[0].reason, routes[0])
         return Plan(routes[-1], prefill=routes[0] if len(routes) > 1 else None)
@@ -221,38 +222,6 @@ class Router:
             cached_tokens=context.request_tokens - prefill_tokens,
             overlap_blocks=overlap_blocks,
             blocks=context.request_blocks,
-        )
-
-    def _with_peers(self, pool: WorkerPool, context: RoutingContext) -> PeerLoads | None:
-        """Price what each worker could load from others; None where nothing is worth it."""
-        engine = self.fleet.slots.at(
-            int(context.eligible.argmax())
-        ).instance.engine  # all have blocks of one size
-        byte_s = self.fleet.link_bandwidths.measured_byte_s
-        return with_peers(context, pool.pairs, byte_s, engine.kv_bytes_per_block, self._lent_for_s)
-
-    def _lent_for_s(self, source: int) -> float:
-        return max(self._lent_until_s.get(source, 0.0) - self._loop.time(), 0.0)
-
-    def _peer(self, candidates: ScoredCandidates, context: RoutingContext, slot: int) -> KvPeer | None:
-        """Find another worker that has more of a prompt, on its device or in its host tier, than the one that is to compute it.
-
-        That is the one that was priced, or else the one that has most: its speed is measured then.
-        """
-        fleet, (device, host, *_) = self.fleet, context.tier_blocks
-        lent = fleet.pools[candidates.request.model].pairs.lent(slot, device, host)
-        source = -1 if candidates.sources is None else int(candidates.sources[slot])
-        if source < 0:
-            source = int(lent.argmax())
-            if lent[source] <= context.overlap_blocks[slot]:
-                return None
-        member = fleet.slots.at(source)
-        byte_s = float(fleet.link_bandwidths.measured_byte_s(source)[slot])
-        block_s = byte_s * member.instance.engine.kv_bytes_per_block if math.isfinite(byte_s) else 0.0
-        lent_s = self._lent_for_s(source) + block_s * int(lent[source] - device[slot])
-        self._lent_until_s[source] = self._loop.time() + lent_s
-        return KvPeer(
-            worker_id=member.worker_id, num_blocks=int(lent[source]), source=member.kv_source, block_s=block_s
         )
 
     def _count(self, candidates: ScoredCandidates, reason: RouteReason, prompt: Route) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.router.config import DisaggConfig
 from penstock.router.links.kv_transfer_pairs import Kinds
-from penstock.router.links.peer_prices import PRICED_TIER
+from penstock.router.links.peer_prices import PRICED_TIER, OwnBlocks
 from penstock.router.policy.policies import recomputed_blocks
 from penstock.router.policy.selector import Choice, WorkerSelector
 from penstock.seams import RoutingContext
@@ -87,6 +87,7 @@ class DisaggInputs:
     kinds:       which decode workers can read from which prefill worker
     override:    what may change the decision; None for nothing
     always:      decode workers compute no prompts, so the answer is disaggregated whatever it costs
+    own:         what workers have themselves, where the context also has what they would load from others; None where it has not
     """
 
     prefill_mask: NDArray[np.bool_]
@@ -98,6 +99,7 @@ class DisaggInputs:
     override: Override | None
     config: DisaggConfig
     always: bool = False
+    own: OwnBlocks | None = None
 
     def move(self, prefiller: int) -> Move:
         """Give the price of moving the KV that the worker in this slot computes."""
@@ -190,6 +192,8 @@ def decide(
 ) -> DisaggDecision:
     """Choose between one aggregated worker, and a prefill and a decode worker.
 
+    Whoever computes the prompt may load its beginning from other workers. A decode worker gets the blocks of its prefill worker.
+
     Args:
         selector: its policy prices workers.
         context: of the request, on the workers that may answer it.
@@ -206,14 +210,15 @@ def decide(
         comparison = Comparison(whole.cost, None, None, is_remote=False)
         return DisaggDecision(inputs, context, whole, prompt_context, prompt, None, None, comparison)
     move = inputs.move(prompt.slot)
-    rest_context = as_transferred(context.changed(eligible=context.eligible & move.decode_workers), move)
+    own = context if inputs.own is None else inputs.own.context(context)
+    rest_context = as_transferred(own.changed(eligible=context.eligible & move.decode_workers), move)
     rest = selector.choose(rest_context, tie)
     comparison = Comparison(None, None, None, is_remote=True)
     if selector.term_names:
         local, prefill, after = whole.cost, prompt.cost, rest.cost + config.kv_transfer_s
         is_cheaper = prefill + after < local
         too_long = config.local_tokens_max is not None and uncached_tokens > config.local_tokens_max
-        link_setup = move.charge_s(context, rest.slot)
+        link_setup = move.charge_s(own, rest.slot)
         comparison = Comparison(
             local,
             prefill,

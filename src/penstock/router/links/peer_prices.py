@@ -18,15 +18,34 @@ PRICED_TIER = list(Tier).index(Tier.OBJECT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class OwnBlocks:
+    """Columns of a context before loads from other workers were priced: what each worker has itself."""
+
+    overlap_blocks: NDArray[np.int32]
+    tier_blocks: NDArray[np.int32]
+    onboard_token_s: NDArray[np.float64]
+
+    def context(self, priced: RoutingContext) -> RoutingContext:
+        """Give the context of a request without what workers would load from others."""
+        return priced.changed(
+            overlap_blocks=self.overlap_blocks,
+            tier_blocks=self.tier_blocks,
+            prices=priced.prices.with_move(self.onboard_token_s, priced.prices.round_trip_s),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PeerLoads:
     """What is cheaper to load than to compute.
 
     context: of the request, with these blocks among those of each worker
     sources: (num_slots,) slot of the worker that each would load from; -1 for none
+    own:     what each worker has itself
     """
 
     context: RoutingContext
     sources: NDArray[np.intp]
+    own: OwnBlocks
 
 
 def with_peers(
@@ -35,8 +54,10 @@ def with_peers(
     byte_s: Callable[[int], NDArray[np.float64]],
     block_bytes: int,
     wait_s: Callable[[int], float] = lambda _source: 0.0,
+    *,
+    readers: NDArray[np.bool_],
 ) -> PeerLoads | None:
-    """Price what each eligible worker could load from the worker from which that saves most.
+    """Price what each reader could load from the worker from which that saves most.
 
     Args:
         context: of a request.
@@ -44,6 +65,7 @@ def with_peers(
         byte_s: gives (num_slots,) seconds per byte from the worker in a slot to each; infinite where nobody has measured.
         block_bytes: of one block; 0 for engines that keep no memory for KV.
         wait_s: gives the seconds that loads sent to the worker in a slot before will still take.
+        readers: (num_slots,) bool, workers that may compute the prompt.
 
     Returns:
         None where nothing is worth loading.
@@ -60,7 +82,7 @@ def with_peers(
     for source, blocks in lenders:
         tokens = np.maximum(blocks - held, 1) * context.block_size
         load_s = byte_s(source) * (block_bytes / context.block_size) + wait_s(source) / tokens
-        is_less = (blocks > held) & (load_s * PEER_MARGIN < prices.prefill_token_s) & context.eligible
+        is_less = (blocks > held) & (load_s * PEER_MARGIN < prices.prefill_token_s) & readers
         would_save_s = (blocks - held) * np.where(is_less, prices.prefill_token_s - load_s, 0.0)
         is_best = would_save_s > saved_s
         saved_s, token_s = np.where(is_best, would_save_s, saved_s), np.where(is_best, load_s, token_s)
@@ -80,4 +102,5 @@ def with_peers(
         tier_blocks=all_blocks,
         prices=prices.with_move(onboard, prices.round_trip_s),
     )
-    return PeerLoads(changed, sources)
+    own = OwnBlocks(context.overlap_blocks, tiers, prices.onboard_token_s)
+    return PeerLoads(changed, sources, own)

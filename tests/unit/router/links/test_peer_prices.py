@@ -60,7 +60,7 @@ THREE = pairs(lending("d0"), lending("d1"), lending("d2"))
 
 def test_blocks_of_others_cost_what_loading_them_takes():
     context = context_of([80, 0, 0], [10, 0, 0])
-    loads = with_peers(context, THREE, at_speed({(0, 1): TOKEN_S / 4}), BLOCK_BYTES)
+    loads = with_peers(context, THREE, at_speed({(0, 1): TOKEN_S / 4}), BLOCK_BYTES, readers=context.eligible)
     assert loads.sources.tolist() == [-1, 0, -1], "nobody has measured the way to the third"
     assert loads.context.overlap_blocks.tolist() == [90, 90, 0]
     saved = term(context, "prefill") - term(loads.context, "prefill")
@@ -74,13 +74,22 @@ def test_blocks_of_others_cost_what_loading_them_takes():
 @pytest.mark.parametrize("token_s", [TOKEN_S, 2 * TOKEN_S, np.inf])
 def test_what_loads_no_sooner_than_it_is_computed_changes_no_price(token_s):
     context = context_of([80, 0, 0])
-    assert with_peers(context, THREE, at_speed({(0, 1): token_s, (0, 2): token_s}), BLOCK_BYTES) is None
+    assert (
+        with_peers(
+            context,
+            THREE,
+            at_speed({(0, 1): token_s, (0, 2): token_s}),
+            BLOCK_BYTES,
+            readers=context.eligible,
+        )
+        is None
+    )
 
 
 def test_the_source_that_saves_most_is_taken():
     context = context_of([80, 70, 0])
     speeds = {(0, 2): TOKEN_S * 0.8, (1, 2): TOKEN_S * 0.1, (0, 1): TOKEN_S * 0.1}
-    loads = with_peers(context, THREE, at_speed(speeds), BLOCK_BYTES)
+    loads = with_peers(context, THREE, at_speed(speeds), BLOCK_BYTES, readers=context.eligible)
     assert loads.sources.tolist() == [-1, 0, 1]
     assert loads.context.overlap_blocks.tolist() == [80, 80, 70]
 
@@ -88,7 +97,7 @@ def test_the_source_that_saves_most_is_taken():
 def test_what_a_worker_has_itself_counts_before_what_others_have():
     context = context_of([80, 30, 0], stored=[0, 20, 20], stored_token_s=TOKEN_S / 2)
     speeds = {(0, 1): TOKEN_S / 10, (0, 2): TOKEN_S / 10}
-    loads = with_peers(context, THREE, at_speed(speeds), BLOCK_BYTES)
+    loads = with_peers(context, THREE, at_speed(speeds), BLOCK_BYTES, readers=context.eligible)
     assert loads.context.overlap_blocks.tolist() == [80, 80, 80]
     expected = [
         0,
@@ -100,7 +109,9 @@ def test_what_a_worker_has_itself_counts_before_what_others_have():
 
 def test_a_store_that_is_slower_than_computing_is_replaced_by_others():
     context = context_of([80, 30, 0], stored=[0, 20, 0], stored_token_s=TOKEN_S * 3)
-    loads = with_peers(context, THREE, at_speed({(0, 1): TOKEN_S / 10}), BLOCK_BYTES)
+    loads = with_peers(
+        context, THREE, at_speed({(0, 1): TOKEN_S / 10}), BLOCK_BYTES, readers=context.eligible
+    )
     assert loads.context.overlap_blocks.tolist() == [80, 80, 0]
     assert term(loads.context, "onboard") == pytest.approx([0, 50 * 16 * TOKEN_S / 10, 0])
 
@@ -108,16 +119,42 @@ def test_a_store_that_is_slower_than_computing_is_replaced_by_others():
 def test_workers_that_are_not_eligible_lend_and_are_not_priced():
     context = context_of([80, 0, 0], eligible=[False, True, False])
     speeds = {(0, 1): TOKEN_S / 10, (0, 2): TOKEN_S / 10}
-    loads = with_peers(context, THREE, at_speed(speeds), BLOCK_BYTES)
+    loads = with_peers(context, THREE, at_speed(speeds), BLOCK_BYTES, readers=context.eligible)
     assert loads.sources.tolist() == [-1, 0, -1]
 
 
 def test_engines_without_kv_memory_have_no_price():
-    assert with_peers(context_of([80, 0, 0]), THREE, at_speed({(0, 1): 0.0}), 0) is None
+    assert (
+        with_peers(context_of([80, 0, 0]), THREE, at_speed({(0, 1): 0.0}), 0, readers=np.ones(3, np.bool_))
+        is None
+    )
 
 
 def test_loads_that_a_worker_serves_already_come_first():
     context, speeds = context_of([80, 0, 0]), at_speed({(0, 1): TOKEN_S / 4})
-    loads = with_peers(context, THREE, speeds, BLOCK_BYTES, lambda _source: 80 * 16 * TOKEN_S / 8)
+    loads = with_peers(
+        context, THREE, speeds, BLOCK_BYTES, lambda _source: 80 * 16 * TOKEN_S / 8, readers=context.eligible
+    )
     assert term(loads.context, "onboard")[1] == pytest.approx(80 * 16 * TOKEN_S * (1 / 4 + 1 / 8))
-    assert with_peers(context, THREE, speeds, BLOCK_BYTES, lambda _source: 80 * 16 * TOKEN_S / 2) is None
+    assert (
+        with_peers(
+            context,
+            THREE,
+            speeds,
+            BLOCK_BYTES,
+            lambda _source: 80 * 16 * TOKEN_S / 2,
+            readers=context.eligible,
+        )
+        is None
+    )
+
+
+def test_prefill_workers_load_too_and_what_each_has_itself_is_kept():
+    context = context_of([80, 0, 0], eligible=[True, True, False])
+    speeds = at_speed({(0, 1): TOKEN_S / 10, (0, 2): TOKEN_S / 10})
+    loads = with_peers(context, THREE, speeds, BLOCK_BYTES, readers=np.array([True, True, True]))
+    assert loads.sources.tolist() == [-1, 0, 0]
+    assert loads.context.eligible.tolist() == [True, True, False], "the third answers no request"
+    own = loads.own.context(loads.context)
+    assert own.overlap_blocks.tolist() == [80, 0, 0]
+    np.testing.assert_array_equal(POLICY.terms(own), POLICY.terms(context))
