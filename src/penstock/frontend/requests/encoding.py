@@ -240,9 +240,7 @@ def _encode(model: ServedModel, text: str, param: str, *, special: bool) -> Toke
             f"{context_length}, which has to hold the answer too; shorten them",
             param=param,
         )
-    # Only the batch calls release the GIL; the fast one skips character offsets.
-    (encoding,) = model.tokenizer.encode_batch_fast([text], add_special_tokens=special)
-    return np.array(encoding.ids, dtype=np.int32)
+    return model.words.encode(text, special=special)
 
 
 def _check_ids(token_ids: list[int], model: ServedModel) -> TokenArray:

@@ -17,6 +17,7 @@ from penstock.frontend.parsing.families import format_of
 from penstock.frontend.text.detokenize import Detokenizer
 from penstock.frontend.text.length import LengthBound
 from penstock.frontend.text.template import ChatTemplate
+from penstock.frontend.text.words import WordTokens
 from penstock.seams import RequestDispatcher
 
 TOKENIZER = "tokenizer.json"
@@ -45,6 +46,8 @@ class ServedModel:
             raise ConfigError(f"model {card.name}: {TOKENIZER}: {error}") from error
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        self.words = WordTokens(self.tokenizer, files[TOKENIZER])
+        """Tokenizes texts, with the tokens of words cached."""
         self.template = ChatTemplate.load(files.get(TOKENIZER_CONFIG), files.get(CHAT_TEMPLATE))
         self.format = format_of("" if self.template is None else self.template.source)
         """How the model writes reasoning and tool calls."""
