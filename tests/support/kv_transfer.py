@@ -10,6 +10,7 @@ from penstock.core.types.kv.layout import KvLayout
 from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.batched import BatchedEngine
+from penstock.engine.kv_tiers import TierMaker
 from penstock.engine.mock.engine import MockConfig, StepTiming, mock_engine
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
@@ -43,10 +44,12 @@ def tiny_engine(
     block_size: int = BLOCK_SIZE,
     chunk_tokens: int = _CHUNK_TOKENS,
     places: int = 64,
+    make_tiers: TierMaker | None = None,
 ) -> BatchedEngine:
     """Make a mock engine that checks every read of KV (unless `kv_bytes` is 0)."""
     scheduling = SchedulerConfig(max_batch_tokens=chunk_tokens, max_running_requests=places)
-    return mock_engine(_shape(kv_blocks, kv_bytes, block_size), _CONFIG, scheduling)
+    shape = _shape(kv_blocks, kv_bytes, block_size)
+    return mock_engine(shape, _CONFIG, scheduling, make_tiers=make_tiers)
 
 
 def tiny_laid_out_engine(
