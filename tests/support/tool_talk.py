@@ -1,11 +1,12 @@
 """A model whose chat template takes tools, and an answer of it with reasoning and tool calls."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from tokenizers import Tokenizer
 
-from penstock.core.types.requests import FinishReason
+from penstock.core.types.requests import Delta, FinishReason, Request
+from penstock.core.wire import token_list
 from tests.support.dispatcher import ScriptedDispatcher, speak
 from tests.support.tokenizer import tiny_card, tiny_tokenizer_json
 
@@ -31,3 +32,24 @@ def says(text: str, *, at_once: int = 1, context_length: int = 4096) -> Scripted
     ids: Sequence[int] = [*TOKENIZER.encode(text).ids, 0]
     card = tiny_card(files=FILES, context_length=context_length)
     return ScriptedDispatcher(speak(ids, finish=FinishReason.STOP, at_once=at_once), [card], FILES)
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+AFTER = "It is sunny in Paris."
+FACT = '{"city": "Paris", "days": 3}'
+
+
+def agent() -> ScriptedDispatcher:
+    """Make a model that calls the tool `weather` where it has tools, speaks of its result, and keeps to a format with `FACT`."""
+
+    def script(request: Request) -> AsyncIterator[Delta]:
+        prompt = TOKENIZER.decode(token_list(request.token_ids), skip_special_tokens=False)
+        if request.sampling.structured is not None:
+            text = FACT
+        elif '"weather"' in prompt and "<|tool|>" not in prompt:
+            text = CALL
+        else:
+            text = AFTER
+        return speak([*TOKENIZER.encode(text).ids, 0], finish=FinishReason.STOP)(request)
+
+    return ScriptedDispatcher(script, [tiny_card(files=FILES, context_length=16384)], FILES)

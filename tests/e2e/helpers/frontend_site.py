@@ -162,9 +162,9 @@ async def serving(
         assert dispatcher.open_streams == 0
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
+def run(test: Callable[[], Awaitable[None]], *, timeout_s: float = 60.0) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(timeout_s):
             await test()
 
     uvloop.run(main())

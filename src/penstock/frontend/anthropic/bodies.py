@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.frontend.openai.bodies import Body
+from penstock.frontend.openai.bodies import SamplingExtensions
 
 
 class ImageSource(msgspec.Struct, kw_only=True):
@@ -63,7 +63,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     format: OutputFormat | None = None
 
 
-class CountRequest(Body, kw_only=True):
+class CountRequest(SamplingExtensions, kw_only=True):
     """Body of `/v1/messages/count_tokens`: what makes up a prompt."""
 
     model: str
@@ -87,14 +87,10 @@ class MessagesRequest(CountRequest, kw_only=True):
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
     stop_sequences: list[str] | None = None
     # Accepted, no effect on the answer.
     metadata: Any = None
     service_tier: Any = None
-    # Penstock's, as in chats.
-    cache_salt: str | None = None
-    priority: int | None = None
 
 
 decode_messages = msgspec.json.Decoder(MessagesRequest).decode

@@ -35,9 +35,9 @@ def parse_messages(body: bytes) -> ParsedBody:
     request = _chat(given)
     request.max_tokens = given.max_tokens
     request.stream = given.stream
-    request.temperature, request.top_p, request.top_k = given.temperature, given.top_p, given.top_k
+    request.temperature, request.top_p = given.temperature, given.top_p
     request.stop = given.stop_sequences
-    request.cache_salt, request.priority = given.cache_salt, given.priority
+    given.extend(request)
     return ParsedBody(request)
 
 

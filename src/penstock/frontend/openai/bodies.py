@@ -32,7 +32,26 @@ class StreamOptions(Body, kw_only=True):
     include_obfuscation: Any = None  # accepted, no effect
 
 
-class GenerationRequest(Body, kw_only=True):
+class SamplingExtensions(Body, kw_only=True):
+    """Fields beyond those of any API's own, with the names vLLM and SGLang use. None: not given."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    seed: int | None = None
+
+    def extend(self, request: "SamplingExtensions") -> None:
+        """Copy these fields to a request."""
+        for name in SamplingExtensions.__struct_fields__:
+            setattr(request, name, getattr(self, name))
+
+
+class GenerationRequest(SamplingExtensions, kw_only=True):
     """Fields of both chat and text completions. None: not given."""
 
     model: str
@@ -41,22 +60,12 @@ class GenerationRequest(Body, kw_only=True):
     max_tokens: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
     temperature: float | None = None
     response_format: Any = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    # Extensions, with the names vLLM and SGLang use.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    cache_salt: str | None = None
     structured_outputs: Any = None
-    priority: int | None = None
     add_special_tokens: bool | None = None
     strict: bool | None = None  # true: unknown fields are refused, whatever their value
     # What agents say (`agents.py`).

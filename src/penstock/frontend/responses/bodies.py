@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from penstock.frontend.openai.agents import AgentHintsBody, PeerBody, SessionBody
-from penstock.frontend.openai.bodies import Body
+from penstock.frontend.openai.bodies import SamplingExtensions
 
 
 class InputPart(msgspec.Struct, kw_only=True):
@@ -44,7 +44,7 @@ class TextOptions(msgspec.Struct, kw_only=True):
     verbosity: str | None = None
 
 
-class ResponsesRequest(Body, kw_only=True):
+class ResponsesRequest(SamplingExtensions, kw_only=True):
     """Body of `/v1/responses`."""
 
     model: str
@@ -74,10 +74,6 @@ class ResponsesRequest(Body, kw_only=True):
     strict: bool | None = None
     truncation: str | None = None
     # Penstock's, as in chats.
-    cache_salt: str | None = None
-    priority: int | None = None
-    seed: int | None = None
-    top_k: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     session: SessionBody | None = None
     agent_hints: AgentHintsBody | None = None

@@ -40,19 +40,16 @@ def parse_responses(body: bytes) -> ParsedBody:
         max_completion_tokens=given.max_output_tokens,
         temperature=given.temperature,
         top_p=given.top_p,
-        top_k=given.top_k,
-        seed=given.seed,
         tools=None if given.tools is None else [_tool(tool) for tool in given.tools],
         tool_choice=_choice(given.tool_choice),
         parallel_tool_calls=given.parallel_tool_calls,
         metadata=given.metadata,
-        cache_salt=given.cache_salt,
-        priority=given.priority,
         chat_template_kwargs=given.chat_template_kwargs,
         session=given.session,
         agent_hints=given.agent_hints,
         nvext=given.nvext,
     )
+    given.extend(request)
     if given.reasoning is not None:
         request.reasoning_effort = given.reasoning.effort
     if given.text is not None:
