@@ -104,6 +104,7 @@ class ScriptedStream:
         self._request = request
         self._deltas = dispatcher.script(request)
         self._finished = False
+        self.waited_for_decode = False
 
     async def __aenter__(self) -> Self:
         self._dispatcher.opened.append(self._request)

@@ -13,6 +13,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from penstock.frontend.limits.receive_metrics import ReceiveMetrics
 from penstock.frontend.openai.answers import Usage
 from penstock.runtime.observations.request_recorder import RequestRecorder
+from penstock.seams import RequestStream
 
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -172,8 +173,8 @@ class RequestTimer:
         self._gap_tokens = 0
         self._itl = metrics._itl.labels(model)
 
-    def tokens(self, count: int, now: float, last: float | None) -> None:
-        """Observe `count` new tokens of a choice at `now`; its previous ones came at `last`, None before the first."""
+    def tokens(self, count: int, now: float, last: float | None, stream: RequestStream) -> None:
+        """Observe `count` new tokens of a choice's stream at `now`; its previous ones came at `last`, None before the first."""
         if last is not None:
             self._itl.observe((now - last) / count)
             self._gaps_s += now - last
@@ -182,7 +183,8 @@ class RequestTimer:
             self.ttft_s = now - self._arrived
             self._metrics._ttft.labels(self._model).observe(self.ttft_s)
             if self._metrics.recorder is not None:
-                self._metrics.recorder.first_token(self.ttft_s)
+                waited_for_decode = stream.waited_for_decode
+                self._metrics.recorder.first_token(self.ttft_s, waited_for_decode=waited_for_decode)
 
     def finish(self, usage: Usage, now: float, *, failed: bool) -> None:
         """Observe its end at `now`; `failed`: with an error of its own, not as its client left."""

@@ -285,6 +285,7 @@ class Planner:
             self._floor,
             queued=expected.queued,
             ttft_s=expected.ttft_s,
+            decode_ttft_s=expected.decode_ttft_s,
             itl_s=expected.itl_s,
             warm=expected.warm,
         )
@@ -304,6 +305,7 @@ class Planner:
             oldest_queued_s=demand.oldest_queued_s,
             frontends=len(recent.frontends),
             silent=recent.silent,
+            decode_ttft_s=demand.decode_ttft_s.quantile(share),
             roles=tuple(
                 _role_seen(role, recent.of(role), views, factor.value)
                 for role, factor in self._estimator.factors.items()

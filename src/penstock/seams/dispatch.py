@@ -14,6 +14,10 @@ from penstock.core.types.requests import Delta, Request
 class RequestStream(Protocol):
     """One request in progress. Leaving the context cancels it, unless it has ended."""
 
+    waited_for_decode: bool
+    """Whether the first token waited for decode workers rather than for prefill workers: one computed the prompt, or none had a batch
+    slot for most of the time. False before the first token, and where no role is decode."""
+
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(

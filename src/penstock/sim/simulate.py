@@ -308,7 +308,7 @@ class _Simulation:
                         last_s = loop.time()
                         if first_s is None:
                             first_s = last_s
-                            recorder.first_token(first_s - sent_s)
+                            recorder.first_token(first_s - sent_s, waited_for_decode=stream.waited_for_decode)
                         elif second_s is None:
                             second_s = last_s
         except PenstockError:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -38,9 +39,9 @@ class Penstock:
 
     def serve_one(self):
         timer = self.frontend.timer("m", 0.0, 1000)
-        timer.tokens(1, 0.2, None)
-        timer.tokens(1, 0.22, 0.2)
-        timer.tokens(1, 0.24, 0.22)
+        stream = SimpleNamespace(waited_for_decode=False)
+        for now, last in ((0.2, None), (0.22, 0.2), (0.24, 0.22)):
+            timer.tokens(1, now, last, stream)
         usage = Usage(1000, 50, 1050, PromptTokensDetails(cached_tokens=0))
         timer.finish(usage, 1.2, failed=False)
 

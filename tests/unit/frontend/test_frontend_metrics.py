@@ -10,12 +10,13 @@ from prometheus_client import CollectorRegistry, Counter
 from penstock.frontend.metrics import FrontendMetrics
 
 COUNT_ONE_REQUEST = """
+from types import SimpleNamespace
 from prometheus_client import CollectorRegistry
 from penstock.frontend.metrics import FrontendMetrics
 metrics = FrontendMetrics(CollectorRegistry())
 metrics.inflight(1)
 metrics.answered("/v1/completions", 200)
-metrics.timer("tiny", 0.0, 1).tokens(1, 0.5, None)
+metrics.timer("tiny", 0.0, 1).tokens(1, 0.5, None, SimpleNamespace(waited_for_decode=False))
 print(metrics.expose().decode())
 """
 

@@ -290,7 +290,7 @@ class Completion:
             async for delta in stream:
                 if tokens := num_tokens(delta.token_ids):
                     now = clock()
-                    timer.tokens(tokens, now, last)
+                    timer.tokens(tokens, now, last, stream)
                     last = now
                 event = choice.feed(delta)
                 if self._on_answer is not None:

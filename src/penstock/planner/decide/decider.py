@@ -165,8 +165,10 @@ class Decider:
     def _error(self, role: Role, expected: ExpectedDemand) -> float:
         """Give the ratio of workers that the worst latency asks for, above 1 and at most 2; 0 if all targets are met."""
         ratios = []
-        if role is not Role.DECODE and expected.ttft_s is not None:
-            ratios.append(expected.ttft_s / self.slo.ttft_s)
+        # A decode worker computes short prompts too, and others wait at the router until it has a batch slot.
+        ttft_s = expected.decode_ttft_s if role is Role.DECODE else expected.ttft_s
+        if ttft_s is not None:
+            ratios.append(ttft_s / self.slo.ttft_s)
         if role is not Role.PREFILL and expected.itl_s is not None:
             # Near a worker's capacity, ITL grows about as the square of its load.
             ratios.append(math.sqrt(expected.itl_s / self.slo.itl_s))

@@ -10,8 +10,9 @@ from penstock.core.types.instances import Role
 from penstock.perf.search.pool import PoolModel, Prediction
 from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.estimate.latency_factor import LatencyFactor
+from penstock.planner.estimate.missed import missed
 from penstock.planner.estimate.series import Series
-from penstock.planner.estimate.significance import missed_quantile, surely_above
+from penstock.planner.estimate.significance import surely_above
 from penstock.planner.estimate.slo import Slo
 from penstock.planner.estimate.step_factor import StepFactor
 from penstock.planner.forecast.forecast import Forecast
@@ -162,7 +163,7 @@ class Estimator:
             if capacity.role is not Role.PREFILL:
                 itl_s.append(None if found is None else factor * found.itl_s)
         for learned, digest, predicted_s, target_s in (
-            (self._ttft_factor, demand.ttft_s, ttft_s, slo.ttft_s),
+            (self._ttft_factor, demand.ttft_s.minus(demand.decode_ttft_s), ttft_s, slo.ttft_s),
             (self._itl_factor, demand.itl_s, itl_s, slo.itl_s),
         ):
             if len(predicted_s) == 1:
@@ -184,20 +185,15 @@ class Estimator:
         """
         demand, slo = recent.demand, self._slo
         rate = self._rate.forecast()
-        late = {
-            name: missed_quantile(digest, target_s, slo.percentile) if any(warm.values()) else None
-            for name, digest, target_s in (
-                ("ttft", demand.ttft_s, slo.ttft_s),
-                ("itl", demand.itl_s, slo.itl_s),
-            )
-        }
+        ttft_s, decode_ttft_s, itl_s = missed(demand, slo) if any(warm.values()) else (None, None, None)
         lengths = self._lengths or [(demand.input_tokens, demand.output_tokens)]
         expected = msgspec.structs.replace(
             self._described(lengths, _LENGTH_INTERVALS, self._cached_share(demand.cached_share)),
             rate_per_s=rate.high if rate else 0.0,
             queued=demand.queued + sum(_stale(worker, slo.ttft_s) for worker in recent.workers),
-            ttft_s=late["ttft"],
-            itl_s=late["itl"],
+            ttft_s=ttft_s,
+            decode_ttft_s=decode_ttft_s,
+            itl_s=itl_s,
             ttft_factor=self._ttft_factor.value,
             itl_factor=self._itl_factor.value,
             warm=dict(warm),

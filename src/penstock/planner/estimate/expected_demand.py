@@ -19,7 +19,8 @@ class ExpectedDemand(Wire, frozen=True):
         output_tokens: mean output tokens of a request.
         cached_share: share of prompt tokens that come from a prefix cache, 0 to 1.
         queued: requests that wait in routers and workers now.
-        ttft_s: TTFT at the SLO's percentile now; None if it is met, or too few requests were seen to tell.
+        ttft_s: TTFT at the SLO's percentile now, of requests that wait for prefill or aggregated workers; None if it is met, or too
+            few requests were seen to tell.
         itl_s: ITL likewise.
         ttft_factor: measured over predicted TTFT at that percentile; `itl_factor` likewise.
         warm: workers of each role that both are of; others start, or began a moment ago.
@@ -27,6 +28,7 @@ class ExpectedDemand(Wire, frozen=True):
         input_lengths: distribution of prompt tokens of late; empty if all are taken as equal.
         output_lengths: likewise of output tokens.
         start_s: seconds until a worker that is added now serves.
+        decode_ttft_s: TTFT as `ttft_s`, of requests that wait for decode workers.
     """
 
     rate_per_s: float
@@ -44,6 +46,7 @@ class ExpectedDemand(Wire, frozen=True):
     output_lengths: Digest = Digest()
     rates: dict[Role, float] = msgspec.field(default_factory=dict)
     start_s: float = 0.0
+    decode_ttft_s: float | None = None
 
     def rate_of(self, role: Role) -> float:
         """Give the requests per second to provide for in a role."""

@@ -22,22 +22,27 @@ def surely_above(per_s: float, seconds: float, expected_per_s: float, spread: fl
     return seen > expected + _DEVIATIONS * math.sqrt(max(expected, 1.0)) + 1
 
 
-def missed_quantile(digest: Digest, target: float, percentile: float) -> float | None:
+def missed_quantile(digest: Digest, target: float, percentile: float, *, others: int = 0) -> float | None:
     """Give what the value at `percentile` is at least, if that misses the target beyond chance.
 
     The value itself says too much: of fifty requests, the 99th percentile is the worst one.
 
+    Args:
+        digest: the values.
+        target: what they should not exceed.
+        percentile: the share of values that should not, 0 to 100.
+        others: further values, which do not.
+
     Returns:
         The largest bucket's middle that the percentile is below in one of a thousand cases only; None if even the target is not.
     """
-    if not digest.count:
-        return None
+    count = digest.count + others
     share, above, surely = 1 - percentile / 100, 0, None
     for value, number in sorted(digest.values(), reverse=True):
         if value <= target:
             break
         above += number
-        if _odds_of_more(above, digest.count, share) < _CHANCE:
+        if _odds_of_more(above, count, share) < _CHANCE:
             surely = value
             break
     return surely

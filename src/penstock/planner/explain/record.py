@@ -44,6 +44,7 @@ class Seen(Wire, frozen=True):
         queued: requests that wait in routers; the oldest since `oldest_queued_s`.
         frontends: how many sent a window lately.
         silent: names of processes that sent none for some seconds, though they did before.
+        decode_ttft_s: TTFT likewise of requests that waited for decode workers; None without one.
     """
 
     seconds: float
@@ -57,6 +58,7 @@ class Seen(Wire, frozen=True):
     frontends: int = 0
     silent: tuple[str, ...] = ()
     roles: tuple[RoleSeen, ...] = ()
+    decode_ttft_s: float | None = None
 
 
 class Expected(Wire, frozen=True):

@@ -22,6 +22,8 @@ class Demand:
     queued: int = 0
     """Requests that wait in routers now."""
     oldest_queued_s: float = 0.0
+    decode_ttft_s: Digest = field(default_factory=Digest)
+    """Of `ttft_s`, those of requests that waited for decode workers."""
 
 
 @dataclass(frozen=True, slots=True)

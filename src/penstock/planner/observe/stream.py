@@ -117,6 +117,7 @@ def demand_of(requests: dict[str, list[RequestWindow]], silent: set[str], second
         itl_s=Digest.merged(window.itl_s for window in every),
         queued=sum(window.queued for window in last),
         oldest_queued_s=max((window.oldest_queued_s for window in last), default=0.0),
+        decode_ttft_s=Digest.merged(window.decode_ttft_s for window in every),
     )
 
 

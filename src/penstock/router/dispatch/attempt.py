@@ -6,6 +6,7 @@ import msgspec
 
 from penstock.core.errors import WorkerLost
 from penstock.core.ids import RequestId
+from penstock.core.types.instances import Role
 from penstock.core.types.requests import TRANSFER_ID_BYTES, Delta, KvHandle, Prefetch, Request
 from penstock.router.candidates import Route
 from penstock.router.dispatch.progress import Progress
@@ -135,6 +136,10 @@ class Attempt:
         self._reservation = fleet.loads.reserve(
             route.slot, route.prefill_tokens, route.blocks, route.cached_tokens
         )
+
+    @property
+    def is_at_decode_worker(self) -> bool:
+        return self._member.instance.role is Role.DECODE
 
     @property
     def is_early(self) -> bool:

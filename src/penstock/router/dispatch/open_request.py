@@ -55,8 +55,10 @@ class OpenRequest:
         self._finish_reason: FinishReason | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.kv_transfers = 0  # times its prompt was computed by a prefill worker
+        self.waited_for_decode = False
         self._retry_state = RetryState(request, shared.retry_guard)
         self._has_waited = False
+        self._decode_wait_s = 0.0  # how long it was queued while no decode worker had a batch slot
 
     async def __aenter__(self) -> Self:
         """Send the request to a worker; wait for one where its model has none.
@@ -196,6 +198,7 @@ class OpenRequest:
                         give_up_at_s = None
                     elif self._send_by(self._chosen(candidates)):
                         self._has_waited |= ticket.released
+                        self._decode_wait_s += ticket.decode_wait_s
                         return
                     continue
                 self._shared.request_queue.leave(ticket)
@@ -265,11 +268,7 @@ class OpenRequest:
         """Raise the last refusal where every ready worker has refused."""
         refusal, pool = self._retry_state.last_refusal, self._shared.fleet.pools.get(self.request.model)
         if refusal is not None and pool is not None and pool.has_ready:
-            raise Overloaded(
-                f"model {self.request.model}: every worker that is ready has refused this request; the last one:"
-                f" {refusal.message}",
-                retry_after_s=refusal.retry_after_s or 1.0,
-            )
+            raise self._shared.refused(self.request, refusal)
 
     def _send(self, route: Route, decode: DecodeSide | None) -> None:
         """Send the request, or its prompt alone where a decode worker goes on."""
@@ -326,7 +325,9 @@ class OpenRequest:
         if attempt.decode is None:
             self.siblings.computed(self, attempt.route.worker_id)
         if progress.output_tokens == self.request.num_emitted and not self.request.is_background:
-            self._shared.metrics.first_token_s.observe(self._loop.time() - self._opened_s)
+            ttft_s = self._loop.time() - self._opened_s
+            self._shared.metrics.first_token_s.observe(ttft_s)
+            self.waited_for_decode = attempt.is_at_decode_worker or 2 * self._decode_wait_s > ttft_s
 
     def _on_error(self, error: PenstockError, attempt: Attempt) -> None:
         """Handle an error that the worker sent."""

@@ -78,6 +78,14 @@ class Shared:
         )
 
     @staticmethod
+    def refused(request: Request, last: Overloaded) -> Overloaded:
+        """Make the error for a request that every ready worker has refused; `last` is the last refusal."""
+        return Overloaded(
+            f"model {request.model}: every worker that is ready has refused this request; the last one: {last.message}",
+            retry_after_s=last.retry_after_s or 1.0,
+        )
+
+    @staticmethod
     def late(request: Request, output_tokens: int) -> DeadlineExceeded:
         """Make the error for a request past its deadline."""
         return DeadlineExceeded(

@@ -22,6 +22,7 @@ from penstock.router.config import QueueConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
 from penstock.router.queue.active_tenants import ActiveTenants
+from penstock.router.queue.decode_wait import DecodeWait
 from penstock.router.queue.fair_queue import FairQueue, QueuedRequest
 
 _PAUSE_S = 0.02
@@ -56,13 +57,15 @@ class Waiting(Protocol):
 class Ticket:
     """A request's ticket: `queued` while the request waits, `released` from its turn until it is sent.
 
-    `model` names the queue; None until the request has waited.
+    `model` names the queue; None until the request has waited. `decode_wait_s` is how long no decode worker had a batch slot
+    while the request was queued, once it has left the queue.
     """
 
     waiting: Waiting
     model: str | None = None
     queued: QueuedRequest | None = None
     released: bool = False
+    decode_wait_s: float = 0.0
 
 
 class RequestQueue:
@@ -75,6 +78,7 @@ class RequestQueue:
         self._queues: dict[str, FairQueue] = {}
         self._tickets: dict[QueuedRequest, Ticket] = {}
         self._released: dict[str, Ticket] = {}
+        self._decode_waits: dict[str, DecodeWait] = {}
         self._tenants = ActiveTenants()
         self._timer: asyncio.TimerHandle | None = None
         self._next_s = 0.0
@@ -134,8 +138,12 @@ class RequestQueue:
         """
         context = candidates.context
         threshold_s = self._threshold_s(context.now_s)
-        if candidates.is_disaggregated and not self._can_be_answered(candidates, threshold_s):
-            return np.zeros_like(context.eligible)
+        if candidates.is_disaggregated:
+            is_full = not self._can_be_answered(candidates, threshold_s)
+            if decode_wait := self._decode_waits.get(candidates.request.model):
+                decode_wait.note(context.now_s, is_full=is_full)
+            if is_full:
+                return np.zeros_like(context.eligible)
         room: NDArray[np.bool_] = candidates.waits_s() <= threshold_s
         room &= context.batch_wait_s() <= _SOON_S
         nobody_waits = context.waiting_requests == 0
@@ -182,6 +190,7 @@ class RequestQueue:
         for model, queue in self._queues.items():
             queue.check()
             assert len(queue), f"{model}: a queue is kept without any request"
+        assert self._decode_waits.keys() == self._queues.keys(), "decode waits: one for each queue"
         assert sum(map(len, self._queues.values())) == len(self._tickets), "each queued request has a ticket"
         assert all(
             ticket.queued is queued and not ticket.released for queued, ticket in self._tickets.items()
@@ -218,6 +227,8 @@ class RequestQueue:
             self._metrics.queue_refusals.labels("tenant" if error.http_status == 429 else "full").inc()
             raise
         self._queues[request.model] = queue
+        decode_wait = self._decode_waits.setdefault(request.model, DecodeWait())
+        ticket.decode_wait_s = -decode_wait.total_s(queued.since_s)
         ticket.model, ticket.queued = request.model, queued
         self._tickets[queued] = ticket
         self._metrics.queued_requests.set(len(self._tickets))
@@ -232,10 +243,12 @@ class RequestQueue:
         """Note that a request has left its queue."""
         ticket.queued = None
         del self._tickets[queued]
+        now_s = asyncio.get_running_loop().time()
+        ticket.decode_wait_s += self._decode_waits[model].total_s(now_s)
         if not len(self._queues[model]):
-            del self._queues[model]
+            del self._queues[model], self._decode_waits[model]
         self._metrics.queued_requests.set(len(self._tickets))
-        self._metrics.queued_s.observe(asyncio.get_running_loop().time() - queued.since_s)
+        self._metrics.queued_s.observe(now_s - queued.since_s)
         if not self._tickets:
             self._fleet.loads.listener = None
             self._listening.close()

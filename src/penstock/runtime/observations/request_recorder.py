@@ -15,14 +15,18 @@ class RequestRecorder:
         self._arrivals = self._finished = self._failed = self._cached_tokens = 0
         self._input_tokens, self._output_tokens = DigestRecorder(), DigestRecorder()
         self._ttft_s, self._itl_s = DigestRecorder(), DigestRecorder()
+        self._decode_ttft_s = DigestRecorder()
 
     def arrived(self, input_tokens: int) -> None:
         """Count a request that was parsed and tokenized."""
         self._arrivals += 1
         self._input_tokens.add(input_tokens)
 
-    def first_token(self, ttft_s: float) -> None:
+    def first_token(self, ttft_s: float, *, waited_for_decode: bool) -> None:
+        """Count a first token; `waited_for_decode` as `RequestStream` says it."""
         self._ttft_s.add(ttft_s)
+        if waited_for_decode:
+            self._decode_ttft_s.add(ttft_s)
 
     def ended(self, *, output_tokens: int, cached_tokens: int, itl_s: float | None, failed: bool) -> None:
         """Count a request's end; `itl_s` is the mean time between its tokens, None where there was at most one."""
@@ -55,6 +59,7 @@ class RequestRecorder:
             itl_s=self._itl_s.take(),
             queued=queued,
             oldest_queued_s=oldest_queued_s,
+            decode_ttft_s=self._decode_ttft_s.take(),
         )
         self._since_s = now_s
         self._arrivals = self._finished = self._failed = self._cached_tokens = 0

@@ -66,6 +66,15 @@ class Digest(Wire, frozen=True):
         bucket = next(reached, ordered[-1])
         return _middle(bucket)
 
+    def minus(self, part: "Digest") -> "Digest":
+        """Give the values that are not in `part`, whose values are all in this one."""
+        left = {bucket: number - part.buckets.get(bucket, 0) for bucket, number in self.buckets.items()}
+        return Digest(
+            count=self.count - part.count,
+            total=self.total - part.total,
+            buckets={bucket: number for bucket, number in left.items() if number},
+        )
+
     @staticmethod
     def merged(digests: Iterable["Digest"]) -> "Digest":
         """Add up digests."""
@@ -89,6 +98,8 @@ class RequestWindow(Wire, frozen=True, tag="requests"):
         ttft_s: from arrival to the first token, of requests whose first token came in the window.
         itl_s: mean time between tokens of a stream, of each request that ended in the window.
         queued: requests that wait in the router at the end of the window; the oldest since `oldest_queued_s`.
+        decode_ttft_s: of `ttft_s`, those of requests that waited for decode workers: one computed the prompt, or none had a
+            batch slot for most of the time.
     """
 
     seconds: float
@@ -102,6 +113,7 @@ class RequestWindow(Wire, frozen=True, tag="requests"):
     itl_s: Digest = Digest()
     queued: int = 0
     oldest_queued_s: float = 0.0
+    decode_ttft_s: Digest = Digest()
 
 
 class GpuUse(Wire, frozen=True):

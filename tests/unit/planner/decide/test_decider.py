@@ -134,6 +134,10 @@ def test_an_slo_error_adds_in_proportion_to_the_role_that_causes_it():
     have = {Role.PREFILL: 4, Role.DECODE: 4}
     assert TWO.decide(asked(1.0, ttft_s=0.75), have).target == {Role.PREFILL: 6, Role.DECODE: 1}
     assert TWO.decide(asked(1.0, itl_s=0.1), have).target == {Role.PREFILL: 1, Role.DECODE: 8}
+    waiting = TWO.decide(asked(1.0, decode_ttft_s=0.75), have)
+    assert waiting.target == {Role.PREFILL: 1, Role.DECODE: 6}, "requests wait for decode workers"
+    assert "decode: 5 would serve" in waiting.explain()
+    assert "its SLO is missed now" in waiting.explain()
 
 
 def test_long_prompts_add_prefill_and_cached_ones_do_not():

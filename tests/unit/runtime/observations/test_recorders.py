@@ -33,6 +33,11 @@ def test_a_digest_knows_mean_and_quantiles():
     assert digest(0.0).quantile(0.5) == 0.0
 
 
+def test_a_part_is_taken_from_a_digest():
+    assert digest(1.0, 1.0, 3.0).minus(digest(1.0)) == digest(1.0, 3.0)
+    assert digest(1.0, 3.0).minus(digest(1.0, 3.0)) == digest()
+
+
 def test_a_digest_is_bounded_and_begins_anew():
     recorder = DigestRecorder()
     for exponent in range(-300, 300):
@@ -46,14 +51,16 @@ def test_a_window_of_requests():
         recorder = RequestRecorder()
         recorder.arrived(100)
         recorder.arrived(300)
-        recorder.first_token(0.25)
+        recorder.first_token(0.25, waited_for_decode=False)
+        recorder.first_token(0.75, waited_for_decode=True)
         await asyncio.sleep(2)
         recorder.ended(output_tokens=50, cached_tokens=64, itl_s=0.01, failed=False)
         recorder.ended(output_tokens=0, cached_tokens=0, itl_s=None, failed=True)
         window = recorder.take(queued=3, oldest_queued_s=0.5)
         assert (window.seconds, window.arrivals, window.finished, window.failed) == (2.0, 2, 1, 1)
         assert (window.input_tokens.total, window.output_tokens.total, window.cached_tokens) == (400, 50, 64)
-        assert (window.ttft_s.mean, window.itl_s.mean) == (0.25, 0.01)
+        assert (window.ttft_s.mean, window.itl_s.mean) == (0.5, 0.01)
+        assert window.decode_ttft_s == digest(0.75)
         assert (window.queued, window.oldest_queued_s) == (3, 0.5)
         await asyncio.sleep(1)
         assert recorder.take(queued=0, oldest_queued_s=0.0) == RequestWindow(seconds=1.0)

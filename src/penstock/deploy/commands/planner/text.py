@@ -121,7 +121,11 @@ def _asked(decision: Decision) -> str:
     expected, slo = decision.expected, decision.slo
     late = [
         f"{name} {value * 1e3:.1f} ms now"
-        for name, value in (("TTFT", expected.ttft_s), ("ITL", expected.itl_s))
+        for name, value in (
+            ("TTFT", expected.ttft_s),
+            ("TTFT at decode workers", expected.decode_ttft_s),
+            ("ITL", expected.itl_s),
+        )
         if value is not None
     ]
     return (
@@ -140,7 +144,8 @@ def _expected(each: Expected) -> str:
 def _seen(seen: Seen, decision: Decision | None) -> str:
     parts = [f"{seen.arrivals_per_s:.2f} requests/s in {seen.seconds:.0f} s"]
     percentile = "" if decision is None else f" p{decision.slo.percentile:g}"
-    for name, value in (("TTFT", seen.ttft_s), ("ITL", seen.itl_s)):
+    latencies = (("TTFT", seen.ttft_s), ("TTFT at decode workers", seen.decode_ttft_s), ("ITL", seen.itl_s))
+    for name, value in latencies:
         if value is not None:
             parts.append(f"{name}{percentile} {value * 1e3:.1f} ms")
     if seen.failed_per_s:
