@@ -1,13 +1,14 @@
 """Loads of prompts' beginnings from the caches of other workers, before their requests are submitted.
 
 The router names a worker that has more of a prompt than this one. What of it is loaded sooner than computed is read by the same
-loader as all other KV, chunk by chunk, and published. Whatever fails, is late or has no room here is computed: the request is
-submitted in any case.
+loader as all other KV, chunk by chunk, and published. Requests with the same prefix wait for one load. Whatever fails, is late
+or has no room here is computed: the request is submitted in any case.
 """
 
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -40,6 +41,29 @@ _PROBED_MAX = 1024
 """Workers of which is remembered when they were measured last."""
 
 _log = get_logger()
+
+_Submit = Callable[[Request], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """A load under way, and the requests that wait for it.
+
+    hashes:    (n, 2) uint64, of which those from `num_here` on are loaded
+    begun_for: has the blocks loaded that it needs; others may need more
+    waiting:   by request id; without any, the load is cancelled and nobody joins it
+    """
+
+    hashes: HashArray
+    num_here: int
+    begun_for: RequestId
+    waiting: dict[RequestId, tuple[Request, _Submit]] = field(default_factory=dict)
+    task: "asyncio.Task[bool] | None" = None
+
+    def brings(self, hashes: HashArray, index: int) -> bool:
+        """Say whether it brings the block with this index of a prompt."""
+        is_within = self.waiting and self.num_here <= index < min(len(hashes), len(self.hashes))
+        return bool(is_within and (hashes[index] == self.hashes[index]).all())
 
 
 class PeerLoads:
@@ -78,7 +102,8 @@ class PeerLoads:
         self._reader = reader
         self._release = release
         self._speeds = speeds
-        self._under_way: dict[RequestId, asyncio.Task[None]] = {}
+        self._under_way: dict[RequestId, _Load] = {}  # by request that waits for it
+        self._loads: dict[_Load, None] = {}  # in the order in which they were begun
         self._missing_blocks = 0  # of loads under way
         self._probes: set[asyncio.Task[None]] = set()
         self._probed_s: dict[WorkerId, float] = {}
@@ -96,30 +121,45 @@ class PeerLoads:
     ) -> None:
         """Cancel all loads; their requests are not submitted."""
         assert self._tasks is not None, "entered"
-        for task in (*self._under_way.values(), *self._probes):
+        for task in (*(load.task for load in self._loads), *self._probes):
+            assert task is not None, "begun"
             task.cancel()
         tasks, self._tasks = self._tasks, None
         await tasks.__aexit__(None, None, None)
 
-    def begin(self, request: Request, submit: Callable[[Request], None]) -> bool:
-        """Begin to load what another worker has of a request's prompt, and submit the request afterwards.
+    def begin(self, request: Request, submit: _Submit) -> bool:
+        """Begin to load what another worker has of a request's prompt, or wait for a load of the same, and submit the request afterwards.
 
         Args:
-            request: with `peer`.
+            request: with `peer`, unless it only waits.
             submit: called once, later, unless the load is cancelled.
 
         Returns:
-            False if nothing is loaded: too many loads are under way, no block is free, computing is sooner, or nobody has measured
-            the other worker, which is done then.
+            False if nothing is loaded: too many requests wait for loads, no block is free, computing is sooner, or nobody has
+            measured the other worker, which is done then.
         """
-        assert self._tasks is not None, "entered"
-        peer = request.peer
-        if peer is None or not self._config.peers or len(self) >= self._config.fetches_max:
+        peer, is_full = request.peer, len(self) >= self._config.fetches_max
+        if not self._config.peers or is_full or (peer is None and not self._loads):
             return False
         cacheable = (num_tokens(request.token_ids) - 1) // self._info.block_size
-        hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)[: min(peer.num_blocks, cacheable)]
+        hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)[:cacheable]
         here = list(self._engine.pin(hashes))
-        hashes = hashes[: len(here) + _ASKED_MAX]
+        load = next((load for load in self._loads if load.brings(hashes, len(here))), None)
+        if load is not None or peer is None:
+            self._engine.unpin(here)
+        else:
+            load = self._begin(request, peer, hashes[: min(peer.num_blocks, len(here) + _ASKED_MAX)], here)
+        if load is None:
+            return False
+        load.waiting[request.request_id] = request, submit
+        self._under_way[request.request_id] = load
+        return True
+
+    def _begin(
+        self, request: Request, peer: KvPeer, hashes: HashArray, here: Sequence[BlockId]
+    ) -> _Load | None:
+        """Begin a load of the blocks after those that are here, which are unpinned at its end; None if nothing is loaded."""
+        assert self._tasks is not None, "entered"
         source = self._source(hashes[len(here) :], peer)
         is_known = source.is_priced and peer.worker_id not in self._speeds.doubted
         count = self._worth_loading(hashes, len(here), source) if is_known else 0
@@ -128,33 +168,46 @@ class PeerLoads:
             self._engine.unpin(here)
             if not count and self._speeds.of(peer.worker_id).age_s > _MEASURED_S:
                 self._probe(hashes[len(here) :], peer)
-            return False
+            return None
         held = [*here, *targets]
-        load = self._load(hashes[: len(held)], len(here), list(targets), source, peer)
-        task = self._under_way[request.request_id] = self._tasks.create_task(load)
+        load = _Load(hashes[: len(held)], len(here), request.request_id)
+        loading = self._load(load.hashes, len(here), list(targets), source, peer)
+        load.task = self._tasks.create_task(loading)
+        self._loads[load] = None
 
-        def on_end(task: "asyncio.Task[None]") -> None:
-            is_wanted = self._under_way.get(request.request_id) is task
-            if is_wanted:
-                del self._under_way[request.request_id]
-                if not task.cancelled():
-                    submit(request)
+        def on_end(task: "asyncio.Task[bool]") -> None:
+            del self._loads[load]
+            is_whole = not task.cancelled() and task.exception() is None and task.result()
+            self._on_end(load, is_whole=is_whole, is_cancelled=task.cancelled())
             self._engine.unpin(held)
 
-        task.add_done_callback(on_end)
-        return True
+        load.task.add_done_callback(on_end)
+        return load
+
+    def _on_end(self, load: _Load, *, is_whole: bool, is_cancelled: bool) -> None:
+        """Submit the requests that waited for a load, unless it was cancelled; those with longer prompts may load more first."""
+        waiting, load.waiting = load.waiting, {}
+        for request_id in waiting:
+            del self._under_way[request_id]
+        for request_id, (request, submit) in waiting.items():
+            may_load = is_whole and request_id != load.begun_for and self._tasks is not None
+            if not is_cancelled and not (may_load and self.begin(request, submit)):
+                submit(request)
 
     def cancel(self, request_id: RequestId) -> bool:
-        """Cancel a request's load, whose blocks stay reserved until it has ended; return whether there was one."""
-        task = self._under_way.pop(request_id, None)
-        if task is None:
+        """Have a request wait no longer; return whether it did. A load that nobody waits for is cancelled; its blocks stay reserved until it has ended."""
+        load = self._under_way.pop(request_id, None)
+        if load is None:
             return False
-        task.cancel()
+        del load.waiting[request_id]
+        if not load.waiting and load.task is not None:
+            load.task.cancel()
         return True
 
     def check_idle(self) -> None:
         """Raise AssertionError if a load is left."""
-        assert not self._under_way, f"{list(self._under_way)} are still loaded from other workers"
+        assert not self._under_way, f"{list(self._under_way)} still wait for blocks of other workers"
+        assert not self._loads, f"{len(self._loads)} loads from other workers are under way"
         assert not self._probes, "workers are still measured"
         assert not self._missing_blocks, f"{self._missing_blocks} blocks are still to come"
 
@@ -222,8 +275,8 @@ class PeerLoads:
 
     async def _load(
         self, hashes: HashArray, num_here: int, targets: list[BlockId], source: PeerSource, peer: KvPeer
-    ) -> None:
-        """Load and publish the blocks after those that are here, as far as they come."""
+    ) -> bool:
+        """Load and publish the blocks after those that are here, as far as they come; returns whether all did."""
         arrived = counted = 0
         self._missing_blocks += len(targets)
 
@@ -267,6 +320,7 @@ class PeerLoads:
                 error=None if error is None else error.message,
                 effect="computed",
             )
+        return arrived == len(targets)
 
     def _source(self, hashes: HashArray, peer: KvPeer, *, is_weighed: bool = False) -> PeerSource:
         return PeerSource(
