@@ -1,6 +1,7 @@
 """A model whose chat template takes tools, and an answer of it with reasoning and tool calls."""
 
 import json
+import struct
 from collections.abc import AsyncIterator, Sequence
 
 from tokenizers import Tokenizer
@@ -40,9 +41,18 @@ FACT = '{"city": "Paris", "days": 3}'
 
 
 def agent() -> ScriptedDispatcher:
-    """Make a model that calls the tool `weather` where it has tools, speaks of its result, and keeps to a format with `FACT`."""
+    """Make a model that calls the tool `weather` where it has tools, speaks of its result, and keeps to a format with `FACT`.
+
+    Its embeddings are all (3, 4).
+    """
+
+    async def embed(request: Request) -> AsyncIterator[Delta]:
+        embedding = struct.pack("<2f", 3.0, 4.0)
+        yield Delta(request_id=request.request_id, finish_reason=FinishReason.LENGTH, embedding=embedding)
 
     def script(request: Request) -> AsyncIterator[Delta]:
+        if request.embeds:
+            return embed(request)
         prompt = TOKENIZER.decode(token_list(request.token_ids), skip_special_tokens=False)
         if request.sampling.structured is not None:
             text = FACT

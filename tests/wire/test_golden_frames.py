@@ -147,6 +147,7 @@ REQUEST = Request(
     retention=KvRetention(priority=-2, ttl_s=60.5),
     follows_tool=True,
     is_background=True,
+    embeds=True,
     session_control=SessionControl(action=SessionAction.OPEN, ttl_s=30.5, is_ephemeral=True),
 )
 DELTA = Delta(
@@ -157,6 +158,7 @@ DELTA = Delta(
     logprobs=(TokenLogprob(token_id=5, logprob=-0.5, top=((5, -0.5), (6, -1.5))),),
     error=ERROR,
     kv=HANDLE,
+    embedding=bytes(8),
 )
 _COUNTS = WorkerLoad.__struct_fields__[:-13]
 _TIER_COUNTS = KvTierCounts.__struct_fields__

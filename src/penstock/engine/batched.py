@@ -130,6 +130,7 @@ class BatchedEngine:
             kv_by_chunk=True,
             lower_tier_blocks=0 if self._kv is None else self._kv.num_own,
             kv_holders=() if self._kv is None else self._kv.shared,
+            embedding_size=runner.embedding_size,
         )
         self._started = info, pool, scheduler
         return info

@@ -25,6 +25,7 @@ class RunnerInfo:
     Attributes:
         context_length: the model's own limit; the engine lowers it to what `num_blocks` can hold.
         kv_layout: None without KV memory.
+        embedding_size: as in `EngineInfo`.
         windows: sliding windows with blocks of their own, for runners that keep no KV.
     """
 
@@ -36,6 +37,7 @@ class RunnerInfo:
     kv_bytes_per_block: int = 0
     kv_layout: KvLayout | None = None
     windows: Windows = ONE_TABLE
+    embedding_size: int = 0
 
 
 def end_tokens_within(vocab_size: int, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from penstock.core.errors import RequestError
 from penstock.core.types.cards import ModelCard
 from penstock.core.wire import token_list
 from penstock.frontend.config import FrontendConfig
+from penstock.frontend.embedding_run import EmbeddingRun
+from penstock.frontend.embeddings.bodies import of_input
 from penstock.frontend.errors import RateLimitError
 from penstock.frontend.limits.access import Access
 from penstock.frontend.limits.admission import Admission, Slot
@@ -23,10 +25,16 @@ from penstock.frontend.limits.receive_budget import ReceiveBudget
 from penstock.frontend.metrics import FrontendMetrics
 from penstock.frontend.openai.answers import ModelEntry, ModelList
 from penstock.frontend.openai.bodies import ChatRequest, GenerationRequest, Message
-from penstock.frontend.openai.dialect import AnswerContext, Dialect, StreamedAnswer, WholeBody
+from penstock.frontend.openai.dialect import (
+    AnswerContext,
+    Dialect,
+    EmbeddingOptions,
+    StreamedAnswer,
+    WholeBody,
+)
 from penstock.frontend.openai.events import Envelope
 from penstock.frontend.requests.completion import Completion
-from penstock.frontend.requests.dialects import CHAT, TOKENIZE
+from penstock.frontend.requests.dialects import CHAT, EMBEDDINGS, TOKENIZE
 from penstock.frontend.requests.encoders import LARGE_BYTES, Encoders
 from penstock.frontend.requests.encoding import Prompt
 from penstock.frontend.requests.media import PromptMedia
@@ -57,6 +65,15 @@ class PendingAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class PendingEmbeddings:
+    """Embeddings that are ready to be computed; the fields that the access log reads are those of `PendingAnswer`."""
+
+    completion: EmbeddingRun
+    prepared: PreparedRequest
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class _Decoded:
     """A request with its model and its tokenized prompts; `chat` is a chat's, as it came or decoded, with its messages."""
 
@@ -66,6 +83,7 @@ class _Decoded:
     chat: Sequence[bytes] | ChatRequest | None
     previous: str | None = None
     messages: bytes | None = None
+    embedding: EmbeddingOptions | None = None
 
 
 class Frontend:
@@ -194,6 +212,30 @@ class Frontend:
         prepared = self._preprocessor.prepared(request, model, metadata, prompts)
         return self._pending(prepared, slot, decoded, metadata.size_bytes, dialect)
 
+    async def embed(self, body: Sequence[bytes], slot: Slot, options: RequestOptions) -> PendingEmbeddings:
+        """Decode, check and prepare a request for embeddings.
+
+        Raises:
+            PenstockError: it cannot be served; the text says why.
+        """
+        metadata = RequestMetadata(
+            f"{EMBEDDINGS.id_prefix}{self.new_id()}", sum(map(len, body)), slot.deadline, options
+        )
+        try:
+            decoded = await self._decode(body, metadata.size_bytes, options, EMBEDDINGS)
+            prepared = self._preprocessor.prepared(
+                decoded.request, decoded.model, metadata, decoded.prompts, embeds=True
+            )
+        except RequestError as error:
+            raise of_input(error) from error
+        assert decoded.embedding is not None, "of this dialect"
+        timer = self.metrics.timer(decoded.model.card.name, slot.arrived, prepared.prompt_tokens)
+        run = EmbeddingRun(prepared, self.dispatcher, timer, decoded.embedding)
+        if slot.use is not None:
+            now = asyncio.get_running_loop().time()
+            slot.use.charge(prepared.prompt_tokens, 0, run.tokens, now)
+        return PendingEmbeddings(run, prepared)
+
     async def tokenize(
         self, body: Sequence[bytes], slot: Slot, options: RequestOptions, dialect: Dialect
     ) -> tuple[list[int], ServedModel]:
@@ -234,7 +276,13 @@ class Frontend:
             )
             chat = body if dialect is CHAT else None
             return _Decoded(
-                encoded.request, encoded.model, encoded.prompts, chat, encoded.previous, encoded.messages
+                encoded.request,
+                encoded.model,
+                encoded.prompts,
+                chat,
+                encoded.previous,
+                encoded.messages,
+                encoded.embedding,
             )
         parsed = dialect.parse(b"".join(body))
         dialect.check(parsed, self.config.choices_max)
@@ -247,7 +295,7 @@ class Frontend:
             model = await self._models.get(request.model, options.cache_salt)
         prompts = await self._preprocessor.encode(request, model, size_bytes + len(before))
         chat_request = request if isinstance(request, ChatRequest) else None
-        return _Decoded(request, model, prompts, chat_request, parsed.previous, messages)
+        return _Decoded(request, model, prompts, chat_request, parsed.previous, messages, parsed.embedding)
 
     async def close(self) -> None:
         """End the encoder processes, connections for media, and what is computed ahead. Safe twice."""

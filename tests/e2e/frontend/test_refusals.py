@@ -32,7 +32,7 @@ from tests.support.tokenizer import tiny_card
         ("completions", b'{"model":"tiny","prompt":[99999999]}', 400, "prompt", "token ids must be"),
         ("completions", b'{"model":"tiny","prompt":"x","max_tokens":512}', 400, "max_tokens", "context of 512"),
         ("completions", b'{"model":"tiny"}', 400, "prompt", "required, but missing"),
-        ("embeddings", b"{}", 404, None, "/v1/embeddings does not exist; there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages"),
+        ("audio/speech", b"{}", 404, None, "/v1/audio/speech does not exist; there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_the_apis_shape(

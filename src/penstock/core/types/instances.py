@@ -45,6 +45,7 @@ class EngineInfo(Wire, frozen=True):
         kv_holders: what it loads from beside these; KV events of each are sent to whoever subscribes to it.
         transferred_prompts_only: whether its decode workers compute no prompts; routers then give each one to a prefill worker.
         media: what it takes besides text; its worker refuses requests with anything else.
+        embedding_size: values of an embedding (`Request.embeds`); 0: it makes none, and its worker refuses such requests.
         structured_outputs: whether it keeps to `SamplingParams.structured`; if not, its worker refuses such requests.
     """
 
@@ -65,6 +66,7 @@ class EngineInfo(Wire, frozen=True):
     media: tuple[MediaKind, ...] = ()
     data_parallel: int = 1
     kv_holders: tuple[KvHolder, ...] = ()
+    embedding_size: int = 0
 
 
 class Prices(Wire, frozen=True):

@@ -141,6 +141,7 @@ class Request(Wire, frozen=True):
         rank: the data-parallel rank that computes it, which the worker sets by the connection that it came over; None: any.
         peer: a worker that has more of the prompt's KV than this one; None: nobody is known to.
         trace: for logs and traces; None: the client said nothing.
+        embeds: the answer is `Delta.embedding` of the prompt; its one token means nothing.
     """
 
     request_id: RequestId
@@ -173,6 +174,7 @@ class Request(Wire, frozen=True):
     rank: int | None = None
     peer: KvPeer | None = None
     trace: TraceContext | None = None
+    embeds: bool = False
 
     def extra_after(self, start: int) -> list[tuple[int, bytes]]:
         """Give what the block hashes of the tokens from `start` on cover besides them, positions counted from `start`."""
@@ -215,6 +217,8 @@ class Delta(Wire, frozen=True, array_like=True):
         cached_tokens: prompt tokens found in the prefix cache; set once, on the first delta with tokens, or on the last one by an
             engine that learns it then.
         kv: set with `FinishReason.PREFILLED`.
+        embedding: of a request that `embeds`: the hidden state of the prompt's last token after the model's last norm, as packed
+            little-endian float32, not normalised.
     """
 
     request_id: RequestId
@@ -224,3 +228,4 @@ class Delta(Wire, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     error: ErrorInfo | None = None
     kv: KvHandle | None = None
+    embedding: bytes = b""

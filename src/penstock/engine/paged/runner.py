@@ -129,13 +129,16 @@ class PagedRunner:
             eos_token_ids=eos_token_ids,
             kv_bytes_per_block=block_bytes,
             kv_layout=memory.layout,
+            embedding_size=model.embedding_size,
         )
 
     def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
         """Compute one step; on return or error the device has finished all its work."""
         batch, rows = self._loaded.builder.build(plan, table)
+        embedded = _embedded(plan, table, rows)
         try:
             token_ids, logprobs = self.execute(batch)
+            states = self._hidden(embedded)
         finally:
             self._loaded.fence.wait()
         sampled = np.full(len(plan.slots), -1, dtype=np.int32)
@@ -144,6 +147,7 @@ class PagedRunner:
             sampled,
             logprobs={int(rows[row]): logprob for row, logprob in logprobs.items()},
             errors={int(rows[row]): error for row, error in self._loaded.columns.errors.items()},
+            embeddings={int(rows[row]): state for row, state in zip(embedded, states, strict=True)},
         )
 
     def execute(self, batch: StepBatch) -> tuple[NDArray[np.int64], dict[int, TokenLogprob]]:
@@ -155,6 +159,13 @@ class PagedRunner:
             last_tokens = torch.from_numpy(batch.last_tokens).to(parts.model.device)
             logits = parts.model.logits(tokens[0], tokens[1], last_tokens, step)
             return parts.sampler.sample(logits, batch.sampling)
+
+    def _hidden(self, embedded: Sequence[int]) -> list[bytes]:
+        """Give the hidden states of sampled rows of the latest `execute`, as in `Delta.embedding`."""
+        if not embedded:
+            return []
+        states = self._loaded.model.last_hidden[list(embedded)].float().cpu().numpy()
+        return [state.astype("<f4").tobytes() for state in states]
 
     def kv_memory(self) -> Sequence[Sequence[object]]:
         memory: KvMemory = self._loaded.memory
@@ -170,3 +181,12 @@ class PagedRunner:
     def _loaded(self) -> _Loaded:
         assert self._parts is not None, "used before start, or after close"
         return self._parts
+
+
+def _embedded(plan: StepPlan, table: SequenceTable, rows: NDArray[np.int64]) -> list[int]:
+    """List those of the sampled rows whose requests want an embedding: they end with their prompt, so none is a decode row."""
+    if plan.num_decode == len(plan.slots):
+        return []
+    prompts = np.flatnonzero(rows >= plan.num_decode).tolist()
+    requests = ((row, table.requests[plan.slots[rows[row]]]) for row in prompts)
+    return [row for row, request in requests if request is not None and request.embeds]

@@ -367,10 +367,11 @@ class Scheduler:
         stopped, ended = self._slots.append(slots, token_ids)
         self._generated_tokens += len(slots)
         deltas = self._slots.make_deltas(slots, token_ids, stopped, ended)
-        for row, logprob in sampled.logprobs.items():
-            index = int(np.searchsorted(rows, row))
-            if index < len(rows) and rows[index] == row:
-                deltas[index] = replace(deltas[index], logprobs=(logprob,))
+        for row in sampled.logprobs.keys() | sampled.embeddings.keys():
+            if (index := int(np.searchsorted(rows, row))) < len(rows) and rows[index] == row:
+                logprobs = (sampled.logprobs[row],) if row in sampled.logprobs else ()
+                embedding = sampled.embeddings.get(row, b"")
+                deltas[index] = replace(deltas[index], logprobs=logprobs, embedding=embedding)
         for slot in slots[ended].tolist():
             del self._by_id[self._slots.request_ids[slot]]
             self._keep_partial_block(slot)

@@ -88,11 +88,13 @@ class Sampled:
     logprobs:  by row of the plan, for requests that ask for them
     errors:    by row of the plan, for requests that the runner could not prepare; the scheduler ends them and ignores
                their tokens
+    embeddings: by row of the plan, for requests that ask for theirs: `Delta.embedding`
     """
 
     token_ids: NDArray[np.int32]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     errors: dict[int, PenstockError] = field(default_factory=dict)
+    embeddings: dict[int, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

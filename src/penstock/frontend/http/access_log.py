@@ -18,7 +18,7 @@ from aiohttp import web
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError
 from penstock.core.log import cause, get_logger
-from penstock.frontend.frontend import PendingAnswer
+from penstock.frontend.frontend import PendingAnswer, PendingEmbeddings
 from penstock.frontend.limits.headers import RequestOptions
 
 STDERR = "-"
@@ -37,7 +37,7 @@ class Line:
     began_s: float  # event loop time
     tenant: str = ""
     trace_id: str = ""
-    pending: PendingAnswer | None = None
+    pending: PendingAnswer | PendingEmbeddings | None = None
 
     @classmethod
     def of(cls, request: web.Request, request_id: str) -> Self:
@@ -50,7 +50,7 @@ class Line:
         """Make the line of bytes that are no request."""
         return cls(request_id, "", "-", "-", _now_s())
 
-    def generates(self, pending: PendingAnswer, options: RequestOptions) -> None:
+    def generates(self, pending: PendingAnswer | PendingEmbeddings, options: RequestOptions) -> None:
         """Note what the request generates."""
         self.pending = pending
         self.trace_id = "" if options.trace is None else options.trace.trace_id

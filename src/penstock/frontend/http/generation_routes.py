@@ -41,6 +41,7 @@ class GenerationRoutes:
         return [
             *(web.post(path, partial(self._generate, dialect)) for path, dialect in _GENERATING.items()),
             web.post("/v1/messages/count_tokens", self._count_tokens),
+            web.post("/v1/embeddings", self._embed),
             web.post("/tokenize", self._tokenize),
             web.post("/detokenize", self._detokenize),
         ]
@@ -83,6 +84,16 @@ class GenerationRoutes:
                 raise  # nothing was sent yet: the error gets its HTTP status
             await response.fail(error if isinstance(error, PenstockError) else unexpected(request))
         return response
+
+    async def _embed(self, request: web.Request) -> web.Response:
+        with self._frontend.arrive() as slot:
+            body, options = await self._receive(request, slot)
+            async with slot.limit():
+                pending = await self._frontend.embed(body, slot, options)
+                if (line := line_of_request.get()) is not None:
+                    line.generates(pending, options)
+                await pending.completion.run()
+                return json_response(await pending.completion.body())
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         tokens, _ = await self._tokens(request, COUNT_TOKENS)

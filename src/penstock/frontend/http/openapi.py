@@ -6,6 +6,7 @@ import msgspec
 
 from penstock import __version__
 from penstock.frontend.anthropic.bodies import CountRequest, MessagesRequest
+from penstock.frontend.embeddings.bodies import EmbeddingsAnswer, EmbeddingsRequest
 from penstock.frontend.errors import ErrorAnswer
 from penstock.frontend.openai.answers import Answer, ChatChoice, CompletionChoice, ModelEntry, ModelList
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest
@@ -27,6 +28,7 @@ _POSTS: dict[str, tuple[str, Any, Any]] = {
         CountRequest,
         dict[str, int],
     ),
+    "/v1/embeddings": ("Give the embeddings of texts or tokens", EmbeddingsRequest, EmbeddingsAnswer),
     "/tokenize": ("Give the tokens of a text or a chat", TokenizeRequest, Tokenized),
     "/detokenize": ("Give the text of tokens", DetokenizeRequest, Detokenized),
 }

@@ -5,10 +5,18 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.core.errors import PenstockError
+from penstock.core.wire import Wire
 from penstock.frontend.openai.answers import Usage
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest, Message
 from penstock.frontend.openai.events import Envelope, TokenBytes
 from penstock.frontend.text.events import TextEvent
+
+
+class EmbeddingOptions(Wire, frozen=True):
+    """How embeddings are given: as base64 of float32 or as numbers, and so many leading values of each; None: all."""
+
+    is_base64: bool = False
+    dimensions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +28,14 @@ class ParsedBody:
         previous: the stored answer that it continues; its messages go before those of `request`.
         instructions: leading messages of `request` that stay in front and are not stored.
         stores: whether its messages and the answer are kept, so that another request can continue them.
+        embedding: how embeddings are given, where the body asks for them.
     """
 
     request: ChatRequest | CompletionRequest
     previous: str | None = None
     instructions: int = 0
     stores: bool = False
+    embedding: EmbeddingOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)

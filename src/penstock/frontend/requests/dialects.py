@@ -2,6 +2,7 @@
 
 from penstock.frontend.anthropic.events import MESSAGES, MessageStream, WholeMessage
 from penstock.frontend.anthropic.translate import check_messages, parse_count
+from penstock.frontend.embeddings.bodies import check_embeddings, parse_embeddings
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from penstock.frontend.openai.dialect import AnswerContext, Dialect, ParsedBody
 from penstock.frontend.openai.events import EventStream, WholeAnswer
@@ -50,7 +51,9 @@ def _whole(context: AnswerContext) -> WholeAnswer:
 CHAT = Dialect("chat", "chatcmpl-", _parse_chat, _check_chat, _stream, _whole)
 COMPLETIONS = Dialect("completions", "cmpl-", _parse_completion, _check_completion, _stream, _whole)
 COUNT_TOKENS = Dialect("count_tokens", "count_", parse_count, check_messages, MessageStream, WholeMessage)
+EMBEDDINGS = Dialect("embeddings", "embd-", parse_embeddings, check_embeddings, _stream, _whole)
 TOKENIZE = Dialect("tokenize", "tok-", parse_tokenize, check_tokenize, _stream, _whole)
 DIALECTS = {
-    dialect.name: dialect for dialect in (CHAT, COMPLETIONS, MESSAGES, RESPONSES, COUNT_TOKENS, TOKENIZE)
+    dialect.name: dialect
+    for dialect in (CHAT, COMPLETIONS, MESSAGES, RESPONSES, COUNT_TOKENS, TOKENIZE, EMBEDDINGS)
 }

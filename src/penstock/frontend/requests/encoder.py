@@ -14,7 +14,7 @@ from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError
 from penstock.core.types.cards import ModelCard
 from penstock.core.wire import PackedTokens, Wire, encode, pack_tokens
 from penstock.frontend.openai.bodies import ChatRequest
-from penstock.frontend.openai.dialect import ParsedBody
+from penstock.frontend.openai.dialect import EmbeddingOptions, ParsedBody
 from penstock.frontend.requests.dialects import DIALECTS
 from penstock.frontend.requests.encoding import Prompt, encode_prompts, without_prompts
 from penstock.frontend.requests.route_body import decode_query
@@ -71,12 +71,13 @@ class MissingFiles(Wire, frozen=True, tag="lacks"):
 
 
 class Encoded(Wire, frozen=True, tag="encoded"):
-    """The body's prompts, and the rest of the request as msgpack; `messages`: those to store, encoded."""
+    """The body's prompts, and the rest of the request as msgpack; `messages`: those to store, encoded; `embedding`: as in `ParsedBody`."""
 
     request: bytes
     prompts: tuple[Prompt, ...]
     is_chat: bool
     messages: bytes | None = None
+    embedding: EmbeddingOptions | None = None
 
 
 class DecodedQuery(Wire, frozen=True, tag="query"):
@@ -150,6 +151,7 @@ class Encoder:
             prompts=prompts,
             is_chat=isinstance(request, ChatRequest),
             messages=messages,
+            embedding=parsed.embedding,
         )
 
     def _read_query(self, task: ReadQuery, body: bytes) -> DecodedQuery:

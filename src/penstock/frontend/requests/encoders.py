@@ -15,6 +15,7 @@ from penstock.core.log import get_logger
 from penstock.core.wire import encode, unpack_tokens
 from penstock.frontend.errors import refusal_of
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest
+from penstock.frontend.openai.dialect import EmbeddingOptions
 from penstock.frontend.requests.encoder import (
     LENGTH_BYTES,
     DecodedQuery,
@@ -49,6 +50,7 @@ class EncodedBody:
     prompts: tuple[Prompt, ...]
     previous: str | None = None
     messages: bytes | None = None  # to store, encoded
+    embedding: EmbeddingOptions | None = None
 
 
 class EncoderPool:
@@ -139,7 +141,9 @@ class Encoders:
             raise _unexpected(encoded)
         kind = ChatRequest if encoded.is_chat else CompletionRequest
         request: GenerationRequest = msgspec.msgpack.decode(encoded.request, type=kind)
-        return EncodedBody(request, model, encoded.prompts, named.previous, encoded.messages)
+        return EncodedBody(
+            request, model, encoded.prompts, named.previous, encoded.messages, encoded.embedding
+        )
 
     async def close(self) -> None:
         """End idle encoders; busy ones end after their task."""

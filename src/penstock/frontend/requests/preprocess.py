@@ -88,8 +88,10 @@ class Preprocessor:
         model: ServedModel,
         metadata: RequestMetadata,
         prompts: Sequence[Prompt],
+        *,
+        embeds: bool = False,
     ) -> PreparedRequest:
-        """Prepare a request from its encoded prompts.
+        """Prepare a request from its encoded prompts; `embeds` as in `Request`.
 
         Raises:
             RequestError: a prompt is empty or exceeds the context, or the body names another session than a header.
@@ -130,6 +132,7 @@ class Preprocessor:
                         slo_itl_s=options.slo_itl_s,
                         media=prompt.expanded,
                         trace=options.trace,
+                        embeds=embeds,
                     )
                 )
         return PreparedRequest(

@@ -34,6 +34,11 @@ def check_request(request: Request, info: EngineInfo, adapters: Collection[str],
             ' required tool_choice ask for; expected {"type": "text"} or tool_choice "auto"; leave it out, or serve the model with an engine that does, such as vllm',
             param="response_format",
         )
+    if request.embeds and not info.embedding_size:
+        raise RequestError(
+            f"model: the engine of {request.model!r} makes no embeddings; serve the model with one that does, such as paged",
+            param="model",
+        )
     for item in () if request.media is None else request.media.items:
         if all(kind.modality != item.modality for kind in info.media):
             raise RequestError(

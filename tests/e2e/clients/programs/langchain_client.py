@@ -5,7 +5,7 @@ import sys
 
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
 URL, MODEL = sys.argv[1:]
@@ -38,6 +38,9 @@ print(
             "tokens": max(
                 (chunk.usage_metadata or {"output_tokens": 0})["output_tokens"] for chunk in chunks
             ),
+            "embedding": OpenAIEmbeddings(**API, check_embedding_ctx_length=False).embed_documents(
+                ["hello", "hi"]
+            )[1],
             "batch": [answer.content for answer in chat.batch(["hello", "hi"])],
             "call": called.tool_calls[0]["args"],
             "streamed_call": json.loads("".join(part.tool_call_chunks[0]["args"] or "" for part in parts)),

@@ -60,6 +60,9 @@ print(
             .text,
             "call": json.loads(chat(tools=TOOLS).choices[0].message.tool_calls[0].function.arguments),
             "after": history(),
+            "embedding": litellm.embedding(model=f"openai/{MODEL}", input=["hello", "hi"], **API).data[1][
+                "embedding"
+            ],
             "format": json.loads(
                 chat(
                     response_format={

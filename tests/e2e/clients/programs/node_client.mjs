@@ -7,7 +7,7 @@ const [url, model] = process.argv.slice(2);
 const require = createRequire(`${process.env.NODE_PATH}/`);
 const load = (name) => import(pathToFileURL(require.resolve(name)));
 const { default: OpenAI } = await load('openai');
-const { generateObject, generateText, stepCountIs, streamText, tool } = await load('ai');
+const { embedMany, generateObject, generateText, stepCountIs, streamText, tool } = await load('ai');
 const { createOpenAI } = await load('@ai-sdk/openai');
 const { createOpenAICompatible } = await load('@ai-sdk/openai-compatible');
 const { z } = await load('zod');
@@ -35,6 +35,7 @@ for await (const event of await client.responses.create({ model, input: 'hello',
 said.openai.events = [events[0], events.at(-1)];
 said.openai.models = [];
 for await (const one of client.models.list()) said.openai.models.push(one.id);
+said.openai.embedding = (await client.embeddings.create({ model, input: ['hello', 'hi'] })).data[1].embedding;
 const runner = client.chat.completions.runTools({
   model,
   messages,
@@ -76,4 +77,5 @@ for (const [name, kind] of Object.entries({ responses: own(model), chat: own.cha
   };
 }
 said.ai.completion = (await generateText({ model: own.completion(model), prompt: 'hello', maxRetries: 0, maxOutputTokens: 50 })).text;
+said.ai.embedding = (await embedMany({ model: own.embedding(model), values: ['hello', 'hi'], maxRetries: 0 })).embeddings[1];
 console.log(JSON.stringify(said));

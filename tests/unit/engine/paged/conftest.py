@@ -45,6 +45,7 @@ class ManualEngine:
     pool: BlockPool
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    embeddings: dict[str, bytes] = field(default_factory=dict)
     events: list[KvEvent] = field(default_factory=list)
     mixed_steps: int = 0
     chunks: int = 0
@@ -66,6 +67,8 @@ class ManualEngine:
             assert delta.error is None, delta.error
             self.tokens[delta.request_id] += unpack_tokens(delta.token_ids).tolist()
             self.logprobs[delta.request_id] += delta.logprobs
+            if delta.embedding:
+                self.embeddings[delta.request_id] = delta.embedding
         self.events += step.events
         self.scheduler.check()
         return True

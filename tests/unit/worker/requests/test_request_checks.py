@@ -23,3 +23,16 @@ def test_only_engines_that_constrain_their_output_get_such_requests() -> None:
         check_request(request, INFO, (), "worker-1")
     assert refused.value.param == "response_format"
     check_request(request, msgspec.structs.replace(INFO, structured_outputs=True), (), "worker-1")
+
+
+def test_only_engines_with_embeddings_are_asked_for_them() -> None:
+    request = Request(
+        request_id="r",
+        model="m",
+        token_ids=pack_tokens([1, 2]),
+        sampling=SamplingParams(max_tokens=1),
+        embeds=True,
+    )
+    with pytest.raises(RequestError, match=r"model: the engine of 'm' makes no embeddings; .* such as paged"):
+        check_request(request, INFO, (), "worker-1")
+    check_request(request, msgspec.structs.replace(INFO, embedding_size=8), (), "worker-1")

@@ -18,6 +18,10 @@ class PagedModel:
         self._module = module
         self.config = module.config.get_text_config()
         self.device = module.device
+        self._last_hidden: torch.Tensor | None = None
+        head = module.get_output_embeddings()
+        if head is not None:
+            head.register_forward_pre_hook(self._keep_hidden)
         probe = self._probe()
         self.kv_shape = probe.shape()
         self.num_heads = probe.num_heads
@@ -25,6 +29,20 @@ class PagedModel:
     @property
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
+
+    @property
+    def embedding_size(self) -> int:
+        """Values of a hidden state; 0 where the model does not show them."""
+        return 0 if self._last_hidden is None else self._last_hidden.shape[-1]
+
+    @property
+    def last_hidden(self) -> torch.Tensor:
+        """(rows, size) hidden states, after the last norm, of the rows of the latest `logits`."""
+        assert self._last_hidden is not None, "asked for without embedding_size"
+        return self._last_hidden[0]
+
+    def _keep_hidden(self, _module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        self._last_hidden = arguments[0]
 
     def logits(
         self, token_ids: torch.Tensor, positions: torch.Tensor, last_tokens: torch.Tensor, step: AttentionStep

@@ -1,0 +1,1 @@
+"""Embeddings: the bodies of `/v1/embeddings`."""
