@@ -1,14 +1,15 @@
 """The control channel against callers that send no request, and a deployment that fails at one."""
 
 import asyncio
+import socket
 import tempfile
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from penstock.core.errors import PenstockError, RequestError
+from penstock.core.errors import Overloaded, PenstockError, RequestError
 from penstock.core.types.instances import Role
 from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import LINE_BYTES_MAX, SOCKET_NAME, Deployment, Told
@@ -20,6 +21,26 @@ from penstock.planner.observe.stream import ObservationStream
 class BrokenConnector(MemoryConnector):
     async def scale(self, after=None):
         raise ZeroDivisionError("no workers")
+
+
+class WaitingConnector(MemoryConnector):
+    """Holds callers that wait for a change; `waiting` counts them."""
+
+    def __init__(self, replicas):
+        super().__init__(replicas)
+        self.waiting = 0
+        self.all_there, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def scale(self, after=None):
+        if after is not None:
+            self.waiting += 1
+            if self.waiting == CALLERS_MAX:
+                self.all_there.set()
+            await self.go_on.wait()
+        return await super().scale()
+
+
+CALLERS_MAX = 64
 
 
 @asynccontextmanager
@@ -81,5 +102,124 @@ def test_a_failure_of_the_deployment_is_answered():
             with pytest.raises(PenstockError, match=r"failed at this request: ZeroDivisionError") as caught:
                 await LocalConnector(path).scale()
             assert caught.value.code == "internal_error"
+
+    asyncio.run(main())
+
+
+HALF = b'{"version":1,"body":{"type":"sca'
+
+
+async def half_open(path, count):
+    """Open connections and send half of a request on each."""
+    writers = []
+    for _ in range(count):
+        _, writer = await asyncio.open_unix_connection(path)
+        writer.write(HALF)
+        writers.append(writer)
+    return writers
+
+
+def test_callers_without_a_whole_request_keep_nobody_out():
+    async def main():
+        async with served(MemoryConnector({Role.AGGREGATED: 1})) as path:
+            first, first_writer = await asyncio.open_unix_connection(path)
+            first_writer.write(HALF)
+            writers = [first_writer, *await half_open(path, 3 * CALLERS_MAX)]
+            assert len((await LocalConnector(path, entry_s=0).scale()).replicas) == 1
+            told = msgspec.json.decode(await first.readline(), type=Told)
+            assert told.error.code == "overloaded"
+            assert "64 callers came after this one, whose request was not whole" in told.error.message
+            for writer in writers:
+                writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_caller_beyond_those_that_are_obeyed_learns_why_or_gets_in():
+    async def main():
+        connector = WaitingConnector({Role.AGGREGATED: 1})
+        async with served(connector) as path, asyncio.TaskGroup() as group:
+            for _ in range(CALLERS_MAX):
+                group.create_task(LocalConnector(path, entry_s=60).scale(after=0))
+            await connector.all_there.wait()
+            with pytest.raises(Overloaded, match="64 callers control this deployment already; end one"):
+                await LocalConnector(path, entry_s=0).scale()
+            late = group.create_task(LocalConnector(path, entry_s=60).add(Role.AGGREGATED, by="test"))
+            await asyncio.sleep(0)
+            connector.go_on.set()
+            await late
+            assert len((await LocalConnector(path).scale()).replicas) == 2, "added once"
+
+    asyncio.run(main())
+
+
+def test_a_socket_whose_queue_is_full_is_tried_again():
+    """The kernel lets no more callers in than the listener has a queue for."""
+
+    async def main():
+        with tempfile.TemporaryDirectory() as directory, ExitStack() as held:
+            path = Path(directory, SOCKET_NAME)
+            listener = held.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(path))
+            listener.listen(0)
+            while True:
+                caller = held.enter_context(socket.socket(socket.AF_UNIX))
+                caller.setblocking(False)
+                try:
+                    caller.connect(str(path))
+                except BlockingIOError:
+                    break
+            with pytest.raises(Overloaded, match="too many callers are there"):
+                await LocalConnector(path, entry_s=0.05).scale()
+
+    asyncio.run(main())
+
+
+async def close_without_reading(loop, listener, answer=b""):
+    """Take a connection, answer before its request is read, and close: the caller's kernel calls that a reset."""
+    connection, _ = await loop.sock_accept(listener)
+    with connection:
+        readable = asyncio.Event()
+        loop.add_reader(connection, readable.set)
+        await readable.wait()
+        loop.remove_reader(connection)
+        connection.sendall(answer)
+
+
+@pytest.mark.parametrize(
+    "refusal", [b"", msgspec.json.encode(Told(error=Overloaded("full").to_info())) + b"\n"]
+)
+def test_a_request_that_was_closed_unread_is_sent_again(refusal):
+    async def main():
+        loop = asyncio.get_running_loop()
+        with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
+            path = Path(directory, SOCKET_NAME)
+            listener.bind(str(path))
+            listener.listen()
+            listener.setblocking(False)
+            asked = asyncio.ensure_future(LocalConnector(path).add(Role.AGGREGATED, by="test"))
+            await close_without_reading(loop, listener, refusal)
+            connection, _ = await loop.sock_accept(listener)
+            with connection:
+                assert b'"add"' in await loop.sock_recv(connection, 1 << 16)
+                connection.sendall(msgspec.json.encode(Told(names=("worker-2",))) + b"\n")
+                assert await asked == ("worker-2",)
+
+    asyncio.run(main())
+
+
+def test_a_refusal_is_read_though_the_connection_is_reset_after_it():
+    async def main():
+        loop = asyncio.get_running_loop()
+        with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
+            path = Path(directory, SOCKET_NAME)
+            listener.bind(str(path))
+            listener.listen()
+            listener.setblocking(False)
+            asked = asyncio.ensure_future(LocalConnector(path, entry_s=0).scale())
+            refusal = Told(error=Overloaded("64 callers are there").to_info())
+            await close_without_reading(loop, listener, msgspec.json.encode(refusal) + b"\n")
+            with pytest.raises(Overloaded, match="64 callers are there"):
+                await asked
 
     asyncio.run(main())

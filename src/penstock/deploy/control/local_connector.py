@@ -1,12 +1,13 @@
 """Scales a deployment of this machine by its control channel."""
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from penstock.core.errors import ProtocolError, Unavailable, from_info
+from penstock.core.errors import Overloaded, ProtocolError, Unavailable, from_info
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import Scale
 from penstock.deploy.control.messages import (
@@ -23,19 +24,30 @@ from penstock.deploy.control.messages import (
 )
 from penstock.planner.observe.observation import Observation
 
-_CONNECT_S = 5.0
+_ENTRY_S = 5.0
+_PAUSE_S, _PAUSE_S_MAX = 0.02, 0.5
+_PART_BYTES = 1 << 16
 _ANSWER_S = 30.0
 _FLIP_S = 900.0  # the worker drains first
 
 
 class LocalConnector:
-    """A `seams.ScalingConnector`; each call has a connection of its own, so a restarted supervisor is no problem."""
+    """A `seams.ScalingConnector`; each call has a connection of its own, so a restarted supervisor is no problem.
 
-    def __init__(self, path: Path) -> None:
-        """Use the supervisor's socket at `path`; connects at each call."""
+    A call that the supervisor has no room for is repeated after a short wait. Nothing was done then.
+    """
+
+    def __init__(self, path: Path, *, entry_s: float = _ENTRY_S) -> None:
+        """Use the supervisor's socket at `path`; connects at each call.
+
+        Args:
+            path: the socket.
+            entry_s: how long a call is repeated while too many callers are there.
+        """
         self.deployment: Deployment | None = None
         """Who answered last."""
         self._path = path
+        self._entry_s = entry_s
 
     async def scale(self, after: int | None = None) -> Scale:
         told = await self._ask(GetScale(after=after))
@@ -69,26 +81,51 @@ class LocalConnector:
     async def _ask(
         self, body: GetScale | GetObservation | Add | Retire | Flip, *, answer_s: float = _ANSWER_S
     ) -> Told:
-        """Send one request and return its answer.
+        """Send one request and return its answer; repeat it while the supervisor has no room for it.
 
         Raises:
             Unavailable: nobody listens at the socket, or the supervisor ended before it answered.
+            Overloaded: too many callers were there all the time.
             ProtocolError: the answer is of another version.
             PenstockError: as the supervisor said.
         """
         line = msgspec.json.encode(Ask(version=CONTROL_VERSION, body=body)) + b"\n"
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                reader, writer = await asyncio.open_unix_connection(self._path, limit=LINE_BYTES_MAX)
+        loop = asyncio.get_running_loop()
+        give_up_s, pause_s = loop.time() + self._entry_s, _PAUSE_S
+        while True:
             try:
-                writer.write(line)
+                return self._read(await self._exchange(line, answer_s))
+            except Overloaded:
+                if loop.time() + pause_s >= give_up_s:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+    async def _exchange(self, line: bytes, answer_s: float) -> bytes:
+        """Send a line on a connection of its own, and return the line that answers it.
+
+        Raises:
+            Unavailable: nobody answers.
+            Overloaded: the supervisor has closed the connection before it read the line, which changed nothing.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.setblocking(False)
+                connection.connect(str(self._path))  # at once: it is accepted later
                 async with asyncio.timeout(answer_s):
-                    answer = await reader.readline()
-            finally:
-                writer.close()
-        except (OSError, TimeoutError, ValueError) as error:
+                    await loop.sock_sendall(connection, line)
+                    return await _read_line(loop, connection)
+        except (BlockingIOError, BrokenPipeError, ConnectionResetError) as error:
+            raise Overloaded(
+                f"{self._path}: too many callers are there ({error.strerror}); end one, or try again later"
+            ) from error
+        except (OSError, TimeoutError) as error:
             reason = str(error) or f"no answer in {answer_s:g} s"
             raise Unavailable(f"{self._path}: no supervisor answers ({reason}); is it running?") from error
+
+    def _read(self, answer: bytes) -> Told:
+        """Read an answer; raises as `_ask`."""
         if not answer.endswith(b"\n"):
             raise Unavailable(f"{self._path}: the supervisor ended before it answered; start it again")
         try:
@@ -99,3 +136,17 @@ class LocalConnector:
         if told.error is not None:
             raise from_info(told.error)
         return told
+
+
+async def _read_line(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> bytes:
+    """Read until a line ends, the connection does, or the line is too long.
+
+    A StreamReader would forget a refusal where the connection is reset after it.
+    """
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) <= LINE_BYTES_MAX:
+        part = await loop.sock_recv(connection, _PART_BYTES)
+        if not part:
+            break
+        line += part
+    return bytes(line)

@@ -4,13 +4,15 @@ import asyncio
 import os
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self, assert_never
 
 import msgspec
 
-from penstock.core.errors import PenstockError, ProtocolError, RequestError
+from penstock.core.errors import Overloaded, PenstockError, ProtocolError, RequestError
 from penstock.core.log import get_logger
 from penstock.deploy.control.messages import (
     CONTROL_VERSION,
@@ -29,7 +31,9 @@ from penstock.deploy.control.messages import (
 from penstock.planner.observe.stream import ObservationStream
 from penstock.seams import ScalingConnector
 
-_CONNECTIONS_MAX = 64
+_CALLERS_MAX = 64
+"""Requests that are obeyed at once, and callers whose request is not whole yet."""
+_RETRY_AFTER_S = 0.1
 _LINE_TIMEOUT_S = 10.0
 _NAME_LENGTH_MAX = 64
 _CREDENTIALS = struct.Struct("3i")
@@ -40,6 +44,9 @@ class ControlServer:
     """Serves a connector on `DIRECTORY/control.sock`, for as long as its context. One event loop owns it.
 
     The directory's permissions and the kernel's word of the caller's user authenticate: only the same user and root may ask.
+
+    Callers that send no whole request keep nobody out: where there are too many of them, the one that came first is refused. A
+    request beyond those that may be obeyed at once is read, and refused with a reason.
     """
 
     def __init__(
@@ -63,6 +70,9 @@ class ControlServer:
         self._deployment = deployment
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reading: dict[asyncio.Task[None], asyncio.Timeout] = {}
+        """Callers whose request is not whole yet, the first one first."""
+        self._obeyed = 0
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_unix_server(self._serve, self._path, limit=LINE_BYTES_MAX)
@@ -85,28 +95,30 @@ class ControlServer:
         assert task is not None, "started by asyncio"
         self._tasks.add(task)
         try:
-            line = await self._answer(reader, writer)
-            if line is not None:
-                writer.write(line)
-                async with asyncio.timeout(_LINE_TIMEOUT_S):
-                    await writer.drain()
+            with ExitStack() as held:
+                line = await self._answer(reader, writer, held)
+                if line is not None:
+                    writer.write(line)
+                    async with asyncio.timeout(_LINE_TIMEOUT_S):
+                        await writer.drain()
         except (OSError, TimeoutError) as error:
             _log.info("control_request_dropped", error=str(error) or type(error).__name__)
         finally:
             self._tasks.discard(task)
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
-        """Read one line and answer it in one; None if it does not end."""
+    async def _answer(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, held: ExitStack
+    ) -> bytes | None:
+        """Read one line and answer it in one; None if it does not end. The caller counts as obeyed until `held` is left."""
         if (user := _user_of(writer)) not in {os.getuid(), 0}:
             refused = RequestError(f"user {user} may not control this deployment", http_status=403)
             return msgspec.json.encode(Told(error=refused.to_info())) + b"\n"
         try:
-            _check_callers(len(self._tasks))
-            async with asyncio.timeout(_LINE_TIMEOUT_S):
-                line = await _read_line(reader)
+            line = await self._read_line(reader)
             if not line.endswith(b"\n"):
                 return None
+            held.enter_context(self._place())
             return msgspec.json.encode(await self._obey(_read(line))) + b"\n"
         except PenstockError as error:
             info = error.to_info()
@@ -116,6 +128,48 @@ class ControlServer:
             _log.error("control_request_failed", error=repr(error))
             info = PenstockError(f"the supervisor failed at this request: {error!r}").to_info()
         return msgspec.json.encode(Told(deployment=self._deployment, error=info)) + b"\n"
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """Take one of the places of callers that are obeyed, until the context is left; raises Overloaded where all are taken."""
+        if self._obeyed >= _CALLERS_MAX:
+            raise _full(f"{_CALLERS_MAX} callers control this deployment already; end one")
+        self._obeyed += 1
+        try:
+            yield
+        finally:
+            self._obeyed -= 1
+
+    async def _read_line(self, reader: asyncio.StreamReader) -> bytes:
+        """Read one line, or what came before the caller's end. Where too many callers have sent none, the first of them is refused.
+
+        Raises:
+            ProtocolError: it is too long.
+            Overloaded: others came meanwhile, and it is not whole.
+            TimeoutError: it was not whole in time.
+        """
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None, "started by asyncio"
+        try:
+            async with asyncio.timeout(_LINE_TIMEOUT_S) as timeout:
+                self._reading[task] = timeout
+                if len(self._reading) > _CALLERS_MAX:
+                    first = self._reading.pop(next(iter(self._reading)))
+                    if not first.expired():
+                        first.reschedule(loop.time())
+                return await reader.readline()
+        except ValueError as error:
+            raise ProtocolError(
+                f"a request of the control channel has at most {LINE_BYTES_MAX} bytes, and this line is longer"
+            ) from error
+        except TimeoutError as error:
+            if task in self._reading:
+                raise
+            raise _full(
+                f"{_CALLERS_MAX} callers came after this one, whose request was not whole; send it again"
+            ) from error
+        finally:
+            self._reading.pop(task, None)
 
     async def _obey(self, ask: Ask) -> Told:
         if isinstance(ask.body, Add | Retire | Flip):
@@ -140,20 +194,6 @@ class ControlServer:
         return told
 
 
-async def _read_line(reader: asyncio.StreamReader) -> bytes:
-    """Read one line, or what came before the caller's end.
-
-    Raises:
-        ProtocolError: it is too long.
-    """
-    try:
-        return await reader.readline()
-    except ValueError as error:
-        raise ProtocolError(
-            f"a request of the control channel has at most {LINE_BYTES_MAX} bytes, and this line is longer"
-        ) from error
-
-
 def _read(line: bytes) -> Ask:
     """Read a request.
 
@@ -172,11 +212,8 @@ def _read(line: bytes) -> Ask:
         raise ProtocolError(f"no request of the control channel: {error}") from error
 
 
-def _check_callers(callers: int) -> None:
-    """Raise RequestError if that is too many."""
-    if callers > _CONNECTIONS_MAX:
-        message = f"{_CONNECTIONS_MAX} callers control this deployment already; end one"
-        raise RequestError(message, http_status=409)
+def _full(message: str) -> Overloaded:
+    return Overloaded(message, retry_after_s=_RETRY_AFTER_S)
 
 
 def _check_name(by: str) -> None:
