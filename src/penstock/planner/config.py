@@ -82,6 +82,8 @@ class ActSpec(Config):
     """A worker that is not ready so many seconds after its start, or silent for so long, is replaced; or after three times the last start if that is longer."""
     start_wait_s_max: float = pydantic.Field(default=1800.0, ge=0, le=86_400)
     """Longest wait in seconds before workers of a role are started again, where starts in a row were not done in time; the wait doubles with each."""
+    hysteresis: float = pydantic.Field(default=0.05, ge=0, le=1)
+    """Workers are taken away only if the rest holds the SLO at this share more load. Where requests are few it is larger, as their number wavers by chance."""
     dry_run: bool = False
     """Decide and record, but change nothing."""
 

@@ -165,6 +165,7 @@ class Policy:
             capacities=tuple(capacity.slower(factors.get(capacity.role, 1.0)) for capacity in own),
             slo=self._slo,
             budget=self._config.budget.amount if self._config.budget else whole,
+            hysteresis=self._config.act.hysteresis,
         )
 
     def _cost(self, capacity: Capacity) -> float | None:

@@ -1,5 +1,8 @@
 """What a policy makes of a decision."""
 
+import msgspec
+import pytest
+
 from penstock.core.types.instances import Role
 from penstock.planner.config import PlannerConfig
 from penstock.planner.decide.decision import Decision, RoleTerm
@@ -7,7 +10,9 @@ from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.policy import Policy
 from tests.support.planner_world import SLO, World
 
-P, D = Role.PREFILL, Role.DECODE
+A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
+MANY = ExpectedDemand(rate_per_s=1.0, input_tokens=50, output_tokens=20)
+"""Short requests: chance alone moves their rate by less than 3 %."""
 EXPECTED = ExpectedDemand(rate_per_s=1.0, input_tokens=100, output_tokens=100)
 
 
@@ -44,3 +49,16 @@ def test_workers_that_are_kept_for_their_cool_down_count_towards_the_budget():
 
 def test_a_budget_takes_no_worker_away_by_itself():
     assert damped({"gpus": 3}, wanted={P: 2, D: 2}).target == {P: 2, D: 2}
+
+
+@pytest.mark.parametrize(("hysteresis", "kept"), [(0.0, 3), (0.05, 4), (0.5, 4)])
+def test_workers_go_only_where_the_rest_holds_more_load(hysteresis, kept):
+    """Three hold the rate by 3 %: with a hysteresis of 5 % the fourth stays, and it is not started for that."""
+    world = World({A: 4})
+    policy = Policy(PlannerConfig(act={"hysteresis": hysteresis}), SLO, world.capacities)
+    (capacity,) = world.capacities
+    rate_per_s = capacity.rate_per_s(3, MANY, SLO) / 1.03
+    expected = msgspec.structs.replace(MANY, rate_per_s=rate_per_s)
+    for now, count in ((4, kept), (3, 3)):
+        found = policy.decide(0.0, expected, now={A: now}, room={A: None}, factors={})
+        assert found.target == {A: count}

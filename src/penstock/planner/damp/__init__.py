@@ -1,1 +1,1 @@
-"""Keeps decisions from oscillating: bounds, hysteresis, cool-downs, pending replicas, and masks of cold workers."""
+"""Keeps decisions from oscillating: bounds, cool-downs, pending replicas, and masks of cold workers."""

@@ -14,8 +14,6 @@ class DamperConfig:
     replicas_max: int = 8
     cool_down_s: float = 100.0
     """Scale-in goes to the most that was wanted for so long, or for a start."""
-    hysteresis: int = 0
-    """A decrease by at most so many replicas is ignored."""
 
     def __post_init__(self) -> None:
         """Check the settings; raises ConfigError."""
@@ -23,10 +21,8 @@ class DamperConfig:
             raise ConfigError(
                 f"planner: replicas_min is {self.replicas_min}, replicas_max {self.replicas_max}: expected 0 <= min <= max"
             )
-        if not (self.cool_down_s >= 0 and self.hysteresis >= 0):
-            raise ConfigError(
-                f"planner: cool_down_s is {self.cool_down_s}, hysteresis {self.hysteresis}: expected at least 0"
-            )
+        if not self.cool_down_s >= 0:
+            raise ConfigError(f"planner: cool_down_s is {self.cool_down_s}: expected at least 0")
 
 
 @dataclass(slots=True)
@@ -68,9 +64,9 @@ class Damper:
         within = config.replicas_min <= have <= config.replicas_max
         if not within or target >= have:
             return target
-        if now_s - self._begun_s < cool_down_s or have - most <= config.hysteresis:
+        if now_s - self._begun_s < cool_down_s or most >= have:
             return have
-        return min(most, have)
+        return most
 
     def _most(self, now_s: float, target: int, cool_down_s: float) -> int:
         """Note what is wanted, and give the most that was wanted during the cool-down."""

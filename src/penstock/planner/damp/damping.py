@@ -102,6 +102,5 @@ class Damping:
             return f"{role}: {wanted} wanted, at most {config.replicas_max} allowed"
         if target == config.replicas_min:
             return f"{role}: {wanted} wanted, at least {config.replicas_min} kept"
-        if left_s := self._dampers[role].cools_for_s(now_s, start_s):
-            return f"{role}: {wanted} wanted, {target} kept for {left_s:.0f} s of cool-down"
-        return f"{role}: {wanted} wanted, {target} kept, as the difference is small"
+        left_s = self._dampers[role].cools_for_s(now_s, start_s)
+        return f"{role}: {wanted} wanted, {target} kept for {left_s:.0f} s of cool-down"

@@ -34,14 +34,14 @@ class Decider:
     capacities:     one of each role
     budget:         most that all workers may cost, in the unit of `Capacity.cost`: GPUs, dollars an hour, watts
     drain_s:        seconds in which the queue shall be served, beside the arrivals; the time of a start if that is longer
-    margin:         scale-in only if the rest holds the SLO at the rate times 1 + margin, or times what chance makes of a steady rate
+    hysteresis:     scale-in only if the rest holds the SLO at the rate times 1 + hysteresis, or times what chance makes of a steady rate
     """
 
     capacities: tuple[Capacity, ...]
     slo: Slo
     budget: float
     drain_s: float = 30.0
-    margin: float = 0.05
+    hysteresis: float = 0.05
 
     def __post_init__(self) -> None:
         """Check the settings; raises ConfigError."""
@@ -55,8 +55,8 @@ class Decider:
             )
         if not (self.slo.ttft_s > 0 and self.slo.itl_s > 0 and 0 < self.slo.percentile < 100):
             raise ConfigError(f"planner: {self.slo}: expected targets above 0 and a percentile in 0 to 100")
-        if not 0 <= self.margin < math.inf:
-            raise ConfigError(f"planner: margin is {self.margin}: expected a number of at least 0")
+        if not 0 <= self.hysteresis < math.inf:
+            raise ConfigError(f"planner: hysteresis is {self.hysteresis}: expected a number of at least 0")
         needed = sum(capacity.cost for capacity in self.capacities)
         if self.budget < needed - _TINY:
             raise ConfigError(
@@ -139,7 +139,7 @@ class Decider:
         warm = expected.warm.get(capacity.role, now)
         error = self._error(capacity.role, expected) if warm >= floor else 0.0
         reaction = min(most, max(drained, math.ceil(warm * error)))
-        margin = max(self.margin, _chance(rate_per_s, expected))
+        margin = max(self.hysteresis, _chance(rate_per_s, expected))
         keep = capacity.workers(rate_per_s * (1 + margin), expected, self.slo, most) or most
         choice = max(floor, reaction, min(now, keep))
         why = self._why(capacity, expected, choice, floor, drained)

@@ -196,7 +196,7 @@ def test_a_decision_survives_the_wire():
         ({"budget": float("nan")}, "budget is nan"),
         ({"capacities": (P,)}, "expected one aggregated"),
         ({"slo": Slo(ttft_s=-1.0, itl_s=1.0)}, "targets above 0"),
-        ({"margin": -1.0}, "margin is -1.0"),
+        ({"hysteresis": -1.0}, "hysteresis is -1.0"),
     ],
 )
 def test_bad_settings_are_refused(changes, text):
