@@ -83,6 +83,15 @@ class ScriptedDispatcher:
     def latest_decisions(self, most: int) -> Sequence[object]:
         return [{"request_id": request.request_id} for request in self.opened[-most:]]
 
+    def journeys(self, answer_id: str) -> Sequence[object]:
+        return self.explain(answer_id)
+
+    def latest_journeys(self, most: int) -> Sequence[object]:
+        return self.latest_decisions(most)[::-1]
+
+    def queued(self) -> tuple[int, float]:
+        return 0, 0.0
+
     async def change_role(self, worker: str, role: Role) -> object:
         if worker != "scripted":
             raise RequestError(

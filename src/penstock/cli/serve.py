@@ -157,6 +157,7 @@ def graph_of(options: argparse.Namespace) -> Any:
         has_urls = any(url_settings(options))
         data["roles"] = {role: {} if has_urls else _demo_role(roles, engine) for role in roles}
         data["supervision"] = {"spare_processes": _DEMO_SPARES}
+        data["frontend"] = {"page": {"kills_workers": True}}
     return _with_flags_used(build(data, overrides, source="serve"), options)
 
 

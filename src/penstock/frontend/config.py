@@ -98,6 +98,17 @@ class StreamConfig(Config):
     """How long a stream may be silent before it sends a comment, which clients ignore."""
 
 
+class PageConfig(Config):
+    """The live page at `/`, which shows workers, requests and decisions to people."""
+
+    enabled: bool = True
+    """Whether there is a page, and the `/watch` routes that it asks."""
+    asks_token: bool | None = None
+    """Whether it asks for the admin token; None: where the API asks for keys, or other machines reach the port."""
+    kills_workers: bool = False
+    """Whether it has a button that kills a worker, to see its requests go on elsewhere; for demonstrations, as `--demo` is."""
+
+
 class FrontendConfig(Config):
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface."""
@@ -141,6 +152,8 @@ class FrontendConfig(Config):
     """Bytes of conversations that `/v1/responses` keeps for `previous_response_id`, in one process; the oldest go first."""
     media: MediaConfig = MediaConfig()
     """Images, audio and video in chat messages."""
+    page: PageConfig = PageConfig()
+    """The live page at `/`."""
     stream: StreamConfig = StreamConfig()
     """Keep-alive of silent streams."""
     write_buffer_bytes: int = pydantic.Field(default=64 << 10, ge=4096)

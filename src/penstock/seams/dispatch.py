@@ -92,6 +92,22 @@ class RequestDispatcher(Protocol):
         """Describe the latest `most` routing decisions, oldest first."""
         ...
 
+    def journeys(self, answer_id: str) -> Sequence[object]:
+        """Describe which workers had a request and when, as `workers` does; empty if unknown or forgotten.
+
+        Args:
+            answer_id: as in `explain`.
+        """
+        ...
+
+    def latest_journeys(self, most: int) -> Sequence[object]:
+        """Describe the ways of the latest `most` requests: those under way first, then the newest that have ended."""
+        ...
+
+    def queued(self) -> tuple[int, float]:
+        """Give (requests that wait for a worker, seconds that the oldest of them has waited)."""
+        ...
+
     async def act_on_kv(self, action: KvAction, worker: str | None) -> Sequence[object]:
         """Act on the KV cache of a worker, or of every worker for None; describe each result, as `workers` does.
 

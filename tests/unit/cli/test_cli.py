@@ -14,7 +14,9 @@ import pytest
 from penstock import __version__, cli
 from penstock.demo import MODEL_DIR
 from penstock.engine.registry import engine_names
+from penstock.frontend.config import PageConfig
 from penstock.graph import Graph, Roles, RoleSpec, Supervision
+from penstock.graph.frontend import FrontendSpec
 from penstock.plan import command as plan_command
 from penstock.plan.processes import Processes
 
@@ -74,11 +76,12 @@ def test_flags_become_a_graph() -> None:
     assert graph.router.policy == "least-loaded"
 
 
-def test_the_demo_takes_little_memory_by_default() -> None:
+def test_the_demo_takes_little_memory_and_lets_the_page_kill_workers() -> None:
     small = RoleSpec(kv_blocks=1024)
     supervision = Supervision(spare_processes=0)
     assert graph_of("--demo") == Graph(
         model="demo",
+        frontend=FrontendSpec(page=PageConfig(kills_workers=True)),
         roles=Roles(aggregated=RoleSpec(replicas=2, kv_blocks=1024)),
         supervision=supervision,
     )

@@ -19,6 +19,7 @@ from penstock.deploy.control.messages import (
     Flip,
     GetObservation,
     GetScale,
+    Kill,
     Retire,
     Told,
 )
@@ -75,11 +76,15 @@ class LocalConnector:
     async def flip(self, name: str, role: Role, *, by: str, revision: int | None = None) -> None:
         await self._ask(Flip(name=name, role=role, by=by, revision=revision), answer_s=_FLIP_S)
 
+    async def kill(self, name: str) -> None:
+        """Kill a worker's process, which is started again; raises RequestError where this is no demonstration, or as `scale`."""
+        await self._ask(Kill(name=name))
+
     async def close(self) -> None:
         """Do nothing: no connection stays open."""
 
     async def _ask(
-        self, body: GetScale | GetObservation | Add | Retire | Flip, *, answer_s: float = _ANSWER_S
+        self, body: GetScale | GetObservation | Add | Retire | Flip | Kill, *, answer_s: float = _ANSWER_S
     ) -> Told:
         """Send one request and return its answer; repeat it while the supervisor has no room for it.
 

@@ -62,11 +62,17 @@ class Flip(Wire, frozen=True, tag="flip"):
     revision: int | None = None
 
 
+class Kill(Wire, frozen=True, tag="kill"):
+    """Kills a worker's process, as a crash would; for demonstrations."""
+
+    name: str
+
+
 class Ask(Wire, frozen=True):
     """A request."""
 
     version: int
-    body: GetScale | GetObservation | Add | Retire | Flip
+    body: GetScale | GetObservation | Add | Retire | Flip | Kill
 
 
 class Told(Wire, frozen=True):

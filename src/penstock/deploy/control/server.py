@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from penstock.deploy.control.messages import (
     Flip,
     GetObservation,
     GetScale,
+    Kill,
     Retire,
     Told,
     Versioned,
@@ -55,6 +56,7 @@ class ControlServer:
         observations: ObservationStream,
         directory: Path,
         deployment: Deployment,
+        kill: Callable[[str], None] | None = None,
     ) -> None:
         """Make a server.
 
@@ -63,11 +65,13 @@ class ControlServer:
             observations: what it tells of demand and workers.
             directory: a private directory.
             deployment: what it tells of itself.
+            kill: kills a worker's process by name; None: nobody may.
         """
         self._connector = connector
         self._observations = observations
         self._path = directory / SOCKET_NAME
         self._deployment = deployment
+        self._kill = kill
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._reading: dict[asyncio.Task[None], asyncio.Timeout] = {}
@@ -189,6 +193,13 @@ class ControlServer:
                 await self._connector.retire(names, by=by, revision=revision)
             case Flip(name=name, role=role, by=by, revision=revision):
                 await self._connector.flip(name, role, by=by, revision=revision)
+            case Kill(name=name):
+                if self._kill is None:
+                    raise RequestError(
+                        "this deployment kills no workers on demand (frontend.page.kills_workers)",
+                        http_status=403,
+                    )
+                self._kill(name)
             case _:
                 assert_never(ask.body)
         return told

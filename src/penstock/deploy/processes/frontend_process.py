@@ -4,6 +4,7 @@ import asyncio
 import random
 import signal
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
@@ -12,6 +13,7 @@ from penstock.deploy.messages import Assignment, FrontendJob, Ready, Tell
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.location import location_here
 from penstock.deploy.processes.planner_metrics import PlannerMetrics
+from penstock.deploy.processes.supervisor_client import SupervisorClient
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
 from penstock.frontend.limits.access import Access
@@ -67,7 +69,11 @@ async def run_frontend(
     async with discovery, dispatcher:
         # Frontends share the port: one that listens before it knows a worker would refuse requests that others could serve.
         await _unless(stopping, dispatcher.looked(), timeout_s=graph.router.connect_timeout_s)
-        server = FrontendServer(frontend, share_port=True)
+        server = FrontendServer(
+            frontend,
+            share_port=True,
+            supervisor=SupervisorClient(Path(common.runtime_dir), graph.slo),
+        )
         await server.start()
         try:
             if await _unless(stopping, dispatcher.serving()):

@@ -201,6 +201,7 @@ class LocalDeployment:
                         pid=os.getpid(),
                         planner_log=str(directory / PLANNER_LOG) if planning else "",
                     ),
+                    kill=self.pool.crash if self.graph.frontend.page.kills_workers else None,
                 )
             )
             try:

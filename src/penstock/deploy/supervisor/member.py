@@ -191,6 +191,11 @@ class Member:
         if self._child:
             self._child.kill()
 
+    def crash(self) -> None:
+        """End the process at once, as a crash would: it is started again."""
+        if self._child:
+            self._child.kill()
+
     def _note(self, phase: str) -> None:
         self.phase = phase
         self.since = asyncio.get_running_loop().time()

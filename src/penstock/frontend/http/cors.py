@@ -42,5 +42,5 @@ class Cors:
 
     def _allows(self, request: web.Request) -> bool:
         origin = request.headers.get("Origin")
-        is_admin = request.path.startswith("/admin")
-        return origin is not None and not is_admin and ("*" in self._origins or origin in self._origins)
+        is_operators = request.path.startswith(("/admin", "/watch"))
+        return origin is not None and not is_operators and ("*" in self._origins or origin in self._origins)

@@ -38,9 +38,13 @@ from penstock.frontend.openai.answers import encode
 from penstock.frontend.openai.body_error import body_error
 from penstock.frontend.openai.explaining import explain_latest, explain_one
 from penstock.frontend.tenants.tenants import ANONYMOUS, Tenant
+from penstock.frontend.watch.overview import Supervisor
+from penstock.frontend.watch.watch_routes import WatchRoutes
 
 _REQUEST_ID = "X-Request-Id"
-_OPEN = frozenset({"/health", "/live", "/ping", "/version", "/metrics", "/openapi.json", "unknown"})
+_OPEN = frozenset(
+    {"/", "/page/{file}", "/health", "/live", "/ping", "/version", "/metrics", "/openapi.json", "unknown"}
+)
 """Routes that need no API key."""
 _CLIENT_GONE = 499  # nginx's code for a client that disconnected early
 _REASON_CHARACTERS_MAX = 300
@@ -55,13 +59,14 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class HttpSurface:
     """Route handlers of one `Frontend`."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend: Frontend, supervisor: Supervisor | None = None) -> None:
         self._frontend = frontend
         self._config = frontend.config
         self._cors = Cors(frontend.config.cors_origins)
         self._access_log = AccessLog.of(frontend.config.access_log)
         self.draining = False
         """True: close each connection after its answer."""
+        self._watch = WatchRoutes(frontend, supervisor, lambda: self.draining)
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._frame], client_max_size=0)
@@ -77,6 +82,7 @@ class HttpSurface:
                 web.get("/admin/explain", self._explain_latest),
                 web.get("/admin/explain/{id}", self._explain_one),
                 *KvRoutes(self._frontend, self._wish).routes(),
+                *self._watch.routes(),
             ]
         )
         return app
@@ -107,6 +113,8 @@ class HttpSurface:
         try:
             if route.startswith("/admin/"):
                 self._frontend.access.check_admin(request.headers)
+            elif route.startswith("/watch/"):
+                self._watch.check(request)
             elif route not in _OPEN:
                 tenant = self._frontend.tenant_of(request.headers)
                 _tenant.set(tenant)

@@ -14,6 +14,7 @@ from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.connection import Connection
 from penstock.frontend.http.http import HttpSurface
 from penstock.frontend.limits.certificate import ServerTls
+from penstock.frontend.watch.overview import Supervisor
 
 _CLOSE_TIMEOUT_S = 1.0  # for connections whose requests were cancelled
 
@@ -23,16 +24,19 @@ _log = get_logger()
 class FrontendServer:
     """Serves one `Frontend` over HTTP until `close`."""
 
-    def __init__(self, frontend: Frontend, *, share_port: bool = False) -> None:
+    def __init__(
+        self, frontend: Frontend, *, share_port: bool = False, supervisor: Supervisor | None = None
+    ) -> None:
         """Create the server; `start` opens the port. Raises ConfigError where a file of its settings is wrong.
 
         Args:
             frontend: what to serve.
             share_port: other frontend processes may listen on the same port; the supervisor reserves it.
+            supervisor: tells the page of the whole deployment; None: it shows what this process knows.
         """
         self._frontend = frontend
         self._share_port = share_port
-        self._surface = HttpSurface(frontend)
+        self._surface = HttpSurface(frontend, supervisor)
         self._tls = None if frontend.config.tls is None else ServerTls(frontend.config.tls)
         self._runner: web.AppRunner | None = None
         self._listening: Listener | None = None

@@ -10,7 +10,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.frontend.tenants.api_key import digest_of, stored_digest
 from penstock.frontend.tenants.key_file import TenantConfig, read_tenants
-from penstock.frontend.tenants.usage import Usage
+from penstock.frontend.tenants.usage import TenantUse, Usage
 from penstock.frontend.watched_files import WatchedFiles
 
 PRIORITY_MAX = 1000
@@ -105,6 +105,11 @@ class Tenants:
         if known is None:
             return replace(gateway, name=name)
         return replace(known, priority_max=PRIORITY_MAX, is_trusted=True)
+
+    def uses(self) -> list[TenantUse]:
+        """Describe what each tenant uses and may, by name."""
+        now_s = _now_s()
+        return [usage.view(now_s) for _, usage in sorted(self._usages.items())]
 
     async def watch(self) -> None:
         """Read the file again whenever it has changed, for ever. A wrong file is logged, and what was read before stays."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import msgspec
+
 from penstock.frontend.errors import RateLimitError
 from penstock.frontend.tenants.bucket import Bucket
 from penstock.frontend.tenants.key_file import TenantConfig
@@ -11,6 +13,17 @@ _OUTPUT_TOKENS_AT_FIRST = 256.0
 _MEAN_OVER = 16.0
 """The mean length of answers is taken over about so many."""
 _CONCURRENCY_RETRY_AFTER_S = 1.0
+
+
+class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a tenant uses in one frontend process, and may; None is no limit. `tokens_left` is below 0 while it is in debt."""
+
+    name: str
+    inflight: int
+    concurrency: int | None
+    requests_per_s: float | None
+    tokens_per_min: float | None
+    tokens_left: float | None
 
 
 class Use:
@@ -101,6 +114,18 @@ class Usage:
     def take_tokens(self, tokens: float, now_s: float) -> None:
         if self._tokens is not None:
             self._tokens.take(tokens, now_s)
+
+    def view(self, now_s: float) -> TenantUse:
+        """Describe it for people."""
+        config = self._config
+        return TenantUse(
+            name=self._tenant,
+            inflight=self.inflight,
+            concurrency=config.concurrency,
+            requests_per_s=config.requests_per_s,
+            tokens_per_min=config.tokens_per_min,
+            tokens_left=None if self._tokens is None else self._tokens.level(now_s),
+        )
 
     def check(self) -> None:
         """Raise AssertionError where counts are past their bounds."""

@@ -1,5 +1,6 @@
 """One attempt at a request: what it holds on its worker, or on its prefill and its decode worker, until released."""
 
+import asyncio
 import secrets
 
 import msgspec
@@ -9,6 +10,7 @@ from penstock.core.ids import RequestId
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import TRANSFER_ID_BYTES, Delta, KvHandle, Prefetch, Request
 from penstock.router.candidates import Route
+from penstock.router.dispatch.journeys import Leg, Part
 from penstock.router.dispatch.progress import Progress
 from penstock.router.dispatch.shared import Shared
 from penstock.router.fleet.fleet import Fleet
@@ -133,6 +135,9 @@ class Attempt:
         self._fleet = fleet
         self._request_id: RequestId = request.request_id
         self._sent_tokens = request.num_emitted
+        self._clock = asyncio.get_running_loop().time
+        part = Part.PREFILL if decode is not None else Part.WHOLE if source is None else Part.DECODE
+        self.leg = Leg(self._member.instance.name, part, self._clock())
         self._reservation = fleet.loads.reserve(
             route.slot, route.prefill_tokens, route.blocks, route.cached_tokens
         )
@@ -149,6 +154,7 @@ class Attempt:
     def on_first_token(self) -> None:
         """Release the prefill's reservation, and the prompt's KV on the prefill worker."""
         self.has_tokens = True
+        self.leg.first_token_s = self._clock()
         self._fleet.loads.prefill_done(self._reservation)
         self._let_source_go()
 
@@ -201,6 +207,7 @@ class Attempt:
 
     def release(self) -> None:
         """Release the reservation, take no more deltas, and release the request's other worker."""
+        self.leg.ended_s = self._clock()
         self._fleet.loads.release(self._reservation)
         self._fleet.finished(self.route.slot, self._request_id)
         self._let_source_go()

@@ -21,6 +21,7 @@ from penstock.core.types.kv.actions import KvAction, KvUnpin
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Request
 from penstock.router.config import RouterConfig
+from penstock.router.dispatch.journeys import Journey
 from penstock.router.dispatch.kv_actions import KvActed, KvActions
 from penstock.router.dispatch.open_request import OpenRequest
 from penstock.router.dispatch.shared import Shared
@@ -171,6 +172,18 @@ class Dispatcher:
     def latest_decisions(self, most: int) -> Sequence[Explanation]:
         """Explain the latest routing decisions, oldest first."""
         return self._shared.router.decisions.latest(most)
+
+    def journeys(self, answer_id: str) -> Sequence[Journey]:
+        """Describe the way of a request, or of all choices of an answer; empty where it is not known."""
+        shared, now_s = self._shared, asyncio.get_running_loop().time()
+        return shared.journeys.of(answer_id, (each.journey() for each in shared.requests.values()), now_s)
+
+    def latest_journeys(self, most: int) -> Sequence[Journey]:
+        """Describe the ways of the latest requests: those under way first, then the newest that have ended."""
+        shared, now_s = self._shared, asyncio.get_running_loop().time()
+        return shared.journeys.latest(
+            most, (each.journey() for each in reversed(shared.requests.values())), now_s
+        )
 
     def _leave_session(self, worker_id: WorkerId, request: Request) -> None:
         """Have the worker that a session has left keep its KV no longer."""

@@ -23,8 +23,9 @@ from penstock.core.errors import (
 )
 from penstock.core.types.requests import Delta, FinishReason, KvHandle, Request
 from penstock.core.wire import num_tokens
-from penstock.router.candidates import Plan, Route, ScoredCandidates
+from penstock.router.candidates import Route, ScoredCandidates
 from penstock.router.dispatch.attempt import Attempt, DecodeSide
+from penstock.router.dispatch.journeys import Journey, Way
 from penstock.router.dispatch.progress import Progress
 from penstock.router.dispatch.shared import Shared
 from penstock.router.dispatch.siblings import Siblings
@@ -59,6 +60,7 @@ class OpenRequest:
         self._retry_state = RetryState(request, shared.retry_guard)
         self._has_waited = False
         self._decode_wait_s = 0.0  # how long it was queued while no decode worker had a batch slot
+        self._way = Way(request, self._opened_s)
 
     async def __aenter__(self) -> Self:
         """Send the request to a worker; wait for one where its model has none.
@@ -137,6 +139,10 @@ class OpenRequest:
         """Prompt tokens that the first worker had cached."""
         return 0 if self._progress is None else self._progress.cached_tokens or 0
 
+    def journey(self, outcome: str | None = None) -> Journey:
+        """Describe its way so far; with an `outcome`, that ends now."""
+        return self._way.journey(self._loop.time(), outcome, self._progress, self.migrations)
+
     def fail(self, error: PenstockError) -> None:
         """End the request with this error, after the deltas before it. The first error counts."""
         if self._error is None and self._finish_reason is None:
@@ -196,7 +202,7 @@ class OpenRequest:
                     if self._is_queued(ticket, candidates):
                         await self._wait_until(math.inf)
                         give_up_at_s = None
-                    elif self._send_by(self._chosen(candidates)):
+                    elif self._send_by(candidates):
                         self._has_waited |= ticket.released
                         self._decode_wait_s += ticket.decode_wait_s
                         return
@@ -242,12 +248,10 @@ class OpenRequest:
         )
         return not is_late and self._shared.request_queue.stops(ticket, candidates)
 
-    def _chosen(self, candidates: ScoredCandidates) -> Plan:
+    def _send_by(self, candidates: ScoredCandidates) -> bool:
+        """Send the request to the cheapest candidates; False if a worker refuses it."""
         again, self._retry_state.was_stale = self._retry_state.was_stale, False
-        return self._shared.router.take(candidates, again=again)
-
-    def _send_by(self, plan: Plan) -> bool:
-        """Send the request as planned; False if a worker refuses it."""
+        plan = self._shared.router.take(candidates, again=again)
         assert self._progress is not None, "a plan was made for it"
         request, route, decode = self._progress.request(), plan.decode, None
         try:
@@ -289,6 +293,7 @@ class OpenRequest:
             if decode is not None:
                 decode.drop()
             raise
+        self._way.add(self._attempt.leg)
 
     def _remaining_s(self) -> float | None:
         return None if self._deadline_at_s is None else max(self._deadline_at_s - self._loop.time(), 0.0)
@@ -364,6 +369,7 @@ class OpenRequest:
         request = msgspec.structs.replace(progress.request(), deadline_s=self._remaining_s())
         try:
             self._attempt = attempt.prefilled(request, handle, self)
+            self._way.add(self._attempt.leg)
         except (WorkerLost, Overloaded) as error:
             (self._retry_state.lost if isinstance(error, WorkerLost) else self._retry_state.avoided).add(
                 decode_id
@@ -426,15 +432,9 @@ class OpenRequest:
         self._retry_state.about_to_move(is_expected=False)
         if shared.requests.pop(self.request.request_id, None) is None:
             return
-        pool = shared.fleet.pools.get(self.request.model)
-        if pool is not None and self._finish_reason is not None and not self.request.is_background:
-            pool.traffic.ended(self.output_tokens - self.request.num_emitted, self._loop.time())
         outcome = "cancelled" if self._finish_reason is None else self._finish_reason.value
-        metrics = shared.metrics
-        metrics.cached_tokens.inc(self.cached_tokens)
-        metrics.ended(outcome if self._error is None else self._error.code).inc()
-        metrics.request_s.observe(self._loop.time() - self._opened_s)
-        metrics.open_requests.set(len(shared.requests))
+        journey = self.journey(outcome if self._error is None else self._error.code)
+        shared.ended(self.request, journey, self._loop.time(), is_whole=self._finish_reason is not None)
 
     # -- waiting
 

@@ -7,6 +7,7 @@ from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, Re
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import Request
 from penstock.router.config import RouterConfig
+from penstock.router.dispatch.journeys import Journey, Journeys
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
 from penstock.router.queue.fair_queue import retry_after_s
@@ -21,6 +22,7 @@ class Open(Protocol):
     """An open request."""
 
     def fail(self, error: PenstockError) -> None: ...
+    def journey(self) -> Journey: ...
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class Shared:
     metrics: RouterMetrics
     hash_key: bytes
     requests: dict[RequestId, Open] = field(default_factory=dict)
+    journeys: Journeys = field(default_factory=Journeys)
 
     def admit(self, request: Request, now_s: float) -> None:
         """Refuse a request that may not be opened.
@@ -58,6 +61,19 @@ class Shared:
         if remaining_s is not None:
             self.metrics.quarantined.inc()
             raise quarantined(remaining_s)
+
+    def ended(self, request: Request, journey: Journey, now_s: float, *, is_whole: bool) -> None:
+        """Count and keep a request that has ended; `is_whole`: with the end of its answer."""
+        pool = self.fleet.pools.get(request.model)
+        if pool is not None and is_whole and not request.is_background:
+            pool.traffic.ended(journey.output_tokens - request.num_emitted, now_s)
+        assert journey.outcome is not None, "it has ended"
+        metrics = self.metrics
+        metrics.cached_tokens.inc(journey.cached_tokens or 0)
+        metrics.ended(journey.outcome).inc()
+        metrics.request_s.observe(journey.seconds)
+        metrics.open_requests.set(len(self.requests))
+        self.journeys.end(journey, now_s)
 
     def no_worker(self, request: Request, problem: Unavailable | None) -> Unavailable:
         """Make the error for a model without a ready worker; `problem` is what the last one said that could not serve the request."""

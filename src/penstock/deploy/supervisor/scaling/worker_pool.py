@@ -202,6 +202,14 @@ class WorkerPool:
 
     # -- changes
 
+    def crash(self, name: str) -> None:
+        """Kill a worker's process, which is started again.
+
+        Raises:
+            RequestError: there is no such worker.
+        """
+        self._find(name).running.crash()
+
     def _place(self, places: Sequence[KeptWorker]) -> list[PoolWorker]:
         """Give workers their share of the machine and add them to the pool, all or none."""
         added: list[PoolWorker] = []

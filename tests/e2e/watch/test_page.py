@@ -1,0 +1,181 @@
+"""The live page in a real browser, against real processes: it shows them, is usable without a mouse, and kills a worker."""
+
+import asyncio
+import json
+
+import pytest
+
+from tests.support.browser import Page
+
+pytestmark = [pytest.mark.slow, pytest.mark.needs("chromium")]
+
+BLOCKS = {"replicas": 1, "engine": "mock", "kv_blocks": 400}
+DISAGGREGATED = {"roles": {"prefill": BLOCKS, "decode": {**BLOCKS, "replicas": 2}}}
+ALWAYS = {"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}}
+ROWS = "document.querySelectorAll('#workers tbody tr')"
+META = "document.querySelector('#talk .meta')?.textContent"
+
+
+def said(selector):
+    return f"document.querySelector({selector!r}).innerText"
+
+
+def demo(**fields):
+    page = {"kills_workers": True}
+    return {"frontend": {"port": 0, "drain_timeout_s": 10, "page": page}, **fields}
+
+
+def test_it_shows_workers_a_chat_and_the_way_of_its_request(deploy, tmp_path):
+    async def scenario(site):
+        await site.tell("warm " * 60, max_tokens=8)
+        await asyncio.to_thread(watch, site.url)
+
+    def watch(url):
+        with Page() as page:
+            page.open(url)
+            page.until(f"{ROWS}.length == 3")
+            page.until("document.querySelector('#status').innerText.startsWith('live')")
+            for name in ("prefill-1", "decode-1", "decode-2"):
+                assert name in page.run(said("#workers"))
+                assert name in page.run("document.querySelector('#topology').textContent")
+            page.until("document.querySelectorAll('#workers .cell-cached').length > 0")
+            page.run("document.getElementById('message').focus()")
+            page.write("What does the router do? " * 8)
+            page.press("Enter", text="\r")
+            meta = page.until(META)
+            assert "prefill-1 (prompt)" in meta
+            assert "prompt tokens cached" in meta
+            page.until("document.querySelectorAll('#way .steps li').length == 5")
+            steps = page.run("[...document.querySelectorAll('#way .steps b')].map(each => each.innerText)")
+            assert steps == ["Frontend", "Router", "Prefill", "KV transfer", "Decode"]
+            assert "least" not in page.run(said("#alerts"))
+            page.until("document.querySelectorAll('#decisions tbody tr').length >= 2")
+            assert page.problems == []
+            assert {asked.split("/")[2] for asked in page.asked} == {url.split("/")[2]}
+            page.screenshot(tmp_path / "page.png")
+            assert (tmp_path / "page.png").stat().st_size > 20_000
+
+    deploy(scenario, timeout_s=240, router=ALWAYS, **demo(**DISAGGREGATED))
+
+
+def test_a_killed_worker_is_an_alert_and_comes_back_and_the_stream_goes_on(deploy):
+    async def scenario(site):
+        def watch():
+            with Page() as page:
+                page.open(site.url)
+                page.until(f"{ROWS}.length == 2")
+                before = page.run(
+                    "[...document.querySelectorAll('#workers span[title]')].map(each => each.title)"
+                )
+                page.run("document.querySelector('#workers button').click()")
+                page.until("document.querySelector('#alerts').innerText.includes('worker-1')")
+                page.until(
+                    f"{ROWS}.length == 2 && document.querySelector('#alerts').innerText.includes('nothing needs')"
+                )
+                after = page.run(
+                    "[...document.querySelectorAll('#workers span[title]')].map(each => each.title)"
+                )
+                assert before[0] != after[0]
+                assert before[1] == after[1]
+                assert page.problems == []
+
+        streams = [asyncio.ensure_future(site.tell(f"{n} tell me", max_tokens=300)) for n in range(4)]
+        await asyncio.to_thread(watch)
+        for stream in streams:
+            _, usage = await stream
+            assert usage.completion_tokens == 300
+
+    deploy(scenario, workers=2, timeout_s=240, role={"mock": {"timing": {"step_s": 0.02}}}, **demo())
+
+
+def test_it_is_usable_by_keyboard_and_screen_reader_in_both_themes(deploy):
+    async def scenario(site):
+        await site.tell("hello", max_tokens=4)
+        await asyncio.to_thread(watch, site.url)
+
+    def watch(url):
+        with Page() as page:
+            page.open(url)
+            page.until(f"{ROWS}.length == 1")
+            page.until("document.querySelectorAll('#requests button').length > 0")
+            nodes = page.accessible()
+            roles = {role for role, _ in nodes}
+            assert {"banner", "main", "heading", "table", "log", "status", "region"} <= roles
+            for role in ("button", "combobox", "textbox", "image", "table", "region"):
+                assert all(name for found, name in nodes if found == role), (role, nodes)
+            reached = []
+            for _ in range(40):
+                page.press("Tab")
+                reached.append(page.run("(document.activeElement.closest('[id]') || {}).id"))
+            assert [name for name in reached if name in {"pause", "theme", "keys", "message", "send"}][
+                :5
+            ] == [
+                "pause",
+                "theme",
+                "keys",
+                "message",
+                "send",
+            ]
+            assert "requests" in reached
+            page.run("document.querySelector('#requests button').focus()")
+            focused = page.run("document.activeElement.textContent")
+            page.run("new Promise(done => setTimeout(done, 2500))")  # two snapshots pass
+            assert page.run("document.activeElement.textContent").split(",")[0] == focused.split(",")[0]
+            for theme in ("light", "dark"):
+                page.show_as(theme)
+                low = page.run(CONTRASTS)
+                assert low == [], (theme, low)
+            page.run("document.getElementById('pause').click()")
+            page.until("document.querySelector('#status').innerText == 'paused'")
+            assert page.problems == []
+
+    deploy(scenario, timeout_s=240, **demo())
+
+
+CONTRASTS = """(() => {
+  const parts = (text) => text.match(/[0-9.]+/g).map(Number);
+  const light = (text) => {
+    const [r, g, b] = parts(text).map((each) => each / 255).map((each) => (each <= 0.03928 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (node) => { for (; node; node = node.parentElement) {
+    const found = getComputedStyle(node).backgroundColor;
+    if (parts(found).length === 3 || parts(found)[3] > 0.99) return found; }
+    return "rgb(255, 255, 255)"; };
+  const low = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((each) => each.nodeType === 3 && each.data.trim());
+    if (!own || !node.offsetParent || node.disabled) continue;
+    const [one, other] = [light(getComputedStyle(node).color), light(behind(node))];
+    const contrast = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+    if (contrast < 4.5) low.push(`${node.textContent.slice(0, 30)}: ${contrast.toFixed(2)}`);
+  }
+  return low;
+})()"""
+
+
+def test_with_keys_it_asks_for_them_and_then_shows_everything(deploy, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_API_KEY", "the-key")
+
+    async def scenario(site):
+        await asyncio.to_thread(watch, site.url, site.deployment.admin_token)
+
+    def watch(url, token):
+        with Page() as page:
+            page.open(url)
+            page.until("document.getElementById('sign-in').open")
+            page.write(token)
+            page.run("document.getElementById('api-key').focus()")
+            page.write("the-key")
+            page.press("Enter", text="\r")
+            page.until(f"{ROWS}.length == 1")
+            page.run("document.getElementById('message').focus()")
+            page.write("hello")
+            page.press("Enter", text="\r")
+            assert "by worker-1" in page.until(META)
+            page.until("document.querySelector('#tenants').innerText.includes('default')")
+            stored = json.loads(page.run("JSON.stringify(localStorage)"))
+            assert "the-key" not in str(stored)
+            assert token not in str(stored)
+
+    deploy(scenario, timeout_s=240)
