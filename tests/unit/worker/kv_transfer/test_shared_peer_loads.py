@@ -9,7 +9,7 @@ from penstock.core.wire import unpack_tokens
 from penstock.worker.kv_transfer import peer_source
 from penstock.worker.kv_transfer.reader import Reader
 from tests.support.kv_transfer import tiny_request, whole_answer
-from tests.unit.worker.peers.test_peer_loads import (
+from tests.unit.worker.kv_transfer.test_peer_loads import (
     BLOCK_BYTES,
     FULL_BLOCKS,
     failures,
