@@ -219,7 +219,7 @@ def test_the_supervisor_watches_its_own_hub():
     ("listen", "secret", "what"),
     [
         ("tcp://127.0.0.1:0", b"", "needs a secret"),
-        ("tcp://0.0.0.0:0", b"s", "loopback"),
+        ("tcp://0.0.0.0:0", b"", "needs a secret"),
         ("tcp://127.0.0.1", b"s", "tcp://HOST:PORT"),
         ("unix://relative", b"", "unix:///PATH"),
         ("http://127.0.0.1:80", b"s", "is no address"),

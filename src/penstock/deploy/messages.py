@@ -58,7 +58,8 @@ Job = WorkerJob | FrontendJob
 class Common(Wire, frozen=True):
     """Data of all processes of one run; `secret` authenticates them to each other.
 
-    Each process sends a heartbeat every `heartbeat_interval_s`. Frontends require `admin_token` of clients of `/admin`.
+    `hub_address` is of the registry. Workers listen at `listen`, empty for private sockets, and register `advertise` as their
+    host, empty for that of `listen`. Each process sends a heartbeat every `heartbeat_interval_s`. Frontends require `admin_token` of clients of `/admin`.
     """
 
     graph_json: str
@@ -70,6 +71,8 @@ class Common(Wire, frozen=True):
     supervisor_pid: int
     heartbeat_interval_s: float
     admin_token: str = ""
+    listen: str = ""
+    advertise: str = ""
 
 
 class Assignment(Wire, frozen=True):

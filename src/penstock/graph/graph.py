@@ -20,6 +20,7 @@ from penstock.graph.overrides import Overrides
 from penstock.graph.partners import check_partners, check_transfer
 from penstock.graph.planning import check_planner
 from penstock.graph.role import Roles, RoleSpec
+from penstock.graph.runtime import RuntimeSpec
 from penstock.graph.slo import Slo
 from penstock.graph.supervision import Supervision
 from penstock.perf.profile.profile import Profile
@@ -57,6 +58,8 @@ class Graph(Config):
     """Latency targets; None for no targets."""
     planner: PlannerConfig | None = None
     """Changes the number and roles of the workers by demand, so that `slo` holds; None leaves them as they are."""
+    runtime: RuntimeSpec = RuntimeSpec()
+    """How processes find and reach each other, on one host or several."""
     request_plane: PlaneConfig = PlaneConfig()
     """Connections between frontends and workers."""
     supervision: Supervision = Supervision()

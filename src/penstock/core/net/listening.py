@@ -39,8 +39,9 @@ class Listener:
         factory: Callable[[], asyncio.BaseProtocol],
         *,
         on_failure: Callable[[OSError], None] | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None,
         handshake_timeout_s: float = 10.0,
+        tells_refused: bool = False,
     ) -> None:
         """Start to accept.
 
@@ -48,20 +49,24 @@ class Listener:
             sockets: bound, not yet listening; the listener closes them.
             factory: makes the protocol of a connection.
             on_failure: called when this process cannot accept connections, for example without free file descriptors.
-            tls: for TLS on all connections; None for none.
+            tls: for TLS on all connections, or what gives it for each new one; None for none.
             handshake_timeout_s: longest time of a TLS handshake; then the connection is closed.
+            tells_refused: whether failed TLS handshakes are logged, at most one in 10 s, for a port that only this deployment uses.
         """
         self._loop = asyncio.get_running_loop()
         self._sockets = list(sockets)
         self._factory = factory
         self._on_failure = on_failure
-        self._handshake: dict[str, Any] = (
-            {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": handshake_timeout_s}
-        )
+        self._tls = tls
+        self._handshake_timeout_s = handshake_timeout_s
+        self._tells_refused = tells_refused and tls is not None
         self._attaching: set[asyncio.Task[None]] = set()
         self._waiting: dict[socket.socket, asyncio.TimerHandle] = {}
         self._logged_s: float | None = None
+        self._refused_logged_s: float | None = None
         self.failures = 0
+        self.refused = 0
+        """Connections whose TLS handshake failed, where these are logged."""
         for listening in self._sockets:
             listening.setblocking(False)
             listening.listen(BACKLOG)
@@ -104,13 +109,35 @@ class Listener:
             task.add_done_callback(self._attaching.discard)
 
     async def _attach_protocol(self, connection: socket.socket) -> None:
+        peer = _peer_of(connection)
         try:
             connection.setblocking(False)
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await self._loop.connect_accepted_socket(self._factory, connection, **self._handshake)
-        except OSError:  # the client has gone meanwhile
+            await self._loop.connect_accepted_socket(self._factory, connection, **self._handshake())
+        except OSError as error:  # the client has gone meanwhile, or a TLS handshake failed
             connection.close()
+            if self._tells_refused:
+                self._note_refused(peer, error)
+
+    def _note_refused(self, peer: str, error: OSError) -> None:
+        self.refused += 1
+        now_s = self._loop.time()
+        if self._refused_logged_s is None or now_s >= self._refused_logged_s + _LOG_EVERY_S:
+            self._refused_logged_s = now_s
+            _log.warning(
+                "tls_refused",
+                peer=peer,
+                error=getattr(error, "reason", None) or str(error) or type(error).__name__,
+                refused=self.refused,
+                fix="give both sides certificates of the same authority, or neither",
+            )
+
+    def _handshake(self) -> dict[str, Any]:
+        if self._tls is None:
+            return {}
+        tls = self._tls if isinstance(self._tls, ssl.SSLContext) else self._tls()
+        return {"ssl": tls, "ssl_handshake_timeout": self._handshake_timeout_s}
 
     def _back_off(self, listening: socket.socket, error: OSError) -> None:
         """Stop accepting for a moment: the socket stays readable, and a retry at once would fail again."""
@@ -141,6 +168,8 @@ async def listen(
     address: Address,
     *,
     on_failure: Callable[[OSError], None] | None = None,
+    tls: Callable[[], ssl.SSLContext] | None = None,
+    handshake_timeout_s: float = 10.0,
 ) -> tuple[Listener, Address]:
     """Listen on an address; only this user may connect to a Unix socket.
 
@@ -148,6 +177,8 @@ async def listen(
         factory: makes the protocol of a connection.
         address: where to listen.
         on_failure: see `Listener`.
+        tls: see `Listener`; a Unix socket has none.
+        handshake_timeout_s: longest time of a TLS handshake.
 
     Returns:
         the listener, and the address with the actual port.
@@ -167,7 +198,14 @@ async def listen(
         )
         for family, _, _, _, socket_address in dict.fromkeys(found):
             sockets.append(_bind(family, socket_address))
-        listener = Listener(sockets, factory, on_failure=on_failure)
+        listener = Listener(
+            sockets,
+            factory,
+            on_failure=on_failure,
+            tls=tls,
+            handshake_timeout_s=handshake_timeout_s,
+            tells_refused=True,
+        )
     except OSError as error:
         for opened in sockets:
             opened.close()
@@ -177,8 +215,8 @@ async def listen(
     return listener, replace(address, port=sockets[0].getsockname()[1])
 
 
-async def dial(factory: Callable[[], P], address: Address) -> P:
-    """Connect to an address and return the protocol that `factory` made.
+async def dial(factory: Callable[[], P], address: Address, *, tls: ssl.SSLContext | None = None) -> P:
+    """Connect to an address, by TLS where it is given and the address is no Unix path; return the protocol of `factory`.
 
     Raises:
         OSError: nothing accepts connections there.
@@ -187,7 +225,10 @@ async def dial(factory: Callable[[], P], address: Address) -> P:
     if address.path:
         _, protocol = await loop.create_unix_connection(factory, address.path)
     else:
-        _, protocol = await loop.create_connection(factory, address.host, address.port)
+        name = None if tls is None else address.host
+        _, protocol = await loop.create_connection(
+            factory, address.host, address.port, ssl=tls, server_hostname=name
+        )
     return protocol
 
 
@@ -230,3 +271,10 @@ def _bind(family: int, socket_address: Any) -> socket.socket:
 def _name_of(listening: socket.socket) -> str:
     name = listening.getsockname()
     return name if isinstance(name, str) else f"{name[0]} port {name[1]}"
+
+
+def _peer_of(connection: socket.socket) -> str:
+    with contextlib.suppress(OSError):
+        peer = connection.getpeername()
+        return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unix socket"
+    return "gone"

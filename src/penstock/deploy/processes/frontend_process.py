@@ -10,6 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter
 
 from penstock.deploy.messages import Assignment, FrontendJob, Ready, Tell
+from penstock.deploy.planes import Planes
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.location import location_here
 from penstock.deploy.processes.planner_metrics import PlannerMetrics
@@ -20,11 +21,9 @@ from penstock.frontend.limits.access import Access
 from penstock.frontend.tenants.tenants import Tenants
 from penstock.graph import Graph
 from penstock.router.dispatch.dispatcher import Dispatcher
-from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.runtime.observations.request_recorder import RequestRecorder
 from penstock.runtime.observations.windows import RequestWindow
-from penstock.runtime.requests.tcp import TcpPlane
 
 
 async def run_frontend(
@@ -52,10 +51,10 @@ async def run_frontend(
     if graph.planner is not None:
         control.on_planned = PlannerMetrics(registry).take
     rng = random.Random()
-    discovery = LocalDiscovery(common.hub_address, identity, rng=rng)
+    planes = Planes(graph.runtime, graph.request_plane, common, identity, rng=rng)
     dispatcher = Dispatcher(
-        discovery,
-        TcpPlane(identity, config=graph.request_plane),
+        planes.discovery,
+        planes.requests,
         rng=rng,
         config=graph.router.model_copy(update={"location": location_here(graph.router.location)}),
         hash_key=common.hash_key,
@@ -66,7 +65,7 @@ async def run_frontend(
     frontend = Frontend(
         config, dispatcher, hash_key=common.hash_key, access=access, registry=registry, rng=rng
     )
-    async with discovery, dispatcher:
+    async with planes, dispatcher:
         # Frontends share the port: one that listens before it knows a worker would refuse requests that others could serve.
         await _unless(stopping, dispatcher.looked(), timeout_s=graph.router.connect_timeout_s)
         server = FrontendServer(

@@ -11,6 +11,7 @@ from pydantic import SecretStr
 
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.log import get_logger
+from penstock.core.net.address import Address
 from penstock.core.types.changes import BecomeRole
 from penstock.core.types.instances import Prices, Role
 from penstock.core.types.kv.actions import KvReport
@@ -18,6 +19,7 @@ from penstock.deploy.messages import (
     Assignment,
     Beat,
     Closing,
+    Common,
     Health,
     Phase,
     Ready,
@@ -25,6 +27,7 @@ from penstock.deploy.messages import (
     Tell,
     WorkerJob,
 )
+from penstock.deploy.planes import Planes
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.deploy.processes.location import location_here
@@ -35,12 +38,11 @@ from penstock.engine.registry import create_engine, engine_kind
 from penstock.engine.spec import EngineSpec
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.engine_prices import engine_prices
-from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.runtime.observations.gpu_meter import GpuMeter, gpu_names
-from penstock.runtime.requests.tcp import TcpPlane
 from penstock.seams import Engine, KvBlocks
 from penstock.transfer import TransferAgent
+from penstock.transfer.tls import TlsConfig
 from penstock.worker.files import ModelFiles
 from penstock.worker.identity import WorkerIdentity
 from penstock.worker.worker import Worker
@@ -77,25 +79,27 @@ async def run_worker(
     tell(Phase(what="loads the engine"))
     engine = create_engine(role.engine, spec)
     check_peers(graph, role, engine)
-    async with LocalDiscovery(common.hub_address, identity, rng=random.Random()) as discovery:
+    planes = Planes(graph.runtime, graph.request_plane, common, identity, rng=random.Random())
+    location = location_here(role.location_of(job.index))
+    async with planes:
         worker = Worker(
             engine,
-            discovery,
-            TcpPlane(identity, listen=f"unix://{common.runtime_dir}/{name}.sock", config=graph.request_plane),
+            planes.discovery,
+            planes.requests,
             identity=WorkerIdentity(
                 worker_id=job.worker_id,
-                name=name,
+                name=f"{name}@{location.host}" if graph.runtime.spans_hosts else name,
                 role=job.role,
                 pid=os.getpid(),
                 engine=role.engine,
-                location=location_here(role.location_of(job.index)),
+                location=location,
             ),
             card=job.card,
             prices=_prices(role, Path(job.model_dir)),
             adapters=job.adapters,
             read_file=ModelFiles(Path(job.model_dir), job.card.files).read,
             config=graph.worker,
-            agent=_transfer_agent(graph, job, name, common.secret),
+            agent=_transfer_agent(graph, job, name, common),
         )
         worker.on_closing = partial(_tell_closing, tell)
         worker.on_role = partial(_note_role, worker, tell)
@@ -122,10 +126,20 @@ def check_peers(graph: Graph, role: RoleSpec, engine: Engine) -> None:
         )
 
 
-def _transfer_agent(graph: Graph, job: WorkerJob, name: str, secret: bytes) -> TransferAgent:
-    """Create the KV transfer agent; it is idle until the first KV transfer, unless the role is prefill or decode."""
-    config = graph.worker.kv_transfer.transfer.model_copy(update={"secret": SecretStr(secret.hex())})
-    return TransferAgent(f"{name}-{job.worker_id}", config)
+def _transfer_agent(graph: Graph, job: WorkerJob, name: str, common: Common) -> TransferAgent:
+    """Create the KV transfer agent; it is idle until the first KV transfer, unless the role is prefill or decode.
+
+    It listens where the worker does, unless the graph says where.
+    """
+    config, tls = graph.worker.kv_transfer.transfer, graph.runtime.tls
+    changes: dict[str, object] = {"secret": SecretStr(common.secret.hex())}
+    if common.listen and not any(address.startswith("tcp://") for address in config.listen):
+        host = Address.parse(common.listen).host
+        bracketed = f"[{host}]" if ":" in host else host
+        changes["listen"] = (*config.listen, f"tcp://{bracketed}:0")
+    if tls is not None and config.tls is None:
+        changes["tls"] = TlsConfig(certificate=tls.certificate, key=tls.key, authority=tls.authority)
+    return TransferAgent(f"{name}-{job.worker_id}", config.model_copy(update=changes))
 
 
 def _prices(role: RoleSpec, model_dir: Path) -> Prices | None:

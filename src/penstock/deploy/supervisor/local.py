@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import os
-import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from penstock.core.errors import ConfigError, RequestError
-from penstock.core.ids import WorkerId
+from penstock.core.ids import new_worker_id
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
 from penstock.deploy.card import check_model, make_card, open_checkpoint, served_name
@@ -29,8 +28,9 @@ from penstock.deploy.messages import (
     ProcessFailed,
     WorkerJob,
 )
-from penstock.deploy.state import PLANNER_LOG, RuntimeDirectory, load_admin_token, load_hash_key, state_dir
+from penstock.deploy.state import PLANNER_LOG, load_admin_token, state_dir
 from penstock.deploy.supervisor.child import Child
+from penstock.deploy.supervisor.common import create_shared
 from penstock.deploy.supervisor.group_guard import GroupGuard
 from penstock.deploy.supervisor.member import Member
 from penstock.deploy.supervisor.planning import make_planning
@@ -43,7 +43,6 @@ from penstock.deploy.supervisor.scaling.room import Room
 from penstock.deploy.supervisor.scaling.scale_file import ScaleFile
 from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
 from penstock.deploy.supervisor.spares import SpareProcesses
-from penstock.deploy.supervisor.watchdog import tick_s
 from penstock.engine.registry import engine_kind
 from penstock.frontend.limits.certificate import ServerTls
 from penstock.frontend.tenants.api_key import stored_digest
@@ -52,11 +51,9 @@ from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import check_counts, say_empty, say_small_kv
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.discovery.hub import LocalHub
-from penstock.runtime.handshake import Identity
 
 Say = Callable[[str, str, str], None]
 Start = Callable[[Assignment], Awaitable[Child]]
-_SECRET_BYTES = 32
 _WORKER_MODULE = "penstock.deploy.processes.worker_process"
 _KILL_AFTER_S = 5.0  # grace beyond the process's own drain timeout
 
@@ -97,7 +94,8 @@ class LocalDeployment:
         """URL of the frontends, once entered."""
         self.admin_token = ""
         """Token of `/admin`, once entered."""
-        self.hub: LocalHub
+        self.hub: LocalHub | None = None
+        """The registry, once entered; None where another host has it."""
         self._log_level = log_level
         self._say: Say = say or (lambda *_: None)
         self.pool = WorkerPool(
@@ -168,7 +166,10 @@ class LocalDeployment:
             }
             expect_same_blocks(cards)
             self._host_arena = stack.enter_context(HostArena(self._roles))
-            common = await self._create_common(stack)
+            shared = await create_shared(
+                self.graph, stack, log_level=self._log_level, admin_token=self.admin_token
+            )
+            common, self.hub = shared.common, shared.hub
             await stack.enter_async_context(self._guard)
             await stack.enter_async_context(self._spares)
             scale_file = stack.enter_context(
@@ -227,30 +228,6 @@ class LocalDeployment:
             except BaseExceptionGroup as errors:
                 raise cause_of(errors) from None
 
-    async def _create_common(self, stack: AsyncExitStack) -> Common:
-        """Create what all processes share: hash key, secret, runtime directory, hub."""
-        hash_key = load_hash_key(state_dir(self.graph.name))
-        secret = secrets.token_bytes(_SECRET_BYTES)
-        directory = RuntimeDirectory()
-        stack.callback(directory.remove)
-        self.hub = LocalHub(
-            Identity(process="hub", hash_key=hash_key, secret=secret),
-            listen=f"unix://{directory.path}/hub.sock",
-        )
-        await self.hub.start()
-        stack.push_async_callback(self.hub.close)
-        return Common(
-            graph_json=self.graph.model_dump_json(),
-            runtime_dir=str(directory.path),
-            hub_address=self.hub.address,
-            secret=secret,
-            hash_key=hash_key,
-            log_level=self._log_level,
-            supervisor_pid=os.getpid(),
-            admin_token=self.admin_token,
-            heartbeat_interval_s=tick_s(self.graph.supervision),
-        )
-
     def _create_members(
         self,
         common: Common,
@@ -267,11 +244,10 @@ class LocalDeployment:
         metrics_dir = Path(common.runtime_dir, "metrics") if self.graph.frontend.processes > 1 else None
         if metrics_dir is not None:
             metrics_dir.mkdir()
-        worker_ids = itertools.count(1)  # a restarted process gets a new id
 
         def worker_job(worker: PoolWorker) -> WorkerJob:
             return WorkerJob(
-                worker_id=WorkerId(next(worker_ids)),
+                worker_id=new_worker_id(),
                 role=worker.role,
                 card=cards[worker.home],
                 model_dir=model_dir,

@@ -4,9 +4,9 @@ import ssl
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import WatchedFiles
 from penstock.core.log import get_logger
 from penstock.frontend.config import ServerTlsConfig
-from penstock.frontend.watched_files import WatchedFiles
 
 _log = get_logger()
 

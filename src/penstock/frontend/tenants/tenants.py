@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import WatchedFiles
 from penstock.core.log import get_logger
 from penstock.frontend.tenants.api_key import digest_of, stored_digest
 from penstock.frontend.tenants.key_file import TenantConfig, read_tenants
 from penstock.frontend.tenants.usage import TenantUse, Usage
-from penstock.frontend.watched_files import WatchedFiles
 
 PRIORITY_MAX = 1000
 _PRIORITIES = {"high": (1, PRIORITY_MAX), "normal": (0, 0), "low": (-1, -1)}

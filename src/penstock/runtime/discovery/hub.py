@@ -31,6 +31,7 @@ from penstock.runtime.discovery.messages import (
     Withdraw,
 )
 from penstock.runtime.discovery.table import InstanceTable, TableCursor
+from penstock.runtime.tls import PlaneTls
 
 _CLOSE_TIMEOUT_S = 0.5
 _log = get_logger()
@@ -50,17 +51,19 @@ class LocalHub:
         identity: handshake.Identity,
         *,
         listen: str = "tcp://127.0.0.1:0",
+        tls: PlaneTls | None = None,
         config: DiscoveryConfig | None = None,
     ) -> None:
         """Make a hub; `start` listens.
 
         Args:
             identity: has the deployment's secret, which every client must prove to know.
-            listen: `unix:///PATH`, or a loopback `tcp://HOST:PORT`.
+            listen: `unix:///PATH` or `tcp://HOST:PORT`.
+            tls: certificates for TCP; None for no TLS.
             config: bounds and times.
 
         Raises:
-            ConfigError: a TCP address that other machines can reach, or TCP without a secret.
+            ConfigError: TCP without a secret.
         """
         self.config = config or DiscoveryConfig()
         self.identity = identity
@@ -72,6 +75,7 @@ class LocalHub:
         self.clients: set[_Client] = set()
         self._leases: dict[WorkerId, _Lease] = {}
         self._bound = _checked(Address.parse(listen, source="hub"), identity)
+        self._tls = tls
         self._sockets: Listener | None = None
 
     async def start(self) -> None:
@@ -80,7 +84,13 @@ class LocalHub:
         Raises:
             ConfigError: the address is in use or not allowed.
         """
-        self._sockets, self._bound = await listen(lambda: _Client(self).channel, self._bound)
+        tls = self._tls
+        self._sockets, self._bound = await listen(
+            lambda: _Client(self).channel,
+            self._bound,
+            tls=None if tls is None else lambda: tls.server,
+            handshake_timeout_s=self.config.connect_timeout_s,
+        )
         self.address = str(self._bound)
 
     def watch(self) -> AsyncIterator[InstanceChange]:
@@ -267,10 +277,7 @@ def _checked(address: Address, identity: handshake.Identity) -> Address:
         return address
     if not identity.secret:
         raise ConfigError(
-            f"hub: {address}: a TCP hub needs a secret, since every user of this machine can reach it"
-        )
-    if not address.is_local:
-        raise ConfigError(
-            f"hub: {address}: expected a loopback address such as tcp://127.0.0.1:0, or unix:///PATH"
+            f"hub: {address}: a TCP hub needs a secret, since other users and hosts can reach it;"
+            " give every process the deployment's secret"
         )
     return address

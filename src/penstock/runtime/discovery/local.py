@@ -34,6 +34,7 @@ from penstock.runtime.discovery.messages import (
     Withdraw,
 )
 from penstock.runtime.discovery.table import InstanceTable
+from penstock.runtime.tls import PlaneTls
 
 __all__ = ["LocalDiscovery", "LocalHub", "LocalRegistration"]
 
@@ -55,6 +56,7 @@ class LocalDiscovery:
         identity: handshake.Identity,
         *,
         rng: random.Random,
+        tls: PlaneTls | None = None,
         config: DiscoveryConfig | None = None,
     ) -> None:
         """Make a client; entering the context connects it.
@@ -63,15 +65,18 @@ class LocalDiscovery:
             address: the hub's address.
             identity: has the deployment's secret.
             rng: for jitter.
+            tls: certificates for TCP; None for no TLS.
             config: bounds and times.
         """
         self._address = Address.parse(address, source="hub")
         self._identity = identity
         self._rng = rng
+        self._tls = tls
         self._config = config or DiscoveryConfig()
         self._table = InstanceTable(watchers_max=self._config.connections_max)
         self._registrations: dict[WorkerId, LocalRegistration] = {}
         self._session: _Session | None = None
+        self._connected = asyncio.Event()
         self._last_error = "it does not answer"
         self._watching = False
         self._hub_id = ""  # hub of the last sync
@@ -96,6 +101,18 @@ class LocalDiscovery:
     def connected(self) -> bool:
         return self._session is not None
 
+    async def connect(self) -> None:
+        """Wait until the hub has accepted this client.
+
+        Raises:
+            Unavailable: not within `connect_timeout_s`; the text says why.
+        """
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                await self._connected.wait()
+        except TimeoutError as error:
+            raise self._unavailable() from error
+
     async def register(self, instance: Instance) -> "LocalRegistration":
         registration = LocalRegistration(self, instance)
         self._registrations[instance.worker_id] = registration
@@ -107,11 +124,14 @@ class LocalDiscovery:
             await registration.close()
             if isinstance(error, PenstockError):
                 raise
-            raise Unavailable(
-                f"hub at {self._address}: {self._last_error}; waited {self._config.connect_timeout_s:g} s "
-                "(connect_timeout_s): is the supervisor running?"
-            ) from error
+            raise self._unavailable() from error
         return registration
+
+    def _unavailable(self) -> Unavailable:
+        return Unavailable(
+            f"hub at {self._address}: {self._last_error}; waited {self._config.connect_timeout_s:g} s "
+            "(connect_timeout_s): is the supervisor running?"
+        )
 
     def watch(self) -> AsyncIterator[InstanceChange]:
         if not self._watching:
@@ -158,16 +178,20 @@ class LocalDiscovery:
         session = _Session(self, self._identity, self._config)
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
-                await dial(lambda: session.channel, self._address)
+                await dial(
+                    lambda: session.channel, self._address, tls=self._tls.client if self._tls else None
+                )
                 welcome = await session.welcomed
             _log.info("hub_connected", address=str(self._address), hub_id=welcome.hub_id)
             self._session = session
+            self._connected.set()
             session.begin(welcome, tuple(self._registrations.values()), watch=self._watching)
             await session.channel.closed.wait()
             if not self._closed:
                 _log.warning("hub_lost", address=str(self._address), known_instances=len(self._table))
         finally:
             self._session = None
+            self._connected.clear()
             session.channel.abort("not needed any more")
 
     def _on_change(self, change: InstanceChange) -> None:

@@ -11,6 +11,7 @@ from penstock.runtime.config import PlaneConfig
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.frontend_peer import FrontendPeer
 from penstock.runtime.requests.worker_peer import WorkerPeer
+from penstock.runtime.tls import PlaneTls
 from penstock.seams import WorkerService, WorkerSink
 
 
@@ -23,6 +24,7 @@ class TcpPlane:
         *,
         listen: str = "tcp://127.0.0.1:0",
         advertise_host: str | None = None,
+        tls: PlaneTls | None = None,
         config: PlaneConfig | None = None,
     ) -> None:
         """Make a plane; `serve` listens, `connect` connects.
@@ -31,6 +33,7 @@ class TcpPlane:
             identity: identity of this process, with the deployment's secret and hash key.
             listen: where `serve` listens, `tcp://HOST:PORT` or `unix:///PATH`.
             advertise_host: host name to register, if it differs from the one in `listen`.
+            tls: certificates for TCP; None for no TLS.
             config: bounds and times.
 
         Raises:
@@ -44,6 +47,7 @@ class TcpPlane:
                 " requests; give every process the deployment's secret, or listen on 127.0.0.1"
             )
         self._advertise_host = advertise_host
+        self._tls = tls
         self._config = config or PlaneConfig()
 
     async def serve(self, service: WorkerService) -> "TcpServer":
@@ -53,8 +57,12 @@ class TcpPlane:
             ConfigError: the address is in use, not allowed or not of this host.
         """
         peers: set[FrontendPeer] = set()
+        tls = self._tls
         sockets, bound = await listen(
-            lambda: FrontendPeer(service, self._identity, self._config, peers).channel, self._listen
+            lambda: FrontendPeer(service, self._identity, self._config, peers).channel,
+            self._listen,
+            tls=None if tls is None else lambda: tls.server,
+            handshake_timeout_s=self._config.connect_timeout_s,
         )
         address = replace(bound, host=self._advertise_host or bound.host)
         return TcpServer(sockets, peers, bound, str(address), self._config.close_timeout_s)
@@ -64,7 +72,7 @@ class TcpPlane:
         peer = WorkerPeer(instance, sink, self._identity, self._config)
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
-                await dial(lambda: peer.channel, address)
+                await dial(lambda: peer.channel, address, tls=self._tls.client if self._tls else None)
                 await peer.enter()
         except (OSError, TimeoutError) as error:
             reason = (

@@ -11,6 +11,7 @@ import random
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Protocol, Self
@@ -123,9 +124,9 @@ class LocalDiscoveryHarness:
         return await self._stack.enter_async_context(discovery)
 
     async def start_member(self, instance: Instance) -> None:
-        self._members[instance.worker_id] = await Peer.start(
-            member_peer, self.hub.address, _IDENTITY, instance, self.config
-        )
+        rng = random.Random(instance.worker_id)
+        client = partial(LocalDiscovery, self.hub.address, _IDENTITY, rng=rng, config=self.config)
+        self._members[instance.worker_id] = await Peer.start(member_peer, client, instance)
 
     async def kill_member(self, instance: Instance) -> None:
         await self._members[instance.worker_id].kill()

@@ -10,6 +10,7 @@ from penstock.runtime.config import EventConfig, PlaneConfig
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.memory import MemoryPlane, MemoryServer
 from penstock.runtime.requests.tcp import TcpPlane
+from penstock.runtime.tls import PlaneTls, PlaneTlsConfig
 from penstock.seams import RequestPlane
 from penstock.testing.planes.peer import Peer, worker_peer
 from penstock.testing.planes.scripted_worker import ScriptedWorker, scripted_instance
@@ -86,12 +87,14 @@ class TcpPlaneHarness:
         *,
         listen: str = "tcp://127.0.0.1:0",
         loop: str = "uvloop",
+        tls: PlaneTlsConfig | None = None,
     ) -> None:
-        """Choose how the workers listen, and on which event loop they run (`uvloop` or `asyncio`)."""
+        """Choose how the workers listen, on which event loop they run (`uvloop` or `asyncio`), and certificates for both sides."""
         self._config = config or PlaneConfig()
         self._events = events or EventConfig()
         self._listen = listen
         self._loop = loop
+        self._tls = tls
         self._peers: dict[str, Peer] = {}
 
     async def __aenter__(self) -> Self:
@@ -104,13 +107,14 @@ class TcpPlaneHarness:
             await peer.close()
 
     def plane(self) -> TcpPlane:
-        return TcpPlane(Identity(process="suite", secret=SECRET), config=self._config)
+        identity = Identity(process="suite", secret=SECRET)
+        return TcpPlane(identity, tls=PlaneTls.of(self._tls), config=self._config)
 
     async def start_worker(self) -> Instance:
         worker_id = scripted_instance("").worker_id
         identity = Identity(process="peer", worker_id=worker_id, secret=SECRET)
         peer = await Peer.start(
-            worker_peer, identity, self._listen, self._config, self._events, loop=self._loop
+            worker_peer, identity, (self._listen, self._tls), self._config, self._events, loop=self._loop
         )
         self._peers[peer.value] = peer
         return scripted_instance(peer.value, worker_id=worker_id, pid=peer.pid)

@@ -6,8 +6,8 @@ process, also if that is killed.
 
 import asyncio
 import multiprocessing
-import random
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.context import ForkServerProcess
@@ -17,10 +17,11 @@ import uvloop
 
 from penstock.core.errors import Unavailable
 from penstock.core.types.instances import Instance
-from penstock.runtime.config import DiscoveryConfig, EventConfig, PlaneConfig
-from penstock.runtime.discovery.local import LocalDiscovery
+from penstock.runtime.config import EventConfig, PlaneConfig
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
+from penstock.runtime.tls import PlaneTls, PlaneTlsConfig
+from penstock.seams import Discovery
 from penstock.testing.planes.scripted_worker import ScriptedWorker
 
 _START_TIMEOUT_S = 30.0
@@ -101,23 +102,28 @@ def _play(pipe: Pipe, loop: str, part: Part, arguments: tuple[Any, ...]) -> None
 
 
 async def worker_peer(
-    cues: Cues, identity: Identity, listen: str, config: PlaneConfig, events: EventConfig
+    cues: Cues,
+    identity: Identity,
+    at: tuple[str, PlaneTlsConfig | None],
+    config: PlaneConfig,
+    events: EventConfig,
 ) -> None:
-    """Serve a `ScriptedWorker` on sockets, and report its address."""
+    """Serve a `ScriptedWorker` on sockets `at` an address, with certificates or without, and report its address."""
+    listen, tls = at
     worker = ScriptedWorker(events)
     worker.say_goodbye = cues.end.set
-    server = await TcpPlane(identity, listen=listen, config=config).serve(worker)
+    plane = TcpPlane(identity, listen=listen, tls=PlaneTls.of(tls), config=config)
+    server = await plane.serve(worker)
     cues.say_ready(server.address)
     await cues.end.wait()
     await server.close()
 
 
 async def member_peer(
-    cues: Cues, hub: str, identity: Identity, instance: Instance, config: DiscoveryConfig
+    cues: Cues, client: Callable[[], AbstractAsyncContextManager[Discovery]], instance: Instance
 ) -> None:
-    """Register an instance with the hub at this address, and keep it registered."""
-    rng = random.Random(instance.worker_id)
-    async with LocalDiscovery(hub, identity, rng=rng, config=config) as discovery:
+    """Register an instance by a client of its own, and keep it registered."""
+    async with client() as discovery:
         await discovery.register(instance)
         cues.say_ready(instance.name)
         await cues.end.wait()

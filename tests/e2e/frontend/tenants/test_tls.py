@@ -9,9 +9,9 @@ import pytest
 from frontend_site import SPEAK, Answer, Site, chat, http, run, serving
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import RELOAD_S
 from penstock.frontend.config import ServerTlsConfig
 from penstock.frontend.limits.certificate import ServerTls
-from penstock.frontend.watched_files import RELOAD_S
 from tests.support.certificates import make_authority
 
 pytestmark = pytest.mark.needs("openssl")

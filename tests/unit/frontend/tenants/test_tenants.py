@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from penstock.core.files import RELOAD_S
 from penstock.frontend.tenants.api_key import hash_of
 from penstock.frontend.tenants.key_file import TenantConfig
 from penstock.frontend.tenants.tenants import Tenants
-from penstock.frontend.watched_files import RELOAD_S
 from penstock.sim.loop.loop import run_virtual
 
 

@@ -1,0 +1,133 @@
+"""What all processes of this host share: secret, hash key, runtime directory, the registry, and where workers listen."""
+
+import asyncio
+import ipaddress
+import os
+import random
+import socket
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from penstock.core.errors import ConfigError
+from penstock.core.net.address import Address
+from penstock.deploy.messages import Common
+from penstock.deploy.planes import Planes
+from penstock.deploy.secret import deployment_secret, shared_hash_key
+from penstock.deploy.state import RuntimeDirectory, load_hash_key, state_dir
+from penstock.deploy.supervisor.watchdog import tick_s
+from penstock.graph import Graph
+from penstock.graph.runtime import RuntimeSpec
+from penstock.runtime.discovery.hub import LocalHub
+from penstock.runtime.handshake import Identity
+from penstock.runtime.tls import PlaneTls
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """What all processes of this host share, and the hub where this host has one."""
+
+    common: Common
+    hub: LocalHub | None
+
+
+async def create_shared(
+    graph: Graph, stack: AsyncExitStack, *, log_level: str, admin_token: str
+) -> SharedState:
+    """Create it; `stack` ends it.
+
+    Raises:
+        ConfigError: a secret is missing, a file is unreadable or an address cannot be listened on.
+        Unavailable: the registry of another host does not answer or refuses this one.
+    """
+    spec = graph.runtime
+    secret = deployment_secret(spec)
+    listen, advertise = worker_address(spec)
+    hash_key = (
+        shared_hash_key(secret, graph.name) if spec.spans_hosts else load_hash_key(state_dir(graph.name))
+    )
+    directory = RuntimeDirectory()
+    stack.callback(directory.remove)
+    identity = Identity(process="supervisor", hash_key=hash_key, secret=secret)
+    hub = None
+    if spec.join is None:
+        hub = await _start_hub(spec, identity, f"unix://{directory.path}/hub.sock", stack)
+    common = Common(
+        graph_json=graph.model_dump_json(),
+        runtime_dir=str(directory.path),
+        hub_address=spec.join or (hub.address if hub else ""),
+        secret=secret,
+        hash_key=hash_key,
+        log_level=log_level,
+        supervisor_pid=os.getpid(),
+        admin_token=admin_token,
+        heartbeat_interval_s=tick_s(graph.supervision),
+        listen=listen,
+        advertise=advertise,
+    )
+    if hub is None:
+        planes = Planes(spec, graph.request_plane, common, identity, rng=random.Random())
+        async with planes:  # said before anything starts
+            await planes.discovery.connect()
+    return SharedState(common, hub)
+
+
+def worker_address(spec: RuntimeSpec) -> tuple[str, str]:
+    """Say where workers of this host listen, and the host that they register.
+
+    Returns:
+        the address, empty for private sockets; the host, empty for that of the address.
+
+    Raises:
+        ConfigError: workers would listen on every address, and nothing says which one others reach.
+    """
+    if spec.listen is None and not spec.spans_hosts:
+        return "", ""
+    if spec.listen is not None:
+        address = Address.parse(spec.listen, source="runtime.listen")
+    else:
+        address = Address(host=_own_host(spec))
+    if _is_any(address.host) and not spec.advertise:
+        where = "runtime.listen" if spec.listen is not None else "runtime.hub"
+        raise ConfigError(
+            f"{where}: {address.host} is every address of this host, of which workers register one; set runtime.advertise"
+        )
+    return str(address), spec.advertise or ""
+
+
+async def _start_hub(spec: RuntimeSpec, identity: Identity, private: str, stack: AsyncExitStack) -> LocalHub:
+    """Start the hub; one that other hosts reach keeps a registration for a lease, as networks break where processes live."""
+    config, tls = spec.registry, None
+    if spec.hub is not None:
+        config = config.model_copy(update={"linger_s": max(config.linger_s, config.lease_ttl_s)})
+        tls = PlaneTls.of(spec.tls)
+        if tls is not None:
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(group.create_task(tls.watch(), name="certificates").cancel)
+    hub = LocalHub(identity, listen=spec.hub or private, tls=tls, config=config)
+    await hub.start()
+    stack.push_async_callback(hub.close)
+    return hub
+
+
+def _own_host(spec: RuntimeSpec) -> str:
+    """Give the address of this host that the others reach: of the hub here, or by which this host reaches the other one's."""
+    if spec.hub is not None:
+        return Address.parse(spec.hub, source="runtime.hub").host
+    there = Address.parse(spec.join or "", source="runtime.join")
+    try:
+        family, _, _, _, place = socket.getaddrinfo(there.host, there.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            host: str = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(
+            f"runtime.join: {there}: {error.strerror or error}; expected the runtime.hub of a host that this one reaches"
+        ) from error
+    return host
+
+
+def _is_any(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False  # a host name

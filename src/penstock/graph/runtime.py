@@ -1,0 +1,79 @@
+"""The graph's runtime settings: how the processes of a deployment find and reach each other."""
+
+from typing import Self
+
+import pydantic
+
+from penstock.core.config import Config, wrong
+from penstock.core.errors import ConfigError
+from penstock.core.net.address import Address
+from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.tls import PlaneTlsConfig
+
+
+class RuntimeSpec(Config):
+    """How the processes of a deployment find and reach each other; by default all are on one host and need no setting."""
+
+    hub: str | None = None
+    """`tcp://HOST:PORT` of this host where the supervisor's registry listens for other hosts; null for this host alone."""
+    join: str | None = None
+    """The `hub` of another host, whose deployment this host's processes are part of; `penstock up --join` sets it."""
+    listen: str | None = None
+    """`tcp://HOST:0` where each worker listens for requests; null is a private Unix socket or, with other hosts, the address by which this host reaches them."""
+    advertise: str | None = None
+    """Host name or address under which other hosts reach the workers of this one; null is that of `listen`."""
+    secret_file: str | None = None
+    """File with the deployment's secret, at least 16 characters, which all hosts share; the variable PENSTOCK_SECRET is another place for it. Block hashes are keyed by it, too."""
+    tls: PlaneTlsConfig | None = None
+    """Certificates for connections between hosts; null for none. A secret is needed with them, too."""
+    registry: DiscoveryConfig = DiscoveryConfig()
+    """Leases, and how clients of the registry reconnect."""
+
+    @pydantic.field_validator("hub", "join")
+    @classmethod
+    def _check_hub(cls, address: str | None) -> str | None:
+        if address is not None and not _tcp(address).port:
+            raise wrong(f"must name a port, so that other hosts find it, got {address!r}; such as 7400")
+        return address
+
+    @pydantic.field_validator("listen")
+    @classmethod
+    def _check_listen(cls, address: str | None) -> str | None:
+        if address is not None:
+            _tcp(address)
+        return address
+
+    @pydantic.field_validator("advertise")
+    @classmethod
+    def _check_advertise(cls, host: str | None) -> str | None:
+        if host is not None and (not host.strip() or "/" in host):
+            raise wrong(f"must be a host name or an address without a port, such as 10.0.0.5, got {host!r}")
+        return host
+
+    @pydantic.model_validator(mode="after")
+    def _check_places(self) -> Self:
+        if self.hub is not None and self.join is not None:
+            raise wrong(
+                f"a host has a hub of its own or joins another, got hub {self.hub} and join {self.join}; leave one out"
+            )
+        if self.advertise is not None and self.listen is None and not self.spans_hosts:
+            raise wrong(
+                f"advertise {self.advertise} has no effect without listen; set listen: tcp://0.0.0.0:0"
+            )
+        return self
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether processes of other hosts may belong to the deployment."""
+        return self.hub is not None or self.join is not None
+
+
+def _tcp(text: str) -> Address:
+    """Parse a TCP address; a wrong one is an error of pydantic."""
+    try:
+        address = Address.parse(text)
+    except ConfigError as error:
+        raise wrong(error.message.removeprefix("address: ")) from error
+    if address.path:
+        raise wrong(f"must be tcp://HOST:PORT, got {text!r}")
+    return address

@@ -1,0 +1,160 @@
+"""Requests, events and discovery by TLS: the suites, and certificates that are wrong, lacking or renewed."""
+
+import asyncio
+import random
+import shutil
+from functools import partial
+
+import pytest
+from structlog.testing import capture_logs
+
+from penstock.core.errors import ConfigError, Unavailable, WorkerLost
+from penstock.runtime.config import DiscoveryConfig, PlaneConfig
+from penstock.runtime.discovery.hub import LocalHub
+from penstock.runtime.discovery.local import LocalDiscovery
+from penstock.runtime.handshake import Identity
+from penstock.runtime.requests.tcp import TcpPlane
+from penstock.runtime.tls import PlaneTls, PlaneTlsConfig
+from penstock.testing.loop import run_async
+from penstock.testing.planes.event_plane import EventPlaneSuite
+from penstock.testing.planes.harness import TcpPlaneHarness
+from penstock.testing.planes.recording_sink import RecordingSink
+from penstock.testing.planes.request_plane import RequestPlaneSuite
+from penstock.testing.planes.scripted_worker import ScriptedWorker, scripted_instance
+from tests.support.certificates import make_authority, make_certificate
+
+pytestmark = pytest.mark.needs("openssl")
+IDENTITY = Identity(secret=b"of the test")
+SOON = PlaneConfig(connect_timeout_s=1.0)
+
+
+def config_of(files, **fields):
+    return PlaneTlsConfig(certificate=files.certificate, key=files.key, authority=files.authority, **fields)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("certificates")
+    ours, other = make_authority(folder, "ours"), make_authority(folder, "other")
+    return {
+        "ours": config_of(make_certificate(folder, "host-1", ours)),
+        "renewed": config_of(make_certificate(folder, "host-1-renewed", ours)),
+        "other": config_of(make_certificate(folder, "stranger", other)),
+        "authority": str(ours),
+    }
+
+
+class _OverTls:
+    @pytest.fixture(autouse=True)
+    def harness_with_certificates(self, certificates):
+        type(self).harness = partial(TcpPlaneHarness, tls=certificates["ours"])
+
+
+class TestTlsPlane(_OverTls, RequestPlaneSuite):
+    pass
+
+
+class TestTlsEvents(_OverTls, EventPlaneSuite):
+    pass
+
+
+async def connect(server_tls, client_tls):
+    """Serve with one certificate and connect with another; return the renewed address of the instance."""
+    plane = TcpPlane(
+        IDENTITY, listen="tcp://127.0.0.1:0", tls=server_tls and PlaneTls(server_tls), config=SOON
+    )
+    server = await plane.serve(ScriptedWorker())
+    client = TcpPlane(IDENTITY, tls=client_tls and PlaneTls(client_tls), config=SOON)
+    try:
+        connection = await client.connect(scripted_instance(server.address), RecordingSink())
+        await connection.close()
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize(
+    ("server", "client"), [("ours", "other"), ("other", "ours"), ("ours", None), (None, "ours")]
+)
+def test_certificates_that_do_not_fit_are_refused_in_time(certificates, server, client):
+    async def main():
+        async with asyncio.timeout(10):
+            with pytest.raises(WorkerLost) as refused:
+                await connect(certificates.get(server), certificates.get(client))
+        assert "127.0.0.1" in refused.value.message
+
+    run_async(main())
+
+
+@pytest.mark.parametrize(("server", "client"), [("ours", "other"), ("other", "ours")])
+def test_both_ends_say_that_a_certificate_is_refused(certificates, server, client):
+    async def main():
+        with pytest.raises(WorkerLost, match=r"(?i)certificate"):
+            await connect(certificates[server], certificates[client])
+
+    with capture_logs() as logs:
+        run_async(main())
+    assert [line["event"] for line in logs] == ["tls_refused"]
+
+
+def test_without_mutual_a_frontend_needs_no_certificate_of_the_authority(certificates):
+    server = certificates["ours"].model_copy(update={"mutual": False})
+    client = certificates["other"].model_copy(update={"authority": certificates["authority"]})
+    run_async(connect(server, client))
+    with pytest.raises(WorkerLost):
+        run_async(connect(certificates["ours"], client))
+
+
+def test_a_renewed_certificate_is_used_without_a_restart(certificates, tmp_path):
+    files = {name: str(tmp_path / name) for name in ("certificate", "key", "authority")}
+
+    def install(config):
+        for name, path in files.items():
+            shutil.copy(getattr(config, name), path)
+
+    async def main():
+        install(certificates["other"])
+        server_tls = PlaneTls(PlaneTlsConfig(**files))
+        plane = TcpPlane(IDENTITY, listen="tcp://127.0.0.1:0", tls=server_tls, config=SOON)
+        server = await plane.serve(ScriptedWorker())
+        client = TcpPlane(IDENTITY, tls=PlaneTls(certificates["ours"]), config=SOON)
+        instance = scripted_instance(server.address)
+        with pytest.raises(WorkerLost):
+            await client.connect(instance, RecordingSink())
+        install(certificates["renewed"])
+        server_tls.reload()
+        held = await client.connect(instance, RecordingSink())
+        (tmp_path / "key").write_text("broken")
+        server_tls.reload()  # logged; the files before stay
+        again = await client.connect(instance, RecordingSink())
+        await held.close()
+        await again.close()
+        await server.close()
+
+    run_async(main())
+
+
+def test_the_hub_speaks_tls_too(certificates):
+    async def main():
+        hub = LocalHub(IDENTITY, listen="tcp://127.0.0.1:0", tls=PlaneTls(certificates["ours"]))
+        await hub.start()
+        settings = DiscoveryConfig(connect_timeout_s=5.0)
+        rng = random.Random(1)
+        tls = PlaneTls(certificates["renewed"])
+        async with LocalDiscovery(hub.address, IDENTITY, rng=rng, tls=tls, config=settings) as client:
+            await client.register(scripted_instance("tcp://127.0.0.1:1"))
+            assert len(hub.table) == 1
+        soon = DiscoveryConfig(connect_timeout_s=0.5)
+        tls = PlaneTls(certificates["other"])
+        async with LocalDiscovery(hub.address, IDENTITY, rng=rng, tls=tls, config=soon) as stranger:
+            with pytest.raises(Unavailable, match=r"(?i)certificate"):
+                await stranger.connect()
+        await hub.close()
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("field", ["certificate", "key", "authority"])
+def test_a_file_that_is_not_there_is_named(certificates, field):
+    config = certificates["ours"].model_copy(update={field: "/nowhere.pem"})
+    with pytest.raises(ConfigError, match="nowhere"):
+        PlaneTls(config)

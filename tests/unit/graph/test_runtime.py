@@ -1,0 +1,37 @@
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.graph import build
+
+
+def runtime(**fields):
+    return build({"model": "demo", "runtime": fields}).runtime
+
+
+def test_by_default_all_is_on_one_host():
+    assert not runtime().spans_hosts
+
+
+@pytest.mark.parametrize("place", ["hub", "join"])
+def test_a_hub_and_a_host_that_joins_span_hosts(place):
+    assert runtime(**{place: "tcp://10.0.0.1:7400"}).spans_hosts
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"hub": "tcp://10.0.0.1:0"}, "runtime.hub: must name a port"),
+        ({"hub": "10.0.0.1:7400"}, "expected tcp://HOST:PORT"),
+        ({"hub": "unix:///run/hub"}, "must be tcp://HOST:PORT"),
+        ({"listen": "http://10.0.0.1:80"}, "expected tcp://HOST:PORT"),
+        ({"hub": "tcp://a:1", "join": "tcp://b:1"}, "hub tcp://a:1 and join tcp://b:1; leave one out"),
+        ({"advertise": "10.0.0.5"}, "set listen: tcp://0.0.0.0:0"),
+        ({"listen": "tcp://0.0.0.0:0", "advertise": "tcp://10.0.0.5:1"}, "without a port"),
+        ({"tls": {"certificate": "c", "key": "k"}}, "runtime.tls.authority: missing"),
+        ({"tls": {"certificate": "c", "key": "", "authority": "a"}}, "must name a PEM file"),
+        ({"joins": "tcp://10.0.0.1:1"}, "did you mean 'join'"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields, error):
+    with pytest.raises(ConfigError, match=error):
+        runtime(**fields)
