@@ -73,6 +73,8 @@ _PACKAGES = {
     "ip": "iproute2",
     "openssl": "openssl",
     "prometheus": "prometheus",
+    "etcd": "etcd-server",
+    "nats-server": "nats-server",
 }
 """Programs that tests run, and the Debian packages that have them: all among ci/packages.txt."""
 

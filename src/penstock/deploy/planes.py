@@ -4,15 +4,37 @@ import asyncio
 import random
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
+
+from prometheus_client import CollectorRegistry
 
 from penstock.deploy.messages import Common
-from penstock.graph.runtime import RuntimeSpec
-from penstock.runtime.config import PlaneConfig
+from penstock.graph import Graph
 from penstock.runtime.discovery.local import LocalDiscovery
+from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.runtime.tls import PlaneTls
+from penstock.seams import Discovery
+
+
+class RegistryClient(Discovery, Protocol):
+    """A discovery that works while its context is entered."""
+
+    async def connect(self) -> None:
+        """Check that the registry answers, and takes this process.
+
+        Raises:
+            Unavailable: not in time; the text says why.
+            ConfigError: other deployments are registered there.
+        """
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 class Planes:
@@ -20,35 +42,35 @@ class Planes:
 
     def __init__(
         self,
-        spec: RuntimeSpec,
-        bounds: PlaneConfig,
+        graph: Graph,
         common: Common,
         identity: Identity,
         *,
         rng: random.Random,
+        registry: CollectorRegistry | None = None,
     ) -> None:
         """Choose them.
 
         Args:
-            spec: the graph's `runtime`.
-            bounds: the graph's `request_plane`.
+            graph: its `runtime` says which, its `request_plane` their bounds.
             common: what the supervisor says to all its processes.
             identity: of this process.
             rng: for jitter.
+            registry: where metrics of discovery go; None for nowhere.
 
         Raises:
             ConfigError: a certificate cannot be read.
         """
-        self._tls = PlaneTls.of(spec.tls)
-        self.discovery = LocalDiscovery(
-            common.hub_address, identity, rng=rng, tls=self._tls, config=spec.registry
+        self._tls = PlaneTls.of(graph.runtime.tls)
+        self.discovery = _discovery(
+            graph, common, identity, tls=self._tls, rng=rng, metrics=RegistryMetrics(registry)
         )
         self.requests = TcpPlane(
             identity,
             listen=common.listen or f"unix://{common.runtime_dir}/{identity.process}.sock",
             advertise_host=common.advertise or None,
             tls=self._tls,
-            config=bounds,
+            config=graph.request_plane,
         )
         self._stack = AsyncExitStack()
 
@@ -63,3 +85,32 @@ class Planes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+
+def _discovery(
+    graph: Graph,
+    common: Common,
+    identity: Identity,
+    *,
+    tls: PlaneTls | None,
+    rng: random.Random,
+    metrics: RegistryMetrics,
+) -> RegistryClient:
+    spec = graph.runtime
+    match spec.discovery:
+        case "local":
+            return LocalDiscovery(
+                common.hub_address, identity, rng=rng, tls=tls, config=spec.registry, metrics=metrics
+            )
+        case "etcd":
+            from penstock.runtime.discovery.etcd.discovery import EtcdDiscovery  # noqa: PLC0415 - an HTTP client
+
+            return EtcdDiscovery(
+                spec.urls,
+                identity,
+                namespace=spec.namespace or graph.name,
+                rng=rng,
+                tls=spec.tls,
+                config=spec.registry,
+                metrics=metrics,
+            )

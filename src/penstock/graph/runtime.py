@@ -1,6 +1,8 @@
 """The graph's runtime settings: how the processes of a deployment find and reach each other."""
 
-from typing import Self
+import re
+from typing import Literal, Self
+from urllib.parse import urlsplit
 
 import pydantic
 
@@ -14,6 +16,12 @@ from penstock.runtime.tls import PlaneTlsConfig
 class RuntimeSpec(Config):
     """How the processes of a deployment find and reach each other; by default all are on one host and need no setting."""
 
+    discovery: Literal["local", "etcd"] = "local"
+    """Where workers are registered: `local` is in a supervisor, `etcd` in one of v3 that runs already."""
+    urls: tuple[str, ...] = ()
+    """Of etcd: its endpoints, `http://HOST:2379` or https, which uses the files of `tls`."""
+    namespace: str | None = None
+    """Under which name registries of other makers keep this deployment; null is the graph's name."""
     hub: str | None = None
     """`tcp://HOST:PORT` of this host where the supervisor's registry listens for other hosts; null for this host alone."""
     join: str | None = None
@@ -62,10 +70,47 @@ class RuntimeSpec(Config):
             )
         return self
 
+    @pydantic.field_validator("urls")
+    @classmethod
+    def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in _SCHEMES["etcd"] or not parts.hostname or parts.path.strip("/"):
+                raise wrong(f"must be http://HOST:PORT or https, got {url!r}")
+        return urls
+
+    @pydantic.field_validator("namespace")
+    @classmethod
+    def _check_namespace(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", name):
+            raise wrong(
+                f"must be up to 63 letters, digits, '_' or '-', the first a letter or digit, got {name!r}"
+            )
+        return name
+
+    @pydantic.model_validator(mode="after")
+    def _check_registry(self) -> Self:
+        if self.discovery == "local":
+            if self.urls:
+                raise wrong(
+                    f"urls has no effect with discovery local, got {', '.join(self.urls)}; set discovery: etcd"
+                )
+            return self
+        if not self.urls:
+            raise wrong(f"discovery {self.discovery} needs urls, such as [http://10.0.0.1:2379]")
+        if self.hub is not None or self.join is not None:
+            raise wrong(
+                f"hub and join are of discovery local, got discovery {self.discovery}; leave them out"
+            )
+        return self
+
     @property
     def spans_hosts(self) -> bool:
         """Whether processes of other hosts may belong to the deployment."""
-        return self.hub is not None or self.join is not None
+        return self.discovery != "local" or self.hub is not None or self.join is not None
+
+
+_SCHEMES = {"etcd": ("http", "https")}
 
 
 def _tcp(text: str) -> Address:

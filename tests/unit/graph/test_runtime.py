@@ -29,9 +29,19 @@ def test_a_hub_and_a_host_that_joins_span_hosts(place):
         ({"listen": "tcp://0.0.0.0:0", "advertise": "tcp://10.0.0.5:1"}, "without a port"),
         ({"tls": {"certificate": "c", "key": "k"}}, "runtime.tls.authority: missing"),
         ({"tls": {"certificate": "c", "key": "", "authority": "a"}}, "must name a PEM file"),
+        ({"discovery": "etcd"}, r"etcd needs urls, such as \[http"),
+        ({"urls": ["http://etcd:2379"]}, "no effect with discovery local"),
+        ({"discovery": "etcd", "urls": ["etcd:2379"]}, "must be http://HOST:PORT"),
+        ({"discovery": "etcd", "urls": ["http://etcd"], "hub": "tcp://a:1"}, "leave them out"),
+        ({"discovery": "consul"}, "must be one of 'local'"),
+        ({"namespace": "a/b"}, "must be up to 63 letters"),
         ({"joins": "tcp://10.0.0.1:1"}, "did you mean 'join'"),
     ],
 )
 def test_what_cannot_be_is_refused(fields, error):
     with pytest.raises(ConfigError, match=error):
         runtime(**fields)
+
+
+def test_a_registry_of_another_maker_spans_hosts():
+    assert runtime(discovery="etcd", urls=["http://etcd:2379"]).spans_hosts

@@ -51,7 +51,7 @@ async def run_frontend(
     if graph.planner is not None:
         control.on_planned = PlannerMetrics(registry).take
     rng = random.Random()
-    planes = Planes(graph.runtime, graph.request_plane, common, identity, rng=rng)
+    planes = Planes(graph, common, identity, rng=rng, registry=registry)
     dispatcher = Dispatcher(
         planes.discovery,
         planes.requests,

@@ -79,7 +79,7 @@ async def run_worker(
     tell(Phase(what="loads the engine"))
     engine = create_engine(role.engine, spec)
     check_peers(graph, role, engine)
-    planes = Planes(graph.runtime, graph.request_plane, common, identity, rng=random.Random())
+    planes = Planes(graph, common, identity, rng=random.Random())
     location = location_here(role.location_of(job.index))
     async with planes:
         worker = Worker(

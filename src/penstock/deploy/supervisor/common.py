@@ -7,6 +7,7 @@ import random
 import socket
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from penstock.core.errors import ConfigError
 from penstock.core.net.address import Address
@@ -49,7 +50,7 @@ async def create_shared(
     stack.callback(directory.remove)
     identity = Identity(process="supervisor", hash_key=hash_key, secret=secret)
     hub = None
-    if spec.join is None:
+    if spec.discovery == "local" and spec.join is None:
         hub = await _start_hub(spec, identity, f"unix://{directory.path}/hub.sock", stack)
     common = Common(
         graph_json=graph.model_dump_json(),
@@ -65,7 +66,7 @@ async def create_shared(
         advertise=advertise,
     )
     if hub is None:
-        planes = Planes(spec, graph.request_plane, common, identity, rng=random.Random())
+        planes = Planes(graph, common, identity, rng=random.Random())
         async with planes:  # said before anything starts
             await planes.discovery.connect()
     return SharedState(common, hub)
@@ -113,7 +114,11 @@ def _own_host(spec: RuntimeSpec) -> str:
     """Give the address of this host that the others reach: of the hub here, or by which this host reaches the other one's."""
     if spec.hub is not None:
         return Address.parse(spec.hub, source="runtime.hub").host
-    there = Address.parse(spec.join or "", source="runtime.join")
+    if spec.join is not None:
+        field, there = "runtime.join", Address.parse(spec.join, source="runtime.join")
+    else:
+        parts = urlsplit(spec.urls[0])
+        field, there = "runtime.urls", Address(host=parts.hostname or "", port=parts.port or 1)
     try:
         family, _, _, _, place = socket.getaddrinfo(there.host, there.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -121,7 +126,7 @@ def _own_host(spec: RuntimeSpec) -> str:
             host: str = probe.getsockname()[0]
     except OSError as error:
         raise ConfigError(
-            f"runtime.join: {there}: {error.strerror or error}; expected the runtime.hub of a host that this one reaches"
+            f"{field}: {there}: {error.strerror or error}; expected an address that this host reaches"
         ) from error
     return host
 

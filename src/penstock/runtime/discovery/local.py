@@ -33,6 +33,7 @@ from penstock.runtime.discovery.messages import (
     Welcome,
     Withdraw,
 )
+from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.discovery.table import InstanceTable
 from penstock.runtime.tls import PlaneTls
 
@@ -58,6 +59,7 @@ class LocalDiscovery:
         rng: random.Random,
         tls: PlaneTls | None = None,
         config: DiscoveryConfig | None = None,
+        metrics: RegistryMetrics | None = None,
     ) -> None:
         """Make a client; entering the context connects it.
 
@@ -67,11 +69,13 @@ class LocalDiscovery:
             rng: for jitter.
             tls: certificates for TCP; None for no TLS.
             config: bounds and times.
+            metrics: of this client; None for none.
         """
         self._address = Address.parse(address, source="hub")
         self._identity = identity
         self._rng = rng
         self._tls = tls
+        self._metrics = metrics or RegistryMetrics(None)
         self._config = config or DiscoveryConfig()
         self._table = InstanceTable(watchers_max=self._config.connections_max)
         self._registrations: dict[WorkerId, LocalRegistration] = {}
@@ -185,13 +189,16 @@ class LocalDiscovery:
             _log.info("hub_connected", address=str(self._address), hub_id=welcome.hub_id)
             self._session = session
             self._connected.set()
+            self._metrics.connected.set(1)
             session.begin(welcome, tuple(self._registrations.values()), watch=self._watching)
             await session.channel.closed.wait()
             if not self._closed:
+                self._metrics.losses.inc()
                 _log.warning("hub_lost", address=str(self._address), known_instances=len(self._table))
         finally:
             self._session = None
             self._connected.clear()
+            self._metrics.connected.set(0)
             session.channel.abort("not needed any more")
 
     def _on_change(self, change: InstanceChange) -> None:

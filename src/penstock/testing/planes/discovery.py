@@ -181,6 +181,8 @@ class DiscoverySuite:
     """The contract of `Discovery` and `Registration`."""
 
     harness: ClassVar[Callable[[], DiscoveryHarness]]
+    lease_ttl_s: ClassVar[float] = _TTL_S
+    """How long after its last renewal an instance is removed, by the harness's configuration."""
     loop_factory: ClassVar[Callable[[], asyncio.AbstractEventLoop]] = asyncio.new_event_loop
     """Makes the event loop of the tests; of virtual time if nothing runs outside of it."""
 
@@ -267,7 +269,7 @@ class DiscoverySuite:
             watcher = Watcher(await harness.client())
             await watcher.synced()
             assert watcher.present == {instance.worker_id: instance}
-            await watcher.quiet(2.5 * _TTL_S)
+            await watcher.quiet(2.5 * self.lease_ttl_s)
 
         self.run(scenario)
 
@@ -279,7 +281,7 @@ class DiscoverySuite:
             watcher = Watcher(await harness.client())
             await watcher.synced()
             await harness.kill_member(instance)
-            async with asyncio.timeout(_TTL_S + _MARGIN_S):
+            async with asyncio.timeout(self.lease_ttl_s + _MARGIN_S):
                 await watcher.until(lambda: watcher.present.keys() == {other.worker_id})
 
         self.run(scenario)

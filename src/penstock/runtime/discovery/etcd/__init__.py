@@ -1,0 +1,1 @@
+"""Discovery by etcd v3: instances as keys with a lease, watched."""

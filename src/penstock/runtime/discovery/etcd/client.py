@@ -1,0 +1,236 @@
+"""The few calls of etcd v3 that discovery needs, by its JSON gateway."""
+
+import asyncio
+import base64
+import json
+import ssl
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from penstock.core.errors import ConfigError, Unavailable
+from penstock.runtime.tls import PlaneTlsConfig
+
+_PAGE_KEYS = 256
+_LINE_BYTES_MAX = 16 << 20
+_NOT_FOUND = 5
+"""gRPC's code of a lease that has expired."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    key: bytes
+    value: bytes
+    is_deleted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """All keys of a range as of one revision."""
+
+    revision: int
+    pairs: Sequence[KeyValue]
+
+
+class EtcdClient:
+    """Calls to one of several endpoints, the next one after an error. One event loop owns it."""
+
+    def __init__(self, urls: Sequence[str], *, timeout_s: float, tls: PlaneTlsConfig | None = None) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            urls: endpoints, `http://HOST:2379` or https.
+            timeout_s: longest time of a call.
+            tls: client certificate and authority for https; None for the system's authorities.
+
+        Raises:
+            ConfigError: a certificate cannot be read.
+        """
+        self._urls = [url.rstrip("/") for url in urls]
+        self._index = 0
+        self._timeout_s = timeout_s
+        self._context = _context(tls) if any(url.startswith("https:") for url in urls) else None
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def url(self) -> str:
+        """The endpoint that is used now."""
+        return self._urls[self._index]
+
+    async def __aenter__(self) -> Self:
+        connector = aiohttp.TCPConnector(ssl=self._context if self._context is not None else True)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def grant(self, ttl_s: int) -> str:
+        """Make a lease; returns its id.
+
+        Raises:
+            Unavailable: etcd does not answer in time, or with an error; likewise all other calls.
+        """
+        lease: str = (await self._call("lease/grant", {"TTL": ttl_s}))["ID"]
+        return lease
+
+    async def keep_alive(self, lease: str) -> bool:
+        """Renew a lease; False where it has expired."""
+        answer = await self._call("lease/keepalive", {"ID": lease}, missing={})
+        return int(answer.get("result", {}).get("TTL", 0)) > 0
+
+    async def revoke(self, lease: str) -> None:
+        """End a lease, which deletes its keys."""
+        await self._call("lease/revoke", {"ID": lease}, missing={})
+
+    async def put(self, key: bytes, value: bytes, lease: str) -> bool:
+        """Set a key for as long as its lease; False where that has expired."""
+        body = {"key": _b64(key), "value": _b64(value), "lease": lease}
+        return "header" in await self._call("kv/put", body, missing={})
+
+    async def delete(self, key: bytes) -> None:
+        await self._call("kv/deleterange", {"key": _b64(key)})
+
+    async def probe(self, prefix: bytes) -> None:
+        """Ask something that only an etcd with a quorum answers."""
+        await self._call("kv/range", {"key": _b64(prefix), "count_only": True})
+
+    async def read(self, prefix: bytes) -> Listing:
+        """Read all keys with a prefix, in pages, as of one revision."""
+        pairs: list[KeyValue] = []
+        body = {"key": _b64(prefix), "range_end": _b64(_after(prefix)), "limit": _PAGE_KEYS}
+        revision = 0
+        while True:
+            answer = await self._call("kv/range", body)
+            revision = revision or int(answer["header"]["revision"])
+            found = [_pair(each) for each in answer.get("kvs", ())]
+            pairs += found
+            if not answer.get("more") or not found:
+                return Listing(revision, pairs)
+            body |= {"key": _b64(found[-1].key + b"\0"), "revision": revision}
+
+    async def watch(self, prefix: bytes, after: int) -> AsyncGenerator[list[KeyValue]]:
+        """Yield changes of keys with a prefix after a revision; the first, empty, when etcd has begun.
+
+        Raises:
+            Unavailable: the connection ended, or the revision is compacted: list again.
+        """
+        create = {
+            "key": _b64(prefix), "range_end": _b64(_after(prefix)), "start_revision": after + 1, "fragment": True,
+        }  # fmt: skip
+        url = f"{self.url}/v3/watch"
+        try:
+            async with (
+                self._open.post(url, json={"create_request": create}) as response,
+                aclosing(_lines(response)) as lines,
+            ):
+                async for line in lines:
+                    result = _result_of(self.url, line)
+                    yield [
+                        _pair(event["kv"], is_deleted=event.get("type") == "DELETE")
+                        for event in result.get("events", ())
+                    ]
+        except (aiohttp.ClientError, OSError, ValueError, KeyError) as error:
+            raise self._failed(error) from error
+        raise self._failed(None)
+
+    def _rotate(self) -> None:
+        """Use the next endpoint."""
+        self._index = (self._index + 1) % len(self._urls)
+
+    async def _call(
+        self, path: str, body: dict[str, Any], missing: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """POST; `missing` is the answer where etcd says that there is no such lease."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async with self._open.post(f"{self.url}/v3/{path}", json=body) as response:
+                    text = await response.read()
+                    answer = json.loads(text) if text else {}
+        except TimeoutError as error:
+            url = self.url
+            self._rotate()
+            raise Unavailable(f"etcd at {url}: no answer within {self._timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise self._failed(error) from error
+        if response.status == 200 and isinstance(answer, dict) and "error" not in answer:
+            return answer
+        said = answer.get("error", answer) if isinstance(answer, dict) else answer
+        code = answer.get("code") if isinstance(answer, dict) else None
+        if isinstance(said, dict):
+            code, said = said.get("grpc_code", said.get("code", code)), said.get("message", said)
+        if missing is not None and (code == _NOT_FOUND or "lease not found" in str(said)):
+            return missing
+        raise Unavailable(f"etcd at {self.url}: {path}: HTTP {response.status}: {str(said)[:200]}")
+
+    @property
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            raise Unavailable(f"etcd at {self.url}: the client is closed")
+        return self._session
+
+    def _failed(self, error: Exception | None) -> Unavailable:
+        url = self.url
+        self._rotate()
+        return Unavailable(f"etcd at {url}: {error or 'it ended the connection'}")
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:
+    """Yield the lines of a response; ValueError for a longer one than `_LINE_BYTES_MAX`."""
+    buffer = bytearray()
+    async for data in response.content.iter_any():
+        buffer += data
+        *lines, rest = buffer.split(b"\n")
+        for line in lines:
+            yield bytes(line)
+        buffer = bytearray(rest)
+        if len(buffer) > _LINE_BYTES_MAX:
+            raise ValueError(f"a line of more than {_LINE_BYTES_MAX} bytes")
+
+
+def _result_of(url: str, line: bytes) -> dict[str, Any]:
+    message = json.loads(line)
+    if "error" in message:
+        raise Unavailable(f"etcd at {url}: watch: {str(message['error'])[:200]}")
+    result: dict[str, Any] = message["result"]
+    if result.get("canceled"):
+        why = result.get("cancel_reason") or "its revision is compacted"
+        raise Unavailable(f"etcd at {url}: the watch was canceled: {why}")
+    return result
+
+
+def _pair(data: dict[str, str], *, is_deleted: bool = False) -> KeyValue:
+    value = base64.b64decode(data.get("value", ""))
+    return KeyValue(base64.b64decode(data["key"]), value, is_deleted)
+
+
+def _b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _after(prefix: bytes) -> bytes:
+    """Give the first key behind all keys with a prefix."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+def _context(tls: PlaneTlsConfig | None) -> ssl.SSLContext:
+    if tls is None:
+        return ssl.create_default_context()
+    files = (Path(file).expanduser() for file in (tls.certificate, tls.key, tls.authority))
+    certificate, key, authority = files
+    try:
+        context = ssl.create_default_context(cafile=authority)
+        context.load_cert_chain(certificate, key)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"runtime.tls: {certificate}, {key}, {authority}: {error}; expected PEM files"
+        ) from error
+    return context

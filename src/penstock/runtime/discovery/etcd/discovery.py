@@ -1,0 +1,322 @@
+"""Discovery by etcd: a key for each worker, with the lease of its process, and a watch.
+
+A client that loses etcd keeps what it knows. After each reconnect it lists all keys and watches from there, so that compaction
+and a restart without data need no case of their own. A process whose lease has lapsed makes another and registers again.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Self
+
+from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.ids import WorkerId
+from penstock.core.log import get_logger
+from penstock.core.types.instances import Instance, InstanceChange
+from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.discovery.etcd.client import EtcdClient, KeyValue
+from penstock.runtime.discovery.metrics import RegistryMetrics
+from penstock.runtime.discovery.record import RecordError, Records
+from penstock.runtime.discovery.view import RegistryView
+from penstock.runtime.handshake import Identity
+from penstock.runtime.tls import PlaneTlsConfig
+
+_WITHDRAWN = b""
+"""Value of a key whose worker withdraws it, just before it is deleted; one deleted without it has lapsed."""
+_log = get_logger()
+
+
+class EtcdDiscovery:
+    """A client of etcd; it works while its context is entered. One event loop owns it."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        identity: Identity,
+        *,
+        namespace: str,
+        rng: random.Random,
+        tls: PlaneTlsConfig | None = None,
+        config: DiscoveryConfig | None = None,
+        metrics: RegistryMetrics | None = None,
+    ) -> None:
+        """Make a client.
+
+        Args:
+            urls: endpoints of etcd, `http://HOST:2379` or https.
+            identity: has the deployment's secret and hash key.
+            namespace: of the deployment; keys are `/penstock/NAMESPACE/workers/ID`.
+            rng: for jitter.
+            tls: certificates for https.
+            config: bounds and times.
+            metrics: of this client; None for none.
+
+        Raises:
+            ConfigError: a certificate cannot be read.
+        """
+        self._config = config or DiscoveryConfig()
+        self._client = EtcdClient(urls, timeout_s=self._config.connect_timeout_s, tls=tls)
+        self._records = Records(identity)
+        self._metrics = metrics or RegistryMetrics(None)
+        self._namespace = namespace
+        self._prefix = f"/penstock/{namespace}/workers/".encode()
+        self._rng = rng
+        self._view = RegistryView(
+            self._records,
+            self._metrics,
+            grace_s=self._config.lease_ttl_s,
+            instances_max=self._config.instances_max,
+            watchers_max=self._config.connections_max,
+            is_reachable=lambda: self._is_watching,
+        )
+        self._ttl_s = max(1, math.ceil(self._config.lease_ttl_s))
+        self._lease: str | None = None
+        self._registrations: dict[WorkerId, EtcdRegistration] = {}
+        self._unsent: dict[WorkerId, EtcdRegistration] = {}
+        """Registrations that etcd does not have as they are; those withdrawn among them."""
+        self._wake = asyncio.Event()
+        self._is_watching = False
+        self._last_error = "it does not answer"
+        self._watcher: asyncio.Task[None] | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._tasks = asyncio.TaskGroup()
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        await self._tasks.__aenter__()
+        self._keeper = self._tasks.create_task(self._keep_registered(), name="etcd lease")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+        await self._tasks.__aexit__(None, None, None)
+        await self._client.__aexit__(None, None, None)
+
+    async def connect(self) -> None:
+        """Check that etcd answers, and that no other deployment uses the namespace.
+
+        Raises:
+            Unavailable: etcd does not answer in time.
+            ConfigError: workers of another secret, hash key or release are registered there.
+        """
+        listing = await self._client.read(self._prefix)
+        for pair in listing.pairs:
+            if pair.value == _WITHDRAWN:
+                continue
+            try:
+                self._records.decode(pair.value)
+            except RecordError as error:
+                raise ConfigError(
+                    f"etcd at {self._client.url}: namespace {self._namespace}: worker {pair.key[len(self._prefix) :].decode()}"
+                    f" is registered there, and {error.message}"
+                ) from error
+
+    async def register(self, instance: Instance) -> "EtcdRegistration":
+        registration = EtcdRegistration(self, instance)
+        self._registrations[instance.worker_id] = registration
+        self._send(registration)
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                await registration.stored.wait()
+        except TimeoutError as error:
+            if self._registrations.get(instance.worker_id) is registration:
+                del self._registrations[instance.worker_id]
+                self._send(registration)  # withdraws it, where only the answer was lost
+            raise Unavailable(
+                f"{self._last_error}; waited {self._config.connect_timeout_s:g} s (connect_timeout_s): is etcd running?"
+            ) from error
+        return registration
+
+    def watch(self) -> AsyncIterator[InstanceChange]:
+        if self._watcher is None and not self._closed:
+            self._watcher = self._tasks.create_task(self._keep_watching(), name="etcd watch")
+        return self._view.watch()
+
+    async def close(self) -> None:
+        """Withdraw all registrations, and end every watch. Safe twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._view.close()
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                for registration in tuple(self._registrations.values()):
+                    await registration.close()
+                if self._lease is not None:
+                    await self._client.revoke(self._lease)
+        except (TimeoutError, Unavailable) as error:
+            _log.warning("lease_not_revoked", error=str(error), fix="it expires by itself")
+        for task in (self._keeper, self._watcher):
+            if task is not None:
+                task.cancel()
+
+    def _send(self, registration: "EtcdRegistration") -> None:
+        registration.stored.clear()
+        self._unsent[registration.instance.worker_id] = registration
+        self._wake.set()
+
+    async def _keep_registered(self) -> None:
+        """Keep the lease, and store what changes; after an error all again."""
+        tries = 0
+        while True:
+            try:
+                await self._wait(None if tries == 0 else self._delay_s(tries))
+                await self._store()
+                if tries and self._lease is not None:
+                    _log.info("registry_reached", registry=self._client.url)
+                tries = 0
+            except Unavailable as error:
+                self._last_error = error.message
+                if tries == 0:
+                    _log.warning("registry_unreachable", error=error.message)
+                tries += 1
+
+    async def _wait(self, retry_s: float | None) -> None:
+        """Wait until something is to be stored, the lease is to be renewed, or to try again."""
+        if retry_s is not None:
+            await asyncio.sleep(retry_s)
+            return
+        try:
+            async with asyncio.timeout(self._config.lease_ttl_s / 3 if self._registrations else None):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+    async def _store(self) -> None:
+        client = self._client
+        if self._lease is not None and not await client.keep_alive(self._lease):
+            _log.warning("lease_lost", registry=client.url, workers=len(self._registrations))
+            self._lease = None
+        if self._lease is None:
+            self._unsent.update(self._registrations)
+            if not self._registrations:
+                for gone in self._unsent.values():
+                    gone.stored.set()
+                self._unsent.clear()
+                return
+            self._lease = await client.grant(self._ttl_s)
+        while self._unsent:
+            worker_id, registration = next(iter(self._unsent.items()))
+            key, instance = self._key(worker_id), registration.instance
+            is_withdrawn = self._registrations.get(worker_id) is not registration
+            value = _WITHDRAWN if is_withdrawn else self._records.encode(instance)
+            if not await client.put(key, value, self._lease):
+                self._lease = None
+                raise Unavailable(f"etcd at {client.url}: the lease has expired meanwhile")
+            if is_withdrawn:
+                await client.delete(key)
+            if self._unsent.get(worker_id) is registration and registration.instance is instance:
+                del self._unsent[worker_id]
+                registration.stored.set()
+
+    async def _keep_watching(self) -> None:
+        """Watch; after an error list all again."""
+        tries = 0
+        while True:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    probing = group.create_task(self._probe())
+                    try:
+                        await self._watch_once()
+                    finally:
+                        probing.cancel()
+            except* Unavailable as errors:
+                error = errors.exceptions[0]
+                self._last_error = str(error)
+                tries = 1 if self._is_watching else tries + 1
+                if tries == 1:
+                    _log.warning("registry_lost", error=str(error), known_instances=len(self._view))
+            if self._is_watching:
+                self._metrics.losses.inc()
+            self._is_watching = False
+            self._metrics.connected.set(0)
+            await asyncio.sleep(self._delay_s(tries))
+
+    async def _watch_once(self) -> None:
+        listing = await self._client.read(self._prefix)
+        self._apply(listing.pairs)
+        present = {
+            worker_id
+            for pair in listing.pairs
+            if pair.value != _WITHDRAWN and (worker_id := self._worker_id(pair.key)) is not None
+        }
+        self._view.sync(present)
+        async with aclosing(self._client.watch(self._prefix, listing.revision)) as changes:
+            async for pairs in changes:
+                if not self._is_watching:
+                    self._is_watching = True
+                    self._metrics.connected.set(1)
+                    _log.info("registry_connected", registry=self._client.url, workers=len(present))
+                self._apply(pairs)
+
+    async def _probe(self) -> None:
+        """Ask etcd something now and then: a watch of a server that hangs says nothing.
+
+        Raises:
+            Unavailable: it does not answer.
+        """
+        while True:
+            await asyncio.sleep(self._config.lease_ttl_s / 3)
+            await self._client.probe(self._prefix)
+
+    def _apply(self, pairs: Sequence[KeyValue]) -> None:
+        for pair in pairs:
+            worker_id = self._worker_id(pair.key)
+            if worker_id is None:
+                continue
+            if pair.is_deleted:
+                self._view.lapse(worker_id, "lease expired")
+            elif pair.value == _WITHDRAWN:
+                self._view.withdraw(worker_id, "withdrawn")
+            else:
+                self._view.put(worker_id, pair.value)
+
+    def _key(self, worker_id: WorkerId) -> bytes:
+        return self._prefix + f"{worker_id:016x}".encode()
+
+    def _worker_id(self, key: bytes) -> WorkerId | None:
+        try:
+            return WorkerId(int(key[len(self._prefix) :], 16))
+        except ValueError:
+            return None
+
+    def _delay_s(self, tries: int) -> float:
+        config = self._config
+        longest_s: float = min(config.reconnect_delay_s * 2 ** min(tries, 16), config.reconnect_delay_s_max)
+        return longest_s * self._rng.uniform(0.5, 1.0)
+
+
+class EtcdRegistration:
+    """One worker's registration, stored again with every new lease."""
+
+    def __init__(self, discovery: EtcdDiscovery, instance: Instance) -> None:
+        self.instance = instance
+        self.stored = asyncio.Event()
+        """Set while etcd has it as it is."""
+        self._discovery = discovery
+
+    async def update(self, instance: Instance) -> None:
+        if self._discovery._registrations.get(instance.worker_id) is self:
+            self.instance = instance
+            self._discovery._send(self)
+
+    async def close(self) -> None:
+        discovery, worker_id = self._discovery, self.instance.worker_id
+        if discovery._registrations.get(worker_id) is not self:
+            return
+        del discovery._registrations[worker_id]
+        discovery._send(self)
+        try:
+            async with asyncio.timeout(discovery._config.connect_timeout_s):
+                await self.stored.wait()
+        except TimeoutError:
+            _log.warning(
+                "withdrawal_not_stored", worker=self.instance.name, fix="its lease expires by itself"
+            )

@@ -1,0 +1,116 @@
+"""What a client of a registry knows: the instances, and those that have lapsed and may come back.
+
+A registry that was hung, restarted or lost its data lets leases lapse whose workers live. So an instance whose lease lapses, or
+that is missing after a reconnect, stays for a grace time, in which a living worker registers again. Withdrawn ones go at once.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from penstock.core.ids import WorkerId
+from penstock.core.log import get_logger
+from penstock.runtime.discovery.metrics import RegistryMetrics
+from penstock.runtime.discovery.record import RecordError, Records
+from penstock.runtime.discovery.table import InstanceTable, TableWatch
+
+_REFUSED_MAX = 1024
+_log = get_logger()
+
+
+class RegistryView:
+    """The instances of one registry. One event loop owns it."""
+
+    def __init__(
+        self,
+        records: Records,
+        metrics: RegistryMetrics,
+        *,
+        grace_s: float,
+        instances_max: int,
+        watchers_max: int,
+        is_reachable: Callable[[], bool],
+    ) -> None:
+        """Know nothing yet.
+
+        Args:
+            records: reads registrations.
+            metrics: counts those that are refused.
+            grace_s: how long a lapsed instance stays.
+            instances_max: instances known at once; more are refused.
+            watchers_max: watchers at once.
+            is_reachable: whether the registry answers now; while it does not, nothing is removed.
+        """
+        self._table = InstanceTable(watchers_max=watchers_max)
+        self._records = records
+        self._metrics = metrics
+        self._grace_s = grace_s
+        self._instances_max = instances_max
+        self._is_reachable = is_reachable
+        self._lapsed: dict[WorkerId, asyncio.TimerHandle] = {}
+        self._refused: OrderedDict[WorkerId, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def watch(self) -> TableWatch:
+        return self._table.watch()
+
+    def put(self, worker_id: WorkerId, data: bytes) -> None:
+        """Take a registration; one that cannot be used is logged and counted once."""
+        try:
+            instance = self._records.decode(data)
+        except RecordError as error:
+            self._refuse(worker_id, error.reason, error.message)
+            return
+        if worker_id not in self._table and len(self._table) >= self._instances_max:
+            text = f"{self._instances_max} workers are known already (runtime.registry.instances_max)"
+            self._refuse(worker_id, "too_many", text)
+            return
+        self._refused.pop(worker_id, None)
+        self._keep(worker_id)
+        if instance.worker_id == worker_id:
+            self._table.put(instance)
+
+    def _refuse(self, worker_id: WorkerId, reason: str, text: str) -> None:
+        if self._refused.get(worker_id) == text:
+            return
+        self._refused[worker_id] = text
+        self._metrics.refused.labels(reason).inc()
+        _log.warning("registration_refused", worker_id=worker_id, error=text)
+        if len(self._refused) > _REFUSED_MAX:
+            self._refused.popitem(last=False)
+
+    def withdraw(self, worker_id: WorkerId, reason: str) -> None:
+        """Remove an instance at once."""
+        self._keep(worker_id)
+        self._table.remove(worker_id, reason)
+
+    def lapse(self, worker_id: WorkerId, reason: str) -> None:
+        """Remove an instance after the grace time, unless it is put again."""
+        if worker_id in self._table and worker_id not in self._lapsed:
+            loop = asyncio.get_running_loop()
+            self._lapsed[worker_id] = loop.call_later(self._grace_s, self._end_grace, worker_id, reason)
+
+    def sync(self, present: set[WorkerId]) -> None:
+        """Tell watchers that the registry was read, which has these workers."""
+        for worker_id in [each for each in self._table if each not in present]:
+            self.lapse(worker_id, "it did not register again after the registry was lost")
+        self._table.mark_synced()
+
+    def close(self) -> None:
+        """End every watch. Safe twice."""
+        for timer in self._lapsed.values():
+            timer.cancel()
+        self._lapsed.clear()
+        self._table.close()
+
+    def _keep(self, worker_id: WorkerId) -> None:
+        timer = self._lapsed.pop(worker_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _end_grace(self, worker_id: WorkerId, reason: str) -> None:
+        del self._lapsed[worker_id]
+        if self._is_reachable():  # else the next sync decides
+            self._table.remove(worker_id, reason)

@@ -1,0 +1,98 @@
+"""A real etcd is killed, emptied and stopped under streams: no token is wrong, none is lost, and workers are registered again."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from penstock.deploy.secret import SECRET_VARIABLE
+from tests.support.registries import Etcd
+
+pytestmark = [pytest.mark.slow, pytest.mark.needs("etcd")]
+PROMPT = "Tell me what a penstock is"
+TOKENS = 600
+LEASE_S = 1.0
+STREAMS = 4
+
+
+@asynccontextmanager
+async def streams(site, undisturbed):
+    """Have streams under way in the block, and compare each one's text at its end."""
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(site.tell(PROMPT, max_tokens=TOKENS)) for _ in range(STREAMS)]
+
+        async def all_run():
+            loads = [await site.load(name) for name in await site.workers()]
+            return sum(load.get("running_requests", 0) for load in loads) == STREAMS
+
+        await site.until(all_run)
+        yield
+    for task in running:
+        text, usage = task.result()
+        assert text == undisturbed
+        assert usage.completion_tokens == TOKENS
+
+
+async def registry_is_connected(site):
+    async with site.http.get(f"{site.url}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return "penstock_runtime_registry_connected 1.0" in lines
+
+
+async def registry_is_lost(site):
+    return not await registry_is_connected(site)
+
+
+async def ready_ids(site):
+    workers = (await site.workers()).values()
+    return {worker["worker_id"] for worker in workers if worker["condition"] == "ready"}
+
+
+def test_streams_and_new_requests_go_on_without_the_registry(deploy, monkeypatch):
+    monkeypatch.setenv(SECRET_VARIABLE, "a secret of the test")
+    server = Etcd()
+
+    async def scenario(site):
+        undisturbed, _ = await site.tell(PROMPT, max_tokens=TOKENS)
+        few, _ = await site.tell(PROMPT, max_tokens=5)
+        before = await ready_ids(site)
+        assert len(before) == 2
+        for fault in ("killed", "emptied", "stopped"):
+            await site.until(lambda: registry_is_connected(site))
+            async with streams(site, undisturbed):
+                if fault == "stopped":
+                    server.pause()
+                else:
+                    server.kill()
+                try:
+                    await site.until(lambda: registry_is_lost(site))
+                    await asyncio.sleep(
+                        3 * LEASE_S
+                    )  # leases expire as soon as an etcd is there that can expire them
+                    assert (await site.tell(PROMPT, max_tokens=5))[0] == few
+                    if fault == "emptied":
+                        server.forget()
+                finally:
+                    if fault == "stopped":
+                        server.resume()
+                    else:
+                        await asyncio.to_thread(server.start)
+                await site.until(lambda: registry_is_connected(site))
+                await asyncio.sleep(3 * LEASE_S)
+            assert await ready_ids(site) == before, f"{fault}: nobody was removed or started again"
+        site.kill("worker-1")
+
+        async def replaced():
+            return len(now := await ready_ids(site)) == 2 and now != before
+
+        await site.until(replaced)
+        assert (await site.tell(PROMPT, max_tokens=5))[0] == few
+
+    async def main():
+        async with server:
+            runtime = {"discovery": "etcd", "urls": [server.url], "registry": {"lease_ttl_s": LEASE_S}}
+            role = {"mock": {"speedup": 0.5}}
+            run = lambda: deploy(scenario, workers=2, role=role, runtime=runtime, timeout_s=200.0)  # noqa: E731
+            await asyncio.to_thread(run)
+
+    asyncio.run(main())
