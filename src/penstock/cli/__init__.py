@@ -8,26 +8,23 @@ import sys
 from collections.abc import Callable, Sequence
 
 from penstock import __version__
-from penstock.cli import (
-    doctor,
-    explain,
-    graph,
-    key,
-    kv,
-    plan,
-    planner,
-    profile,
-    router,
-    serve,
-    simulate,
-    worker_changes,
-)
+from penstock.cli import completion, doctor, graph, key, plan, profile, router, serve, simulate
+from penstock.cli.arguments.grouped import GroupedParser
 from penstock.cli.arguments.parser import Parser
+from penstock.cli.running import chat, explain, kv, planner, top, worker_changes
 from penstock.core.errors import ConfigError, PenstockError
 
 EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
+
+_GROUPS = {
+    "Serve": (serve.add, router.add, key.add, graph.add),
+    "Watch": (top.add, chat.add, explain.add),
+    "Operate": (worker_changes.add, planner.add, kv.add),
+    "Plan": (plan.add, simulate.add),
+}
+"""Commands by what they are for, in the order of `penstock --help`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,29 +56,22 @@ def _complain(error: PenstockError, code: int) -> int:
     return code
 
 
-def make_parser() -> Parser:
+def make_parser() -> GroupedParser:
     """Create the parser of all subcommands."""
     from penstock.bench import add_parsers  # noqa: PLC0415 - see above
 
-    parser = Parser(
+    parser = GroupedParser(
         prog="penstock", description="Serve large language models on many workers behind one endpoint."
     )
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (
-        serve,
-        router,
-        explain,
-        key,
-        worker_changes,
-        kv,
-        graph,
-        simulate,
-        plan,
-        planner,
-        profile,
-        doctor,
-    ):
-        command.add(commands)
-    add_parsers(commands)
+    for title, group in _GROUPS.items():
+        with parser.group(title) as commands:
+            for add in group:
+                add(commands)
+    with parser.group("Measure and check") as commands:
+        profile.add(commands)
+        add_parsers(commands)
+        doctor.add(commands)
+    with parser.group("Shell") as commands:
+        completion.adder(make_parser)(commands)
     return parser

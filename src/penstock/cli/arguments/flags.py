@@ -15,6 +15,15 @@ def add_set(parser: Any, text: str) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="K=V", help=text)
 
 
+def add_url(parser: Any) -> None:
+    """Add `--url` of a running server."""
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="URL of `penstock serve` (default http://127.0.0.1:8000)",
+    )
+
+
 def add_log_level(parser: Any) -> None:
     """Add `--log-level`."""
     parser.add_argument(

@@ -5,6 +5,8 @@ import json
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +17,9 @@ from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
 
 _TIMEOUT_S = 10.0
 _UNAUTHORIZED = 401
+_OPERATORS = ("/admin/", "/watch/")
+"""Paths that ask for the admin token; the second ones not always."""
+_DATA = b"data:"
 
 
 def base_of(url: str) -> str:
@@ -36,17 +41,38 @@ def ask(base: str, path: str, *, body: bytes | None = None, timeout_s: float = _
         RequestError: the server answered an error; has its status and text. `param` is None if the server is not Penstock.
         Unavailable: no server answers at `base`.
     """
+    with _answer(base, path, body, timeout_s) as answer:
+        content: bytes = answer.read()
+        return content
+
+
+def ask_stream(
+    base: str, path: str, *, body: bytes | None = None, timeout_s: float = _TIMEOUT_S
+) -> Generator[bytes]:
+    """Send a request and yield the data of each server-sent event as it comes; raises as `ask`.
+
+    Args:
+        timeout_s: longest time without a byte.
+    """
+    with _answer(base, path, body, timeout_s) as answer:
+        for line in answer:
+            if line.startswith(_DATA):
+                yield line[len(_DATA) :].strip()
+
+
+@contextmanager
+def _answer(base: str, path: str, body: bytes | None, timeout_s: float) -> Iterator[Any]:
+    """Send a request; errors while its answer is read are raised as `ask` says."""
     headers = {} if body is None else {"Content-Type": "application/json"}
     if secret := _secret_for(base, path):
         headers["Authorization"] = f"Bearer {secret}"
     request = urllib.request.Request(base + path, data=body, headers=headers)  # noqa: S310 - checked
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - checked
-            content: bytes = answer.read()
-            return content
+            yield answer
     except urllib.error.HTTPError as error:
         message, param = _error_of(error)
-        if error.code == _UNAUTHORIZED and path.startswith("/admin/"):
+        if error.code == _UNAUTHORIZED and path.startswith(_OPERATORS):
             message = _wrong_token() if secret else _no_token(base)
         raise RequestError(message, http_status=error.code, param=param) from error
     except (OSError, http.client.HTTPException) as error:
@@ -56,7 +82,7 @@ def ask(base: str, path: str, *, body: bytes | None = None, timeout_s: float = _
 
 def _secret_for(base: str, path: str) -> str:
     """Give the bearer token for a path. The admin token in this user's file is sent to this machine only."""
-    if not path.startswith("/admin/"):
+    if not path.startswith(_OPERATORS):
         return os.environ.get(API_KEY_VARIABLE, "").strip()
     if given := os.environ.get(ADMIN_TOKEN_VARIABLE, "").strip():
         return given

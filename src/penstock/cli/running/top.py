@@ -1,0 +1,27 @@
+"""`penstock top`."""
+
+import argparse
+from typing import Any
+
+from penstock.cli.arguments.flags import add_url
+
+
+def add(commands: Any) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "top",
+        help="watch a running deployment in the terminal",
+        description="Show workers, KV by tier, latencies, alerts and the latest requests of a running `penstock serve`, once a second;"
+        " q ends. The live page at its URL shows more. See docs/watching.md.",
+    )
+    add_url(parser)
+    parser.add_argument("--once", action="store_true", help="show it once, as where stdout is no terminal")
+    parser.add_argument("--json", action="store_true", help="print the server's JSON once")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from penstock.deploy.commands.watching.top import show_top  # noqa: PLC0415
+
+    show_top(options.url, once=options.once, as_json=options.json)
+    return 0

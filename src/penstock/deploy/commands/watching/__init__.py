@@ -1,0 +1,1 @@
+"""`penstock top` and `penstock chat`: a running deployment in a terminal."""
