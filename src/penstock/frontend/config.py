@@ -109,6 +109,31 @@ class PageConfig(Config):
     """Whether it has a button that kills a worker, to see its requests go on elsewhere; for demonstrations, as `--demo` is."""
 
 
+class BatchesConfig(Config):
+    """Files and batches (`/v1/files`, `/v1/batches`)."""
+
+    directory: str | None = None
+    """Where they are kept, shared by all frontends of the deployment and by no other one; None: no files and batches."""
+    at_once: int = pydantic.Field(default=16, ge=1)
+    """Requests of batches that run at once in one process while it has no other requests."""
+    at_once_busy: int = pydantic.Field(default=1, ge=1)
+    """The same while it has others."""
+    requests_max: int = pydantic.Field(default=50_000, ge=1)
+    """Requests of one batch."""
+    batches_max: int = pydantic.Field(default=64, ge=1)
+    """Batches of one tenant that have not ended."""
+    file_bytes_max: int = pydantic.Field(default=200 << 20, ge=1024)
+    """Largest file that is uploaded, and largest output of a batch."""
+    tenant_bytes_max: int = pydantic.Field(default=4 << 30, ge=1024)
+    """Bytes of a tenant's files; with more it uploads none."""
+    files_max: int = pydantic.Field(default=1000, ge=1)
+    """Files of one tenant."""
+    files_kept_s: float = pydantic.Field(default=30 * 86_400.0, gt=0)
+    """How long a file and an ended batch are kept."""
+    upload_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+    """Longest time that one upload takes."""
+
+
 class FrontendConfig(Config):
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface."""
@@ -150,6 +175,8 @@ class FrontendConfig(Config):
     """On shutdown, how long requests in flight may still run."""
     responses_bytes_max: int = pydantic.Field(default=64 << 20, ge=0)
     """Bytes of conversations that `/v1/responses` keeps for `previous_response_id`, in one process; the oldest go first."""
+    batches: BatchesConfig = BatchesConfig()
+    """Files and batches."""
     media: MediaConfig = MediaConfig()
     """Images, audio and video in chat messages."""
     page: PageConfig = PageConfig()

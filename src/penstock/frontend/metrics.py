@@ -100,6 +100,12 @@ class FrontendMetrics(ReceiveMetrics):
             ["tenant", "kind"],
             registry=registry,
         )
+        self._batch_requests = Counter(
+            "penstock_frontend_batch_requests",
+            "Requests of batches (`/v1/batches`) that were answered, or failed.",
+            ["outcome"],
+            registry=registry,
+        )
         self._next_turns = Counter(
             "penstock_frontend_next_turns",
             "Next turns whose prompts were to be computed ahead (agent_hints.speculative_prefill), by what became of it.",
@@ -139,6 +145,9 @@ class FrontendMetrics(ReceiveMetrics):
         self._tenant_inflight.labels(tenant).dec()
         self._tenant_tokens.labels(tenant, "prompt").inc(prompt_tokens)
         self._tenant_tokens.labels(tenant, "output").inc(output_tokens)
+
+    def batch_request(self, *, is_answered: bool) -> None:
+        self._batch_requests.labels("answered" if is_answered else "failed").inc()
 
     def next_turn(self, outcome: NextTurn) -> None:
         self._next_turns.labels(outcome.value).inc()

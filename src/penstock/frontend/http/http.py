@@ -26,6 +26,7 @@ from penstock.frontend.errors import (
 )
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.access_log import AccessLog, Line, line_of_request
+from penstock.frontend.http.batches.routes import BatchRoutes
 from penstock.frontend.http.connection import Connection
 from penstock.frontend.http.cors import Cors
 from penstock.frontend.http.generation_routes import GenerationRoutes
@@ -81,6 +82,7 @@ class HttpSurface:
                 web.post("/admin/workers/{name}/wake", self._wake_up),
                 web.get("/admin/explain", self._explain_latest),
                 web.get("/admin/explain/{id}", self._explain_one),
+                *BatchRoutes(self._frontend, _tenant.get).routes(),
                 *KvRoutes(self._frontend, self._wish).routes(),
                 *self._watch.routes(),
             ]

@@ -9,6 +9,7 @@ from aiohttp import web
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.core.net.listening import Listener
+from penstock.frontend.batches.runner import BatchRunner
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.connection import Connection
@@ -38,6 +39,7 @@ class FrontendServer:
         self._share_port = share_port
         self._surface = HttpSurface(frontend, supervisor)
         self._tls = None if frontend.config.tls is None else ServerTls(frontend.config.tls)
+        self._batches = BatchRunner(frontend)
         self._runner: web.AppRunner | None = None
         self._listening: Listener | None = None
 
@@ -86,8 +88,9 @@ class FrontendServer:
         return host, port
 
     async def watch(self) -> None:
-        """Read the key file and the certificate again whenever they change, for ever."""
+        """Read the key file and the certificate again whenever they change, and run batches, for ever."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._batches.run())
             group.create_task(self._frontend.access.tenants.watch())
             if self._tls is not None:
                 group.create_task(self._tls.watch())

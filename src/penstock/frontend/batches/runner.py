@@ -1,0 +1,87 @@
+"""Runs the batches of all tenants: finds those that no other process runs, and goes on where they were left."""
+
+import asyncio
+import os
+
+from penstock.core.clock import wall_time_s
+from penstock.core.log import get_logger
+from penstock.frontend.batches.gaps import Gaps
+from penstock.frontend.batches.objects import ENDED, BatchError, BatchErrors, BatchRecord, BatchStatus
+from penstock.frontend.batches.run import BatchRun
+from penstock.frontend.batches.store import BatchStore
+from penstock.frontend.frontend import Frontend
+
+_SCAN_S = 1.0
+_CLEAN_S = 600.0
+_BATCHES_AT_ONCE = 8
+_log = get_logger()
+
+
+class BatchRunner:
+    """Runs batches until it is cancelled. One event loop owns it."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._config = frontend.config.batches
+        self._gaps = Gaps(
+            self._config, lambda: frontend.admission.inflight, lambda: frontend.unhealthy() is None
+        )
+        self._running: set[str] = set()
+
+    async def run(self) -> None:
+        """Look for batches and run them, for ever; returns at once where there are none to be."""
+        if self._config.directory is None:
+            return
+        loop = asyncio.get_running_loop()
+        clean_at_s = loop.time()
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for store, record, lock in await asyncio.to_thread(self._take):
+                    group.create_task(self._run(store, record, lock))
+                if loop.time() >= clean_at_s:
+                    await asyncio.to_thread(self._clean)
+                    clean_at_s = loop.time() + _CLEAN_S
+                await asyncio.sleep(_SCAN_S)
+
+    def _take(self) -> list[tuple[BatchStore, BatchRecord, int]]:
+        """Lock batches that nobody runs."""
+        taken = []
+        try:
+            for store in BatchStore.all(self._config):
+                for record in store.unended():
+                    name = record.batch.id
+                    if name in self._running or len(self._running) >= _BATCHES_AT_ONCE:
+                        continue
+                    if (lock := store.try_lock(name)) is not None:
+                        self._running.add(name)
+                        taken.append((store, store.record(name), lock))
+        except (OSError, ValueError) as error:  # of the disk, or of a file that is none of ours
+            _log.error("batches_not_read", directory=self._config.directory, error=str(error))
+        return taken
+
+    def _clean(self) -> None:
+        try:
+            for store in BatchStore.all(self._config):
+                store.clean()
+        except (OSError, ValueError) as error:
+            _log.error("batches_not_cleaned", directory=self._config.directory, error=str(error))
+
+    async def _run(self, store: BatchStore, record: BatchRecord, lock: int) -> None:
+        batch = record.batch
+        try:
+            if batch.status in ENDED:
+                return  # another process ended it before the lock was taken
+            await BatchRun(self._frontend, self._gaps, store, record).run()
+            counts = batch.request_counts
+            _log.info(
+                "batch_ended", batch=batch.id, status=batch.status, total=counts.total, failed=counts.failed
+            )
+        except Exception as error:  # noqa: BLE001 - such as a full disk: the batch fails, and the others go on
+            _log.exception("batch_failed", batch=batch.id)
+            problem = BatchError(code="internal_error", message=f"{type(error).__name__}: {error}"[:300])
+            batch.errors = BatchErrors(data=[problem])
+            batch.status, batch.failed_at = BatchStatus.FAILED, int(wall_time_s())
+            await asyncio.to_thread(store.put, record)
+        finally:
+            os.close(lock)
+            self._running.discard(batch.id)

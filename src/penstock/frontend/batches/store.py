@@ -1,0 +1,300 @@
+"""Files and batches of one tenant, on disk. Its functions block: the event loop calls them in threads.
+
+files/ID.json, files/ID.data      a file; it exists once it has its .json
+batches/ID.json                   a batch that has not ended
+ended/ID.json                     one that has, so that nobody looks through them for work
+batches/ID.lock                   locked by the process that runs it
+batches/ID.cancel                 a client wants it cancelled
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+
+from penstock.core.clock import wall_time_s
+from penstock.core.errors import RequestError
+from penstock.core.files import write_whole
+from penstock.frontend.batches.objects import ENDED, Batch, BatchRecord, BatchStatus, FileObject, Listing
+from penstock.frontend.config import BatchesConfig
+
+_ID = re.compile(r"(file-|batch_)[0-9a-f]{24}")
+_UPLOAD = ".upload-"
+_UPLOAD_KEPT_S = 3600
+_OWNER_ONLY = 0o700
+LIST_MAX = 10_000
+
+Kept = TypeVar("Kept", FileObject, BatchRecord)
+Listed = TypeVar("Listed", FileObject, Batch)
+
+
+class BatchStore:
+    """What one tenant has. Several processes may use it at once."""
+
+    def __init__(self, config: BatchesConfig, folder: Path) -> None:
+        self.config = config
+        self._files = folder / "files"
+        self._batches = folder / "batches"
+        self._ended = folder / "ended"
+
+    @classmethod
+    def of(cls, config: BatchesConfig, tenant: str) -> "BatchStore":
+        """Open a tenant's store, and make it on first use.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        name = hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
+        assert config.directory is not None, "checked by callers"
+        store = cls(config, Path(config.directory) / f"tenant-{name}")
+        for folder in (store._files, store._batches, store._ended):
+            folder.mkdir(_OWNER_ONLY, parents=True, exist_ok=True)
+        return store
+
+    @classmethod
+    def all(cls, config: BatchesConfig) -> Iterator["BatchStore"]:
+        """Open the stores of all tenants."""
+        assert config.directory is not None, "checked by callers"
+        for folder in sorted(Path(config.directory).glob("tenant-*")):
+            yield cls(config, folder)
+
+    # ---- files ----------------------------------------------------------------------------------------
+
+    def begin_upload(self) -> tuple[Path, BinaryIO]:
+        """Open a new file for an upload; `end_upload` keeps it.
+
+        Raises:
+            RequestError: the tenant has as many files, or bytes, as it may have (413).
+        """
+        config = self.config
+        files = list(self._files.glob("*.json"))
+        if len(files) >= config.files_max:
+            raise RequestError(
+                f"file: there are {len(files)} files already, and files_max is {config.files_max}; delete some",
+                param="file",
+                http_status=413,
+            )
+        used = sum(path.stat().st_size for path in self._files.glob("*.data"))
+        if used >= config.tenant_bytes_max:
+            raise RequestError(
+                f"file: {used} bytes are stored already, and tenant_bytes_max is {config.tenant_bytes_max}; delete some files",
+                param="file",
+                http_status=413,
+            )
+        path = self._files / f"{_UPLOAD}{secrets.token_hex(12)}"
+        return path, path.open("xb")
+
+    def end_upload(self, path: Path, *, filename: str, purpose: str) -> FileObject:
+        """Keep what was uploaded to `path` as a file."""
+        file_id = new_id("file-")
+        path.replace(self.data(file_id))
+        return self.keep(file_id, filename=filename, purpose=purpose)
+
+    def keep(self, file_id: str, *, filename: str, purpose: str) -> FileObject:
+        """Make a file of the data that is there for it."""
+        now = int(wall_time_s())
+        stored = FileObject(
+            id=file_id,
+            bytes=self.data(file_id).stat().st_size,
+            created_at=now,
+            expires_at=now + int(self.config.files_kept_s),
+            filename=filename,
+            purpose=purpose,
+        )
+        write_whole(self._files / f"{file_id}.json", msgspec.json.encode(stored))
+        return stored
+
+    def data(self, file_id: str) -> Path:
+        """Give where the bytes of a file are, or are to be."""
+        return self._files / f"{file_id}.data"
+
+    def file(self, file_id: str) -> FileObject:
+        """Raises: RequestError: there is no such file (404)."""
+        return _read(self._files, file_id, FileObject, "file_id")
+
+    def files(self, purpose: str | None) -> list[FileObject]:
+        """List the files of a purpose, the newest first."""
+        files = [stored for stored in _all(self._files, FileObject) if purpose in {None, stored.purpose}]
+        return sorted(files, key=lambda stored: (stored.created_at, stored.id), reverse=True)
+
+    def delete_file(self, file_id: str) -> None:
+        """Raises: RequestError: there is no such file (404), or a batch that has not ended reads it (409)."""
+        self.file(file_id)
+        for record in self.unended():
+            if record.batch.input_file_id == file_id:
+                raise RequestError(
+                    f"file_id: {file_id} is the input of {record.batch.id}, which is {record.batch.status}; cancel it first",
+                    param="file_id",
+                    http_status=409,
+                )
+        self._remove_file(file_id)
+
+    # ---- batches --------------------------------------------------------------------------------------
+
+    def add_batch(self, record: BatchRecord) -> None:
+        """Keep a new batch.
+
+        Raises:
+            RequestError: the tenant has as many batches under way as it may have (429).
+        """
+        under_way = sum(1 for _ in self.unended())
+        if under_way >= self.config.batches_max:
+            raise RequestError(
+                f"{under_way} batches have not ended, and batches_max is {self.config.batches_max}; wait until one ends",
+                http_status=429,
+                retry_after_s=60.0,
+            )
+        self.put(record)
+
+    def put(self, record: BatchRecord) -> None:
+        """Keep what has become of a batch."""
+        batch, name = record.batch, f"{record.batch.id}.json"
+        has_ended = batch.status in ENDED
+        write_whole((self._ended if has_ended else self._batches) / name, msgspec.json.encode(record))
+        if has_ended:
+            for suffix in ("json", "cancel"):
+                (self._batches / f"{batch.id}.{suffix}").unlink(missing_ok=True)
+
+    def record(self, batch_id: str) -> BatchRecord:
+        """Raises: RequestError: there is no such batch (404)."""
+        under_way = _find(self._batches, batch_id, BatchRecord)
+        return under_way or _read(self._ended, batch_id, BatchRecord, "batch_id")
+
+    def batch(self, batch_id: str) -> Batch:
+        """Give a batch as clients see it.
+
+        Raises:
+            RequestError: there is no such batch (404).
+        """
+        return self._shown(self.record(batch_id).batch)
+
+    def batches(self) -> list[Batch]:
+        """List all batches, the newest first."""
+        batches = {
+            record.batch.id: self._shown(record.batch)
+            for folder in (self._ended, self._batches)
+            for record in _all(folder, BatchRecord)
+        }
+        return sorted(batches.values(), key=lambda batch: (batch.created_at, batch.id), reverse=True)
+
+    def unended(self) -> Iterator[BatchRecord]:
+        """Give the batches that have not ended."""
+        return _all(self._batches, BatchRecord)
+
+    def ask_to_cancel(self, batch_id: str) -> Batch:
+        """Have the process that runs a batch cancel it.
+
+        Raises:
+            RequestError: there is no such batch (404), or it has ended (409).
+        """
+        status = self.record(batch_id).batch.status
+        if status in ENDED:
+            raise RequestError(
+                f"batch_id: {batch_id} is {status}; only a batch that has not ended can be cancelled",
+                param="batch_id",
+                http_status=409,
+            )
+        self._cancel(batch_id).touch()
+        return self.batch(batch_id)
+
+    def is_to_cancel(self, batch_id: str) -> bool:
+        return self._cancel(batch_id).exists()
+
+    def try_lock(self, batch_id: str) -> int | None:
+        """Take the right to run a batch; None while another process has it. Closing the descriptor gives it up, as death does."""
+        lock = os.open(self._batches / f"{batch_id}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            return None
+        return lock
+
+    def clean(self) -> None:
+        """Remove files and ended batches past their time, the oldest ended ones of too many, and uploads that were broken off."""
+        now = wall_time_s()
+        for stored in _all(self._files, FileObject):
+            if stored.expires_at is not None and stored.expires_at < now and not self._is_input(stored.id):
+                self._remove_file(stored.id)
+        for path in self._files.glob(f"{_UPLOAD}*"):
+            if path.stat().st_mtime < now - _UPLOAD_KEPT_S:
+                path.unlink(missing_ok=True)
+        ended = sorted(
+            (record.batch.created_at, record.batch.id) for record in _all(self._ended, BatchRecord)
+        )
+        for index, (created_at, batch_id) in enumerate(ended):
+            if created_at + self.config.files_kept_s < now or index < len(ended) - LIST_MAX:
+                (self._ended / f"{batch_id}.json").unlink(missing_ok=True)
+                for suffix in ("lock", "cancel"):
+                    (self._batches / f"{batch_id}.{suffix}").unlink(missing_ok=True)
+
+    def _is_input(self, file_id: str) -> bool:
+        return any(record.batch.input_file_id == file_id for record in self.unended())
+
+    def _remove_file(self, file_id: str) -> None:
+        (self._files / f"{file_id}.json").unlink(missing_ok=True)
+        self.data(file_id).unlink(missing_ok=True)
+
+    def _cancel(self, batch_id: str) -> Path:
+        return self._batches / f"{batch_id}.cancel"
+
+    def _shown(self, batch: Batch) -> Batch:
+        if batch.status not in ENDED and self.is_to_cancel(batch.id):
+            batch.status = BatchStatus.CANCELLING
+            batch.cancelling_at = int(self._cancel(batch.id).stat().st_mtime)
+        return batch
+
+
+def new_id(prefix: str) -> str:
+    """Make an id that nobody can guess."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def page(items: list[Listed], after: str | None, limit: int) -> Listing[Listed]:
+    """Give the page of a list that begins after an id.
+
+    Raises:
+        RequestError: the list has no such id.
+    """
+    ids = [item.id for item in items]
+    if after is not None and after not in ids:
+        raise RequestError(f"after: {after[:40]!r} is not in the list; leave it out", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    shown = items[start : start + limit]
+    return Listing(
+        data=shown,
+        first_id=ids[start] if shown else None,
+        last_id=ids[start + len(shown) - 1] if shown else None,
+        has_more=start + len(shown) < len(items),
+    )
+
+
+def _find(folder: Path, item_id: str, kind: type[Kept]) -> Kept | None:
+    if not _ID.fullmatch(item_id):
+        return None
+    try:
+        return msgspec.json.decode((folder / f"{item_id}.json").read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+
+
+def _read(folder: Path, item_id: str, kind: type[Kept], param: str) -> Kept:
+    if (found := _find(folder, item_id, kind)) is not None:
+        return found
+    raise RequestError(f"{param}: {item_id[:40]!r} does not exist", param=param, http_status=404)
+
+
+def _all(folder: Path, kind: type[Kept]) -> Iterator[Kept]:
+    for path in folder.glob("*.json"):
+        if path.name.startswith("."):
+            continue  # being written
+        try:
+            yield msgspec.json.decode(path.read_bytes(), type=kind)
+        except FileNotFoundError:
+            continue  # removed meanwhile

@@ -1,0 +1,181 @@
+"""`/v1/files` and `/v1/batches`, as OpenAI has them."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from functools import wraps
+
+import msgspec
+from aiohttp import web
+
+from penstock.core.clock import wall_time_s
+from penstock.core.errors import Overloaded, RequestError
+from penstock.frontend.batches.objects import Batch, BatchRecord, BatchRequest, Deleted
+from penstock.frontend.batches.one import ENDPOINTS
+from penstock.frontend.batches.store import LIST_MAX, BatchStore, new_id, page
+from penstock.frontend.frontend import Frontend
+from penstock.frontend.http.batches.upload import receive_file
+from penstock.frontend.http.replies import json_response
+from penstock.frontend.openai.answers import encode
+from penstock.frontend.openai.bodies import parse_body
+from penstock.frontend.tenants.tenants import Tenant
+
+Handler = Callable[[web.Request, BatchStore], Awaitable[web.StreamResponse]]
+_UPLOADS_MAX = 16
+_WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_WINDOW_S_MAX = 7 * 86_400
+_LIST_LIMIT = 20
+_METADATA_MAX = 16
+_decode = msgspec.json.Decoder(BatchRequest).decode
+
+
+class BatchRoutes:
+    """Handlers of one `Frontend`'s files and batches."""
+
+    def __init__(self, frontend: Frontend, tenant: Callable[[], Tenant]) -> None:
+        """Make them; `tenant` gives that of the request being handled."""
+        self._frontend = frontend
+        self._config = frontend.config.batches
+        self._tenant = tenant
+        self._uploads = 0
+
+    def routes(self) -> list[web.RouteDef]:
+        of = self._of_tenant
+        return [
+            web.post("/v1/files", of(self._upload)),
+            web.get("/v1/files", of(self._list_files)),
+            web.get("/v1/files/{id}", of(self._file)),
+            web.delete("/v1/files/{id}", of(self._delete_file)),
+            web.get("/v1/files/{id}/content", of(self._content)),
+            web.post("/v1/batches", of(self._create)),
+            web.get("/v1/batches", of(self._list_batches)),
+            web.get("/v1/batches/{id}", of(self._batch)),
+            web.post("/v1/batches/{id}/cancel", of(self._cancel)),
+        ]
+
+    def _of_tenant(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Give a handler the store of its request's tenant."""
+
+        @wraps(handler)
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if self._config.directory is None:
+                raise RequestError(
+                    "this server keeps no files and runs no batches; its operator can set frontend.batches.directory",
+                    http_status=501,
+                )
+            store = await asyncio.to_thread(BatchStore.of, self._config, self._tenant().name)
+            return await handler(request, store)
+
+        return handle
+
+    async def _upload(self, request: web.Request, store: BatchStore) -> web.Response:
+        if self._uploads >= _UPLOADS_MAX:
+            raise Overloaded(f"{self._uploads} files are being uploaded; try again later", retry_after_s=5.0)
+        self._uploads += 1
+        try:
+            with self._frontend.arrive() as slot:
+                slot.timeout_s = self._config.upload_timeout_s
+                slot.deadline = slot.arrived + slot.timeout_s
+                async with slot.limit():
+                    return json_response(encode(await receive_file(request, store)))
+        finally:
+            self._uploads -= 1
+
+    async def _list_files(self, request: web.Request, store: BatchStore) -> web.Response:
+        files = await asyncio.to_thread(store.files, request.query.get("purpose"))
+        if _asked(request, "order", ("desc", "asc")) == "asc":
+            files.reverse()
+        return json_response(encode(page(files, request.query.get("after"), _limit(request, LIST_MAX))))
+
+    async def _file(self, request: web.Request, store: BatchStore) -> web.Response:
+        return json_response(encode(await asyncio.to_thread(store.file, request.match_info["id"])))
+
+    async def _delete_file(self, request: web.Request, store: BatchStore) -> web.Response:
+        await asyncio.to_thread(store.delete_file, request.match_info["id"])
+        return json_response(encode(Deleted(id=request.match_info["id"])))
+
+    async def _content(self, request: web.Request, store: BatchStore) -> web.StreamResponse:
+        stored = await asyncio.to_thread(store.file, request.match_info["id"])
+        return web.FileResponse(store.data(stored.id), headers={"Content-Type": "application/jsonl"})
+
+    async def _create(self, request: web.Request, store: BatchStore) -> web.Response:
+        frontend = self._frontend
+        with frontend.arrive() as slot, frontend.budget.hold(slot.end) as received:
+            async with slot.limit():
+                body = b"".join(await frontend.bodies.read(request, received))
+        asked = parse_body(body, BatchRequest, _decode)
+        now = int(wall_time_s())
+        _check(asked)
+        stored = await asyncio.to_thread(store.file, asked.input_file_id)
+        if stored.purpose != "batch":
+            raise RequestError(
+                f"input_file_id: is a file for {stored.purpose!r}, expected one uploaded for 'batch'",
+                param="input_file_id",
+            )
+        batch = Batch(
+            id=new_id("batch_"),
+            endpoint=asked.endpoint,
+            input_file_id=stored.id,
+            completion_window=asked.completion_window,
+            created_at=now,
+            expires_at=now + _window_s(asked.completion_window),
+            metadata=asked.metadata,
+        )
+        tenant = self._tenant()
+        record = BatchRecord(
+            batch=batch,
+            tenant=tenant.name,
+            cache_salt=tenant.cache_salt,
+            output_id=new_id("file-"),
+            errors_id=new_id("file-"),
+        )
+        await asyncio.to_thread(store.add_batch, record)
+        return json_response(encode(batch))
+
+    async def _list_batches(self, request: web.Request, store: BatchStore) -> web.Response:
+        batches = await asyncio.to_thread(store.batches)
+        return json_response(encode(page(batches, request.query.get("after"), _limit(request, 100))))
+
+    async def _batch(self, request: web.Request, store: BatchStore) -> web.Response:
+        return json_response(encode(await asyncio.to_thread(store.batch, request.match_info["id"])))
+
+    async def _cancel(self, request: web.Request, store: BatchStore) -> web.Response:
+        return json_response(encode(await asyncio.to_thread(store.ask_to_cancel, request.match_info["id"])))
+
+
+def _check(asked: BatchRequest) -> None:
+    if asked.endpoint not in ENDPOINTS:
+        raise RequestError(
+            f"endpoint: must be one of {', '.join(ENDPOINTS)}, got {asked.endpoint[:40]!r}", param="endpoint"
+        )
+    if len(asked.metadata or {}) > _METADATA_MAX:
+        raise RequestError(
+            f"metadata: at most {_METADATA_MAX} keys are allowed, got {len(asked.metadata or {})}",
+            param="metadata",
+        )
+
+
+def _window_s(text: str) -> int:
+    found = _WINDOW.fullmatch(text)
+    window_s = 0 if found is None else int(found[1]) * _UNITS_S[found[2]]
+    if not 0 < window_s <= _WINDOW_S_MAX:
+        raise RequestError(
+            f"completion_window: must be a time of at most 7d, such as '24h', got {text[:40]!r}",
+            param="completion_window",
+        )
+    return window_s
+
+
+def _limit(request: web.Request, most: int) -> int:
+    text = request.query.get("limit", str(min(_LIST_LIMIT, most)))
+    if not (text.isascii() and text.isdigit() and len(text) < 7 and 1 <= int(text) <= most):
+        raise RequestError(f"limit: must be >= 1 and <= {most}, got {text[:40]!r}", param="limit")
+    return int(text)
+
+
+def _asked(request: web.Request, name: str, values: tuple[str, ...]) -> str:
+    text = request.query.get(name, values[0])
+    if text not in values:
+        raise RequestError(f"{name}: must be one of {', '.join(values)}, got {text[:40]!r}", param=name)
+    return text

@@ -1,0 +1,366 @@
+"""Files and batches through the openai client: what becomes of every line, cancelling, expiry, other tenants, and a killed server."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
+
+import openai
+import pytest
+from frontend_site import IDS, TEXT, Answer, Site, of_keys, run, serving
+
+from penstock.core.errors import Overloaded
+from penstock.core.types.requests import Delta, FinishReason, Request
+from tests.support.dispatcher import Script, speak
+
+CHAT = "/v1/chat/completions"
+ENDED = {"completed", "failed", "expired", "cancelled"}
+SAY = speak([*IDS, 0], finish=FinishReason.STOP, at_once=1000)
+
+
+def line(custom_id: str, url: str = CHAT, **fields: object) -> dict:
+    body = {"messages": [{"role": "user", "content": custom_id}]} if url == CHAT else {}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "tiny"} | body | fields}
+
+
+def jsonl(lines: Iterable[object]) -> bytes:
+    return b"".join(json.dumps(item).encode() + b"\n" for item in lines)
+
+
+def serve(
+    test: Callable[[Site], Awaitable[None]], tmp_path: Path, script: Script = SAY, tenants=None, **batches
+) -> None:
+    """Run a test beside a site whose batches are in `tmp_path`."""
+
+    async def main() -> None:
+        async with serving(
+            script, tenants=tenants, batches={"directory": str(tmp_path / "b"), **batches}
+        ) as site:
+            watching = asyncio.ensure_future(site.server.watch())
+            try:
+                await test(site)
+            finally:
+                watching.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watching
+
+    run(main)
+
+
+async def start(
+    client: openai.AsyncOpenAI, lines: Iterable[object], endpoint: str = CHAT, window: str = "24h"
+):
+    stored = await client.files.create(file=("in.jsonl", jsonl(lines)), purpose="batch")
+    return await client.batches.create(
+        input_file_id=stored.id, endpoint=endpoint, completion_window=window, metadata={"of": "test"}
+    )
+
+
+async def until(client: openai.AsyncOpenAI, batch_id: str, holds: Callable[[object], bool]):
+    """Ask for a batch until something holds."""
+    async with asyncio.timeout(45):
+        while not holds(batch := await client.batches.retrieve(batch_id)):  # noqa: ASYNC110 - as clients do
+            await asyncio.sleep(0.05)
+    return batch
+
+
+async def ended(client: openai.AsyncOpenAI, batch_id: str):
+    return await until(client, batch_id, lambda batch: batch.status in ENDED)
+
+
+async def read(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, dict]:
+    """Give the lines of an output by custom id; each id is there once."""
+    if file_id is None:
+        return {}
+    lines = [json.loads(text) for text in (await client.files.content(file_id)).text.splitlines()]
+    found = {item["custom_id"]: item for item in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def test_each_line_is_answered_or_says_why_not(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        client = site.client
+        lines = [line(f"r{index}") for index in range(40)]
+        lines += [line("hot", temperature=9), line("none", model="none"), line("streamed", stream=True)]
+        lines.append(line("large", messages=[{"role": "user", "content": "hello " * 20_000}]))
+        batch = await start(client, lines)
+        assert (batch.object, batch.status, batch.metadata) == ("batch", "validating", {"of": "test"})
+        batch = await ended(client, batch.id)
+        assert batch.status == "completed"
+        assert batch.request_counts.model_dump() == {"total": 44, "completed": 40, "failed": 4}
+        answers = await read(client, batch.output_file_id)
+        assert set(answers) == {f"r{index}" for index in range(40)}
+        for item in answers.values():
+            assert item["response"]["status_code"] == 200
+            assert item["response"]["body"]["choices"][0]["message"]["content"] == TEXT
+            assert item["response"]["request_id"] == item["response"]["body"]["id"]
+        errors = await read(client, batch.error_file_id)
+        assert {name: item["response"]["status_code"] for name, item in errors.items()} == {
+            "hot": 400, "none": 404, "streamed": 400, "large": 400,
+        }  # fmt: skip
+        assert (
+            errors["hot"]["response"]["body"]["error"]["message"]
+            == "temperature: must be >= 0 and <= 2, got 9.0"
+        )
+        assert [item.id for item in (await client.batches.list()).data] == [batch.id]
+        files = [item async for item in await client.files.list()]
+        assert sorted(item.purpose for item in files) == ["batch", "batch_output", "batch_output"]
+        assert (await client.files.retrieve(batch.input_file_id)).filename == "in.jsonl"
+        assert (await client.files.delete(batch.output_file_id)).deleted
+        with pytest.raises(openai.NotFoundError, match="file_id: "):
+            await client.files.content(batch.output_file_id)
+        assert {request.priority for request in site.dispatcher.opened} == {-1000}
+
+    serve(test, tmp_path)
+
+
+def test_completions_and_embeddings(tmp_path: Path) -> None:
+    async def script(request: Request) -> AsyncIterator[Delta]:
+        if not request.embeds:
+            async for delta in SAY(request):
+                yield delta
+            return
+        yield Delta(
+            request_id=request.request_id, finish_reason=FinishReason.LENGTH, embedding=b"\0\0\x80\x3f" * 4
+        )
+
+    async def test(site: Site) -> None:
+        for endpoint, fields in (
+            ("/v1/completions", {"prompt": "hello", "max_tokens": 50}),
+            ("/v1/embeddings", {"input": ["hello", "hi"]}),
+            ("/v1/responses", {"input": "hello"}),
+        ):
+            batch = await start(site.client, [line("a", endpoint, **fields)], endpoint)
+            batch = await ended(site.client, batch.id)
+            answers = await read(site.client, batch.output_file_id)
+            body = answers["a"]["response"]["body"]
+            if endpoint == "/v1/embeddings":
+                assert [item["embedding"] for item in body["data"]] == [[0.5] * 4] * 2
+            elif endpoint == "/v1/completions":
+                assert body["choices"][0]["text"].strip() == TEXT
+            else:
+                assert body["output"][0]["content"][0]["text"] == TEXT
+
+    serve(test, tmp_path, script)
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number"),
+    [
+        ([], "empty_file", None),
+        ([line("a"), "text"], "invalid_json_line", 2),
+        ([line("a"), line("b"), line("a")], "duplicate_custom_id", 3),
+        ([line("a") | {"method": "GET"}], "invalid_method", 1),
+        ([line("a", "/v1/completions")], "invalid_url", 1),
+        ([line("a") | {"body": [1]}], "invalid_body", 1),
+        ([line("")], "invalid_custom_id", 1),
+        ([line("a", user="x" * 9000)], "line_too_long", 1),
+        ([line(str(index)) for index in range(12)], "too_many_requests", 11),
+    ],
+)
+def test_a_wrong_input_fails_the_batch(
+    tmp_path: Path, lines: list[object], code: str, number: int | None
+) -> None:
+    async def main() -> None:
+        config = {"directory": str(tmp_path), "requests_max": 10}
+        async with serving(SAY, batches=config, body_bytes_max=8192) as site:
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(site.server.watch())
+                batch = await ended(site.client, (await start(site.client, lines)).id)
+                watching.cancel()
+            assert (batch.status, batch.output_file_id) == ("failed", None)
+            assert [(error.code, error.line) for error in batch.errors.data] == [(code, number)]
+            assert site.dispatcher.opened == []
+
+    run(main)
+
+
+def test_it_is_cancelled_or_expires_with_what_it_has(tmp_path: Path) -> None:
+    stuck = 0
+
+    async def script(request: Request) -> AsyncIterator[Delta]:
+        nonlocal stuck
+        if request.sampling.max_tokens == 7:
+            stuck += 1
+            await asyncio.sleep(3600)
+        async for delta in SAY(request):
+            yield delta
+
+    async def test(site: Site) -> None:
+        lines = [
+            *(line(f"r{index}") for index in range(5)),
+            *(line(f"s{index}", max_tokens=7) for index in range(30)),
+        ]
+        for window in ("24h", "3s"):
+            batch = await start(site.client, lines, window=window)
+            if window == "24h":
+                await until(
+                    site.client, batch.id, lambda batch: batch.request_counts.completed == 5 and stuck > 10
+                )
+                assert (await site.client.batches.cancel(batch.id)).status == "cancelling"
+                with pytest.raises(openai.ConflictError, match="cancel it first"):
+                    await site.client.files.delete(batch.input_file_id)
+            batch = await ended(site.client, batch.id)
+            assert set(await read(site.client, batch.output_file_id)) == {f"r{index}" for index in range(5)}
+            errors = await read(site.client, batch.error_file_id)
+            if window == "24h":
+                assert (batch.status, errors) == ("cancelled", {})
+                with pytest.raises(openai.ConflictError, match="only a batch that has not ended"):
+                    await site.client.batches.cancel(batch.id)
+            else:
+                assert batch.status == "expired"
+                assert {item["error"]["code"] for item in errors.values()} == {"batch_expired"}
+                assert set(errors) == {f"s{index}" for index in range(30)}
+            await site.until(lambda: site.dispatcher.open_streams == 0)
+
+    serve(test, tmp_path, script)
+
+
+def test_a_busy_server_is_asked_again_and_others_go_first(tmp_path: Path) -> None:
+    refused: set[str] = set()
+    most = {"alone": 0, "beside": 0}
+    blocked = asyncio.Event()
+    running = 0
+
+    async def script(request: Request) -> AsyncIterator[Delta]:
+        nonlocal running
+        if request.priority == 0:  # not of a batch
+            await blocked.wait()
+        else:
+            name = request.token_ids.hex()
+            if name not in refused:
+                refused.add(name)
+                raise Overloaded("every worker is busy", retry_after_s=0.01)
+            running += 1
+            key = "alone" if blocked.is_set() else "beside"
+            most[key] = max(most[key], running)
+            await asyncio.sleep(0.02)
+            running -= 1
+        async for delta in SAY(request):
+            yield delta
+
+    async def test(site: Site) -> None:
+        other = asyncio.ensure_future(
+            site.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "me"}])
+        )
+        await site.until(lambda: site.dispatcher.open_streams == 1)
+        batch = await start(site.client, [line(f"r{index}") for index in range(60)])
+        await until(site.client, batch.id, lambda batch: batch.request_counts.completed >= 3)
+        blocked.set()
+        assert (await other).choices[0].message.content == TEXT
+        batch = await ended(site.client, batch.id)
+        assert batch.request_counts.model_dump() == {"total": 60, "completed": 60, "failed": 0}
+        assert most["beside"] <= 2
+        assert 2 < most["alone"] <= 8
+
+    serve(test, tmp_path, script, at_once=8, at_once_busy=2)
+
+
+def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        one, other = (site.client.with_options(api_key=key) for key in ("one", "other"))
+        batch = await ended(one, (await start(one, [line("a")])).id)
+        assert await read(one, batch.output_file_id)
+        assert {(request.tenant, bool(request.salt)) for request in site.dispatcher.opened} == {
+            ("tenant-one", True)
+        }
+        assert (await other.batches.list()).data == []
+        assert [item async for item in await other.files.list()] == []
+        for asks in (
+            other.batches.retrieve(batch.id),
+            other.batches.cancel(batch.id),
+            other.files.retrieve(batch.input_file_id),
+            other.files.content(batch.output_file_id),
+            other.files.delete(batch.input_file_id),
+            other.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"),
+        ):
+            with pytest.raises(openai.NotFoundError, match="does not exist"):
+                await asks
+        with pytest.raises(openai.AuthenticationError):
+            await site.client.batches.list()
+
+    serve(test, tmp_path, tenants=of_keys("one", "other"))
+
+
+def form(*parts: tuple[str, bytes]) -> tuple[bytes, str]:
+    whole = b"".join(
+        b"--b\r\nContent-Disposition: form-data; " + head.encode() + b"\r\n\r\n" + body + b"\r\n"
+        for head, body in parts
+    )
+    return whole + b"--b--\r\n", "Content-Type: multipart/form-data; boundary=b"
+
+
+FILE = 'name="file"; filename="a"'
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (form(('name="purpose"', b"batch")), 400, "file: required, but missing"),
+        (form((FILE, b"{}")), 400, "purpose: required, but missing"),
+        (form((FILE, b"{}"), ('name="purpose"', b"tune")), 400, "purpose: must be 'batch', got 'tune'"),
+        (form(('name="purpose"', b"x" * 5000)), 400, "purpose: has over 4096 bytes"),
+        (form((FILE, b"x" * 3000), ('name="purpose"', b"batch")), 413, "file: is larger than 2048 bytes; split it"),
+        ((b"{}", "Content-Type: application/json"), 415, "Content-Type: must be multipart/form-data"),
+        ((b"nothing", "Content-Type: multipart/form-data"), 400, "the body is no valid form"),
+        ((b"nothing", "Content-Type: multipart/form-data; boundary=b"), 400, "the body is no valid form"),
+    ],
+)  # fmt: skip
+def test_a_wrong_upload_is_refused_and_leaves_nothing(
+    tmp_path: Path, body: tuple[bytes, str], status: int, message: str
+) -> None:
+    async def test(site: Site) -> None:
+        answer: Answer = await site.ask("POST", "/v1/files", *body)
+        assert (answer.status, answer.error["message"][: len(message)]) == (status, message)
+
+    serve(test, tmp_path, file_bytes_max=2048)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_bounds_and_bad_fields_are_said(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        client = site.client
+        stored = await client.files.create(
+            file=("in.jsonl", jsonl([line("a", max_tokens=3)])), purpose="batch"
+        )
+
+        async def refused(**fields: object) -> str:
+            asked = {"input_file_id": stored.id, "endpoint": CHAT, "completion_window": "24h"} | fields
+            with pytest.raises(openai.APIStatusError) as error:
+                await client.batches.create(**asked)  # type: ignore[arg-type]
+            return error.value.body["message"]
+
+        assert (await refused(endpoint="/v1/audio")).startswith(
+            "endpoint: must be one of /v1/chat/completions, "
+        )
+        assert (
+            await refused(completion_window="9d")
+        ) == "completion_window: must be a time of at most 7d, such as '24h', got '9d'"
+        assert (await refused(input_file_id="../../etc")) == "file_id: '../../etc' does not exist"
+        assert (await refused(metadata={str(n): "" for n in range(17)})).startswith(
+            "metadata: at most 16 keys"
+        )
+        for path, says in (
+            ("/v1/files?limit=0", "limit: must be >= 1 and <= 10000, got '0'"),
+            ("/v1/batches?limit=x", "limit: must be >= 1 and <= 100, got 'x'"),
+            ("/v1/batches?after=x", "after: 'x' is not in the list; leave it out"),
+            ("/v1/files?order=up", "order: must be one of desc, asc, got 'up'"),
+        ):
+            assert (await site.ask("GET", path)).error["message"] == says
+        await client.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+        with pytest.raises(openai.APIStatusError, match="there are 2 files already, and files_max is 2"):
+            await client.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+
+    serve(test, tmp_path, files_max=2)
+
+
+def test_without_a_directory_there_are_none() -> None:
+    async def test() -> None:
+        async with serving() as site:
+            answer = await site.ask("GET", "/v1/batches")
+            assert answer.status == 501
+            assert answer.error["message"].endswith("its operator can set frontend.batches.directory")
+
+    run(test)
