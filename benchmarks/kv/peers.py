@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the document, and twice a first turn (default 1000)",
     )
+    add("--policy", choices=("round-robin", "kv"), help="of deployments (default both)")
     add("--passes", type=int, default=1, metavar="N", help="of all deployments (default 1)")
 
 
@@ -96,9 +97,10 @@ def run(options: argparse.Namespace) -> Report:
         groups=options.talks, conversations_per_group=1, turns=options.turns, system_words=options.words // 2,
         turn_words=options.words // 16 + 1, answer_tokens=8, concurrency=1,
     )  # fmt: skip
-    runs: dict[str, list[Pair]] = {name: [] for name in DEPLOYMENTS}
+    names = [name for name, (policy, _) in DEPLOYMENTS.items() if options.policy in {None, policy}]
+    runs: dict[str, list[Pair]] = {name: [] for name in names}
     for number in range(options.passes):
-        for name in DEPLOYMENTS if number % 2 == 0 else reversed(DEPLOYMENTS):
+        for name in names if number % 2 == 0 else reversed(names):
             policy, flags = DEPLOYMENTS[name]
             runs[name].append(_serve(("--policy", policy, *flags), talks, options.questions, options.words))
     figures, problems = judge(runs)
@@ -106,7 +108,7 @@ def run(options: argparse.Namespace) -> Report:
         name="kv-peers",
         config={
             "talks": options.talks, "turns": options.turns, "questions": options.questions, "words": options.words,
-            "passes": options.passes, "quick": options.quick,
+            "policy": options.policy, "passes": options.passes, "quick": options.quick,
         },
         figures=figures,
         samples={
