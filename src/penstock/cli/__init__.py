@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from penstock import __version__
-from penstock.cli import completion, doctor, graph, key, plan, profile, router, serve, simulate
+from penstock.cli import completion, doctor, graph, key, plan, profile, router, serve, simulate, up
 from penstock.cli.arguments.grouped import GroupedParser
 from penstock.cli.arguments.parser import Parser
 from penstock.cli.running import chat, explain, kv, planner, top, worker_changes
@@ -19,7 +19,7 @@ EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 _GROUPS = {
-    "Serve": (serve.add, router.add, key.add, graph.add),
+    "Serve": (serve.add, up.add, router.add, key.add, graph.add),
     "Watch": (top.add, chat.add, explain.add),
     "Operate": (worker_changes.add, planner.add, kv.add),
     "Plan": (plan.add, simulate.add),

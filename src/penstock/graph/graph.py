@@ -90,6 +90,11 @@ class Graph(Config):
     def _check_planner(self) -> Self:
         if self.planner is not None:
             check_planner(self.planner, self.roles)
+            if self.runtime.spans_hosts:
+                raise wrong(
+                    "planner: scales the workers of one host, and runtime spans several; leave planner out, and use penstock scale"
+                    " on each host"
+                )
         return self
 
     @pydantic.model_validator(mode="after")

@@ -4,18 +4,16 @@ It needs iproute2 and the right to make namespaces, which root has.
 """
 
 import asyncio
-import contextlib
-import os
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from penstock.transfer import TransferConfig, TransferOp
+from tests.support.cable import Cable, cable
 
 HEARTBEAT_TIMEOUT_S = 1.0
 LATE_S = 0.3
@@ -24,51 +22,6 @@ SIZE_BYTES = 32 << 20
 FOLDER = Path(__file__).parents[1] / "helpers"
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "namespaces")]
-
-
-class Cable:
-    """Two namespaces, and a pair of virtual network cards that connects them."""
-
-    def __init__(self) -> None:
-        number = os.getpid()
-        self.names = (f"penstock-{number}-a", f"penstock-{number}-b")
-        self.cards = (f"psa{number}", f"psb{number}")
-        self.addresses = ("10.213.77.1", "10.213.77.2")
-
-    def lay(self) -> None:
-        for name in self.names:
-            _ip("netns", "add", name)
-        _ip("link", "add", self.cards[0], "type", "veth", "peer", "name", self.cards[1])
-        for name, card, address in zip(self.names, self.cards, self.addresses, strict=True):
-            _ip("link", "set", card, "netns", name)
-            _ip("-n", name, "address", "add", f"{address}/24", "dev", card)
-            _ip("-n", name, "link", "set", card, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-
-    def pull(self) -> None:
-        _ip("-n", self.names[0], "link", "set", self.cards[0], "down")
-
-    def plug_in(self) -> None:
-        _ip("-n", self.names[0], "link", "set", self.cards[0], "up")
-
-    def remove(self) -> None:
-        for name in self.names:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _ip("netns", "delete", name)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
-
-
-@contextmanager
-def cable() -> Iterator[Cable]:
-    made = Cable()
-    try:
-        made.lay()
-        yield made
-    finally:
-        made.remove()
 
 
 @asynccontextmanager

@@ -45,3 +45,9 @@ def test_what_cannot_be_is_refused(fields, error):
 
 def test_a_registry_of_another_maker_spans_hosts():
     assert runtime(discovery="etcd", urls=["http://etcd:2379"]).spans_hosts
+
+
+def test_a_planner_of_many_hosts_is_refused():
+    data = {"model": "demo", "planner": {"max_workers": 2}, "runtime": {"hub": "tcp://10.0.0.1:7400"}}
+    with pytest.raises(ConfigError, match="scales the workers of one host"):
+        build(data)

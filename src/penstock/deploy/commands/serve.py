@@ -9,29 +9,34 @@ import uvloop
 
 from penstock.deploy.card import served_name
 from penstock.deploy.supervisor.local import LocalDeployment
+from penstock.deploy.supervisor.local_part import LocalPart
 from penstock.graph import Graph
 
 
-def serve(graph: Graph, *, log_level: str, first_chat: bool) -> None:
-    """Run a deployment until a signal; a second signal cancels requests in flight.
+def serve(graph: Graph, *, log_level: str, first_chat: bool, part: LocalPart | None = None) -> None:
+    """Run a deployment, or this host's part of it, until a signal; a second signal cancels requests in flight.
 
     Raises:
         ConfigError: the graph cannot run on this machine.
         PenstockError: the deployment failed for good.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(graph, log_level=log_level, first_chat=first_chat))
+        runner.run(_serve(graph, log_level=log_level, first_chat=first_chat, part=part))
 
 
-async def _serve(graph: Graph, *, log_level: str, first_chat: bool) -> None:
-    deployment = LocalDeployment(graph, log_level=log_level, say=say)
+async def _serve(graph: Graph, *, log_level: str, first_chat: bool, part: LocalPart | None) -> None:
+    deployment = LocalDeployment(graph, log_level=log_level, say=say, part=part)
     stopping = _Stopping(deployment)
     try:
         async with deployment:
             stopping.is_started = True
             workers = [member.ready.is_set() for member in deployment.pool.members]
             share = "" if all(workers) else f"  {sum(workers)} of {len(workers)} workers"
-            say("penstock", "ready", f"{deployment.url}  model {served_name(graph)}{share}  Ctrl-C stops")
+            say(
+                "penstock",
+                "ready",
+                f"{deployment.url or 'no frontend here'}  model {served_name(graph)}{share}  Ctrl-C stops",
+            )
             if first_chat:
                 await _chat_until(stopping.requested, deployment)
             await stopping.requested.wait()

@@ -32,6 +32,7 @@ from penstock.deploy.state import PLANNER_LOG, load_admin_token, state_dir
 from penstock.deploy.supervisor.child import Child
 from penstock.deploy.supervisor.common import create_shared
 from penstock.deploy.supervisor.group_guard import GroupGuard
+from penstock.deploy.supervisor.local_part import LocalPart
 from penstock.deploy.supervisor.member import Member
 from penstock.deploy.supervisor.planning import make_planning
 from penstock.deploy.supervisor.port import Port
@@ -69,18 +70,28 @@ class LocalDeployment:
         fails for good, the body is cancelled and leaving raises the error. One task owns it.
     """
 
-    def __init__(self, graph: Graph, *, log_level: str = "warning", say: Say | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        log_level: str = "warning",
+        say: Say | None = None,
+        part: LocalPart | None = None,
+    ) -> None:
         """Check the graph; starts nothing.
 
         Args:
             graph: the deployment.
             log_level: log level of the child processes, which log on stderr.
             say: called with (name, state, detail) at every change of state.
+            part: what of the graph runs here; None for all.
 
         Raises:
             ConfigError: the graph has a setting that only simulations support.
         """
-        self._roles = runnable_roles(graph)
+        part = part or LocalPart()
+        self._roles = part.of(runnable_roles(graph))
+        self._num_frontends = graph.frontend.processes if part.has_frontends else 0
         if graph.frontend.tls is not None:
             ServerTls(graph.frontend.tls)  # said before anything starts
         self.asks_for_keys = bool(read_tenants(graph.frontend.api_key_file))
@@ -91,7 +102,7 @@ class LocalDeployment:
         self._cores = ProcessCores(cores)
         self.graph = graph
         self.url = ""
-        """URL of the frontends, once entered."""
+        """URL of the frontends, once entered; empty if none run here."""
         self.admin_token = ""
         """Token of `/admin`, once entered."""
         self.hub: LocalHub | None = None
@@ -109,7 +120,8 @@ class LocalDeployment:
         """What frontends and workers see, by windows of a second."""
         self._has_started = False
         self._guard = GroupGuard()
-        self._spares = SpareProcesses(graph.supervision.spare_processes, _imports(self._roles), self._guard)
+        spares = graph.supervision.spare_processes if self._roles else 0
+        self._spares = SpareProcesses(spares, _imports(self._roles), self._guard)
         self._host_arena: HostArena
         self._unsent_failures: Counter[tuple[str, str]] = Counter()
         """Process failures by (name, reason) that were not sent to a frontend yet."""
@@ -146,13 +158,15 @@ class LocalDeployment:
     @asynccontextmanager
     async def _run(self) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            port = stack.enter_context(Port(self.graph.frontend.host, self.graph.frontend.port))
-            self.url = port.url("http" if self.graph.frontend.tls is None else "https")
+            port = None
+            if self._num_frontends:
+                port = stack.enter_context(Port(self.graph.frontend.host, self.graph.frontend.port))
+                self.url = port.url("http" if self.graph.frontend.tls is None else "https")
             self.admin_token = load_admin_token()
             check_model(self.graph)
             self._say("penstock", "starting", f"model {served_name(self.graph)}")
             warnings = (
-                say_open(port, is_open=not self.asks_for_keys),
+                say_open(port, is_open=not self.asks_for_keys) if port else (),
                 say_small_kv(self.graph.roles, self.graph.block_size),
             )
             for line in itertools.chain(*warnings):
@@ -164,7 +178,8 @@ class LocalDeployment:
                 name: await asyncio.to_thread(make_card, checkpoint, self.graph, role)
                 for name, role in self._roles.items()
             }
-            expect_same_blocks(cards)
+            if cards:
+                expect_same_blocks(cards)
             self._host_arena = stack.enter_context(HostArena(self._roles))
             shared = await create_shared(
                 self.graph, stack, log_level=self._log_level, admin_token=self.admin_token
@@ -231,7 +246,7 @@ class LocalDeployment:
     def _create_members(
         self,
         common: Common,
-        port: Port,
+        port: Port | None,
         cards: dict[Role, ModelCard],
         model_dir: str,
         scale_file: ScaleFile,
@@ -262,6 +277,7 @@ class LocalDeployment:
         def frontend_job() -> FrontendJob:
             if metrics_dir is not None:
                 self._forget_dead(metrics_dir)
+            assert port is not None, "frontends run here"
             return FrontendJob(host=port.host, port=port.number, metrics_dir=str(metrics_dir or ""))
 
         def worker_member(worker: PoolWorker) -> Member:
@@ -285,7 +301,7 @@ class LocalDeployment:
                 self._cores.of_process,
                 partial(Child.start, guard=self._guard),
             )
-            for n in range(self.graph.frontend.processes)
+            for n in range(self._num_frontends)
         ]
         for member in self._frontends:
             member.may_give_up = partial(_nobody_serves, self._frontends)
@@ -355,7 +371,8 @@ class LocalDeployment:
         for member in self._frontends:
             member.stop()
         patience_s = self.graph.frontend.drain_timeout_s + _KILL_AFTER_S
-        await asyncio.wait(tasks.values(), timeout=patience_s)
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=patience_s)
         for member in self._frontends:
             member.kill()
         await self.pool.drain()

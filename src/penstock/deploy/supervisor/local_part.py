@@ -1,0 +1,61 @@
+"""The part of a deployment that one host runs: some roles, and the frontends or none."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from penstock.core.config import nearest
+from penstock.core.errors import ConfigError
+from penstock.core.types.instances import Role
+from penstock.graph import RoleSpec
+
+FRONTEND = "frontend"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """What this host runs.
+
+    Attributes:
+        roles: workers by role, None for as many as the graph says; None for all roles of the graph.
+        has_frontends: whether the frontends run here.
+    """
+
+    roles: dict[Role, int | None] | None = None
+    has_frontends: bool = True
+
+    @classmethod
+    def parse(cls, text: str, roles: dict[Role, RoleSpec]) -> Self:
+        """Read `frontend,decode=2`.
+
+        Raises:
+            ConfigError: a name is no role of the graph, or a number is none.
+        """
+        chosen: dict[Role, int | None] = {}
+        has_frontends = False
+        for item in filter(None, (item.strip() for item in text.split(","))):
+            name, equals, number = item.partition("=")
+            if name == FRONTEND and not equals:
+                has_frontends = True
+            elif name in roles:
+                if equals and not (number.isascii() and number.isdecimal()):
+                    raise ConfigError(f"--run {item}: must be ROLE=N with N >= 0, got {number!r}")
+                chosen[Role(name)] = int(number) if equals else None
+            else:
+                known = [FRONTEND, *(role.value for role in roles)]
+                raise ConfigError(f"--run {item}: {name!r} is none of this graph{nearest(name, known)}")
+        if not chosen and not has_frontends:
+            raise ConfigError(
+                f"--run {text!r}: names nothing to run; such as --run {FRONTEND},{next(iter(roles))}"
+            )
+        return cls(chosen, has_frontends)
+
+    def of(self, roles: dict[Role, RoleSpec]) -> dict[Role, RoleSpec]:
+        """Give the roles that run here, with their numbers of workers."""
+        if self.roles is None:
+            return roles
+        return {
+            role: spec if count is None else spec.model_copy(update={"replicas": count})
+            for role, spec in roles.items()
+            if role in self.roles
+            for count in (self.roles[role],)
+        }

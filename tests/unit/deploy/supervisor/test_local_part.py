@@ -1,0 +1,44 @@
+import pytest
+
+from penstock.core.errors import ConfigError
+from penstock.core.types.instances import Role
+from penstock.deploy.supervisor.local_part import LocalPart
+from penstock.graph import RoleSpec
+
+ROLES = {Role.PREFILL: RoleSpec(engine="mock", replicas=2), Role.DECODE: RoleSpec(engine="mock", replicas=3)}
+
+
+@pytest.mark.parametrize(
+    ("text", "frontends", "replicas"),
+    [
+        ("frontend", True, {}),
+        ("decode", False, {Role.DECODE: 3}),
+        ("frontend, prefill=4", True, {Role.PREFILL: 4}),
+        ("prefill,decode=0", False, {Role.PREFILL: 2, Role.DECODE: 0}),
+    ],
+)
+def test_a_host_runs_what_is_named(text, frontends, replicas):
+    part = LocalPart.parse(text, ROLES)
+    assert part.has_frontends is frontends
+    assert {role: spec.replicas for role, spec in part.of(ROLES).items()} == replicas
+
+
+def test_by_default_a_host_runs_all():
+    assert LocalPart().of(ROLES) == ROLES
+    assert LocalPart().has_frontends
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("decod", "did you mean 'decode'"),
+        ("aggregated", "none of this graph"),
+        ("decode=x", "must be ROLE=N"),
+        ("decode=-1", "must be ROLE=N"),
+        ("frontend=2", "none of this graph"),
+        (" , ", "names nothing to run"),
+    ],
+)
+def test_what_is_none_of_the_graph_is_refused(text, error):
+    with pytest.raises(ConfigError, match=error):
+        LocalPart.parse(text, ROLES)
