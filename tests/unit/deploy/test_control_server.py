@@ -11,6 +11,8 @@ import pytest
 
 from penstock.core.errors import Overloaded, PenstockError, RequestError
 from penstock.core.types.instances import Role
+from penstock.deploy.control import deployments, local_connector
+from penstock.deploy.control.deployments import find_deployment
 from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import LINE_BYTES_MAX, SOCKET_NAME, Deployment, Told
 from penstock.deploy.control.server import ControlServer
@@ -153,7 +155,7 @@ def test_a_caller_beyond_those_that_are_obeyed_learns_why_or_gets_in():
     asyncio.run(main())
 
 
-def test_a_socket_whose_queue_is_full_is_tried_again():
+def test_a_socket_whose_queue_is_full_is_tried_again(monkeypatch):
     """The kernel lets no more callers in than the listener has a queue for."""
 
     async def main():
@@ -171,6 +173,10 @@ def test_a_socket_whose_queue_is_full_is_tried_again():
                     break
             with pytest.raises(Overloaded, match="too many callers are there"):
                 await LocalConnector(path, entry_s=0.05).scale()
+            monkeypatch.setattr(deployments, "runtime_directories", lambda: [path.parent])
+            monkeypatch.setattr(local_connector, "_ENTRY_S", 0.05)
+            with pytest.raises(Overloaded, match="too many callers are there"):
+                await find_deployment()
 
     asyncio.run(main())
 

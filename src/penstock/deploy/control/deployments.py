@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from penstock.core.errors import ConfigError, PenstockError, Unavailable
+from penstock.core.errors import ConfigError, Overloaded, PenstockError, Unavailable
 from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import SOCKET_NAME, Deployment
 from penstock.deploy.state import runtime_directories
@@ -13,6 +13,7 @@ async def find_deployment(*, name: str | None = None, url: str | None = None) ->
 
     Raises:
         Unavailable: none runs, or none fits.
+        Overloaded: there is one, and it has no room for a caller.
         ConfigError: several fit; the text names them.
     """
     running = await _running()
@@ -34,14 +35,19 @@ async def find_deployment(*, name: str | None = None, url: str | None = None) ->
 
 
 async def _running() -> list[tuple[Deployment, LocalConnector]]:
-    found = []
+    found: list[tuple[Deployment, LocalConnector]] = []
+    full: Overloaded | None = None
     for directory in runtime_directories():
         connector = LocalConnector(Path(directory, SOCKET_NAME))
         try:
             await connector.scale()
-        except PenstockError:
+        except PenstockError as error:
+            if isinstance(error, Overloaded):
+                full = error
             if connector.deployment is None:
-                continue  # its supervisor has ended
+                continue  # its supervisor has ended, or has no room to say who it is
         if connector.deployment is not None:
             found.append((connector.deployment, connector))
+    if full is not None and not found:
+        raise full
     return found

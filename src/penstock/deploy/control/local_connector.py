@@ -38,17 +38,17 @@ class LocalConnector:
     A call that the supervisor has no room for is repeated after a short wait. Nothing was done then.
     """
 
-    def __init__(self, path: Path, *, entry_s: float = _ENTRY_S) -> None:
+    def __init__(self, path: Path, *, entry_s: float | None = None) -> None:
         """Use the supervisor's socket at `path`; connects at each call.
 
         Args:
             path: the socket.
-            entry_s: how long a call is repeated while too many callers are there.
+            entry_s: how long a call is repeated while too many callers are there; None is 5 s.
         """
         self.deployment: Deployment | None = None
         """Who answered last."""
         self._path = path
-        self._entry_s = entry_s
+        self._entry_s = _ENTRY_S if entry_s is None else entry_s
 
     async def scale(self, after: int | None = None) -> Scale:
         told = await self._ask(GetScale(after=after))
