@@ -26,7 +26,7 @@ from penstock.graph.supervision import Supervision
 from penstock.perf.profile.profile import Profile
 from penstock.planner.config import PlannerConfig
 from penstock.router.config import RouterConfig
-from penstock.runtime.config import PlaneConfig
+from penstock.runtime.config import PlaneConfig, TracingConfig
 from penstock.worker.config import WorkerConfig
 
 DEMO_MODEL = "demo"
@@ -64,6 +64,8 @@ class Graph(Config):
     """Connections between frontends and workers."""
     supervision: Supervision = Supervision()
     """Timeouts and restarts of processes."""
+    tracing: TracingConfig | None = None
+    """OpenTelemetry traces of requests; None: none are made."""
 
     @pydantic.field_validator("name")
     @classmethod

@@ -74,3 +74,12 @@ class DiscoveryConfig(Config):
     """A client that has lost the hub reconnects within this; doubles with every try."""
     reconnect_delay_s_max: float = Field(default=1.0, gt=0)
     """Upper bound of the doubling."""
+
+
+class TracingConfig(Config):
+    """OpenTelemetry traces, of frontends and workers; they need the extra `otel`."""
+
+    endpoint: str = Field(default="http://127.0.0.1:4318", pattern=r"^https?://[^/\s]+(/\S*)?$")
+    """Base URL of a collector that speaks OTLP by HTTP; OTEL_EXPORTER_OTLP_HEADERS gives headers, such as its key."""
+    sample_share: float = Field(default=1.0, ge=0, le=1)
+    """Share of traces that begin here which are recorded; a client's `traceparent` decides for its own."""

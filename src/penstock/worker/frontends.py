@@ -16,6 +16,7 @@ from penstock.core.ids import RequestId
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import num_tokens
+from penstock.runtime import spans
 from penstock.seams import FrontendSink
 
 
@@ -84,11 +85,13 @@ class Frontend:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """An accepted request. `prefill` is the work that its router expects; None after the first token."""
+    """An accepted request. `prefill` is the work that its router expects; None after the first token. Times are of the loop."""
 
     request: Request
     frontend: Frontend
     prefill: Prefill | None
+    arrived_s: float
+    first_token_s: float | None = None
     deadline: asyncio.TimerHandle | None = None
 
 
@@ -143,8 +146,8 @@ class Frontends:
 
     def take(self, request: Request, frontend: Frontend) -> Running:
         """Add an accepted request, until it is forgotten."""
-        prefill = _expected(request)
-        self.requests[request.request_id] = running = Running(request, frontend, prefill)
+        prefill, now_s = _expected(request), self._now_s()
+        self.requests[request.request_id] = running = Running(request, frontend, prefill, now_s)
         if request.is_background:
             self.background = running
         frontend.requests.add(request.request_id)
@@ -154,7 +157,7 @@ class Frontends:
         rank.taken += 1
         rank.requests += 1
         rank.prefill.add(prefill)
-        rank.waiting[request.request_id] = self._now_s()
+        rank.waiting[request.request_id] = now_s
         self.idle.clear()
         return running
 
@@ -165,6 +168,7 @@ class Frontends:
             running.frontend.prefill.subtract(prefill)
             rank = running.frontend.rank
             rank.prefill.subtract(prefill)
+            running.first_token_s = self._now_s() if spans.is_recording() else None
             del rank.waiting[running.request.request_id]
 
     def forget(self, request_id: RequestId) -> Running | None:
@@ -180,7 +184,24 @@ class Frontends:
                 running.deadline.cancel()
             if not self.requests:
                 self.idle.set()
+            if spans.is_recording():
+                self._record(running)
         return running
+
+    def _record(self, running: Running) -> None:
+        """Record the spans of a request that has ended: at this worker, up to its first token and from there."""
+        request, now_s = running.request, self._now_s()
+        first_s = running.first_token_s
+        attributes: spans.Attributes = {
+            "penstock.request_id": request.request_id,
+            "penstock.prompt_tokens": num_tokens(request.token_ids),
+            "penstock.prefill_only": request.prefill_only,
+        }
+        inner = spans.record("worker", request.trace, running.arrived_s, now_s, attributes)
+        if inner is not None and first_s is not None:
+            spans.record("prefill", inner, running.arrived_s, first_s, {})
+            if not request.prefill_only:
+                spans.record("decode", inner, first_s, now_s, {})
 
     def announce(self, request_ids: Sequence[RequestId]) -> None:
         """Send each frontend an empty delta for its requests that the next step computes for the first time."""

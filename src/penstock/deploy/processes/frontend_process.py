@@ -15,6 +15,7 @@ from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.location import location_here
 from penstock.deploy.processes.planner_metrics import PlannerMetrics
 from penstock.deploy.processes.supervisor_client import SupervisorClient
+from penstock.deploy.processes.tracing import tracing
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
 from penstock.frontend.limits.access import Access
@@ -65,7 +66,7 @@ async def run_frontend(
     frontend = Frontend(
         config, dispatcher, hash_key=common.hash_key, access=access, registry=registry, rng=rng
     )
-    async with planes, dispatcher:
+    async with tracing(graph.tracing, "penstock-frontend", assignment.name), planes, dispatcher:
         # Frontends share the port: one that listens before it knows a worker would refuse requests that others could serve.
         await _unless(stopping, dispatcher.looked(), timeout_s=graph.router.connect_timeout_s)
         server = FrontendServer(

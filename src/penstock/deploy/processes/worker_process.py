@@ -32,6 +32,7 @@ from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.deploy.processes.location import location_here
 from penstock.deploy.processes.report import report_of
+from penstock.deploy.processes.tracing import tracing
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.registry import create_engine, engine_kind
@@ -81,7 +82,7 @@ async def run_worker(
     check_peers(graph, role, engine)
     planes = Planes(graph, common, identity, rng=random.Random())
     location = location_here(role.location_of(job.index))
-    async with planes:
+    async with tracing(graph.tracing, "penstock-worker", name), planes:
         worker = Worker(
             engine,
             planes.discovery,

@@ -19,6 +19,7 @@ from penstock.frontend.requests.dialects import CHAT, COMPLETIONS, COUNT_TOKENS,
 from penstock.frontend.responses.events import RESPONSES
 from penstock.frontend.tenants.tenants import Tenant
 from penstock.frontend.tokens.bodies import Detokenized, Tokenized
+from penstock.frontend.tracing import TracedRequest, traced_request
 
 _GENERATING = {
     "/v1/chat/completions": CHAT,
@@ -61,6 +62,10 @@ class GenerationRoutes:
         frontend = self._frontend
         with frontend.budget.hold(slot.end) as received:
             options = read_options(request.headers, self._config, self._tenant())
+            traced = TracedRequest.begin(request.path, options, frontend.dispatcher)
+            if traced is not None:
+                traced_request.set(traced)
+                options = traced.carried(options)
             async with slot.limit():
                 body = await frontend.bodies.read(request, received)
             frontend.admit(slot, self._tenant())
@@ -68,6 +73,8 @@ class GenerationRoutes:
                 pending = await frontend.generate(body, slot, options, dialect)
         if (line := line_of_request.get()) is not None:
             line.generates(pending, options)
+        if traced is not None:
+            traced.pending = pending
         return pending
 
     async def _stream(self, request: web.Request, pending: PendingAnswer, slot: Slot) -> web.StreamResponse:

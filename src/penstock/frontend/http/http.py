@@ -39,6 +39,7 @@ from penstock.frontend.openai.answers import encode
 from penstock.frontend.openai.body_error import body_error
 from penstock.frontend.openai.explaining import explain_latest, explain_one
 from penstock.frontend.tenants.tenants import ANONYMOUS, Tenant
+from penstock.frontend.tracing import traced_request
 from penstock.frontend.watch.overview import Supervisor
 from penstock.frontend.watch.watch_routes import WatchRoutes
 
@@ -105,6 +106,9 @@ class HttpSurface:
             code = response.outcome if isinstance(response, SseResponse) else response.status
         finally:
             self._frontend.metrics.answered(route, code)
+            if (traced := traced_request.get()) is not None:
+                traced_request.set(None)
+                traced.end(route, code)
             if self._access_log is not None and (line := line_of_request.get()) is not None:
                 self._access_log.write(line, code)
         return response

@@ -20,6 +20,7 @@ from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv.exchange import KvAccess
 from penstock.core.types.requests import KvHandle, Prefetch, Request
 from penstock.core.wire import HashArray, unpack_hashes
+from penstock.runtime import spans
 from penstock.seams import KvBlocks, KvPartialBlocks, KvRun
 from penstock.transfer import Peer
 from penstock.transfer.regions.waiting import settled
@@ -61,6 +62,7 @@ class Incoming:
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
     error: PenstockError | None = None
     task: asyncio.Task[None] | None = None
+    began_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
 
     def arrive(self, handle: KvHandle, block_size: int) -> None:
         """Note that the request has arrived; its handle names all blocks."""
@@ -277,6 +279,14 @@ class IncomingTransfers:
         finally:
             if one.peer.origin is not None:
                 self._release(one.peer.origin, handle.pin_id)
+            spans.record(
+                "kv_transfer",
+                request.trace,
+                one.began_s,
+                asyncio.get_running_loop().time(),
+                {"penstock.prefill_worker_id": one.prefill_worker, "penstock.kv_tokens": handle.num_tokens},
+                error="" if one.error is None else one.error.message,
+            )
         if one.error is not None:
             self.failures[one.error.code] = self.failures.get(one.error.code, 0) + 1
             _log.warning(
