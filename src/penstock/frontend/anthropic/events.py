@@ -86,10 +86,22 @@ class WholeMessage:
         return encode(_message(self._context, content, reason, stopped_by, usage))
 
 
-def error_body(error: PenstockError) -> dict[str, Any]:
+class MessagesErrorInfo(msgspec.Struct):
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct, kw_only=True):
+    """An error of this API, as a body or an event."""
+
+    type: str = "error"
+    error: MessagesErrorInfo
+
+
+def error_body(error: PenstockError) -> MessagesError:
     """Convert an error to the API's JSON."""
     kind = _ERRORS.get(error.http_status, "invalid_request_error" if error.http_status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": shown_message(error)}}
+    return MessagesError(error=MessagesErrorInfo(kind, shown_message(error)))
 
 
 def _stop(blocks: Blocks) -> tuple[str, str | None]:

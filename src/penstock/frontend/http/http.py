@@ -45,7 +45,18 @@ from penstock.frontend.watch.watch_routes import WatchRoutes
 
 _REQUEST_ID = "X-Request-Id"
 _OPEN = frozenset(
-    {"/", "/page/{file}", "/health", "/live", "/ping", "/version", "/metrics", "/openapi.json", "unknown"}
+    {
+        "/",
+        "/page/{file}",
+        "/health",
+        "/live",
+        "/ping",
+        "/version",
+        "/metrics",
+        "/openapi.json",
+        "/docs",
+        "unknown",
+    }
 )
 """Routes that need no API key."""
 _CLIENT_GONE = 499  # nginx's code for a client that disconnected early

@@ -6,7 +6,8 @@ from aiohttp import web
 
 from penstock import __version__
 from penstock.frontend.frontend import Frontend
-from penstock.frontend.http.openapi import openapi
+from penstock.frontend.http.reference.openapi import openapi
+from penstock.frontend.http.reference.page import HEADERS, reference_page
 from penstock.frontend.http.replies import json_response
 from penstock.frontend.openai.answers import encode
 
@@ -19,6 +20,7 @@ class InfoRoutes:
         self._is_draining = is_draining
         self._version = encode({"version": __version__})
         self._openapi: bytes | None = None
+        self._docs = ""
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -33,6 +35,7 @@ class InfoRoutes:
             web.get("/version", self._show_version),
             web.get("/metrics", self._metrics),
             web.get("/openapi.json", self._show_openapi),
+            web.get("/docs", self._show_docs),
         ]
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -64,3 +67,7 @@ class InfoRoutes:
         if self._openapi is None:
             self._openapi = encode(openapi())
         return json_response(self._openapi)
+
+    async def _show_docs(self, _: web.Request) -> web.Response:
+        self._docs = self._docs or reference_page(openapi())
+        return web.Response(text=self._docs, content_type="text/html", headers=HEADERS)

@@ -303,6 +303,7 @@ FILE = 'name="file"; filename="a"'
         (form((FILE, b"{}"), ('name="purpose"', b"tune")), 400, "purpose: must be 'batch', got 'tune'"),
         (form(('name="purpose"', b"x" * 5000)), 400, "purpose: has over 4096 bytes"),
         (form((FILE, b"x" * 3000), ('name="purpose"', b"batch")), 413, "file: is larger than 2048 bytes; split it"),
+        (form(('name="\x00\x07"', b"")), 400, "the body is no valid form: 400, message: Invalid"),
         ((b"{}", "Content-Type: application/json"), 415, "Content-Type: must be multipart/form-data"),
         ((b"nothing", "Content-Type: multipart/form-data"), 400, "the body is no valid form"),
         ((b"nothing", "Content-Type: multipart/form-data; boundary=b"), 400, "the body is no valid form"),

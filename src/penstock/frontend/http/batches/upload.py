@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from aiohttp import BodyPartReader, web
+from aiohttp.http import HttpProcessingError
 
 from penstock.core.errors import RequestError
 from penstock.frontend.batches.objects import FileObject
@@ -33,8 +34,9 @@ async def receive_file(request: web.Request, store: BatchStore) -> FileObject:
     try:
         try:
             filename, purpose = await _receive(request, file, store.config.file_bytes_max)
-        except (ValueError, AssertionError) as error:
-            raise RequestError(f"the body is no valid form: {error}") from error
+        except (ValueError, AssertionError, HttpProcessingError) as error:
+            problem = " ".join(str(error).split())[:200]
+            raise RequestError(f"the body is no valid form: {problem}") from error
         finally:
             file.close()
         if filename is None:
