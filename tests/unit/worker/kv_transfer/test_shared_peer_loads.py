@@ -3,12 +3,14 @@
 import asyncio
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
 
-from penstock.core.wire import unpack_tokens
+from penstock.core.hashing import block_hashes
+from penstock.core.wire import pack_hashes, unpack_tokens
 from penstock.worker.kv_transfer import peer_source
 from penstock.worker.kv_transfer.reader import Reader
-from tests.support.kv_transfer import tiny_request, whole_answer
+from tests.support.kv_transfer import BLOCK_SIZE, tiny_request, whole_answer
 from tests.unit.worker.kv_transfer.test_peer_loads import (
     BLOCK_BYTES,
     FULL_BLOCKS,
@@ -138,5 +140,31 @@ def test_who_needs_more_than_the_load_brings_loads_the_rest_afterwards():
         assert (short_cached, cached) == (4 * FULL_BLOCKS, 96)
         assert tokens == longer[0]
         assert (loaded(cluster), failures(cluster)) == (96, 0)
+
+    chunks_scene(scene)
+
+
+def test_a_request_that_names_no_lender_waits_for_the_load_too():
+    """Its router heard that this worker has the first blocks of the load, which goes on."""
+
+    async def scene(cluster, dispatcher):
+        await first_answer(dispatcher)
+        async with AsyncExitStack() as stack:
+            await opened(stack, dispatcher, "r")
+            await until(lambda: waiting(cluster) == 1 and loaded(cluster) >= 8)
+            reader = max(
+                (cluster.worker(name).kv_transfer.peer_loads for name in cluster.names),
+                key=len,
+            )
+            asked = tiny_request("joins")
+            hashes = pack_hashes(block_hashes(asked.token_ids, BLOCK_SIZE))
+            submitted = []
+            joins = msgspec.structs.replace(asked, block_hashes=hashes)
+            assert reader.begin(joins, submitted.append)
+            other = msgspec.structs.replace(tiny_request("other", seed=3), block_hashes=bytes(len(hashes)))
+            assert not reader.begin(other, submitted.append), "nothing of it is under way"
+            await until(lambda: submitted)
+            assert submitted == [joins]
+            assert (loaded(cluster), failures(cluster)) == (4 * FULL_BLOCKS, 0)
 
     chunks_scene(scene)
