@@ -12,7 +12,7 @@ from penstock.core.types.kv.actions import KvAction
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_tokens, unpack_tokens
-from penstock.seams import RequestStream
+from penstock.seams import DeltaTaker, RequestStream
 from tests.support.tokenizer import tiny_card, tiny_model_files
 
 Script = Callable[[Request], AsyncIterator[Delta]]
@@ -114,6 +114,7 @@ class ScriptedStream:
         self._deltas = dispatcher.script(request)
         self._finished = False
         self.waited_for_decode = False
+        self._stopped = False
 
     async def __aenter__(self) -> Self:
         self._dispatcher.opened.append(self._request)
@@ -128,6 +129,16 @@ class ScriptedStream:
         close = getattr(self._deltas, "aclose", None)
         if close is not None:
             await close()
+
+    async def run(self, taker: DeltaTaker) -> None:
+        async for delta in self:
+            if (hold := taker(delta)) is not None:
+                await hold()
+            if self._stopped:
+                return
+
+    def stop(self) -> None:
+        self._stopped = True
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         async for delta in self._deltas:

@@ -1,6 +1,6 @@
 """Dispatch: what a frontend needs of routers and workers."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -10,9 +10,15 @@ from penstock.core.types.kv.actions import KvAction
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Request
 
+Hold = Callable[[], Awaitable[None]]
+"""What a reader has to wait for before it takes more."""
+
+DeltaTaker = Callable[[Delta], Hold | None]
+"""Takes a delta; what it gives is waited for first, while later deltas are merged."""
+
 
 class RequestStream(Protocol):
-    """One request in progress. Leaving the context cancels it, unless it has ended."""
+    """One request in progress. Leaving the context cancels it, unless it has ended. One task reads it, by `run` or by iterating."""
 
     waited_for_decode: bool
     """Whether the first token waited for decode workers rather than for prefill workers: one computed the prompt, or none had a batch
@@ -23,6 +29,21 @@ class RequestStream(Protocol):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+    async def run(self, taker: DeltaTaker) -> None:
+        """Call `taker` with each delta, in the turn of the event loop that brings it, until the last one or `stop`. It must not block.
+
+        Deltas of one turn are merged.
+
+        Raises:
+            PenstockError: as iterating.
+            Exception: what the taker raised.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Make `run` return without further deltas."""
+        ...
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         """Yield deltas, the last one with a `finish_reason`. Deltas that a slow reader has not taken are merged into one.

@@ -76,7 +76,7 @@ class WholeMessage:
         self._context = context
         self._blocks = Blocks()
 
-    async def take(self, event: TextEvent) -> None:
+    def take(self, event: TextEvent) -> None:
         for _ in self._blocks.feed(event):
             pass
 

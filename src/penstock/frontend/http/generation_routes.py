@@ -48,14 +48,26 @@ class GenerationRoutes:
         ]
 
     async def _generate(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
-        with self._frontend.arrive() as slot:
-            pending = await self._prepare(request, slot, dialect)
-            if pending.stream:
-                return await self._stream(request, pending, slot)
-            answer = pending.whole_answer()
-            async with slot.limit():
-                await pending.completion.run(answer.take)
-            return json_response(answer.body(pending.completion.usage()))
+        response: SseResponse | None = None
+        try:
+            with self._frontend.arrive() as slot:
+                async with slot.limit():
+                    pending = await self._prepare(request, slot, dialect)
+                    if not pending.stream:
+                        answer = pending.whole_answer()
+                        await pending.completion.run(answer.take, gathers=True)
+                        return json_response(answer.body(pending.completion.usage()))
+                    response = SseResponse(request, pending, self._config)
+                    with response.kept_alive():
+                        await pending.completion.run(response.take)
+                    await response.finish()
+        except ConnectionError:
+            raise
+        except Exception as error:
+            if response is None or not response.prepared:
+                raise  # nothing was sent yet: the error gets its HTTP status
+            await response.fail(error if isinstance(error, PenstockError) else unexpected(request))
+        return response
 
     async def _prepare(self, request: web.Request, slot: Slot, dialect: Dialect) -> PendingAnswer:
         """Receive and prepare a request; it counts as in flight once its body is complete."""
@@ -66,31 +78,14 @@ class GenerationRoutes:
             if traced is not None:
                 traced_request.set(traced)
                 options = traced.carried(options)
-            async with slot.limit():
-                body = await frontend.bodies.read(request, received)
+            body = await frontend.bodies.read(request, received)
             frontend.admit(slot, self._tenant())
-            async with slot.limit():
-                pending = await frontend.generate(body, slot, options, dialect)
+            pending = await frontend.generate(body, slot, options, dialect)
         if (line := line_of_request.get()) is not None:
             line.generates(pending, options)
         if traced is not None:
             traced.pending = pending
         return pending
-
-    async def _stream(self, request: web.Request, pending: PendingAnswer, slot: Slot) -> web.StreamResponse:
-        response = SseResponse(request, pending, self._config)
-        try:
-            async with slot.limit():
-                with response.kept_alive():
-                    await pending.completion.run(response.take)
-                await response.finish()
-        except ConnectionError:
-            raise
-        except Exception as error:
-            if not response.prepared:
-                raise  # nothing was sent yet: the error gets its HTTP status
-            await response.fail(error if isinstance(error, PenstockError) else unexpected(request))
-        return response
 
     async def _embed(self, request: web.Request) -> web.Response:
         with self._frontend.arrive() as slot:

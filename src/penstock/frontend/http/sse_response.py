@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -12,13 +13,14 @@ from penstock.core.net.unsent import unsent_bytes
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import PendingAnswer
 from penstock.frontend.text.events import TextEvent
+from penstock.seams import Hold
 
 _HEARTBEAT = b": heartbeat\n\n"  # a comment of the SSE standard
 _RESOLUTION_S = 0.001
 
 
 class SseResponse(web.StreamResponse):
-    """Sends events as they come.
+    """Sends events as they come: each is one chunk, written straight to the connection's transport.
 
     Headers go out with the first event, so that an early error has its HTTP status; `headers_after_s` without an event
     sends them too. A stream silent for `heartbeat_s` gets a comment.
@@ -47,6 +49,7 @@ class SseResponse(web.StreamResponse):
         self._writer: AbstractStreamWriter | None = None
         self._write_buffer_bytes = config.write_buffer_bytes
         self._reader_timeout_s = config.reader_timeout_s
+        self._is_chunked = True
         self._has_stalled = False
         self._stream = config.stream
         self._loop = asyncio.get_running_loop()
@@ -66,11 +69,28 @@ class SseResponse(web.StreamResponse):
             if self._beat is not None:
                 self._beat.cancel()
 
-    async def take(self, event: TextEvent) -> None:
-        await self._send(self._encoder.event(event))
+    def take(self, event: TextEvent) -> Hold | None:
+        """Write an event, within the call that brings its tokens.
+
+        Returns:
+            What has to be waited for before the next one: the first event's headers, or a client that reads slowly. Mostly None.
+
+        Raises:
+            ConnectionResetError: the client is gone.
+        """
+        chunk = self._encoder.event(event)
+        if self._writer is None:
+            return partial(self._begin_with, chunk)
+        self._put(chunk)
+        return self._drain if self._is_full else None
 
     async def finish(self) -> None:
-        await self._send(self._encoder.end(self._pending.completion.usage()))
+        end = self._encoder.end(self._pending.completion.usage())
+        if self._writer is None:
+            await self._begin()
+        self._put(end)
+        if self._is_full:
+            await self._drain()
 
     async def fail(self, error: PenstockError) -> None:
         """End the stream with an error event; a client with unread bytes is disconnected instead."""
@@ -81,32 +101,47 @@ class SseResponse(web.StreamResponse):
         ):
             transport.abort()
         elif self._writer is not None:
-            await self._writer.write(self._encoder.failure(error))  # no drain: the client may not read
+            self._put(self._encoder.failure(error))  # without waiting: the client may not read
 
-    async def _send(self, chunk: bytes) -> None:
-        """Write, then wait until the client has read enough of earlier bytes."""
-        writer = self._writer or await self._begin()
+    async def _begin_with(self, chunk: bytes) -> None:
+        """Send the headers and the first event."""
+        await self._begin()
+        self._put(chunk)
+
+    def _put(self, chunk: bytes) -> None:
+        """Write bytes of the body, in HTTP's chunks unless the client speaks HTTP/1.0.
+
+        Raises:
+            ConnectionResetError: the client is gone.
+        """
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client is gone")
         self._sent_s = self._loop.time()
-        await writer.write(chunk)
-        await self._drain(writer)
+        transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk) if self._is_chunked else chunk)
 
-    async def _drain(self, writer: AbstractStreamWriter) -> None:
+    @property
+    def _is_full(self) -> bool:
+        """Whether the client has left more unread than the write buffer holds."""
+        transport = self._request.transport
+        return transport is None or transport.get_write_buffer_size() > self._write_buffer_bytes
+
+    async def _drain(self) -> None:
         """Wait until the write buffer has room, as long as the client reads.
 
         Raises:
             DeadlineExceeded: the client read nothing for `reader_timeout_s`.
         """
-        transport = self._request.transport
-        if transport is not None and transport.get_write_buffer_size() <= self._write_buffer_bytes:
-            return None  # the usual case: a timeout and a system call per token cost more than the write
+        assert self._writer is not None, "something was written"
         # A timeout around `drain` would cancel the future that aiohttp gives to all that drain this connection.
-        draining = self._loop.create_task(writer.drain())
+        draining = self._loop.create_task(self._writer.drain())
         try:
             while True:
                 left = unsent_bytes(self._request.transport)
                 await asyncio.wait((draining,), timeout=self._reader_timeout_s)
                 if draining.done():
-                    return draining.result()
+                    draining.result()
+                    return
                 if unsent_bytes(self._request.transport) >= left:
                     break
         finally:
@@ -117,16 +152,18 @@ class SseResponse(web.StreamResponse):
             " frontend.reader_timeout_s"
         )
 
-    async def _begin(self) -> AbstractStreamWriter:
+    async def _begin(self) -> None:
         async with self._beginning:  # the first token and a comment may race
             if self._writer is None:
                 transport = self._request.transport
                 if transport is not None:
                     transport.set_write_buffer_limits(high=self._write_buffer_bytes)
-                self._writer = await self.prepare(self._request)
-                if self._writer is None:
+                writer = await self.prepare(self._request)
+                if writer is None:
                     raise ConnectionResetError("the client is gone")
-            return self._writer
+                writer.send_headers()
+                self._is_chunked = "Transfer-Encoding" in self.headers
+                self._writer = writer
 
     def _on_silence(self) -> None:
         """Send a comment if the stream was silent long enough, and schedule the next check."""
@@ -143,6 +180,6 @@ class SseResponse(web.StreamResponse):
         if transport is None or transport.get_write_buffer_size() > 0:
             return  # disconnected, or has unread bytes: a comment is of no use
         with contextlib.suppress(ConnectionError):  # the sender of events raises it too
-            writer = self._writer or await self._begin()
-            self._sent_s = self._loop.time()
-            await writer.write(_HEARTBEAT)
+            if self._writer is None:
+                await self._begin()
+            self._put(_HEARTBEAT)

@@ -47,9 +47,13 @@ class Slot:
     def end(self, why: PenstockError) -> None:
         """End the request now with this error."""
         self._ending = why
-        self.deadline = now = asyncio.get_running_loop().time()
+        self.move_deadline(asyncio.get_running_loop().time())
+
+    def move_deadline(self, deadline: float) -> None:
+        """Set another deadline, also for the block of `limit` that runs."""
+        self.deadline = deadline
         if self._scope is not None and not self._scope.expired():
-            self._scope.reschedule(now)
+            self._scope.reschedule(deadline)
 
     def _why_ended(self) -> PenstockError:
         if self._ending is not None:
@@ -121,7 +125,7 @@ class Admission:
         slot.admitted = True
         slot.arrived = asyncio.get_running_loop().time()
         slot.timeout_s = self._timeout_s
-        slot.deadline = slot.arrived + self._timeout_s
+        slot.move_deadline(slot.arrived + self._timeout_s)
 
     async def drain(self, timeout_s: float) -> int:
         """Wait until no request is left, and end the remaining ones after `timeout_s` seconds.

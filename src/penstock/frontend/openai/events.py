@@ -168,7 +168,7 @@ class WholeAnswer:
         self._choices = [_Collected() for _ in range(choices)]
         self._decisions: list[object] = []
 
-    async def take(self, event: TextEvent) -> None:
+    def take(self, event: TextEvent) -> None:
         collected = self._choices[event.index]
         collected.pieces.append(event.text)
         collected.logprobs += event.logprobs

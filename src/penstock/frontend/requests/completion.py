@@ -6,14 +6,14 @@ characters split over tokens, and log-probabilities.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from penstock.core.errors import EngineError
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
-from penstock.core.wire import num_tokens, token_list
+from penstock.core.wire import PackedTokens, num_tokens, token_list
 from penstock.frontend.metrics import RequestTimer
 from penstock.frontend.openai.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from penstock.frontend.parsing.parser import OutputParser
@@ -22,7 +22,7 @@ from penstock.frontend.requests.preprocess import PreparedRequest
 from penstock.frontend.text.detokenize import Detokenizer, TextDecoder
 from penstock.frontend.text.events import TextEvent, TokenText
 from penstock.frontend.text.stops import StopFinder
-from penstock.seams import RequestDispatcher, RequestStream
+from penstock.seams import Hold, RequestDispatcher, RequestStream
 
 _GIVEN_UP = frozenset({FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.PREFILLED})
 
@@ -65,6 +65,7 @@ class ChoiceText:
         self._decoded = 0  # characters decoded
         self._given = 0  # characters given out
         self._waiting: deque[TokenText] = deque()  # log-probabilities of tokens whose text is held back
+        self._is_plain = not stops and parser is None
 
     def feed(self, delta: Delta) -> TextEvent | None:
         """Convert a delta; None while all its text is held back.
@@ -77,6 +78,14 @@ class ChoiceText:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
         token_ids = token_list(delta.token_ids)
+        if self._is_plain and delta.finish_reason is None and not delta.logprobs and not self._waiting:
+            self.output_tokens += len(token_ids)
+            self.raw = text = self._decoder.feed(token_ids)
+            if not text:
+                return None
+            self._decoded += len(text)
+            self._given = self._decoded
+            return TextEvent(self.index, text)
         tokens_before = self.output_tokens
         self.output_tokens += len(token_ids)
         if delta.finish_reason is FinishReason.STOP and token_ids:
@@ -169,7 +178,11 @@ class ChoiceText:
         return tuple(taken)
 
 
-Emit = Callable[[TextEvent], Awaitable[None]]
+_GATHERED_BYTES = 4096
+"""Packed tokens of a whole answer that are made text at once: 1,024 of them."""
+
+Emit = Callable[[TextEvent], Hold | None]
+"""Receives an event; what it gives is waited for before more tokens of that choice are taken."""
 
 
 class Completion:
@@ -213,20 +226,23 @@ class Completion:
             for index in range(len(prepared.requests))
         ]
 
-    async def run(self, emit: Emit) -> None:
+    async def run(self, emit: Emit, *, gathers: bool = False) -> None:
         """Run until every choice has ended; cancelling this cancels all of them.
 
         Args:
-            emit: receives each event; while it waits, its choice takes no tokens from its worker.
+            emit: receives each event, within the call that brings its tokens.
+            gathers: tokens wait for others, as nobody sees the answer before its end.
 
         Raises:
             PenstockError: a choice failed; the others are cancelled.
         """
         failed = True
+        gathers = gathers and not self._prepared.stops and self._prepared.logprobs is None
+        run = partial(self._run_choice, emit=emit, gathers=gathers)
         try:
             streams = self._open()
             if len(self._choices) == 1:
-                await self._run_choice(self._choices[0], self._prepared.requests[0], streams[0], emit)
+                await run(self._choices[0], self._prepared.requests[0], streams[0])
                 failed = False
                 if self._on_answer is not None:
                     self._on_answer(Answer("".join(self._text), self._token_ids, streams[0]))
@@ -235,7 +251,7 @@ class Completion:
                 for choice, request, opened in zip(
                     self._choices, self._prepared.requests, streams, strict=True
                 ):
-                    group.create_task(self._run_choice(choice, request, opened, emit))
+                    group.create_task(run(choice, request, opened))
             failed = False
         except asyncio.CancelledError:
             failed = False
@@ -281,29 +297,49 @@ class Completion:
         return streams
 
     async def _run_choice(
-        self, choice: ChoiceText, request: Request, opened: RequestStream, emit: Emit
+        self, choice: ChoiceText, request: Request, opened: RequestStream, *, emit: Emit, gathers: bool
     ) -> None:
         timer, clock = self._timer, asyncio.get_running_loop().time
         last: float | None = None
-        async with opened as stream:
-            decisions = self._explained(request)
-            async for delta in stream:
-                if tokens := num_tokens(delta.token_ids):
-                    now = clock()
-                    timer.tokens(tokens, now, last, stream)
-                    last = now
-                event = choice.feed(delta)
-                if self._on_answer is not None:
-                    self._token_ids += token_list(delta.token_ids)
-                    self._text.append(choice.raw)
-                    choice.raw = ""
-                if event is not None:
-                    if self._explains and choice.finished:
-                        event = replace(event, decisions=self._explained(request) or decisions)
-                    await emit(event)
-                    if choice.finished:
-                        return
-        raise EngineError("the worker's stream ended without a finish reason; try again")
+        decisions: Sequence[object] = ()
+        gathered = bytearray()
+
+        def take(delta: Delta) -> Hold | None:
+            nonlocal last
+            if delta.token_ids:
+                now = clock()
+                timer.tokens(len(delta.token_ids) >> 2, now, last, opened)
+                last = now
+            if gathers:
+                is_last = delta.finish_reason is not None
+                if not is_last and delta.cached_tokens is None and len(gathered) < _GATHERED_BYTES:
+                    gathered.extend(delta.token_ids)
+                    return None
+                delta = msgspec.structs.replace(
+                    delta, token_ids=PackedTokens(bytes(gathered + delta.token_ids))
+                )
+                gathered.clear()
+            event = choice.feed(delta)
+            if self._on_answer is not None:
+                self._token_ids += token_list(delta.token_ids)
+                self._text.append(choice.raw)
+                choice.raw = ""
+            if event is None:
+                return None
+            if choice.finished:
+                opened.stop()
+                if self._explains:
+                    event = msgspec.structs.replace(event, decisions=self._explained(request) or decisions)
+            return emit(event)
+
+        try:
+            async with opened as stream:
+                decisions = self._explained(request)
+                await stream.run(take)
+        finally:
+            choice.output_tokens += num_tokens(bytes(gathered))
+        if not choice.finished:
+            raise EngineError("the worker's stream ended without a finish reason; try again")
 
     def _explained(self, request: Request) -> Sequence[object]:
         """Give the routing decisions so far. Read at the start and at the end: retries add decisions, and the dispatcher forgets old ones."""

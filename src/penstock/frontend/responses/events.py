@@ -91,7 +91,7 @@ class WholeResponse:
         self._context = context
         self._blocks = Blocks()
 
-    async def take(self, event: TextEvent) -> None:
+    def take(self, event: TextEvent) -> None:
         for _ in self._blocks.feed(event):
             pass
 

@@ -27,15 +27,17 @@ from penstock.router.candidates import Route, ScoredCandidates
 from penstock.router.dispatch.attempt import Attempt, DecodeSide
 from penstock.router.dispatch.journeys import Journey, Way
 from penstock.router.dispatch.progress import Progress
+from penstock.router.dispatch.reader import Reader
 from penstock.router.dispatch.shared import Shared
 from penstock.router.dispatch.siblings import Siblings
 from penstock.router.queue.request_queue import Ticket
 from penstock.router.retries.retry_state import RetryState, is_move
 from penstock.router.workers.member import identity
+from penstock.seams import DeltaTaker
 
 
 class OpenRequest:
-    """A `seams.RequestStream`: enter it to send the request, iterate for deltas, leave it to cancel the rest.
+    """A `seams.RequestStream`: enter it to send the request, `run` it or iterate for deltas, leave it to cancel the rest.
 
     Deltas received while the reader was away come merged. The last has a `finish_reason`; a failure is one PenstockError
     after the deltas before it. One task reads it.
@@ -54,7 +56,8 @@ class OpenRequest:
         self._interruption: PenstockError | None = None  # why the last attempt ended early
         self._error: PenstockError | None = None
         self._finish_reason: FinishReason | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._reader = Reader()
+        self.wake, self.stop = self._reader.wake, self._reader.stop
         self.kv_transfers = 0  # times its prompt was computed by a prefill worker
         self.waited_for_decode = False
         self._retry_state = RetryState(request, shared.retry_guard)
@@ -102,22 +105,40 @@ class OpenRequest:
         return self
 
     async def __anext__(self) -> Delta:
-        while True:
-            if self._progress is not None and self._progress.unread:
-                return self._take(self._progress)
-            if self._error is not None:
-                raise self._error
-            if self._finish_reason is not None:
+        while self._progress is None or not self._progress.unread:
+            if not await self._goes_on():
                 raise StopAsyncIteration
-            if self._interruption is not None:
-                interruption, self._interruption = self._interruption, None
-                try:
-                    await self._go_on_after(interruption)
-                except PenstockError as error:
-                    self.fail(error)
-            else:
-                self._waiter = self._loop.create_future()
-                await self._waiter
+        return self._take(self._progress)
+
+    async def run(self, taker: DeltaTaker) -> None:
+        with self._reader.taking(taker):
+            self.pass_on()
+            while await self._reader.settle() or await self._goes_on():
+                self.pass_on()
+
+    async def _goes_on(self) -> bool:
+        """Wait until something came, or send the request again; False once it has ended. Raises the error that it failed with."""
+        if self._reader.has_stopped:
+            return False
+        if self._error is not None:
+            raise self._error
+        if self._finish_reason is not None:
+            return False
+        if self._interruption is not None:
+            interruption, self._interruption = self._interruption, None
+            try:
+                await self._go_on_after(interruption)
+            except PenstockError as error:
+                self.fail(error)
+        else:
+            await self._reader.wait()
+        return True
+
+    def pass_on(self) -> None:
+        """Pass what is unread to the taker, if it takes."""
+        progress, reader = self._progress, self._reader
+        if progress is not None and progress.unread and reader.takes:
+            reader.pass_on(self._take(progress))
 
     @property
     def migrations(self) -> int:
@@ -150,8 +171,6 @@ class OpenRequest:
             self._abort()
             self.wake()
 
-    # -- DeltaHandler
-
     def on_delta(self, delta: Delta) -> None:
         attempt, progress = self._attempt, self._progress
         assert attempt is not None, "deltas come during an attempt only"
@@ -175,6 +194,9 @@ class OpenRequest:
             self._on_error(from_info(delta.error), attempt)
         elif delta.finish_reason is not None:
             self._finish(delta.finish_reason)
+        elif self._reader.takes:
+            self._shared.readable.add(self)
+            return
         self.wake()
 
     def on_lost(self, error: WorkerLost, *, alone: bool) -> None:
@@ -185,8 +207,6 @@ class OpenRequest:
         self._release()
         self._interrupt(error)
 
-    # -- the life of an attempt
-
     async def _attempt_until_sent(self) -> None:
         """Choose workers and send the request; wait in the queue while all are busy, and for a worker where there is none."""
         with self._shared.request_queue.ticket(self) as ticket:
@@ -195,12 +215,12 @@ class OpenRequest:
                 if self._error is not None:
                     raise self._error
                 if self.siblings.must_wait(self):
-                    await self._wait_until(math.inf)
+                    await self._reader.wait_until(math.inf)
                     continue
                 candidates = self.score()
                 if candidates is not None:
                     if self._is_queued(ticket, candidates):
-                        await self._wait_until(math.inf)
+                        await self._reader.wait_until(math.inf)
                         give_up_at_s = None
                     elif self._send_by(candidates):
                         self._has_waited |= ticket.released
@@ -208,13 +228,13 @@ class OpenRequest:
                         return
                     continue
                 self._shared.request_queue.leave(ticket)
-                self._check_refusals()
+                self._shared.check_refusals(self.request, self._retry_state.last_refusal)
                 if give_up_at_s is None:
                     give_up_at_s = self._loop.time() + self._shared.config.no_worker_wait_s
                 if self._loop.time() >= give_up_at_s:
                     raise self._shared.no_worker(self.request, self._retry_state.last_problem)
                 with self._shared.fleet.changes.telling(self.wake):
-                    await self._wait_until(give_up_at_s)
+                    await self._reader.wait_until(give_up_at_s)
 
     def score(self) -> ScoredCandidates | None:
         """Price the request on the workers that may get it; None where there are none.
@@ -268,12 +288,6 @@ class OpenRequest:
             return True
         return False
 
-    def _check_refusals(self) -> None:
-        """Raise the last refusal where every ready worker has refused."""
-        refusal, pool = self._retry_state.last_refusal, self._shared.fleet.pools.get(self.request.model)
-        if refusal is not None and pool is not None and pool.has_ready:
-            raise self._shared.refused(self.request, refusal)
-
     def _send(self, route: Route, decode: DecodeSide | None) -> None:
         """Send the request, or its prompt alone where a decode worker goes on."""
         assert self._progress is not None, "a plan was made for it"
@@ -304,7 +318,7 @@ class OpenRequest:
         if is_move(interruption):
             delay_s = self._retry_state.migrate(interruption, now_s, self.output_tokens)
             with self._shared.metrics.migrating_requests.track_inprogress():
-                await self._wait_until(now_s + delay_s)
+                await self._reader.wait_until(now_s + delay_s)
         if self._retry_state.needs_isolation:
             await self._isolate()
         await self._attempt_until_sent()
@@ -314,9 +328,7 @@ class OpenRequest:
         while not self._shared.retry_guard.isolation.enter(self, self.wake):
             if self._error is not None:
                 raise self._error
-            await self._wait_until(math.inf)
-
-    # -- what happens to it
+            await self._reader.wait_until(math.inf)
 
     def _on_early_tokens(self, attempt: Attempt, progress: Progress) -> None:
         """Note one of the first steps with tokens on this worker."""
@@ -408,8 +420,6 @@ class OpenRequest:
             self._attempt.grant(emitted + before, emitted + progress.taken_tokens)
         return delta
 
-    # -- ends
-
     def _abort(self) -> None:
         if self._attempt is not None:
             self._attempt.abort()
@@ -435,16 +445,3 @@ class OpenRequest:
         outcome = "cancelled" if self._finish_reason is None else self._finish_reason.value
         journey = self.journey(outcome if self._error is None else self._error.code)
         shared.ended(self.request, journey, self._loop.time(), is_whole=self._finish_reason is not None)
-
-    # -- waiting
-
-    def wake(self) -> None:
-        """Wake the reader."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def _wait_until(self, time_s: float) -> None:
-        """Wait until this loop time, or until `wake`."""
-        self._waiter = self._loop.create_future()
-        timeout_s = None if time_s == math.inf else time_s - self._loop.time()
-        await asyncio.wait((self._waiter,), timeout=timeout_s)

@@ -8,6 +8,7 @@ from penstock.core.ids import RequestId
 from penstock.core.types.requests import Request
 from penstock.router.config import RouterConfig
 from penstock.router.dispatch.journeys import Journey, Journeys
+from penstock.router.dispatch.reader import ReadableRequests
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
 from penstock.router.queue.fair_queue import retry_after_s
@@ -38,6 +39,7 @@ class Shared:
     hash_key: bytes
     requests: dict[RequestId, Open] = field(default_factory=dict)
     journeys: Journeys = field(default_factory=Journeys)
+    readable: ReadableRequests = field(default_factory=ReadableRequests)
 
     def admit(self, request: Request, now_s: float) -> None:
         """Refuse a request that may not be opened.
@@ -93,13 +95,14 @@ class Shared:
             retry_after_s=1.0,
         )
 
-    @staticmethod
-    def refused(request: Request, last: Overloaded) -> Overloaded:
-        """Make the error for a request that every ready worker has refused; `last` is the last refusal."""
-        return Overloaded(
-            f"model {request.model}: every worker that is ready has refused this request; the last one: {last.message}",
-            retry_after_s=last.retry_after_s or 1.0,
-        )
+    def check_refusals(self, request: Request, last: Overloaded | None) -> None:
+        """Raise Overloaded where every ready worker has refused a request; `last` is the last refusal."""
+        pool = self.fleet.pools.get(request.model)
+        if last is not None and pool is not None and pool.has_ready:
+            raise Overloaded(
+                f"model {request.model}: every worker that is ready has refused this request; the last one: {last.message}",
+                retry_after_s=last.retry_after_s or 1.0,
+            )
 
     @staticmethod
     def late(request: Request, output_tokens: int) -> DeadlineExceeded:

@@ -1,6 +1,5 @@
 """Answers in the API's shapes."""
 
-import asyncio
 import json
 
 import pytest
@@ -90,7 +89,7 @@ def test_the_chunk_that_ends_a_choice_may_say_why(include_usage: bool) -> None:
 def test_a_whole_answer_says_why_only_if_there_is_something_to_say() -> None:
     for why in ((), ({"request_id": "r"},)):
         answer = WholeAnswer(PLAIN, TOKEN_BYTES, choices=1, logprobs=False)
-        asyncio.run(answer.take(TextEvent(0, "a", "stop", (), why)))
+        answer.take(TextEvent(0, "a", "stop", (), why))
         body = json.loads(answer.body(USAGE))
         assert body.get("penstock") == ({"decisions": [{"request_id": "r"}]} if why else None)
         assert ("penstock" in body) is bool(why)
@@ -123,16 +122,12 @@ def test_completion_logprobs() -> None:
 @pytest.mark.parametrize("envelope", [CHAT, PLAIN])
 def test_a_whole_answer(envelope: Envelope) -> None:
     answer = WholeAnswer(envelope, TOKEN_BYTES, choices=2, logprobs=True)
-
-    async def take() -> None:
-        for event in (
-            TextEvent(1, "x", "length"),
-            TextEvent(0, "a", None, (logprob(A, 0),)),
-            TextEvent(0, "b", "stop"),
-        ):
-            await answer.take(event)
-
-    asyncio.run(take())
+    for event in (
+        TextEvent(1, "x", "length"),
+        TextEvent(0, "a", None, (logprob(A, 0),)),
+        TextEvent(0, "b", "stop"),
+    ):
+        answer.take(event)
     body = json.loads(answer.body(USAGE))
     first, second = body["choices"]
     text = [choice["message"]["content"] if envelope.chat else choice["text"] for choice in (first, second)]

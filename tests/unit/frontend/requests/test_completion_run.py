@@ -53,7 +53,7 @@ def test_one_choice() -> None:
 
 
 def collect(events: list[TextEvent]):
-    async def take(event: TextEvent) -> None:
+    def take(event: TextEvent) -> None:
         events.append(event)
 
     return take
@@ -142,6 +142,42 @@ def test_cached_tokens_are_those_of_each_prompts_first_choice() -> None:
         run = await completion(ScriptedDispatcher(cached), prompt=["dog", "fox"], n=2)
         await run.run(collect([]))
         assert run.usage().prompt_tokens_details.cached_tokens == 16 + 18
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"stop": ["brown"]}, {"n": 2}])
+def test_a_gathered_answer_is_the_same_in_fewer_events(fields: dict[str, object]) -> None:
+    async def main() -> None:
+        texts, counts, usages = [], [], []
+        for gathers in (False, True):
+            run = await completion(ScriptedDispatcher(speak(IDS * 300)), **fields)
+            events: list[TextEvent] = []
+            await run.run(collect(events), gathers=gathers)
+            texts.append(["".join(e.text for e in events if e.index == index) for index in range(2)])
+            counts.append(len(events))
+            usages.append(run.usage())
+        assert texts[0] == texts[1]
+        assert usages[0] == usages[1]
+        if fields.keys() & {"logprobs", "stop"}:
+            assert counts[0] == counts[1], "a stop string is found at its token"
+        else:
+            assert 1 < counts[1] < counts[0] / 100
+
+    asyncio.run(main())
+
+
+def test_tokens_that_wait_for_others_count_when_a_gathered_answer_is_cut() -> None:
+    async def main() -> None:
+        run = await completion(ScriptedDispatcher(_failing), n=1)
+
+        async def cut() -> None:
+            async with asyncio.timeout(0.01):
+                await run.run(collect([]), gathers=True)
+
+        with pytest.raises(TimeoutError):
+            await cut()
+        assert run.usage().completion_tokens == 1
 
     asyncio.run(main())
 
