@@ -33,6 +33,10 @@ EXPERIMENTS = Benches(
             "benchmarks.eviction",
             "eviction policies of the block pool: prefill seconds saved on a trace and other workloads, beside an offline bound",
         ),
+        "frontend": (
+            "benchmarks.frontend",
+            "the frontend's CPU time and latencies before workers that take no time, beside a peer's",
+        ),
         "hashing": (
             "benchmarks.micro.hashing",
             "token ids into block hashes, against the Python reference",

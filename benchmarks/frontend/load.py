@@ -1,0 +1,132 @@
+"""Puts load on a server with `load.c`, which is compiled first, and notes the server's CPU time meanwhile."""
+
+import json
+import random
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.frontend.servers import Server
+from benchmarks.frontend.usage import cpu_s
+from penstock.core.errors import ConfigError, Unavailable
+
+_SOURCE = Path(__file__).with_name("load.c")
+_TIMEOUT_S = 600.0
+_WORDS = [
+    "the",
+    "of",
+    "import",
+    "return",
+    "value",
+    "self",
+    "list",
+    "data",
+    "request",
+    "token",
+    "stream",
+    "answer",
+    "model",
+    "worker",
+    "router",
+    "a",
+    "to",
+    "in",
+    "is",
+    "that",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Chats of one shape; each begins with a number of its own."""
+
+    output_tokens: int
+    words: int = 150
+    stream: bool = True
+
+    def body(self, model: str) -> dict[str, Any]:
+        """Give a body, with a mark where each request gets its number."""
+        rng = random.Random(self.words)
+        text = " ".join(rng.choice(_WORDS) for _ in range(self.words))
+        return {
+            "model": model,
+            "messages": [{"role": "user", "content": f"######## {text}"}],
+            "max_tokens": self.output_tokens,
+            "min_tokens": self.output_tokens,
+            "ignore_eos": True,
+            "stream": self.stream,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the generator saw; `server_cpu_s` is the frontend's CPU time, `cpu_s` the generator's own."""
+
+    seconds: float
+    cpu_s: float
+    failures: int
+    failure: str
+    ttfb_ms_p50: float
+    ttfb_ms_p99: float
+    ttfb_ms_max: float
+    answer_ms_p50: float
+    answer_ms_p99: float
+    answer_ms_max: float
+    gap_ms_p50: float
+    gap_ms_p99: float
+    gap_ms_max: float
+    server_cpu_s: float
+
+
+class Load:
+    """The compiled generator. It numbers requests, so that no prompt comes twice."""
+
+    def __init__(self, directory: Path) -> None:
+        """Compile it into a directory.
+
+        Raises:
+            ConfigError: there is no C compiler.
+        """
+        compiler = shutil.which("cc")
+        if compiler is None:
+            raise ConfigError(
+                "cc: not found; install a C compiler (Debian: gcc), which compiles the load generator"
+            )
+        self._directory = directory
+        self._binary = directory / "load"
+        subprocess.run([compiler, "-O2", "-o", str(self._binary), str(_SOURCE)], check=True)
+        self._next = 0
+
+    def run(self, server: Server, prompts: Prompts, connections: int, requests: int) -> Loaded:
+        """Send requests over so many connections, and wait for all answers.
+
+        Raises:
+            Unavailable: nothing came for a minute.
+        """
+        before_s = cpu_s(server.pid)
+        process = self.start(server, prompts, connections, requests)
+        out, _ = process.communicate(timeout=_TIMEOUT_S)
+        if process.returncode:
+            raise Unavailable(f"{server.name}: the load generator ended with exit code {process.returncode}")
+        return Loaded(**json.loads(out), server_cpu_s=cpu_s(server.pid) - before_s)
+
+    def start(
+        self, server: Server, prompts: Prompts, connections: int, requests: int
+    ) -> subprocess.Popen[str]:
+        """Start to send requests; the caller ends the process."""
+        body = self._directory / f"body-{self._next}.json"
+        body.write_text(json.dumps(prompts.body(server.model)))
+        path = "/v1/chat/completions"
+        words = [
+            str(self._binary),
+            str(server.port),
+            path,
+            str(body),
+            str(connections),
+            str(requests),
+            str(self._next),
+        ]
+        self._next += requests
+        return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
