@@ -73,6 +73,7 @@ _PACKAGES = {
     "ip": "iproute2",
     "openssl": "openssl",
     "prometheus": "prometheus",
+    "promtool": "prometheus",
     "etcd": "etcd-server",
     "nats-server": "nats-server",
 }

@@ -27,6 +27,16 @@ from penstock.runtime.observations.request_recorder import RequestRecorder
 from penstock.runtime.observations.windows import RequestWindow
 
 
+def process_failures(registry: CollectorRegistry) -> Counter:
+    """Make the counter of the deployment's processes that failed."""
+    return Counter(
+        "penstock_deploy_process_failures",
+        "Processes of the deployment that ended by themselves or were killed as unresponsive, by reason.",
+        ["process", "reason"],
+        registry=registry,
+    )
+
+
 async def run_frontend(
     assignment: Assignment, job: FrontendJob, stopping: asyncio.Event, tell: Tell, control: Control
 ) -> None:
@@ -40,12 +50,7 @@ async def run_frontend(
     config = graph.frontend.model_copy(update={"host": job.host, "port": job.port})
     identity = Identity(process=assignment.name, hash_key=common.hash_key, secret=common.secret)
     registry = CollectorRegistry()
-    failures = Counter(
-        "penstock_deploy_process_failures",
-        "Processes of the deployment that ended by themselves or were killed as unresponsive, by reason.",
-        ["process", "reason"],
-        registry=registry,
-    )
+    failures = process_failures(registry)
     control.on_process_failed = lambda failure: failures.labels(failure.name, failure.reason).inc(
         failure.count
     )

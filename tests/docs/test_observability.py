@@ -1,0 +1,81 @@
+"""Dashboard and alert rules name only metrics that there are, Prometheus takes them, and the table of metrics is current."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "observability"
+DASHBOARD = json.loads((FOLDER / "penstock-dashboard.json").read_text())
+RULES = yaml.safe_load((FOLDER / "penstock-alerts.yaml").read_text())["groups"][0]["rules"]
+DASHBOARD_QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+QUERIES = DASHBOARD_QUERIES + [rule["expr"] for rule in RULES]
+METRICS = {
+    name: (kind, labels)
+    for name, kind, labels, _ in runpy.run_path(str(ROOT / "tools" / "metrics_reference.py"))["metrics"]()
+}
+
+
+def metric_of(name):
+    """Give the metric of a series' name: a histogram has three series."""
+    base = re.sub(r"_(bucket|sum|count)$", "", name)
+    return base if METRICS.get(base, ("", ()))[0] == "histogram" else name
+
+
+def promtool(*arguments):
+    done = subprocess.run(["promtool", *arguments], cwd=FOLDER, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_each_metric_and_its_labels_exist(query):
+    names = re.findall(r"penstock_[a-z_]+", query)
+    assert names
+    for name in names:
+        assert metric_of(name) in METRICS, name
+    labels = {label for found in re.findall(r"{([^}]*)}", query) for label in re.findall(r"(\w+)[=!]", found)}
+    labels |= {label.strip() for found in re.findall(r"by \(([^)]*)\)", query) for label in found.split(",")}
+    known = {"instance", "le"} | {label for name in names for label in METRICS[metric_of(name)][1]}
+    assert labels <= known, (labels - known, query)
+
+
+def test_there_is_a_panel_or_an_alert_for_what_an_operator_must_know():
+    named = {metric_of(name) for query in QUERIES for name in re.findall(r"penstock_[a-z_]+", query)}
+    assert len(named) > 25
+    assert len({panel["title"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"]) >= 15
+    assert all(rule["annotations"]["summary"] and rule["labels"]["severity"] for rule in RULES)
+
+
+@pytest.mark.needs("promtool")
+def test_prometheus_takes_the_rules_and_they_raise_what_they_should():
+    promtool("check", "rules", "penstock-alerts.yaml")
+    promtool("test", "rules", "penstock-alerts-test.yaml")
+    promtool("check", "config", "prometheus.yaml")
+
+
+@pytest.mark.needs("promtool")
+def test_prometheus_takes_every_query_of_the_dashboard(tmp_path):
+    rules = [
+        {
+            "record": f"panel:{index}",
+            "expr": query.replace("$__rate_interval", "5m")
+            .replace("$instance", ".*")
+            .replace("$model", ".*"),
+        }
+        for index, query in enumerate(DASHBOARD_QUERIES)
+    ]
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    promtool("check", "rules", str(file))
+
+
+def test_the_table_of_metrics_is_current():
+    script = ROOT / "tools" / "metrics_reference.py"
+    done = subprocess.run([sys.executable, script, "--check"], check=False)
+    assert done.returncode == 0, "run python tools/metrics_reference.py"
