@@ -13,11 +13,12 @@ from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.instances import EngineInfo, Role
 from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
-from penstock.core.types.requests import Request
+from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
 from penstock.engine.kv_tiers import TierMaker
 from penstock.engine.prefill_probe import probe_prefill
+from penstock.engine.preparations import Preparations, Preparer
 from penstock.engine.runner import Runner, RunnerInfo, end_tokens_within
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
@@ -50,6 +51,7 @@ class BatchedEngine:
         hash_key: bytes = DEFAULT_KEY,
         make_tiers: TierMaker | None = None,
         price: PrefillPrice | None = None,
+        preparer: Preparer | None = None,
     ) -> None:
         """Make an engine; `start` loads the model.
 
@@ -59,6 +61,7 @@ class BatchedEngine:
             hash_key: the deployment's key for block hashes.
             make_tiers: makes the tiers below the device; None without.
             price: what a lost block costs, for eviction; None is that of an 8B model on an H100, about.
+            preparer: prepares constrained requests before they are queued; None where none are taken.
         """
         self.by_role: Mapping[Role, SchedulerConfig] = {}
         """Scheduler settings of roles that differ from `config`. The number of batch slots stays that of `config`."""
@@ -76,6 +79,13 @@ class BatchedEngine:
         self._own = self._config = config or SchedulerConfig()
         self._hash_key = hash_key
         self._started: tuple[EngineInfo, BlockPool, Scheduler] | None = None
+        self._preparations = (
+            None
+            if preparer is None
+            else Preparations(preparer, self._queue_prepared, self._config.max_waiting_requests)
+        )
+        self._refused: list[Delta] = []
+        """Last deltas of requests that could not be prepared or queued, for the next step."""
         self._wake = asyncio.Event()
         self._closed = False
         self._failed_steps = 0  # in a row
@@ -131,6 +141,7 @@ class BatchedEngine:
             lower_tier_blocks=0 if self._kv is None else self._kv.num_own,
             kv_holders=() if self._kv is None else self._kv.shared,
             embedding_size=runner.embedding_size,
+            structured_outputs=runner.structured_outputs,
         )
         self._started = info, pool, scheduler
         return info
@@ -145,10 +156,15 @@ class BatchedEngine:
         """
         if self._closed:
             raise Unavailable("the engine is closed; try another worker")
+        if self._preparations is not None and not self._preparations.is_ready(request):
+            self._preparations.begin(request)
+            return
         self.scheduler.submit(request)
         self._wake.set()
 
     def abort(self, request_id: RequestId) -> None:
+        if self._preparations is not None and self._preparations.abort(request_id):
+            return
         self.scheduler.abort(request_id)
         self._wake.set()  # another request may wait for its blocks
 
@@ -160,6 +176,10 @@ class BatchedEngine:
         """
         scheduler = self.scheduler
         while not self._closed:
+            if self._refused:
+                refused, self._refused = tuple(self._refused), []
+                yield Step(deltas=refused, load=self.load())
+                continue
             plan = scheduler.plan()
             if self._kv is not None:
                 self._kv.set_idle(not scheduler.has_requests)
@@ -178,12 +198,17 @@ class BatchedEngine:
         self._on_begun = listener
 
     def load(self) -> WorkerLoad:
-        return self.scheduler.load()
+        load = self.scheduler.load()
+        if not self._preparations:
+            return load
+        return replace(load, waiting_requests=load.waiting_requests + len(self._preparations))
 
     async def close(self) -> None:
         """Wait for the current step and release everything; requests get no further delta. Safe twice."""
         self._closed = True
         self._wake.set()
+        if self._preparations is not None:
+            self._preparations.close()
         if self._started is not None:
             self.scheduler.sessions.clear()
         if self._kv is not None:
@@ -272,6 +297,19 @@ class BatchedEngine:
         """For tests and reports."""
         assert self._started is not None, "used before start"
         return self._started[1]
+
+    def _queue_prepared(self, request: Request, error: PenstockError | None) -> None:
+        """Queue a request that is prepared; end it if it cannot be."""
+        if error is None:
+            try:
+                self.scheduler.submit(request)
+            except PenstockError as refused:
+                error = refused
+        if error is not None:
+            self._refused.append(
+                Delta(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=error.to_info())
+            )
+        self._wake.set()
 
     async def _make_kv(self, pool: BlockPool, runner: RunnerInfo) -> KvManager | None:
         """Make the manager of the tiers below the device; None without tiers."""

@@ -27,6 +27,7 @@ class RunnerInfo:
         kv_layout: None without KV memory.
         embedding_size: as in `EngineInfo`.
         windows: sliding windows with blocks of their own, for runners that keep no KV.
+        structured_outputs: as in `EngineInfo`.
     """
 
     num_blocks: int
@@ -38,6 +39,7 @@ class RunnerInfo:
     kv_layout: KvLayout | None = None
     windows: Windows = ONE_TABLE
     embedding_size: int = 0
+    structured_outputs: bool = False
 
 
 def end_tokens_within(vocab_size: int, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,9 +3,11 @@ import threading
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from penstock.core.errors import EngineError, Unavailable
+from penstock.core.errors import EngineError, Overloaded, RequestError, Unavailable
 from penstock.core.types.requests import FinishReason
+from penstock.engine import preparations
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.runner import RunnerInfo, ThreadedRunner
 from penstock.engine.scheduling.config import SchedulerConfig
@@ -146,5 +148,79 @@ def test_nothing_is_taken_after_close():
             with pytest.raises(Unavailable, match="closed"):
                 probe.engine.submit(make_request("a", [1]))
             assert [step async for step in probe.engine.steps()] == []
+
+    run_async(main())
+
+
+def constrained(name, structured):
+    request = make_request(name, [1, 2, 3], max_tokens=2)
+    return replace(request, sampling=replace(request.sampling, structured=structured))
+
+
+class Compiling:
+    """A `Preparer` of constrained requests that waits for `gate`; the constraint `b"bad"` cannot be compiled."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.compiled = set()
+
+    def is_ready(self, request):
+        return request.sampling.structured in {None, *self.compiled}
+
+    def prepare(self, request):
+        assert self.gate.wait(10)
+        if request.sampling.structured == b"bad":
+            raise RequestError("response_format: is bad", param="response_format")
+        if request.sampling.structured == b"worse":
+            raise TypeError("a bug")
+        self.compiled.add(request.sampling.structured)
+
+
+def test_constrained_requests_are_prepared_beside_the_batch():
+    async def main():
+        preparer = Compiling()
+        preparing = BatchedEngine(
+            ThreadedRunner(Counting()), SchedulerConfig(max_waiting_requests=3), preparer=preparer
+        )
+        async with EngineProbe(preparing) as probe:
+            for name, structured in (("good", b"good"), ("bad", b"bad"), ("dropped", b"good")):
+                probe.submit(constrained(name, structured))
+            assert preparing.load().waiting_requests == 3
+            with pytest.raises(Overloaded, match="3 requests wait for their grammar"):
+                probe.submit(constrained("more", b"good"))
+            with pytest.raises(RequestError, match="under way already"):
+                preparing.submit(constrained("bad", b"bad"))
+            probe.submit(make_request("free", [1, 2, 3], max_tokens=2))
+            while probe.answers["free"].finish_reason is None:
+                await probe.step()
+            assert probe.answers["free"].token_ids == [1, 1]  # while the others are compiled
+            probe.abort("dropped")
+            preparer.gate.set()
+            await probe.finish()
+            bad, good = probe.answers["bad"], probe.answers["good"]
+            assert bad.error.code == "invalid_request_error"
+            assert bad.error.param == "response_format"
+            assert good.token_ids == [1, 1]
+            (again,) = await probe.run(constrained("again", b"good"))
+            assert again.token_ids == [1, 1]
+            (worse,) = await probe.run(constrained("worse", b"worse"))
+            assert worse.error.code == "engine_error"
+            assert preparing.load().waiting_requests == 0
+
+    run_async(main())
+
+
+def test_a_grammar_that_takes_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr(preparations, "TIMEOUT_S", 0.0)
+
+    async def main():
+        preparer = Compiling()
+        async with EngineProbe(BatchedEngine(ThreadedRunner(Counting()), preparer=preparer)) as probe:
+            (late,) = await probe.run(constrained("late", b"good"))
+            assert "was not compiled within 0 s" in late.error.message
+            assert late.error.http_status == 400
+            preparer.gate.set()
+            (free,) = await probe.run(make_request("free", [1, 2, 3], max_tokens=1))
+            assert free.token_ids == [1]
 
     run_async(main())

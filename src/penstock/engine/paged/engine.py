@@ -5,6 +5,7 @@ from penstock.engine.batched import BatchedEngine
 from penstock.engine.kv_tiers import TierMaker
 from penstock.engine.paged.config import PagedConfig
 from penstock.engine.paged.runner import PagedRunner
+from penstock.engine.paged.structured.grammars import Grammars
 from penstock.engine.runner import ThreadedRunner
 from penstock.engine.scheduling.config import SchedulerConfig
 
@@ -17,6 +18,11 @@ def paged_engine(
     make_tiers: TierMaker | None = None,
 ) -> BatchedEngine:
     """Make an engine; `start` loads its model, and then makes the KV tiers below its device."""
+    grammars = Grammars()
     return BatchedEngine(
-        ThreadedRunner(PagedRunner(config)), scheduling, hash_key=hash_key, make_tiers=make_tiers
+        ThreadedRunner(PagedRunner(config, grammars)),
+        scheduling,
+        hash_key=hash_key,
+        make_tiers=make_tiers,
+        preparer=grammars,
     )

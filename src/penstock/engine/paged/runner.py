@@ -20,6 +20,8 @@ from penstock.engine.paged.step.batch import BatchBuilder, StepBatch
 from penstock.engine.paged.step.decoding import row_limits
 from penstock.engine.paged.step.sampling import Sampler, SamplingColumns
 from penstock.engine.paged.step.step import PagedStep
+from penstock.engine.paged.structured.grammars import Grammars
+from penstock.engine.paged.structured.matchers import Matchers
 from penstock.engine.runner import RunnerInfo, end_tokens_within
 from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
 
@@ -66,15 +68,21 @@ class PagedRunner:
     """
 
     def __init__(
-        self, config: PagedConfig, *, make_fence: Callable[[torch.device], Fence] = make_fence
+        self,
+        config: PagedConfig,
+        grammars: Grammars | None = None,
+        *,
+        make_fence: Callable[[torch.device], Fence] = make_fence,
     ) -> None:
         """Make a runner; `start` loads the model.
 
         Args:
             config: model, device and KV memory.
+            grammars: of constrained requests; None: its own.
             make_fence: makes the fence of the device.
         """
         self._config = config
+        self._grammars = grammars or Grammars()
         self._make_fence = make_fence
         self._parts: _Loaded | None = None
 
@@ -108,7 +116,11 @@ class PagedRunner:
         )
         memory = KvMemory(model.kv_shape, num_blocks, config.block_size, model.device)
         eos_token_ids = end_tokens_within(model.vocab_size, checkpoint.eos_token_ids)
-        columns = SamplingColumns(eos_token_ids)
+        structured = self._grammars.open(checkpoint.path, model.vocab_size, eos_token_ids)
+        columns = SamplingColumns(
+            eos_token_ids,
+            Matchers(self._grammars, model.vocab_size, eos_token_ids) if structured else None,
+        )
         self._parts = _Loaded(
             model=model,
             memory=memory,
@@ -130,6 +142,7 @@ class PagedRunner:
             kv_bytes_per_block=block_bytes,
             kv_layout=memory.layout,
             embedding_size=model.embedding_size,
+            structured_outputs=structured,
         )
 
     def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:

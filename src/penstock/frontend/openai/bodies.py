@@ -66,6 +66,10 @@ class GenerationRequest(SamplingExtensions, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     add_special_tokens: bool | None = None
     strict: bool | None = None  # true: unknown fields are refused, whatever their value
     # What agents say (`agents.py`).

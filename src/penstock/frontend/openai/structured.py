@@ -1,4 +1,4 @@
-"""What an answer's text must be: OpenAI's `response_format` and vLLM's `structured_outputs`."""
+"""What an answer's text must be: OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_json` and the like."""
 
 from typing import Any
 
@@ -9,6 +9,8 @@ from penstock.frontend.openai.bodies import ChatRequest, GenerationRequest
 from penstock.frontend.openai.tools import required_calls
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+_GUIDED = ("json", "regex", "choice", "grammar")
+STRUCTURED_BYTES_MAX = 1 << 20
 _FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -16,10 +18,21 @@ def structured_of(request: GenerationRequest) -> bytes | None:
     """Give `SamplingParams.structured`; None where any text will do.
 
     Raises:
-        RequestError: a field is malformed, or both are there.
+        RequestError: a field is malformed or too large, or two contradict each other.
     """
+    structured = _structured_of(request)
+    if structured is not None and len(structured) > STRUCTURED_BYTES_MAX:
+        param = "tools" if isinstance(request, ChatRequest) and request.tools else "response_format"
+        raise RequestError(
+            f"{param}: the schema has {len(structured)} bytes, at most {STRUCTURED_BYTES_MAX} are allowed; make it smaller",
+            param=param,
+        )
+    return structured
+
+
+def _structured_of(request: GenerationRequest) -> bytes | None:
     by_format = _of_response_format(request.response_format)
-    outputs = request.structured_outputs
+    outputs = _outputs_of(request)
     calls = required_calls(request) if isinstance(request, ChatRequest) else None
     if calls is not None:
         if by_format is not None or outputs is not None:
@@ -42,6 +55,22 @@ def structured_of(request: GenerationRequest) -> bytes | None:
             param="structured_outputs",
         )
     return msgspec.json.encode(outputs)
+
+
+def _outputs_of(request: GenerationRequest) -> Any:
+    """Give `structured_outputs`, or the same made of the `guided_*` field that is there."""
+    outputs = request.structured_outputs
+    for kind in _GUIDED:
+        value = getattr(request, f"guided_{kind}")
+        if value is None:
+            continue
+        if outputs is not None:
+            raise RequestError(
+                f"guided_{kind}: contradicts another guided field or structured_outputs; send one of them",
+                param=f"guided_{kind}",
+            )
+        outputs = {kind: value}
+    return outputs
 
 
 def _of_response_format(response_format: Any) -> bytes | None:

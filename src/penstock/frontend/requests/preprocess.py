@@ -18,7 +18,7 @@ from penstock.frontend.limits.headers import NO_OPTIONS, RequestOptions
 from penstock.frontend.openai.agents import AgentOptions, agent_options
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.frontend.openai.structured import structured_of
-from penstock.frontend.openai.tools import named_tool, tool_schemas
+from penstock.frontend.openai.tools import named_tool, required_calls, tool_schemas
 from penstock.frontend.openai.validation import stop_strings
 from penstock.frontend.parsing.parser import ParserPlan
 from penstock.frontend.requests.encoding import Prompt, encode_prompts
@@ -146,13 +146,19 @@ class Preprocessor:
             logprobs=logprobs,
             begins_text=isinstance(request, ChatRequest) and not request.continue_final_message,
             min_tokens=request.min_tokens or 0,
-            parser=_parser(request, model, prompts[0]) if isinstance(request, ChatRequest) else None,
+            parser=_parser(request, model, prompts[0], requests[0].sampling)
+            if isinstance(request, ChatRequest)
+            else None,
         )
 
 
-def _parser(request: ChatRequest, model: ServedModel, prompt: Prompt) -> ParserPlan | None:
+def _parser(
+    request: ChatRequest, model: ServedModel, prompt: Prompt, sampling: SamplingParams
+) -> ParserPlan | None:
     """Give how the answers are parsed; None if all of their text is for the user."""
     tools = tool_schemas(request)
+    if sampling.structured is not None and required_calls(request) is None:
+        return None  # constrained from its first token on, so without reasoning, calls and marks
     plan = ParserPlan(
         format=model.format,
         tools=tools,

@@ -31,7 +31,7 @@ def check_request(request: Request, info: EngineInfo, adapters: Collection[str],
     if request.sampling.structured is not None and not info.structured_outputs:
         raise RequestError(
             "response_format: the engine of this model does not constrain its output, as response_format, structured_outputs and a"
-            ' required tool_choice ask for; expected {"type": "text"} or tool_choice "auto"; leave it out, or serve the model with an engine that does, such as vllm',
+            ' required tool_choice ask for; expected {"type": "text"} or tool_choice "auto"; leave it out, or serve the model with an engine that does: paged or vllm',
             param="response_format",
         )
     if request.embeds and not info.embedding_size:

@@ -25,7 +25,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("guided_json", None),
+        ("guided_decoding_disable_fallback", None),
         ("use_beam_search", False),
         ("new_thing", 0),
         ("new_thing", ""),
@@ -52,7 +52,7 @@ def test_an_unknown_field_without_effect_is_accepted_and_named(
 )
 def test_an_unknown_field_with_an_effect_is_refused_by_name(named: set[str], field: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
-        parse(**{field: value}, guided_json=None)
+        parse(**{field: value}, guided_decoding_disable_fallback=None)
     assert caught.value.param == field
 
 

@@ -30,6 +30,22 @@ def test_vllms_own_field_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "value"),
+    [("json", SCHEMA), ("json", "{}"), ("regex", "a+"), ("choice", ["a"]), ("grammar", "root ::= x")],
+)
+def test_older_names_are_taken(kind: str, value: Any) -> None:
+    assert structured(**{f"guided_{kind}": value}) == {kind: value}
+    with pytest.raises(RequestError, match=f"guided_{kind}: contradicts"):
+        structured(**{f"guided_{kind}": value}, structured_outputs={"regex": "b"})
+
+
+def test_a_large_schema_is_refused() -> None:
+    large = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * (1 << 20)]}}}
+    with pytest.raises(RequestError, match="at most 1048576 are allowed"):
+        structured(response_format=large)
+
+
+@pytest.mark.parametrize(
     ("fields", "param", "text"),
     [
         (

@@ -19,7 +19,7 @@ def test_only_engines_that_constrain_their_output_get_such_requests() -> None:
         token_ids=pack_tokens([1, 2]),
         sampling=SamplingParams(max_tokens=4, structured=b'{"json_object": true}'),
     )
-    with pytest.raises(RequestError, match=r"response_format: .* such as vllm") as refused:
+    with pytest.raises(RequestError, match=r"response_format: .* paged or vllm") as refused:
         check_request(request, INFO, (), "worker-1")
     assert refused.value.param == "response_format"
     check_request(request, msgspec.structs.replace(INFO, structured_outputs=True), (), "worker-1")

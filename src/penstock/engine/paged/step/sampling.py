@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 from penstock.core.errors import EngineError, PenstockError
 from penstock.core.log import get_logger
 from penstock.core.types.requests import Request, TokenLogprob
+from penstock.engine.paged.structured.matchers import Matchers
 from penstock.engine.scheduling.sampling import mix64, position_keys
 from penstock.engine.scheduling.sequences import SequenceTable
 
 _log = get_logger()
 
 _RANDOM, _TOP_K, _TOP_P, _PENALTIES, _MIN_TOKENS, _LOGPROBS = (1 << bit for bit in range(6))
+_STRUCTURED = 1 << 6
 _CANDIDATES = 512
 """Most likely tokens sorted first for top-p; the whole vocabulary is sorted only if their probabilities do not reach top-p."""
 
@@ -68,6 +70,8 @@ class SamplingRows:
 
     draws:         up to three groups: rows without limits, rows with top-k, rows with top-p only
     banned:        (pairs, 2) row and token id that must not be sampled
+    masked_rows:   rows whose text is constrained
+    masks:         (masked rows, vocabulary) bool, what they may go on with
     logprob_rows:  rows that report logprobs, with logprob_counts alternatives each
     """
 
@@ -76,13 +80,22 @@ class SamplingRows:
     banned: NDArray[np.int64] | None
     logprob_rows: Rows
     logprob_counts: NDArray[np.int64]
+    masked_rows: Rows
+    masks: NDArray[np.bool_] | None
 
 
 class SamplingColumns:
     """The sampling parameters of the running requests, by slot of the `SequenceTable`. One thread owns it."""
 
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, eos_token_ids: tuple[int, ...], matchers: Matchers | None = None) -> None:
+        """Make columns.
+
+        Args:
+            eos_token_ids: end-of-sequence tokens.
+            matchers: of constrained requests; None where the engine takes none.
+        """
         self._eos_token_ids = eos_token_ids
+        self._matchers = matchers
         self._requests: list[Request | None] = []
         self._allocate(0)
         self.errors: dict[int, PenstockError] = {}
@@ -103,18 +116,24 @@ class SamplingColumns:
         if not flags.any():
             return None
         positions = table.num_tokens[slots] - table.num_prompt[slots]
-        reported = _where(flags, _LOGPROBS)
+        reported, masked = _where(flags, _LOGPROBS), _where(flags, _STRUCTURED)
+        masks = self._masks(table, slots, masked)
+        banned = self._banned(slots, _where(flags, _MIN_TOKENS), positions)
+        if banned is not None and masks is not None:
+            banned = _leaving_some(banned, masked, masks)
         return SamplingRows(
             draws=self._draws(slots, flags, positions),
             penalties=self._penalties(table, slots, _where(flags, _PENALTIES)),
-            banned=self._banned(slots, _where(flags, _MIN_TOKENS), positions),
+            banned=banned,
+            masked_rows=masked,
+            masks=masks,
             logprob_rows=reported,
             logprob_counts=self._logprobs[slots[reported]],
         )
 
     def _allocate(self, num_slots: int) -> None:
         self._requests = [None] * num_slots
-        self._flags = np.zeros(num_slots, dtype=np.uint8)
+        self._flags = np.zeros(num_slots, dtype=np.uint16)
         self._keys = np.zeros(num_slots, dtype=np.uint64)
         self._temperature, self._top_p, self._min_p, self._repetition, self._frequency, self._presence = (
             np.zeros((6, num_slots), dtype=np.float32)
@@ -160,10 +179,11 @@ class SamplingColumns:
             | _PENALTIES * (not neutral)
             | _MIN_TOKENS * (params.min_tokens > 0 and bool(self._early_stops[slot]))
             | _LOGPROBS * (params.logprobs is not None)
+            | _STRUCTURED * (params.structured is not None)
         )
 
     def _draws(
-        self, slots: NDArray[np.int32], flags: NDArray[np.uint8], positions: NDArray[np.int32]
+        self, slots: NDArray[np.int32], flags: NDArray[np.uint16], positions: NDArray[np.int32]
     ) -> tuple[Draws, ...]:
         kinds = flags & (_RANDOM | _TOP_K | _TOP_P)
         groups = (kinds == _RANDOM, (kinds & _TOP_K) > 0, kinds == _RANDOM | _TOP_P)
@@ -197,6 +217,14 @@ class SamplingColumns:
             frequency=self._frequency[of],
             presence=self._presence[of],
         )
+
+    def _masks(self, table: SequenceTable, slots: NDArray[np.int32], rows: Rows) -> NDArray[np.bool_] | None:
+        if not len(rows):
+            return None
+        assert self._matchers is not None, "a constrained request, and the engine takes none"
+        masks, errors = self._matchers.masks(table, slots[rows])
+        self.errors |= {int(rows[index]): error for index, error in errors.items()}
+        return masks
 
     def _banned(
         self, slots: NDArray[np.int32], rows: Rows, positions: NDArray[np.int32]
@@ -238,6 +266,9 @@ class Sampler:
         if how.banned is not None:
             banned = self._put(how.banned)
             scores[banned[:, 0], banned[:, 1]] = -torch.inf
+        if how.masks is not None:
+            rows = self._put(how.masked_rows)
+            scores[rows] = scores[rows].masked_fill(~self._put(how.masks), -torch.inf)
         token_ids = scores.argmax(-1)
         for draws in how.draws:
             rows = self._put(draws.rows)
@@ -335,8 +366,19 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
-def _where(flags: NDArray[np.uint8], flag: int) -> Rows:
+def _where(flags: NDArray[np.uint16], flag: int) -> Rows:
     return np.flatnonzero(flags & flag)
+
+
+def _leaving_some(
+    banned: NDArray[np.int64], rows: Rows, masks: NDArray[np.bool_]
+) -> NDArray[np.int64] | None:
+    """Drop the bans of constrained rows that can only go on with banned tokens: their text is complete before `min_tokens`."""
+    left = masks.copy()
+    for index, row in enumerate(rows.tolist()):
+        left[index, banned[banned[:, 0] == row, 1]] = False
+    kept = banned[~np.isin(banned[:, 0], rows[~left.any(1)])]
+    return kept if len(kept) else None
 
 
 def _report(logprobs: torch.Tensor, picked: NDArray[np.int64], how: SamplingRows) -> dict[int, TokenLogprob]:

@@ -1,0 +1,313 @@
+"""Constrained answers of the paged engine: always valid, whatever the model, the schema, and where the sequence has been."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core.errors import EngineError, RequestError
+from tests.unit.engine.paged.conftest import make_request
+
+torch = pytest.importorskip("torch")
+
+from tokenizers import Tokenizer  # noqa: E402
+
+from penstock.engine.paged.structured.grammars import Grammars  # noqa: E402
+from penstock.engine.paged.structured.matchers import Matchers  # noqa: E402
+from penstock.engine.scheduling.sequences import SequenceTable  # noqa: E402
+
+pytestmark = pytest.mark.engine
+EOS = 0
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "cc"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+PROMPT = list(range(20, 60))
+
+
+def constraint(kind: str, value: Any) -> bytes:
+    return json.dumps({kind: value}).encode()
+
+
+def constrained(name: str, structured: bytes, *, max_tokens: int = 300, **params: Any) -> Any:
+    params = {"temperature": 1.0, "seed": 3, "ignore_eos": False, **params}
+    return make_request(name, PROMPT, max_tokens, structured=structured, **params)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint) -> Tokenizer:
+    return Tokenizer.from_file(str(checkpoint("llama") / "tokenizer.json"))
+
+
+def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    assert token_ids[-1] == EOS, "the answer did not come to its end"
+    return tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}])
+def test_a_random_model_keeps_to_a_schema(engine, tokenizer, params):
+    manual = engine()
+    requests = [constrained(f"s{seed}", constraint("json", PERSON), seed=seed, **params) for seed in range(6)]
+    free = make_request("free", PROMPT, 40, temperature=1.0, seed=5)
+    tokens = manual.run(*requests, free)
+    for request in requests:
+        jsonschema.validate(json.loads(text_of(tokenizer, tokens[request.request_id])), PERSON)
+    assert tokens["free"] == engine().run(free)["free"]  # those beside constrained ones are as ever
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "pattern"),
+    [
+        ("regex", r"[a-c]{2}-\d{3}", r"[a-c]{2}-\d{3}"),
+        ("choice", ["left", "right", 'a "quoted" \\ one', "你好"], r'left|right|a "quoted" \\ one|你好'),
+        ("grammar", 'root ::= "yes" | "no" [0-9]', r"yes|no[0-9]"),
+        ("grammar", 'start: "yes" | "no" /[0-9]/', r"yes|no[0-9]"),
+    ],
+)
+def test_a_random_model_keeps_to_other_constraints(engine, tokenizer, kind, value, pattern):
+    requests = [constrained(f"s{seed}", constraint(kind, value), seed=seed) for seed in range(8)]
+    tokens = engine().run(*requests)
+    texts = {text_of(tokenizer, tokens[request.request_id]) for request in requests}
+    assert all(re.fullmatch(pattern, text) for text in texts), texts
+    assert len(texts) > 1
+
+
+def test_json_object_is_any_object(engine, tokenizer):
+    request = constrained("r", constraint("json_object", value=True), max_tokens=900, seed=1)
+    assert isinstance(json.loads(text_of(tokenizer, engine(context_length=1024).run(request)["r"])), dict)
+
+
+def test_a_sequence_that_moved_goes_on_with_its_grammar(engine, tokenizer):
+    structured = constraint("json", PERSON)
+    whole = engine().run(constrained("r", structured))["r"]
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        moved = make_request(
+            "r", PROMPT + whole[:cut], 300, num_emitted=cut, structured=structured, temperature=1.0, seed=3,
+            ignore_eos=False,
+        )  # fmt: skip
+        assert engine().run(moved)["r"] == whole[cut:]
+
+
+def test_a_sequence_from_elsewhere_that_does_not_match_ends_with_an_error(engine):
+    manual = engine()
+    moved = make_request(
+        "r", [*PROMPT, 7, 7], 30, num_emitted=2, structured=constraint("regex", "[0-9]{3}"), ignore_eos=False
+    )
+    manual.submit(moved)
+    with pytest.raises(AssertionError, match="does not match its grammar"):
+        manual.step()
+    assert manual.scheduler.load().running_requests == 0
+
+
+def test_preempted_sequences_stay_valid(engine, tokenizer):
+    structured = constraint("json", PERSON)
+    requests = [constrained(f"s{seed}", structured, seed=seed) for seed in range(8)]
+    roomy = engine().run(*requests)
+    manual = engine(kv_blocks=24, context_length=180)
+    tokens = manual.run(
+        *[constrained(f"s{seed}", structured, seed=seed, max_tokens=120) for seed in range(8)]
+    )
+    assert manual.scheduler.load().preemptions > 0
+    for name, found in tokens.items():
+        assert found == roomy[name][:120]
+
+
+def test_a_complete_text_before_min_tokens_is_followed_by_nothing(engine, tokenizer):
+    tokens = engine().run(constrained("r", constraint("choice", ["ab"]), min_tokens=12))["r"]
+    assert len(tokens) >= 12
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == "ab"
+
+
+def test_logprobs_are_those_of_the_free_model(engine):
+    manual = engine()
+    manual.run(constrained("r", constraint("regex", "[0-9]{4}"), logprobs=2))
+    free = engine()
+    free.run(make_request("r", PROMPT, 1, temperature=1.0, seed=3, logprobs=2))
+    assert manual.logprobs["r"][0].top == free.logprobs["r"][0].top
+
+
+# --- what is refused
+
+
+@pytest.fixture
+def grammars(checkpoint) -> Grammars:
+    found = Grammars()
+    assert found.open(checkpoint("llama"), 512, (EOS,))
+    return found
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+HOSTILE = {
+    "nested": ("json", deep(100)),
+    "enum": ("json", {"enum": [f"value number {index}" for index in range(80_000)]}),
+    "many properties": ("json", {"properties": {f"k{i}": {"type": ["string", "null"]} for i in range(20_000)}}),
+    "allOf": ("json", {"allOf": [{"anyOf": [{"properties": {f"a{i}": {"const": j}}} for j in (1, 2)]} for i in range(16)]}),
+    "own reference": ("json", {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+    "foreign reference": ("json", {"$ref": "http://127.0.0.1/schema"}),
+    "not": ("json", {"not": {}}),
+    "unsatisfiable": ("json", {"type": "integer", "minimum": 5, "maximum": 3}),
+    "type": ("json", {"type": "blorp"}),
+    "no schema": ("json", 7),
+    "broken schema": ("json", "{"),
+    "look-ahead": ("regex", "(?=a)b"),
+    "unclosed": ("regex", "(("),
+    "number": ("regex", 3),
+    "no choices": ("choice", []),
+    "empty choice": ("choice", ["a", ""]),
+    "choice of numbers": ("choice", [1]),
+    "unknown rule": ("grammar", "start: foo"),
+    "empty grammar": ("grammar", ""),
+    "neither GBNF nor Lark": ("grammar", ")(*&^ ::= ["),
+    "long grammar": ("grammar", "start: " + '"a" | ' * 20_000 + '"a"'),
+    "kind": ("structural_tag", {"structures": []}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_constraints_are_refused_in_words(grammars, name):
+    request = constrained("r", constraint(*HOSTILE[name]))
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(RequestError, match=r"^response_format: ") as caught:
+            grammars.prepare(request)
+        assert caught.value.http_status == 400
+        assert len(caught.value.message) < 600
+        assert "\n" not in caught.value.message
+    assert not grammars.is_ready(request)
+
+
+@pytest.mark.parametrize("structured", [b"", b"[]", b"{", b"{}", b'{"regex": "' + b"a" * (1 << 20) + b'"}'])
+def test_malformed_constraints_are_refused(grammars, structured):
+    with pytest.raises(RequestError, match="response_format: "):
+        grammars.prepare(constrained("r", structured))
+
+
+def test_grammars_are_compiled_once_and_the_oldest_dropped(grammars, monkeypatch):
+    from penstock.engine.paged.structured import grammars as module
+
+    compiled: list[str] = []
+    real = module.llguidance_grammar
+    monkeypatch.setattr(module, "llguidance_grammar", lambda each: compiled.append(each) or real(each))
+    monkeypatch.setattr(module, "_GRAMMARS_MAX", 2)
+    first, second, third = (constraint("regex", each) for each in ("a", "b", "c"))
+    for structured in (first, second, first, third, first):
+        grammars.prepare(constrained("r", structured))
+    assert compiled == [first, second, third]
+    assert not grammars.is_ready(constrained("r", second))
+    grammars.matcher(second)  # of a sequence that comes back late
+    assert compiled == [first, second, third, second]
+
+
+def test_a_checkpoint_without_tokenizer_or_end_token_takes_no_constraints(tmp_path, checkpoint):
+    assert not Grammars().open(tmp_path, 512, (EOS,))
+    assert not Grammars().open(checkpoint("llama"), 512, ())
+
+
+# --- any schema, any choice of tokens
+
+SCALARS = st.sampled_from(
+    [
+        {"type": "string", "maxLength": 6},
+        {"type": "integer", "minimum": -3, "maximum": 999},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"enum": ["x", 3, None, "a b"]},
+        {"const": "ü"},
+        {"type": "string", "pattern": "^[a-z]{1,4}$"},
+        {"type": ["string", "null"], "maxLength": 3},
+    ]
+)
+
+
+def objects(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    names = st.lists(st.sampled_from(["a", "b", "c d", "é", 'q"q']), unique=True, max_size=3)
+    return st.builds(
+        lambda keys, of, needed: {
+            "type": "object",
+            "properties": dict(zip(keys, of, strict=False)),
+            "required": keys[:needed],
+            "additionalProperties": False,
+        },
+        names,
+        st.lists(children, min_size=3, max_size=3),
+        st.integers(0, 3),
+    )
+
+
+SCHEMAS = st.recursive(
+    SCALARS,
+    lambda children: st.one_of(
+        objects(children),
+        st.builds(
+            lambda items, most: {"type": "array", "items": items, "maxItems": most},
+            children,
+            st.integers(0, 3),
+        ),
+        st.builds(lambda options: {"anyOf": options}, st.lists(children, min_size=1, max_size=3)),
+    ),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint) -> tuple[Grammars, Tokenizer]:
+    grammars = Grammars()
+    grammars.open(checkpoint("llama"), 512, (EOS,))
+    return grammars, Tokenizer.from_file(str(checkpoint("llama") / "tokenizer.json"))
+
+
+@given(schema=SCHEMAS, seed=st.integers(0, 2**32 - 1))
+@settings(deadline=None)
+def test_any_walk_along_the_masks_gives_a_valid_text(shared, schema, seed):
+    grammars, tokenizer = shared
+    structured = constraint("json", schema)
+    request = constrained("r", structured)
+    grammars.prepare(request)
+    table = SequenceTable.allocate(1, 2000, 16)
+    table.requests[0] = request
+    matchers = Matchers(grammars, 512, (EOS,))
+    random = np.random.default_rng(seed)
+    output: list[int] = []
+    while EOS not in output:
+        masks, errors = matchers.masks(table, np.array([0], dtype=np.int32))
+        assert not errors
+        allowed = np.flatnonzero(masks[0])
+        assert len(allowed)
+        # the end as soon as it may come, so that walks are short
+        output.append(EOS if EOS in allowed else int(random.choice(allowed)))
+        assert len(output) < 1900
+        table.token_ids[0, len(output) - 1] = output[-1]
+        table.num_tokens[0] = len(output)
+        if random.random() < 0.1:
+            matchers = Matchers(grammars, 512, (EOS,))  # preempted, or on another worker
+    jsonschema.validate(json.loads(tokenizer.decode(output[:-1], skip_special_tokens=False)), schema)
+
+
+def test_an_error_of_one_matcher_leaves_the_others(shared):
+    grammars, _ = shared
+    table = SequenceTable.allocate(2, 100, 16)
+    for slot, output in enumerate(([], [7, 7])):
+        table.requests[slot] = constrained(str(slot), constraint("regex", "[0-9]{2}"))
+        table.token_ids[slot, : len(output)] = output
+        table.num_tokens[slot] = len(output)
+    masks, errors = Matchers(grammars, 512, (EOS,)).masks(table, np.array([0, 1], dtype=np.int32))
+    assert list(errors) == [1]
+    assert isinstance(errors[1], EngineError)
+    assert 0 < masks[0].sum() < 512
+    assert masks[1].all()
