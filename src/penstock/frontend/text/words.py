@@ -103,20 +103,19 @@ class WordTokens:
 
     def _encode_new(self, text: str, words: list[str]) -> bytes:
         """Give the packed tokens of a text of which some words are not cached, and cache them."""
-        known = {word: tokens for word in set(words) if (tokens := self._words.get(word)) is not None}
-        new = [word for word in dict.fromkeys(words) if word not in known]
-        is_whole = len(new) > _NEW_WORDS_MAX
-        if len(self._words) + _NEW_WORDS_MAX > _WORDS_MAX:
-            self._words = dict(self._special)
+        known = self._words
+        new = list(dict.fromkeys([word for word in words if word not in known]))
         learned = new[:_NEW_WORDS_MAX]
         encodings = self._tokenizer.encode_batch_fast(learned, add_special_tokens=False)
-        for word, encoding in zip(learned, encodings, strict=True):
-            known[word] = _packed(encoding.ids)
-            if len(word) <= _WORD_CHARACTERS_MAX:
-                self._words[word] = known[word]
-        if is_whole:
+        fresh = {word: _packed(encoding.ids) for word, encoding in zip(learned, encodings, strict=True)}
+        if len(known) + len(fresh) > _WORDS_MAX:
+            self._words = dict(self._special)  # a thread that reads the old one goes on with it
+        self._words.update(
+            (word, tokens) for word, tokens in fresh.items() if len(word) <= _WORD_CHARACTERS_MAX
+        )
+        if len(new) > len(learned):
             return self._encode_whole(text, special=False).tobytes()
-        return b"".join([known[word] for word in words])
+        return b"".join([fresh[word] if word in fresh else known[word] for word in words])
 
     def _encode_whole(self, text: str, *, special: bool) -> TokenArray:
         # Only the batch calls release the GIL; the fast one skips character offsets.
