@@ -62,7 +62,7 @@ def placements() -> str:
     return placements_bench.draw(report("placements")["samples"])
 
 
-_MADE = ("planner", "planner_day")
+_MADE = ("planner", "planner_day", "planner_day_300", "planner_steady")
 """Reports of days that are made from a seed."""
 
 

@@ -12,8 +12,8 @@ CASES = {
     ("planner_mooncake", "trace_8b_start60"): "Mooncake's hour, 8B, start 60 s",
     ("planner_mooncake", "trace_8b_start300"): "Mooncake's hour, 8B, start 300 s",
     ("planner_day", "diurnal_70b_start60"): "day with bursts, 70B TP4, start 60 s",
-    ("planner", "diurnal_70b_start300"): "day with bursts, 70B TP4, start 300 s",
-    ("planner", "steady_8b_start60"): "steady, 8B, start 60 s",
+    ("planner_day_300", "diurnal_70b_start300"): "day with bursts, 70B TP4, start 300 s",
+    ("planner_steady", "steady_8b_start60"): "steady, 8B, start 60 s",
     ("planner", "growing_8b_start60"): "prompts grow, 8B, start 60 s",
     ("planner", "alternating_8b_start300"): "documents and chats, 8B, start 300 s",
 }
