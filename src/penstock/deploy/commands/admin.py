@@ -15,6 +15,8 @@ from penstock.core.net.address import Address
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE, admin_token_path, load_admin_token
 from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
 
+DEFAULT_URL = "http://127.0.0.1:8000"
+"""Where commands look for a server unless `--url` says otherwise."""
 _TIMEOUT_S = 10.0
 _UNAUTHORIZED = 401
 _OPERATORS = ("/admin/", "/watch/")

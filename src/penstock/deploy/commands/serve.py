@@ -8,6 +8,7 @@ import sys
 import uvloop
 
 from penstock.deploy.card import served_name
+from penstock.deploy.commands.admin import DEFAULT_URL
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.deploy.supervisor.local_part import LocalPart
 from penstock.graph import Graph
@@ -37,6 +38,8 @@ async def _serve(graph: Graph, *, log_level: str, first_chat: bool, part: LocalP
                 "ready",
                 f"{deployment.url or 'no frontend here'}  model {served_name(graph)}{share}  Ctrl-C stops",
             )
+            if deployment.url:
+                say("penstock", "try", _to_try(graph, deployment.url))
             if first_chat:
                 await _chat_until(stopping.requested, deployment)
             await stopping.requested.wait()
@@ -45,6 +48,13 @@ async def _serve(graph: Graph, *, log_level: str, first_chat: bool, part: LocalP
         if not stopping.requested.is_set():
             raise
     say("penstock", "stopped")
+
+
+def _to_try(graph: Graph, url: str) -> str:
+    """Name what shows the deployment: its page, and the commands of a terminal."""
+    flag = "" if url == DEFAULT_URL else f" --url {url}"
+    page = f"{url}/ in a browser, " if graph.frontend.page.enabled else ""
+    return f"{page}penstock chat{flag}, penstock top{flag}"
 
 
 async def _chat_until(requested: asyncio.Event, deployment: LocalDeployment) -> None:

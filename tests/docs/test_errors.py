@@ -1,0 +1,51 @@
+"""The page of errors has every code of the API, every event that asks somebody to act, and messages as they are in the code."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.core.errors import PenstockError
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "errors.md").read_text()
+ANSWERS, COMMANDS, LOG = re.split(r"(?m)^## .*$", PAGE)[1:]
+SOURCES = "\n".join(path.read_text() for path in sorted(Path(penstock.__path__[0]).rglob("*.py")))
+
+
+def rows(section):
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"(?m)^\| `.*$", section)
+    ]
+
+
+def kinds(of=PenstockError):
+    importlib.import_module("penstock.frontend.errors")
+    yield of
+    for kind in of.__subclasses__():
+        yield from kinds(kind)
+
+
+def test_every_code_of_an_answer_is_listed_with_its_status():
+    listed = {code: cells[1] for cells in rows(ANSWERS) for code in re.findall(r"`(\w+)`", cells[0])}
+    known = {}
+    for kind in kinds():
+        if kind.__module__.startswith("penstock.") and kind.code != "invalid_request_error":
+            known[kind.code] = str(getattr(kind, "status", kind.http_status))
+    assert listed.keys() == known.keys()
+    for code, status in known.items():
+        assert status in listed[code], code
+
+
+@pytest.mark.parametrize("cells", rows(COMMANDS), ids=lambda cells: cells[0])
+def test_each_message_of_a_command_is_in_the_code(cells):
+    said = cells[0].strip("`")
+    assert said in re.sub(r'"\s*\n\s*f?"', "", SOURCES), said
+    assert len(cells[1]) > 3
+
+
+def test_every_event_that_asks_somebody_to_act_is_listed():
+    listed = {event for cells in rows(LOG) for event in re.findall(r"`(\w+)`", cells[0])}
+    assert listed == set(re.findall(r'_log\.error\(\s*"(\w+)"', SOURCES))
