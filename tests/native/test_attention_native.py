@@ -56,8 +56,8 @@ def test_equals_its_twin(heads, kv_heads, head_dim, block_size, window, softcap,
     query = torch.randn(ROWS, heads, head_dim, generator=torch.Generator().manual_seed(2)).to(dtype)
     call = LayerCall(layer=1, scale=head_dim**-0.5, window=window, softcap=softcap)
     native_out, twin_out = torch.empty_like(query), torch.empty_like(query)
-    NativeRows(tables, lengths, memory).attend(call, query, native_out)
-    GatheredRows(tables, lengths, Gather(memory)).attend(call, query, twin_out)
+    NativeRows(tables, lengths, memory).attend(call, 1, query, native_out)
+    GatheredRows(tables, lengths, Gather(memory)).attend(call, 1, query, twin_out)
     torch.testing.assert_close(native_out, twin_out, rtol=0, atol=TOLERANCE[dtype])
 
 
@@ -67,9 +67,9 @@ def test_large_scores_do_not_overflow():
     tables, lengths = _rows(16)
     query = torch.full((ROWS, 4, 16), 100.0)
     out = torch.empty_like(query)
-    NativeRows(tables, lengths, memory).attend(LayerCall(0, 1.0, None, None), query, out)
+    NativeRows(tables, lengths, memory).attend(LayerCall(0, 1.0, None, None), 0, query, out)
     reference = torch.empty_like(query)
-    GatheredRows(tables, lengths, Gather(memory)).attend(LayerCall(0, 1.0, None, None), query, reference)
+    GatheredRows(tables, lengths, Gather(memory)).attend(LayerCall(0, 1.0, None, None), 0, query, reference)
     torch.testing.assert_close(out, reference, rtol=0, atol=1e-4)
 
 
@@ -80,7 +80,7 @@ def test_reads_nothing_beyond_the_length():
     memory.storage[5, :, :, 7:] = torch.nan
     out = torch.empty(2, 4, 16)
     call = LayerCall(2, 0.25, None, None)
-    NativeRows(tables, np.array([17, 7]), memory).attend(call, torch.ones(2, 4, 16), out)
+    NativeRows(tables, np.array([17, 7]), memory).attend(call, 2, torch.ones(2, 4, 16), out)
     assert not out.isnan().any()
 
 

@@ -78,6 +78,8 @@ class BatchedEngine:
         """Bytes per second of loads, probed at the start."""
         self._own = self._config = config or SchedulerConfig()
         self._hash_key = hash_key
+        self._has_groups = False
+        """Whether groups of layers have block tables of their own."""
         self._started: tuple[EngineInfo, BlockPool, Scheduler] | None = None
         self._preparations = (
             None
@@ -111,6 +113,7 @@ class BatchedEngine:
             vocab_size=runner.vocab_size,
             hash_key=self._hash_key,
             windows=runner.windows,
+            groups=runner.groups,
         )
         pool = BlockPool(
             runner.num_blocks,
@@ -127,6 +130,8 @@ class BatchedEngine:
         eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
         scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids, kv=self._kv)
         scheduler.sessions.on_change = self._wake.set
+        self._has_groups = runner.groups is not None
+        scheduler.partial_blocks.keeps_any = not self._has_groups
         await self._say_break_even(runner, limits)
         info = EngineInfo(
             block_size=runner.block_size,
@@ -136,7 +141,7 @@ class BatchedEngine:
             max_running_requests=self._config.max_running_requests,
             prompts_at_once=self._config.prompts_at_once,
             kv_bytes_per_block=runner.kv_bytes_per_block,
-            kv_layout=runner.kv_layout,
+            kv_layout=runner.kv_layout if runner.groups is None else None,
             kv_by_chunk=True,
             lower_tier_blocks=0 if self._kv is None else self._kv.num_own,
             kv_holders=() if self._kv is None else self._kv.shared,
@@ -225,14 +230,16 @@ class BatchedEngine:
         self._started = info, pool, scheduler
         return info
 
+    # KV transfers name the blocks of one table: an engine whose groups of layers have their own sends and takes none
+
     def kv_memory(self) -> Sequence[Sequence[object]]:
-        return self._runner.kv_memory()
+        return () if self._has_groups else self._runner.kv_memory()
 
     def pin(self, block_hashes: HashArray) -> list[BlockId]:
-        return self.scheduler.pins.pin(block_hashes)
+        return [] if self._has_groups else self.scheduler.pins.pin(block_hashes)
 
     def reserve(self, count: int) -> list[BlockId] | None:
-        return self.scheduler.reserve(count)
+        return None if self._has_groups else self.scheduler.reserve(count)
 
     def publish(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:
         self.scheduler.pins.publish(block_ids, block_hashes, parent)
@@ -244,7 +251,7 @@ class BatchedEngine:
 
     @property
     def kv_lender(self) -> KvLender | None:
-        return None if self._kv is None else self._kv.lender
+        return None if self._kv is None or self._has_groups else self._kv.lender
 
     def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvPeerSource) -> list[KvRun]:
         return self._prefix_loads.find(block_hashes, num_before, peer)
@@ -318,7 +325,7 @@ class BatchedEngine:
         # on a thread: memory is taken, files are opened, and weights may be read for their digest
         tiers = await asyncio.to_thread(self._make_tiers, runner, self._runner.kv_memory())
         self._tier_speeds = await asyncio.to_thread(lambda: [tier.probe() for tier in tiers])
-        kv = KvManager(pool, tiers, self._wake.set)
+        kv = KvManager(pool, tiers, self._wake.set, groups=runner.groups)
         given = self._price or PrefillPrice()
 
         def set_price(token_s: float, load_s: float) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 from penstock.core.log import get_logger
 from penstock.core.types.kv.layout import KvLayout
 from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
+from penstock.kv.groups.groups import KvGroups
 from penstock.kv.groups.windows import ONE_TABLE, Windows
 
 _log = get_logger()
@@ -26,8 +27,10 @@ class RunnerInfo:
         context_length: the model's own limit; the engine lowers it to what `num_blocks` can hold.
         kv_layout: None without KV memory.
         embedding_size: as in `EngineInfo`.
-        windows: sliding windows with blocks of their own, for runners that keep no KV.
         structured_outputs: as in `EngineInfo`.
+        windows: sliding windows with blocks of their own.
+        groups: groups of layers with block tables of their own, the first one over the whole context; None for one table. A
+            runner that keeps no KV has `windows` alone.
     """
 
     num_blocks: int
@@ -40,6 +43,7 @@ class RunnerInfo:
     windows: Windows = ONE_TABLE
     embedding_size: int = 0
     structured_outputs: bool = False
+    groups: KvGroups | None = None
 
 
 def end_tokens_within(vocab_size: int, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -318,6 +318,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.cells[block_id, position] == digest, "the tail of another prompt"
             self.hold([block_id])
 
+    def check_told(self, cached_blocks):
+        assert len(self.resident) == cached_blocks
+
     @invariant()
     def state_is_sound(self):
         if self.plan is None:
@@ -342,7 +345,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert load.active_blocks == 0
         assert load.queued_prefill_tokens == 0
         assert load.generated_tokens >= self.generated
-        assert len(self.resident) == load.cached_blocks
+        self.check_told(load.cached_blocks)
         self.scheduler.check()
         event(
             f"preempted {min(load.preemptions, 3)} times or more" if load.preemptions else "never preempted"

@@ -83,7 +83,7 @@ class CellTier:
         for key, block_id in new:
             self.storing.discard(key)
             self.kept[key] = self.cells[block_id].copy()
-        while len(self.kept) > ROOM:
+        while len(self.kept) > self.num_blocks:
             del self.kept[next(iter(self.kept))]
         done([block_id for _, block_id in new])
 

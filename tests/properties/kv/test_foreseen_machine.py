@@ -12,7 +12,7 @@ from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStor
 from penstock.core.wire import pack_hashes
 from penstock.kv.connector.mirror import TierMirror
 from penstock.kv.connector.plans import Planner
-from penstock.kv.connector.told import TierEvents
+from penstock.kv.groups.events import GroupEvents
 from penstock.kv.groups.group import GroupKind, KvGroup
 from penstock.kv.groups.groups import KvGroups
 from penstock.router.index.radix import RadixTree
@@ -39,7 +39,7 @@ class ForeseenMachine(RuleBasedStateMachine):
         self.mirror = TierMirror(1)
         self.mirror.shared = {Tier.OBJECT: Holder.FLEET}
         self.planner = Planner(self.tables, self.mirror, SIZE)
-        self.told = TierEvents(self.tables, SIZE)
+        self.told = GroupEvents(self.tables, SIZE)
         self.index = RadixTree(1000)
         self.slots = {tier: slot for slot, tier in enumerate(TIERS)}
         self.held: dict[Tier, dict[int, None]] = {tier: {} for tier in TIERS}

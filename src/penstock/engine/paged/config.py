@@ -28,3 +28,6 @@ class PagedConfig(Config):
     """Tokens a request may have, prompt and output; None is the model's own limit."""
     threads: int = pydantic.Field(default=1, ge=1)
     """CPU threads of one step. More than the cores that are free makes steps many times slower."""
+    window_tables: bool = True
+    """Whether layers with a sliding window keep the blocks of their window alone, in block tables of their own, where a request of
+    `context_length` tokens then takes less memory. Such an engine takes no part in KV transfers."""

@@ -3,6 +3,7 @@
 On a CPU it is an arena of `penstock.transfer`: other processes of the host map it and copy blocks from and to it directly.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,11 @@ _SPARE_BLOCKS = 1
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """Shape of one token's keys and values, equal in all layers."""
+    """Shape of one token's keys and values, equal in all layers.
+
+    Attributes:
+        num_layers: layers that a block has; all of the model's, unless groups of them have blocks of their own.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -38,13 +43,29 @@ class KvMemory:
     must not be NaN.
     """
 
-    def __init__(self, shape: KvShape, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: KvShape,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        places: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """Allocate and commit all memory now, so that no later prompt finds the machine out of memory.
+
+        Args:
+            shape: of a token, in as many layers as a block has.
+            num_blocks: size.
+            block_size: tokens in a block.
+            device: where the memory is.
+            places: by layer of the model, its block table and its place in a block; empty: all layers in one table, in order.
 
         Raises:
             ConfigError: there is not enough memory.
         """
         self.shape = shape
+        self.places = tuple(places) or tuple((0, layer) for layer in range(shape.num_layers))
+        """By layer of the model: its block table, and its place in a block of it."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.spare_block = num_blocks
@@ -68,9 +89,9 @@ class KvMemory:
         """For other workers."""
         tokens = [self.storage.select(1, layer) for layer in range(shape.num_layers)]
         self.by_token = [(kv[:, 0], kv[:, 1]) for kv in tokens]
-        """By layer: views of keys and values, (num_blocks + 1, block_size, num_kv_heads, head_dim) each."""
+        """By place: views of keys and values, (num_blocks + 1, block_size, num_kv_heads, head_dim) each."""
         self.by_block = [(keys.flatten(1), values.flatten(1)) for keys, values in self.by_token]
-        """By layer: the same as (num_blocks + 1, a block's elements), to gather whole blocks."""
+        """By place: the same as (num_blocks + 1, a block's elements), to gather whole blocks."""
 
     def close(self) -> None:
         """Release the memory; mappings of other processes stay valid until they unmap. Safe twice."""
@@ -85,9 +106,9 @@ class Gather:
         self.memory = memory
         self._scratch = memory.storage.new_empty(2, 0, 0)
 
-    def __call__(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, place: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of the blocks, (n, a block's elements) each; valid until the next call."""
-        keys, values = self.memory.by_block[layer]
+        keys, values = self.memory.by_block[place]
         count = len(block_ids)
         if count > self._scratch.shape[1]:
             self._scratch = keys.new_empty(2, count, keys.shape[1])

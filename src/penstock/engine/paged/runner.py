@@ -1,7 +1,7 @@
 """The paged engine's runner: build the batch, run the model over paged KV, sample."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from penstock.engine.paged.cores import keep_to_cores
 from penstock.engine.paged.fence import Fence, make_fence
 from penstock.engine.paged.memory import Gather, KvMemory, plan_blocks
 from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.engine.paged.model.groups import LayerGroups
 from penstock.engine.paged.model.models import PagedModel
 from penstock.engine.paged.model.weights import load_model, read_config
 from penstock.engine.paged.step.batch import BatchBuilder, StepBatch
@@ -33,16 +34,16 @@ class DeviceTokens:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffer = torch.empty(4, 0, dtype=torch.int64, device=device)
+        self._buffer = torch.empty(0, 0, dtype=torch.int64, device=device)
 
     def put(self, tokens: NDArray[np.int64]) -> torch.Tensor:
-        """Return (4, bucket) tokens on the device; on a CPU that is the builder's buffer itself."""
+        """Return (rows, bucket) tokens on the device; on a CPU that is the builder's buffer itself."""
         host = torch.from_numpy(tokens)
         if self._device.type == "cpu":
             return host
         size = host.shape[1]
         if size > self._buffer.shape[1]:
-            self._buffer = torch.empty(4, size, dtype=torch.int64, device=self._device)
+            self._buffer = torch.empty(len(host), size, dtype=torch.int64, device=self._device)
         return self._buffer[:, :size].copy_(host)
 
 
@@ -106,7 +107,9 @@ class PagedRunner:
                 context_tokens=context_length,
                 hint="short requests lose some quality; a smaller context_length takes the short ones",
             )
-        block_bytes = model.kv_shape.block_bytes(config.block_size)
+        groups = LayerGroups.of(model.layer_windows, context_length, divide=config.window_tables)
+        kv_shape = replace(model.kv_shape, num_layers=groups.layers_per_block)
+        block_bytes = kv_shape.block_bytes(config.block_size)
         num_blocks = plan_blocks(
             block_bytes,
             kv_blocks=config.kv_blocks,
@@ -114,7 +117,7 @@ class PagedRunner:
             device=model.device,
             sharing_engines=config.sharing_engines,
         )
-        memory = KvMemory(model.kv_shape, num_blocks, config.block_size, model.device)
+        memory = KvMemory(kv_shape, num_blocks, config.block_size, model.device, groups.places)
         eos_token_ids = end_tokens_within(model.vocab_size, checkpoint.eos_token_ids)
         structured = self._grammars.open(checkpoint.path, model.vocab_size, eos_token_ids)
         columns = SamplingColumns(
@@ -143,6 +146,8 @@ class PagedRunner:
             kv_layout=memory.layout,
             embedding_size=model.embedding_size,
             structured_outputs=structured,
+            windows=groups.held_windows(),
+            groups=groups.kv_groups(config.block_size),
         )
 
     def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:

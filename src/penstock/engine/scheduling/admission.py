@@ -1,5 +1,7 @@
 """Admission of waiting requests into the batch, in queue order, as soon as blocks and a slot are free."""
 
+from collections.abc import Sequence as SequenceOf
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +16,7 @@ from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pins import Pins
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.sessions.sessions import Sessions
+from penstock.kv.windows.pins import WindowPins
 
 
 class Admission:
@@ -33,14 +36,17 @@ class Admission:
         kv: KvManager | None,
     ) -> None:
         self.config = config
-        self.pins = Pins(pool, self.look_again)
-        """Blocks pinned for KV transfers."""
+        self.prefixes = Prefixes(waiting, pool, kv, limits, config)
+        """Cached blocks of waiting requests."""
+        windows = self.prefixes.windows
+        self.pins = (
+            Pins(pool, self.look_again) if windows is None else WindowPins(pool, windows, self.look_again)
+        )
+        """Blocks pinned for KV transfers and sessions."""
         self.partial_blocks = PartialBlocks(self.pins)
         """Pinned partial blocks, which have no hash."""
         self.sessions = Sessions(pool, self.pins, config.sessions)
         """Blocks kept for sessions of agents."""
-        self.prefixes = Prefixes(waiting, pool, kv, limits, config)
-        """Cached blocks of waiting requests."""
         self.prefix_hit_tokens = 0
         """Tokens found in the prefix cache, since start."""
         self._waiting = waiting
@@ -85,6 +91,11 @@ class Admission:
             windows = self.prefixes.window_blocks(sequence, len(hits) + cached.num_lower)
             needed = known // size + 1 - len(hits) - len(cached.targets or ()) - bool(lent_tokens) + windows
             free = self._pool.num_available - self._pool.count_idle(hits)
+            if cached.windows:
+                held = [block_id for group in cached.windows for block_id in group]
+                free -= self._pool.count_idle(held)
+                # alone it shares them with nobody: each falls behind the window before another takes its place
+                needed -= 0 if self._slots.running else len(held)
             if needed + reserved > free:
                 if self.prefixes.give_way(sequence):
                     continue
@@ -100,11 +111,13 @@ class Admission:
                 slot = self._admit_loading(sequence, cached, windows)
             else:
                 count = min(budget, self.config.prompt_budget, known - len(hits) * size - lent_tokens)
-                slot = self._admit(sequence, hits, windows, lent_tokens, count)
+                slot = self._admit(sequence, cached, windows, lent_tokens, count)
                 budget -= count
                 slots.append(slot)
                 counts.append(count)
             reserved += 1 + known // size + 1 - int(self._slots.table.num_blocks[slot])
+            if self._slots.tables is not None:
+                reserved += self._slots.tables.num_owed(slot)
         return slots, counts
 
     def count_free(self) -> int:
@@ -115,7 +128,10 @@ class Admission:
         """Count the blocks that running requests will need: for the rest of their prefill, and one more each."""
         running, table = self._slots.running_array(), self._slots.table
         lacking = table.num_tokens[running] // self._limits.block_size + 1 - table.num_blocks[running]
-        return len(running) + int(np.maximum(lacking, 0).sum())
+        reserved = len(running) + int(np.maximum(lacking, 0).sum())
+        if self._slots.tables is not None:
+            reserved += sum(map(self._slots.tables.num_owed, self._slots.running))
+        return reserved
 
     def end_chunks(self, slots: NDArray[np.int32]) -> None:
         """Free the blocks that windows needed for a prompt's chunks alone, of requests that sample their first token."""
@@ -140,12 +156,22 @@ class Admission:
             return 0
         return lent_tokens
 
-    def _admit(
-        self, sequence: Sequence, hits: list[BlockId], windows: int, lent_tokens: int, num_new: int
-    ) -> int:
+    def readmit(self, sequence: Sequence, expected: int) -> int:
+        """Give a request whose load of `expected` tokens has failed, and that has just left its slot, one again with what the device has."""
+        self.prefix_hit_tokens -= expected
+        sequence.is_short = True
+        if not sequence.has_begun:
+            sequence.cached_tokens = None
+        self._waiting.push_front(sequence)
+        cached = self.prefixes.find(sequence)
+        windows = self.prefixes.window_blocks(sequence, len(cached.hits))
+        return self._admit(sequence, cached, windows, lent_tokens=0, num_new=0)
+
+    def _admit(self, sequence: Sequence, found: Cached, windows: int, lent_tokens: int, num_new: int) -> int:
         """Give a waiting request a slot, its cached blocks, and blocks for its first `num_new` tokens."""
+        hits = found.hits
         cached = len(hits) * self._limits.block_size
-        slot = self._assign_slot(sequence, hits, cached, windows)
+        slot = self._assign_slot(sequence, found, cached, windows)
         if lent_tokens:
             block_id = self.partial_blocks.take_lent(sequence.request.request_id)
             self._slots.add_partial_block(slot, block_id, lent_tokens)
@@ -153,22 +179,45 @@ class Admission:
         block_ids = self._pool.allocate(lacking)
         assert block_ids is not None, "admitted without room"
         self._slots.add_blocks(slot, block_ids)
+        if self._slots.tables is not None:
+            has_all = self._slots.tables.reach(slot, int(self._slots.table.num_blocks[slot]))
+            assert has_all, "admitted without room"
         return slot
 
-    def _assign_slot(self, sequence: Sequence, hits: list[BlockId], cached: int, windows: int) -> int:
+    def _assign_slot(self, sequence: Sequence, found: Cached, cached: int, windows: int) -> int:
         """Give a waiting request a slot, its cached blocks on the device and `windows` blocks; it need not compute `cached` tokens."""
+        hits = found.hits
         self._waiting.remove(sequence)
         self._pool.acquire(hits)
+        for held in found.windows:
+            self._pool.acquire(held)
         self.prefixes.pass_on(sequence)
         self.prefix_hit_tokens += cached
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(cached, sequence.num_prompt)
         slot = self._slots.assign(sequence, hits)
-        if windows:
-            block_ids = self._pool.allocate(windows)
-            assert block_ids is not None, "admitted without room"
-            self._slots.add_windows(slot, block_ids)
+        if windows and (found.end is None or not found.runs):
+            self._add_windows(slot, sequence, found, windows)
         return slot
+
+    def _add_windows(
+        self, slot: int, sequence: Sequence, found: Cached, windows: int, loading: SequenceOf[BlockId] = ()
+    ) -> None:
+        """Give a slot `windows` blocks for its windows, those of its prefix included: on the device, or `loading`."""
+        tables, prefixes = self._slots.tables, self.prefixes.windows
+        num_held = sum(map(len, found.windows)) + len(loading)
+        spare = self._pool.allocate(max(windows - num_held, 0))
+        assert spare is not None, "admitted without room"
+        if tables is None or prefixes is None or found.end is None:
+            self._slots.add_windows(slot, spare)
+            return
+        self._slots.in_chunks.add(slot)
+        held = prefixes.by_group(loading, found.end) if found.runs else found.windows
+        tables.admit(slot, spare, held, found.end, are_hits=not found.runs)
+        known, size = len(sequence.token_ids), self._limits.block_size
+        for end in (found.num_found, (known - 1) // size, known // size):
+            if end > found.end:
+                tables.keep_at(slot, end)
 
     def _admit_loading(self, sequence: Sequence, cached: Cached, windows: int) -> int:
         """Give a waiting request a slot and load its blocks from lower tiers; it computes once they have arrived."""
@@ -176,9 +225,16 @@ class Admission:
         size, request_id = self._limits.block_size, sequence.request.request_id
         self.partial_blocks.free_lent(request_id)
         if sequence.cached_tokens is None and cached.targets is None:
-            self._kv.count(cached.runs, sequence.num_prompt - len(cached.hits) * size)
+            lacking = sequence.num_prompt - len(cached.hits) * size
+            self._kv.count(cached.runs, min(cached.num_lower * size, lacking))
         num_cached = (len(cached.hits) + cached.num_lower) * size
-        slot = self._assign_slot(sequence, cached.hits, num_cached, windows)
+        slot = self._assign_slot(sequence, cached, num_cached, windows)
+        if cached.end is not None:
+            tokens = cached.num_lower * size
+            targets = self._kv.begin(request_id, cached.runs, whole_tokens=tokens)
+            self._slots.add_blocks(slot, targets[: cached.num_lower])
+            self._add_windows(slot, sequence, cached, windows, targets[cached.num_lower :])
+            return slot
         targets = self._kv.begin(request_id, cached.runs) if cached.targets is None else cached.targets
         self._slots.add_blocks(slot, targets)
         return slot

@@ -66,19 +66,25 @@ class Loading:
                 held.difference_update(holders())
         return len(held)
 
-    def take_arrived(self, waiting: Callable[[Arrival], None]) -> tuple[list[int], int]:
+    def begin_again(self, slot: int) -> None:
+        """Tell of a slot that was given again to a request whose load has failed."""
+        self._unstepped.add(slot)
+
+    def take_arrived(self, waiting: Callable[[Arrival], None]) -> tuple[list[int], int, list[int]]:
         """Count what was loaded as computed, also of loads that go on.
 
         Args:
             waiting: called with what has arrived of requests that still wait.
 
         Returns:
-            the slots of which more was loaded since the last call, and the tokens that loads which have ended did not bring.
+            the slots of which more was loaded since the last call, the tokens that loads which have ended did not bring, and
+            the slots whose load is of no use, in a model with several groups of layers: they need all of it.
         """
         arrived: list[int] = []
+        failed: list[int] = []
         lacking = 0
         if self._kv is None:
-            return arrived, lacking
+            return arrived, lacking, failed
         slot_of = {self._slots.request_ids[slot]: slot for slot in self._slots.running}
         table, size = self._slots.table, self._limits.block_size
         for arrival in self._kv.take_arrived():
@@ -86,7 +92,14 @@ class Loading:
             if slot is None:
                 waiting(arrival)
                 continue
-            table.num_computed[slot] += arrival.num_blocks * size
+            if self._slots.tables is not None:
+                num_lower = int(table.num_blocks[slot] - self._slots.num_published[slot])
+                if arrival.num_blocks < num_lower + self._slots.tables.num_blocks(slot):
+                    failed.append(slot)
+                    continue
+                table.num_computed[slot] = table.num_blocks[slot] * size
+            else:
+                table.num_computed[slot] += arrival.num_blocks * size
             arrived.append(slot)
             if not arrival.is_over:
                 continue
@@ -96,7 +109,7 @@ class Loading:
             if sequence.cached_tokens is not None:
                 sequence.cached_tokens = min(sequence.cached_tokens, int(table.num_computed[slot]))
             self._unstepped.add(slot)
-        return arrived, lacking
+        return arrived, lacking, failed
 
     def leave(self, slot: int, *, offloads: bool) -> None:
         """Cancel the load of a slot that is about to be freed, and offload its full blocks if it `offloads`."""
@@ -106,4 +119,5 @@ class Loading:
         self._kv.cancel(self._slots.request_ids[slot])
         count = int(self._slots.num_published[slot])
         if count and offloads:
-            self._kv.offload(self._slots.sequence(slot).block_hashes[:count])
+            hashes, tables = self._slots.sequence(slot).block_hashes[:count], self._slots.tables
+            self._kv.offload(hashes, [] if tables is None else list(tables.kept(slot, hashes)))

@@ -11,10 +11,11 @@ from penstock.core.ids import BlockId, RequestId
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.queue import WaitingQueue
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
-from penstock.kv.manager.loader import Arrival
+from penstock.kv.manager.loader import Arrival, ChosenPrefix
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.manager.prefix_load import leading_runs
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.windows.prefixes import WindowPrefixes
 from penstock.seams.kv import KvRun
 
 
@@ -24,15 +25,23 @@ class Cached(NamedTuple):
     hits:    leading blocks on the device
     runs:    blocks after them in lower tiers that are worth loading
     targets: where these are being loaded already; None if they are not
+    end:     of a model with several groups of layers, length of the prefix in blocks; None for others
+    num_found: then also the leading blocks of the first group that are held, at least `end`
+    windows: then by group the blocks of the prefix's last window on the device; empty if they are loaded
     """
 
     hits: list[BlockId]
     runs: SequenceOf[KvRun]
     targets: list[BlockId] | None
+    end: int | None = None
+    num_found: int = 0
+    windows: SequenceOf[SequenceOf[BlockId]] = ()
 
     @property
     def num_lower(self) -> int:
-        """Blocks that are loaded from lower tiers."""
+        """Blocks of tokens that are loaded from lower tiers."""
+        if self.end is not None:
+            return self.end - len(self.hits)
         return sum(run.num_blocks for run in self.runs) if self.targets is None else len(self.targets)
 
 
@@ -95,7 +104,9 @@ class Prefixes:
         self._pool = pool
         self._kv = kv
         self._limits = limits
-        self._ahead_max = 0 if kv is None else config.prefetched_requests
+        self.windows = None if limits.groups is None else WindowPrefixes(pool, limits.groups)
+        """Finds windows of groups of layers; None for models with one table of blocks."""
+        self._ahead_max = 0 if kv is None or self.windows is not None else config.prefetched_requests
         self._held: dict[RequestId, _Held] = {}
         self._may_look = False
 
@@ -118,6 +129,8 @@ class Prefixes:
         sequence.hash_blocks(sequence.token_ids, cacheable, self._limits)
         hashes = sequence.block_hashes[:cacheable]
         hits = self._pool.match(hashes)
+        if self.windows is not None:
+            return self._find_grouped(self.windows, sequence, hits, ahead)
         if self._kv is None or (held is not None and held.is_short):
             return Cached(hits, (), None)
         return Cached(hits, self._kv.choose_runs(hashes, hits, known, ahead), None)
@@ -230,8 +243,26 @@ class Prefixes:
             assert held.sequence in self._waiting, "a prefix is held for a request that does not wait"
         assert self.num_taken == sum(held.num_taken for held in self._held.values()), "miscounted"
 
+    def _find_grouped(
+        self,
+        windows: WindowPrefixes,
+        sequence: Sequence,
+        hits: list[BlockId],
+        ahead: SequenceOf[tuple[int, int]],
+    ) -> Cached:
+        """Find the longest prefix that is held in all groups of layers."""
+        known = len(sequence.token_ids)
+        hashes = sequence.block_hashes[: (known - 1) // self._limits.block_size]
+        if self._kv is None or sequence.is_short:
+            chosen = ChosenPrefix(windows.longest(hashes, len(hits)), (), len(hits))
+        else:
+            chosen = self._kv.choose_prefix(hashes, len(hits), known, ahead)
+        held = () if chosen.runs else windows.windows(hashes, chosen.end)
+        return Cached(hits[: chosen.end], chosen.runs, None, chosen.end, chosen.num_found, held)
+
     def _begin(self, sequence: Sequence, ahead: SequenceOf[tuple[int, int]]) -> _Held:
-        hits, runs, _ = self.find(sequence, ahead)
+        cached = self.find(sequence, ahead)
+        hits, runs = cached.hits, cached.runs
         targets: list[BlockId] = []
         num_taken = self._pool.count_idle(hits)
         self._pool.acquire(hits)

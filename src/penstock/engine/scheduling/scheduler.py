@@ -28,6 +28,7 @@ from penstock.engine.scheduling.queue import WaitingQueue
 from penstock.engine.scheduling.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
 from penstock.engine.scheduling.shortest_first_queue import ShortestFirstQueue
 from penstock.engine.scheduling.slots import Int32s, Slots
+from penstock.kv.groups.events import GroupEvents
 from penstock.kv.manager.manager import KvManager
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.use import BlockUse
@@ -69,12 +70,13 @@ class Scheduler:
         self._arrivals = count()
         self._by_id: dict[RequestId, Sequence] = {}
         self._waiting: WaitingQueue[Sequence] = WaitingQueue()
-        self._slots = Slots(config.max_running_requests, limits, is_eos)
+        self._slots = Slots(config.max_running_requests, limits, is_eos, pool)
         self._under_way: StepPlan | None = None
         self._aborted_slots: set[int] = set()  # aborted during the current step
         self._admission = Admission(self._waiting, self._slots, pool, limits=limits, config=config, kv=kv)
         self.pins, self.partial_blocks = self._admission.pins, self._admission.partial_blocks
         self.sessions, self._prefixes = self._admission.sessions, self._admission.prefixes
+        self._told = None if limits.groups is None else GroupEvents(limits.groups, limits.block_size)
         self._retention = Retention(pool, config.sessions)
         self._budget = Budget(self._waiting, self._slots, self._admission, config)
         self._loading = Loading(kv, self._slots, limits)
@@ -216,7 +218,7 @@ class Scheduler:
         self._steps += 1
         self._prefilled_tokens += int(plan.num_new[plan.num_decode :].sum())
         self.table.num_computed[plan.slots] += plan.num_new
-        self._publish(plan.slots)
+        self._slots.publish(plan.slots)
         if self._aborted_slots:
             rows = rows[np.isin(plan.slots[rows], list(self._aborted_slots), invert=True)]
             self._vacate_aborted()
@@ -317,9 +319,7 @@ class Scheduler:
         lacking = -(-ends // self._limits.block_size) - table.num_blocks[slots]
         for row in np.flatnonzero(lacking > 0).tolist():
             while row < len(self._slots.running):  # rows admitted in this step come last and fit anyway
-                block_ids = self._pool.allocate(int(lacking[row]))
-                if block_ids is not None:
-                    self._slots.add_blocks(int(slots[row]), block_ids)
+                if self._slots.extend(int(slots[row]), int(lacking[row])):
                     break
                 if self._prefixes.give_way():
                     continue
@@ -341,25 +341,20 @@ class Scheduler:
 
     def _publish_arrived(self) -> None:
         """Publish blocks that were loaded from lower tiers, and let requests with all of theirs compute the rest."""
-        slots, lacking = self._loading.take_arrived(self._prefixes.arrived)
+        slots, lacking, failed = self._loading.take_arrived(self._prefixes.arrived)
+        for slot in failed:
+            self._give_up_prefix(slot)
         if slots:
             self._admission.prefix_hit_tokens -= lacking
-            self._publish(np.array(slots, dtype=np.int32))
+            self._slots.publish(np.array(slots, dtype=np.int32))
+
+    def _give_up_prefix(self, slot: int) -> None:
+        """Let a request go on with what the device has, since a load brought not all that its groups of layers need."""
+        sequence, num_blocks = self._slots.sequence(slot), int(self.table.num_blocks[slot])
+        self._vacate(slot)
+        self._loading.begin_again(self._admission.readmit(sequence, num_blocks * self._limits.block_size))
 
     # ---- outcomes -------------------------------------------------------------------------------------
-
-    def _publish(self, slots: Int32s) -> None:
-        """Put newly full blocks into the prefix cache."""
-        num_full = self.table.num_computed[slots] // self._limits.block_size
-        for row in np.flatnonzero(num_full > self._slots.num_published[slots]).tolist():
-            slot, end = int(slots[row]), int(num_full[row])
-            start = int(self._slots.num_published[slot])
-            sequence = self._slots.sequence(slot)
-            sequence.hash_blocks(self.table.token_ids[slot], end, self._limits)
-            hashes = sequence.block_hashes
-            block_ids = self.table.block_tables[slot, start:end].tolist()
-            self._pool.commit(block_ids, hashes[start:end], int(hashes[start - 1, 0]) if start else None)
-            self._slots.num_published[slot] = end
 
     def _append(self, plan: StepPlan, rows: NDArray[np.intp], sampled: Sampled) -> list[Delta]:
         """Append the sampled tokens, build their deltas, and end finished requests."""
@@ -397,6 +392,8 @@ class Scheduler:
         events = self._pool.take_events()
         if self._kv is not None:
             events = self._kv.with_events(events)
+        if self._told is not None:
+            events = tuple(self._told.translate(events))
         return Step(deltas=tuple(deltas), events=events, load=self.load(), prefilling=prefilling)
 
     def _end_rows(self, plan: StepPlan, errors: Mapping[int, PenstockError]) -> list[Delta]:
@@ -432,6 +429,7 @@ class Scheduler:
     def _end(self, slot: int, *, is_done: bool = True) -> None:
         """Free the slot and blocks of a request that has ended, but for what its session keeps."""
         sequence, size = self._slots.sequence(slot), self._limits.block_size
+        self._slots.keep_window(slot)
         self.sessions.hold(
             sequence.request,
             sequence.block_hashes[: self._slots.num_published[slot]],
@@ -445,6 +443,7 @@ class Scheduler:
     def _vacate(self, slot: int, use: BlockUse | None = None) -> None:
         """Free a slot and its blocks, at the end of the request's use of them; `use` is None if the request comes back."""
         request = self._slots.sequence(slot).request
+        self._slots.keep_window(slot)
         self._loading.leave(slot, offloads=not self.sessions.is_ephemeral(request))
         self._pool.release(self._slots.vacate(slot), use)
         self._admission.look_again()

@@ -15,6 +15,7 @@ from penstock.core.hashing import block_hashes
 from penstock.core.types.requests import Request, SamplingParams, TokenLogprob
 from penstock.core.wire import HashArray, TokenArray, unpack_hashes, unpack_tokens
 from penstock.engine.scheduling.sampling import checked_sampling
+from penstock.kv.groups.groups import KvGroups
 from penstock.kv.groups.windows import ONE_TABLE, Windows
 
 _CHOICE_MAX = (1 << 31) - 1
@@ -32,6 +33,8 @@ class SequenceTable:
     num_prompt:   (slots,) int32, tokens before the output, `num_emitted` tokens excluded; the output position
                   of the token that a step samples is num_tokens - num_prompt
     requests:     the request in each slot, None for a free one
+    window_tables: (groups, slots, max_blocks) int32, block ids of groups of layers with a window; only those within the window
+                  are there, all others are 0. block_tables are then those of the layers over the whole context
 
     A sequence's row only grows while it keeps its slot. A preempted sequence returns later in any slot, with its output in
     token_ids and num_computed set to its prefix-cache hit. So state that a runner keeps by slot is valid only while
@@ -45,9 +48,16 @@ class SequenceTable:
     num_blocks: NDArray[np.int32]
     num_prompt: NDArray[np.int32]
     requests: list[Request | None]
+    window_tables: NDArray[np.int32]
 
     @classmethod
-    def allocate(cls, slots: int, context_length: int, block_size: int) -> "SequenceTable":
+    def allocate(
+        cls,
+        slots: int,
+        context_length: int,
+        block_size: int,
+        window_tables: NDArray[np.int32] | None = None,
+    ) -> "SequenceTable":
         max_blocks = -(-context_length // block_size)
         return cls(
             token_ids=np.zeros((slots, context_length), dtype=np.int32),
@@ -57,6 +67,9 @@ class SequenceTable:
             num_blocks=np.zeros(slots, dtype=np.int32),
             num_prompt=np.zeros(slots, dtype=np.int32),
             requests=[None] * slots,
+            window_tables=np.zeros((0, slots, max_blocks), np.int32)
+            if window_tables is None
+            else window_tables,
         )
 
 
@@ -99,7 +112,12 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SequenceLimits:
-    """Bounds of every request of an engine. `kv_tokens` is the capacity of all blocks, less those of one request's windows."""
+    """Bounds of every request of an engine.
+
+    kv_tokens: capacity of all blocks, less those of one request's windows
+    windows:   what sliding windows take beside the blocks of the tokens
+    groups:    groups of layers with tables of their own; None: `windows` are counted alone, for runners that keep no KV
+    """
 
     block_size: int
     model_context_length: int
@@ -107,6 +125,7 @@ class SequenceLimits:
     vocab_size: int
     hash_key: bytes
     windows: Windows = ONE_TABLE
+    groups: KvGroups | None = None
 
     @property
     def context_length(self) -> int:
@@ -129,6 +148,7 @@ class Sequence:
     has_begun:     a step has computed some of it, or the current one does
     since_tokens:  prompt tokens that the engine had computed in total when it arrived
     rank:          order in a shortest-first queue; None otherwise
+    is_short:      a load of its prefix ended without all blocks; there is no second one
     """
 
     request: Request
@@ -144,6 +164,7 @@ class Sequence:
     has_begun: bool = False
     since_tokens: int = 0
     rank: float | None = None
+    is_short: bool = False
 
     @classmethod
     def of(

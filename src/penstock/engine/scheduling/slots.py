@@ -10,13 +10,15 @@ from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.requests import Delta, FinishReason
 from penstock.core.wire import PackedTokens
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits, SequenceTable
+from penstock.kv.pool.pool import BlockPool
+from penstock.kv.windows.tables import WindowTables
 
 Int32s = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
 
 class Slots:
-    """Assigns slots to sequences and keeps their columns. The scheduler owns the pool and passes blocks in and out.
+    """Assigns slots to sequences and keeps their columns. Callers take blocks from the pool and give them back, unless a method says so.
 
     running:       slots in use, oldest arrival first
     request_ids:   by slot
@@ -25,10 +27,18 @@ class Slots:
     unbegun:       slots of sequences that no step has computed yet
     windows:       by slot, blocks of the sequence's sliding windows; empty for models with one table of blocks
     in_chunks:     slots whose windows have blocks for chunks of a prompt
+    tables:        tables of groups of layers with a window, in place of `windows`; None for models with one table of blocks, and
+                   for runners that keep no KV
     """
 
-    def __init__(self, count: int, limits: SequenceLimits, is_eos: Bools) -> None:
-        self.table = SequenceTable.allocate(count, limits.context_length, limits.block_size)
+    def __init__(self, count: int, limits: SequenceLimits, is_eos: Bools, pool: BlockPool) -> None:
+        self._pool = pool
+        self.tables: WindowTables | None = None
+        if limits.groups is not None:
+            max_blocks = limits.blocks_for(limits.context_length)
+            self.tables = WindowTables(pool, limits.groups, count, max_blocks)
+        window_tables = None if self.tables is None else self.tables.block_ids
+        self.table = SequenceTable.allocate(count, limits.context_length, limits.block_size, window_tables)
         self.running: list[int] = []
         self.request_ids = [RequestId("")] * count
         self.num_published = np.zeros(count, dtype=np.int32)
@@ -109,6 +119,31 @@ class Slots:
         self.table.block_tables[slot, start:end] = block_ids
         self.table.num_blocks[slot] = end
 
+    def extend(self, slot: int, count: int) -> bool:
+        """Append so many blocks of the pool to a slot, in every group of layers; False if the pool has too few."""
+        if self.tables is not None and not self.tables.reach(slot, int(self.table.num_blocks[slot]) + count):
+            return False
+        block_ids = self._pool.allocate(count)
+        if block_ids is None:
+            return False
+        self.add_blocks(slot, block_ids)
+        return True
+
+    def publish(self, slots: Int32s) -> None:
+        """Put newly full blocks into the pool's prefix cache."""
+        num_full = self.table.num_computed[slots] // self._limits.block_size
+        for row in np.flatnonzero(num_full > self.num_published[slots]).tolist():
+            slot, end = int(slots[row]), int(num_full[row])
+            start = int(self.num_published[slot])
+            sequence = self.sequence(slot)
+            sequence.hash_blocks(self.table.token_ids[slot], end, self._limits)
+            hashes = sequence.block_hashes
+            block_ids = self.table.block_tables[slot, start:end].tolist()
+            self._pool.commit(block_ids, hashes[start:end], int(hashes[start - 1, 0]) if start else None)
+            self.num_published[slot] = end
+            if self.tables is not None:
+                self.tables.advance(slot, end, hashes)
+
     def add_partial_block(self, slot: int, block_id: BlockId, num_tokens: int) -> None:
         """Append a block whose first `num_tokens` tokens are computed."""
         self.add_blocks(slot, [block_id])
@@ -120,11 +155,19 @@ class Slots:
         self.in_chunks.add(slot)
 
     def take_windows(self, slot: int, keep: int = 0) -> list[BlockId]:
-        """Take the blocks of a slot's windows but the first `keep`, which its answer needs."""
-        blocks = self.windows[slot]
+        """Take the blocks of a slot's windows but `keep`, which its answer needs."""
         self.in_chunks.discard(slot)
+        if self.tables is not None:
+            return self.tables.trim(slot, keep) if keep else self.tables.leave(slot)
+        blocks = self.windows[slot]
         self.windows[slot] = blocks[:keep]
         return blocks[keep:]
+
+    def keep_window(self, slot: int) -> None:
+        """Cache the last window of a slot's full blocks in every group of layers, for requests with the same beginning."""
+        if self.tables is not None:
+            count = int(self.num_published[slot])
+            self.tables.keep(slot, count, self.sequence(slot).block_hashes[:count])
 
     def append(self, slots: Int32s, token_ids: Int32s) -> tuple[Bools, Bools]:
         """Append one token to each of the slots.
@@ -171,6 +214,8 @@ class Slots:
             row = self.table.block_tables[slot, : self.table.num_blocks[slot]].tolist()
             for block_id in [*row, *self.windows[slot]]:
                 held[block_id] = held.get(block_id, 0) + 1
+        for block_id, number in ({} if self.tables is None else self.tables.holders()).items():
+            held[block_id] = held.get(block_id, 0) + number
         return held
 
     def check(self) -> None:
@@ -190,6 +235,8 @@ class Slots:
             assert computed <= blocks * size, f"slot {slot}: {computed} tokens in {blocks} blocks"
             assert published == computed // size, f"slot {slot}: {published} blocks for {computed} tokens"
             assert not table.block_tables[slot, blocks:].any(), f"slot {slot}: blocks past num_blocks"
+            if self.tables is not None:
+                self.tables.check(slot, published, blocks)
         for slot in self._free:
             assert self._sequences[slot] is None, f"slot {slot} is free and taken"
             assert table.requests[slot] is None, f"slot {slot} is free and has a request in the table"

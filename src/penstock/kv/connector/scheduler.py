@@ -21,7 +21,7 @@ from penstock.kv.connector.mirror import TierMirror
 from penstock.kv.connector.orders import Loaded, LoadOrder, LoadRun, Orders, Report
 from penstock.kv.connector.plans import LoadPlan, Planner
 from penstock.kv.connector.saves import DeviceCache, Saves
-from penstock.kv.connector.told import TierEvents
+from penstock.kv.groups.events import GroupEvents
 from penstock.kv.groups.group import GroupKind, KvGroup
 from penstock.kv.groups.groups import KvGroups
 from penstock.kv.manager.counters import TierCounters
@@ -109,7 +109,7 @@ class KvConnectorScheduler:
         self._cancelled: list[int] = []
         self._is_clearing = False
         self._next_id = 0
-        self._told = TierEvents(self._groups, block_size)
+        self._told = GroupEvents(self._groups, block_size)
         self._events: list[KvEvent] = []
         self._ordered_s = self._stepped_s = self._heard_s = clock()
         self._asked_s: float | None = None

@@ -36,8 +36,14 @@ class Windows:
 
     def tokens_beside(self, num_blocks: int, step_tokens: int, block_size: int) -> int:
         """Count the tokens of the longest request that `num_blocks` blocks hold with its windows."""
-        size = num_blocks * block_size
-        return max(num_blocks - self.blocks(size, step_tokens, block_size), 0) * block_size
+        least, most = 0, num_blocks
+        while least < most:
+            middle = (least + most + 1) // 2
+            if middle + self.blocks(middle * block_size, step_tokens, block_size) <= num_blocks:
+                least = middle
+            else:
+                most = middle - 1
+        return least * block_size
 
 
 ONE_TABLE = Windows()

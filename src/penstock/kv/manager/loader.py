@@ -13,9 +13,10 @@ from penstock.core.ids import BlockId, RequestId
 from penstock.core.wire import HashArray
 from penstock.kv.manager.clock import Clock
 from penstock.kv.manager.counters import TierCounters
-from penstock.kv.manager.prefix_load import PrefixLoad, find_runs
+from penstock.kv.manager.prefix_load import PrefixLoad, always, find_runs
 from penstock.kv.manager.worth import ComputeSeconds, late_after_s, worth_loading
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.windows.prefixes import WindowPrefixes
 from penstock.seams.kv import KvRun, KvSource
 
 
@@ -27,9 +28,11 @@ class _Prefix:
     load: None until it has begun.
     told: blocks that `take_arrived` has returned.
     is_over: whether all its loads have ended.
+    block_tokens: tokens that each of its blocks makes available.
     """
 
     request_id: RequestId
+    block_tokens: float
     is_wanted: bool = True
     load: PrefixLoad | None = None
     told: int = 0
@@ -42,6 +45,19 @@ class Arrival(NamedTuple):
     request_id: RequestId
     num_blocks: int
     is_over: bool
+
+
+class ChosenPrefix(NamedTuple):
+    """The prefix that a request of a model with several groups of layers goes on after.
+
+    end:       its length in blocks
+    runs:      what is loaded of it, all or nothing; empty if the device has all
+    num_found: leading blocks of the first group that the device or a tier has, at least `end`
+    """
+
+    end: int
+    runs: Sequence[KvRun]
+    num_found: int
 
 
 class Loader:
@@ -112,22 +128,69 @@ class Loader:
         )
         return runs[:best]
 
+    def choose_prefix(
+        self,
+        prefixes: WindowPrefixes,
+        block_hashes: HashArray,
+        num_hits: int,
+        known_tokens: int,
+        ahead: Sequence[tuple[int, int]] = (),
+    ) -> ChosenPrefix:
+        """Choose what a waiting request of a model with windows loads: the longest prefix that is held in all groups, if that is sooner.
+
+        Args:
+            prefixes: find the device's windows.
+            block_hashes: (n, 2) uint64, blocks of the request that may come from a cache.
+            num_hits: leading blocks that the device has of the first group.
+            known_tokens: all tokens of the request.
+            ahead: what the engine computes before, as (tokens, tokens before them).
+        """
+        found = num_hits + sum(run.num_blocks for run in find_runs(self._sources, block_hashes, num_hits))
+        here = prefixes.longest(block_hashes, num_hits)
+        end = prefixes.longest(block_hashes, found, self._has) if self._sources else here
+        if end > here:
+            names = prefixes.names(block_hashes, end, min(num_hits, end))
+            runs = find_runs(self._sources, names, 0)
+            if sum(run.num_blocks for run in runs) == len(names):
+                size = self._pool.block_size
+                tokens = [0] * (len(runs) - 1) + [(end - here) * size]
+                best = worth_loading(
+                    [(run.source, run.num_blocks, each) for run, each in zip(runs, tokens, strict=True)],
+                    lambda source, num_blocks: source.load_s(num_blocks),
+                    self._compute_s,
+                    known_tokens=known_tokens,
+                    cached_tokens=here * size,
+                    wait_s=self._computed_in_s(ahead),
+                )
+                if best == len(runs):
+                    return ChosenPrefix(end, runs, found)
+        return ChosenPrefix(here, (), found)
+
     def begin(
-        self, request_id: RequestId, runs: Sequence[KvRun], ahead: Sequence[tuple[int, int]] = ()
+        self,
+        request_id: RequestId,
+        runs: Sequence[KvRun],
+        ahead: Sequence[tuple[int, int]] = (),
+        *,
+        whole_tokens: int | None = None,
     ) -> list[BlockId]:
-        """Start to load runs that `choose_runs` returned; the device must have enough available blocks.
+        """Start to load runs that `choose_runs` or `choose_prefix` returned; the device must have enough available blocks.
 
         Args:
             request_id: the request.
             runs: at least one.
             ahead: as `choose_runs` was told.
+            whole_tokens: tokens that the runs make available if all of them arrive, and no part of them before; None: each
+                block those of a block.
 
         Returns:
             device blocks for all runs. The sequence releases them; they are not cached until it commits them.
         """
         targets = self._pool.allocate(sum(run.num_blocks for run in runs))
         assert targets is not None, "begun without room"
-        prefix = self._wanted[request_id] = _Prefix(request_id)
+        is_whole = whole_tokens is not None
+        block_tokens = whole_tokens / len(targets) if whole_tokens is not None else self._pool.block_size
+        prefix = self._wanted[request_id] = _Prefix(request_id, block_tokens)
         self._pool.acquire(targets)
         self._held.update(targets)
         prefix.load = PrefixLoad(
@@ -136,7 +199,9 @@ class Loader:
             self._sources,
             clock=self._clock,
             late_s=late_after_s(sum(run.source.load_s(run.num_blocks) for run in runs)),
-            is_worth=partial(self._is_sooner, self._clock.time() + self._computed_in_s(ahead)),
+            is_worth=always
+            if is_whole
+            else partial(self._is_sooner, self._clock.time() + self._computed_in_s(ahead)),
             on_late=partial(self._on_late, prefix),
             on_arrived=partial(self._on_arrived, prefix),
             done=partial(self._on_done, prefix),
@@ -205,7 +270,7 @@ class Loader:
             self._on_change()
 
     def _on_done(self, prefix: _Prefix, load: PrefixLoad) -> None:
-        self._count(load, is_wanted=prefix.is_wanted)
+        self._count(load, prefix)
         self._held.subtract(load.targets)
         self._held = +self._held
         self._pool.release(load.targets)
@@ -214,10 +279,13 @@ class Loader:
             self._changed[prefix] = None
         self._on_change()
 
-    def _count(self, load: PrefixLoad, *, is_wanted: bool) -> None:
+    def _has(self, name: HashArray) -> bool:
+        return any(source.locate(name) for source in self._sources)
+
+    def _count(self, load: PrefixLoad, prefix: _Prefix) -> None:
         """Count a prefix whose loads have all ended. What follows the first block that did not arrive is of no use."""
         waited_s = 0.0
-        size = self._pool.block_size
+        each, is_wanted = prefix.block_tokens, prefix.is_wanted
         for part in load.results():
             counters = self._counters[part.source]
             used = load.count_used(part)
@@ -226,7 +294,7 @@ class Loader:
             counters.load_s += part.seconds
             if not is_wanted:
                 continue
-            compute_s = self._compute_s(used * size, part.num_before * size)
+            compute_s = self._compute_s(round(used * each), round(part.num_before * each))
             if compute_s is not None:
                 # loads of one request run side by side
                 counters.saved_s += (compute_s if used else 0.0) - max(0.0, part.waited_s - waited_s)

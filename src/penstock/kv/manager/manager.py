@@ -10,14 +10,17 @@ from penstock.core.ids import BlockId
 from penstock.core.types.events import AllBlocksCleared, Holder, KvEvent, Tier
 from penstock.core.types.instances import KvHolder
 from penstock.core.types.load import KvTierCounts
+from penstock.core.wire import HashArray
+from penstock.kv.groups.groups import KvGroups
 from penstock.kv.manager.clock import Clock, LoopClock
 from penstock.kv.manager.counters import TierCounters
-from penstock.kv.manager.loader import Loader
+from penstock.kv.manager.loader import ChosenPrefix, Loader
 from penstock.kv.manager.offloader import Offloader
 from penstock.kv.manager.prefix_loads import PrefixLoads
 from penstock.kv.manager.worth import ComputeSeconds
 from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.windows.prefixes import WindowPrefixes
 from penstock.seams.kv import KvLender, KvRun, KvSource, KvTier
 
 
@@ -33,6 +36,7 @@ class KvManager:
         compute_s: ComputeSeconds | None = None,
         clock: Clock | None = None,
         by_chunk: bool = True,
+        groups: KvGroups | None = None,
     ) -> None:
         """Manage tiers, which it starts and `close` closes.
 
@@ -43,6 +47,8 @@ class KvManager:
             compute_s: predicts how long the engine computes; None predicts it from `prefill`.
             clock: times the loads; None is the event loop's.
             by_chunk: whether `take_arrived` tells of chunks, or of a whole prefix alone.
+            groups: groups of layers that have blocks of their own in the pool; None: each block has all layers. With groups
+                `choose_prefix` takes the place of `choose_runs`, and a prefix arrives as a whole or is of no use.
         """
         self.tiers = tuple(tiers)
         self.prefill = MeasuredSpeed()
@@ -52,6 +58,8 @@ class KvManager:
         self._on_room: Callable[[], None] = lambda: None
         self._cleared: list[Holder] = []
         """Shared holders whose blocks were forgotten since events were taken."""
+        self.prefixes = None if groups is None else WindowPrefixes(pool, groups)
+        """Finds the device's windows."""
         self._counters: dict[KvSource, TierCounters] = {tier: TierCounters() for tier in tiers}
         clock, compute_s = clock or LoopClock(), compute_s or self._measured_s
         self.prefix_loads = PrefixLoads(
@@ -65,7 +73,7 @@ class KvManager:
             on_change=self._changed,
             counters=self._counters,
             clock=clock,
-            by_chunk=by_chunk,
+            by_chunk=by_chunk and groups is None,
         )
         self._offloader = Offloader(pool, self.tiers, self._changed, self._counters, clock)
         for tier in self.tiers:
@@ -77,6 +85,17 @@ class KvManager:
         self.begin = self._loader.begin
         self.offload = self._offloader.offload
         self.set_idle = self._offloader.set_idle
+
+    def choose_prefix(
+        self,
+        block_hashes: HashArray,
+        num_hits: int,
+        known_tokens: int,
+        ahead: Sequence[tuple[int, int]] = (),
+    ) -> ChosenPrefix:
+        """Choose what a waiting request of a model with several groups loads; see `Loader.choose_prefix`."""
+        assert self.prefixes is not None, "asked without groups"
+        return self._loader.choose_prefix(self.prefixes, block_hashes, num_hits, known_tokens, ahead)
 
     @property
     def num_blocks(self) -> int:
@@ -145,7 +164,10 @@ class KvManager:
         lower: list[KvEvent] = [AllBlocksCleared(holder=holder) for holder in self._cleared]
         self._cleared.clear()
         for tier in reversed(self.tiers):
-            lower += _held_by(tier.shared, tier.take_events())
+            told = tier.take_events()
+            if self.prefixes is not None:
+                self._offloader.note_stored(tier, told)
+            lower += _held_by(tier.shared, told)
         is_cleared = any(isinstance(event, AllBlocksCleared) for event in events)
         return (*events, *lower) if is_cleared else (*lower, *events)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from penstock.core.ids import BlockId
-from penstock.core.types.events import KvEvent
-from penstock.core.wire import HashArray
+from penstock.core.types.events import BlockStored, KvEvent
+from penstock.core.wire import HashArray, hash_list
 from penstock.kv.manager.admission import SeenBlocks
 from penstock.kv.manager.budget import Budget
 from penstock.kv.manager.clock import Clock, Timer
@@ -24,13 +24,17 @@ _WAITING_MAX = 4096
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """What waits for one tier: prefixes, with how many of their blocks were begun before."""
+    """What waits for one tier: prefixes, with how many of their blocks were begun before.
+
+    hanging: blocks of windows whose first group's block, by its low64, the tier does not have yet.
+    """
 
     tier: KvTier
     counters: TierCounters
     seen: SeenBlocks | None
     budget: Budget | None
     waiting: deque[tuple[HashArray, int]] = field(default_factory=deque)
+    hanging: dict[int, HashArray] = field(default_factory=dict)
     reading: Counter[BlockId] = field(default_factory=Counter)
     """Device blocks that it reads now."""
     timer: Timer | None = None
@@ -80,23 +84,47 @@ class Offloader:
         ]
         self._upcoming = UpcomingPrefixes(pool, len(self._written_back))
 
-    def offload(self, block_hashes: HashArray) -> None:
+    def offload(self, block_hashes: HashArray, windows: Sequence[tuple[int, HashArray]] = ()) -> None:
         """Copy a prefix that is in the device's cache to each tier, without the blocks that the tier keeps: now or before its eviction.
 
         Args:
             block_hashes: (n, 2) uint64, from the first block on.
+            windows: of groups of layers with a window, by position: the names of their blocks there, behind that of the
+                prefix's block.
         """
         for queue in self._queues:
             hashes = block_hashes
             if queue.seen is not None:
                 hashes = block_hashes[: queue.seen.see(block_hashes)]
             kept = queue.tier.locate(hashes)
-            if kept == len(hashes):
-                continue
-            if queue in self._written_back:
-                self._upcoming.add(hashes, self._written_back.index(queue), kept)
-            else:
-                self._enqueue(queue, hashes)
+            is_written_back = queue in self._written_back
+            if kept < len(hashes):
+                if is_written_back:
+                    self._upcoming.add(hashes, self._written_back.index(queue), kept)
+                else:
+                    self._enqueue(queue, hashes)
+            for position, names in windows:
+                if position >= len(hashes) or queue.tier.locate(names) == len(names):
+                    continue
+                if is_written_back:
+                    self._upcoming.hang(names, self._written_back.index(queue))
+                elif position < kept:
+                    self._enqueue(queue, names)
+                else:
+                    self._hang(queue, names)
+        self.go_on()
+
+    def note_stored(self, tier: KvTier, events: Sequence[KvEvent]) -> None:
+        """Begin the copies of windows that waited for the blocks that a tier has stored now; `events` are the tier's."""
+        queue = next(queue for queue in self._queues if queue.tier is tier)
+        if not queue.hanging:
+            return
+        for event in events:
+            if isinstance(event, BlockStored):
+                for low in hash_list(event.block_hashes):
+                    names = queue.hanging.pop(low, None)
+                    if names is not None:
+                        self._enqueue(queue, names)
         self.go_on()
 
     def look_ahead(self, events: Sequence[KvEvent]) -> None:
@@ -122,6 +150,7 @@ class Offloader:
         self._upcoming.clear()
         for queue in self._queues:
             queue.waiting.clear()
+            queue.hanging.clear()
 
     def close(self) -> None:
         """Begin no more copies."""
@@ -146,6 +175,13 @@ class Offloader:
         if len(queue.waiting) > _WAITING_MAX:
             lost, start = queue.waiting.popleft()
             queue.counters.dropped_blocks += len(lost) - start
+
+    def _hang(self, queue: _Queue, names: HashArray) -> None:
+        low = int(names[0, 0])
+        queue.hanging[low] = max(queue.hanging.pop(low, names), names, key=len)
+        if len(queue.hanging) > _WAITING_MAX:
+            lost = queue.hanging.pop(next(iter(queue.hanging)))
+            queue.counters.dropped_blocks += len(lost) - 1
 
     def _room(self, queue: _Queue) -> int:
         """Count the blocks that may be begun for a tier now; sets a timer if its budget says later."""

@@ -24,12 +24,13 @@ _CHUNKS_AHEAD = 2
 """Chunks of a run that load at the same time, so that the source is busy while one is published."""
 
 
-def _always(_source: KvSource, _load_s: float, _num_blocks: int, _num_before: int) -> bool:
+def always(_source: KvSource, _load_s: float, _num_blocks: int, _num_before: int) -> bool:
+    """Say that loading is worth it."""
     return True
 
 
 def find_runs(
-    sources: Sequence[KvSource], block_hashes: HashArray, num_before: int, is_worth: IsWorth = _always
+    sources: Sequence[KvSource], block_hashes: HashArray, num_before: int, is_worth: IsWorth = always
 ) -> list[KvRun]:
     """Find the sources of a prefix's leading blocks.
 
@@ -143,7 +144,7 @@ class PrefixLoad:
         *,
         clock: Clock,
         late_s: float | None = None,
-        is_worth: IsWorth = _always,
+        is_worth: IsWorth = always,
         on_late: Callable[[KvSource], None] = lambda _source: None,
         on_arrived: Callable[["PrefixLoad"], None] = lambda _load: None,
         done: Callable[["PrefixLoad"], None],

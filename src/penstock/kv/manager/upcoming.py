@@ -1,6 +1,7 @@
 """Write-back: finds the prefixes to copy before the device evicts them."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -51,6 +52,14 @@ class UpcomingPrefixes:
             parent = low
         self._lacking[tier].update(block_hashes[start:cached, 0].tolist())
         self._changed = self._ahead
+
+    def hang(self, names: HashArray, tier: int) -> None:
+        """Note blocks of windows at the position of a block that `add` was told of, the first of `names`: each the child of the one before."""
+        cached = len(self._pool.match(names))
+        lows = names[:cached].tolist()
+        for (parent, _), (low, high) in pairwise(lows):
+            self._known[low] = high, parent
+            self._lacking[tier].add(low)
 
     def note(self, events: Sequence[KvEvent]) -> Iterator[tuple[int, HashArray]]:
         """Take in the device's events; yields blocks that it evicted before they were handed out, as (tier, (1, 2) hash)."""

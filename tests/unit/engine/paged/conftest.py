@@ -104,6 +104,7 @@ def engine(checkpoint) -> Callable[..., ManualEngine]:
     def make(architecture: str = "llama", **settings: Any) -> ManualEngine:
         scheduling = {key: settings.pop(key) for key in list(settings) if key in SchedulerConfig.model_fields}
         parts = {key: settings.pop(key) for key in ("make_fence",) if key in settings}
+        scheduler_config = SchedulerConfig(**scheduling)
         config = {"model": str(checkpoint(architecture)), "kv_blocks": 400, "block_size": 8} | settings
         runner = PagedRunner(PagedConfig(**config), **parts)
         info = runner.start()
@@ -111,11 +112,15 @@ def engine(checkpoint) -> Callable[..., ManualEngine]:
         limits = SequenceLimits(
             block_size=info.block_size,
             model_context_length=info.context_length,
-            kv_tokens=info.num_blocks * info.block_size,
+            kv_tokens=info.windows.tokens_beside(
+                info.num_blocks, scheduler_config.prompt_budget, info.block_size
+            ),
             vocab_size=info.vocab_size,
             hash_key=DEFAULT_KEY,
+            windows=info.windows,
+            groups=info.groups,
         )
-        scheduler = Scheduler(pool, limits, SchedulerConfig(**scheduling), eos_token_ids=info.eos_token_ids)
+        scheduler = Scheduler(pool, limits, scheduler_config, eos_token_ids=info.eos_token_ids)
         return ManualEngine(runner, scheduler, pool)
 
     return make

@@ -49,7 +49,9 @@ def test_a_good_one_says_what_it_is(checkpoint):
     info = PagedRunner(PagedConfig(model=str(checkpoint("gemma3")), kv_blocks=8, block_size=4)).start()
     assert (info.num_blocks, info.block_size, info.context_length, info.vocab_size) == (8, 4, 1024, 512)
     assert info.eos_token_ids == (0,)
-    assert info.kv_bytes_per_block == 3 * 2 * 4 * 2 * 16 * 4
+    assert info.kv_bytes_per_block == 1 * 2 * 4 * 2 * 16 * 4, (
+        "a layer over the whole context, and as many with a window"
+    )
 
 
 def test_no_config(tmp_path):

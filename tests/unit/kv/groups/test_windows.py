@@ -28,7 +28,8 @@ def test_many_layers_with_a_window_take_more_blocks():
 def test_the_longest_request_fits_with_its_windows():
     assert Windows().tokens_beside(100, 512, 16) == 1600
     assert GPT_OSS.tokens_beside(100, 1, 16) == 91 * 16
-    assert GPT_OSS.tokens_beside(8, 1, 16) == 0
+    assert GPT_OSS.tokens_beside(8, 1, 16) == 64, "half of it is the windows' of so short a request"
+    assert GPT_OSS.tokens_beside(1, 1, 16) == 0
 
 
 @pytest.mark.parametrize("layers", [1, 3])

@@ -51,7 +51,13 @@ async def answers(checkpoint, roles):
     async with MemoryCluster() as cluster, cluster.dispatcher(ALWAYS) as dispatcher:
         for number, role in enumerate(roles):
             engine = paged_engine(
-                PagedConfig(model=str(checkpoint), block_size=BLOCK_SIZE, kv_blocks=200, context_length=400),
+                PagedConfig(
+                    model=str(checkpoint),
+                    block_size=BLOCK_SIZE,
+                    kv_blocks=200,
+                    context_length=400,
+                    window_tables=False,
+                ),
                 SchedulerConfig(max_batch_tokens=40),
             )
             card = small_card(block_size=BLOCK_SIZE)

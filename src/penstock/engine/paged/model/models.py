@@ -25,6 +25,8 @@ class PagedModel:
         probe = self._probe()
         self.kv_shape = probe.shape()
         self.num_heads = probe.num_heads
+        self.layer_windows = tuple(probe.windows[layer] for layer in range(self.kv_shape.num_layers))
+        """By layer: tokens that it attends to, itself included; None: all before it."""
 
     @property
     def vocab_size(self) -> int:
@@ -89,6 +91,7 @@ class _Probe:
     name: str
     num_layers: int
     seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
     dtype: torch.dtype | None = None
     num_heads: int = 0
     """Query heads in the layer with the most."""
@@ -113,6 +116,7 @@ class _Probe:
                 f" {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}",
             )
         self.seen[call.layer] = tuple(key.shape)
+        self.windows[call.layer] = call.window
         self.dtype = key.dtype
         self.num_heads = max(self.num_heads, query.shape[1])
         return torch.zeros_like(query.transpose(1, 2))

@@ -17,12 +17,15 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Tokens [start, end) of the batch: a prefill chunk of one sequence, whose first `num_cached` tokens are in its blocks."""
+    """Tokens [start, end) of the batch: a prefill chunk of one sequence, whose first `num_cached` tokens are in its blocks.
+
+    block_ids: by block table; (n,) each
+    """
 
     start: int
     end: int
     num_cached: int
-    block_ids: Int32s
+    block_ids: tuple[Int32s, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,9 @@ class StepBatch:
 
     A decode row is one token that attends to the blocks of its sequence; a short prefill chunk is one row per token.
 
-    tokens:         (4, bucket) token ids, positions, and the block and offset where each token's KV is written; columns
-                    from `num_tokens` on are padding, whose KV goes to the spare block
-    decode_tables:  (num_decode, longest) block ids
+    tokens:         (3 + tables, bucket) token ids, positions, and the offset and, for each block table, the block where each
+                    token's KV is written; columns from `num_tokens` on are padding, whose KV goes to the spare block
+    decode_tables:  by block table; (num_decode, longest) block ids each
     decode_lengths: (num_decode,) tokens to attend to, the new one included; ascending except within a chunk
     last_tokens:    (samples,) index in the batch of each sampled row's last token
     sampling:       how to sample them; None: greedy for all
@@ -53,7 +56,7 @@ class StepBatch:
     num_tokens: int
     num_decode: int
     tokens: Int64s
-    decode_tables: Int32s
+    decode_tables: tuple[Int32s, ...]
     decode_lengths: Int64s
     prefills: tuple[PrefillSpan, ...]
     last_tokens: Int64s
@@ -78,7 +81,7 @@ class BatchBuilder:
         self._block_size = block_size
         self._spare_block = spare_block
         self._columns = columns
-        self._tokens = np.zeros((4, 0), dtype=np.int64)
+        self._tokens = np.zeros((0, 0), dtype=np.int64)
 
     def build(self, plan: StepPlan, table: SequenceTable) -> tuple[StepBatch, Int64s]:
         """Build the batch of a plan.
@@ -100,12 +103,15 @@ class BatchBuilder:
         of_token = np.repeat(slots, num_new)
         positions = np.arange(num_tokens) + np.repeat(computed - starts, num_new)
         blocks, offsets = np.divmod(positions, self._block_size)
-        tokens = self._buffer(bucket(num_tokens))
+        tables = (table.block_tables, *table.window_tables)
+        tokens = self._buffer(3 + len(tables), bucket(num_tokens))
         tokens[0, :num_tokens] = table.token_ids[of_token, positions]
         tokens[1, :num_tokens] = positions
-        tokens[2, :num_tokens] = table.block_tables[of_token, blocks]
-        tokens[3, :num_tokens] = offsets
-        tokens[:, num_tokens:] = [[0], [0], [self._spare_block], [0]]
+        tokens[2, :num_tokens] = offsets
+        for row, block_ids in enumerate(tables, 3):
+            tokens[row, :num_tokens] = block_ids[of_token, blocks]
+        tokens[:3, num_tokens:] = 0
+        tokens[3:, num_tokens:] = self._spare_block
 
         decode = int(ends[first_span - 1]) if first_span else 0
         lengths = positions[:decode] + 1
@@ -115,7 +121,9 @@ class BatchBuilder:
             num_tokens=num_tokens,
             num_decode=decode,
             tokens=tokens,
-            decode_tables=np.ascontiguousarray(table.block_tables[of_token[:decode], :longest]),
+            decode_tables=tuple(
+                np.ascontiguousarray(block_ids[of_token[:decode], :longest]) for block_ids in tables
+            ),
             decode_lengths=lengths,
             prefills=tuple(
                 self._span(table, int(slots[row]), int(starts[row]), int(ends[row]))
@@ -129,12 +137,14 @@ class BatchBuilder:
     def _span(self, table: SequenceTable, slot: int, start: int, end: int) -> PrefillSpan:
         num_cached = int(table.num_computed[slot])
         num_blocks = -(-(num_cached + end - start) // self._block_size)
-        return PrefillSpan(start, end, num_cached, table.block_tables[slot, :num_blocks].copy())
+        tables = (table.block_tables, *table.window_tables)
+        block_ids = tuple(block_ids[slot, :num_blocks].copy() for block_ids in tables)
+        return PrefillSpan(start, end, num_cached, block_ids)
 
-    def _buffer(self, size: int) -> NDArray[np.int64]:
-        """Return (4, size) of a reused buffer, reallocated only for a step larger than any before."""
+    def _buffer(self, rows: int, size: int) -> NDArray[np.int64]:
+        """Return (rows, size) of a reused buffer, reallocated only for a step larger than any before."""
         if size > self._tokens.shape[1]:
-            self._tokens = np.zeros((4, size), dtype=np.int64)
+            self._tokens = np.zeros((rows, size), dtype=np.int64)
         return self._tokens[:, :size]
 
 

@@ -31,13 +31,14 @@ _GROUP_BYTES = 4 << 20
 
 
 class DecodeRows(Protocol):
-    """The decode rows of one step."""
+    """The decode rows of one step, in one block table. Blocks behind a layer's window are not read."""
 
-    def attend(self, call: LayerCall, query: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(self, call: LayerCall, place: int, query: torch.Tensor, out: torch.Tensor) -> None:
         """Compute one layer.
 
         Args:
-            call: layer and parameters.
+            call: parameters.
+            place: of the layer in a block.
             query: (rows, heads, head_dim).
             out: as `query`, contiguous; receives the result.
         """
@@ -77,12 +78,12 @@ class NativeRows:
         self._view = _NATIVE_VIEWS[memory.shape.dtype]
         self._storage = memory.storage.view(self._view).numpy()
 
-    def attend(self, call: LayerCall, query: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(self, call: LayerCall, place: int, query: torch.Tensor, out: torch.Tensor) -> None:
         assert native is not None
         native.decode_attention(
             query.contiguous().view(self._view).numpy(),
             self._storage,
-            call.layer,
+            place,
             self._tables,
             self._lengths,
             out.view(self._view).numpy(),
@@ -118,7 +119,7 @@ class GatheredRows:
         self._memory = gather.memory
         self._groups: dict[int | None, list[_Group]] = {}  # by window; layers with the same window share them
 
-    def attend(self, call: LayerCall, query: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(self, call: LayerCall, place: int, query: torch.Tensor, out: torch.Tensor) -> None:
         groups = self._groups.get(call.window)
         if groups is None:
             groups = self._groups[call.window] = self._cut(call.window)
@@ -127,7 +128,7 @@ class GatheredRows:
             rows = group.end - group.start
             keys, values = (
                 gathered.view(rows, -1, kv_heads, head_dim)[:, : group.num_keys].transpose(1, 2)
-                for gathered in self._gather(call.layer, group.block_ids)
+                for gathered in self._gather(place, group.block_ids)
             )
             grouped = query[group.start : group.end].reshape(rows, kv_heads, -1, head_dim)
             attended = dense_attention(call, grouped, keys, values, group.mask)

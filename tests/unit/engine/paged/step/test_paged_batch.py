@@ -18,8 +18,9 @@ GREEDY = Request(
 )
 
 
-def random_state(random: np.random.Generator) -> tuple[StepPlan, SequenceTable]:
-    table = SequenceTable.allocate(12, 64, BLOCK_SIZE)
+def random_state(random: np.random.Generator, num_windows: int = 0) -> tuple[StepPlan, SequenceTable]:
+    windows = np.zeros((num_windows, 12, 64 // BLOCK_SIZE), np.int32)
+    table = SequenceTable.allocate(12, 64, BLOCK_SIZE, windows)
     slots = random.permutation(12)[: random.integers(1, 12)].astype(np.int32)
     num_decode = int(random.integers(0, len(slots) + 1))
     num_new = np.ones(len(slots), dtype=np.int32)
@@ -31,6 +32,7 @@ def random_state(random: np.random.Generator) -> tuple[StepPlan, SequenceTable]:
         table.num_tokens[slot] = known
         blocks = -(-known // BLOCK_SIZE)
         table.block_tables[slot, :blocks] = random.integers(0, SPARE, blocks)
+        table.window_tables[:, slot, :blocks] = random.integers(0, SPARE, (len(table.window_tables), blocks))
         table.num_blocks[slot] = blocks
         if row < num_decode:
             table.num_computed[slot] = known - 1
@@ -44,9 +46,12 @@ def random_state(random: np.random.Generator) -> tuple[StepPlan, SequenceTable]:
 @pytest.mark.parametrize("limits", [RowLimits(), RowLimits(3), RowLimits(pairs=100), RowLimits(3, 100)])
 @pytest.mark.parametrize("seed", range(60))
 def test_equals_a_batch_built_token_by_token(seed, limits):
-    plan, table = random_state(np.random.default_rng(seed))
+    plan, table = random_state(np.random.default_rng(seed), num_windows=seed % 3)
+    tables = (table.block_tables, *table.window_tables)
     builder = BatchBuilder(BLOCK_SIZE, SPARE, SamplingColumns(()), rows=limits)
-    builder.build(*random_state(np.random.default_rng(seed + 1)))  # leaves its tokens in the buffers
+    builder.build(
+        *random_state(np.random.default_rng(seed + 1), num_windows=seed % 3)
+    )  # leaves its tokens in the buffers
     batch, rows = builder.build(plan, table)
 
     computed = table.num_computed[plan.slots]
@@ -61,14 +66,16 @@ def test_equals_a_batch_built_token_by_token(seed, limits):
     for row in order:
         slot = plan.slots[row]
         for position in range(table.num_computed[slot], table.num_computed[slot] + plan.num_new[row]):
-            block = table.block_tables[slot, position // BLOCK_SIZE]
-            tokens.append((table.token_ids[slot, position], position, block, position % BLOCK_SIZE))
+            blocks = [each[slot, position // BLOCK_SIZE] for each in tables]
+            tokens.append((table.token_ids[slot, position], position, position % BLOCK_SIZE, *blocks))
         ends.append(len(tokens))
 
     assert batch.num_tokens == len(tokens)
-    assert batch.tokens.shape == (4, bucket(len(tokens)))
+    assert batch.tokens.shape == (3 + len(tables), bucket(len(tokens)))
     np.testing.assert_array_equal(batch.tokens[:, : len(tokens)].T, tokens)
-    assert all(column.tolist() == [0, 0, SPARE, 0] for column in batch.tokens[:, len(tokens) :].T)
+    assert all(
+        column.tolist() == [0, 0, 0] + [SPARE] * len(tables) for column in batch.tokens[:, len(tokens) :].T
+    )
     assert rows.tolist() == [row for row in order if plan.samples[row]]
     assert batch.last_tokens.tolist() == [
         end - 1 for row, end in zip(order, ends, strict=True) if plan.samples[row]
@@ -80,9 +87,8 @@ def test_equals_a_batch_built_token_by_token(seed, limits):
     assert batch.decode_lengths.tolist() == [token[1] + 1 for token in tokens[: len(of_token)]]
     for index, row in enumerate(of_token):
         used = -(-batch.decode_lengths[index] // BLOCK_SIZE)
-        np.testing.assert_array_equal(
-            batch.decode_tables[index, :used], table.block_tables[plan.slots[row], :used]
-        )
+        for table_ids, block_ids in zip(batch.decode_tables, tables, strict=True):
+            np.testing.assert_array_equal(table_ids[index, :used], block_ids[plan.slots[row], :used])
     spans = slice(len(decode), None)
     for span, row, end in zip(batch.prefills, order[spans], ends[spans], strict=True):
         slot = plan.slots[row]
@@ -92,7 +98,8 @@ def test_equals_a_batch_built_token_by_token(seed, limits):
             table.num_computed[slot],
         )
         used = -(-(table.num_computed[slot] + plan.num_new[row]) // BLOCK_SIZE)
-        np.testing.assert_array_equal(span.block_ids, table.block_tables[slot, :used])
+        for span_ids, block_ids in zip(span.block_ids, tables, strict=True):
+            np.testing.assert_array_equal(span_ids, block_ids[slot, :used])
 
 
 def test_buffers_stay_where_they_are():

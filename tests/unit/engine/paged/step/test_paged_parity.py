@@ -48,7 +48,8 @@ def test_with_prefix_hits(engine, reference, architecture, count):
 
 @every_architecture
 def test_with_preemption_and_eviction(engine, reference, architecture, count):
-    expected, paged = reference(architecture), engine(architecture, kv_blocks=26, max_batch_tokens=64)
+    expected = reference(architecture)
+    paged = engine(architecture, kv_blocks=26, max_batch_tokens=64, window_tables=False)
     count = min(count, 16)
     expected.check(paged.run(*expected.requests(count)), count)
     assert paged.scheduler.load().preemptions > 0
@@ -66,7 +67,7 @@ def test_without_native_code(engine, reference, architecture, count, monkeypatch
 @pytest.mark.parametrize("block_size", [1, 5, 16, 128])
 def test_with_blocks_of_any_size(engine, reference, block_size):
     expected = reference("gemma3")
-    paged = engine("gemma3", block_size=block_size, max_batch_tokens=100)
+    paged = engine("gemma3", block_size=block_size, max_batch_tokens=100, kv_blocks=1200)
     expected.check(paged.run(*expected.requests(8)), 8)
 
 

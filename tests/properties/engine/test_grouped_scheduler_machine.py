@@ -1,0 +1,232 @@
+"""The scheduler of a model whose groups of layers have block tables of their own: the same random life, without and with a KV tier.
+
+Each group's KV of each token is written and read where its table says. So a block that was freed, shared or overwritten while
+some token still attends to it shows as KV of another prefix, or of another group.
+"""
+
+from dataclasses import replace
+
+import msgspec.structs
+import numpy as np
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from penstock.core.hashing import block_hashes
+from penstock.core.types.events import BlockRemoved, BlockStored, Tier
+from penstock.core.wire import pack_hashes
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.kv.groups.group import GroupKind, KvGroup
+from penstock.kv.groups.groups import KvGroups
+from penstock.kv.groups.windows import Windows
+from penstock.kv.manager.manager import KvManager
+from penstock.seams.kv import OffloadMode, OffloadPolicy
+from tests.properties.engine.test_scheduler_machine import (
+    BLOCK_SIZE,
+    EOS,
+    LIMITS,
+    NUM_BLOCKS,
+    VOCAB,
+    SchedulerMachine,
+    configs,
+)
+from tests.properties.engine.test_tiered_scheduler_machine import CellTier, TieredSchedulerMachine, Timers
+
+all_windows = st.sampled_from([(6,), (9, 5), (1,), (30,), (4, 4), (17, 2)])
+
+
+def grouped(windows):
+    whole = KvGroup(GroupKind.FULL, (), 1)
+    others = [KvGroup(GroupKind.SLIDING_WINDOW, (), 1, window) for window in windows]
+    return KvGroups([whole, *others], BLOCK_SIZE)
+
+
+class Grouped:
+    """Limits, cells and checks of groups with a window, in place of windows that are only counted."""
+
+    def set_groups(self, windows, config):
+        self.sizes, self.groups = windows, grouped(windows)
+        held = Windows(tuple((size, windows.count(size)) for size in sorted(set(windows))), 1)
+        self.of_one = held.blocks(LIMITS.kv_tokens, config.prompt_budget, BLOCK_SIZE)
+        self.limits = replace(LIMITS, windows=held, groups=self.groups)
+        self.reused = 0
+        return self.make_pool(NUM_BLOCKS + self.of_one)
+
+    def use_windows(self, slot, start, end):
+        table = self.scheduler.table
+        known = table.token_ids[slot, :end].tolist()
+        for group, window in enumerate(self.sizes):
+
+            def place(position, group=group):
+                block_id = int(table.window_tables[group, slot, position // BLOCK_SIZE])
+                return block_id, position % BLOCK_SIZE
+
+            for position in range(start, end):
+                self.cells[place(position)] = hash((group, *known[: position + 1]))
+            for position in range(max(0, start - window + 1), end):
+                expected = hash((group, *known[: position + 1]))
+                assert self.cells[place(position)] == expected, "KV of another prefix or group"
+        self.reused += start > 0
+
+    def lend(self, request, known, block_id):
+        """Without KV transfers nobody lends blocks."""
+        self.scheduler.pins.unpin([block_id])
+
+    def claim_partial_block(self, ended, reason):
+        """Without KV transfers nobody claims blocks."""
+
+    def read(self, step):
+        if step is not None:
+            device = tuple(each for each in step.events if each.tier is Tier.DEVICE)
+            step = msgspec.structs.replace(step, events=device)
+        super().read(step)
+
+    @invariant()
+    def routers_hear_of_usable_prefixes(self):
+        """What was told of the device are blocks that lead to one where each group holds the window that ends there."""
+        if self.plan is not None or not hasattr(self, "groups"):
+            return
+        self.read(self.scheduler.take_step())
+        held = {tuple(each) for each in self.scheduler._pool.resident_hashes().tolist()}
+        usable = set()
+        for low in [low for low, _ in held if low in self.parents]:
+            chain = [low]
+            while (parent := self.parents[chain[0]]) is not None:
+                chain.insert(0, parent)
+            names = [self.highs[each] for each in chain]
+            if all(
+                tuple((np.array(each, np.uint64) ^ place.mask).tolist()) in held
+                for place in self.groups.others
+                for each in names[place.start(len(names)) :]
+            ):
+                while chain and self.highs[chain[-1]] in held:
+                    usable.add(chain.pop())
+        assert self.resident == usable
+
+    def compute(self, plan):
+        table = self.scheduler.table
+        for row, slot in enumerate(plan.slots.tolist()):
+            end = int(table.num_computed[slot] + plan.num_new[row])
+            rows = block_hashes(table.token_ids[slot, :end], BLOCK_SIZE).tolist()
+            self.highs.update((low, (low, high)) for low, high in rows)
+        return super().compute(plan)
+
+    def check_told(self, cached_blocks):
+        assert len(self.resident) <= cached_blocks
+        event("reused a prefix" if self.scheduler.load().prefix_hit_tokens else "reused none")
+
+    def check_memory(self):
+        """A running request holds no more than its tokens and the arithmetic of its windows."""
+        slots = self.scheduler._slots
+        for slot in slots.running:
+            held = slots.tables.num_blocks(slot) + len(slots.tables._rows[slot].spare)
+            assert held <= self.of_one, "more blocks than the windows of the longest request take"
+
+
+class GroupedSchedulerMachine(Grouped, SchedulerMachine):
+    @initialize(config=configs, windows=all_windows)
+    def start(self, config, windows):
+        self.config, self.highs = config, {}
+        pool = self.set_groups(windows, config)
+        self.scheduler = Scheduler(pool, self.limits, config, eos_token_ids=[EOS])
+        self.scheduler.partial_blocks.keeps_any = False
+
+    @invariant()
+    def memory_is_bounded(self):
+        if self.plan is None and hasattr(self, "groups"):
+            self.check_memory()
+
+
+class TellingTier(CellTier):
+    """Tells what it keeps."""
+
+    num_blocks = 60
+
+    def __init__(self, cells, mode):
+        super().__init__(cells)
+        self.offload_policy = OffloadPolicy(mode=mode)
+        self.events = []
+        self.parents = {}
+
+    def offload(self, block_hashes, block_ids, done):
+        lows = block_hashes[:, 0].tolist()
+        self.parents.update(zip(lows, [None, *lows], strict=False))
+        return super().offload(block_hashes, block_ids, done)
+
+    def end_offload(self, number):
+        before = set(self.kept)
+        super().end_offload(number)
+        for low, _ in [key for key in self.kept if key not in before]:
+            packed = pack_hashes([low])
+            self.events.append(
+                BlockStored(
+                    block_hashes=packed,
+                    parent_block_hash=self.parents[low],
+                    block_size=BLOCK_SIZE,
+                    tier=Tier.HOST,
+                )
+            )
+        for low, _ in before - set(self.kept):
+            self.events.append(BlockRemoved(block_hashes=pack_hashes([low]), tier=Tier.HOST))
+
+    def take_events(self):
+        events, self.events = tuple(self.events), []
+        return events
+
+
+class GroupedTieredMachine(Grouped, TieredSchedulerMachine):
+    @initialize(
+        config=configs,
+        windows=all_windows,
+        mode=st.sampled_from([OffloadMode.WRITE_THROUGH, OffloadMode.WRITE_THROUGH, OffloadMode.WRITE_BACK]),
+    )
+    def start(self, config, windows, mode):
+        self.config, self.highs = config, {}
+        pool = self.set_groups(windows, config)
+        self.tier = TellingTier(self.cells, mode)
+        self.timers, self.stepped = Timers(), {}
+        self.kv = KvManager(pool, [self.tier], lambda: None, clock=self.timers, groups=self.groups)
+        self.scheduler = Scheduler(pool, self.limits, config, eos_token_ids=[EOS], kv=self.kv)
+        self.scheduler.partial_blocks.keeps_any = False
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def move_down(self):
+        """Let offloads end, and the device forget what nobody uses."""
+        for _ in range(3):
+            self.end_offloads()
+            self.read(self.scheduler.take_step())
+        pool = self.scheduler._pool
+        pool.make_room(pool.num_available)
+
+    @invariant()
+    def the_longest_prefix_is_chosen(self):
+        """Equal to a search through all lengths, over what the device and the tier have."""
+        if self.plan is not None or not hasattr(self, "kv"):
+            return
+        device = {tuple(each) for each in self.scheduler._pool.resident_hashes().tolist()}
+        both = device | set(self.tier.kept)
+        prompt = [7 * index % VOCAB for index in range(36)]
+        hashes = block_hashes(prompt, BLOCK_SIZE)[:8]
+
+        def needed(end, first=0):
+            names = [tuple(each) for each in hashes[first:end].tolist()]
+            for place in self.groups.others:
+                names += [tuple(each) for each in place.names(hashes[place.start(end) : end]).tolist()]
+            return names
+
+        num_hits = len(self.scheduler._pool.match(hashes))
+        here = max(end for end in range(num_hits + 1) if device.issuperset(needed(end)))
+        there = max(end for end in range(9) if both.issuperset(needed(end)))
+        is_whole = set(self.tier.kept).issuperset(needed(there, min(num_hits, there)))
+        chosen = self.kv.choose_prefix(hashes, num_hits, 36)
+        assert chosen.end == (there if is_whole else here)
+        assert bool(chosen.runs) == (chosen.end > here)
+
+
+for machine in (GroupedSchedulerMachine, GroupedTieredMachine):
+    machine.TestCase.settings = settings(
+        max_examples=2 * settings.default.max_examples, stateful_step_count=40
+    )
+TestGroupedSchedulerMachine = GroupedSchedulerMachine.TestCase
+TestGroupedTieredMachine = GroupedTieredMachine.TestCase
