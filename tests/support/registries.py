@@ -97,6 +97,17 @@ class RegistryServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+class Nats(RegistryServer):
+    """nats-server with JetStream."""
+
+    @property
+    def url(self) -> str:
+        return f"nats://{self.host}:{self.port}"
+
+    def command(self, folder: Path) -> list[str]:
+        return ["nats-server", "-js", "-sd", str(folder), "-a", self.host, "-p", str(self.port)]
+
+
 class Etcd(RegistryServer):
     """etcd with ticks of 10 ms, so that leases may be as short as a second."""
 

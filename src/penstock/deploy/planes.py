@@ -8,6 +8,7 @@ from typing import Protocol, Self
 
 from prometheus_client import CollectorRegistry
 
+from penstock.core.errors import ConfigError
 from penstock.deploy.messages import Common
 from penstock.graph import Graph
 from penstock.runtime.discovery.local import LocalDiscovery
@@ -106,6 +107,23 @@ def _discovery(
             from penstock.runtime.discovery.etcd.discovery import EtcdDiscovery  # noqa: PLC0415 - an HTTP client
 
             return EtcdDiscovery(
+                spec.urls,
+                identity,
+                namespace=spec.namespace or graph.name,
+                rng=rng,
+                tls=spec.tls,
+                config=spec.registry,
+                metrics=metrics,
+            )
+        case "nats":
+            try:
+                from penstock.runtime.discovery.nats.discovery import NatsDiscovery  # noqa: PLC0415 - an extra
+            except ImportError as error:
+                raise ConfigError(
+                    "runtime.discovery: nats needs the package nats-py: pip install 'penstock[nats]'"
+                ) from error
+
+            return NatsDiscovery(
                 spec.urls,
                 identity,
                 namespace=spec.namespace or graph.name,

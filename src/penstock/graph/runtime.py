@@ -16,10 +16,10 @@ from penstock.runtime.tls import PlaneTlsConfig
 class RuntimeSpec(Config):
     """How the processes of a deployment find and reach each other; by default all are on one host and need no setting."""
 
-    discovery: Literal["local", "etcd"] = "local"
-    """Where workers are registered: `local` is in a supervisor, `etcd` in one of v3 that runs already."""
+    discovery: Literal["local", "etcd", "nats"] = "local"
+    """Where workers are registered: `local` is in a supervisor, `etcd` (v3) and `nats` (with JetStream) in one that runs already."""
     urls: tuple[str, ...] = ()
-    """Of etcd: its endpoints, `http://HOST:2379` or https, which uses the files of `tls`."""
+    """Of etcd `http://HOST:2379` or https, of NATS `nats://HOST:4222` or tls; https and tls use the files of `tls`."""
     namespace: str | None = None
     """Under which name registries of other makers keep this deployment; null is the graph's name."""
     hub: str | None = None
@@ -75,8 +75,8 @@ class RuntimeSpec(Config):
     def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
             parts = urlsplit(url)
-            if parts.scheme not in _SCHEMES["etcd"] or not parts.hostname or parts.path.strip("/"):
-                raise wrong(f"must be http://HOST:PORT or https, got {url!r}")
+            if parts.scheme not in _SCHEMES or not parts.hostname or parts.path.strip("/"):
+                raise wrong(f"must be http://HOST:PORT, https, nats or tls, got {url!r}")
         return urls
 
     @pydantic.field_validator("namespace")
@@ -97,7 +97,12 @@ class RuntimeSpec(Config):
                 )
             return self
         if not self.urls:
-            raise wrong(f"discovery {self.discovery} needs urls, such as [http://10.0.0.1:2379]")
+            raise wrong(f"discovery {self.discovery} needs urls, such as [{_URLS[self.discovery]}]")
+        schemes = {urlsplit(url).scheme for url in self.urls}
+        if not schemes <= _DISCOVERY_SCHEMES[self.discovery]:
+            raise wrong(
+                f"discovery {self.discovery} has urls such as {_URLS[self.discovery]}, got {', '.join(self.urls)}"
+            )
         if self.hub is not None or self.join is not None:
             raise wrong(
                 f"hub and join are of discovery local, got discovery {self.discovery}; leave them out"
@@ -110,7 +115,9 @@ class RuntimeSpec(Config):
         return self.discovery != "local" or self.hub is not None or self.join is not None
 
 
-_SCHEMES = {"etcd": ("http", "https")}
+_DISCOVERY_SCHEMES = {"etcd": {"http", "https"}, "nats": {"nats", "tls"}}
+_SCHEMES = {"http", "https", "nats", "tls"}
+_URLS = {"etcd": "http://10.0.0.1:2379", "nats": "nats://10.0.0.1:4222"}
 
 
 def _tcp(text: str) -> Address:

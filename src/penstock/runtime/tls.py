@@ -111,6 +111,30 @@ def _context(protocol: int, config: PlaneTlsConfig) -> ssl.SSLContext:
     return context
 
 
+def registry_context(tls: PlaneTlsConfig | None) -> ssl.SSLContext:
+    """Make the context for a registry of another maker, whose host name is compared.
+
+    Args:
+        tls: its client certificate and authority; None for the system's authorities.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    if tls is None:
+        return ssl.create_default_context()
+    certificate, key, authority = (
+        Path(file).expanduser() for file in (tls.certificate, tls.key, tls.authority)
+    )
+    try:
+        context = ssl.create_default_context(cafile=authority)
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"runtime.tls: {certificate}, {key}, {authority}: {_reason(error)}; expected PEM files"
+        ) from error
+    return context
+
+
 def _reason(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 

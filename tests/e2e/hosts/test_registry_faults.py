@@ -1,4 +1,4 @@
-"""A real etcd is killed, emptied and stopped under streams: no token is wrong, none is lost, and workers are registered again."""
+"""A real registry is killed, emptied and stopped under streams: no token is wrong, none is lost, and workers are registered again."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from penstock.deploy.secret import SECRET_VARIABLE
-from tests.support.registries import Etcd
+from tests.support.registries import Etcd, Nats
 
-pytestmark = [pytest.mark.slow, pytest.mark.needs("etcd")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("etcd", "nats-server")]
 PROMPT = "Tell me what a penstock is"
 TOKENS = 600
 LEASE_S = 1.0
@@ -48,9 +48,10 @@ async def ready_ids(site):
     return {worker["worker_id"] for worker in workers if worker["condition"] == "ready"}
 
 
-def test_streams_and_new_requests_go_on_without_the_registry(deploy, monkeypatch):
+@pytest.mark.parametrize(("discovery", "make"), [("etcd", Etcd), ("nats", Nats)], ids=["etcd", "nats"])
+def test_streams_and_new_requests_go_on_without_the_registry(deploy, monkeypatch, discovery, make):
     monkeypatch.setenv(SECRET_VARIABLE, "a secret of the test")
-    server = Etcd()
+    server = make()
 
     async def scenario(site):
         undisturbed, _ = await site.tell(PROMPT, max_tokens=TOKENS)
@@ -68,7 +69,7 @@ def test_streams_and_new_requests_go_on_without_the_registry(deploy, monkeypatch
                     await site.until(lambda: registry_is_lost(site))
                     await asyncio.sleep(
                         3 * LEASE_S
-                    )  # leases expire as soon as an etcd is there that can expire them
+                    )  # leases expire as soon as a registry is there that can expire them
                     assert (await site.tell(PROMPT, max_tokens=5))[0] == few
                     if fault == "emptied":
                         server.forget()
@@ -90,7 +91,7 @@ def test_streams_and_new_requests_go_on_without_the_registry(deploy, monkeypatch
 
     async def main():
         async with server:
-            runtime = {"discovery": "etcd", "urls": [server.url], "registry": {"lease_ttl_s": LEASE_S}}
+            runtime = {"discovery": discovery, "urls": [server.url], "registry": {"lease_ttl_s": LEASE_S}}
             role = {"mock": {"speedup": 0.5}}
             run = lambda: deploy(scenario, workers=2, role=role, runtime=runtime, timeout_s=200.0)  # noqa: E731
             await asyncio.to_thread(run)

@@ -31,7 +31,7 @@ def test_a_hub_and_a_host_that_joins_span_hosts(place):
         ({"tls": {"certificate": "c", "key": "", "authority": "a"}}, "must name a PEM file"),
         ({"discovery": "etcd"}, r"etcd needs urls, such as \[http"),
         ({"urls": ["http://etcd:2379"]}, "no effect with discovery local"),
-        ({"discovery": "etcd", "urls": ["etcd:2379"]}, "must be http://HOST:PORT"),
+        ({"discovery": "etcd", "urls": ["etcd:2379"]}, "must be http://HOST:PORT, https"),
         ({"discovery": "etcd", "urls": ["http://etcd"], "hub": "tcp://a:1"}, "leave them out"),
         ({"discovery": "consul"}, "must be one of 'local'"),
         ({"namespace": "a/b"}, "must be up to 63 letters"),

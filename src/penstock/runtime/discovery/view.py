@@ -81,6 +81,11 @@ class RegistryView:
         if len(self._refused) > _REFUSED_MAX:
             self._refused.popitem(last=False)
 
+    def keep(self, worker_id: WorkerId) -> bool:
+        """Note that a worker registers again as it was; False if it is not known."""
+        self._keep(worker_id)
+        return worker_id in self._table
+
     def withdraw(self, worker_id: WorkerId, reason: str) -> None:
         """Remove an instance at once."""
         self._keep(worker_id)

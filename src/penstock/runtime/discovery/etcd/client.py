@@ -3,18 +3,16 @@
 import asyncio
 import base64
 import json
-import ssl
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
 
-from penstock.core.errors import ConfigError, Unavailable
-from penstock.runtime.tls import PlaneTlsConfig
+from penstock.core.errors import Unavailable
+from penstock.runtime.tls import PlaneTlsConfig, registry_context
 
 _PAGE_KEYS = 256
 _LINE_BYTES_MAX = 16 << 20
@@ -54,7 +52,7 @@ class EtcdClient:
         self._urls = [url.rstrip("/") for url in urls]
         self._index = 0
         self._timeout_s = timeout_s
-        self._context = _context(tls) if any(url.startswith("https:") for url in urls) else None
+        self._context = registry_context(tls) if any(url.startswith("https:") for url in urls) else None
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -219,18 +217,3 @@ def _b64(data: bytes) -> str:
 def _after(prefix: bytes) -> bytes:
     """Give the first key behind all keys with a prefix."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
-
-
-def _context(tls: PlaneTlsConfig | None) -> ssl.SSLContext:
-    if tls is None:
-        return ssl.create_default_context()
-    files = (Path(file).expanduser() for file in (tls.certificate, tls.key, tls.authority))
-    certificate, key, authority = files
-    try:
-        context = ssl.create_default_context(cafile=authority)
-        context.load_cert_chain(certificate, key)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"runtime.tls: {certificate}, {key}, {authority}: {error}; expected PEM files"
-        ) from error
-    return context

@@ -1,4 +1,4 @@
-"""Discovery by a real etcd: the suite, and an etcd that is killed, stopped, emptied or used by others."""
+"""Discovery by a real etcd and a real NATS: the suite, and servers that are killed, stopped, emptied or used by others."""
 
 import asyncio
 import random
@@ -16,24 +16,26 @@ from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.etcd.client import EtcdClient
 from penstock.runtime.discovery.etcd.discovery import EtcdDiscovery
 from penstock.runtime.discovery.metrics import RegistryMetrics
+from penstock.runtime.discovery.nats.discovery import NatsDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.testing.loop import run_async
 from penstock.testing.planes.discovery import DiscoverySuite, Watcher
 from penstock.testing.planes.peer import Peer, member_peer
 from penstock.testing.planes.scripted_worker import scripted_instance
-from tests.support.registries import Etcd
+from tests.support.registries import Etcd, Nats
 
-pytestmark = pytest.mark.needs("etcd")
+pytestmark = pytest.mark.needs("etcd", "nats-server")
 IDENTITY = Identity(process="suite", secret=b"of the suite")
 TTL_S = 1.0
 CONFIG = DiscoveryConfig(lease_ttl_s=TTL_S, connect_timeout_s=10.0)
 
 
-class EtcdHarness:
-    """An etcd for each test; each member is a separate process."""
+class RegistryHarness:
+    """A server for each test; each member is a separate process."""
 
-    def __init__(self):
-        self.server = Etcd()
+    def __init__(self, server, discovery):
+        self.server = server()
+        self._discovery = discovery
         self._members = {}
         self._stack = AsyncExitStack()
 
@@ -47,7 +49,7 @@ class EtcdHarness:
         await self._stack.aclose()
 
     async def client(self, identity=IDENTITY, config=CONFIG, metrics=None, namespace="suite"):
-        client = EtcdDiscovery(
+        client = self._discovery(
             [self.server.url],
             identity,
             namespace=namespace,
@@ -60,7 +62,7 @@ class EtcdHarness:
     async def start_member(self, instance):
         rng = random.Random(instance.worker_id)
         client = partial(
-            EtcdDiscovery, [self.server.url], IDENTITY, namespace="suite", rng=rng, config=CONFIG
+            self._discovery, [self.server.url], IDENTITY, namespace="suite", rng=rng, config=CONFIG
         )
         self._members[instance.worker_id] = await Peer.start(member_peer, client, instance)
 
@@ -68,14 +70,24 @@ class EtcdHarness:
         await self._members[instance.worker_id].kill()
 
 
+ETCD = partial(RegistryHarness, Etcd, EtcdDiscovery)
+NATS = partial(RegistryHarness, Nats, NatsDiscovery)
+both = pytest.mark.parametrize("registry", [ETCD, NATS], ids=["etcd", "nats"])
+
+
 class TestEtcdDiscovery(DiscoverySuite):
-    harness = EtcdHarness
+    harness = ETCD
     lease_ttl_s = 3 * TTL_S  # an expired lease, the grace time, and what etcd takes to expire it
 
 
-def run_scenario(scenario):
+class TestNatsDiscovery(DiscoverySuite):
+    harness = NATS
+    lease_ttl_s = 3 * TTL_S
+
+
+def run_scenario(scenario, registry):
     async def main():
-        async with asyncio.timeout(120), EtcdHarness() as harness:
+        async with asyncio.timeout(120), registry() as harness:
             await scenario(harness)
 
     run_async(main())
@@ -100,9 +112,11 @@ async def known(harness):
 
 
 @pytest.mark.parametrize("forget", [False, True], ids=["with its data", "without its data"])
-def test_what_is_known_outlives_a_killed_etcd(forget):
+@both
+def test_what_is_known_outlives_a_killed_registry(forget, registry):
     async def scenario(harness):
         instance, registration, watcher, metrics = await known(harness)
+        syncs = watcher.syncs
         harness.server.kill()
         if forget:
             harness.server.forget()
@@ -111,15 +125,18 @@ def test_what_is_known_outlives_a_killed_etcd(forget):
         await watcher.quiet(3 * TTL_S)
         assert metrics.get_sample_value("penstock_runtime_registry_connected") == 0
         await asyncio.to_thread(harness.server.start)
-        await watcher.until(lambda: watcher.present == {instance.worker_id: draining})
+        await watcher.until(
+            lambda: watcher.syncs > syncs and watcher.present == {instance.worker_id: draining}
+        )
         await watcher.quiet(3 * TTL_S)
         assert not watcher.removed
         assert metrics.get_sample_value("penstock_runtime_registry_losses_total") == 1
 
-    run_scenario(scenario)
+    run_scenario(scenario, registry)
 
 
-def test_an_etcd_that_hangs_removes_nobody():
+@both
+def test_a_registry_that_hangs_removes_nobody(registry):
     async def scenario(harness):
         instance, _, watcher, _ = await known(harness)
         harness.server.pause()
@@ -136,7 +153,7 @@ def test_an_etcd_that_hangs_removes_nobody():
         assert watcher.present == {instance.worker_id: instance}
         assert not watcher.removed
 
-    run_scenario(scenario)
+    run_scenario(scenario, registry)
 
 
 def test_a_compacted_history_is_listed_again():
@@ -154,7 +171,7 @@ def test_a_compacted_history_is_listed_again():
         await watcher.synced()
         assert not watcher.present
 
-    run_scenario(scenario)
+    run_scenario(scenario, ETCD)
 
 
 def test_many_registrations_are_read_in_pages():
@@ -168,27 +185,29 @@ def test_many_registrations_are_read_in_pages():
         await watcher.synced()
         assert watcher.present.keys() == {instance.worker_id for instance in instances}
 
-    run_scenario(scenario)
+    run_scenario(scenario, ETCD)
 
 
-def test_no_etcd_is_said_in_time():
+@both
+def test_no_registry_is_said_in_time(registry):
     async def scenario(harness):
         await (await harness.client()).connect()  # one killed in its first moments never elects a leader
         harness.server.kill()
         client = await harness.client(config=DiscoveryConfig(connect_timeout_s=0.5))
-        with pytest.raises(Unavailable, match="etcd at http"):
+        with pytest.raises(Unavailable, match=r"(etcd|NATS) at .*127.0.0.1"):
             await client.connect()
-        with pytest.raises(Unavailable, match="is etcd running"):
+        with pytest.raises(Unavailable, match=r"is (etcd|nats-server) running"):
             await client.register(scripted_instance("tcp://127.0.0.1:1"))
         await asyncio.to_thread(harness.server.start)
         watcher = Watcher(client)
         await watcher.synced()
         assert not watcher.present, "what failed is not done later"
 
-    run_scenario(scenario)
+    run_scenario(scenario, registry)
 
 
-def test_two_deployments_in_one_namespace_are_said_at_both_ends():
+@both
+def test_two_deployments_in_one_namespace_are_said_at_both_ends(registry):
     async def scenario(harness):
         _, _, watcher, metrics = await known(harness)
         other = await harness.client(Identity(secret=b"of another deployment"))
@@ -202,4 +221,4 @@ def test_two_deployments_in_one_namespace_are_said_at_both_ends():
         apart = await harness.client(Identity(secret=b"of another deployment"), namespace="other")
         await apart.connect()
 
-    run_scenario(scenario)
+    run_scenario(scenario, registry)
