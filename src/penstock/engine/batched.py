@@ -147,6 +147,7 @@ class BatchedEngine:
             kv_holders=() if self._kv is None else self._kv.shared,
             embedding_size=runner.embedding_size,
             structured_outputs=runner.structured_outputs,
+            sampling_fields=runner.sampling_fields,
         )
         self._started = info, pool, scheduler
         return info

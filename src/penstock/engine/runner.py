@@ -27,7 +27,7 @@ class RunnerInfo:
         context_length: the model's own limit; the engine lowers it to what `num_blocks` can hold.
         kv_layout: None without KV memory.
         embedding_size: as in `EngineInfo`.
-        structured_outputs: as in `EngineInfo`.
+        structured_outputs: as in `EngineInfo`, and so is `sampling_fields`.
         windows: sliding windows with blocks of their own.
         groups: groups of layers with block tables of their own, the first one over the whole context; None for one table. A
             runner that keeps no KV has `windows` alone.
@@ -44,6 +44,7 @@ class RunnerInfo:
     embedding_size: int = 0
     structured_outputs: bool = False
     groups: KvGroups | None = None
+    sampling_fields: tuple[str, ...] = ()
 
 
 def end_tokens_within(vocab_size: int, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:

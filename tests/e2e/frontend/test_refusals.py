@@ -22,7 +22,7 @@ from tests.support.tokenizer import tiny_card
         ("chat/completions", chat(max_tokens="many"), 400, "max_tokens", "expected int"),
         ("chat/completions", chat(temperature=3), 400, "temperature", "must be >= 0 and <= 2, got 3"),
         ("chat/completions", chat(n=1000), 400, "n", "must be >= 1 and <= 128, got 1000"),
-        ("chat/completions", chat(logit_bias={"1": 2}), 400, "logit_bias", "not supported"),
+        ("chat/completions", chat(logit_bias={"a": 2}), 400, "logit_bias", "token ids as keys"),
         ("chat/completions", chat(tools=[{"type": "function"}]), 400, "tools[0].function.name", "must be a string of 1 to 256"),
         ("chat/completions", chat(max_tokns=1), 400, "max_tokns", "did you mean 'max_tokens'?"),
         ("chat/completions", chat(messages=[]), 400, "messages", "at least one message"),

@@ -31,6 +31,10 @@ class KvHolder(Wire, frozen=True):
     blocks: int = 0
 
 
+OPTIONAL_SAMPLING = ("logit_bias", "allowed_token_ids", "bad_words")
+"""Fields of `SamplingParams` that not every engine has."""
+
+
 class EngineInfo(Wire, frozen=True):
     """What an engine reports of itself once started. With `data_parallel` > 1 sizes are those of one rank.
 
@@ -47,6 +51,7 @@ class EngineInfo(Wire, frozen=True):
         media: what it takes besides text; its worker refuses requests with anything else.
         embedding_size: values of an embedding (`Request.embeds`); 0: it makes none, and its worker refuses such requests.
         structured_outputs: whether it keeps to `SamplingParams.structured`; if not, its worker refuses such requests.
+        sampling_fields: which of `OPTIONAL_SAMPLING` it heeds; its worker refuses requests with the others.
     """
 
     block_size: int
@@ -67,6 +72,7 @@ class EngineInfo(Wire, frozen=True):
     data_parallel: int = 1
     kv_holders: tuple[KvHolder, ...] = ()
     embedding_size: int = 0
+    sampling_fields: tuple[str, ...] = ()
 
 
 class Prices(Wire, frozen=True):

@@ -30,6 +30,8 @@ class SamplingParams(Wire, frozen=True):
     `seed_drawn`: the frontend drew the seed, so an engine that samples faster without one may leave it out.
     `structured` constrains the text: JSON of one of vLLM's `structured_outputs`, as `{"json": SCHEMA}` or `{"regex": "..."}`;
     an engine that cannot keep to it refuses the request.
+    `logit_bias` (token id, what is added to its logit), `allowed_token_ids` (empty: all) and `bad_words` (token ids that do not
+    follow each other in the output) are for engines that name them in `EngineInfo.sampling_fields`.
     """
 
     max_tokens: int
@@ -47,6 +49,9 @@ class SamplingParams(Wire, frozen=True):
     logprobs: int | None = None
     structured: bytes | None = None
     seed_drawn: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class SessionAction(StrEnum):

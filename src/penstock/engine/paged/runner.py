@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.core.log import get_logger
+from penstock.core.types.instances import OPTIONAL_SAMPLING
 from penstock.core.types.requests import TokenLogprob
 from penstock.engine.paged.config import PagedConfig
 from penstock.engine.paged.cores import keep_to_cores
@@ -21,6 +22,7 @@ from penstock.engine.paged.step.batch import BatchBuilder, StepBatch
 from penstock.engine.paged.step.decoding import row_limits
 from penstock.engine.paged.step.sampling import Sampler, SamplingColumns
 from penstock.engine.paged.step.step import PagedStep
+from penstock.engine.paged.step.token_masks import TokenMasks
 from penstock.engine.paged.structured.grammars import Grammars
 from penstock.engine.paged.structured.matchers import Matchers
 from penstock.engine.runner import RunnerInfo, end_tokens_within
@@ -122,7 +124,10 @@ class PagedRunner:
         structured = self._grammars.open(checkpoint.path, model.vocab_size, eos_token_ids)
         columns = SamplingColumns(
             eos_token_ids,
-            Matchers(self._grammars, model.vocab_size, eos_token_ids) if structured else None,
+            TokenMasks(
+                model.vocab_size,
+                Matchers(self._grammars, model.vocab_size, eos_token_ids) if structured else None,
+            ),
         )
         self._parts = _Loaded(
             model=model,
@@ -148,6 +153,7 @@ class PagedRunner:
             structured_outputs=structured,
             windows=groups.held_windows(),
             groups=groups.kv_groups(config.block_size),
+            sampling_fields=OPTIONAL_SAMPLING,
         )
 
     def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:

@@ -14,6 +14,7 @@ from penstock.core.errors import RequestError
 from penstock.core.types.requests import SamplingParams
 
 LOGPROBS_MAX = 100
+BIAS_MAX = 1000
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 1000),
     "min_p": (0, 1),
@@ -43,6 +44,7 @@ def checked_sampling(sampling: SamplingParams, *, vocab_size: int, context_lengt
         raise _refusal("top_k", ">= 1, or none", sampling.top_k)
     if sampling.min_tokens < 0:
         raise _refusal("min_tokens", ">= 0", sampling.min_tokens)
+    _check_tokens(sampling, vocab_size)
     stops = sampling.stop_token_ids
     if stops and min(stops) < 0:
         raise _refusal("stop_token_ids", ">= 0", min(stops))
@@ -53,6 +55,20 @@ def checked_sampling(sampling: SamplingParams, *, vocab_size: int, context_lengt
     if (top_k, min_tokens, stops) == (sampling.top_k, sampling.min_tokens, sampling.stop_token_ids):
         return sampling
     return replace(sampling, top_k=top_k, min_tokens=min_tokens, stop_token_ids=stops)
+
+
+def _check_tokens(sampling: SamplingParams, vocab_size: int) -> None:
+    limited = [*sampling.allowed_token_ids, *(token_id for word in sampling.bad_words for token_id in word)]
+    for token_id in (*limited, *(token_id for token_id, _ in sampling.logit_bias)):
+        if not 0 <= token_id < vocab_size:
+            raise _refusal(
+                "logit_bias, allowed_token_ids, bad_words: token ids", f">= 0 and < {vocab_size}", token_id
+            )
+    for _, bias in sampling.logit_bias:
+        if not -BIAS_MAX <= bias <= BIAS_MAX:  # NaN is in no range
+            raise _refusal("logit_bias", f">= {-BIAS_MAX} and <= {BIAS_MAX}", bias)
+    if not all(sampling.bad_words):
+        raise _refusal("bad_words", "of one token or more", 0)
 
 
 def position_keys(keys: NDArray[np.uint64], positions: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:

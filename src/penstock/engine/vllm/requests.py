@@ -90,6 +90,8 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "logprobs": sampling.logprobs,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
         "detokenize": False,
         "skip_clone": True,
     }

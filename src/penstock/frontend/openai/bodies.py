@@ -66,6 +66,9 @@ class GenerationRequest(SamplingExtensions, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     structured_outputs: Any = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     guided_json: Any = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -85,8 +88,6 @@ class GenerationRequest(SamplingExtensions, kw_only=True):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    # Refused unless they ask for nothing.
-    logit_bias: Any = None
 
 
 class Message(msgspec.Struct, kw_only=True):

@@ -3,7 +3,7 @@
 Values are never clamped or dropped: a value that cannot be honoured is an error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sized
 from typing import Any
 
 from penstock.core.errors import RequestError
@@ -23,12 +23,17 @@ from penstock.frontend.text.template import RESERVED
 ROLES = ("system", "developer", "user", "assistant", "tool")
 LOGPROBS_MAX = 20
 STOP_IDS_MAX = 64
+BIASES_MAX = 1024
+BIAS_MAX = 100
+ALLOWED_MAX = 65_536
+BAD_WORDS_MAX = 128
+BAD_WORD_CHARACTERS_MAX = 128
 CACHE_SALT_CHARACTERS_MAX = 256
 _SEED_BITS = 63
+_ID_DIGITS_MAX = 10
 _TOP_K_MAX = (1 << 31) - 1
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -137,11 +142,36 @@ def _check_generation(request: GenerationRequest, choices_max: int) -> None:
     _check_range(request, "seed", -(1 << _SEED_BITS), (1 << _SEED_BITS) - 1)
     _check_stops(request)
     _check_length("stop_token_ids", request.stop_token_ids or (), STOP_IDS_MAX, "ids")
+    _check_limits(request)
     if request.cache_salt is not None:
         if not request.cache_salt:
             raise RequestError("cache_salt: must not be empty; leave it out", param="cache_salt")
         _check_length("cache_salt", request.cache_salt, CACHE_SALT_CHARACTERS_MAX, "characters")
     agent_options(request)
+
+
+def _check_limits(request: GenerationRequest) -> None:
+    _check_length("logit_bias", request.logit_bias or (), BIASES_MAX, "token ids")
+    for key, bias in (request.logit_bias or {}).items():
+        if not (key.isascii() and key.isdecimal() and len(key) < _ID_DIGITS_MAX):
+            raise RequestError(
+                f"logit_bias: expected token ids as keys, got {key[:40]!r}", param="logit_bias"
+            )
+        if not -BIAS_MAX <= bias <= BIAS_MAX:
+            raise RequestError(
+                f"logit_bias: must be >= {-BIAS_MAX} and <= {BIAS_MAX}, got {bias} for token {key}",
+                param="logit_bias",
+            )
+    if request.allowed_token_ids == []:
+        raise RequestError("allowed_token_ids: must not be empty; leave it out", param="allowed_token_ids")
+    _check_length("allowed_token_ids", request.allowed_token_ids or (), ALLOWED_MAX, "ids")
+    _check_length("bad_words", request.bad_words or (), BAD_WORDS_MAX, "words")
+    for index, word in enumerate(request.bad_words or ()):
+        if not word.strip() or len(word) > BAD_WORD_CHARACTERS_MAX:
+            raise RequestError(
+                f"bad_words: word {index} has {len(word)} characters, expected 1 to {BAD_WORD_CHARACTERS_MAX}, not only spaces",
+                param="bad_words",
+            )
 
 
 def _is_ruled_out(request: GenerationRequest, name: str) -> bool:
@@ -172,7 +202,7 @@ def _check_stops(request: GenerationRequest) -> None:
             )
 
 
-def _check_length(name: str, value: Sequence[Any], most: int, unit: str) -> None:
+def _check_length(name: str, value: Sized, most: int, unit: str) -> None:
     if len(value) > most:
         raise RequestError(f"{name}: at most {most} {unit} are allowed, got {len(value)}", param=name)
 

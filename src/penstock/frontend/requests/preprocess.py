@@ -225,6 +225,25 @@ def _check_context(prompt: Prompt, request: GenerationRequest, limit: int | None
     return room
 
 
+def _check_ids(name: str, token_ids: Sequence[int], model: ServedModel) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < model.num_token_ids:
+            raise RequestError(
+                f"{name}: must be >= 0 and < {model.num_token_ids}, got {token_id}", param=name
+            )
+
+
+def _bad_words(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Tokenize each word as it is at a text's start and after a space, which are different tokens."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word.lstrip(), f" {word.lstrip()}"):
+            token_ids = tuple(model.tokenizer.encode(text, add_special_tokens=False).ids)
+            if token_ids:
+                found[token_ids] = None
+    return tuple(found)
+
+
 def _sampling(
     request: GenerationRequest, model: ServedModel, *, max_tokens: int, seed: int, logprobs: int | None
 ) -> SamplingParams:
@@ -234,12 +253,10 @@ def _sampling(
         raise RequestError(
             f"min_tokens: must be <= max_tokens, got {min_tokens} > {max_tokens}", param="min_tokens"
         )
-    for token_id in request.stop_token_ids or ():
-        if not 0 <= token_id < model.num_token_ids:
-            raise RequestError(
-                f"stop_token_ids: must be >= 0 and < {model.num_token_ids}, got {token_id}",
-                param="stop_token_ids",
-            )
+    biases = tuple((int(key), bias) for key, bias in (request.logit_bias or {}).items())
+    _check_ids("stop_token_ids", request.stop_token_ids or (), model)
+    _check_ids("allowed_token_ids", request.allowed_token_ids or (), model)
+    _check_ids("logit_bias", [token_id for token_id, _ in biases], model)
 
     def value(name: str, neutral: float) -> float:
         given = getattr(request, name)
@@ -262,4 +279,7 @@ def _sampling(
         min_tokens=min_tokens,
         logprobs=logprobs,
         structured=structured_of(request),
+        logit_bias=biases,
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
+        bad_words=_bad_words(request.bad_words or (), model),
     )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 
 from penstock.core.errors import RequestError, Unavailable
-from penstock.core.types.instances import EngineInfo
+from penstock.core.types.instances import OPTIONAL_SAMPLING, EngineInfo
 from penstock.core.types.requests import Request
 from penstock.core.wire import num_tokens
 
@@ -39,6 +39,12 @@ def check_request(request: Request, info: EngineInfo, adapters: Collection[str],
             f"model: the engine of {request.model!r} makes no embeddings; serve the model with one that does, such as paged",
             param="model",
         )
+    for name in OPTIONAL_SAMPLING:
+        if getattr(request.sampling, name) and name not in info.sampling_fields:
+            raise RequestError(
+                f"{name}: the engine of model {request.model!r} does not have it; leave it out, or serve the model with paged",
+                param=name,
+            )
     for item in () if request.media is None else request.media.items:
         if all(kind.modality != item.modality for kind in info.media):
             raise RequestError(

@@ -75,7 +75,6 @@ def test_bounds_themselves_are_allowed() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logit_bias", {"5": 1}),
         ("functions", [{"name": "f"}]),
         ("verbosity", "high"),
         ("modalities", ["text", "audio"]),
@@ -193,3 +192,20 @@ def test_functions_of_the_old_api_are_refused_unless_they_must_not_be_called() -
         ChatRequest(model="m", messages=HI, functions=[{"name": "f"}], function_call="none"), choices_max=8
     )
     assert chat_refusal(functions=[{"name": "f"}], tool_choice="none").param == "functions"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("logit_bias", {"a": 1}, "expected token ids as keys, got 'a'"),
+        ("logit_bias", {"5": 101}, "got 101 for token 5"),
+        ("logit_bias", {str(index): 1 for index in range(1025)}, "at most 1024"),
+        ("allowed_token_ids", [], "must not be empty"),
+        ("bad_words", ["a", "  "], "word 1 has 2 characters"),
+        ("bad_words", ["x" * 129], "expected 1 to 128"),
+    ],
+)
+def test_limits_of_tokens_are_checked(field: str, value: Any, text: str) -> None:
+    with pytest.raises(RequestError, match=text) as caught:
+        check_chat(ChatRequest(model="m", messages=HI, **{field: value}), 8)
+    assert caught.value.param == field

@@ -295,3 +295,20 @@ def test_the_effort_of_reasoning_is_the_templates(effort: str, shown: str) -> No
 def test_lower_priorities_of_a_body_come_first_as_in_vllm() -> None:
     assert chat(priority=3).requests[0].priority == -3
     assert chat(priority=0).requests[0].priority == 0
+
+
+def test_limits_of_tokens_reach_the_engine() -> None:
+    served = model()
+    sampling = (
+        chat(served, logit_bias={"7": -3.5, "9": 100}, allowed_token_ids=[7, 9], bad_words=["fox", " dog"])
+        .requests[0]
+        .sampling
+    )
+    assert sampling.logit_bias == ((7, -3.5), (9, 100))
+    assert sampling.allowed_token_ids == (7, 9)
+    words = {served.tokenizer.decode(list(word)) for word in sampling.bad_words}
+    assert words == {"fox", " fox", "dog", " dog"}
+    for name, value in (("logit_bias", {"100000": 1}), ("allowed_token_ids", [100_000])):
+        with pytest.raises(RequestError, match=f"{name}: must be >= 0") as caught:
+            chat(served, **{name: value})
+        assert caught.value.param == name

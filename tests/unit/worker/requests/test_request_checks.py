@@ -36,3 +36,15 @@ def test_only_engines_with_embeddings_are_asked_for_them() -> None:
     with pytest.raises(RequestError, match=r"model: the engine of 'm' makes no embeddings; .* such as paged"):
         check_request(request, INFO, (), "worker-1")
     check_request(request, msgspec.structs.replace(INFO, embedding_size=8), (), "worker-1")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("logit_bias", ((1, 2.0),)), ("allowed_token_ids", (1,)), ("bad_words", ((1,),))]
+)
+def test_engines_get_only_the_sampling_fields_that_they_have(name: str, value: object) -> None:
+    sampling = msgspec.structs.replace(SamplingParams(max_tokens=4), **{name: value})
+    request = Request(request_id="r", model="m", token_ids=pack_tokens([1, 2]), sampling=sampling)
+    with pytest.raises(RequestError, match=f"{name}: the engine of model 'm' does not have it") as refused:
+        check_request(request, INFO, (), "worker-1")
+    assert refused.value.param == name
+    check_request(request, msgspec.structs.replace(INFO, sampling_fields=(name,)), (), "worker-1")

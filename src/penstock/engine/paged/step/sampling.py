@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from penstock.core.errors import EngineError, PenstockError
 from penstock.core.log import get_logger
 from penstock.core.types.requests import Request, TokenLogprob
-from penstock.engine.paged.structured.matchers import Matchers
+from penstock.engine.paged.step.token_masks import TokenMasks, is_masked
 from penstock.engine.scheduling.sampling import mix64, position_keys
 from penstock.engine.scheduling.sequences import SequenceTable
 
 _log = get_logger()
 
 _RANDOM, _TOP_K, _TOP_P, _PENALTIES, _MIN_TOKENS, _LOGPROBS = (1 << bit for bit in range(6))
-_STRUCTURED = 1 << 6
+_MASKED, _BIASED = 1 << 6, 1 << 7
 _CANDIDATES = 512
 """Most likely tokens sorted first for top-p; the whole vocabulary is sorted only if their probabilities do not reach top-p."""
 
@@ -70,7 +70,8 @@ class SamplingRows:
 
     draws:         up to three groups: rows without limits, rows with top-k, rows with top-p only
     banned:        (pairs, 2) row and token id that must not be sampled
-    masked_rows:   rows whose text is constrained
+    biases:        (pairs, 2) row and token id, and (pairs,) what is added to its score
+    masked_rows:   rows that may not go on with all tokens
     masks:         (masked rows, vocabulary) bool, what they may go on with
     logprob_rows:  rows that report logprobs, with logprob_counts alternatives each
     """
@@ -82,20 +83,21 @@ class SamplingRows:
     logprob_counts: NDArray[np.int64]
     masked_rows: Rows
     masks: NDArray[np.bool_] | None
+    biases: tuple[NDArray[np.int64], NDArray[np.float32]] | None
 
 
 class SamplingColumns:
     """The sampling parameters of the running requests, by slot of the `SequenceTable`. One thread owns it."""
 
-    def __init__(self, eos_token_ids: tuple[int, ...], matchers: Matchers | None = None) -> None:
+    def __init__(self, eos_token_ids: tuple[int, ...], masks: TokenMasks | None = None) -> None:
         """Make columns.
 
         Args:
             eos_token_ids: end-of-sequence tokens.
-            matchers: of constrained requests; None where the engine takes none.
+            masks: says what rows may go on with; None where no request limits that.
         """
         self._eos_token_ids = eos_token_ids
-        self._matchers = matchers
+        self._token_masks = masks
         self._requests: list[Request | None] = []
         self._allocate(0)
         self.errors: dict[int, PenstockError] = {}
@@ -116,7 +118,7 @@ class SamplingColumns:
         if not flags.any():
             return None
         positions = table.num_tokens[slots] - table.num_prompt[slots]
-        reported, masked = _where(flags, _LOGPROBS), _where(flags, _STRUCTURED)
+        reported, masked = _where(flags, _LOGPROBS), _where(flags, _MASKED)
         masks = self._masks(table, slots, masked)
         banned = self._banned(slots, _where(flags, _MIN_TOKENS), positions)
         if banned is not None and masks is not None:
@@ -127,6 +129,7 @@ class SamplingColumns:
             banned=banned,
             masked_rows=masked,
             masks=masks,
+            biases=self._biases(slots, _where(flags, _BIASED)),
             logprob_rows=reported,
             logprob_counts=self._logprobs[slots[reported]],
         )
@@ -179,7 +182,8 @@ class SamplingColumns:
             | _PENALTIES * (not neutral)
             | _MIN_TOKENS * (params.min_tokens > 0 and bool(self._early_stops[slot]))
             | _LOGPROBS * (params.logprobs is not None)
-            | _STRUCTURED * (params.structured is not None)
+            | _MASKED * is_masked(params)
+            | _BIASED * bool(params.logit_bias)
         )
 
     def _draws(
@@ -221,10 +225,24 @@ class SamplingColumns:
     def _masks(self, table: SequenceTable, slots: NDArray[np.int32], rows: Rows) -> NDArray[np.bool_] | None:
         if not len(rows):
             return None
-        assert self._matchers is not None, "a constrained request, and the engine takes none"
-        masks, errors = self._matchers.masks(table, slots[rows])
+        assert self._token_masks is not None, "a limited request, and the engine takes none"
+        masks, errors = self._token_masks.masks(table, slots[rows])
         self.errors |= {int(rows[index]): error for index, error in errors.items()}
         return masks
+
+    def _biases(
+        self, slots: NDArray[np.int32], rows: Rows
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        found = [
+            (row, token_id, bias)
+            for row in rows.tolist()
+            if (request := self._requests[slots[row]]) is not None
+            for token_id, bias in request.sampling.logit_bias
+        ]
+        if not found:
+            return None
+        places = np.array([(row, token_id) for row, token_id, _ in found], dtype=np.int64)
+        return places, np.array([bias for *_, bias in found], dtype=np.float32)
 
     def _banned(
         self, slots: NDArray[np.int32], rows: Rows, positions: NDArray[np.int32]
@@ -263,6 +281,9 @@ class Sampler:
         if how.penalties is not None:
             rows = self._put(how.penalties.rows)
             scores[rows] = penalise(scores[rows], how.penalties, self._put)
+        if how.biases is not None:
+            places = self._put(how.biases[0])
+            scores[places[:, 0], places[:, 1]] += self._put(how.biases[1])
         if how.banned is not None:
             banned = self._put(how.banned)
             scores[banned[:, 0], banned[:, 1]] = -torch.inf

@@ -1,6 +1,7 @@
 """Constrained answers of the paged engine: always valid, whatever the model, the schema, and where the sequence has been."""
 
 import json
+import math
 import re
 from typing import Any
 
@@ -135,6 +136,75 @@ def test_logprobs_are_those_of_the_free_model(engine):
     free = engine()
     free.run(make_request("r", PROMPT, 1, temperature=1.0, seed=3, logprobs=2))
     assert manual.logprobs["r"][0].top == free.logprobs["r"][0].top
+
+
+# --- other limits of what is sampled
+
+
+def test_biases_and_allowed_tokens_choose(engine):
+    manual = engine()
+    free = manual.run(make_request("free", PROMPT, 8))["free"]
+    kept = manual.run(make_request("bias", PROMPT, 8, logit_bias=((77, 1000.0),)))["bias"]
+    assert kept == [77] * 8
+    without = manual.run(make_request("less", PROMPT, 8, logit_bias=((free[0], -1000.0),)))["less"]
+    assert free[0] not in without
+    few = manual.run(make_request("few", PROMPT, 40, allowed_token_ids=(5, 9, 400), temperature=1.0, seed=1))[
+        "few"
+    ]
+    assert set(few) == {5, 9, 400}
+    assert manual.run(make_request("again", PROMPT, 8))["again"] == free
+
+
+def test_words_are_left_out(engine):
+    manual = engine()
+    free = manual.run(make_request("free", PROMPT, 6))["free"]
+    single = manual.run(make_request("single", PROMPT, 6, bad_words=((free[0],),)))["single"]
+    assert free[0] not in single
+    pair = manual.run(make_request("pair", PROMPT, 6, bad_words=((free[0], free[1]), (free[1], free[0]))))[
+        "pair"
+    ]
+    assert pair[0] == free[0]
+    assert pair[1] != free[1]
+    moved = make_request("moved", [*PROMPT, free[0]], 6, num_emitted=1, bad_words=((free[0], free[1]),))
+    assert manual.run(moved)["moved"][0] != free[1]
+    prompt_ends = make_request("end", [*PROMPT, free[0]], 6, bad_words=((free[0], free[1]),))
+    assert manual.run(prompt_ends)["end"][0] == free[1]  # a word begun by the prompt is no word of the answer
+
+
+def test_limits_that_leave_nothing_end_the_request_alone(engine):
+    manual = engine()
+    manual.submit(
+        make_request("none", PROMPT, 6, allowed_token_ids=(7,), bad_words=((7,),)),
+        make_request("free", PROMPT, 2),
+    )
+    with pytest.raises(AssertionError, match="leave no token"):
+        manual.step()
+    assert manual.scheduler.load().running_requests == 1
+
+
+def test_limits_hold_beside_a_grammar(engine, tokenizer):
+    tokens = engine().run(
+        constrained("r", constraint("regex", "[0-9]{6}"), allowed_token_ids=tuple(range(512)), logit_bias=tuple(
+            (token_id, 1000.0) for token_id in range(512) if tokenizer.id_to_token(token_id) == "5"
+        ))
+    )["r"]  # fmt: skip
+    assert text_of(tokenizer, tokens) == "555555"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"logit_bias": ((512, 1.0),)},
+        {"logit_bias": ((1, math.nan),)},
+        {"logit_bias": ((1, 1e6),)},
+        {"allowed_token_ids": (-1,)},
+        {"bad_words": ((3, 512),)},
+        {"bad_words": ((),)},
+    ],
+)
+def test_limits_outside_of_their_range_are_refused(engine, params):
+    with pytest.raises(RequestError, match=r"logit_bias|bad_words"):
+        engine().submit(make_request("r", PROMPT, 6, **params))
 
 
 # --- what is refused
