@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 import msgspec
 import pytest
 
+from penstock.core.errors import PinExpired
 from penstock.core.hashing import block_hashes
 from penstock.core.wire import pack_hashes, unpack_tokens
 from penstock.worker.kv_transfer import peer_source
@@ -29,8 +30,12 @@ def _chunks(monkeypatch):
     monkeypatch.setattr(peer_source, "_CHUNK_BYTES", 2 * BLOCK_BYTES)
 
 
-def chunks_scene(scene, **fields):
-    peers_scene(scene, delay_s=lambda _bytes: CHUNK_S, **fields)
+def chunks_scene(scene):
+    async def limited(cluster, dispatcher):
+        async with asyncio.timeout(30.0):
+            await scene(cluster, dispatcher)
+
+    peers_scene(limited, delay_s=lambda _bytes: CHUNK_S)
 
 
 async def until(condition):
@@ -103,14 +108,15 @@ def test_a_load_that_nobody_waits_for_ends_and_is_joined_by_nobody():
     chunks_scene(scene)
 
 
-def test_what_breaks_off_is_computed_by_all_who_waited(monkeypatch):
+@pytest.mark.parametrize("error", [OSError("the network is gone"), PinExpired("they were evicted")])
+def test_what_breaks_off_is_computed_by_all_who_waited(monkeypatch, error):
     original, reads = Reader.read, []
 
     async def read(self, *about):
         reads.append(about)
         await original(self, *about)
         if len(reads) > 2:
-            raise OSError("the network is gone")
+            raise error
 
     async def scene(cluster, dispatcher):
         first = await first_answer(dispatcher)
