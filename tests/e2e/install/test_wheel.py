@@ -91,6 +91,7 @@ def test_the_wheel_has_the_package_and_nothing_beside_it(installed: Installed) -
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"penstock"}
     folders = {name.split("/")[1] for name in names if name.count("/") > 1}
     assert {"bench", "doctor", "profiling", "testing"} < folders
+    assert "penstock/frontend/watch/site/index.html" in names, "the live page"
     assert not {"benchmarks", "tests", "support"} & folders
     assert sorted(n for n in names if n.startswith("penstock/bench/") and n.count("/") > 2) == []
     where = installed.python("-c", "import penstock; print(penstock.__file__)")

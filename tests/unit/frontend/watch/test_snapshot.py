@@ -1,0 +1,100 @@
+"""A snapshot stays small however large the deployment is, and adds up what workers report."""
+
+import asyncio
+
+import msgspec
+
+from penstock.core.types.instances import InstanceState, Role
+from penstock.core.types.load import KvRead, KvTierCounts, WorkerLoad
+from penstock.frontend.config import FrontendConfig
+from penstock.frontend.frontend import Frontend
+from penstock.frontend.watch.snapshot import ALERTS_MAX, WORKERS_MAX, take_snapshot
+from penstock.router.workers.member import Condition, WorkerView, _shown
+from tests.support.dispatcher import ScriptedDispatcher
+
+LOAD = WorkerLoad(
+    running_requests=3,
+    active_blocks=10,
+    cached_blocks=60,
+    total_blocks=100,
+    prefilled_tokens=500,
+    prefix_hit_tokens=400,
+    onboarded_tokens=(100, 50),
+    kv_tiers=(
+        KvTierCounts(tier="host", total_blocks=200, cached_blocks=20, hit_tokens=100),
+        KvTierCounts(tier="disk", total_blocks=900, cached_blocks=90, hit_tokens=50, is_off=True),
+    ),
+    kv_reads=(
+        KvRead(prefill_worker=2, transport="shm", num_bytes=4096, seconds=0.5),
+        KvRead(prefill_worker=999_999, transport="tcp", num_bytes=1, seconds=0.1),
+    ),
+)
+
+
+def worker(number, condition=Condition.READY):
+    return WorkerView(
+        worker_id=number,
+        name=f"worker-{number:04}",
+        model="tiny",
+        role=Role.DECODE,
+        state=InstanceState.READY,
+        condition=condition,
+        problem=None,
+        kv_transfer_problem=None,
+        address=f"tcp://10.0.0.{number % 256}:7000",
+        host="a-host-with-quite-a-long-name.example.com",
+        rack="",
+        zone="",
+        region="",
+        pid=number,
+        connections=1,
+        open_requests=2,
+        load=_shown(LOAD),
+        reserved_requests=0,
+        reserved_prefill_tokens=0,
+        reserved_blocks=0,
+        indexed_blocks=0,
+        predicted=False,
+        adapters=(),
+        event_sequence=None,
+        event_resyncs=0,
+        price_factor=None,
+        price_trusted=True,
+    )
+
+
+class Fleet(ScriptedDispatcher):
+    def __init__(self, views):
+        super().__init__(None)
+        self.views = views
+
+    def workers(self):
+        return self.views
+
+
+def snapshot_of(views):
+    async def main():
+        frontend = Frontend(FrontendConfig(), Fleet(views), hash_key=bytes(16))
+        return await take_snapshot(frontend, None)
+
+    return asyncio.run(main())
+
+
+def test_a_thousand_workers_that_are_all_lost_give_a_bounded_snapshot():
+    found = snapshot_of([worker(number, Condition.LOST) for number in range(1000)])
+    assert (found.num_workers, len(found.workers), len(found.alerts)) == (1000, WORKERS_MAX, ALERTS_MAX)
+    assert found.alerts[0].severity == "error"
+    assert len(msgspec.json.encode(found)) < 200_000
+
+
+def test_tiers_and_links_of_a_worker_are_shown():
+    found = snapshot_of([worker(2), worker(1)])
+    first, second = found.workers
+    assert (first.name, second.name) == ("worker-0001", "worker-0002")
+    tiers = [
+        (tier.tier, tier.cached_blocks, tier.active_blocks, tier.hit_tokens, tier.is_off)
+        for tier in first.tiers
+    ]
+    assert tiers == [("device", 60, 10, 250, False), ("host", 20, 0, 100, False), ("disk", 90, 0, 50, True)]
+    assert [link.source for link in first.links] == ["worker-0002", "a worker that left"]
+    assert {alert.key for alert in found.alerts} == {f"off worker-000{n}: KV tier disk" for n in (1, 2)}
