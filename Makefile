@@ -34,6 +34,9 @@ VLLM_PYTEST = env PYTHONPATH=src PENSTOCK_VENV=$(VENV) $(PENSTOCK_VLLM)/bin/pyth
 VLLM_STAMP = $(PENSTOCK_VLLM)/.installed-$(subst ==,-,$(VLLM)-$(NIXL))-obstore
 # Clients of the HTTP API, each in an environment of its own beside that of vLLM: their versions are in ci/clients.
 export PENSTOCK_CLIENTS ?= $(HOME)/.cache/penstock/clients
+BENCH_CLIENT_STAMPS = $(PENSTOCK_CLIENTS)/evals/.installed $(PENSTOCK_CLIENTS)/aiperf/.installed
+# Of an environment that lends packages from the one that PENSTOCK_SITE names.
+LENDING = import os, sys; sys.path += filter(None, [os.environ.get("PENSTOCK_SITE")])
 CLIENT_STAMPS = $(foreach name,python schemathesis $(if $(shell command -v npm),node),$(PENSTOCK_CLIENTS)/$(name)/.installed)
 NATIVE := $(PENSTOCK_NATIVE)
 NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
@@ -50,11 +53,12 @@ ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests/unit 
 .DEFAULT_GOAL = help
 # The tests start hundreds of processes: without kept bytecode each compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help venv clients demo test test-vllm check lint types floors test-unit-1 test-unit-2 test-engine test-other test-conformance fuzz fuzz-wire sanitize bench format clean
+.PHONY: help venv clients demo test test-clients test-vllm check lint types floors test-unit-1 test-unit-2 test-engine test-other test-conformance fuzz fuzz-wire sanitize bench format clean
 
 help:
 	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
 	@echo 'make test     run every test; installs the Debian packages that tests need, where it may'
+	@echo 'make test-clients  run the tests with lm-eval, guidellm and aiperf, in environments of their own (PENSTOCK_CLIENTS=...)'
 	@echo 'make test-vllm  run the tests that need vLLM, in an environment of its own (PENSTOCK_VLLM=...)'
 	@echo 'make check    format, lint, types, floors and the fast tests, side by side (CHECK_JOBS=...)'
 	@echo 'make fuzz     compare native code with a second implementation under sanitisers (FUZZ_RUNS=... FUZZ_SEED=...)'
@@ -72,8 +76,11 @@ demo: venv
 test:
 	@ci/install_packages
 	@$(MAKE) --no-print-directory venv clients $(NIXL_STAMP) $(LLAMACPP_STAMP)
-	$(BIN)/pytest -n $(JOBS) --maxschedchunk 20 --durations=30 --folder-durations || \
+	$(BIN)/pytest --ignore=tests/clients -n $(JOBS) --maxschedchunk 20 --durations=30 --folder-durations || \
 	    { test $$? -eq 1 && tools/retry_failed $(BIN)/pytest; }
+
+test-clients: venv $(BENCH_CLIENT_STAMPS)
+	$(BIN)/pytest tests/clients --durations=10 || { test $$? -eq 1 && tools/retry_failed $(BIN)/pytest; }
 
 # The source is the checkout's, with the native code that was built for .venv. vLLM leaves sockets for the collector to close.
 test-vllm: venv $(VLLM_STAMP)
@@ -178,6 +185,8 @@ $(PENSTOCK_CLIENTS)/%/.installed: ci/clients/%.txt
 	@echo 'Installing $< into $(@D).'
 	@rm -f $@ && $(PYTHON) -m venv $(@D)
 	@$(@D)/bin/pip install -q -r $<
+	@if test -f ci/clients/$*.alone.txt; then $(@D)/bin/pip install -q --no-deps -r ci/clients/$*.alone.txt && \
+	    echo '$(LENDING)' >"$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lending.pth"; fi
 	@touch $@
 
 $(PENSTOCK_CLIENTS)/node/.installed: ci/clients/node/package.json

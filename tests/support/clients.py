@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ def missing(name: str) -> str | None:
     """Say how to install an environment of clients; None where it is here."""
     if (ROOT / name / ".installed").exists():
         return None
-    return f"the clients of {name!r} are not in {ROOT}: make clients"
+    goal = "test-clients" if name in {"evals", "aiperf"} else "clients"
+    return f"the clients of {name!r} are not in {ROOT}: make {goal}"
 
 
 async def run_program(name: str, program: str, *arguments: str, timeout_s: float = 60.0) -> Any:
@@ -40,7 +42,12 @@ async def run_command(
     home = ROOT / name
     program = "node" if name == "node" else str(home / "bin" / (command or "python"))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    environment |= {"NODE_PATH": str(home / "node_modules"), "PYTHONUNBUFFERED": "1"}
+    environment |= {
+        "NODE_PATH": str(home / "node_modules"),
+        "PYTHONUNBUFFERED": "1",
+        "PENSTOCK_SITE": sysconfig.get_path("purelib"),  # torch and transformers, which evaluations import
+        "HF_DATASETS_OFFLINE": "1",
+    }
     process = await asyncio.create_subprocess_exec(
         program,
         *arguments,
