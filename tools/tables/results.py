@@ -52,6 +52,24 @@ def _engines() -> Iterator[list[str]]:
             of(name, "canned_requests_per_s", ",.0f") + ", a server with one canned answer",
             of(name, "fraction_of_limit", ".2f"), "10,000 in 60 s", link(name),
         ]  # fmt: skip
+    for name, said, form, unit, aim in (
+        (
+            "stream_cpu_s_per_1000",
+            "CPU of the frontend, 64 streams at once, others on the cores",
+            ".2f",
+            "s",
+            "0.5",
+        ),
+        ("unary_cpu_s_per_1000", "the same, whole answers", ".2f", "s", "0.5"),
+        ("ttfb_ms_p50_c1", "one stream at a time, others on the cores", ".1f", "ms", ""),
+        ("idle_rss_mb", "150 MB at most is wanted", ",.0f", "MB", ""),
+        ("rss_mb", "after 1,500 requests", ",.0f", "MB", ""),
+    ):
+        yield [
+            f"`{name}`, {said}", of("frontend", f"ours_{name}", form) + f" {unit}",
+            of("frontend", f"peer_{name}", form) + f" {unit}, Dynamo 1.6.1",
+            of("frontend", f"ratio_{name}", ".2f"), aim, link("frontend"),
+        ]  # fmt: skip
     yield [
         "`cancel_to_free_ms_p99`, 200 clients that hang up", of("cancel", "cancel_to_free_ms_p99", ",.0f") + " ms",
         of("cancel", "ask_ms_p99", ".1f") + " ms, asking the worker", "", "100 ms", link("cancel"),
