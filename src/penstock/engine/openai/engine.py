@@ -118,6 +118,8 @@ class ServerEngine:
             max_running_requests=serving.max_running_requests,
             kv_events=self._subscriber is not None,
             announces=True,
+            structured_outputs=self._server.api.constrains,
+            sampling_fields=("logit_bias", "allowed_token_ids") if self._server.api.constrains else (),
         )
         return self._info
 

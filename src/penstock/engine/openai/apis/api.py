@@ -54,6 +54,7 @@ class Api(Protocol):
     path:      where requests are posted
     takes_ids: whether a prompt goes as token ids, rather than as text
     gives_ids: whether an answer comes as token ids
+    constrains: whether the server keeps to `SamplingParams.structured`, `logit_bias` and `allowed_token_ids`
     """
 
     @property
@@ -62,6 +63,8 @@ class Api(Protocol):
     def takes_ids(self) -> bool: ...
     @property
     def gives_ids(self) -> bool: ...
+    @property
+    def constrains(self) -> bool: ...
 
     def body(self, request: Request, prompt: Sequence[int] | str) -> dict[str, Any]:
         """Make the JSON of a streamed request.

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import EngineError, RequestError
 from penstock.core.types.requests import Request, TokenLogprob
 from penstock.engine.openai.apis.api import (
     Piece,
@@ -42,6 +42,7 @@ class Completions:
         self.model = model
         self.dialect = dialect
         self.takes_ids = self.gives_ids = dialect != "text"
+        self.constrains = dialect == "vllm"
 
     def body(self, request: Request, prompt: Sequence[int] | str) -> dict[str, Any]:
         """Make the JSON of a streamed request."""
@@ -88,6 +89,12 @@ class Completions:
                 body["return_tokens_as_token_ids"] = True
             if (salt := client_salt(request)) is not None:
                 body["cache_salt"] = salt
+            if sampling.logit_bias:
+                body["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
+            if sampling.allowed_token_ids:
+                body["allowed_token_ids"] = list(sampling.allowed_token_ids)
+            if sampling.structured is not None:
+                body["structured_outputs"] = _constraint(request, sampling.structured)
         else:
             body["detokenize"] = False
         return body
@@ -141,6 +148,20 @@ class CompletionsAnswer:
                 TokenLogprob(token_id, -9999.0 if logprob is None else logprob, top_of(pairs, count))
             )
         return tuple(result)
+
+
+def _constraint(request: Request, structured: bytes) -> msgspec.Raw:
+    """Give the body's `structured_outputs`.
+
+    Raises:
+        EngineError: the answer has begun, and the server cannot go on within it.
+    """
+    if request.num_emitted:
+        raise EngineError(
+            f"request {request.request_id}: its worker was lost after {request.num_emitted} tokens, and vLLM cannot continue an"
+            " answer that response_format constrains; send it again"
+        )
+    return msgspec.Raw(structured)
 
 
 def _is_id(name: str) -> bool:

@@ -28,6 +28,7 @@ class Ollama:
     path = "/api/generate"
     takes_ids = False
     gives_ids = False
+    constrains = False
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -30,6 +30,7 @@ class SglangGenerate:
     path = "/generate"
     takes_ids = True
     gives_ids = True
+    constrains = False
 
     def body(self, request: Request, prompt: Sequence[int] | str) -> dict[str, Any]:
         """Make the JSON of a streamed request."""

@@ -1,8 +1,9 @@
 """Requests and answers of each language, as its documentation shows them."""
 
+import msgspec
 import pytest
 
-from penstock.core.errors import RequestError, StepFailed
+from penstock.core.errors import EngineError, RequestError, StepFailed
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens
@@ -27,6 +28,24 @@ def test_vllm_is_asked_for_token_ids():
     assert body["return_token_ids"]
     assert (body["max_tokens"], body["min_tokens"], body["logprobs"]) == (8, 3, 3)
     assert body["stream_options"] == {"include_usage": True}
+
+
+def test_vllm_gets_constraints_and_does_not_go_on_within_one():
+    api = Completions("m", "vllm")
+    limits = {
+        "structured": b'{"json":{"type":"object"}}',
+        "logit_bias": ((7, -1.5),),
+        "allowed_token_ids": (7, 8),
+    }
+    body = msgspec.json.decode(msgspec.json.encode(api.body(request_of(**limits), [1, 2, 3])))
+    assert body["structured_outputs"] == {"json": {"type": "object"}}
+    assert body["logit_bias"] == {"7": -1.5}
+    assert body["allowed_token_ids"] == [7, 8]
+    with pytest.raises(EngineError, match="cannot continue"):
+        api.body(request_of(num_emitted=2, **limits), [1, 2, 3])
+    others = (Completions("m", "text"), Completions("m", "trtllm"), LlamaCpp(), SglangGenerate(), Ollama("m"))
+    assert api.constrains
+    assert not any(other.constrains for other in others)
 
 
 def test_a_plain_server_gets_no_fields_but_openais_own():
