@@ -92,6 +92,7 @@ def test_prefixes_are_reused_where_their_last_window_is(engine, answers, new_req
     assert paged.scheduler.load().prefix_hit_tokens - hits[-1] == 256, "all full blocks of the turn before"
 
 
+@pytest.mark.slow
 def test_with_preemption_and_eviction(engine, answers, new_request):
     paged = engine("gemma3", kv_blocks=150, max_batch_tokens=64)
     prompts = {str(seed): prompt_of(seed, 25 + seed) for seed in range(8)}
