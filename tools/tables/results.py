@@ -70,6 +70,12 @@ def _engines() -> Iterator[list[str]]:
             of("frontend", f"peer_{name}", form) + f" {unit}, Dynamo 1.6.1",
             of("frontend", f"ratio_{name}", ".2f"), aim, link("frontend"),
         ]  # fmt: skip
+    paced = "paced_cpu_s_per_million_tokens"
+    yield [
+        f"`{paced}`, 64 streams, one token at a time, others on the cores", of("frontend_paced", f"ours_{paced}", ".1f") + " s",
+        of("frontend_paced", f"peer_{paced}", ".1f") + " s, Dynamo 1.6.1",
+        of("frontend_paced", f"ratio_{paced}", ".2f"), "0.3", link("frontend_paced"),
+    ]  # fmt: skip
     yield [
         "`cancel_to_free_ms_p99`, 200 clients that hang up", of("cancel", "cancel_to_free_ms_p99", ",.0f") + " ms",
         of("cancel", "ask_ms_p99", ".1f") + " ms, asking the worker", "", "100 ms", link("cancel"),
