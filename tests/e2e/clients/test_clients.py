@@ -20,7 +20,7 @@ def said_by(environment: str, program: str) -> dict:
         async with serving(dispatcher=agent()) as site:
             said.update(await run_program(environment, program, f"http://127.0.0.1:{site.port}", "tiny"))
 
-    run(test, timeout_s=120)
+    run(test, timeout_s=300)
     return said
 
 

@@ -132,7 +132,7 @@ def test_a_stalled_reader_holds_up_nobody(deploy):
             await site.until(all_busy(site, 8))
             text, usage = await site.tell(PROMPT, max_tokens=TOKENS)
             assert usage.completion_tokens == TOKENS
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 for _ in range(3):
                     assert await site.tell(PROMPT, max_tokens=TOKENS) == (text, usage)
             assert worker.memory_info().rss - before < RSS_GROWTH_MAX

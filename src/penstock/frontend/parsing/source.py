@@ -36,6 +36,7 @@ class Output:
         self._reasoning = ""
         self._calls: list[CallDelta] = []
         self._space = ""  # after content: dropped before and after a tool call
+        self._follows_call = False
 
     def content(self, text: str) -> None:
         """Take text for the user; white space before a tool call is held back, and after one dropped."""
@@ -44,10 +45,9 @@ class Output:
         if not body:
             self._space += text
             return
-        if self.num_calls:
-            self._space = ""
-        self._content += self._space + body
+        self._content += body.lstrip(_SPACE) if self._follows_call else self._space + body
         self._space = text[len(body) :]
+        self._follows_call = False
 
     def reasoning(self, text: str) -> None:
         self._reasoning += text
@@ -55,7 +55,7 @@ class Output:
 
     def begin_call(self, name: str) -> None:
         self._space = ""
-        self.is_reasoning = False
+        self.is_reasoning, self._follows_call = False, True
         self._calls.append(CallDelta(self.num_calls, name))
         self.num_calls += 1
 

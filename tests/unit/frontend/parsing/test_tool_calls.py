@@ -160,6 +160,12 @@ def test_text_without_marks_is_the_users(text: str, family: str) -> None:
     assert read(plan(family), list(text)) == ("", text, [])
 
 
+def test_white_space_within_text_after_a_call_stays_wherever_it_is_split() -> None:
+    text = '{"name": "now", "parameters": {}}; It is late, ok'
+    for at in range(len(text)):
+        assert read(plan("json"), [text[:at], text[at:]]) == ("", "It is late, ok", [("now", "{}")])
+
+
 def test_arguments_come_as_they_are_written() -> None:
     parser = OutputParser(plan("hermes"))
     assert parser.feed('<tool_call>{"name": "weather", ').calls[0].name == "weather"
