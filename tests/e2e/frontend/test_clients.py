@@ -13,6 +13,7 @@ from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_tokens
 from penstock.frontend.http.sse_response import SseResponse
 from penstock.frontend.text.events import TextEvent
+from penstock.seams.dispatch import Hold
 from tests.support.dispatcher import speak
 
 
@@ -102,9 +103,9 @@ def test_a_reader_that_stalls_before_the_last_event_is_cut_off_too(monkeypatch: 
     sent: list[SseResponse] = []
     take = SseResponse.take
 
-    async def note(response: SseResponse, event: TextEvent) -> None:
+    def note(response: SseResponse, event: TextEvent) -> Hold | None:
         sent[:] = [response]
-        await take(response, event)
+        return take(response, event)
 
     monkeypatch.setattr(SseResponse, "take", note)
 

@@ -237,7 +237,8 @@ class Completion:
             PenstockError: a choice failed; the others are cancelled.
         """
         failed = True
-        gathers = gathers and not self._prepared.stops and self._prepared.logprobs is None
+        plain = not self._prepared.stops and self._prepared.logprobs is None and self._prepared.parser is None
+        gathers = gathers and plain
         run = partial(self._run_choice, emit=emit, gathers=gathers)
         try:
             streams = self._open()
