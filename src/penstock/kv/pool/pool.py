@@ -134,8 +134,8 @@ class BlockPool:
     def upcoming(self, count: int) -> list[Evicted]:
         """Find what `make_room` would evict if asked now, or what there is of it; nothing is evicted.
 
-        It is a forecast: it counts no shares of tenants, `s3-fifo` and `arc` choose between their queues as they go, and with
-        `seconds` chances change with each eviction. It looks at every idle block that may go.
+        It is a forecast: it counts no shares of tenants, `s3-fifo` and `arc` choose between their queues as they go, `lfu` places
+        a block of no use when its last child goes, and with `seconds` chances change with each eviction. It looks at every idle block that may go.
         """
         return _chains(self._states.upcoming(count))
 
