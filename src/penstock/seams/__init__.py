@@ -7,7 +7,7 @@ implementation, the reference for all others.
 
 from penstock.core.routing_context import PriceColumns, RoutingContext
 from penstock.seams.discovery import Discovery, Registration
-from penstock.seams.dispatch import DeltaTaker, Hold, RequestDispatcher, RequestStream
+from penstock.seams.dispatch import DeltaSink, Hold, RequestDispatcher, RequestStream
 from penstock.seams.engine import (
     Announcing,
     Engine,
@@ -43,7 +43,7 @@ __all__ = [
     "Announcing",
     "Answer",
     "Connection",
-    "DeltaTaker",
+    "DeltaSink",
     "Discovery",
     "Engine",
     "EventSink",

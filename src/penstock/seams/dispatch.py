@@ -13,7 +13,7 @@ from penstock.core.types.requests import Delta, Request
 Hold = Callable[[], Awaitable[None]]
 """What a reader has to wait for before it takes more."""
 
-DeltaTaker = Callable[[Delta], Hold | None]
+DeltaSink = Callable[[Delta], Hold | None]
 """Takes a delta; what it gives is waited for first, while later deltas are merged."""
 
 
@@ -30,14 +30,14 @@ class RequestStream(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    async def run(self, taker: DeltaTaker) -> None:
-        """Call `taker` with each delta, in the turn of the event loop that brings it, until the last one or `stop`. It must not block.
+    async def run(self, sink: DeltaSink) -> None:
+        """Call `sink` with each delta, in the turn of the event loop that brings it, until the last one or `stop`. It must not block.
 
         Deltas of one turn are merged.
 
         Raises:
             PenstockError: as iterating.
-            Exception: what the taker raised.
+            Exception: what the sink raised.
         """
         ...
 

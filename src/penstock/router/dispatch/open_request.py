@@ -33,7 +33,7 @@ from penstock.router.dispatch.siblings import Siblings
 from penstock.router.queue.request_queue import Ticket
 from penstock.router.retries.retry_state import RetryState, is_move
 from penstock.router.workers.member import identity
-from penstock.seams import DeltaTaker
+from penstock.seams import DeltaSink
 
 
 class OpenRequest:
@@ -110,8 +110,8 @@ class OpenRequest:
                 raise StopAsyncIteration
         return self._take(self._progress)
 
-    async def run(self, taker: DeltaTaker) -> None:
-        with self._reader.taking(taker):
+    async def run(self, sink: DeltaSink) -> None:
+        with self._reader.taking(sink):
             self.pass_on()
             while await self._reader.settle() or await self._goes_on():
                 self.pass_on()
@@ -135,7 +135,7 @@ class OpenRequest:
         return True
 
     def pass_on(self) -> None:
-        """Pass what is unread to the taker, if it takes."""
+        """Pass what is unread to the sink, if it takes."""
         progress, reader = self._progress, self._reader
         if progress is not None and progress.unread and reader.takes:
             reader.pass_on(self._take(progress))

@@ -1,6 +1,6 @@
 """The reading end of a request: takes deltas as they come, and wakes the one task that does everything that waits.
 
-Deltas go to their taker in the turn of the event loop that brings them, without a task. Those of one turn go as one: a frontend that
+Deltas go to their sink in the turn of the event loop that brings them, without a task. Those of one turn go as one: a frontend that
 is behind its workers finds several steps in one read, and handles them together.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from penstock.core.types.requests import Delta
-from penstock.seams import DeltaTaker, Hold
+from penstock.seams import DeltaSink, Hold
 
 
 class _Readable(Protocol):
@@ -19,7 +19,7 @@ class _Readable(Protocol):
 
 
 class ReadableRequests:
-    """Requests with deltas for their takers, which get them at the end of this turn of the loop. One event loop owns it."""
+    """Requests with deltas for their sinks, which get them at the end of this turn of the loop. One event loop owns it."""
 
     def __init__(self) -> None:
         self._requests: dict[_Readable, None] = {}
@@ -37,45 +37,45 @@ class ReadableRequests:
 
 
 class Reader:
-    """Passes deltas to a taker, or has the task fetch them. One event loop owns it."""
+    """Passes deltas to a sink, or has the task fetch them. One event loop owns it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._taker: DeltaTaker | None = None
+        self._sink: DeltaSink | None = None
         self._hold: Hold | None = None
         self._failure: Exception | None = None
         self.has_stopped = False
-        """Whether the taker wants no more."""
+        """Whether the sink wants no more."""
         self._waiter: asyncio.Future[None] | None = None
 
     @contextlib.contextmanager
-    def taking(self, taker: DeltaTaker) -> Iterator[None]:
-        """Pass deltas to `taker` until the block ends."""
-        self._taker = taker
+    def taking(self, sink: DeltaSink) -> Iterator[None]:
+        """Pass deltas to `sink` until the block ends."""
+        self._sink = sink
         try:
             yield
         finally:
-            self._taker = None
+            self._sink = None
 
     @property
     def takes(self) -> bool:
         """Whether a delta may be passed on now."""
         return (
-            self._taker is not None and self._hold is None and self._failure is None and not self.has_stopped
+            self._sink is not None and self._hold is None and self._failure is None and not self.has_stopped
         )
 
     def pass_on(self, delta: Delta) -> None:
-        """Pass a delta to the taker; what it raises, the task gets."""
-        assert self._taker is not None, "it takes"
+        """Pass a delta to the sink; what it raises, the task gets."""
+        assert self._sink is not None, "it takes"
         try:
-            self._hold = self._taker(delta)
+            self._hold = self._sink(delta)
         except Exception as error:  # noqa: BLE001 - it ends the reader's request, not the worker's connection
             self._failure = error
         if self._hold is not None or self._failure is not None:
             self.wake()
 
     async def settle(self) -> bool:
-        """Wait until the taker takes again; False if it takes already. Raises what it raised."""
+        """Wait until the sink takes again; False if it takes already. Raises what it raised."""
         if self._failure is not None:
             raise self._failure
         hold = self._hold

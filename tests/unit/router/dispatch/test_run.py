@@ -1,4 +1,4 @@
-"""A request that is run: its taker gets each delta in the turn of the loop that brings it."""
+"""A request that is run: its sink gets each delta in the turn of the loop that brings it."""
 
 import asyncio
 
@@ -68,7 +68,7 @@ def test_what_came_before_it_runs_comes_as_one() -> None:
     run_scenario(scene, 1)
 
 
-def test_deltas_are_merged_while_the_taker_waits() -> None:
+def test_deltas_are_merged_while_the_sink_waits() -> None:
     async def scene(setting: Setting) -> None:
         async with setting.dispatcher.open(make_request()) as stream:
             await settle()
@@ -97,7 +97,7 @@ def test_deltas_are_merged_while_the_taker_waits() -> None:
     run_scenario(scene, 1)
 
 
-def test_a_taker_that_stops_gets_no_more_and_the_worker_is_told() -> None:
+def test_a_sink_that_stops_gets_no_more_and_the_worker_is_told() -> None:
     async def scene(setting: Setting) -> None:
         async with setting.dispatcher.open(make_request()) as stream:
             await settle()
@@ -117,7 +117,7 @@ def test_a_taker_that_stops_gets_no_more_and_the_worker_is_told() -> None:
     run_scenario(scene, 1)
 
 
-def test_what_a_taker_raises_ends_its_request_and_no_other() -> None:
+def test_what_a_sink_raises_ends_its_request_and_no_other() -> None:
     async def scene(setting: Setting) -> None:
         async def read(request_id: str, fails_after: int | None) -> list[list[int]]:
             async with setting.dispatcher.open(make_request(request_id)) as stream:
@@ -166,7 +166,7 @@ def test_a_run_goes_on_at_another_worker() -> None:
     run_scenario(scene)
 
 
-def test_a_deadline_ends_a_run_also_while_its_taker_waits() -> None:
+def test_a_deadline_ends_a_run_also_while_its_sink_waits() -> None:
     async def scene(setting: Setting) -> None:
         async with setting.dispatcher.open(make_request(deadline_s=5.0)) as stream:
             await settle()
@@ -179,7 +179,7 @@ def test_a_deadline_ends_a_run_also_while_its_taker_waits() -> None:
     run_scenario(scene, 1)
 
 
-def test_a_slow_taker_gives_the_worker_no_more_credit() -> None:
+def test_a_slow_sink_gives_the_worker_no_more_credit() -> None:
     async def scene(setting: Setting) -> None:
         async with setting.dispatcher.open(make_request(max_tokens=10_000)) as stream:
             await settle()
