@@ -8,10 +8,7 @@ import pydantic
 
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
-from penstock.core.files import WatchedFiles
-from penstock.core.log import get_logger
-
-_log = get_logger()
+from penstock.core.net.certificates import CertificateFiles, load_pair, reason
 
 
 class PlaneTlsConfig(Config):
@@ -34,7 +31,7 @@ class PlaneTlsConfig(Config):
         return name
 
 
-class PlaneTls:
+class PlaneTls(CertificateFiles):
     """The two TLS contexts of a process. One event loop owns it.
 
     New connections use the files as they are now; open ones keep the certificate that they began with.
@@ -47,35 +44,15 @@ class PlaneTls:
             ConfigError: a file cannot be read, or certificate and key do not belong together.
         """
         self._config = config
-        self._files = WatchedFiles(config.certificate, config.key, config.authority)
         self.server: ssl.SSLContext
         """For connections that a worker accepts."""
         self.client: ssl.SSLContext
         """For connections that a frontend makes."""
-        self._load()
+        super().__init__(config.certificate, config.key, config.authority)
 
     @classmethod
     def of(cls, config: PlaneTlsConfig | None) -> Self | None:
         return None if config is None else cls(config)
-
-    async def watch(self) -> None:
-        """Read the files again whenever they have changed, for ever. Wrong ones are logged, and those before stay."""
-        await self._files.watch(self.reload)
-
-    def reload(self) -> None:
-        """Read the files again if they have changed; one of them alone may be older for a moment, which is tried again."""
-        if not self._files.changed():
-            return
-        try:
-            self._load()
-        except ConfigError as error:
-            _log.error(
-                "certificate_not_reloaded",
-                error=error.message,
-                fix="mend the files; the ones before are used",
-            )
-        else:
-            _log.info("certificate_reloaded", file=self._config.certificate)
 
     def _load(self) -> None:
         """Make both contexts from the files, and only then take them."""
@@ -93,20 +70,13 @@ def _context(protocol: int, config: PlaneTlsConfig) -> ssl.SSLContext:
         False  # workers register addresses; the authority signs for this deployment alone
     )
     context.verify_mode = ssl.CERT_REQUIRED
-    certificate, key, authority = (
-        Path(file).expanduser() for file in (config.certificate, config.key, config.authority)
-    )
-    try:
-        context.load_cert_chain(certificate, key, password=_no_password)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"runtime.tls: certificate {certificate}, key {key}: {_reason(error)}; both must be PEM files that belong together"
-        ) from error
+    load_pair(context, config.certificate, config.key, place="runtime.tls")
+    authority = Path(config.authority).expanduser()
     try:
         context.load_verify_locations(authority)
     except OSError as error:
         raise ConfigError(
-            f"runtime.tls.authority: {authority}: {_reason(error)}; expected a PEM file"
+            f"runtime.tls.authority: {authority}: {reason(error)}; expected a PEM file"
         ) from error
     return context
 
@@ -122,22 +92,12 @@ def registry_context(tls: PlaneTlsConfig | None) -> ssl.SSLContext:
     """
     if tls is None:
         return ssl.create_default_context()
-    certificate, key, authority = (
-        Path(file).expanduser() for file in (tls.certificate, tls.key, tls.authority)
-    )
+    authority = Path(tls.authority).expanduser()
     try:
         context = ssl.create_default_context(cafile=authority)
-        context.load_cert_chain(certificate, key, password=_no_password)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConfigError(
-            f"runtime.tls: {certificate}, {key}, {authority}: {_reason(error)}; expected PEM files"
+            f"runtime.tls.authority: {authority}: {reason(error)}; expected a PEM file"
         ) from error
+    load_pair(context, tls.certificate, tls.key, place="runtime.tls")
     return context
-
-
-def _reason(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
-def _no_password() -> str:
-    raise ValueError("the key is encrypted; decrypt it, and protect the file")
