@@ -41,6 +41,7 @@ from penstock.worker.kv_transfer.kv_transfer import KvTransfer
 from penstock.worker.kv_transfer.reader import Reader
 from penstock.worker.kv_transfer.reservations import BlockReservations
 from penstock.worker.worker import Worker
+from tests.support.chaos import run_trial
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import (
     BLOCK_SIZE,
@@ -331,13 +332,7 @@ class KvTransferTrial:
 
 
 def run_kv_transfer_trial(seed, answers):
-    try:
-        return run(lambda rng: KvTransferTrial(rng, answers).run(), seed)
-    except BaseExceptionGroup as group:
-        error = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from group
+    return run_trial(lambda rng: KvTransferTrial(rng, answers).run(), seed)
 
 
 SEEDS = range(48)

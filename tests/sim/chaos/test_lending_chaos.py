@@ -32,6 +32,7 @@ from penstock.worker.kv_transfer.exports import KvExports
 from penstock.worker.kv_transfer.peer_source import PeerSource
 from penstock.worker.kv_transfer.reader import LentMismatch, Reader
 from penstock.worker.kv_transfer.regions import KvRegions
+from tests.support.chaos import run_trial
 from tests.support.cluster import MemoryCluster
 from tests.support.kv_transfer import (
     BLOCK_SIZE,
@@ -244,13 +245,7 @@ def compute_s(_engine, new_tokens, _cached_tokens):
 
 
 def run_lending_trial(seed, answers):
-    try:
-        return run(lambda rng: LendingTrial(rng, answers).run(), seed)
-    except BaseExceptionGroup as group:
-        error = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from group
+    return run_trial(lambda rng: LendingTrial(rng, answers).run(), seed)
 
 
 SEEDS = range(24)
