@@ -24,7 +24,7 @@ from penstock.testing.planes.peer import Peer, member_peer
 from penstock.testing.planes.scripted_worker import scripted_instance
 from tests.support.registries import Etcd, Nats
 
-pytestmark = pytest.mark.needs("etcd", "nats-server")
+pytestmark = [pytest.mark.slow, pytest.mark.needs("etcd", "nats-server")]  # leases lapse in real time
 IDENTITY = Identity(process="suite", secret=b"of the suite")
 TTL_S = 1.0
 CONFIG = DiscoveryConfig(lease_ttl_s=TTL_S, connect_timeout_s=10.0)
