@@ -1,5 +1,7 @@
 """Bounds and times of request plane, KV events and discovery."""
 
+import random
+
 from pydantic import Field
 
 from penstock.core.config import Config
@@ -74,6 +76,11 @@ class DiscoveryConfig(Config):
     """A client that has lost the hub reconnects within this; doubles with every try."""
     reconnect_delay_s_max: float = Field(default=1.0, gt=0)
     """Upper bound of the doubling."""
+
+    def retry_delay_s(self, tries: int, rng: random.Random) -> float:
+        """Give the time to wait after `tries` further failures: half to all of a bound that doubles."""
+        longest_s: float = min(self.reconnect_delay_s * 2 ** min(tries, 16), self.reconnect_delay_s_max)
+        return longest_s * rng.uniform(0.5, 1.0)
 
 
 class TracingConfig(Config):

@@ -167,10 +167,8 @@ class LocalDiscovery:
                 self._last_error = str(error) or self._last_error
                 if tries == 0:
                     _log.warning("hub_unreachable", address=str(self._address), error=self._last_error)
-            config = self._config
-            longest_s = min(config.reconnect_delay_s * 2 ** min(tries, 16), config.reconnect_delay_s_max)
+            await asyncio.sleep(self._config.retry_delay_s(tries, self._rng))
             tries += 1
-            await asyncio.sleep(longest_s * self._rng.uniform(0.5, 1.0))
 
     async def _connect_once(self) -> None:
         """Connect, and wait until the connection ends.

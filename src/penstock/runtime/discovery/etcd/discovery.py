@@ -20,6 +20,7 @@ from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.etcd.client import EtcdClient, KeyValue
 from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.discovery.record import RecordError, Records
+from penstock.runtime.discovery.registrations import Registrations, StoredRegistration
 from penstock.runtime.discovery.view import RegistryView
 from penstock.runtime.handshake import Identity
 from penstock.runtime.tls import PlaneTlsConfig
@@ -74,10 +75,9 @@ class EtcdDiscovery:
         )
         self._ttl_s = max(1, math.ceil(self._config.lease_ttl_s))
         self._lease: str | None = None
-        self._registrations: dict[WorkerId, EtcdRegistration] = {}
-        self._unsent: dict[WorkerId, EtcdRegistration] = {}
-        """Registrations that etcd does not have as they are; those withdrawn among them."""
-        self._wake = asyncio.Event()
+        self._registrations = Registrations(
+            self._config, problem=lambda: f"{self._last_error}: is etcd running?"
+        )
         self._is_watching = False
         self._last_error = "it does not answer"
         self._watcher: asyncio.Task[None] | None = None
@@ -117,21 +117,8 @@ class EtcdDiscovery:
                     f" is registered there, and {error.message}"
                 ) from error
 
-    async def register(self, instance: Instance) -> "EtcdRegistration":
-        registration = EtcdRegistration(self, instance)
-        self._registrations[instance.worker_id] = registration
-        self._send(registration)
-        try:
-            async with asyncio.timeout(self._config.connect_timeout_s):
-                await registration.stored.wait()
-        except TimeoutError as error:
-            if self._registrations.get(instance.worker_id) is registration:
-                del self._registrations[instance.worker_id]
-                self._send(registration)  # withdraws it, where only the answer was lost
-            raise Unavailable(
-                f"{self._last_error}; waited {self._config.connect_timeout_s:g} s (connect_timeout_s): is etcd running?"
-            ) from error
-        return registration
+    async def register(self, instance: Instance) -> StoredRegistration:
+        return await self._registrations.register(instance)
 
     def watch(self) -> AsyncIterator[InstanceChange]:
         if self._watcher is None and not self._closed:
@@ -146,8 +133,7 @@ class EtcdDiscovery:
         self._view.close()
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
-                for registration in tuple(self._registrations.values()):
-                    await registration.close()
+                await self._registrations.close()
                 if self._lease is not None:
                     await self._client.revoke(self._lease)
         except (TimeoutError, Unavailable) as error:
@@ -156,17 +142,17 @@ class EtcdDiscovery:
             if task is not None:
                 task.cancel()
 
-    def _send(self, registration: "EtcdRegistration") -> None:
-        registration.stored.clear()
-        self._unsent[registration.instance.worker_id] = registration
-        self._wake.set()
-
     async def _keep_registered(self) -> None:
         """Keep the lease, and store what changes; after an error all again."""
         tries = 0
         while True:
             try:
-                await self._wait(None if tries == 0 else self._delay_s(tries))
+                if tries:
+                    await asyncio.sleep(self._config.retry_delay_s(tries, self._rng))
+                else:
+                    await self._registrations.until_due(
+                        self._config.lease_ttl_s / 3 if self._registrations.current else None
+                    )
                 await self._store()
                 if tries and self._lease is not None:
                     _log.info("registry_reached", registry=self._client.url)
@@ -177,44 +163,27 @@ class EtcdDiscovery:
                     _log.warning("registry_unreachable", error=error.message)
                 tries += 1
 
-    async def _wait(self, retry_s: float | None) -> None:
-        """Wait until something is to be stored, the lease is to be renewed, or to try again."""
-        if retry_s is not None:
-            await asyncio.sleep(retry_s)
-            return
-        try:
-            async with asyncio.timeout(self._config.lease_ttl_s / 3 if self._registrations else None):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
-        self._wake.clear()
-
     async def _store(self) -> None:
-        client = self._client
+        client, registrations = self._client, self._registrations
         if self._lease is not None and not await client.keep_alive(self._lease):
-            _log.warning("lease_lost", registry=client.url, workers=len(self._registrations))
+            _log.warning("lease_lost", registry=client.url, workers=len(registrations.current))
             self._lease = None
         if self._lease is None:
-            self._unsent.update(self._registrations)
-            if not self._registrations:
-                for gone in self._unsent.values():
-                    gone.stored.set()
-                self._unsent.clear()
-                return
-            self._lease = await client.grant(self._ttl_s)
-        while self._unsent:
-            worker_id, registration = next(iter(self._unsent.items()))
-            key, instance = self._key(worker_id), registration.instance
-            is_withdrawn = self._registrations.get(worker_id) is not registration
-            value = _WITHDRAWN if is_withdrawn else self._records.encode(instance)
+            registrations.resend_all()
+        for registration, instance in registrations.unsent():
+            if instance is None and self._lease is None:  # what was withdrawn has expired with its lease
+                registrations.sent(registration, instance)
+                continue
+            if self._lease is None:
+                self._lease = await client.grant(self._ttl_s)
+            key = self._key(registration.instance.worker_id)
+            value = _WITHDRAWN if instance is None else self._records.encode(instance)
             if not await client.put(key, value, self._lease):
                 self._lease = None
                 raise Unavailable(f"etcd at {client.url}: the lease has expired meanwhile")
-            if is_withdrawn:
+            if instance is None:
                 await client.delete(key)
-            if self._unsent.get(worker_id) is registration and registration.instance is instance:
-                del self._unsent[worker_id]
-                registration.stored.set()
+            registrations.sent(registration, instance)
 
     async def _keep_watching(self) -> None:
         """Watch; after an error list all again."""
@@ -237,7 +206,7 @@ class EtcdDiscovery:
                 self._metrics.losses.inc()
             self._is_watching = False
             self._metrics.connected.set(0)
-            await asyncio.sleep(self._delay_s(tries))
+            await asyncio.sleep(self._config.retry_delay_s(tries, self._rng))
 
     async def _watch_once(self) -> None:
         listing = await self._client.read(self._prefix)
@@ -286,37 +255,3 @@ class EtcdDiscovery:
             return WorkerId(int(key[len(self._prefix) :], 16))
         except ValueError:
             return None
-
-    def _delay_s(self, tries: int) -> float:
-        config = self._config
-        longest_s: float = min(config.reconnect_delay_s * 2 ** min(tries, 16), config.reconnect_delay_s_max)
-        return longest_s * self._rng.uniform(0.5, 1.0)
-
-
-class EtcdRegistration:
-    """One worker's registration, stored again with every new lease."""
-
-    def __init__(self, discovery: EtcdDiscovery, instance: Instance) -> None:
-        self.instance = instance
-        self.stored = asyncio.Event()
-        """Set while etcd has it as it is."""
-        self._discovery = discovery
-
-    async def update(self, instance: Instance) -> None:
-        if self._discovery._registrations.get(instance.worker_id) is self:
-            self.instance = instance
-            self._discovery._send(self)
-
-    async def close(self) -> None:
-        discovery, worker_id = self._discovery, self.instance.worker_id
-        if discovery._registrations.get(worker_id) is not self:
-            return
-        del discovery._registrations[worker_id]
-        discovery._send(self)
-        try:
-            async with asyncio.timeout(discovery._config.connect_timeout_s):
-                await self.stored.wait()
-        except TimeoutError:
-            _log.warning(
-                "withdrawal_not_stored", worker=self.instance.name, fix="its lease expires by itself"
-            )

@@ -1,0 +1,155 @@
+"""A connection to NATS that is given up at every failure and made again.
+
+The client's own reconnects are off: they would keep old subscriptions and unsent messages alive beside the new ones.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Generic, TypeVar
+
+import nats.errors
+from nats.aio.client import Client
+
+from penstock.core.errors import PenstockError, Unavailable
+from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.tls import PlaneTlsConfig, registry_context
+
+ERRORS = (nats.errors.Error, OSError, TimeoutError, ValueError)
+"""What calls of the client raise where NATS does not do as asked."""
+T = TypeVar("T")
+
+
+async def uncancelled(call: Awaitable[T]) -> T:
+    """Await a call of the client. Where it has swallowed a cancellation of this task, raise that.
+
+    The client turns a cancellation that comes with a call's answer, or while it flushes, into a normal return.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "it awaits"
+    earlier = task.cancelling()  # a TaskGroup may leave its own count behind
+    result = await call
+    if task.cancelling() > earlier:
+        raise asyncio.CancelledError
+    return result
+
+
+class NatsConnection(Generic[T]):
+    """Connects to NATS again and again, and runs what uses each connection. One event loop owns it."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        opening: Callable[[Client], Awaitable[T]],
+        *,
+        needs: str,
+        rng: random.Random,
+        tls: PlaneTlsConfig | None,
+        config: DiscoveryConfig,
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            urls: servers, `nats://HOST:4222` or tls.
+            opening: opens on a new connection what is used, such as a bucket.
+            needs: what the server must be started as, for the text of errors.
+            rng: for jitter.
+            tls: certificates for `tls://`.
+            config: bounds and times.
+
+        Raises:
+            ConfigError: a certificate cannot be read.
+        """
+        self.last_error = "it does not answer"
+        self._urls = list(urls)
+        self._opening = opening
+        self._needs = needs
+        self._rng = rng
+        self._tls = registry_context(tls) if any(url.startswith("tls:") for url in urls) else None
+        self._config = config
+
+    @property
+    def place(self) -> str:
+        """The servers, without passwords."""
+        return ", ".join(url.rpartition("@")[2].removeprefix("nats://") for url in self._urls)
+
+    async def keep(
+        self, parts: Callable[[T], Sequence[Coroutine[Any, Any, None]]], *, on_lost: Callable[[bool], None]
+    ) -> None:
+        """Keep a connection until this is cancelled.
+
+        Args:
+            parts: run on each connection, together; the end of one by an error is the end of the connection.
+            on_lost: called when there is no connection, with whether this is the first failure since the last one.
+        """
+        tries = 0
+        while True:
+            try:
+                async with self.connected() as (closed, opened):
+                    tries = 0
+                    async with asyncio.TaskGroup() as group:
+                        group.create_task(_until_closed(closed))
+                        for part in parts(opened):
+                            group.create_task(part)
+            except* (*ERRORS, PenstockError) as errors:
+                error = errors.exceptions[0]
+                self.last_error = str(error) or type(error).__name__
+            on_lost(tries == 0)
+            await asyncio.sleep(self._config.retry_delay_s(tries, self._rng))
+            tries += 1
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[tuple[asyncio.Future[None], T]]:
+        """Connect; gives a future that ends with the connection, and what was opened on it.
+
+        Raises:
+            Unavailable: not in time, or what was to be opened is not there.
+        """
+        closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def on_closed() -> None:
+            if not closed.done():
+                closed.set_result(None)
+
+        async def on_error(error: Exception) -> None:
+            self.last_error = str(error) or type(error).__name__
+
+        client = Client()
+        timeout_s = self._config.connect_timeout_s
+        try:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await uncancelled(
+                        client.connect(
+                            self._urls,
+                            allow_reconnect=False,
+                            connect_timeout=max(1, int(timeout_s)),
+                            error_cb=on_error,
+                            closed_cb=on_closed,
+                            ping_interval=max(1, int(self._config.lease_ttl_s / 3)),
+                            max_outstanding_pings=2,
+                            tls=self._tls,
+                        )
+                    )
+                    opened = await uncancelled(self._opening(client))
+            except ERRORS as error:
+                raise Unavailable(
+                    f"NATS at {self.place}: {str(error) or self.last_error}; waited up to {timeout_s:g} s:"
+                    f" is nats-server running{self._needs}?"
+                ) from error
+            yield closed, opened
+        finally:
+            with suppress(*ERRORS):
+                async with asyncio.timeout(timeout_s):
+                    await client.close()
+
+
+async def _until_closed(closed: asyncio.Future[None]) -> None:
+    """Wait for the end of the connection.
+
+    Raises:
+        Unavailable: it has ended.
+    """
+    await closed
+    raise Unavailable("NATS: the connection ended")
