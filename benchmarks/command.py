@@ -109,6 +109,10 @@ EXPERIMENTS = Benches(
             "benchmarks.simulated.recipes",
             "the recipes in examples/recipes, simulated under one load: TTFT, TPOT and goodput",
         ),
+        "request": (
+            "benchmarks.micro.request",
+            "a request's CPU time in the frontend, from the bytes of its HTTP request to those of its answer, without sockets",
+        ),
         "reshard": (
             "benchmarks.micro.reshard",
             "planning KV transfers between workers of different tensor parallelism and layout",

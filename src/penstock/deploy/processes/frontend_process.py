@@ -27,7 +27,7 @@ from penstock.runtime.handshake import Identity
 from penstock.runtime.observations.request_recorder import RequestRecorder
 from penstock.runtime.observations.windows import RequestWindow
 
-_GC_THRESHOLDS = (10_000, 20, 20)
+GC_THRESHOLDS = (10_000, 20, 20)
 """Python's own first threshold of 700 objects has the collector look at the objects of all requests in flight every second request: 4 % of
 the CPU time."""
 
@@ -50,7 +50,7 @@ async def run_frontend(
     Raises:
         ConfigError: the port cannot be listened on.
     """
-    gc.set_threshold(*_GC_THRESHOLDS)
+    gc.set_threshold(*GC_THRESHOLDS)
     common = assignment.common
     graph = Graph.model_validate_json(common.graph_json)
     config = graph.frontend.model_copy(update={"host": job.host, "port": job.port})

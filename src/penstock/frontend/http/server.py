@@ -20,6 +20,10 @@ from penstock.frontend.watch.overview import Supervisor
 _CLOSE_TIMEOUT_S = 1.0  # for connections whose requests were cancelled
 
 _log = get_logger()
+_quiet = logging.getLogger("penstock.frontend.http.http")
+_quiet.setLevel(
+    logging.CRITICAL
+)  # bytes that are not HTTP are the client's fault: aiohttp's line about them is not logged
 
 
 class FrontendServer:
@@ -54,31 +58,15 @@ class FrontendServer:
         """
         config = self._frontend.config
         listener = _listen(config, share_port=self._share_port)
-        # Bytes that are not HTTP are the client's fault: aiohttp's line about them is not logged.
-        quiet = logging.getLogger("penstock.frontend.http.http")
-        quiet.setLevel(logging.CRITICAL)
         self._runner = web.AppRunner(
             self._surface.app(),
             handler_cancellation=True,
             shutdown_timeout=_CLOSE_TIMEOUT_S,
         )
         await self._runner.setup()
-        server = self._runner.server
-        assert server is not None  # set by runner.setup()
-        loop = asyncio.get_running_loop()
         self._listening = Listener(
             [listener],
-            lambda: Connection(
-                server,
-                refuse=self._surface.refuse,
-                raw=self._surface.refuse_raw,
-                budget=self._frontend.budget,
-                receive=config.receive,
-                loop=loop,
-                logger=quiet,
-                keepalive_timeout_s=config.keepalive_timeout_s,
-                reader_timeout_s=config.reader_timeout_s,
-            ),
+            self.connection,
             on_failure=self._frontend.metrics.accept_failed,
             tls=None if self._tls is None else self._tls.context,
             handshake_timeout_s=config.receive.timeout_s,
@@ -86,6 +74,23 @@ class FrontendServer:
         host, port = listener.getsockname()[:2]
         _log.info("frontend_listening", host=host, port=port)
         return host, port
+
+    def connection(self) -> Connection:
+        """Make the protocol of one accepted connection, once started."""
+        assert self._runner is not None, "it has started"
+        server, config = self._runner.server, self._frontend.config
+        assert server is not None  # set by runner.setup()
+        return Connection(
+            server,
+            refuse=self._surface.refuse,
+            raw=self._surface.refuse_raw,
+            budget=self._frontend.budget,
+            receive=config.receive,
+            loop=asyncio.get_running_loop(),
+            logger=_quiet,
+            keepalive_timeout_s=config.keepalive_timeout_s,
+            reader_timeout_s=config.reader_timeout_s,
+        )
 
     async def watch(self) -> None:
         """Read the key file and the certificate again whenever they change, and run batches, for ever."""

@@ -85,12 +85,17 @@ class AgentOptions:
     retention: KvRetention | None = None
 
 
+_NO_OPTIONS = AgentOptions()
+
+
 def agent_options(request: AgentRequest) -> AgentOptions:
     """Check the fields and give what they say.
 
     Raises:
         RequestError: a value is out of its range, or is given twice.
     """
+    if not (request.session or request.kv_retention or request.agent_hints or request.nvext):
+        return _NO_OPTIONS
     peer = request.nvext or PeerBody()
     session, control = _session(request, peer)
     hints, where = _hints(request, peer)

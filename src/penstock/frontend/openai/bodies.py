@@ -19,6 +19,8 @@ from penstock.frontend.openai.media import ContentPart
 _Request = TypeVar("_Request", bound=msgspec.Struct)
 
 STOPS_MAX = 16
+_SMALL_BYTES = 16_384
+"""Bodies up to here have too few objects for more than one collection while they are decoded."""
 STOP_CHARACTERS_MAX = 1024
 
 
@@ -165,13 +167,19 @@ def parse_body(body: bytes, kind: type[_Request], decode: Callable[[bytes], _Req
         RequestError: not JSON, a wrong type, a missing or an unknown field.
     """
     try:
+        if len(body) <= _SMALL_BYTES:
+            return _decode(body, kind, decode)
         with _no_collections():
-            try:
-                return decode(body)
-            except msgspec.ValidationError as error:
-                return decode_leniently(body, kind, error)
+            return _decode(body, kind, decode)
     except (ValueError, RecursionError) as error:
         raise body_error(error, body, kind) from error
+
+
+def _decode(body: bytes, kind: type[_Request], decode: Callable[[bytes], _Request]) -> _Request:
+    try:
+        return decode(body)
+    except msgspec.ValidationError as error:
+        return decode_leniently(body, kind, error)
 
 
 @contextlib.contextmanager

@@ -46,6 +46,22 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 """Unsupported fields, each with the values that have no effect."""
+_RANGES: dict[str, tuple[float, float | None]] = {
+    "max_tokens": (1, None),
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, 10),
+    "min_p": (0, 1),
+    "top_k": (-1, _TOP_K_MAX),  # -1 and 0 turn it off, as in vLLM
+    "min_tokens": (0, None),
+    "priority": (-PRIORITY_MAX, PRIORITY_MAX),
+    "seed": (-(1 << _SEED_BITS), (1 << _SEED_BITS) - 1),
+}
+"""Bounds of each field's values; None: no upper one."""
+_ABOVE_LOW = frozenset({"top_p", "repetition_penalty"})
+"""Fields that must be above their lower bound."""
 
 
 def check_chat(request: ChatRequest, choices_max: int) -> None:
@@ -128,20 +144,14 @@ def _check_generation(request: GenerationRequest, choices_max: int) -> None:
         if value is None or value in neutral or _is_ruled_out(request, name):
             continue
         raise RequestError(f"{name}: not supported by this server; leave it out", param=name)
-    _check_range(request, "max_tokens", 1, None)
     _check_range(request, "n", 1, choices_max)
-    _check_range(request, "temperature", 0, 2)
-    _check_range(request, "top_p", 0, 1, above_low=True)
-    _check_range(request, "presence_penalty", -2, 2)
-    _check_range(request, "frequency_penalty", -2, 2)
-    _check_range(request, "repetition_penalty", 0, 10, above_low=True)
-    _check_range(request, "min_p", 0, 1)
-    _check_range(request, "top_k", -1, _TOP_K_MAX)  # -1 and 0 turn it off, as in vLLM
-    _check_range(request, "min_tokens", 0, None)
-    _check_range(request, "priority", -PRIORITY_MAX, PRIORITY_MAX)
-    _check_range(request, "seed", -(1 << _SEED_BITS), (1 << _SEED_BITS) - 1)
-    _check_stops(request)
-    _check_length("stop_token_ids", request.stop_token_ids or (), STOP_IDS_MAX, "ids")
+    for name, (low, high) in _RANGES.items():
+        if getattr(request, name) is not None:
+            _check_range(request, name, low, high, above_low=name in _ABOVE_LOW)
+    if request.stop is not None:
+        _check_stops(request)
+    if request.stop_token_ids:
+        _check_length("stop_token_ids", request.stop_token_ids, STOP_IDS_MAX, "ids")
     _check_limits(request)
     if request.cache_salt is not None:
         if not request.cache_salt:
@@ -151,6 +161,8 @@ def _check_generation(request: GenerationRequest, choices_max: int) -> None:
 
 
 def _check_limits(request: GenerationRequest) -> None:
+    if not (request.logit_bias or request.bad_words) and request.allowed_token_ids is None:
+        return
     _check_length("logit_bias", request.logit_bias or (), BIASES_MAX, "token ids")
     for key, bias in (request.logit_bias or {}).items():
         if not (key.isascii() and key.isdecimal() and len(key) < _ID_DIGITS_MAX):

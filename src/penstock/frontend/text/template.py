@@ -60,6 +60,8 @@ class ChatTemplate:
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template: line {error.lineno}: {error.message}") from error
+        # Jinja copies the globals for each rendering, and copies its own kind of mapping in three times as long.
+        self._template.globals = dict(self._template.globals)
         self.source = source
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))
         """Variables that the template reads, such as `tools` or `enable_thinking`."""
