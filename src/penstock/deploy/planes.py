@@ -14,6 +14,7 @@ from penstock.graph import Graph
 from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.handshake import Identity
+from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.runtime.tls import PlaneTls
 from penstock.seams import Discovery
@@ -129,6 +130,19 @@ def _discovery(
                 namespace=spec.namespace or graph.name,
                 rng=rng,
                 tls=spec.tls,
+                config=spec.registry,
+                metrics=metrics,
+            )
+        case "kubernetes":
+            from penstock.runtime.discovery.kubernetes.discovery import (  # noqa: PLC0415 - an HTTP client
+                KubernetesDiscovery,
+            )
+
+            return KubernetesDiscovery(
+                KubernetesAccess.find(),
+                identity,
+                namespace=spec.namespace or graph.name,
+                rng=rng,
                 config=spec.registry,
                 metrics=metrics,
             )

@@ -1,7 +1,7 @@
 """The graph's runtime settings: how the processes of a deployment find and reach each other."""
 
 import re
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 import pydantic
@@ -16,8 +16,8 @@ from penstock.runtime.tls import PlaneTlsConfig
 class RuntimeSpec(Config):
     """How the processes of a deployment find and reach each other; by default all are on one host and need no setting."""
 
-    discovery: Literal["local", "etcd", "nats"] = "local"
-    """Where workers are registered: `local` is in a supervisor, `etcd` (v3) and `nats` (with JetStream) in one that runs already."""
+    discovery: Literal["local", "etcd", "nats", "kubernetes"] = "local"
+    """Where workers are registered: `local` is in a supervisor, `etcd` (v3) and `nats` (with JetStream) in one that runs already, `kubernetes` in Leases of the cluster whose pods they are, or that KUBECONFIG names."""
     urls: tuple[str, ...] = ()
     """Of etcd `http://HOST:2379` or https, of NATS `nats://HOST:4222` or tls; https and tls use the files of `tls`."""
     namespace: str | None = None
@@ -35,7 +35,17 @@ class RuntimeSpec(Config):
     tls: PlaneTlsConfig | None = None
     """Certificates for connections between hosts; null for none. A secret is needed with them, too."""
     registry: DiscoveryConfig = DiscoveryConfig()
-    """Leases, and how clients of the registry reconnect."""
+    """Leases, and how clients of the registry reconnect; with discovery kubernetes `lease_ttl_s` is 15 by default."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _lengthen_leases(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("discovery") != "kubernetes":
+            return data
+        registry = data.get("registry", {})
+        if not isinstance(registry, dict):
+            return data
+        return {**data, "registry": {"lease_ttl_s": _KUBERNETES_LEASE_S, **registry}}
 
     @pydantic.field_validator("hub", "join")
     @classmethod
@@ -96,10 +106,16 @@ class RuntimeSpec(Config):
                     f"urls has no effect with discovery local, got {', '.join(self.urls)}; set discovery: etcd"
                 )
             return self
-        if not self.urls:
+        if self.discovery == "kubernetes":
+            if self.urls:
+                raise wrong(
+                    f"urls has no effect with discovery kubernetes, got {', '.join(self.urls)}; the pod's service account or"
+                    " KUBECONFIG says where the API server is"
+                )
+        elif not self.urls:
             raise wrong(f"discovery {self.discovery} needs urls, such as [{_URLS[self.discovery]}]")
         schemes = {urlsplit(url).scheme for url in self.urls}
-        if not schemes <= _DISCOVERY_SCHEMES[self.discovery]:
+        if not schemes <= _DISCOVERY_SCHEMES.get(self.discovery, set()):
             raise wrong(
                 f"discovery {self.discovery} has urls such as {_URLS[self.discovery]}, got {', '.join(self.urls)}"
             )
@@ -117,6 +133,8 @@ class RuntimeSpec(Config):
 
 _DISCOVERY_SCHEMES = {"etcd": {"http", "https"}, "nats": {"nats", "tls"}}
 _SCHEMES = {"http", "https", "nats", "tls"}
+_KUBERNETES_LEASE_S = 15.0
+"""As many renewals as nodes make in clusters of a third of the size."""
 _URLS = {"etcd": "http://10.0.0.1:2379", "nats": "nats://10.0.0.1:4222"}
 
 

@@ -1,51 +1,22 @@
 """A real registry is killed, emptied and stopped under streams: no token is wrong, none is lost, and workers are registered again."""
 
 import asyncio
-from contextlib import asynccontextmanager
 
 import pytest
 
 from penstock.deploy.secret import SECRET_VARIABLE
+from tests.support.faulty_registry import (
+    PROMPT,
+    TOKENS,
+    ready_ids,
+    registry_is_connected,
+    registry_is_lost,
+    streams,
+)
 from tests.support.registries import Etcd, Nats
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("etcd", "nats-server")]
-PROMPT = "Tell me what a penstock is"
-TOKENS = 600
 LEASE_S = 1.0
-STREAMS = 4
-
-
-@asynccontextmanager
-async def streams(site, undisturbed):
-    """Have streams under way in the block, and compare each one's text at its end."""
-    async with asyncio.TaskGroup() as group:
-        running = [group.create_task(site.tell(PROMPT, max_tokens=TOKENS)) for _ in range(STREAMS)]
-
-        async def all_run():
-            loads = [await site.load(name) for name in await site.workers()]
-            return sum(load.get("running_requests", 0) for load in loads) == STREAMS
-
-        await site.until(all_run)
-        yield
-    for task in running:
-        text, usage = task.result()
-        assert text == undisturbed
-        assert usage.completion_tokens == TOKENS
-
-
-async def registry_is_connected(site):
-    async with site.http.get(f"{site.url}/metrics") as response:
-        lines = (await response.text()).splitlines()
-    return "penstock_runtime_registry_connected 1.0" in lines
-
-
-async def registry_is_lost(site):
-    return not await registry_is_connected(site)
-
-
-async def ready_ids(site):
-    workers = (await site.workers()).values()
-    return {worker["worker_id"] for worker in workers if worker["condition"] == "ready"}
 
 
 @pytest.mark.parametrize(("discovery", "make"), [("etcd", Etcd), ("nats", Nats)], ids=["etcd", "nats"])

@@ -33,6 +33,8 @@ def test_a_hub_and_a_host_that_joins_span_hosts(place):
         ({"urls": ["http://etcd:2379"]}, "no effect with discovery local"),
         ({"discovery": "etcd", "urls": ["etcd:2379"]}, "must be http://HOST:PORT, https"),
         ({"discovery": "etcd", "urls": ["http://etcd"], "hub": "tcp://a:1"}, "leave them out"),
+        ({"discovery": "kubernetes", "urls": ["http://api"]}, "no effect with discovery kubernetes"),
+        ({"discovery": "kubernetes", "hub": "tcp://a:1"}, "leave them out"),
         ({"discovery": "consul"}, "must be one of 'local'"),
         ({"namespace": "a/b"}, "must be up to 63 letters"),
         ({"joins": "tcp://10.0.0.1:1"}, "did you mean 'join'"),
@@ -45,6 +47,13 @@ def test_what_cannot_be_is_refused(fields, error):
 
 def test_a_registry_of_another_maker_spans_hosts():
     assert runtime(discovery="etcd", urls=["http://etcd:2379"]).spans_hosts
+
+
+def test_leases_in_kubernetes_are_longer_unless_set():
+    assert runtime(discovery="kubernetes").registry.lease_ttl_s == 15
+    assert runtime(discovery="kubernetes", registry={"linger_s": 1}).registry.lease_ttl_s == 15
+    assert runtime(discovery="kubernetes", registry={"lease_ttl_s": 3}).registry.lease_ttl_s == 3
+    assert runtime(discovery="kubernetes").spans_hosts
 
 
 def test_a_planner_of_many_hosts_is_refused():

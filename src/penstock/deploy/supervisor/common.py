@@ -20,6 +20,7 @@ from penstock.graph import Graph
 from penstock.graph.runtime import RuntimeSpec
 from penstock.runtime.discovery.hub import LocalHub
 from penstock.runtime.handshake import Identity
+from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.tls import PlaneTls
 
 
@@ -117,8 +118,11 @@ def _own_host(spec: RuntimeSpec) -> str:
     if spec.join is not None:
         field, there = "runtime.join", Address.parse(spec.join, source="runtime.join")
     else:
-        parts = urlsplit(spec.urls[0])
-        field, there = "runtime.urls", Address(host=parts.hostname or "", port=parts.port or 1)
+        if spec.discovery == "kubernetes":
+            field, parts = "kubernetes", urlsplit(KubernetesAccess.find().server)
+        else:
+            field, parts = "runtime.urls", urlsplit(spec.urls[0])
+        there = Address(host=parts.hostname or "", port=parts.port or 1)
     try:
         family, _, _, _, place = socket.getaddrinfo(there.host, there.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -90,7 +90,7 @@ async def _answer(
         frontend.admit(slot)
         gaps.admitted += 1
         try:
-            with slot.limit():
+            async with slot.limit():
                 if line.url == EMBEDDINGS:
                     embeddings = await frontend.embed(body, slot, options)
                     await embeddings.completion.run()

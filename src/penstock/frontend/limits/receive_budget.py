@@ -4,9 +4,8 @@ A client that sends large bodies and never finishes them must not block others: 
 largest unfinished body is dropped, so that smaller requests are still served.
 """
 
-from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+import contextlib
+from collections.abc import Callable, Iterator
 
 from penstock.core.errors import Overloaded
 from penstock.frontend.limits.receive_metrics import ReceiveMetrics
@@ -15,7 +14,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class Received:
-    """The bytes of one request or connection in the budget. Entered, they are released at the block's end."""
+    """The bytes of one request or connection in the budget."""
 
     __slots__ = ("_budget", "_drop", "size_bytes")
 
@@ -23,14 +22,6 @@ class Received:
         self._budget = budget
         self._drop = drop
         self.size_bytes = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
     def take(self, size_bytes: int) -> None:
         """Count received bytes.
@@ -70,9 +61,14 @@ class ReceiveBudget:
         self._metrics = metrics
         self.settings = settings
 
-    def hold(self, drop: Callable[[Overloaded], None]) -> Received:
+    @contextlib.contextmanager
+    def hold(self, drop: Callable[[Overloaded], None]) -> Iterator[Received]:
         """Count a request's bytes until the block ends; `drop` is called if the request is dropped for others."""
-        return Received(self, drop)
+        received = Received(self, drop)
+        try:
+            yield received
+        finally:
+            received.release()
 
     def change(self, size_bytes: int) -> None:
         if size_bytes:

@@ -1,0 +1,1 @@
+"""Discovery by Kubernetes: a Lease for each worker, owned by its pod."""

@@ -1,0 +1,237 @@
+"""Discovery by Kubernetes: a Lease for each worker, renewed while it lives, and a watch of a deployment's Leases.
+
+A client that loses the API server keeps what it knows. A Lease that is gone while its worker lives is made again.
+"""
+
+import asyncio
+import os
+import random
+import re
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.ids import WorkerId
+from penstock.core.log import get_logger
+from penstock.core.types.instances import Instance, InstanceChange
+from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.discovery.kubernetes.lease import DEPLOYMENT_LABEL, Pod, Seen, lease_name, lease_of, now
+from penstock.runtime.discovery.kubernetes.watcher import LeaseWatcher
+from penstock.runtime.discovery.metrics import RegistryMetrics
+from penstock.runtime.discovery.record import RecordError, Records
+from penstock.runtime.discovery.registrations import Registrations, StoredRegistration
+from penstock.runtime.discovery.view import RegistryView
+from penstock.runtime.handshake import Identity
+from penstock.runtime.kubernetes.access import KubernetesAccess
+from penstock.runtime.kubernetes.client import LEASES, KubernetesClient, KubernetesError, Object
+from penstock.runtime.kubernetes.reflector import Pace, Reflector
+
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+_STALE_LEASES = 3
+"""A Lease not renewed for so many lease times is nobody's, whatever two clocks say."""
+_log = get_logger()
+
+
+class KubernetesDiscovery:
+    """A client of the API server; it works while its context is entered. One event loop owns it."""
+
+    def __init__(
+        self,
+        access: KubernetesAccess,
+        identity: Identity,
+        *,
+        namespace: str,
+        rng: random.Random,
+        pod: Pod | None = None,
+        config: DiscoveryConfig | None = None,
+        metrics: RegistryMetrics | None = None,
+    ) -> None:
+        """Make a client.
+
+        Args:
+            access: the API server and who asks; its namespace has the Leases.
+            identity: has the deployment's secret and hash key.
+            namespace: of the deployment, a label of its Leases; several deployments may share a namespace of Kubernetes.
+            rng: for jitter.
+            pod: of this process, which owns its Leases; None is that of the downward API's variables.
+            config: bounds and times.
+            metrics: of this client; None for none.
+
+        Raises:
+            ConfigError: `namespace` cannot be a label.
+        """
+        if not _LABEL.fullmatch(namespace):
+            raise ConfigError(
+                f"runtime.namespace: {namespace!r} cannot be a label of Kubernetes; use up to 63 letters, digits, '-', '_' or '.',"
+                " the first and the last a letter or digit"
+            )
+        self._config = config or DiscoveryConfig()
+        self._client = KubernetesClient(access, timeout_s=self._config.connect_timeout_s)
+        self._records = Records(identity)
+        self._namespace = namespace
+        self._labels = f"{DEPLOYMENT_LABEL}={namespace}"
+        self._pod = pod or Pod.of(os.environ)
+        self._rng = rng
+        metrics = metrics or RegistryMetrics(None)
+        self._view = RegistryView(
+            self._records,
+            metrics,
+            grace_s=self._config.lease_ttl_s,
+            instances_max=self._config.instances_max,
+            watchers_max=self._config.connections_max,
+            is_reachable=lambda: self._leases.is_connected,
+        )
+        self._leases = LeaseWatcher(
+            self._view, metrics, self._client, labels=self._labels, ttl_s=self._config.lease_ttl_s
+        )
+        self._registrations = Registrations(
+            self._config,
+            problem=lambda: f"{self._last_error}: is the API server of Kubernetes reachable?",
+        )
+        self._last_error = "it does not answer"
+        self._watch_wanted = asyncio.Event()
+        self._running: list[asyncio.Task[None]] = []
+        self._tasks = asyncio.TaskGroup()
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        await self._tasks.__aenter__()
+        self._running = [
+            self._tasks.create_task(self._keep_registered(), name="kubernetes leases"),
+            self._tasks.create_task(self._keep_watching(), name="kubernetes watch"),
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+        await self._tasks.__aexit__(None, None, None)
+        await self._client.__aexit__(None, None, None)
+
+    async def connect(self) -> None:
+        """Check that the API server answers this process, and that no other deployment uses the namespace.
+
+        Raises:
+            Unavailable: it does not answer in time.
+            ConfigError: it does not know this process, or workers of another secret, hash key or release are registered there.
+        """
+        try:
+            listing = await self._client.list(LEASES, self._labels)
+        except KubernetesError as error:
+            if error.status in {401, 403}:
+                raise ConfigError(
+                    f"{error.message}; give the service account of this pod get, list, watch, create, patch and delete of"
+                    f" leases.coordination.k8s.io in namespace {self._client.namespace}"
+                ) from error
+            raise
+        for seen in map(Seen.of, listing.objects):
+            if seen is None or seen.record is None or seen.age_s > _STALE_LEASES * self._config.lease_ttl_s:
+                continue
+            try:
+                self._records.decode(seen.record)
+            except RecordError as error:
+                raise ConfigError(
+                    f"Kubernetes at {self._client.access.server}: namespace {self._namespace}: worker {seen.worker_id:x} is"
+                    f" registered there, and {error.message}"
+                ) from error
+
+    async def register(self, instance: Instance) -> StoredRegistration:
+        return await self._registrations.register(instance)
+
+    def watch(self) -> AsyncIterator[InstanceChange]:
+        self._watch_wanted.set()
+        return self._view.watch()
+
+    async def close(self) -> None:
+        """Withdraw all registrations, and end every watch. Safe twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._view.close()
+        with suppress(TimeoutError):  # they lapse by themselves
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                await self._registrations.close()
+        for task in self._running:
+            task.cancel()
+
+    async def _keep_watching(self) -> None:
+        await self._watch_wanted.wait()
+        config = self._config
+        pace = Pace(config.lease_ttl_s / 3, config.reconnect_delay_s, config.reconnect_delay_s_max)
+        reflector = Reflector(self._client, LEASES, self._labels, self._leases, pace=pace, rng=self._rng)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(reflector.run())
+            group.create_task(self._leases.check_leases())
+
+    async def _keep_registered(self) -> None:
+        """Renew the Leases, and store what changes; after an error, go on with what is left."""
+        registrations, loop = self._registrations, asyncio.get_running_loop()
+        renewal_s = self._config.lease_ttl_s / 3
+        renew_at_s = loop.time()
+        due: list[StoredRegistration] = []
+        tries = 0
+        while True:
+            try:
+                if loop.time() >= renew_at_s:
+                    due = list(registrations.current.values())
+                    renew_at_s = loop.time() + renewal_s * self._rng.uniform(0.8, 1.0)
+                while due:
+                    await self._renew(due[-1])
+                    due.pop()
+                for registration, instance in registrations.unsent():
+                    await self._store(registration.instance.worker_id, instance)
+                    registrations.sent(registration, instance)
+                if tries:
+                    _log.info("registry_reached", registry=self._client.access.server)
+                tries = 0
+                await registrations.until_due(
+                    max(0.0, renew_at_s - loop.time()) if registrations.current else None
+                )
+            except Unavailable as error:
+                self._last_error = error.message
+                if tries == 0:
+                    _log.warning("registry_unreachable", error=error.message)
+                tries += 1
+                await asyncio.sleep(
+                    max(self._config.retry_delay_s(tries, self._rng), error.retry_after_s or 0.0)
+                )
+
+    async def _renew(self, registration: StoredRegistration) -> None:
+        worker_id = registration.instance.worker_id
+        if not registration.stored.is_set() or self._registrations.current.get(worker_id) is not registration:
+            return
+        if await self._patch(worker_id, {"spec": {"renewTime": now()}}):
+            return
+        _log.warning("lease_lost", worker=registration.instance.name, registry=self._client.access.server)
+        self._registrations.resend_all()
+
+    async def _store(self, worker_id: WorkerId, instance: Instance | None) -> None:
+        """Create or change a worker's Lease; None withdraws it."""
+        if instance is None:
+            if await self._patch(worker_id, {"spec": {"holderIdentity": None}}):
+                await self._client.delete(LEASES, lease_name(worker_id))
+            return
+        lease = lease_of(
+            worker_id,
+            instance.name,
+            self._records.encode(instance),
+            deployment=self._namespace,
+            pod=self._pod,
+            ttl_s=self._config.lease_ttl_s,
+        )
+        if not await self._patch(worker_id, lease):
+            await self._client.create(LEASES, lease)  # 409 where an answer was lost: the next try changes it
+
+    async def _patch(self, worker_id: WorkerId, body: Object) -> bool:
+        """Change a worker's Lease; False where there is none."""
+        try:
+            await self._client.patch(LEASES, lease_name(worker_id), body)
+        except KubernetesError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True

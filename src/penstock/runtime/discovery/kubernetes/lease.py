@@ -1,0 +1,130 @@
+"""A worker's registration as a `coordination.k8s.io/v1` Lease, the object that Kubernetes has for who is alive.
+
+The record is an annotation; the pod is the owner, so that the garbage collector removes the Lease with it. A withdrawn Lease has
+no holder, as one that a leader releases.
+"""
+
+import base64
+import binascii
+import datetime as dt
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from penstock.core.clock import wall_time_s
+from penstock.core.ids import WorkerId
+from penstock.runtime.kubernetes.client import LEASES, Object
+
+DEPLOYMENT_LABEL = "penstock.dev/deployment"
+RECORD = "penstock.dev/registration"
+_NAME = "penstock-worker-"
+POD_NAME, POD_UID = "PENSTOCK_POD_NAME", "PENSTOCK_POD_UID"
+"""Variables that a pod's downward API sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """The pod of this process."""
+
+    name: str
+    uid: str
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Self | None:
+        """Read the downward API's variables; None where they are not set, as outside of a cluster."""
+        name, uid = environment.get(POD_NAME), environment.get(POD_UID)
+        return cls(name, uid) if name and uid else None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A Lease as a watcher sees it.
+
+    Attributes:
+        record: the encoded registration; None where it is withdrawn.
+        mark: changes with each renewal.
+        age_s: since its renewal, by the clocks of two hosts.
+    """
+
+    worker_id: WorkerId
+    record: bytes | None
+    mark: str
+    uid: str
+    revision: str
+    age_s: float
+
+    @classmethod
+    def of(cls, body: Object) -> Self | None:
+        """Read a Lease; None for one of others."""
+        metadata, spec = body["metadata"], body.get("spec") or {}
+        worker_id = worker_of(metadata["name"])
+        if worker_id is None:
+            return None
+        text = (metadata.get("annotations") or {}).get(RECORD, "")
+        try:
+            record = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError):
+            record = b""  # refused as damaged
+        renewed = spec.get("renewTime") or ""
+        try:
+            age_s = wall_time_s() - dt.datetime.fromisoformat(renewed).timestamp()
+        except ValueError:
+            age_s = math.inf
+        return cls(
+            worker_id,
+            record if spec.get("holderIdentity") else None,
+            f"{metadata['uid']} {renewed}",
+            metadata["uid"],
+            metadata["resourceVersion"],
+            age_s,
+        )
+
+
+def lease_name(worker_id: WorkerId) -> str:
+    return f"{_NAME}{worker_id:016x}"
+
+
+def worker_of(name: str) -> WorkerId | None:
+    """Give the worker of a Lease's name; None for Leases of others."""
+    try:
+        return WorkerId(int(name.removeprefix(_NAME), 16)) if name.startswith(_NAME) else None
+    except ValueError:
+        return None
+
+
+def lease_of(
+    worker_id: WorkerId, name: str, record: bytes, *, deployment: str, pod: Pod | None, ttl_s: float
+) -> Object:
+    """Make a worker's Lease, renewed now.
+
+    Args:
+        worker_id: names it.
+        name: the worker's, for people who list Leases.
+        record: the encoded registration.
+        deployment: label by which watchers choose.
+        pod: its owner; None for none.
+        ttl_s: seconds after which it has lapsed.
+    """
+    metadata: Object = {
+        "name": lease_name(worker_id),
+        "labels": {DEPLOYMENT_LABEL: deployment, "app.kubernetes.io/managed-by": "penstock"},
+        "annotations": {RECORD: base64.b64encode(record).decode()},
+    }
+    if pod is not None:
+        metadata["ownerReferences"] = [{"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}]
+    return {
+        "apiVersion": LEASES.api_version,
+        "kind": LEASES.kind,
+        "metadata": metadata,
+        "spec": {
+            "holderIdentity": name,
+            "leaseDurationSeconds": max(1, math.ceil(ttl_s)),
+            "renewTime": now(),
+        },
+    }
+
+
+def now() -> str:
+    """Give the time as Kubernetes' MicroTime."""
+    return dt.datetime.fromtimestamp(wall_time_s(), dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

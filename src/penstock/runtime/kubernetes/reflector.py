@@ -1,0 +1,140 @@
+"""Follows the objects of one kind: list, watch from there, go on after a cut, list again after 410 Gone."""
+
+import asyncio
+import random
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.core.errors import Unavailable
+from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Object, Resource
+
+_WATCH_S = 300
+_RELIST = {400, 410, 504}
+"""Answers to a watch from a resourceVersion that the server does not have any more, or not yet as after a restored backup."""
+
+
+class Follower(Protocol):
+    """Takes what a reflector sees, in its order."""
+
+    def listed(self, objects: list[Object]) -> None:
+        """Take all objects that there are; what is not among them is gone."""
+        ...
+
+    def put(self, body: Object) -> None:
+        """Take an object that is new or has changed."""
+        ...
+
+    def deleted(self, body: Object) -> None:
+        """Take the last state of an object that is gone, or no longer chosen by the selector."""
+        ...
+
+    def connected(self) -> None:
+        """Note that the server answers, after a list or a cut."""
+        ...
+
+    def lost(self, error: Unavailable) -> None:
+        """Note that it does not; called again for each try."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Times of a reflector, in seconds.
+
+    Attributes:
+        probe_s: a server is asked something so often, since the watch of one that hangs is silent.
+        retry_s: the first pause after an error; doubles up to `retry_s_max`.
+    """
+
+    probe_s: float
+    retry_s: float
+    retry_s_max: float
+
+
+class Reflector:
+    """Follows one kind of objects. One event loop owns it."""
+
+    def __init__(
+        self,
+        client: KubernetesClient,
+        resource: Resource,
+        labels: str,
+        follower: Follower,
+        *,
+        pace: Pace,
+        rng: random.Random,
+    ) -> None:
+        """Follow nothing yet; `labels` is a label selector, `rng` gives jitter."""
+        self._client = client
+        self._resource = resource
+        self._labels = labels
+        self._follower = follower
+        self._pace = pace
+        self._rng = rng
+        self._revision: str | None = None
+        self._is_connected = False
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        tries = 0
+        while True:
+            self._is_connected = False
+            error: Unavailable | None = None
+            try:
+                async with asyncio.TaskGroup() as group:
+                    probing = group.create_task(self._probe())
+                    try:
+                        await self._follow()
+                    finally:
+                        probing.cancel()
+            except* Unavailable as errors:
+                found = errors.exceptions[0]
+                assert isinstance(found, Unavailable)
+                error = found
+            if self._is_connected:
+                tries = 0
+            if error is None:
+                continue  # the server ends each watch after a while
+            if isinstance(error, KubernetesError) and error.status in _RELIST:
+                self._revision = None
+                if tries == 0:  # at once, the first time
+                    tries = 1
+                    continue
+            self._follower.lost(error)
+            tries += 1
+            await asyncio.sleep(self._delay_s(tries, error.retry_after_s))
+
+    async def _follow(self) -> None:
+        """List unless it is known from where to go on, and watch until the server ends that."""
+        if self._revision is None:
+            listing = await self._client.list(self._resource, self._labels)
+            self._revision = listing.revision
+            self._follower.listed(listing.objects)
+        seconds = self._rng.randint(_WATCH_S, 2 * _WATCH_S)
+        events = self._client.watch(self._resource, self._labels, self._revision, seconds=seconds)
+        async with aclosing(events):
+            async for event in events:
+                if event is None:
+                    self._is_connected = True
+                    self._follower.connected()
+                    continue
+                if event.type == "DELETED":
+                    self._follower.deleted(event.object)
+                elif event.type in {"ADDED", "MODIFIED"}:
+                    self._follower.put(event.object)
+                self._revision = event.object["metadata"]["resourceVersion"]
+
+    async def _probe(self) -> None:
+        """Ask the server now and then; raises Unavailable where it does not answer."""
+        while True:
+            await asyncio.sleep(self._pace.probe_s)
+            try:
+                await self._client.list(self._resource, self._labels, limit=1)
+            except KubernetesError as error:
+                if error.status not in {429, 500, 503, 504}:
+                    raise
+
+    def _delay_s(self, tries: int, wanted_s: float | None) -> float:
+        longest_s: float = min(self._pace.retry_s * 2 ** min(tries, 16), self._pace.retry_s_max)
+        return max(longest_s * self._rng.uniform(0.5, 1.0), wanted_s or 0.0)
