@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pydantic
 
+from penstock.core.field_docs import field_docs
 from penstock.graph import Graph
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -19,12 +20,13 @@ def tables(config: type[pydantic.BaseModel], path: str = "") -> Iterator[str]:
     """Yield one Markdown table for `config`, then those of the configs inside it."""
     inner: list[tuple[str, type[pydantic.BaseModel]]] = []
     yield f"### {f'`{path}`' if path else 'Top level'}\n\n| field | default | meaning |\n|---|---|---|\n"
+    docs = field_docs(config)
     for name, field in config.model_fields.items():
         place = f"{path}.{name}" if path else name
         found = next(iter(_models_in(field.annotation)), None)
         if found:
             inner.append((place + ("[]" if "tuple" in str(field.annotation) else ""), found))
-        yield f"| `{name}` | {_default(field, found)} | {field.description} |\n"
+        yield f"| `{name}` | {_default(field, found)} | {docs.get(name)} |\n"
     yield "\n"
     for place, model in inner:
         if place not in _REPEATED:

@@ -14,7 +14,10 @@ Path = tuple[int | str, ...]
 
 
 class Config(pydantic.BaseModel):
-    """A package's settings: at most a dozen fields, each with its unit and a description."""
+    """A package's settings: at most a dozen fields, each with its unit and a description.
+
+    A description is the docstring below its field, which `core.field_docs` reads.
+    """
 
     not_here: ClassVar[dict[str, str]] = {}
     """Keys that users may expect in this section -> hint where the setting is."""
@@ -23,7 +26,6 @@ class Config(pydantic.BaseModel):
         frozen=True,
         extra="forbid",
         validate_default=True,
-        use_attribute_docstrings=True,
         allow_inf_nan=False,  # JSON has no word for them
     )
 

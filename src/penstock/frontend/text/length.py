@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from penstock.frontend.text.detokenize import BYTE_OF
 
-_SPACES = tuple(filter(str.isspace, map(chr, range(0x110000))))
+_SPACES = tuple(filter(str.isspace, map(chr, range(0x3001))))  # the last is U+3000
 _SPACE_BYTES = tuple(character.encode() for character in _SPACES)
 _NFC_SHRINKS_MAX = 4  # U+03B9 U+0308 U+0301, in their longest forms, are 7 bytes and become 2
 _DROPS_NOTHING = frozenset({"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"})

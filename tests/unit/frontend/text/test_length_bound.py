@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, Message
 from penstock.frontend.requests.preprocess import Preprocessor
-from penstock.frontend.text.length import _NFC_SHRINKS_MAX, LengthBound
+from penstock.frontend.text.length import _NFC_SHRINKS_MAX, _SPACES, LengthBound
 from penstock.frontend.text.models import ServedModel
 from tests.support.tokenizer import tiny_card, tiny_model_files, tiny_tokenizer_json
 
@@ -48,6 +48,10 @@ def test_white_space_does_not_count_since_a_special_token_may_swallow_it() -> No
     text = "<think>" + " \n\u3000\u00a0" * 5000
     assert len(tokenizer.encode(text).ids) == 1
     assert bound(tokenizer).tokens_min(text) == 1
+
+
+def test_all_white_space_is_known() -> None:
+    assert [chr(code) for code in range(0x110000) if chr(code).isspace()] == list(_SPACES)
 
 
 def test_unicode_normalization_is_reckoned_with() -> None:
