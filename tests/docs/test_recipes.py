@@ -17,7 +17,7 @@ from benchmarks.simulated import recipes as bench
 from penstock import cli
 from penstock.core.types.instances import Role
 from penstock.deploy.commands.render import render_workers
-from penstock.deploy.supervisor.local import runnable_roles
+from penstock.deploy.supervisor.local_part import runnable_roles
 from penstock.graph import Graph, Overrides, load
 from penstock.sim.deployment import plan_deployment, simulated_roles
 from tests.support.recipes import RECIPES, roles_of

@@ -11,7 +11,7 @@ from penstock import __version__
 from penstock.cli import completion, doctor, graph, key, plan, profile, router, serve, simulate, up
 from penstock.cli.arguments.grouped import GroupedParser
 from penstock.cli.arguments.parser import Parser
-from penstock.cli.running import chat, explain, kv, planner, top, worker_changes
+from penstock.cli.running import chat, explain, hosted, kv, planner, top, worker_changes
 from penstock.core.errors import ConfigError, PenstockError
 
 EXIT_FAILED = 1
@@ -20,8 +20,8 @@ EXIT_INTERRUPTED = 130
 
 _GROUPS = {
     "Serve": (serve.add, up.add, router.add, key.add, graph.add),
-    "Watch": (top.add, chat.add, explain.add),
-    "Operate": (worker_changes.add, planner.add, kv.add),
+    "Watch": (hosted.add_watching, top.add, chat.add, explain.add),
+    "Operate": (worker_changes.add, planner.add, kv.add, hosted.add_down),
     "Plan": (plan.add, simulate.add),
 }
 """Commands by what they are for, in the order of `penstock --help`."""

@@ -1,6 +1,7 @@
 """`penstock serve`."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from penstock.cli.arguments.flags import add_log_level, add_set, add_urls, url_settings
@@ -112,10 +113,13 @@ def _run(options: argparse.Namespace) -> int:
     from penstock.core import log  # noqa: PLC0415
     from penstock.core.native import warn_if_disabled  # noqa: PLC0415
     from penstock.deploy.commands.serve import serve  # noqa: PLC0415
+    from penstock.deploy.control.record import Origin  # noqa: PLC0415
 
     log.configure(options.log_level, process="supervisor")
     warn_if_disabled()
-    serve(graph, log_level=options.log_level, first_chat=options.first_chat)
+    file = str(Path(options.graph).resolve()) if options.graph else ""
+    origin = Origin(file=file, directory=str(Path.cwd()))
+    serve(graph, origin=origin, log_level=options.log_level, first_chat=options.first_chat)
     return 0
 
 

@@ -1,6 +1,7 @@
 """`penstock up`."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from penstock.cli.arguments.flags import add_log_level, add_set
@@ -36,6 +37,7 @@ def _run(options: argparse.Namespace) -> int:
     from penstock.core import log  # noqa: PLC0415
     from penstock.core.native import warn_if_disabled  # noqa: PLC0415
     from penstock.deploy.commands.serve import serve  # noqa: PLC0415
+    from penstock.deploy.control.record import Origin  # noqa: PLC0415
     from penstock.deploy.supervisor.local_part import LocalPart  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
 
@@ -47,5 +49,11 @@ def _run(options: argparse.Namespace) -> int:
     part = LocalPart() if options.part is None else LocalPart.parse(options.part, graph.roles.present())
     log.configure(options.log_level, process="supervisor")
     warn_if_disabled()
-    serve(graph, part=part, log_level=options.log_level, first_chat=False)
+    origin = Origin(
+        file=str(Path(options.file).resolve()),
+        directory=str(Path.cwd()),
+        overrides=overrides.assigned(),
+        part=options.part,
+    )
+    serve(graph, part=part, origin=origin, log_level=options.log_level, first_chat=False)
     return 0

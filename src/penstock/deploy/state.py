@@ -7,16 +7,22 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import KEY_BYTES
+from penstock.deploy.group_file import end_groups
 
 ADMIN_TOKEN_VARIABLE = "PENSTOCK_ADMIN_TOKEN"  # noqa: S105 - a variable's name
 PLANNER_LOG = "planner.jsonl"
 """Name of the planner's log in a deployment's directory."""
+OUTPUT_LOG = "output.log"
+"""Name of the log of what a deployment's processes print."""
 _TOKEN_BYTES = 32
+LOCK_NAME = "lock"
+"""Name of the file in a runtime directory that the deployment has locked."""
 
 
 def state_dir(name: str) -> Path:
@@ -136,6 +142,32 @@ def runtime_directories() -> list[Path]:
     return found
 
 
+def is_locked(path: Path) -> bool:
+    """Tell whether a deployment has locked its runtime directory."""
+    try:
+        lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+@contextmanager
+def orphan(path: Path) -> Iterator[bool]:
+    """Lock the runtime directory of a deployment that has ended, so that it can be removed; gives whether that is so."""
+    lock = _lock(path) if (path / LOCK_NAME).exists() else None
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
 def _runtime_parent() -> Path:
     parent = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     if len(os.fsencode(parent)) > _PARENT_BYTES_MAX:
@@ -144,7 +176,6 @@ def _runtime_parent() -> Path:
 
 
 _PREFIX = "penstock-"
-_LOCK_NAME = "lock"
 _PARENT_BYTES_MAX = 60  # a Unix socket's path has at most 107 bytes
 _TRIES_MAX = 100
 
@@ -165,12 +196,12 @@ def _lock(path: Path) -> int | None:
     Both creating and removing a directory take this lock. A lock on a file that was deleted meanwhile does not count.
     """
     try:
-        lock = os.open(path / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(lock), (path / _LOCK_NAME).lstat()):
+        if os.path.samestat(os.fstat(lock), (path / LOCK_NAME).lstat()):
             return lock
     except (BlockingIOError, FileNotFoundError):
         pass
@@ -182,6 +213,7 @@ def _remove_orphans(parent: Path) -> None:
     for path in parent.glob(f"{_PREFIX}[0-9]*-*"):
         try:
             if _may_be_orphan(path) and (lock := _lock(path)) is not None:
+                end_groups(path)
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
         except OSError:
@@ -194,4 +226,4 @@ def _may_be_orphan(path: Path) -> bool:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         return False
     names = {inside.name for inside in path.iterdir()}
-    return not names or _LOCK_NAME in names
+    return not names or LOCK_NAME in names

@@ -46,7 +46,9 @@ async def joined(site, role, **fields):
     common = msgspec.structs.replace(assignment.common, graph_json=graph.model_dump_json())
     name = f"foreign-{role}"
     child = await Child.start(
-        msgspec.structs.replace(assignment, name=name, job=job, common=common), site.deployment._guard
+        msgspec.structs.replace(assignment, name=name, job=job, common=common),
+        site.deployment._guard,
+        site.deployment.output,
     )
     try:
         while isinstance(report := await child.report(), Beat | Phase):

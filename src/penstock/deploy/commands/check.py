@@ -1,7 +1,7 @@
 """What `penstock serve` refuses of a graph before anything starts."""
 
 from penstock.deploy.card import check_checkpoint, check_model, open_checkpoint
-from penstock.deploy.supervisor.local import expect_same_blocks, runnable_roles
+from penstock.deploy.supervisor.local_part import expect_same_blocks, runnable_roles
 from penstock.deploy.supervisor.planning import capacities_of
 from penstock.deploy.supervisor.resources.devices import expect_one_machine
 from penstock.graph import Graph

@@ -7,14 +7,20 @@ import sys
 
 import uvloop
 
+from penstock.core import log
 from penstock.deploy.card import served_name
 from penstock.deploy.commands.admin import DEFAULT_URL
+from penstock.deploy.control.record import Origin
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.deploy.supervisor.local_part import LocalPart
 from penstock.graph import Graph
 
+_SUPERVISOR = "supervisor"
 
-def serve(graph: Graph, *, log_level: str, first_chat: bool, part: LocalPart | None = None) -> None:
+
+def serve(
+    graph: Graph, *, log_level: str, first_chat: bool, origin: Origin, part: LocalPart | None = None
+) -> None:
     """Run a deployment, or this host's part of it, until a signal; a second signal cancels requests in flight.
 
     Raises:
@@ -22,11 +28,14 @@ def serve(graph: Graph, *, log_level: str, first_chat: bool, part: LocalPart | N
         PenstockError: the deployment failed for good.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(graph, log_level=log_level, first_chat=first_chat, part=part))
+        runner.run(_serve(graph, log_level=log_level, first_chat=first_chat, origin=origin, part=part))
 
 
-async def _serve(graph: Graph, *, log_level: str, first_chat: bool, part: LocalPart | None) -> None:
-    deployment = LocalDeployment(graph, log_level=log_level, say=say, part=part)
+async def _serve(
+    graph: Graph, *, log_level: str, first_chat: bool, origin: Origin, part: LocalPart | None
+) -> None:
+    deployment = LocalDeployment(graph, log_level=log_level, say=say, part=part, origin=origin)
+    log.configure(log_level, process=_SUPERVISOR, stream=deployment.output.tee(_SUPERVISOR, sys.stderr))
     stopping = _Stopping(deployment)
     try:
         async with deployment:

@@ -15,11 +15,14 @@ from penstock.deploy.control.messages import (
     LINE_BYTES_MAX,
     Add,
     Ask,
+    Body,
     Deployment,
     Flip,
     GetObservation,
+    GetProcesses,
     GetScale,
     Kill,
+    ProcessView,
     Retire,
     Told,
 )
@@ -29,6 +32,7 @@ _ENTRY_S = 5.0
 _PAUSE_S, _PAUSE_S_MAX = 0.02, 0.5
 _PART_BYTES = 1 << 16
 _ANSWER_S = 30.0
+_LOOK_S = 5.0
 _FLIP_S = 900.0  # the worker drains first
 
 
@@ -65,6 +69,10 @@ class LocalConnector:
             )
         return told.observation
 
+    async def processes(self) -> tuple[ProcessView, ...]:
+        """Return the deployment's processes on this host; raises as `scale`, soon where the supervisor hangs."""
+        return (await self._ask(GetProcesses(), answer_s=_LOOK_S)).processes
+
     async def add(
         self, role: Role, count: int = 1, *, by: str, revision: int | None = None
     ) -> tuple[str, ...]:
@@ -83,9 +91,7 @@ class LocalConnector:
     async def close(self) -> None:
         """Do nothing: no connection stays open."""
 
-    async def _ask(
-        self, body: GetScale | GetObservation | Add | Retire | Flip | Kill, *, answer_s: float = _ANSWER_S
-    ) -> Told:
+    async def _ask(self, body: Body, *, answer_s: float = _ANSWER_S) -> Told:
         """Send one request and return its answer; repeat it while the supervisor has no room for it.
 
         Raises:

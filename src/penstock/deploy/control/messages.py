@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.core.errors import ErrorInfo
 from penstock.core.types.instances import Role
-from penstock.core.types.scaling import Scale
+from penstock.core.types.scaling import Replica, ReplicaState, Scale
 from penstock.core.wire import Wire
 from penstock.planner.observe.observation import Observation
 
@@ -21,19 +21,57 @@ SOCKET_NAME = "control.sock"
 class Deployment(Wire, frozen=True):
     """Who answers: the graph's name, the frontends' URL and the supervisor's process.
 
-    `planner_log` is the file of the planner's decisions; empty without a planner.
+    `planner_log` is the file of the planner's decisions; empty without a planner. `spans_hosts`: other hosts may run parts of it.
     """
 
     name: str
     url: str
     pid: int
     planner_log: str = ""
+    spans_hosts: bool = False
+
+
+class ProcessView(Wire, frozen=True):
+    """A process of the deployment, as people see it: a frontend, which has no role, or a worker.
+
+    Attributes:
+        pid: None while none runs.
+        phase: what it does while it does not serve.
+        age_s: seconds since it began to start or, once it is ready, since then.
+    """
+
+    name: str
+    pid: int | None
+    state: ReplicaState
+    role: Role | None = None
+    phase: str = ""
+    age_s: float = 0.0
+    devices: tuple[int, ...] = ()
+    core: int | None = None
+
+    @classmethod
+    def of(cls, replica: Replica, pid: int | None) -> "ProcessView":
+        """Describe a worker's process."""
+        return cls(
+            name=replica.name,
+            pid=pid,
+            state=replica.state,
+            role=replica.role,
+            phase=replica.phase,
+            age_s=replica.age_s,
+            devices=replica.devices,
+            core=replica.core,
+        )
 
 
 class GetScale(Wire, frozen=True, tag="scale"):
     """Asks for the workers; with `after`, once `Scale.sequence` exceeds it."""
 
     after: int | None = None
+
+
+class GetProcesses(Wire, frozen=True, tag="processes"):
+    """Asks for the processes of this host."""
 
 
 class GetObservation(Wire, frozen=True, tag="observation"):
@@ -68,15 +106,18 @@ class Kill(Wire, frozen=True, tag="kill"):
     name: str
 
 
+Body = GetScale | GetObservation | GetProcesses | Add | Retire | Flip | Kill
+
+
 class Ask(Wire, frozen=True):
     """A request."""
 
     version: int
-    body: GetScale | GetObservation | Add | Retire | Flip | Kill
+    body: Body
 
 
 class Told(Wire, frozen=True):
-    """An answer: `scale` to `GetScale`, `observation` to `GetObservation`, `names` to `Add`, none to others; or `error` alone."""
+    """An answer: `scale` to `GetScale`, `observation` to `GetObservation`, `processes` to `GetProcesses`, `names` to `Add`, none to others; or `error` alone."""
 
     version: int = CONTROL_VERSION
     deployment: Deployment | None = None
@@ -84,6 +125,7 @@ class Told(Wire, frozen=True):
     names: tuple[str, ...] = ()
     error: ErrorInfo | None = None
     observation: Observation | None = None
+    processes: tuple[ProcessView, ...] = ()
 
 
 class Versioned(msgspec.Struct, frozen=True):

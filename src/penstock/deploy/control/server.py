@@ -23,8 +23,10 @@ from penstock.deploy.control.messages import (
     Deployment,
     Flip,
     GetObservation,
+    GetProcesses,
     GetScale,
     Kill,
+    ProcessView,
     Retire,
     Told,
     Versioned,
@@ -56,6 +58,8 @@ class ControlServer:
         observations: ObservationStream,
         directory: Path,
         deployment: Deployment,
+        *,
+        processes: Callable[[], tuple[ProcessView, ...]] = tuple,
         kill: Callable[[str], None] | None = None,
     ) -> None:
         """Make a server.
@@ -65,12 +69,14 @@ class ControlServer:
             observations: what it tells of demand and workers.
             directory: a private directory.
             deployment: what it tells of itself.
+            processes: describes its processes.
             kill: kills a worker's process by name; None: nobody may.
         """
         self._connector = connector
         self._observations = observations
         self._path = directory / SOCKET_NAME
         self._deployment = deployment
+        self._processes = processes
         self._kill = kill
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -186,6 +192,8 @@ class ControlServer:
                 if not seconds > 0:
                     raise RequestError(f"seconds: must be > 0, got {seconds:g}")
                 return msgspec.structs.replace(told, observation=self._observations.observe(seconds))
+            case GetProcesses():
+                return msgspec.structs.replace(told, processes=self._processes())
             case Add(role=role, count=count, by=by, revision=revision):
                 names = await self._connector.add(role, count, by=by, revision=revision)
                 return msgspec.structs.replace(told, names=names)

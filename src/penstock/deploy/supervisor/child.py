@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.deploy.messages import Assignment, FrontendJob, News, Report
 from penstock.deploy.supervisor.group_guard import GroupGuard
+from penstock.deploy.supervisor.output.process_output import ProcessOutput, Source
 from penstock.deploy.supervisor.resources.left_shared_memory import remove_unused, segments_of
 
 _REPORT_BYTES_MAX = 1 << 20
@@ -39,29 +40,36 @@ class Child:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         guard: GroupGuard,
+        source: Source,
     ) -> None:
         self._process = process
         self._reader = reader
         self._writer = writer
         self._guard = guard
+        self._source = source
 
     @classmethod
-    async def start(cls, assignment: Assignment, guard: GroupGuard) -> "Child":
-        """Start a process and send its assignment; `guard` kills its group if this process dies first."""
-        child = await cls.spawn(guard, _environment(assignment), assignment.name)
+    async def start(cls, assignment: Assignment, guard: GroupGuard, output: ProcessOutput) -> "Child":
+        """Start a process and send its assignment; `guard` kills its group if this process dies first, `output` takes what it prints."""
+        child = await cls.spawn(guard, output, _environment(assignment), assignment.name)
         child.assign(assignment)
         return child
 
     @classmethod
-    async def spare(cls, guard: GroupGuard, imports: Sequence[str]) -> "Child":
+    async def spare(cls, guard: GroupGuard, output: ProcessOutput, imports: Sequence[str]) -> "Child":
         """Start a spare process, which imports modules and waits for a worker's assignment."""
-        return await cls.spawn(guard, _ONE_THREAD | os.environ, "spare", imports)
+        return await cls.spawn(guard, output, _ONE_THREAD | os.environ, "spare", imports)
 
     @classmethod
     async def spawn(
-        cls, guard: GroupGuard, environment: Mapping[str, str], name: str, imports: Sequence[str] = ()
+        cls,
+        guard: GroupGuard,
+        output: ProcessOutput,
+        environment: Mapping[str, str],
+        name: str,
+        imports: Sequence[str] = (),
     ) -> "Child":
-        """Start a process that waits for its assignment; `name` is for its command line.
+        """Start a process that waits for its assignment; `name` is for its command line and its lines in the log.
 
         It leads a process group, since the supervisor handles Ctrl-C, but no session: Linux shares the processor between
         sessions first (autogroup), and an engine that polls, as vLLM's does, would not yield to a frontend of another
@@ -74,10 +82,14 @@ class Child:
             except BaseException:
                 ours.close()
                 raise
+            source = None
             try:
+                source = output.source(name)
                 process = await asyncio.create_subprocess_exec(
                     *command_line(theirs.fileno(), name, imports),
                     stdin=asyncio.subprocess.DEVNULL,
+                    stdout=source.ends[0],
+                    stderr=source.ends[1],
                     pass_fds=(theirs.fileno(),),
                     preexec_fn=os.setpgrp,  # one system call; uvloop has no `process_group`
                     env=environment,
@@ -85,11 +97,15 @@ class Child:
             except BaseException:
                 writer.close()
                 raise
+            finally:
+                if source is not None:
+                    source.close()
         guard.add(process.pid)  # before the assignment: it has no children yet
-        return cls(process, reader, writer, guard)
+        return cls(process, reader, writer, guard, source)
 
     def assign(self, assignment: Assignment) -> None:
         """Send its assignment, once."""
+        self._source.name = assignment.name
         self._writer.write(msgspec.json.encode(assignment) + b"\n")
 
     @property

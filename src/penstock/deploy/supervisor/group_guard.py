@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from penstock.core.log import get_logger
+from penstock.deploy.group_file import keep_groups, start_of
 from penstock.deploy.supervisor import guard_process
 
 _AGAIN_S = 1.0
@@ -24,7 +25,10 @@ class GroupGuard:
 
     def __init__(self) -> None:
         """Create the guard; entering its context starts it."""
-        self._groups: set[int] = set()
+        self._groups: dict[int, int | None] = {}
+        """Start time of each group's leader."""
+        self.directory: Path | None = None
+        """Where the groups are written too, for `penstock down` after a kill of this process and of the guard; None: nowhere."""
         self._process: asyncio.subprocess.Process | None = None
         self._tasks = asyncio.TaskGroup()
         self._keeping: asyncio.Task[None] | None = None
@@ -52,13 +56,19 @@ class GroupGuard:
 
     def add(self, group: int) -> None:
         """Kill a process group if this process ends before `remove`."""
-        self._groups.add(group)
+        self._groups[group] = start_of(group)
         self._write(f"+{group}\n")
+        self._keep_file()
 
     def remove(self, group: int) -> None:
         """Forget a group that has ended."""
-        self._groups.discard(group)
+        self._groups.pop(group, None)
         self._write(f"-{group}\n")
+        self._keep_file()
+
+    def _keep_file(self) -> None:
+        if self.directory is not None:
+            keep_groups(self.directory, self._groups)
 
     async def _keep(self) -> None:
         while True:

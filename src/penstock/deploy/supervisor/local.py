@@ -3,39 +3,40 @@
 import asyncio
 import itertools
 import os
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.ids import new_worker_id
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
 from penstock.deploy.card import check_model, make_card, open_checkpoint, served_name
 from penstock.deploy.causes import cause_of
-from penstock.deploy.control.messages import Deployment
+from penstock.deploy.control.messages import Deployment, ProcessView
+from penstock.deploy.control.record import DeploymentRecord, Origin, keep_record
 from penstock.deploy.control.server import ControlServer
 from penstock.deploy.messages import (
     Assignment,
     Common,
-    FrontendJob,
     Job,
-    Planned,
-    ProcessFailed,
     WorkerJob,
 )
-from penstock.deploy.state import PLANNER_LOG, load_admin_token, state_dir
+from penstock.deploy.state import OUTPUT_LOG, PLANNER_LOG, load_admin_token, state_dir
 from penstock.deploy.supervisor.child import Child
 from penstock.deploy.supervisor.common import create_shared
+from penstock.deploy.supervisor.frontends.frontends import Frontends
+from penstock.deploy.supervisor.frontends.port import Port, say_open
 from penstock.deploy.supervisor.group_guard import GroupGuard
-from penstock.deploy.supervisor.local_part import LocalPart
+from penstock.deploy.supervisor.local_part import LocalPart, expect_same_blocks, runnable_roles
 from penstock.deploy.supervisor.member import Member
+from penstock.deploy.supervisor.output.log_file import LogFile
+from penstock.deploy.supervisor.output.process_output import ProcessOutput
 from penstock.deploy.supervisor.planning import make_planning
-from penstock.deploy.supervisor.port import Port
 from penstock.deploy.supervisor.resources.devices import Devices, count_devices
 from penstock.deploy.supervisor.resources.host_arena import HostArena
 from penstock.deploy.supervisor.resources.process_cores import ProcessCores, expect_cores, usable_cores
@@ -49,7 +50,7 @@ from penstock.frontend.limits.certificate import ServerTls
 from penstock.frontend.tenants.api_key import stored_digest
 from penstock.frontend.tenants.key_file import API_KEY_VARIABLE, read_tenants
 from penstock.graph import Graph, RoleSpec
-from penstock.graph.partners import check_counts, say_empty, say_small_kv
+from penstock.graph.partners import say_empty, say_small_kv
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.discovery.hub import LocalHub
 
@@ -77,6 +78,7 @@ class LocalDeployment:
         log_level: str = "warning",
         say: Say | None = None,
         part: LocalPart | None = None,
+        origin: Origin | None = None,
     ) -> None:
         """Check the graph; starts nothing.
 
@@ -85,13 +87,14 @@ class LocalDeployment:
             log_level: log level of the child processes, which log on stderr.
             say: called with (name, state, detail) at every change of state.
             part: what of the graph runs here; None for all.
+            origin: how a command started it; None within a program, which no command ends.
 
         Raises:
             ConfigError: the graph has a setting that only simulations support.
         """
         part = part or LocalPart()
         self._roles = part.of(runnable_roles(graph))
-        self._num_frontends = graph.frontend.processes if part.has_frontends else 0
+        self.frontends = Frontends(graph.frontend.processes if part.has_frontends else 0)
         if graph.frontend.tls is not None:
             ServerTls(graph.frontend.tls)  # said before anything starts
         self.asks_for_keys = bool(read_tenants(graph.frontend.api_key_file))
@@ -108,23 +111,22 @@ class LocalDeployment:
         self.hub: LocalHub | None = None
         """The registry, once entered; None where another host has it."""
         self._log_level = log_level
-        self._say: Say = say or (lambda *_: None)
+        self._origin = origin
+        self.output = ProcessOutput()
+        """What the processes print."""
+        self._told: Say = say or (lambda *_: None)
         self.pool = WorkerPool(
             self._roles,
             room=Room(Devices(count_devices()), self._cores, graph.router.workers_max),
             drain_s=graph.worker.drain_timeout_s + graph.supervision.close_timeout_s + _KILL_AFTER_S,
         )
         """The workers; once entered, `add`, `retire` and `flip` change them."""
-        self._frontends: list[Member] = []
         self.observations = ObservationStream()
         """What frontends and workers see, by windows of a second."""
-        self._has_started = False
         self._guard = GroupGuard()
         spares = graph.supervision.spare_processes if self._roles else 0
-        self._spares = SpareProcesses(spares, _imports(self._roles), self._guard)
+        self._spares = SpareProcesses(spares, _imports(self._roles), self._guard, self.output)
         self._host_arena: HostArena
-        self._unsent_failures: Counter[tuple[str, str]] = Counter()
-        """Process failures by (name, reason) that were not sent to a frontend yet."""
         self._context = self._run()
 
     @property
@@ -135,7 +137,11 @@ class LocalDeployment:
 
     @property
     def members(self) -> list[Member]:
-        return [*self.pool.members, *self._frontends]
+        return [*self.pool.members, *self.frontends.members]
+
+    def processes(self) -> tuple[ProcessView, ...]:
+        """Describe the processes, frontends first."""
+        return (*self.frontends.processes(), *self.pool.processes())
 
     def pids(self) -> dict[str, int]:
         """Return the running processes' ids by name."""
@@ -158,8 +164,9 @@ class LocalDeployment:
     @asynccontextmanager
     async def _run(self) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
+            stack.enter_context(self.output)
             port = None
-            if self._num_frontends:
+            if self.frontends.count:
                 port = stack.enter_context(Port(self.graph.frontend.host, self.graph.frontend.port))
                 self.url = port.url("http" if self.graph.frontend.tls is None else "https")
             self.admin_token = load_admin_token()
@@ -185,15 +192,15 @@ class LocalDeployment:
                 self.graph, stack, log_level=self._log_level, admin_token=self.admin_token
             )
             common, self.hub = shared.common, shared.hub
-            await stack.enter_async_context(self._guard)
-            await stack.enter_async_context(self._spares)
             scale_file = stack.enter_context(
                 ScaleFile(
                     state_dir(self.graph.name), {name: role.replicas for name, role in self._roles.items()}
                 )
             )
+            directory = self._keep_record(Path(common.runtime_dir), scale_file)
+            await stack.enter_async_context(self._guard)
+            await stack.enter_async_context(self._spares)
             self._create_members(common, port, cards, str(checkpoint.path), scale_file)
-            directory = state_dir(self.graph.name) if scale_file.is_ours else Path(common.runtime_dir)
             planning = make_planning(
                 self.graph,
                 self._roles,
@@ -202,7 +209,7 @@ class LocalDeployment:
                 model_dir=checkpoint.path,
                 log_path=directory / PLANNER_LOG,
                 say=self._say,
-                tell=self._tell_planned,
+                tell=self.frontends.tell_planned,
             )
             if planning is not None:
                 stack.enter_context(planning)
@@ -216,19 +223,20 @@ class LocalDeployment:
                         url=self.url,
                         pid=os.getpid(),
                         planner_log=str(directory / PLANNER_LOG) if planning else "",
+                        spans_hosts=self.graph.runtime.spans_hosts,
                     ),
+                    processes=self.processes,
                     kill=self.pool.crash if self.graph.frontend.page.kills_workers else None,
                 )
             )
             try:
                 async with asyncio.TaskGroup() as group:
                     self.pool.start(group)
-                    tasks = {member: group.create_task(member.run()) for member in self._frontends}
+                    self.frontends.start(group)
                     try:
-                        for member in self._frontends:
-                            await member.ready.wait()
+                        await self.frontends.started()
                         await self.pool.started()
-                        self._has_started = True
+                        self.frontends.open()
                         self.pool.open()
                         self._spares.refill()
                         rounds = group.create_task(planning.run(), name="planner") if planning else None
@@ -238,10 +246,44 @@ class LocalDeployment:
                     except BaseException:
                         self.kill()
                         raise
-                    await self._drain(tasks)
+                    await self.frontends.drain(self.graph.frontend.drain_timeout_s + _KILL_AFTER_S)
+                    await self.pool.drain()
                     await self.pool.close()
             except BaseExceptionGroup as errors:
                 raise cause_of(errors) from None
+
+    def _say(self, name: str, state: str, detail: str) -> None:
+        """Tell a change of state, and keep it in the log."""
+        self.output.note(name, f"{state:<9} {detail}".rstrip())
+        self._told(name, state, detail)
+
+    def _keep_record(self, runtime: Path, scale_file: ScaleFile) -> Path:
+        """Write what commands need to know of this deployment, and begin its log.
+
+        Returns:
+            the directory of its logs: that of another deployment of this name is left alone.
+
+        Raises:
+            ConfigError: the disk is full.
+        """
+        directory = state_dir(self.graph.name) if scale_file.is_ours else runtime
+        self._guard.directory = runtime
+        self.output.log = LogFile(directory / OUTPUT_LOG)
+        record = DeploymentRecord(
+            name=self.graph.name,
+            pid=os.getpid(),
+            started_s=wall_time_s(),
+            stop_s_max=self.graph.frontend.drain_timeout_s + _KILL_AFTER_S + self.pool.drain_s,
+            log=str(self.output.log.path),
+            origin=self._origin,
+        )
+        try:
+            keep_record(runtime, record)
+        except OSError as error:
+            raise ConfigError(
+                f"{runtime}: cannot be written: {(error.strerror or str(error)).lower()}"
+            ) from error
+        return directory
 
     def _create_members(
         self,
@@ -256,9 +298,6 @@ class LocalDeployment:
         Raises:
             ConfigError: this machine lacks devices or cores for the graph's workers.
         """
-        metrics_dir = Path(common.runtime_dir, "metrics") if self.graph.frontend.processes > 1 else None
-        if metrics_dir is not None:
-            metrics_dir.mkdir()
 
         def worker_job(worker: PoolWorker) -> WorkerJob:
             return WorkerJob(
@@ -274,18 +313,13 @@ class LocalDeployment:
                 home=worker.home,
             )
 
-        def frontend_job() -> FrontendJob:
-            if metrics_dir is not None:
-                self._forget_dead(metrics_dir)
-            assert port is not None, "frontends run here"
-            return FrontendJob(host=port.host, port=port.number, metrics_dir=str(metrics_dir or ""))
-
         def worker_member(worker: PoolWorker) -> Member:
             cores = partial(self._cores.of_process, worker.name)
-            member = self._member(worker.name, partial(worker_job, worker), common, cores, self._spares.start)
-            member.on_failure = self._note_failure
-            member.on_ready = partial(self._note_ready, worker.name)
-            return member
+            return self._member(worker.name, partial(worker_job, worker), common, cores, self._spares.start)
+
+        def frontend_member(name: str, job: Callable[[], Job]) -> Member:
+            start = partial(Child.start, guard=self._guard, output=self.output)
+            return self._member(name, job, common, self._cores.of_process, start)
 
         self.pool.on_end = self.observations.forget
         try:
@@ -293,25 +327,7 @@ class LocalDeployment:
                 self._say("penstock", "starting", restored)
         except RequestError as error:
             raise ConfigError(f"roles: {error.message}") from error
-        self._frontends = [
-            self._member(
-                f"frontend-{n + 1}",
-                frontend_job,
-                common,
-                self._cores.of_process,
-                partial(Child.start, guard=self._guard),
-            )
-            for n in range(self._num_frontends)
-        ]
-        for member in self._frontends:
-            member.may_give_up = partial(_nobody_serves, self._frontends)
-            member.may_refuse = partial(self._may_refuse, self._frontends)
-            member.on_failure = self._note_failure
-            member.on_ready = partial(self._note_ready, member.name)
-
-    def _may_refuse(self, group: list[Member]) -> bool:
-        """Tell whether a config error of a process ends the deployment: always during its start, later only if no other member serves."""
-        return not self._has_started or _nobody_serves(group)
+        self.frontends.fill(frontend_member, port, Path(common.runtime_dir))
 
     def _note_ready(self, name: str) -> None:
         """Expect the windows of a process, tell a frontend what it missed, and start missing spare processes.
@@ -319,34 +335,9 @@ class LocalDeployment:
         These wait until all workers are ready; earlier they would slow the others' start.
         """
         self.observations.expect(name)
-        self._tell_failures()
-        if self._has_started:
+        self.frontends.tell_failures()
+        if self.frontends.is_open:
             self._spares.refill()
-
-    def _note_failure(self, name: str, reason: str) -> None:
-        self._unsent_failures[name, reason] += 1
-        self._tell_failures()
-
-    def _tell_failures(self) -> None:
-        """Send failures to one frontend, whose metrics count for all and survive its end."""
-        frontend = next((member for member in self._frontends if member.ready.is_set()), None)
-        if frontend is not None:
-            for (name, reason), count in self._unsent_failures.items():
-                frontend.tell(ProcessFailed(name=name, reason=reason, count=count))
-            self._unsent_failures.clear()
-
-    def _tell_planned(self, planned: Planned) -> None:
-        """Send a round of the planner to one frontend; a round that none can take is not counted."""
-        frontend = next((member for member in self._frontends if member.ready.is_set()), None)
-        if frontend is not None:
-            frontend.tell(planned)
-
-    def _forget_dead(self, metrics_dir: Path) -> None:
-        """Remove the gauges of dead frontends from the metrics directory; counters stay."""
-        living = set(self.pids().values())
-        for path in metrics_dir.glob("gauge_live*.db"):
-            if int(path.stem.rpartition("_")[2]) not in living:
-                path.unlink()
 
     def _member(
         self,
@@ -364,71 +355,12 @@ class LocalDeployment:
             say=self._say,
         )
         member.on_window = partial(self.observations.put, name)
+        member.on_failure = self.frontends.note_failure
+        member.on_ready = partial(self._note_ready, name)
         return member
-
-    async def _drain(self, tasks: dict[Member, asyncio.Task[None]]) -> None:
-        """Stop the frontends, which finish their streams, then the workers."""
-        for member in self._frontends:
-            member.stop()
-        patience_s = self.graph.frontend.drain_timeout_s + _KILL_AFTER_S
-        if tasks:
-            await asyncio.wait(tasks.values(), timeout=patience_s)
-        for member in self._frontends:
-            member.kill()
-        await self.pool.drain()
 
 
 def _imports(roles: dict[Role, RoleSpec]) -> tuple[str, ...]:
     """List the modules that workers of these roles import."""
     engines = sorted({role.engine for role in roles.values()})
     return (_WORKER_MODULE, *(module for engine in engines for module in engine_kind(engine).modules))
-
-
-def say_open(port: Port, *, is_open: bool) -> Iterator[str]:
-    """Yield a warning if the API is open to other machines without a key."""
-    if is_open and not port.is_loopback:
-        yield (
-            f"{port.host} port {port.number} answers whoever reaches it: no API key is set;"
-            " give --api-key-file or PENSTOCK_API_KEY"
-        )
-
-
-def _nobody_serves(group: list[Member]) -> bool:
-    return not any(member.ready.is_set() for member in group)
-
-
-def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:
-    """Check and return the roles to run on this machine.
-
-    Raises:
-        ConfigError: the graph has a setting that only simulations support.
-    """
-    roles = graph.roles.present()
-    for name, role in roles.items():
-        if engine_kind(role.engine).is_parallel:
-            continue
-        for field in ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel"):
-            degree = getattr(role, field)
-            if degree != 1:
-                raise ConfigError(f"roles.{name}.{field}: must be 1 in this version, got {degree}")
-        if role.kv_dtype not in {"auto", role.weight_dtype}:
-            raise ConfigError(
-                f"roles.{name}.kv_dtype: must be auto or that of the weights in this version, got {role.kv_dtype}"
-            )
-    check_counts(graph.roles, graph.router.workers_max)
-    return roles
-
-
-def expect_same_blocks(cards: dict[Role, ModelCard]) -> None:
-    """Check that all roles' KV blocks are interchangeable.
-
-    Raises:
-        ConfigError: their block-hash salts differ.
-    """
-    first, *others = cards
-    for other in others:
-        if cards[other].salt != cards[first].salt:
-            raise ConfigError(
-                f"roles.{first} and roles.{other}: their KV differs, so no KV block could be transferred or reused between them;"
-                " give both the same engine, weight_dtype, expert_dtype and kv_dtype"
-            )

@@ -1,12 +1,15 @@
-"""The part of a deployment that one host runs: some roles, and the frontends or none."""
+"""The part of a deployment that one host runs: some roles, and the frontends or none; and what roles a host can run."""
 
 from dataclasses import dataclass
 from typing import Self
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
+from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
-from penstock.graph import RoleSpec
+from penstock.engine.registry import engine_kind
+from penstock.graph import Graph, RoleSpec
+from penstock.graph.partners import check_counts
 
 FRONTEND = "frontend"
 
@@ -59,3 +62,40 @@ class LocalPart:
             if role in self.roles
             for count in (self.roles[role],)
         }
+
+
+def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:
+    """Check and return the roles to run on this machine.
+
+    Raises:
+        ConfigError: the graph has a setting that only simulations support.
+    """
+    roles = graph.roles.present()
+    for name, role in roles.items():
+        if engine_kind(role.engine).is_parallel:
+            continue
+        for field in ("tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel"):
+            degree = getattr(role, field)
+            if degree != 1:
+                raise ConfigError(f"roles.{name}.{field}: must be 1 in this version, got {degree}")
+        if role.kv_dtype not in {"auto", role.weight_dtype}:
+            raise ConfigError(
+                f"roles.{name}.kv_dtype: must be auto or that of the weights in this version, got {role.kv_dtype}"
+            )
+    check_counts(graph.roles, graph.router.workers_max)
+    return roles
+
+
+def expect_same_blocks(cards: dict[Role, ModelCard]) -> None:
+    """Check that all roles' KV blocks are interchangeable.
+
+    Raises:
+        ConfigError: their block-hash salts differ.
+    """
+    first, *others = cards
+    for other in others:
+        if cards[other].salt != cards[first].salt:
+            raise ConfigError(
+                f"roles.{first} and roles.{other}: their KV differs, so no KV block could be transferred or reused between them;"
+                " give both the same engine, weight_dtype, expert_dtype and kv_dtype"
+            )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.types.scaling import ReplicaState
 from penstock.deploy.messages import (
     Assignment,
     Beat,
@@ -139,6 +140,18 @@ class Member:
     @property
     def is_stopping(self) -> bool:
         return self._stopping.is_set()
+
+    @property
+    def state(self) -> ReplicaState:
+        if self.is_stopping:
+            return ReplicaState.DRAINING
+        if self.ready.is_set():
+            return ReplicaState.READY
+        return ReplicaState.FAILED if self.has_failed else ReplicaState.STARTING
+
+    def age_s(self, now_s: float) -> float:
+        """Give the seconds since `since`, at loop time `now_s`."""
+        return 0.0 if self.since is None else max(0.0, now_s - self.since)
 
     async def run(self) -> None:
         """Run until `stop`, restarting the process whenever it ends.

@@ -9,6 +9,7 @@ from penstock.core.log import get_logger
 from penstock.deploy.messages import Assignment
 from penstock.deploy.supervisor.child import Child
 from penstock.deploy.supervisor.group_guard import GroupGuard
+from penstock.deploy.supervisor.output.process_output import ProcessOutput
 
 _log = get_logger()
 
@@ -16,17 +17,19 @@ _log = get_logger()
 class SpareProcesses:
     """The spare processes of one deployment; all end with its context. One event loop owns it."""
 
-    def __init__(self, count: int, imports: Sequence[str], guard: GroupGuard) -> None:
+    def __init__(self, count: int, imports: Sequence[str], guard: GroupGuard, output: ProcessOutput) -> None:
         """Create the pool; `refill` starts the processes.
 
         Args:
             count: number of spare processes.
             imports: modules that each imports.
             guard: kills them if this process dies first.
+            output: takes what they print.
         """
         self._count = count
         self._imports = tuple(imports)
         self._guard = guard
+        self._output = output
         self._waiting: list[Child] = []
         self._starting = 0
         self._tasks = asyncio.TaskGroup()
@@ -62,11 +65,11 @@ class SpareProcesses:
             if not child.has_ended:
                 child.assign(assignment)
                 return child
-        return await Child.start(assignment, self._guard)
+        return await Child.start(assignment, self._guard, self._output)
 
     async def _keep(self) -> None:
         try:
-            child = await Child.spare(self._guard, self._imports)
+            child = await Child.spare(self._guard, self._output, self._imports)
         except OSError as error:
             _log.warning("spare_not_started", error=str(error), effect="restarts take as long as starts")
             return

@@ -23,7 +23,7 @@ def served(scene, tmp_path, *, kill=None, log=""):
     async def main():
         connector, stream = MemoryConnector({Role.AGGREGATED: 2}), ObservationStream()
         me = Deployment(name="suite", url="http://127.0.0.1:1", pid=1, planner_log=log)
-        async with ControlServer(connector, stream, tmp_path, me, kill):
+        async with ControlServer(connector, stream, tmp_path, me, kill=kill):
             await scene(SupervisorClient(tmp_path, Slo(ttft_s=0.5)), stream)
         await connector.close()
 

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
-from penstock.deploy.supervisor.local import runnable_roles
+from penstock.deploy.supervisor.local_part import runnable_roles
 from penstock.graph import build
 
 SPREAD = {"tensor_parallel": 2, "weight_dtype": "bfloat16"}

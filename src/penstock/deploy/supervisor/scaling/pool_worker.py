@@ -59,14 +59,11 @@ class PoolWorker:
             role=self.target or self.role,
             state=self._state(),
             phase=f"becomes {self.target}, was {self.role}" if self.target is not None else member.phase,
-            age_s=0.0 if member.since is None else max(0.0, now_s - member.since),
+            age_s=member.age_s(now_s),
             devices=self.devices,
             core=self.core,
         )
 
     def _state(self) -> ReplicaState:
-        if self.is_draining:
-            return ReplicaState.DRAINING
-        if self.running.ready.is_set():
-            return ReplicaState.READY if self.target is None else ReplicaState.FLIPPING
-        return ReplicaState.FAILED if self.running.has_failed else ReplicaState.STARTING
+        state = self.running.state
+        return ReplicaState.FLIPPING if state is ReplicaState.READY and self.target is not None else state

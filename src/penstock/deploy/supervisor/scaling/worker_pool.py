@@ -9,6 +9,7 @@ from penstock.core.errors import RequestError, Unavailable, from_info
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import RoleLimit, Scale
+from penstock.deploy.control.messages import ProcessView
 from penstock.deploy.messages import ChangeRole, RoleChanged
 from penstock.deploy.supervisor.member import Member
 from penstock.deploy.supervisor.resources.devices import devices_of
@@ -38,7 +39,7 @@ class WorkerPool:
         self._room = room
         self._make: Callable[[PoolWorker], Member]
         self._file: ScaleFile | None = None
-        self._drain_s = drain_s
+        self.drain_s = drain_s
         self._workers: list[PoolWorker] = []
         self._tasks: dict[PoolWorker, asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -54,6 +55,11 @@ class WorkerPool:
     @property
     def members(self) -> list[Member]:
         return [worker.running for worker in self._workers]
+
+    def processes(self) -> Sequence[ProcessView]:
+        """Describe the workers' processes."""
+        now_s = asyncio.get_running_loop().time()
+        return [ProcessView.of(worker.replica(now_s), worker.running.pid) for worker in self._workers]
 
     # -- life
 
@@ -107,7 +113,7 @@ class WorkerPool:
         for worker in self._workers:
             worker.running.stop()
         if self._tasks:
-            await asyncio.wait(tuple(self._tasks.values()), timeout=self._drain_s)
+            await asyncio.wait(tuple(self._tasks.values()), timeout=self.drain_s)
         for worker in self._workers:
             worker.running.kill()
 
@@ -168,7 +174,7 @@ class WorkerPool:
         loop = asyncio.get_running_loop()
         for worker in leaving:
             worker.running.stop()
-            loop.call_later(self._drain_s, worker.running.kill)
+            loop.call_later(self.drain_s, worker.running.kill)
         if leaving:
             self._accept(by, "workers_retired", names=[worker.name for worker in leaving])
 
@@ -191,11 +197,11 @@ class WorkerPool:
         self._accept(by, "worker_flips", name=name, role=role)
         worker.running.tell(ChangeRole(role=role))
         try:
-            async with asyncio.timeout(self._drain_s):
+            async with asyncio.timeout(self.drain_s):
                 await flipped
         except TimeoutError as error:
             raise Unavailable(
-                f"{name} has not become {role} within {self._drain_s:g} s; it may still do so"
+                f"{name} has not become {role} within {self.drain_s:g} s; it may still do so"
             ) from error
         finally:
             worker.flips.discard(flipped)

@@ -3,6 +3,7 @@
 import errno
 import ipaddress
 import socket
+from collections.abc import Iterator
 from typing import Self
 
 from penstock.core.errors import ConfigError
@@ -69,3 +70,12 @@ def _explain(host: str, number: int, error: OSError) -> str:
     if error.errno == errno.EACCES:
         return f"frontend.port: {number} needs root; choose one above 1023 with --port"
     return f"frontend: cannot bind {host} port {number}: {(error.strerror or str(error)).lower()}"
+
+
+def say_open(port: Port, *, is_open: bool) -> Iterator[str]:
+    """Yield a warning if the API is open to other machines without a key."""
+    if is_open and not port.is_loopback:
+        yield (
+            f"{port.host} port {port.number} answers whoever reaches it: no API key is set;"
+            " give --api-key-file or PENSTOCK_API_KEY"
+        )

@@ -1,0 +1,86 @@
+"""`penstock ps`, `penstock logs` and `penstock down`."""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from penstock.core.errors import ConfigError
+
+_LINES = 100
+
+
+def add_watching(commands: Any) -> None:
+    """Register `ps` and `logs`."""
+    ps = commands.add_parser(
+        "ps",
+        help="list the deployments of this host and their processes",
+        description="List your deployments on this host with their processes, those that were killed and left something included."
+        " Where a deployment spans hosts and a frontend runs here, workers of other hosts are listed too.",
+    )
+    ps.add_argument("--name", metavar="NAME", help="one deployment alone")
+    ps.add_argument("--json", action="store_true", help="print JSON")
+    ps.set_defaults(run=_run_ps)
+    logs = commands.add_parser(
+        "logs",
+        help="show what the processes of a deployment print",
+        description="Show what the processes of a deployment have printed on this host, also of one that has ended. The log keeps"
+        " the last 16 to 32 MiB.",
+    )
+    logs.add_argument("process", nargs="?", metavar="PROCESS", help="such as worker-1; without, all")
+    logs.add_argument("-n", type=int, default=_LINES, metavar="N", help=f"lines (default {_LINES})")
+    logs.add_argument(
+        "-f", "--follow", action="store_true", help="go on until the deployment ends, or Ctrl-C"
+    )
+    _add_name(logs)
+    logs.set_defaults(run=_run_logs)
+
+
+def add_down(commands: Any) -> None:
+    """Register `down`."""
+    down = commands.add_parser(
+        "down",
+        help="end a deployment on this host",
+        description="End a deployment on this host as Ctrl-C does: requests in flight finish first. Where it was killed, end and"
+        " remove what it left. Without arguments the only one is ended, or the one that was started in this directory.",
+    )
+    down.add_argument("file", nargs="?", metavar="FILE", help="the graph's file that it was started from")
+    _add_name(down)
+    down.add_argument("--now", action="store_true", help="end requests in flight too")
+    down.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds until it is killed (default: what its graph allows for draining, and 10)",
+    )
+    down.set_defaults(run=_run_down)
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", metavar="NAME", help="the graph's name, where several deployments run")
+
+
+def _run_ps(options: argparse.Namespace) -> int:
+    from penstock.deploy.commands.hosted.ps import show_processes  # noqa: PLC0415
+
+    show_processes(name=options.name, as_json=options.json)
+    return 0
+
+
+def _run_logs(options: argparse.Namespace) -> int:
+    from penstock.deploy.commands.hosted.logs import show_logs  # noqa: PLC0415
+
+    if options.n < 0:
+        raise ConfigError(f"-n: must be >= 0, got {options.n}")
+    show_logs(options.process, name=options.name, last=options.n, follow=options.follow)
+    return 0
+
+
+def _run_down(options: argparse.Namespace) -> int:
+    from penstock.deploy.commands.hosted.down import take_down  # noqa: PLC0415
+
+    if options.timeout is not None and not (options.timeout >= 0 and math.isfinite(options.timeout)):
+        raise ConfigError(f"--timeout: must be a number of seconds >= 0, got {options.timeout}")
+    file = None if options.file is None else Path(options.file)
+    take_down(file, name=options.name, now=options.now, timeout_s=options.timeout)
+    return 0

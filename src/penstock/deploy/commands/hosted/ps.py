@@ -1,0 +1,175 @@
+"""`penstock ps`: the deployments of this user on this host, and their processes."""
+
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.core.clock import wall_time_s
+from penstock.core.errors import PenstockError, Unavailable
+from penstock.deploy.commands.admin import ask
+from penstock.deploy.control.hosted import Hosted, hosted
+from penstock.deploy.control.local_connector import LocalConnector
+from penstock.deploy.control.messages import SOCKET_NAME, Deployment, ProcessView
+
+_ENTRY_S = 1.0
+_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
+
+
+class Remote(msgspec.Struct, frozen=True):
+    """A worker of another host, as a frontend of this host sees it."""
+
+    name: str
+    role: str
+    condition: str
+    host: str
+    address: str
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """What is known of one deployment.
+
+    Attributes:
+        state: `running`; `starting`; `silent`, where its supervisor lives and does not answer; `killed`, where it does not live.
+        left: process groups that a killed deployment has left.
+        problem: why something about it is not known; empty where all is.
+    """
+
+    name: str
+    state: str
+    directory: str
+    pid: int | None = None
+    age_s: float = 0.0
+    url: str = ""
+    graph: str = ""
+    processes: tuple[ProcessView, ...] = ()
+    remote: tuple[Remote, ...] = ()
+    left: int = 0
+    problem: str = ""
+
+
+def show_processes(*, name: str | None, as_json: bool) -> None:
+    """Print the deployments, or the one called `name`, with their processes.
+
+    Raises:
+        Unavailable: there is none of this name.
+    """
+    found = [each for each in hosted() if name in {None, each.name}]
+    if not found and name is not None:
+        raise Unavailable(f"no deployment called {name} of this user runs on this host")
+    listed = [_look(each) for each in found]
+    if as_json:
+        _write([msgspec.json.encode(listed).decode()])
+    elif listed:
+        _write(table(listed))
+    else:
+        sys.stderr.write("penstock: no deployment of this user runs on this host\n")
+
+
+def _look(each: Hosted) -> Listed:
+    record = each.record
+    listed = Listed(
+        name=each.name,
+        state="starting" if each.is_live else "killed",
+        directory=str(each.directory),
+        pid=None if record is None else record.pid,
+        age_s=0.0 if record is None else max(0.0, wall_time_s() - record.started_s),
+        graph="" if record is None or record.origin is None else record.origin.file,
+        left=each.left(),
+    )
+    if not each.is_live:
+        return listed
+    connector = LocalConnector(each.directory / SOCKET_NAME, entry_s=_ENTRY_S)
+    try:
+        processes = asyncio.run(connector.processes())
+    except PenstockError as error:
+        has_socket = (each.directory / SOCKET_NAME).exists()
+        return msgspec.structs.replace(
+            listed, state="silent" if has_socket else "starting", problem=error.message if has_socket else ""
+        )
+    deployment = connector.deployment
+    assert deployment is not None, "it has answered"
+    remote, problem = _elsewhere(deployment, processes)
+    return msgspec.structs.replace(
+        listed,
+        state="running",
+        url=deployment.url,
+        processes=processes,
+        remote=remote,
+        problem=problem,
+    )
+
+
+def _elsewhere(deployment: Deployment, processes: Sequence[ProcessView]) -> tuple[tuple[Remote, ...], str]:
+    """Ask a frontend of this host for the workers of others; gives what is not known, and why."""
+    if not deployment.spans_hosts:
+        return (), ""
+    if not deployment.url:
+        return (), "no frontend runs here: workers of other hosts are seen where one does"
+    try:
+        workers: list[dict[str, Any]] = msgspec.json.decode(ask(deployment.url, "/admin/workers"))["workers"]
+    except (PenstockError, msgspec.DecodeError, KeyError) as error:
+        return (), f"workers of other hosts are not known: {error}"
+    here = {(process.name, process.pid) for process in processes}
+    return tuple(
+        Remote(
+            name=worker["name"],
+            role=worker["role"],
+            condition=worker["condition"],
+            host=worker["host"],
+            address=worker["address"],
+        )
+        for worker in workers
+        if (worker["name"].partition("@")[0], worker["pid"]) not in here
+    ), ""
+
+
+def table(listed: Sequence[Listed]) -> Iterator[str]:
+    """Format a line for each deployment, and below it one for each of its processes."""
+    for each in listed:
+        parts = [each.url or "no frontend here" if each.state == "running" else "", each.graph]
+        if each.pid is not None:
+            parts.insert(0, f"pid {each.pid}")
+        if each.state == "killed":
+            left = f"has left process groups ({each.left}); " if each.left else ""
+            parts = [f"{left}penstock down removes {each.directory}"]
+        yield _row(each.name, each.state, age(each.age_s) if each.pid is not None else "", parts)
+        for process in each.processes:
+            yield f"  {_process(process)}"
+        for worker in each.remote:
+            yield "  " + _row(
+                worker.name, worker.condition, worker.role, [f"host {worker.host}", worker.address]
+            )
+        if each.problem:
+            yield f"  ({each.problem})"
+
+
+def _process(process: ProcessView) -> str:
+    details = [f"GPU {device}" for device in process.devices]
+    if process.core is not None:
+        details.append(f"core {process.core}")
+    pid = "" if process.pid is None else f"pid {process.pid}"
+    return _row(
+        process.name,
+        process.state,
+        process.role or "frontend",
+        [pid, age(process.age_s), process.phase, ", ".join(details)],
+    )
+
+
+def _row(name: str, state: str, third: str, parts: Sequence[str]) -> str:
+    return f"{name:<12} {state:<9} {third:<10}  {'  '.join(filter(None, parts))}".rstrip()
+
+
+def age(seconds: float) -> str:
+    """Format an age: 12 s, 3 min, 5 h, 2 d."""
+    for unit, unit_s in (("d", _DAY_S), ("h", _HOUR_S), ("min", _MINUTE_S)):
+        if seconds >= unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _write(lines: Sequence[str] | Iterator[str]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))

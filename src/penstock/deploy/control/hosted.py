@@ -1,0 +1,161 @@
+"""The deployments of this user on this host, those that were killed included: found by their private directories."""
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.core.errors import ConfigError, Unavailable
+from penstock.deploy.control.record import DeploymentRecord, read_record
+from penstock.deploy.group_file import end_groups, living_groups
+from penstock.deploy.state import LOCK_NAME, is_locked, orphan, runtime_directories
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """A deployment's directory.
+
+    Attributes:
+        record: None before the deployment has written it.
+        is_live: whether its supervisor holds the directory's lock, which the kernel releases however the supervisor ends.
+    """
+
+    directory: Path
+    record: DeploymentRecord | None
+    is_live: bool
+
+    @property
+    def name(self) -> str:
+        return "?" if self.record is None else self.record.name
+
+    def left(self) -> int:
+        """Count the process groups that a killed deployment has left."""
+        return 0 if self.is_live else len(living_groups(self.directory))
+
+    def still_runs(self) -> bool:
+        """Look again whether it is there and live."""
+        return is_locked(self.directory)
+
+    def clean(self) -> int | None:
+        """End the processes of a deployment that was killed and remove its directory.
+
+        Returns:
+            the number of process groups that it had left; None where another process has removed it, or is about to.
+        """
+        with orphan(self.directory) as is_ours:
+            if not is_ours:
+                return None
+            ended = end_groups(self.directory)
+            shutil.rmtree(self.directory, ignore_errors=True)
+            return ended
+
+
+def hosted() -> list[Hosted]:
+    """List them, the living ones first."""
+    directories = (path for path in runtime_directories() if (path / LOCK_NAME).exists())
+    found = [Hosted(path, read_record(path), is_locked(path)) for path in directories]
+    return sorted(found, key=lambda each: (not each.is_live, each.name, str(each.directory)))
+
+
+def choose(found: list[Hosted], *, file: Path | None = None, name: str | None = None) -> Hosted:
+    """Choose the only one; else the only one of this graph file or name, or that was started in this directory.
+
+    Raises:
+        Unavailable: there is none.
+        ConfigError: several fit; the text names them.
+    """
+    fitting = [each for each in found if _fits(each, file, name)]
+    if not fitting:
+        wanted = f" of {file}" if file is not None else f" called {name}" if name is not None else ""
+        known = ", ".join(_named(each) for each in found)
+        raise Unavailable(
+            f"no deployment{wanted} of this user runs on this host" + (f"; there is {known}" if known else "")
+        )
+    here = [each for each in fitting if _directory(each) == str(Path.cwd())]
+    for several in (fitting, here):
+        if len(several) == 1:
+            return several[0]
+    listed = ", ".join(_named(each) for each in fitting)
+    raise ConfigError(f"{len(fitting)} deployments fit: {listed}; name its graph file, or --name")
+
+
+def _fits(each: Hosted, file: Path | None, name: str | None) -> bool:
+    record = each.record
+    if name is not None and (record is None or record.name != name):
+        return False
+    if file is None:
+        return True
+    return record is not None and record.origin is not None and record.origin.file == str(file.resolve())
+
+
+def _directory(each: Hosted) -> str | None:
+    origin = None if each.record is None else each.record.origin
+    return None if origin is None else origin.directory
+
+
+def _named(each: Hosted) -> str:
+    origin = None if each.record is None else each.record.origin
+    where = "" if origin is None else f" of {origin.file or origin.directory}"
+    return f"{each.name}{where}" if each.is_live else f"{each.name}, which was killed"
+
+
+class Supervisor:
+    """The process that holds a deployment's lock; signals reach no other process that gets its number."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    @contextmanager
+    def of(cls, found: Hosted) -> Iterator["Supervisor"]:
+        """Open the process of a live deployment.
+
+        Raises:
+            Unavailable: it has just ended, has not said who it is yet, or runs in another container.
+            ConfigError: it is a program of somebody's own.
+        """
+        record = found.record
+        if record is None:
+            raise Unavailable(f"{found.directory}: is about to start; try again in a moment")
+        if record.origin is None:
+            raise ConfigError(
+                f"{record.name} runs within a program (process {record.pid}), which has to end it by itself"
+            )
+        try:
+            descriptor = os.pidfd_open(record.pid)
+        except OSError as error:
+            raise _elsewhere(record) from error
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            if not _holds(record.pid, found.directory / LOCK_NAME):
+                raise _elsewhere(record)
+            yield cls(descriptor)
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, number)
+
+
+def _elsewhere(record: DeploymentRecord) -> Unavailable:
+    return Unavailable(
+        f"{record.name}: process {record.pid} of this host is not its supervisor: it has just ended, or runs in another container;"
+        " if so, run this command there"
+    )
+
+
+def _holds(pid: int, lock: Path) -> bool:
+    """Tell whether a process has a file open."""
+    try:
+        status = lock.stat()
+        with closing(os.scandir(f"/proc/{pid}/fd")) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if os.path.samestat(status, entry.stat()):
+                        return True
+    except OSError:
+        pass
+    return False

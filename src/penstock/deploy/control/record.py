@@ -1,0 +1,60 @@
+"""What a deployment writes of itself into its private directory, for commands that look after it without asking it."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.core.files import write_whole
+from penstock.core.wire import Wire
+
+_NAME = "deployment.json"
+
+
+class Origin(Wire, frozen=True):
+    """How a command started the deployment.
+
+    Attributes:
+        file: the graph's file, absolute; empty for a graph made of flags.
+        directory: where the command was run.
+        overrides: values set by flags, by dotted path.
+        part: what `--run` said; None for all.
+    """
+
+    file: str = ""
+    directory: str = ""
+    overrides: dict[str, Any] = msgspec.field(default_factory=dict)
+    part: str | None = None
+
+
+class DeploymentRecord(Wire, frozen=True):
+    """A deployment of this host.
+
+    Attributes:
+        name: the graph's.
+        pid: the supervisor's process.
+        started_s: wall-clock seconds since the epoch.
+        stop_s_max: seconds that it takes at most to drain and end.
+        log: file of what its processes print.
+        origin: None for a deployment within a program of somebody's own, which no command ends.
+    """
+
+    name: str
+    pid: int
+    started_s: float
+    stop_s_max: float
+    log: str = ""
+    origin: Origin | None = None
+
+
+def keep_record(directory: Path, record: DeploymentRecord) -> None:
+    """Write it; raises OSError."""
+    write_whole(directory / _NAME, msgspec.json.encode(record))
+
+
+def read_record(directory: Path) -> DeploymentRecord | None:
+    """Read it; None where there is none yet, or that of another version."""
+    try:
+        return msgspec.json.decode((directory / _NAME).read_bytes(), type=DeploymentRecord)
+    except (OSError, msgspec.DecodeError):
+        return None

@@ -1,0 +1,205 @@
+"""Takes what child processes print: one thread passes it on to this process's stdout and stderr, and keeps its lines in a log.
+
+A child waits when its pipe is full, as it would for a terminal that stands still; the supervisor's event loop never does.
+"""
+
+import contextlib
+import io
+import os
+import selectors
+import threading
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self, TextIO
+
+from penstock.deploy.supervisor.output.log_file import LogFile
+
+_READ_BYTES = 1 << 16
+_LINE_BYTES_MAX = 1 << 16
+_HOLD_S = 0.05
+_LAST_S = 1.0
+"""How long the output of processes that have ended is waited for; a process that left its group may hold a pipe open."""
+STDOUT, STDERR = 1, 2
+
+
+@dataclass(slots=True)
+class _Pipe:
+    """One output of one process."""
+
+    source: "Source"
+    target: int
+    rest: bytearray = field(default_factory=bytearray)
+    """A line whose end has not come."""
+    held: bytearray = field(default_factory=bytearray)
+    """What of it was not passed on yet, so that lines of two processes do not mix."""
+
+
+@dataclass(slots=True)
+class Source:
+    """A process that prints; `name` may change, as when a spare process becomes a worker."""
+
+    name: str
+    ends: tuple[int, ...] = ()
+    """Descriptors that the process gets as its stdout and stderr; closed here once it has started."""
+
+    def close(self) -> None:
+        """Close this process's copies of them."""
+        ends, self.ends = self.ends, ()
+        for end in ends:
+            os.close(end)
+
+
+class ProcessOutput:
+    """The outputs of a deployment's processes, within its context."""
+
+    def __init__(self) -> None:
+        """Keep no lines yet; `log` is set once it is known where."""
+        self.log: LogFile | None = None
+        self._selector = selectors.DefaultSelector()
+        self._wake: int = -1
+        self._thread: threading.Thread | None = None
+        self._pipes: set[int] = set()
+        self._held: dict[int, _Pipe] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        wake, self._wake = os.pipe()
+        self._selector.register(wake, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, args=(wake,), name="process output", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._thread is not None, "entered"
+        os.close(self._wake)
+        self._thread.join(2 * _LAST_S)  # longer only where this process's own output stands still
+        if self.log is not None:
+            self.log.close()
+
+    def note(self, name: str, line: str) -> None:
+        """Keep a line of this process itself, which prints it too."""
+        if self.log is not None:
+            self.log.write(name, [line])
+
+    def tee(self, name: str, stream: TextIO) -> TextIO:
+        """Give a stream for this process's own log, whose lines go to `stream` and are kept."""
+        return _Tee(self, name, stream)
+
+    def source(self, name: str) -> Source:
+        """Make the outputs of a process that is about to start; raises OSError where there are no descriptors left."""
+        source, ends = Source(name), []
+        try:
+            for target in (STDOUT, STDERR):
+                reader, writer = os.pipe()
+                ends.append(writer)
+                os.set_blocking(reader, False)
+                with self._lock:
+                    self._pipes.add(reader)
+                self._selector.register(reader, selectors.EVENT_READ, _Pipe(source, target))
+        finally:
+            source.ends = tuple(ends)
+        return source
+
+    def _run(self, wake: int) -> None:
+        """Read until the context is left and every process has closed its outputs."""
+        end_s: float | None = None
+        while end_s is None or (self._pipes and _now_s() < end_s):
+            patience_s = None if end_s is None else _LAST_S
+            ready = self._selector.select(_HOLD_S if self._held else patience_s)
+            if not ready:
+                self._pass_on_held()
+            for key, _ in ready:
+                if key.data is None:
+                    self._selector.unregister(wake)
+                    end_s = _now_s() + _LAST_S
+                else:
+                    self._take(key.fd, key.data)
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None:
+                self._end(key.fd, key.data)
+        os.close(wake)
+        self._selector.close()
+
+    def _take(self, descriptor: int, pipe: _Pipe) -> None:
+        try:
+            data = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._end(descriptor, pipe)
+            return
+        self._show(pipe, data)
+        *lines, rest = (bytes(pipe.rest) + data).split(b"\n")
+        if len(rest) > _LINE_BYTES_MAX:
+            lines, rest = [*lines, rest], b""
+        pipe.rest[:] = rest
+        self._keep(pipe, lines)
+
+    def _show(self, pipe: _Pipe, data: bytes) -> None:
+        """Pass whole lines on; a progress bar's end with a carriage return. The rest waits for its end, for a moment."""
+        cut = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if cut or len(pipe.held) > _LINE_BYTES_MAX:
+            _pass_on(pipe.target, bytes(pipe.held) + data[:cut])
+            pipe.held[:] = data[cut:]
+        else:
+            pipe.held += data
+        if pipe.held:
+            self._held[id(pipe)] = pipe
+        else:
+            self._held.pop(id(pipe), None)
+
+    def _pass_on_held(self) -> None:
+        for pipe in self._held.values():
+            _pass_on(pipe.target, bytes(pipe.held))
+            pipe.held.clear()
+        self._held.clear()
+
+    def _end(self, descriptor: int, pipe: _Pipe) -> None:
+        self._keep(pipe, [bytes(pipe.rest)] if pipe.rest else [])
+        _pass_on(pipe.target, bytes(pipe.held))
+        self._held.pop(id(pipe), None)
+        self._selector.unregister(descriptor)
+        with self._lock:
+            self._pipes.discard(descriptor)
+        os.close(descriptor)
+
+    def _keep(self, pipe: _Pipe, lines: list[bytes]) -> None:
+        """Keep lines; of a progress bar, which overwrites its line, what it showed last."""
+        if self.log is not None and lines:
+            shown = (line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines)
+            self.log.write(pipe.source.name, [line.decode(errors="replace") for line in shown])
+
+
+class _Tee(io.TextIOBase, TextIO):
+    """Passes text on, and keeps its lines; a `write` has no part of a line."""
+
+    def __init__(self, output: ProcessOutput, name: str, stream: TextIO) -> None:
+        self._output, self._process, self._stream = output, name, stream
+
+    def write(self, text: str, /) -> int:
+        for line in filter(None, text.splitlines()):  # `print` writes the line's end by itself
+            self._output.note(self._process, line)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        return False  # the file has no colours
+
+
+def _now_s() -> float:
+    return time.monotonic()  # noqa: TID251 - a thread has no loop
+
+
+def _pass_on(target: int, data: bytes) -> None:
+    """Write to this process's own output; nothing where that is closed."""
+    view = memoryview(data)
+    with contextlib.suppress(OSError):
+        while view:
+            view = view[os.write(target, view) :]
