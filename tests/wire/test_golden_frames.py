@@ -24,6 +24,7 @@ from penstock.core.types.events import (
     BlockRemoved,
     BlockStored,
     EventBatch,
+    EventPosition,
     EventSnapshot,
     Holder,
     Tier,
@@ -160,7 +161,7 @@ DELTA = Delta(
     kv=HANDLE,
     embedding=bytes(8),
 )
-_COUNTS = WorkerLoad.__struct_fields__[:-13]
+_COUNTS = WorkerLoad.__struct_fields__[:-14]
 _TIER_COUNTS = KvTierCounts.__struct_fields__
 LOAD = WorkerLoad(
     **{name: i + 1 for i, name in enumerate(_COUNTS)},
@@ -281,6 +282,9 @@ PLANE = {
         call_id=3, prompt=ExpandedPrompt(token_ids=pack_tokens([1, 9, 9]), positions=(1,))
     ),
     "media_refused": frames.MediaExpanded(call_id=3, error=ERROR),
+    "hello_broadcast": msgspec.structs.replace(HELLO["hello"], broadcast_key=b"k" * 8),
+    "load_number": frames.Load(load=WorkerLoad(number=3)),
+    "event_position": frames.Event(message=EventPosition(sequence=5, holder=Holder.HOST)),
     "event_batch": frames.Event(message=BATCH),
     "event_snapshot": frames.Event(message=EventSnapshot(sequence=5, chunk=1, last=True, events=(STORED,))),
     **LIFE,

@@ -17,7 +17,7 @@ from penstock.runtime.handshake import Identity
 from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.runtime.tls import PlaneTls
-from penstock.seams import Discovery
+from penstock.seams import Discovery, EventCarrier
 
 
 class RegistryClient(Discovery, Protocol):
@@ -40,7 +40,7 @@ class RegistryClient(Discovery, Protocol):
 
 
 class Planes:
-    """Discovery and request plane of one process; they work while its context is entered."""
+    """Discovery, request plane and carrier of events of one process; they work while its context is entered."""
 
     def __init__(
         self,
@@ -67,17 +67,32 @@ class Planes:
         self.discovery = _discovery(
             graph, common, identity, tls=self._tls, rng=rng, metrics=RegistryMetrics(registry)
         )
+        self.carrier = _carrier(graph, identity, rng=rng, registry=registry)
         self.requests = TcpPlane(
             identity,
             listen=common.listen or f"unix://{common.runtime_dir}/{identity.process}.sock",
             advertise_host=common.advertise or None,
             tls=self._tls,
             config=graph.request_plane,
+            carrier=self.carrier,
         )
         self._stack = AsyncExitStack()
 
+    async def connect(self) -> None:
+        """Check that the registry and what carries events answer, and take this process.
+
+        Raises:
+            Unavailable: not in time; the text says why.
+            ConfigError: other deployments are registered there.
+        """
+        await self.discovery.connect()
+        if self.carrier is not None:
+            await self.carrier.connect()
+
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self.discovery)
+        if self.carrier is not None:
+            await self._stack.enter_async_context(self.carrier)
         if self._tls is not None:
             group = await self._stack.enter_async_context(asyncio.TaskGroup())
             self._stack.callback(group.create_task(self._tls.watch(), name="certificates").cancel)
@@ -87,6 +102,50 @@ class Planes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+
+class EventsClient(EventCarrier, Protocol):
+    """A carrier that works while its context is entered."""
+
+    async def connect(self) -> None:
+        """Check that what carries events answers.
+
+        Raises:
+            Unavailable: not in time; the text says why.
+        """
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def _carrier(
+    graph: Graph, identity: Identity, *, rng: random.Random, registry: CollectorRegistry | None
+) -> EventsClient | None:
+    """Make what carries events; None where connections do."""
+    spec = graph.runtime
+    if spec.events == "direct":
+        return None
+    try:
+        from penstock.runtime.events.nats.carrier import NatsCarrier  # noqa: PLC0415 - an extra
+        from penstock.runtime.events.nats.metrics import BroadcastMetrics  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            "runtime.events: nats needs the package nats-py: pip install 'penstock[nats]'"
+        ) from error
+    return NatsCarrier(
+        spec.nats_urls,
+        identity,
+        namespace=spec.namespace or graph.name,
+        rng=rng,
+        tls=spec.tls,
+        config=spec.broadcast,
+        connection=spec.registry,
+        metrics=BroadcastMetrics(registry),
+    )
 
 
 def _discovery(

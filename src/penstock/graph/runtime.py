@@ -9,7 +9,7 @@ import pydantic
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
 from penstock.core.net.address import Address
-from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.config import BroadcastConfig, DiscoveryConfig
 from penstock.runtime.tls import PlaneTlsConfig
 
 
@@ -32,6 +32,12 @@ class RuntimeSpec(Config):
     """Host name or address under which other hosts reach the workers of this one; null is that of `listen`."""
     secret_file: str | None = None
     """File with the deployment's secret, at least 16 characters, which all hosts share; the variable PENSTOCK_SECRET is another place for it. Block hashes are keyed by it, too."""
+    events: Literal["direct", "nats"] = "direct"
+    """What carries KV events and load reports from workers to routers: `direct` is each router's connection to each worker, `nats` a subject of a NATS."""
+    event_urls: tuple[str, ...] = ()
+    """Of the NATS that carries events, `nats://HOST:4222` or tls; empty are those of discovery by nats."""
+    broadcast: BroadcastConfig = BroadcastConfig()
+    """Bounds and times of events by nats."""
     tls: PlaneTlsConfig | None = None
     """Certificates for connections between hosts; null for none. A secret is needed with them, too."""
     registry: DiscoveryConfig = DiscoveryConfig()
@@ -80,7 +86,7 @@ class RuntimeSpec(Config):
             )
         return self
 
-    @pydantic.field_validator("urls")
+    @pydantic.field_validator("urls", "event_urls")
     @classmethod
     def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
@@ -124,6 +130,27 @@ class RuntimeSpec(Config):
                 f"hub and join are of discovery local, got discovery {self.discovery}; leave them out"
             )
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_events(self) -> Self:
+        if self.events == "direct":
+            if self.event_urls:
+                raise wrong(
+                    f"event_urls has no effect with events direct, got {', '.join(self.event_urls)}; set events: nats"
+                )
+            return self
+        if not self.nats_urls:
+            raise wrong(f"events nats needs event_urls, such as [{_URLS['nats']}]")
+        if not {urlsplit(url).scheme for url in self.nats_urls} <= _DISCOVERY_SCHEMES["nats"]:
+            raise wrong(
+                f"events nats has event_urls such as {_URLS['nats']}, got {', '.join(self.nats_urls)}"
+            )
+        return self
+
+    @property
+    def nats_urls(self) -> tuple[str, ...]:
+        """Of the NATS that carries events."""
+        return self.event_urls or (self.urls if self.discovery == "nats" else ())
 
     @property
     def spans_hosts(self) -> bool:

@@ -24,6 +24,19 @@ class EventConfig(Config):
     """A subscriber without an answer asks again after half to all of this; doubles with every try."""
     resync_timeout_s_max: float = Field(default=30.0, gt=0)
     """Upper bound of the doubling."""
+    early_batches_max: int = Field(default=1024, ge=0)
+    """Batches beyond a gap that a subscriber keeps until it has those before; the others are sent again."""
+
+
+class BroadcastConfig(Config):
+    """Bounds and times of events and load reports that a broker carries."""
+
+    linger_s: float = Field(default=0.005, ge=0)
+    """A worker collects KV events for this long; a load report goes at once, with what was collected."""
+    batches_max: int = Field(default=1024, ge=1)
+    """Event batches that wait for the broker; beyond it all are dropped, and routers ask the worker for them."""
+    repair_interval_s: float = Field(default=1.0, gt=0)
+    """How often a worker tells each router over its connection what it should have by now; the router asks for what is missing."""
 
 
 class PlaneConfig(Config):

@@ -21,6 +21,7 @@ class Hello(Wire, frozen=True, tag="hello"):
         worker_id: worker that the client expects at this address.
         window_tokens: tokens of each request that the worker may send before the client grants more.
         rank: the data-parallel rank that the connection is for.
+        broadcast_key: not empty: new KV events and load reports reach the client by a carrier, in which this names it.
     """
 
     wire_version: int
@@ -32,6 +33,7 @@ class Hello(Wire, frozen=True, tag="hello"):
     worker_id: WorkerId | None = None
     window_tokens: int = 0
     rank: int = 0
+    broadcast_key: bytes = b""
 
 
 class HelloReply(Wire, frozen=True, tag="hello_reply"):
@@ -78,6 +80,7 @@ def hello(
     expected: WorkerId | None = None,
     window_tokens: int = 0,
     rank: int = 0,
+    broadcast_key: bytes = b"",
 ) -> Hello:
     """Answer a challenge.
 
@@ -96,6 +99,7 @@ def hello(
         worker_id=expected,
         window_tokens=window_tokens,
         rank=rank,
+        broadcast_key=broadcast_key,
     )
 
 

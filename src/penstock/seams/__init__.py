@@ -21,6 +21,7 @@ from penstock.seams.engine import (
     RoleAware,
     Sleeping,
 )
+from penstock.seams.event_carrier import BroadcastListener, BroadcastSink, EventCarrier
 from penstock.seams.kv import KvLender, KvLoad, KvLoan, KvPeerSource, KvRun, KvSource, KvTier
 from penstock.seams.request_plane import (
     Answer,
@@ -42,10 +43,13 @@ from penstock.seams.transfer import Link, Move, RangeMover, Storage, TransferCha
 __all__ = [
     "Announcing",
     "Answer",
+    "BroadcastListener",
+    "BroadcastSink",
     "Connection",
     "DeltaSink",
     "Discovery",
     "Engine",
+    "EventCarrier",
     "EventSink",
     "EventSource",
     "ExplainedPolicy",

@@ -13,6 +13,7 @@ from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
+from penstock.seams.event_carrier import BroadcastSink
 
 Answer = Callable[[PenstockError | KvReport | None], None]
 """Called once when an operation ends: with a report or None on success, else with the error."""
@@ -44,11 +45,24 @@ class WorkerService(Protocol):
         """
         ...
 
-    def connected(self, sink: FrontendSink, rank: int = 0) -> None:
+    def connected(self, sink: FrontendSink, rank: int = 0, key: bytes = b"") -> None:
         """Push load reports of a data-parallel rank to this frontend from now on; the first call for each sink, made once.
 
         A frontend has a connection, and so a sink, for each rank. Requests of a sink are computed by its rank.
+
+        Args:
+            sink: the frontend's.
+            rank: that the connection is for.
+            key: not empty where the frontend hears load reports by a broadcast, which names it so.
         """
+        ...
+
+    def broadcast_to(self, sink: BroadcastSink) -> None:
+        """Tell all KV events from now on, and load reports for frontends with a key, to `sink` too."""
+        ...
+
+    def repeat_load(self, sink: FrontendSink) -> None:
+        """Push to a frontend with a key the newest load report that was broadcast since the last one pushed, if any."""
         ...
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
@@ -95,7 +109,15 @@ class WorkerService(Protocol):
 
 
 class EventSource(Protocol):
-    """The KV events of one data-parallel rank of a worker."""
+    """The KV events of one data-parallel rank of a worker, or of another holder."""
+
+    @property
+    def holder(self) -> Holder: ...
+
+    @property
+    def sequence(self) -> int:
+        """The number of the latest batch."""
+        ...
 
     def events_after(self, sequence: int | None) -> Iterator[EventMessage | None]:
         """Replay KV events to a subscriber: the batches after `sequence`, or a snapshot if these are no longer kept or None is given.

@@ -13,11 +13,12 @@ import msgspec
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import RequestId
+from penstock.core.types.broadcast import FrontendFigures, RankNews
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import num_tokens
 from penstock.runtime import spans
-from penstock.seams import FrontendSink
+from penstock.seams import BroadcastSink, FrontendSink
 
 
 @dataclass(slots=True)
@@ -59,18 +60,22 @@ class Rank:
 class Frontend:
     """One connected frontend, or its connection to one of several data-parallel ranks.
 
+    key:     names it in what is broadcast; empty: its connection carries load reports
     rank:    what it is told of, and sends requests to
     sent:    requests and prefetches that it sent, refused ones included
     taken:   requests accepted
     prefill: prefill work left for its requests without a first token
+    repeat:  with a key, the load report that was broadcast since the last one on its connection
     """
 
     sink: FrontendSink
     rank: Rank
+    key: bytes = b""
     sent: int = 0
     taken: int = 0
     requests: set[RequestId] = field(default_factory=set)
     prefill: Prefill = field(default_factory=Prefill)
+    repeat: WorkerLoad | None = None
 
     def push_error(self, request_id: RequestId, error: PenstockError) -> None:
         """Tell it that a request has ended with an error."""
@@ -110,7 +115,10 @@ class Frontends:
         """The request that runs only as long as it is alone."""
         self._by_sink: dict[FrontendSink, Frontend] = {}
         self._ranks: dict[int, Rank] = {}
+        self.broadcast: BroadcastSink | None = None
+        """Carries load reports to frontends with a key."""
         self._clock = now_s
+        self._reports = 0
 
     def has_peers(self, frontend: Frontend) -> bool:
         """Whether other frontends send requests to the same rank."""
@@ -121,11 +129,11 @@ class Frontends:
         """The clock. The loop is looked up once: the lookup takes a system call, half a microsecond."""
         return self._clock or asyncio.get_running_loop().time
 
-    def connect(self, sink: FrontendSink, rank: int = 0) -> Frontend:
-        """Add a frontend's connection to a data-parallel rank."""
+    def connect(self, sink: FrontendSink, rank: int = 0, key: bytes = b"") -> Frontend:
+        """Add a frontend's connection to a data-parallel rank; with a `key` load reports reach it by broadcasts."""
         place = self._ranks.setdefault(rank, Rank(rank))
         place.frontends += 1
-        self._by_sink[sink] = frontend = Frontend(sink, place)
+        self._by_sink[sink] = frontend = Frontend(sink, place, key)
         self.all = tuple(self._by_sink.values())
         return frontend
 
@@ -228,6 +236,7 @@ class Frontends:
         rank = frontend.rank
         return msgspec.structs.replace(
             load,
+            number=self._reports,
             accepted_requests=frontend.sent,
             peers=rank.frontends - 1,
             peer_requests=rank.requests - len(frontend.requests),
@@ -246,14 +255,35 @@ class Frontends:
         return self._now_s() - min(since_s) if since_s else 0.0
 
     def push_load(self, load: WorkerLoad) -> None:
-        """Send a load report to every frontend."""
+        """Send a load report to every frontend, by its connection or by one broadcast for each rank."""
+        self._reports += 1
+        by_rank: dict[int, list[Frontend]] = {}
         for frontend in self.all:
-            self.push_load_to(frontend, load)
+            own = self.load_for(frontend, _of_rank(frontend, load))
+            if frontend.key:
+                frontend.repeat = own
+                by_rank.setdefault(frontend.rank.number, []).append(frontend)
+            else:
+                frontend.sink.push_load(own)
+        if self.broadcast is not None:
+            for rank, frontends in by_rank.items():
+                figures = tuple(
+                    FrontendFigures.of(each.key, each.repeat) for each in frontends if each.repeat
+                )
+                self.broadcast.push_load(RankNews(rank=rank, load=frontends[0].repeat, frontends=figures))
 
     def push_load_to(self, frontend: Frontend, load: WorkerLoad) -> None:
-        """Send a load report to one frontend: of its data-parallel rank, where there are several."""
-        own = load.ranks[frontend.rank.number] if load.ranks else load
-        frontend.sink.push_load(self.load_for(frontend, own))
+        """Send a load report to one frontend by its connection: of its data-parallel rank, where there are several."""
+        self._reports += 1
+        frontend.repeat = None
+        frontend.sink.push_load(self.load_for(frontend, _of_rank(frontend, load)))
+
+    def repeat_load(self, sink: FrontendSink) -> None:
+        """Send by a frontend's connection what was broadcast since the last report on it; the broadcast may be lost."""
+        frontend = self._by_sink.get(sink)
+        if frontend is not None and frontend.repeat is not None:
+            load, frontend.repeat = frontend.repeat, None
+            sink.push_load(load)
 
     def check(self) -> None:
         """Raise AssertionError if sums and requests disagree."""
@@ -283,6 +313,10 @@ class Frontends:
             assert rank.frontends == len(own), f"rank {rank.number}: {rank.frontends} noted, {len(own)} there"
             requests = sum(len(frontend.requests) for frontend in own)
             assert rank.requests == requests, f"rank {rank.number}: {rank.requests} noted, {requests} there"
+
+
+def _of_rank(frontend: Frontend, load: WorkerLoad) -> WorkerLoad:
+    return load.ranks[frontend.rank.number] if load.ranks else load
 
 
 def _expected(request: Request) -> Prefill:

@@ -26,18 +26,18 @@ from penstock.core.errors import (
 from penstock.core.ids import RequestId
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.changes import WorkerChange
-from penstock.core.types.events import AllBlocksCleared, Holder
+from penstock.core.types.events import AllBlocksCleared
 from penstock.core.types.instances import EngineInfo, Instance, Prices, Role
 from penstock.core.types.kv.actions import KvAction
 from penstock.core.types.media import MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.types.steps import Step
-from penstock.runtime.events.publisher import EventPublisher
 from penstock.runtime.events.publishers import EventPublishers
 from penstock.runtime.observations.windows import WorkerWindow
 from penstock.runtime.observations.worker_recorder import WorkerRecorder
 from penstock.seams import (
     Answer,
+    BroadcastSink,
     Discovery,
     Engine,
     FrontendSink,
@@ -118,6 +118,7 @@ class Worker:
         self._adapters = tuple(adapters)
         self._info: EngineInfo | None = None
         self._frontends = Frontends()
+        self.events, self.repeat_load = self.publishers.of, self._frontends.repeat_load
         self._stopping = asyncio.Event()
         self._registration: WorkerRegistration | None = None
         self._group: asyncio.TaskGroup | None = None
@@ -205,8 +206,12 @@ class Worker:
                 f"rank {rank}: {self._name} has {len(self.publishers.ranks)} data-parallel ranks"
             )
 
-    def connected(self, sink: FrontendSink, rank: int = 0) -> None:
-        self._frontends.push_load_to(self._frontends.connect(sink, rank), self._driver.load())
+    def connected(self, sink: FrontendSink, rank: int = 0, key: bytes = b"") -> None:
+        self._frontends.push_load_to(self._frontends.connect(sink, rank, key), self._driver.load())
+
+    def broadcast_to(self, sink: BroadcastSink) -> None:
+        self.publishers.broadcast_to(sink)
+        self._frontends.broadcast = sink
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
         frontend = self._frontends.at(sink)
@@ -264,9 +269,6 @@ class Worker:
             for request_id in tuple(frontend.requests):
                 self._abort(self._frontends.requests[request_id])
             self._driver.drop_owner(frontend)
-
-    def events(self, rank: int = 0, holder: Holder = Holder.WORKER) -> EventPublisher:
-        return self.publishers.of(rank, holder)
 
     def read_file(self, sha256: str) -> asyncio.Future[bytes | None]:
         return asyncio.get_running_loop().run_in_executor(None, self._read_file, sha256)
@@ -423,9 +425,8 @@ class Worker:
             )
 
     def _abort(self, running: Running) -> None:
-        request_id = running.request.request_id
-        self._frontends.forget(request_id)
-        self._driver.abort(request_id, running.frontend)
+        self._frontends.forget(running.request.request_id)
+        self._driver.abort(running.request.request_id, running.frontend)
         self._reports.note()
 
     def _end_background(self) -> None:
@@ -435,12 +436,10 @@ class Worker:
             running.frontend.push_cancelled(running.request.request_id)
 
     def _expire(self, request_id: RequestId, deadline_s: float) -> None:
-        running = self._frontends.forget(request_id)
-        if running is not None:
+        if (running := self._frontends.requests.get(request_id)) is not None:
             self._driver.abort(request_id, running.frontend)
             error = DeadlineExceeded(f"request {request_id}: {deadline_s:g} s have passed; allow more time")
-            running.frontend.push_error(request_id, error)
-            self._reports.note()
+            self._fail(request_id, error)
 
     def _fail(self, request_id: RequestId, error: PenstockError) -> None:
         """End an accepted request with an error."""

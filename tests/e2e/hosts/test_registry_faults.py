@@ -1,4 +1,7 @@
-"""A real registry is killed, emptied and stopped under streams: no token is wrong, none is lost, and workers are registered again."""
+"""A real registry is killed, emptied and stopped under streams: no token is wrong, none is lost, workers are registered again.
+
+The NATS carries KV events, too: the index is whole again.
+"""
 
 import asyncio
 
@@ -17,6 +20,14 @@ from tests.support.registries import Etcd, Nats
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("etcd", "nats-server")]
 LEASE_S = 1.0
+
+
+async def index_is_whole(site):
+    """Whether the frontend's index has what its workers say that they cache."""
+    workers = (await site.workers()).values()
+    return all(
+        worker["load"] and worker["indexed_blocks"] == worker["load"]["cached_blocks"] for worker in workers
+    )
 
 
 @pytest.mark.parametrize(("discovery", "make"), [("etcd", Etcd), ("nats", Nats)], ids=["etcd", "nats"])
@@ -52,6 +63,7 @@ def test_streams_and_new_requests_go_on_without_the_registry(deploy, monkeypatch
                 await site.until(lambda: registry_is_connected(site))
                 await asyncio.sleep(3 * LEASE_S)
             assert await ready_ids(site) == before, f"{fault}: nobody was removed or started again"
+            await site.until(lambda: index_is_whole(site))
         site.kill("worker-1")
 
         async def replaced():
@@ -63,6 +75,7 @@ def test_streams_and_new_requests_go_on_without_the_registry(deploy, monkeypatch
     async def main():
         async with server:
             runtime = {"discovery": discovery, "urls": [server.url], "registry": {"lease_ttl_s": LEASE_S}}
+            runtime |= {"events": "nats"} if discovery == "nats" else {}
             role = {"mock": {"speedup": 0.5}}
             run = lambda: deploy(scenario, workers=2, role=role, runtime=runtime, timeout_s=200.0)  # noqa: E731
             await asyncio.to_thread(run)

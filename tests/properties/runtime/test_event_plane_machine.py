@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, Tier
+from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, EventPosition, Tier
 from penstock.core.wire import pack_hashes
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.publisher import ContentMirror, EventPublisher
@@ -142,10 +142,17 @@ class EventPlaneMachine(RuleBasedStateMachine):
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
     @rule()
-    def heal(self):
-        """Lose nothing for a while: one more batch, and the two are alike."""
+    def tell_position(self):
+        self.flight.append(EventPosition(sequence=self.publisher.sequence))
+
+    @rule(by_position=st.booleans())
+    def heal(self, *, by_position=False):
+        """Lose nothing for a while: one more batch, or the position of the latest, and the two are alike."""
         self.parents.setdefault(1, None)
-        self.publish(BlockStored(block_hashes=pack_hashes([1]), parent_block_hash=None, block_size=16))
+        if by_position:
+            self.tell_position()
+        else:
+            self.publish(BlockStored(block_hashes=pack_hashes([1]), parent_block_hash=None, block_size=16))
         for _ in range(10):
             while self.flight or self.asked:
                 while self.flight:

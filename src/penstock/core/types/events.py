@@ -76,4 +76,11 @@ class EventSnapshot(Wire, frozen=True, tag="snapshot"):
     holder: Holder = Holder.WORKER
 
 
-EventMessage = EventBatch | EventSnapshot
+class EventPosition(Wire, frozen=True, tag="position"):
+    """The number of a holder's batch that every subscriber should have by now; it carries no events."""
+
+    sequence: int
+    holder: Holder = Holder.WORKER
+
+
+EventMessage = EventBatch | EventSnapshot | EventPosition

@@ -131,6 +131,8 @@ class WorkerLoad(Wire, frozen=True):
         peer_failures: such loads that brought less than they were to; the rest was computed.
         ranks: the loads of data-parallel ranks, of which the other fields are the sum; empty with one rank. A frontend gets
             the load of one rank.
+        number: counts a worker's reports, so that one that comes late by a broker is not taken for the newest; 0 where they
+            come in order.
     """
 
     running_requests: int = 0
@@ -164,6 +166,7 @@ class WorkerLoad(Wire, frozen=True):
     ranks: "tuple[WorkerLoad, ...]" = ()
     peer_tokens: int = 0
     peer_failures: int = 0
+    number: int = 0
 
     @classmethod
     def of_ranks(cls, ranks: "Sequence[WorkerLoad]") -> "WorkerLoad":

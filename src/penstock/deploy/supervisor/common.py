@@ -66,10 +66,10 @@ async def create_shared(
         listen=listen,
         advertise=advertise,
     )
-    if hub is None:
+    if hub is None or graph.runtime.events != "direct":
         planes = Planes(graph, common, identity, rng=random.Random())
         async with planes:  # said before anything starts
-            await planes.discovery.connect()
+            await planes.connect()
     return SharedState(common, hub)
 
 

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Protocol
 
-from penstock.core.types.events import EventBatch, EventMessage
+from penstock.core.types.events import EventBatch, EventMessage, EventPosition, EventSnapshot
 from penstock.seams import EventSource
 
 
@@ -24,8 +24,19 @@ class EventOutlet(Protocol):
 class EventFeed:
     """One subscription; the `EventSink` of a worker. One task owns it."""
 
-    def __init__(self, source: EventSource, outlet: EventOutlet) -> None:
+    def __init__(self, source: EventSource, outlet: EventOutlet, *, is_live: bool = True) -> None:
+        """Send nothing before `subscribe`.
+
+        Args:
+            source: the worker's events.
+            outlet: the subscriber's connection.
+            is_live: whether events that come later are sent too; False: another way carries these, and `tell_position`
+                says what should have come by it.
+        """
         self._source = source
+        self._is_live = is_live
+        self._told = 0  # position told last
+        self._latest = 0  # of the source, as of then
         self._outlet = outlet
         self._pending: Iterator[EventMessage | None] | None = None
         self._turn: asyncio.Handle | None = None
@@ -38,10 +49,17 @@ class EventFeed:
         self._sent = after_sequence
         self._behind = False
         self._pending = self._source.events_after(after_sequence)
-        if not self._subscribed:
+        if self._is_live and not self._subscribed:
             self._subscribed = True
             self._source.subscribe(self)
         self.pump()
+
+    def tell_position(self) -> None:
+        """Say which batch the subscriber should have, the latest one as of the last call, unless it was said."""
+        due, self._latest = self._latest, self._source.sequence
+        if due > self._told and self._outlet.writable:
+            self._told = due
+            self._outlet.send_event(EventPosition(sequence=due, holder=self._source.holder))
 
     def push_event(self, message: EventMessage) -> None:
         if self._pending is not None or self._behind or not self._outlet.writable:
@@ -84,5 +102,5 @@ class EventFeed:
 
     def _send(self, message: EventMessage) -> None:
         self._outlet.send_event(message)
-        if isinstance(message, EventBatch) or message.last:
+        if not isinstance(message, EventSnapshot) or message.last:
             self._sent = message.sequence

@@ -1,12 +1,26 @@
 """All KV events that a worker tells: of each data-parallel rank's own blocks, and of what it shares with other workers."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from penstock.core.errors import ProtocolError
-from penstock.core.types.events import Holder, KvEvent
+from penstock.core.types.events import EventBatch, EventMessage, Holder, KvEvent
 from penstock.core.types.instances import EngineInfo
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.publisher import EventPublisher
+from penstock.seams import BroadcastSink
+
+
+@dataclass(frozen=True, slots=True)
+class _RankSink:
+    """Passes the batches of one rank on."""
+
+    rank: int
+    sink: BroadcastSink
+
+    def push_event(self, message: EventMessage) -> None:
+        if isinstance(message, EventBatch):
+            self.sink.push_event(self.rank, message)
 
 
 class EventPublishers:
@@ -28,7 +42,7 @@ class EventPublishers:
         for holder in info.kv_holders:
             self.shared[holder.kind] = EventPublisher(self._config, holder.kind)
 
-    def of(self, rank: int, holder: Holder) -> EventPublisher:
+    def of(self, rank: int = 0, holder: Holder = Holder.WORKER) -> EventPublisher:
         """Give the publisher of a rank's own blocks, or of another holder's.
 
         Raises:
@@ -48,6 +62,13 @@ class EventPublishers:
             for holder, publisher in self.shared.items():
                 publisher.publish([event for event in events if event.holder is holder])
         self.ranks[rank].publish(own)
+
+    def broadcast_to(self, sink: BroadcastSink) -> None:
+        """Tell `sink` the batches of every rank and holder from now on."""
+        for rank, publisher in enumerate(self.ranks):
+            publisher.subscribe(_RankSink(rank, sink))
+        for publisher in self.shared.values():
+            publisher.subscribe(_RankSink(0, sink))
 
     def check(self) -> None:
         """Raise AssertionError if the state is inconsistent."""

@@ -11,7 +11,14 @@ from enum import StrEnum
 
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
-from penstock.core.types.events import EventBatch, EventMessage, EventSnapshot, Holder, KvEvent
+from penstock.core.types.events import (
+    EventBatch,
+    EventMessage,
+    EventPosition,
+    EventSnapshot,
+    Holder,
+    KvEvent,
+)
 from penstock.runtime.config import EventConfig
 from penstock.seams import Connection
 
@@ -35,7 +42,7 @@ class EventSubscriber:
 
     Messages may arrive late, twice, out of order or not at all. Only the next batch in order, or the next chunk of a
     snapshot, changes the content, so it always equals the worker's content at `sequence`. Chunks are applied as they arrive;
-    until the last one, `sequence` is None and the content is incomplete.
+    until the last one, `sequence` is None and the content is incomplete. Batches that arrive too early wait, up to a bound.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class EventSubscriber:
         self._rng = rng
         self._on_fault = on_fault
         self._config = config or EventConfig()
+        self._early: dict[int, EventBatch] = {}  # beyond a gap, by sequence
         self._parts_hashes = 0
         self._parts_of: int | None = None  # sequence of the snapshot in progress
         self._next_chunk = 0
@@ -101,6 +109,9 @@ class EventSubscriber:
                 self._on_batch(message)
             case EventSnapshot():
                 self._on_snapshot(message)
+            case EventPosition(sequence=sequence):
+                if self.sequence is None or sequence > self.sequence:
+                    self._on_gap(sequence)
 
     def doubt(self) -> bool:
         """Request a snapshot, since the applied content may be wrong: soon at first, later with growing delays.
@@ -129,13 +140,23 @@ class EventSubscriber:
         if self._parts_of is not None and batch.sequence <= self._parts_of and self.sequence is None:
             self._on_fault(EventFault.REPEATED)  # the snapshot in progress includes it
         elif self.sequence is None or batch.sequence > self.sequence + 1:
+            if len(self._early) < self._config.early_batches_max:
+                self._early[batch.sequence] = batch
             self._on_gap(batch.sequence)
         elif batch.sequence == self.sequence + 1:
             self.sequence = batch.sequence
             self._apply(self._connection.worker_id, batch.events)
+            self._apply_early()
             self._settle()
         else:
             self._on_fault(EventFault.REPEATED)
+
+    def _apply_early(self) -> None:
+        """Apply the batches that arrived early and are next now."""
+        assert self.sequence is not None, "a snapshot was applied"
+        while self._early and (batch := self._early.pop(self.sequence + 1, None)) is not None:
+            self.sequence = batch.sequence
+            self._apply(self._connection.worker_id, batch.events)
 
     def _on_snapshot(self, snapshot: EventSnapshot) -> None:
         if self.sequence is not None and snapshot.sequence <= self.sequence and not self._in_doubt:
@@ -164,7 +185,13 @@ class EventSubscriber:
         if snapshot.last:
             self._drop_parts()
             self._in_doubt = False
+            self._early = {
+                number: batch for number, batch in self._early.items() if number > snapshot.sequence
+            }
+            self._apply_early()
             self._settle()
+            if self._timer is not None:
+                self._ask()  # batches after the snapshot are missing
         else:
             self._arm(self._config.resync_timeout_s_max)  # more chunks are on their way
 

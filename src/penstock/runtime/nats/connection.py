@@ -62,6 +62,8 @@ class NatsConnection(Generic[T]):
             ConfigError: a certificate cannot be read.
         """
         self.last_error = "it does not answer"
+        self.on_error: Callable[[Exception], None] = lambda _error: None
+        """Called with what the client notices by itself, such as messages that nobody reads."""
         self._urls = list(urls)
         self._opening = opening
         self._needs = needs
@@ -114,6 +116,7 @@ class NatsConnection(Generic[T]):
 
         async def on_error(error: Exception) -> None:
             self.last_error = str(error) or type(error).__name__
+            self.on_error(error)
 
         client = Client()
         timeout_s = self._config.connect_timeout_s

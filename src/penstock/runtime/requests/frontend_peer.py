@@ -53,6 +53,7 @@ class FrontendPeer:
         identity: handshake.Identity,
         config: PlaneConfig,
         peers: set["FrontendPeer"],
+        repair_interval_s: float | None = None,
     ) -> None:
         """Make a peer that waits for the client's hello.
 
@@ -61,6 +62,7 @@ class FrontendPeer:
             identity: identity of the worker's process.
             config: bounds and times.
             peers: set of connected peers; the peer adds and removes itself.
+            repair_interval_s: how often a frontend that hears broadcasts is told what it should have; None: there are none.
         """
         self.channel: FrameChannel[Frame] = FrameChannel(
             CODEC,
@@ -85,6 +87,9 @@ class FrontendPeer:
         self._reads: dict[int, asyncio.Future[bytes | None]] = {}
         self._files: deque[tuple[int, Iterator[tuple[bytes, bool]]]] = deque()
         self._finishing: str | None = None
+        self._repair_interval_s = repair_interval_s
+        self._hears_broadcasts = False
+        self._repair: asyncio.TimerHandle | None = None
 
     @property
     def writable(self) -> bool:
@@ -165,9 +170,9 @@ class FrontendPeer:
                 del self._feeds[message.holder]
             return
         if feed is None:
-            feed = self._feeds[message.holder] = EventFeed(
-                self._service.events(self._rank, message.holder), self
-            )
+            events = self._service.events(self._rank, message.holder)
+            feed = EventFeed(events, self, is_live=not self._hears_broadcasts)
+            self._feeds[message.holder] = feed
         feed.subscribe(message.after_sequence)
 
     def unknown_received(self, tag: str) -> None:
@@ -184,8 +189,9 @@ class FrontendPeer:
         self._send_files()
 
     def channel_closed(self, reason: str) -> None:
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
+        for timer in (self._hello_timer, self._repair):
+            if timer is not None:
+                timer.cancel()
         self._peers.discard(self)
         reads, self._reads = self._reads, {}
         for read in reads.values():
@@ -224,7 +230,19 @@ class FrontendPeer:
         )
         _log.info("frontend_connected", process=self.process, peer=self.channel.peer)
         self._rank = message.rank
-        self._service.connected(self, message.rank)
+        self._hears_broadcasts = bool(message.broadcast_key) and self._repair_interval_s is not None
+        self._service.connected(self, message.rank, message.broadcast_key if self._hears_broadcasts else b"")
+        if self._hears_broadcasts:
+            self._repair_broadcasts()
+
+    def _repair_broadcasts(self) -> None:
+        """Tell now and then what a frontend should have heard; it asks for what it has not."""
+        assert self._repair_interval_s is not None, "it hears broadcasts"
+        loop = asyncio.get_running_loop()
+        self._repair = loop.call_later(self._repair_interval_s, self._repair_broadcasts)
+        for feed in self._feeds.values():
+            feed.tell_position()
+        self._service.repeat_load(self)
 
     def _abort_later(self, request_id: RequestId) -> None:
         """Abort in the next turn of the loop, not within the step whose deltas exceeded the bound."""

@@ -12,7 +12,7 @@ from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.frontend_peer import FrontendPeer
 from penstock.runtime.requests.worker_peer import WorkerPeer
 from penstock.runtime.tls import PlaneTls
-from penstock.seams import WorkerService, WorkerSink
+from penstock.seams import EventCarrier, WorkerService, WorkerSink
 
 
 class TcpPlane:
@@ -26,6 +26,7 @@ class TcpPlane:
         advertise_host: str | None = None,
         tls: PlaneTls | None = None,
         config: PlaneConfig | None = None,
+        carrier: EventCarrier | None = None,
     ) -> None:
         """Make a plane; `serve` listens, `connect` connects.
 
@@ -35,6 +36,7 @@ class TcpPlane:
             advertise_host: host name to register, if it differs from the one in `listen`.
             tls: certificates for TCP; None for no TLS.
             config: bounds and times.
+            carrier: brings new KV events and load reports from workers to frontends; None: the connections do.
 
         Raises:
             ConfigError: `listen` is no address, or other machines can reach it while there is no secret.
@@ -49,6 +51,7 @@ class TcpPlane:
         self._advertise_host = advertise_host
         self._tls = tls
         self._config = config or PlaneConfig()
+        self._carrier = carrier
 
     async def serve(self, service: WorkerService) -> "TcpServer":
         """Listen for frontends.
@@ -57,9 +60,12 @@ class TcpPlane:
             ConfigError: the address is in use, not allowed or not of this host.
         """
         peers: set[FrontendPeer] = set()
-        tls = self._tls
+        tls, repair_interval_s = self._tls, None
+        if self._carrier is not None and self._identity.worker_id is not None:
+            repair_interval_s = self._carrier.repair_interval_s
+            service.broadcast_to(self._carrier.sink(self._identity.worker_id))
         sockets, bound = await listen(
-            lambda: FrontendPeer(service, self._identity, self._config, peers).channel,
+            lambda: FrontendPeer(service, self._identity, self._config, peers, repair_interval_s).channel,
             self._listen,
             tls=None if tls is None else lambda: tls.server,
             handshake_timeout_s=self._config.connect_timeout_s,
@@ -69,7 +75,7 @@ class TcpPlane:
 
     async def connect(self, instance: Instance, sink: WorkerSink) -> WorkerPeer:
         address = Address.parse(instance.address, source=f"worker {instance.name}")
-        peer = WorkerPeer(instance, sink, self._identity, self._config)
+        peer = WorkerPeer(instance, sink, self._identity, self._config, self._carrier)
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 await dial(lambda: peer.channel, address, tls=self._tls.client if self._tls else None)

@@ -1,6 +1,8 @@
 """The frontend's end of a connection to one worker, shared by all its requests."""
 
 import asyncio
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -19,9 +21,10 @@ from penstock.core.log import get_logger
 from penstock.core.net.channel import FrameChannel
 from penstock.core.net.handshake import Challenge
 from penstock.core.types.changes import WorkerChange
-from penstock.core.types.events import Holder
+from penstock.core.types.events import EventMessage, Holder
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv.actions import KvAction, KvReport
+from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Prefetch, Request
 from penstock.runtime import handshake
@@ -49,7 +52,7 @@ from penstock.runtime.requests.frames import (
     Unsubscribe,
     cannot_be_sent,
 )
-from penstock.seams import WorkerSink
+from penstock.seams import EventCarrier, WorkerSink
 
 _log = get_logger()
 
@@ -64,8 +67,22 @@ class WorkerPeer:
     """The `Connection` to one worker. One event loop owns it."""
 
     def __init__(
-        self, instance: Instance, sink: WorkerSink, identity: handshake.Identity, config: PlaneConfig
+        self,
+        instance: Instance,
+        sink: WorkerSink,
+        identity: handshake.Identity,
+        config: PlaneConfig,
+        carrier: EventCarrier | None = None,
     ) -> None:
+        """Make a peer that answers the worker's challenge.
+
+        Args:
+            instance: the worker.
+            sink: gets what arrives.
+            identity: of this process.
+            config: bounds and times.
+            carrier: brings new KV events and load reports; None: the connection does.
+        """
         self.channel: FrameChannel[Frame] = FrameChannel(
             CODEC,
             self,
@@ -93,6 +110,11 @@ class WorkerPeer:
         self._calls: Calls[KvReport | None] = Calls()
         self._expansions: Calls[ExpandedPrompt] = Calls()
         self._resync_again_s = 0.0
+        self._carrier = carrier
+        self._broadcast_key = b"" if carrier is None else secrets.token_bytes(8)
+        self._unfollow: Callable[[], None] = lambda: None
+        self._followed: set[Holder] = set()
+        self._load_number = 0
 
     @property
     def worker_id(self) -> WorkerId:
@@ -164,9 +186,11 @@ class WorkerPeer:
         self._grants[request_id] = self._grants.get(request_id, 0) + ungranted
 
     def subscribe(self, after_sequence: int | None, holder: Holder = Holder.WORKER) -> None:
+        self._followed.add(holder)
         self.channel.send(Subscribe(after_sequence=after_sequence, holder=holder))
 
     def unsubscribe(self, holder: Holder) -> None:
+        self._followed.discard(holder)
         self.channel.send(Unsubscribe(holder=holder))
 
     async def fetch(self, sha256: str) -> bytes:
@@ -198,6 +222,7 @@ class WorkerPeer:
     async def close(self) -> None:
         """Close the connection; the worker aborts the frontend's unfinished requests."""
         self._closing = True
+        self._unfollow()
         self.channel.close("the frontend closes")
         try:
             async with asyncio.timeout(self._config.close_timeout_s):
@@ -216,7 +241,7 @@ class WorkerPeer:
                         self._forget(delta.request_id)
                 self._sink.push(self.worker_id, deltas)
             case Load(load=load):
-                self._sink.push_load(self.worker_id, load)
+                self.push_load(load)
             case Event(message=event):
                 self._sink.push_event(self.worker_id, event)
             case FetchChunk():
@@ -237,6 +262,17 @@ class WorkerPeer:
                     f"{type(message).__name__}: a worker does not send this; update the older side"
                 )
 
+    def push_event(self, message: EventMessage) -> None:
+        """Take KV events from the carrier, if they were subscribed to."""
+        if message.holder in self._followed:
+            self._sink.push_event(self.worker_id, message)
+
+    def push_load(self, load: WorkerLoad) -> None:
+        """Take a load report, from the connection or the carrier, unless a newer one has come by the other."""
+        if load.number >= self._load_number:
+            self._load_number = load.number
+            self._sink.push_load(self.worker_id, load)
+
     def unknown_received(self, tag: str) -> None:
         """Request a snapshot after an event of an unknown kind, at most once per heartbeat interval."""
         now = asyncio.get_running_loop().time()
@@ -249,6 +285,7 @@ class WorkerPeer:
 
     def channel_closed(self, reason: str) -> None:
         error = self._lost(reason)
+        self._unfollow()
         if not self.welcomed.done():
             self.welcomed.set_exception(error)
         for fetching in self._fetches.values():
@@ -285,11 +322,17 @@ class WorkerPeer:
                 expected=self._instance.registration,
                 window_tokens=self._config.window_tokens,
                 rank=self._instance.rank,
+                broadcast_key=self._broadcast_key,
             )
         except ProtocolError as error:
             self._refuse(error)
             return
         self._hello = (challenge, hello)
+        if self._carrier is not None:
+            instance = self._instance
+            self._unfollow = self._carrier.follow(
+                instance.registration, instance.rank, self._broadcast_key, self
+            )
         self.channel.send(hello)
 
     def _on_reply(self, reply: handshake.HelloReply) -> None:

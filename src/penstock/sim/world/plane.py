@@ -13,7 +13,7 @@ import msgspec
 from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.types.changes import WorkerChange
-from penstock.core.types.events import AllBlocksCleared, EventMessage, Holder
+from penstock.core.types.events import AllBlocksCleared, EventMessage, EventPosition, Holder
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
@@ -172,7 +172,8 @@ class _Link:
         if loss and self.network.rng.random() < loss:
             return
         num_bytes = _FRAME_BYTES
-        for event in message.events:
+        events = () if isinstance(message, EventPosition) else message.events
+        for event in events:
             num_bytes += 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
         self.down.send(num_bytes, self._sink.push_event, self.worker_id, message)
 

@@ -68,9 +68,11 @@ class Follower:
 
 
 class EventPlaneSuite:
-    """The contract of `WorkerService.events_after` and `subscribe`, `Connection.subscribe` and `EventSubscriber`."""
+    """The contract of `EventSource`, `EventCarrier`, `Connection.subscribe` and `EventSubscriber`."""
 
     harness: ClassVar[HarnessFactory]
+    is_carried: ClassVar[bool] = False
+    """Whether a carrier brings new events: they may come twice, and the worker has no subscriber for each connection."""
     loop_factory: ClassVar[Callable[[], asyncio.AbstractEventLoop]] = asyncio.new_event_loop
 
     def run(self, scenario: Callable[[Scene], Awaitable[None]], config: EventConfig | None = None) -> None:
@@ -161,8 +163,9 @@ class EventPlaneSuite:
         async def scenario(scene: Scene) -> None:
             await self.publish(scene, *range(10))
             scene.connection.subscribe(7)
-            await scene.sink.until(lambda: len(scene.sink.events) == 3)
-            assert [message.sequence for message in scene.sink.events] == [8, 9, 10]
+            await scene.sink.until(lambda: {message.sequence for message in scene.sink.events} >= {8, 9, 10})
+            if not self.is_carried:
+                assert [message.sequence for message in scene.sink.events] == [8, 9, 10]
             assert all(isinstance(message, EventBatch) for message in scene.sink.events)
 
         self.run(scenario)
@@ -171,10 +174,11 @@ class EventPlaneSuite:
         async def scenario(scene: Scene) -> None:
             await self.publish(scene, *range(10))
             scene.connection.subscribe(3)
-            await scene.sink.until(lambda: bool(scene.sink.events))
-            first = scene.sink.events[0]
-            assert isinstance(first, EventSnapshot)
-            assert first.sequence == 10
+            seen = scene.sink.events
+            await scene.sink.until(lambda: any(isinstance(message, EventSnapshot) for message in seen))
+            if not self.is_carried:
+                assert isinstance(seen[0], EventSnapshot)
+            assert {message.sequence for message in seen if isinstance(message, EventSnapshot)} == {10}
 
         self.run(scenario, EventConfig(replay_batches_max=4))
 
@@ -188,7 +192,8 @@ class EventPlaneSuite:
             await scene.sink.until(lambda: len(scene.sink.events) >= 2)
             await self.publish(scene, 3)
             await scene.sink.until(lambda: scene.sink.events[-1].sequence == 3)
-            assert [message.sequence for message in scene.sink.events] == [1, 2, 3]
+            seen = [message.sequence for message in scene.sink.events]
+            assert (sorted(set(seen)) if self.is_carried else seen) == [1, 2, 3]
 
         self.run(scenario)
 
@@ -203,7 +208,7 @@ class EventPlaneSuite:
             assert follower.blocks == {1, 2, 3, 4}
             assert follower.subscriber.resyncs == 1
             assert follower.snapshots == 1, "the tail was enough"
-            assert follower.faults == [EventFault.GAP]
+            assert follower.faults.count(EventFault.GAP) == 1
 
         self.run(scenario)
 
@@ -245,7 +250,7 @@ class EventPlaneSuite:
             for follower in followers:
                 await follower.until_at(3)
                 assert follower.blocks == {1, 2, 3}
-            assert (await scene.stats()).subscribers == 3
+            assert (await scene.stats()).subscribers == (0 if self.is_carried else 3)
             for follower in followers:
                 follower.subscriber.close()
                 await follower.connection.close()

@@ -12,7 +12,7 @@ from penstock.runtime.requests.memory import MemoryPlane, MemoryServer
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.runtime.tls import PlaneTls, PlaneTlsConfig
 from penstock.seams import RequestPlane
-from penstock.testing.planes.peer import Peer, worker_peer
+from penstock.testing.planes.peer import Carrier, CarrierFactory, Peer, worker_peer
 from penstock.testing.planes.scripted_worker import ScriptedWorker, scripted_instance
 
 SECRET = b"of the suite"
@@ -88,16 +88,32 @@ class TcpPlaneHarness:
         listen: str = "tcp://127.0.0.1:0",
         loop: str = "uvloop",
         tls: PlaneTlsConfig | None = None,
+        carrier: CarrierFactory | None = None,
     ) -> None:
-        """Choose how the workers listen, on which event loop they run (`uvloop` or `asyncio`), and certificates for both sides."""
+        """Make a harness.
+
+        Args:
+            config: of the plane.
+            events: of the workers' publishers.
+            listen: where the workers listen.
+            loop: their event loop, `uvloop` or `asyncio`.
+            tls: certificates for both sides.
+            carrier: makes what carries events, in this process and in each worker's; None: the connections do.
+        """
         self._config = config or PlaneConfig()
         self._events = events or EventConfig()
         self._listen = listen
         self._loop = loop
         self._tls = tls
+        self._make_carrier = carrier
+        self._carrier: Carrier | None = None
+        self._stack = AsyncExitStack()
         self._peers: dict[str, Peer] = {}
 
     async def __aenter__(self) -> Self:
+        if self._make_carrier is not None:
+            self._carrier = self._make_carrier(Identity(secret=SECRET))
+            await self._stack.enter_async_context(self._carrier)
         return self
 
     async def __aexit__(
@@ -105,16 +121,22 @@ class TcpPlaneHarness:
     ) -> None:
         for peer in self._peers.values():
             await peer.close()
+        await self._stack.aclose()
 
     def plane(self) -> TcpPlane:
         identity = Identity(process="suite", secret=SECRET)
-        return TcpPlane(identity, tls=PlaneTls.of(self._tls), config=self._config)
+        return TcpPlane(identity, tls=PlaneTls.of(self._tls), config=self._config, carrier=self._carrier)
 
     async def start_worker(self) -> Instance:
         worker_id = scripted_instance("").worker_id
         identity = Identity(process="peer", worker_id=worker_id, secret=SECRET)
         peer = await Peer.start(
-            worker_peer, identity, (self._listen, self._tls), self._config, self._events, loop=self._loop
+            worker_peer,
+            identity,
+            (self._listen, self._tls, self._make_carrier),
+            self._config,
+            self._events,
+            loop=self._loop,
         )
         self._peers[peer.value] = peer
         return scripted_instance(peer.value, worker_id=worker_id, pid=peer.pid)

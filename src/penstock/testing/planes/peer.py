@@ -7,11 +7,11 @@ process, also if that is killed.
 import asyncio
 import multiprocessing
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.context import ForkServerProcess
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import uvloop
 
@@ -21,7 +21,7 @@ from penstock.runtime.config import EventConfig, PlaneConfig
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.runtime.tls import PlaneTls, PlaneTlsConfig
-from penstock.seams import Discovery
+from penstock.seams import Discovery, EventCarrier
 from penstock.testing.planes.scripted_worker import ScriptedWorker
 
 _START_TIMEOUT_S = 30.0
@@ -36,6 +36,12 @@ class Cues:
     end: asyncio.Event
 
 
+class Carrier(EventCarrier, AbstractAsyncContextManager["Carrier"], Protocol):
+    """An event carrier that works while its context is entered."""
+
+
+CarrierFactory = Callable[[Identity], Carrier]
+"""Makes a process's carrier; it can be pickled."""
 Part = Callable[..., Awaitable[None]]
 """A module's coroutine function, called as `part(cues, *arguments)`."""
 
@@ -104,19 +110,23 @@ def _play(pipe: Pipe, loop: str, part: Part, arguments: tuple[Any, ...]) -> None
 async def worker_peer(
     cues: Cues,
     identity: Identity,
-    at: tuple[str, PlaneTlsConfig | None],
+    at: tuple[str, PlaneTlsConfig | None, CarrierFactory | None],
     config: PlaneConfig,
     events: EventConfig,
 ) -> None:
-    """Serve a `ScriptedWorker` on sockets `at` an address, with certificates or without, and report its address."""
-    listen, tls = at
+    """Serve a `ScriptedWorker` on sockets `at` an address, with certificates and a carrier or without; report its address."""
+    listen, tls, make_carrier = at
     worker = ScriptedWorker(events)
     worker.say_goodbye = cues.end.set
-    plane = TcpPlane(identity, listen=listen, tls=PlaneTls.of(tls), config=config)
-    server = await plane.serve(worker)
-    cues.say_ready(server.address)
-    await cues.end.wait()
-    await server.close()
+    async with AsyncExitStack() as stack:
+        carrier = None if make_carrier is None else make_carrier(identity)
+        if carrier is not None:
+            await stack.enter_async_context(carrier)
+        plane = TcpPlane(identity, listen=listen, tls=PlaneTls.of(tls), config=config, carrier=carrier)
+        server = await plane.serve(worker)
+        cues.say_ready(server.address)
+        await cues.end.wait()
+        await server.close()
 
 
 async def member_peer(

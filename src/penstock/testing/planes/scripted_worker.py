@@ -14,6 +14,7 @@ from pathlib import Path
 
 from penstock.core.errors import Overloaded, ProtocolError, RequestError
 from penstock.core.ids import RequestId, WorkerId
+from penstock.core.types.broadcast import FrontendFigures, RankNews
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.changes import BecomeRole, Sleep, WorkerChange
 from penstock.core.types.events import BlockRemoved, BlockStored, EventMessage, Holder
@@ -25,7 +26,8 @@ from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request,
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.publisher import EventPublisher
-from penstock.seams import Answer, EventSink, EventSource, FrontendSink, MediaAnswer
+from penstock.runtime.events.publishers import EventPublishers
+from penstock.seams import Answer, BroadcastSink, EventSink, EventSource, FrontendSink, MediaAnswer
 
 TICK_S = 0.001
 RANKS = 4
@@ -130,6 +132,8 @@ class ScriptedWorker:
         self._sinks: list[FrontendSink] = []
         self._ranks: dict[FrontendSink, int] = {}
         self._subscribers: list[EventSink] = []
+        self._keys: dict[FrontendSink, bytes] = {}
+        self._broadcast: BroadcastSink | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._connected = self._disconnected = self._submitted = self._aborted = 0
 
@@ -137,11 +141,31 @@ class ScriptedWorker:
         if rank >= RANKS:
             raise ProtocolError(f"rank {rank}: a scripted worker has {RANKS}")
 
-    def connected(self, sink: FrontendSink, rank: int = 0) -> None:
+    @property
+    def holder(self) -> Holder:
+        return self.publisher.holder
+
+    @property
+    def sequence(self) -> int:
+        return self.publisher.sequence
+
+    def connected(self, sink: FrontendSink, rank: int = 0, key: bytes = b"") -> None:
         self._connected += 1
         self._ranks[sink] = rank
         self._sinks.append(sink)
+        if key:
+            self._keys[sink] = key
         sink.push_load(self._load())
+
+    def broadcast_to(self, sink: BroadcastSink) -> None:
+        publishers = EventPublishers(EventConfig())
+        publishers.ranks, publishers.shared = [self.publisher], {Holder.HOST: self.host_publisher}
+        publishers.broadcast_to(sink)
+        self._broadcast = sink
+
+    def repeat_load(self, sink: FrontendSink) -> None:
+        if sink in self._keys:
+            sink.push_load(self._load())
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
         self._submitted += 1
@@ -166,6 +190,7 @@ class ScriptedWorker:
     def disconnected(self, sink: FrontendSink) -> None:
         self._disconnected += 1
         self._sinks.remove(sink)
+        self._keys.pop(sink, None)
         del self._ranks[sink]
         for request_id in [r for r, live in self._live.items() if live.sink is sink]:
             del self._live[request_id]
@@ -247,7 +272,12 @@ class ScriptedWorker:
         for sink, deltas in steps.items():
             sink.push(deltas)
         for sink in self._sinks:
-            sink.push_load(self._load())
+            if sink not in self._keys:
+                sink.push_load(self._load())
+            elif self._broadcast is not None:
+                load = self._load()
+                figures = (FrontendFigures.of(self._keys[sink], load),)
+                self._broadcast.push_load(RankNews(rank=self._ranks[sink], load=load, frontends=figures))
         if self._live:
             self._tick_later()
 

@@ -112,3 +112,23 @@ def test_once_closed_nothing_is_sent():
     feed.pump()
     publish(publisher, 3)
     assert sequences(outlet) == [1]
+
+
+def test_where_a_carrier_brings_new_events_only_what_is_asked_for_is_sent_and_positions():
+    publisher, outlet = EventPublisher(), Outlet(100)
+    feed = EventFeed(publisher, outlet, is_live=False)
+    publish(publisher, 1, 2)
+    feed.subscribe(0)
+    publish(publisher, 3, 4)
+    assert sequences(outlet) == [1, 2]
+    feed.tell_position()
+    assert sequences(outlet) == [1, 2], "what is new may be on its way"
+    publish(publisher, 5)
+    feed.tell_position()
+    feed.tell_position()
+    feed.tell_position()
+    assert [type(message).__name__ for message in outlet.sent[2:]] == ["EventPosition"] * 2
+    assert sequences(outlet)[2:] == [4, 5], "each once"
+    feed.subscribe(2)
+    assert sequences(outlet)[4:] == [3, 4, 5]
+    feed.close()

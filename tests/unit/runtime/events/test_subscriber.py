@@ -2,7 +2,7 @@ import asyncio
 import random
 from itertools import pairwise
 
-from penstock.core.types.events import BlockStored, EventBatch, EventSnapshot
+from penstock.core.types.events import BlockStored, EventBatch, EventPosition, EventSnapshot
 from penstock.core.wire import pack_hashes, unpack_hashes
 from penstock.runtime.config import EventConfig
 from penstock.runtime.events.subscriber import EventSubscriber
@@ -112,11 +112,67 @@ def test_a_gap_is_asked_for_once_after_a_jitter():
         ((_, first), (when_s, second)) = subscriber.asked
         assert (first, second) == (None, 3)
         assert 0 < when_s < 0.1
-        for sequence in (4, 5, 6, 7, 8, 9):
-            assert not subscriber.synced or sequence > 8
+        subscriber.push(batch(4))
+        assert not subscriber.synced
+        subscriber.push(batch(5))
+        assert subscriber.synced, "the others came before"
+        for sequence in (6, 7, 8, 9):
             subscriber.push(batch(sequence))
         assert subscriber.synced
         assert subscriber.blocks == [4, 5, 6, 7, 8, 9]
+
+    run_scenario(scenario)
+
+
+def test_only_so_many_batches_wait_for_those_before_them():
+    async def scenario():
+        subscriber = Recorder(CONFIG.model_copy(update={"early_batches_max": 2}))
+        subscriber.start()
+        subscriber.push(snapshot(3))
+        for sequence in (5, 6, 7, 4):
+            subscriber.push(batch(sequence))
+        assert subscriber.sequence == 6
+        assert not subscriber.synced
+        await asyncio.sleep(0.1)
+        assert [after for _, after in subscriber.asked] == [None, 6]
+
+    run_scenario(scenario)
+
+
+def test_batches_that_come_during_a_snapshot_follow_it_and_missing_ones_are_asked_for():
+    async def scenario():
+        subscriber = Recorder()
+        subscriber.start()
+        subscriber.push(snapshot(5, 1, last=False))
+        for sequence in (4, 6, 7, 9):
+            subscriber.push(batch(sequence))
+        assert subscriber.blocks == [1]
+        subscriber.push(snapshot(5, 2, chunk=1))
+        assert subscriber.blocks == [1, 2, 6, 7]
+        assert [after for _, after in subscriber.asked] == [None, 7]
+        subscriber.push(batch(8))
+        assert subscriber.blocks == [1, 2, 6, 7, 8, 9]
+        assert subscriber.synced
+
+    run_scenario(scenario)
+
+
+def test_a_position_beyond_what_came_is_a_gap_and_others_are_none():
+    async def scenario():
+        subscriber = Recorder()
+        subscriber.start()
+        subscriber.push(snapshot(3))
+        subscriber.push(EventPosition(sequence=3))
+        assert subscriber.synced
+        subscriber.push(EventPosition(sequence=5))
+        assert not subscriber.synced
+        await asyncio.sleep(0.1)
+        assert [after for _, after in subscriber.asked] == [None, 3]
+        subscriber.push(batch(4))
+        assert not subscriber.synced
+        subscriber.push(batch(5))
+        assert subscriber.synced
+        assert subscriber.faults == ["gap"]
 
     run_scenario(scenario)
 

@@ -1,0 +1,1 @@
+"""NATS as the carrier of KV events and load reports."""

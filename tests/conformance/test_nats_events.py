@@ -1,0 +1,172 @@
+"""Events by a real NATS: the suite, and a server that is killed, stopped, or written to by others."""
+
+import asyncio
+import random
+from functools import partial
+
+import pytest
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from penstock.core.types.broadcast import Broadcast, RankNews
+from penstock.core.types.events import AllBlocksCleared, EventBatch
+from penstock.runtime.config import BroadcastConfig, DiscoveryConfig, PlaneConfig
+from penstock.runtime.events.nats.carrier import NatsCarrier
+from penstock.runtime.events.nats.envelope import seal
+from penstock.runtime.events.nats.metrics import BroadcastMetrics
+from penstock.runtime.handshake import Identity
+from penstock.runtime.nats.connection import NatsConnection
+from penstock.testing.loop import run_async
+from penstock.testing.planes.event_plane import EventPlaneSuite, Follower
+from penstock.testing.planes.harness import SECRET, TcpPlaneHarness
+from penstock.testing.planes.recording_sink import RecordingSink
+from penstock.testing.planes.request_plane import RequestPlaneSuite, Scene
+from penstock.testing.planes.scripted_worker import scripted_request
+from tests.support.registries import Nats
+
+pytestmark = [pytest.mark.slow, pytest.mark.needs("nats-server")]
+REPAIR_S = 0.2
+CONNECTION = DiscoveryConfig(lease_ttl_s=3.0, connect_timeout_s=10.0)
+
+
+def carrier(url, identity, metrics=None):
+    """Make a carrier; a partial of it can be sent to workers' processes."""
+    return NatsCarrier(
+        [url],
+        identity,
+        namespace="suite",
+        rng=random.Random(1),
+        config=BroadcastConfig(repair_interval_s=REPAIR_S),
+        connection=CONNECTION,
+        metrics=metrics,
+    )
+
+
+class NatsHarness(TcpPlaneHarness):
+    """A server for each test beside the workers' processes."""
+
+    def __init__(self, config=None, events=None):
+        self.server = Nats()
+        super().__init__(config, events, carrier=partial(carrier, self.server.url))
+
+    async def __aenter__(self):
+        await self._stack.enter_async_context(self.server)
+        return await super().__aenter__()
+
+
+class TestNatsEvents(EventPlaneSuite):
+    harness = NatsHarness
+    is_carried = True
+
+
+class TestRequestsBesideNats(RequestPlaneSuite):
+    """Requests go as they do without a carrier."""
+
+    harness = NatsHarness
+
+
+def run_scenario(scenario):
+    async def main():
+        async with Scene(NatsHarness(PlaneConfig(), None)) as scene:
+            follower = Follower(scene.connection, scene.sink)
+            follower.subscriber.start()
+            await follower.until_at(0)
+            await scenario(scene, follower)
+
+    run_async(main())
+
+
+async def publish(scene, *blocks):
+    sink = RecordingSink()
+    connection = await scene.harness.plane().connect(scene.instance, sink)
+    connection.submit(scripted_request("publish", blocks, request_id="publish"))
+    await sink.finished("publish")
+    await connection.close()
+
+
+async def until_carried(scene, follower):
+    """Publish until a batch comes by NATS, which says that both ends are connected to it."""
+    block = 1000
+    while not any(isinstance(message, EventBatch) for message in scene.sink.events):
+        block -= 1
+        await publish(scene, block)
+        await follower.until_at(1)
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_events_go_on_by_connections_while_the_server_is_away(fault):
+    async def scenario(scene, follower):
+        server = scene.harness.server
+        await until_carried(scene, follower)
+        at = follower.subscriber.sequence
+        server.kill() if fault == "killed" else server.pause()
+        await publish(scene, 1, 2, 3)
+        await follower.until_at(at + 3)
+        assert {1, 2, 3} <= follower.blocks
+        if fault == "killed":
+            await asyncio.to_thread(server.start)
+        else:
+            server.resume()
+        await publish(scene, 4, -1)
+        await follower.until_at(at + 5)
+        assert {2, 3, 4} <= follower.blocks
+        assert 1 not in follower.blocks
+        assert follower.snapshots == 1, "tails were enough"
+
+    run_scenario(scenario)
+
+
+def test_load_reports_go_on_by_connections_while_the_server_is_away():
+    async def scenario(scene, follower):
+        await until_carried(scene, follower)
+        scene.harness.server.kill()
+        accepted = scene.sink.loads[-1].accepted_requests
+        await publish(scene, 1)
+        await scene.sink.until(lambda: scene.sink.loads[-1].accepted_requests > accepted)
+
+    run_scenario(scenario)
+
+
+def test_what_others_write_is_refused_and_counted_once_in_logs():
+    async def scenario(scene, follower):
+        await until_carried(scene, follower)
+        identity, registry = Identity(secret=SECRET), CollectorRegistry()
+        at = follower.subscriber.sequence
+        batch = EventBatch(sequence=at + 1, events=(AllBlocksCleared(),))
+        forged = Broadcast(worker_id=scene.instance.worker_id, ranks=(RankNews(batches=(batch,)),))
+        heard = []
+
+        async def opening(client):
+            return client
+
+        stranger = NatsConnection(
+            [scene.harness.server.url], opening, needs="", rng=random.Random(1), tls=None, config=CONNECTION
+        )
+        with capture_logs() as logs:
+            async with (
+                carrier(scene.harness.server.url, identity, BroadcastMetrics(registry)) as listening,
+                stranger.connected() as (_, client),
+            ):
+                listening.follow(scene.instance.worker_id, 0, b"key", Listener(heard))
+                dropped = 0
+                while not dropped:
+                    for data in (b"", b"x" * 100, seal(b"another secret", forged), seal(SECRET, forged)[:-1]):
+                        subject = f"penstock.suite.events.{scene.instance.worker_id:016x}"
+                        await client.publish(subject, data)
+                    await asyncio.sleep(0.02)
+                    name = "penstock_runtime_broadcasts_dropped_total"
+                    dropped = registry.get_sample_value(name, {"reason": "refused"}) or 0
+        assert not heard
+        assert len([line for line in logs if line["event"] == "broadcast_refused"]) == 2, (
+            "here and in the scene"
+        )
+        assert follower.subscriber.sequence == at
+        assert follower.blocks
+
+    run_scenario(scenario)
+
+
+class Listener:
+    def __init__(self, heard):
+        self.push_event = self.push_load = heard.append
