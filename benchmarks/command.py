@@ -133,6 +133,10 @@ EXPERIMENTS = Benches(
             "benchmarks.simulated.simulate",
             "the simulator: requests per wall second, and where the time goes",
         ),
+        "start": (
+            "benchmarks.processes.start",
+            "from the `penstock serve` command to its first answer, with the mock engine and with the demo model",
+        ),
         "transfer": (
             "benchmarks.transfer",
             "bytes moved by every transport between two processes, beside NIXL, memcpy and fio",
