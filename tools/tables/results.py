@@ -76,6 +76,15 @@ def _engines() -> Iterator[list[str]]:
         of("frontend_paced", f"peer_{paced}", ".1f") + " s, Dynamo 1.6.1",
         of("frontend_paced", f"ratio_{paced}", ".2f"), "0.3", link("frontend_paced"),
     ]  # fmt: skip
+    for name, said, aim in (
+        ("mock", "`penstock serve --engine mock`", "2 s"),
+        ("demo", "`--demo`, 2 workers that import torch", "5 s"),
+    ):
+        yield [
+            f"`{name}_ready_s`, {said}", of("start", f"{name}_ready_s", ".2f") + " s",
+            of("start", "import_torch_s", ".2f") + " s, one process that imports torch and transformers" if name == "demo" else "",
+            "", aim, link("start"),
+        ]  # fmt: skip
     yield [
         "`cancel_to_free_ms_p99`, 200 clients that hang up", of("cancel", "cancel_to_free_ms_p99", ",.0f") + " ms",
         of("cancel", "ask_ms_p99", ".1f") + " ms, asking the worker", "", "100 ms", link("cancel"),
