@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from penstock import __version__
-from penstock.cli import completion, doctor, graph, key, plan, profile, router, serve, simulate, up
+from penstock.cli import completion, doctor, graph, key, plan, profile, render, router, serve, simulate, up
 from penstock.cli.arguments.grouped import GroupedParser
 from penstock.cli.arguments.parser import Parser
 from penstock.cli.running import chat, explain, hosted, kv, planner, top, worker_changes
@@ -19,7 +19,7 @@ EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 _GROUPS = {
-    "Serve": (serve.add, up.add, router.add, key.add, graph.add),
+    "Serve": (serve.add, up.add, router.add, key.add, graph.add, render.add),
     "Watch": (hosted.add_watching, top.add, chat.add, explain.add),
     "Operate": (worker_changes.add, planner.add, kv.add, hosted.add_down),
     "Plan": (plan.add, simulate.add),

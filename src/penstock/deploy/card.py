@@ -26,14 +26,19 @@ CARD_FILES = (
 _SALT_BYTES = 16
 
 
-def open_checkpoint(graph: Graph) -> Checkpoint:
-    """Open the graph's checkpoint; a hub name is downloaded.
+def open_checkpoint(graph: Graph, roles: Mapping[Role, RoleSpec] | None = None) -> Checkpoint:
+    """Open the graph's checkpoint; a hub name is downloaded, with its weights if a role reads them.
+
+    Args:
+        graph: names the model.
+        roles: those that run here; None for all of the graph.
 
     Raises:
         ConfigError: the model does not exist, or has no tokenizer.
     """
     model = str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model
-    checkpoint = Checkpoint.open(model, weights=any(map(_reads_weights, graph.roles.present().values())))
+    reading = graph.roles.present() if roles is None else roles
+    checkpoint = Checkpoint.open(model, weights=any(map(_reads_weights, reading.values())))
     if not (checkpoint.path / "tokenizer.json").is_file():
         raise ConfigError(
             f"{checkpoint.path}: no tokenizer.json; save the model's tokenizer there in the fast format"

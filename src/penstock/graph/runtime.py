@@ -40,6 +40,8 @@ class RuntimeSpec(Config):
     """Bounds and times of events by nats."""
     tls: PlaneTlsConfig | None = None
     """Certificates for connections between hosts; null for none. A secret is needed with them, too."""
+    probes: str | None = None
+    """`tcp://HOST:PORT` where this host's supervisor answers `/live` and `/ready` by HTTP, as probes of Kubernetes ask; null for nowhere."""
     registry: DiscoveryConfig = DiscoveryConfig()
     """Leases, and how clients of the registry reconnect; with discovery kubernetes `lease_ttl_s` is 15 by default."""
 
@@ -53,11 +55,11 @@ class RuntimeSpec(Config):
             return data
         return {**data, "registry": {"lease_ttl_s": _KUBERNETES_LEASE_S, **registry}}
 
-    @pydantic.field_validator("hub", "join")
+    @pydantic.field_validator("hub", "join", "probes")
     @classmethod
     def _check_hub(cls, address: str | None) -> str | None:
         if address is not None and not _tcp(address).port:
-            raise wrong(f"must name a port, so that other hosts find it, got {address!r}; such as 7400")
+            raise wrong(f"must name a port, so that others find it, got {address!r}; such as 7400")
         return address
 
     @pydantic.field_validator("listen")

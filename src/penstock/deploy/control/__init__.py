@@ -1,1 +1,1 @@
-"""The control channel of a deployment: a Unix socket in its private directory, by which commands and planners scale it."""
+"""What a supervisor answers: commands and planners that scale it, on a Unix socket in its private directory, and probes by HTTP."""

@@ -18,8 +18,10 @@ from penstock.core.types.instances import Role
 from penstock.deploy.card import check_model, make_card, open_checkpoint, served_name
 from penstock.deploy.causes import cause_of
 from penstock.deploy.control.messages import Deployment, ProcessView
+from penstock.deploy.control.probe_server import ProbeServer
 from penstock.deploy.control.record import DeploymentRecord, Origin, keep_record
 from penstock.deploy.control.server import ControlServer
+from penstock.deploy.drain import frontend_drain_s, worker_drain_s
 from penstock.deploy.messages import (
     Assignment,
     Common,
@@ -57,7 +59,6 @@ from penstock.runtime.discovery.hub import LocalHub
 Say = Callable[[str, str, str], None]
 Start = Callable[[Assignment], Awaitable[Child]]
 _WORKER_MODULE = "penstock.deploy.processes.worker_process"
-_KILL_AFTER_S = 5.0  # grace beyond the process's own drain timeout
 
 
 class LocalDeployment:
@@ -118,7 +119,7 @@ class LocalDeployment:
         self.pool = WorkerPool(
             self._roles,
             room=Room(Devices(count_devices()), self._cores, graph.router.workers_max),
-            drain_s=graph.worker.drain_timeout_s + graph.supervision.close_timeout_s + _KILL_AFTER_S,
+            drain_s=worker_drain_s(graph),
         )
         """The workers; once entered, `add`, `retire` and `flip` change them."""
         self.observations = ObservationStream()
@@ -170,6 +171,8 @@ class LocalDeployment:
                 port = stack.enter_context(Port(self.graph.frontend.host, self.graph.frontend.port))
                 self.url = port.url("http" if self.graph.frontend.tls is None else "https")
             self.admin_token = load_admin_token()
+            if self.graph.runtime.probes is not None:
+                await stack.enter_async_context(ProbeServer(self.graph.runtime.probes, self._waits_for))
             check_model(self.graph)
             self._say("penstock", "starting", f"model {served_name(self.graph)}")
             warnings = (
@@ -180,7 +183,7 @@ class LocalDeployment:
                 self._say("penstock", "warning", line)
             for line in say_empty(self.graph.roles):
                 self._say("penstock", "starting", line)
-            checkpoint = await asyncio.to_thread(open_checkpoint, self.graph)
+            checkpoint = await asyncio.to_thread(open_checkpoint, self.graph, self._roles)
             cards = {
                 name: await asyncio.to_thread(make_card, checkpoint, self.graph, role)
                 for name, role in self._roles.items()
@@ -246,7 +249,7 @@ class LocalDeployment:
                     except BaseException:
                         self.kill()
                         raise
-                    await self.frontends.drain(self.graph.frontend.drain_timeout_s + _KILL_AFTER_S)
+                    await self.frontends.drain(frontend_drain_s(self.graph))
                     await self.pool.drain()
                     await self.pool.close()
             except BaseExceptionGroup as errors:
@@ -273,7 +276,7 @@ class LocalDeployment:
             name=self.graph.name,
             pid=os.getpid(),
             started_s=wall_time_s(),
-            stop_s_max=self.graph.frontend.drain_timeout_s + _KILL_AFTER_S + self.pool.drain_s,
+            stop_s_max=frontend_drain_s(self.graph) + self.pool.drain_s,
             log=str(self.output.log.path),
             origin=self._origin,
         )
@@ -284,6 +287,16 @@ class LocalDeployment:
                 f"{runtime}: cannot be written: {(error.strerror or str(error)).lower()}"
             ) from error
         return directory
+
+    def _waits_for(self) -> dict[str, str]:
+        """Say what each process of this host that is not ready does, by name."""
+        if not self.members:
+            return {"penstock": "reads the model"}
+        return {
+            member.name: member.phase
+            for member in self.members
+            if member.is_stopping or not member.ready.is_set()
+        }
 
     def _create_members(
         self,

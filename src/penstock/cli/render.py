@@ -1,0 +1,77 @@
+"""`penstock render`."""
+
+import argparse
+from typing import Any
+
+from penstock.cli.arguments.flags import add_set
+
+TARGETS = ("kubernetes",)
+
+
+def add(commands: Any) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "render",
+        help="print what runs a graph on Kubernetes and elsewhere",
+        description="Print what runs a graph elsewhere. Nothing is started or asked. What no pod could have is refused: one line"
+        " for each field, with what to do.",
+        epilog="Exit code: 2 if the graph has a mistake, or something that is of one machine.",
+    )
+    parser.add_argument("file", metavar="FILE", help="YAML, or Python that sets `graph`")
+    parser.add_argument("--target", choices=TARGETS, default="kubernetes", help="default: kubernetes")
+    parser.add_argument("--image", help="of frontends and workers without GPUs (default: penstock:VERSION)")
+    parser.add_argument(
+        "--gpu-image", metavar="IMAGE", help="of workers with GPUs (default: penstock-cuda:VERSION)"
+    )
+    parser.add_argument("--namespace", metavar="NAME", help="of every object (default: kubectl's)")
+    parser.add_argument(
+        "--secret",
+        metavar="NAME",
+        help="Secret with the key `secret`, and optionally admin-token, api-key and hf-token (default: GRAPH-secret)",
+    )
+    parser.add_argument(
+        "--mount",
+        metavar="PATH=KIND:NAME",
+        action="append",
+        default=[],
+        help="a directory of every pod that the graph names; KIND is secret, configmap, claim or host; may be repeated",
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="WHERE",
+        default="pod",
+        help="weights of a hub model: pod (each downloads them), size:200Gi, claim:NAME or host:/DIRECTORY (default: pod)",
+    )
+    parser.add_argument(
+        "--service-monitor", action="store_true", help="with a ServiceMonitor for Prometheus's operator"
+    )
+    parser.add_argument("--no-network-policy", action="store_true", help="without NetworkPolicies")
+    add_set(parser, "set a field, as for serve")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from penstock.deploy.manifests.kubernetes import kubernetes_objects  # noqa: PLC0415
+    from penstock.deploy.manifests.options import Cache, Mount, RenderOptions  # noqa: PLC0415
+    from penstock.deploy.manifests.yaml_text import dump_all  # noqa: PLC0415
+    from penstock.graph import Overrides, load  # noqa: PLC0415
+
+    graph = load(options.file, Overrides(options.set))
+    given = {
+        "image": options.image,
+        "gpu_image": options.gpu_image,
+        "namespace": options.namespace,
+        "secret": options.secret,
+    }
+    settings = RenderOptions.parse(
+        {name: value for name, value in given.items() if value is not None}
+        | {
+            "mounts": [Mount.read(text) for text in options.mount],
+            "cache": Cache.read(options.cache),
+            "service_monitor": options.service_monitor,
+            "network_policy": not options.no_network_policy,
+        },
+        source=lambda path: f"--{str(path[0]).replace('_', '-')}" if path else "options",
+    )
+    print(dump_all(kubernetes_objects(graph, settings)), end="")  # noqa: T201
+    return 0

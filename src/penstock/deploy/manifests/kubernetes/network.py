@@ -1,0 +1,159 @@
+"""Services, and NetworkPolicies that open the ports in use alone."""
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from penstock.deploy.manifests.kubernetes.deployed import FRONTEND, WORKER_LABEL, Deployed
+from penstock.deploy.manifests.paths import weights_from_hub
+from penstock.deploy.manifests.pod_graph import (
+    KV_PORT,
+    REQUEST_PORT,
+    frontend_port,
+    probe_port,
+    workers_per_pod,
+)
+
+_HTTPS = 443
+_API_SERVER = 6443
+_DNS = 53
+_DEFAULT_PORTS = {"http": 80, "https": 443, "nats": 4222, "tls": 4222}
+_OWN_TRANSFER = ("vllm", "sglang", "trtllm")
+"""Engines that move KV themselves, at ports that they choose."""
+
+
+def services(deployed: Deployed) -> Iterator[dict[str, Any]]:
+    """Give the Service of clients, and the one without an address that names workers."""
+    scheme = "https" if deployed.graph.frontend.tls is not None else "http"
+    port = {
+        "name": "http",
+        "port": frontend_port(deployed.graph),
+        "targetPort": "http",
+        "appProtocol": scheme,
+    }
+    yield deployed.object(
+        "v1",
+        "Service",
+        deployed.part_name(FRONTEND),
+        FRONTEND,
+        spec={"type": "ClusterIP", "selector": deployed.selector(FRONTEND), "ports": [port]},
+    )
+    yield deployed.object(
+        "v1",
+        "Service",
+        deployed.part_name("workers"),
+        spec={
+            "clusterIP": "None",
+            "selector": deployed.selector() | {WORKER_LABEL: "true"},
+            "ports": [
+                {"name": "requests", "port": REQUEST_PORT, "targetPort": REQUEST_PORT},
+                {"name": "kv", "port": KV_PORT, "targetPort": KV_PORT},
+            ],
+        },
+    )
+
+
+def network_policies(deployed: Deployed) -> Iterator[dict[str, Any]]:
+    """Give a policy of frontends and one of workers: who may come in, and at which ports they go out."""
+    probes = probe_port(deployed.graph)
+    requests = _tcp(REQUEST_PORT) if _are_alone(deployed) else None
+    workers = deployed.selector() | {WORKER_LABEL: "true"}
+    yield _policy(
+        deployed,
+        FRONTEND,
+        deployed.selector(FRONTEND),
+        ingress=[{"ports": _tcp(frontend_port(deployed.graph), probes)}],
+        egress=[_to(workers, requests), *_outside(_frontend_ports(deployed))],
+    )
+    among = None if moves_kv_itself(deployed) else _tcp(REQUEST_PORT, KV_PORT)
+    yield _policy(
+        deployed,
+        "workers",
+        workers,
+        ingress=[
+            _from(deployed.selector(FRONTEND), requests),
+            _from(workers, among),
+            {"ports": _tcp(probes)},
+        ],
+        egress=[_to(workers, among), *_outside(_worker_ports(deployed))],
+    )
+
+
+def moves_kv_itself(deployed: Deployed) -> bool:
+    """Whether an engine of several roles moves KV by ports of its own, which no graph knows."""
+    return len(deployed.roles) > 1 and any(role.engine in _OWN_TRANSFER for role in deployed.roles.values())
+
+
+def _are_alone(deployed: Deployed) -> bool:
+    """Whether each worker has a pod, and so a port, of its own; several of one pod take free ports."""
+    return all(workers_per_pod(role) == 1 for role in deployed.roles.values())
+
+
+def _policy(deployed: Deployed, part: str, selector: dict[str, str], **rules: Any) -> dict[str, Any]:
+    spec = {"podSelector": {"matchLabels": selector}, "policyTypes": ["Ingress", "Egress"], **rules}
+    return deployed.object("networking.k8s.io/v1", "NetworkPolicy", deployed.part_name(part), spec=spec)
+
+
+def _outside(ports: set[int]) -> Iterator[dict[str, Any]]:
+    """Allow names to be resolved, and these ports anywhere."""
+    yield {"ports": [{"protocol": "UDP", "port": _DNS}, {"protocol": "TCP", "port": _DNS}]}
+    if ports:
+        yield {"ports": _tcp(*sorted(ports))}
+
+
+def _common_ports(deployed: Deployed) -> set[int]:
+    """Give the ports of registries and collectors of traces."""
+    graph = deployed.pods.graph
+    ports = {port_of(url) for url in graph.runtime.urls}
+    if deployed.asks_api:
+        ports |= {_HTTPS, _API_SERVER}
+    if graph.tracing is not None:
+        ports.add(port_of(graph.tracing.endpoint))
+    if weights_from_hub(graph):
+        ports.add(_HTTPS)
+    return ports
+
+
+def _frontend_ports(deployed: Deployed) -> set[int]:
+    fetched = deployed.graph.frontend.media.fetch.places
+    return _common_ports(deployed) | {port for _, port in fetched}
+
+
+def _worker_ports(deployed: Deployed) -> set[int]:
+    ports = _common_ports(deployed)
+    for role in deployed.roles.values():
+        if (url := role.kv.object.url) and not url.startswith("file:"):
+            ports.add(port_of(role.kv.object.options.get("endpoint", "https://store")))
+        if workers_per_pod(role) != 1 or role.engine == "openai":
+            ports |= {port_of(text) for text in _urls_in(role.engine_args)}
+    return ports
+
+
+def port_of(url: str) -> int:
+    """Give the port that a URL names, or that of its scheme."""
+    parts = urlsplit(url)
+    return parts.port or _DEFAULT_PORTS.get(parts.scheme, _HTTPS)
+
+
+def _urls_in(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        node = list(node.values())
+    if isinstance(node, list | tuple):
+        for inner in node:
+            yield from _urls_in(inner)
+    elif isinstance(node, str) and node.startswith(("http://", "https://", "tcp://")):
+        yield node
+
+
+def _tcp(*ports: int) -> list[dict[str, Any]]:
+    return [{"protocol": "TCP", "port": port} for port in ports]
+
+
+def _to(selector: dict[str, str], ports: list[dict[str, Any]] | None) -> dict[str, Any]:
+    rule: dict[str, Any] = {"to": [{"podSelector": {"matchLabels": selector}}]}
+    return rule if ports is None else rule | {"ports": ports}
+
+
+def _from(selector: dict[str, str], ports: list[dict[str, Any]] | None) -> dict[str, Any]:
+    rule: dict[str, Any] = {"from": [{"podSelector": {"matchLabels": selector}}]}
+    return rule if ports is None else rule | {"ports": ports}

@@ -1,0 +1,59 @@
+"""All objects of a graph, in the order in which they are applied."""
+
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.deploy.manifests.kubernetes.access import access
+from penstock.deploy.manifests.kubernetes.deployed import FRONTEND, Deployed, check_names, check_replicas
+from penstock.deploy.manifests.kubernetes.network import network_policies, services
+from penstock.deploy.manifests.kubernetes.volumes import cache_claim
+from penstock.deploy.manifests.kubernetes.workloads import budgets, check_one_node, workloads
+from penstock.deploy.manifests.options import RenderOptions
+from penstock.deploy.manifests.pod_graph import make_pod_graph
+from penstock.graph import Graph
+
+
+def kubernetes_objects(graph: Graph, options: RenderOptions) -> list[dict[str, Any]]:
+    """Give the objects that run a graph, as the API of Kubernetes takes them; equal for equal arguments.
+
+    The Secret is not among them: pods refer to it, and its owner makes it.
+
+    Raises:
+        ConfigError: the graph has what no pod could have; one line for each.
+    """
+    check_names(graph)
+    if graph.runtime.discovery == "local":
+        raise ConfigError(
+            "runtime.discovery: local: pods find each other by a registry that each of them reaches; set etcd or nats, and its"
+            " urls, as --set runtime.discovery=etcd --set runtime.urls=[http://etcd:2379]"
+        )
+    check_replicas(graph)
+    deployed = Deployed(graph=graph, pods=make_pod_graph(graph, options, {}), options=options)
+    check_one_node(deployed)
+    claim = cache_claim(deployed)
+    return [
+        *access(deployed),
+        deployed.object(
+            "v1", "ConfigMap", deployed.config_name, immutable=True, data=dict(deployed.pods.files)
+        ),
+        *([claim] if claim is not None else []),
+        *services(deployed),
+        *workloads(deployed),
+        *budgets(deployed),
+        *(network_policies(deployed) if options.network_policy else ()),
+        *([_service_monitor(deployed)] if options.service_monitor else []),
+    ]
+
+
+def _service_monitor(deployed: Deployed) -> dict[str, Any]:
+    """Let Prometheus ask each frontend, whose metrics say what it sees of all workers, too."""
+    endpoint: dict[str, Any] = {"port": "http", "path": "/metrics", "interval": "15s"}
+    if deployed.graph.frontend.tls is not None:
+        endpoint |= {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
+    return deployed.object(
+        "monitoring.coreos.com/v1",
+        "ServiceMonitor",
+        deployed.part_name(FRONTEND),
+        FRONTEND,
+        spec={"selector": {"matchLabels": deployed.selector(FRONTEND)}, "endpoints": [endpoint]},
+    )

@@ -1,0 +1,219 @@
+"""Objects of Kubernetes for every example graph: valid, consistent with each other, and with what the processes need."""
+
+import re
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from penstock.cli import make_parser
+from penstock.core.errors import ConfigError
+from penstock.deploy.drain import frontend_drain_s, worker_drain_s
+from penstock.deploy.manifests.yaml_text import dump_all
+from penstock.deploy.supervisor.local_part import LocalPart
+from penstock.graph import Graph, Overrides, load
+from tests.support.rendered import EXAMPLES, by_kind, example, objects_of, pods
+
+OF_SEVERAL_NODES = {"deepseek-r1-gb200-sglang.yaml", "deepseek-r1-gb200-trtllm.yaml"}
+ON_NODES = [path for path in EXAMPLES if path.name not in OF_SEVERAL_NODES]
+OLDEST, NEWEST = "1.31", "1.37"
+
+
+@pytest.fixture(params=ON_NODES, ids=lambda path: path.stem)
+def graph(request: pytest.FixtureRequest) -> Graph:
+    return example(request.param)
+
+
+def container(template: dict) -> dict:
+    (only,) = template["spec"]["containers"]
+    return only
+
+
+def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
+    return selector.items() <= labels.items()
+
+
+def test_every_object_is_valid(graph: Graph) -> None:
+    for each in objects_of(graph):
+        kubernetes_validate.validate(each, NEWEST, strict=True)
+
+
+def test_older_clusters_take_them_and_a_misspelt_field_would_be_found() -> None:
+    objects = objects_of(example(ON_NODES[0]))
+    for each in objects:
+        kubernetes_validate.validate(each, OLDEST, strict=True)
+    policy = objects[-1]
+    policy["spec"]["ingres"] = policy["spec"].pop("ingress")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(policy, NEWEST, strict=True)
+
+
+def test_the_same_graph_gives_the_same_text_and_yaml_reads_it_back(graph: Graph) -> None:
+    first, again = objects_of(graph), objects_of(graph)
+    text = dump_all(first)
+    assert text == dump_all(again)
+    assert list(yaml.safe_load_all(text)) == first
+    names = [(each["kind"], each["metadata"]["name"]) for each in first]
+    assert len(names) == len(set(names))
+    assert all(re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", name) for _, name in names)
+
+
+def test_pods_read_their_graph_and_run_all_of_it(graph: Graph, tmp_path: Path) -> None:
+    objects = objects_of(graph)
+    (config,) = by_kind(objects, "ConfigMap").values()
+    for name, text in config["data"].items():
+        (tmp_path / name).write_text(text.replace("/etc/penstock/", f"{tmp_path}/"))
+    replicas = {
+        name: each["spec"]["replicas"]
+        for kind in ("Deployment", "StatefulSet")
+        for name, each in by_kind(objects, kind).items()
+    }
+    run = {}
+    for name, template in pods(objects).items():
+        command, file, *flags = container(template)["args"]
+        flags = [flag.replace("$(POD_IP)", "10.1.2.3") for flag in flags]
+        options = make_parser().parse_args([command, str(tmp_path / Path(file).name), *flags])
+        read = load(options.file, Overrides(options.set))
+        part = LocalPart.parse(options.part, read.roles.present())
+        if part.has_frontends:
+            run["frontend"] = replicas[name] * read.frontend.processes
+            assert read.frontend.host == "0.0.0.0"
+        for role, spec in part.of(read.roles.present()).items():
+            run[role] = replicas[name] * spec.replicas
+            ours = graph.roles.present()[role].model_dump(exclude={"replicas", "replicas_max", "profile"})
+            assert spec.model_dump(exclude={"replicas", "replicas_max", "profile"}) == ours
+            assert read.runtime.listen == "tcp://10.1.2.3:7401"
+            assert read.worker.kv_transfer.transfer.listen[-1] == "tcp://10.1.2.3:7402"
+        same = {"name", "model", "block_size", "router", "slo", "request_plane", "supervision", "tracing"}
+        assert read.model_dump(include=same) == graph.model_dump(include=same)
+    declared = {role: spec.replicas for role, spec in graph.roles.present().items()}
+    assert run == {"frontend": graph.frontend.processes, **declared}
+
+
+def test_what_one_object_says_of_another_is_there(graph: Graph) -> None:
+    objects = objects_of(graph)
+    templates = pods(objects)
+    labels = [template["metadata"]["labels"] for template in templates.values()]
+    for kind in ("Deployment", "StatefulSet"):
+        for each in by_kind(objects, kind).values():
+            assert selects(
+                each["spec"]["selector"]["matchLabels"], each["spec"]["template"]["metadata"]["labels"]
+            )
+    for each in by_kind(objects, "PodDisruptionBudget").values():
+        assert sum(selects(each["spec"]["selector"]["matchLabels"], one) for one in labels) == 1
+    for each in by_kind(objects, "Service").values():
+        chosen = [
+            container(template)
+            for template in templates.values()
+            if selects(each["spec"]["selector"], template["metadata"]["labels"])
+        ]
+        assert chosen
+        for port in each["spec"]["ports"]:
+            for one in chosen:
+                known = {port["name"]: port["containerPort"] for port in one["ports"]}
+                assert port["targetPort"] in {*known, *known.values()}
+    accounts, maps = by_kind(objects, "ServiceAccount"), by_kind(objects, "ConfigMap")
+    for template in templates.values():
+        spec, one = template["spec"], container(template)
+        assert spec["serviceAccountName"] in accounts
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert {mount["name"] for mount in one["volumeMounts"]} == set(volumes)
+        assert volumes["graph"]["configMap"]["name"] in maps
+        names = {port["name"] for port in one["ports"]}
+        assert len(names) == len(one["ports"]) == len({port["containerPort"] for port in one["ports"]})
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            asked = one[probe]["httpGet"]
+            known = {"probes": {"/live", "/ready"}, "http": {"/health", "/live"}}
+            assert asked["port"] in names
+            assert asked["path"] in known[asked["port"]]
+
+
+def test_pods_may_do_no_more_than_they_need(graph: Graph) -> None:
+    for template in pods(objects_of(graph)).values():
+        spec, one = template["spec"], container(template)
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False, "with etcd nobody asks the API"
+        assert one["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        for variable in one["env"]:
+            if re.search(r"SECRET|TOKEN|KEY", variable["name"]):
+                assert "value" not in variable
+                assert variable["valueFrom"]["secretKeyRef"]["name"] == f"{graph.name}-secret"
+
+
+def test_a_pod_gets_the_time_that_its_processes_take_to_end(graph: Graph) -> None:
+    for name, template in pods(objects_of(graph)).items():
+        grace_s = template["spec"]["terminationGracePeriodSeconds"]
+        stop = (
+            container(template)
+            .get("lifecycle", {})
+            .get("preStop", {})
+            .get("exec", {})
+            .get("command", ["", "0"])
+        )
+        ends_s = frontend_drain_s(graph) if name.endswith("-frontend") else worker_drain_s(graph)
+        assert grace_s >= int(stop[1]) + ends_s + 1
+
+
+def allowed(
+    rules: list[dict], side: str, labels: dict[str, str] | None, port: int, protocol: str = "TCP"
+) -> bool:
+    """Whether a rule lets a peer with these labels through at a port; None is somebody outside of the deployment."""
+    for rule in rules:
+        peers = rule.get(side)
+        if peers is not None and (
+            labels is None or not any(selects(peer["podSelector"]["matchLabels"], labels) for peer in peers)
+        ):
+            continue
+        ports = rule.get("ports")
+        if ports is None or {"protocol": protocol, "port": port} in ports:
+            return True
+    return False
+
+
+def test_network_policies_let_through_what_the_processes_need_and_nothing_else(graph: Graph) -> None:
+    objects = objects_of(graph)
+    labels = {name: template["metadata"]["labels"] for name, template in pods(objects).items()}
+    policies = by_kind(objects, "NetworkPolicy").values()
+
+    def rules(name: str, direction: str) -> list[dict]:
+        (policy,) = [
+            each for each in policies if selects(each["spec"]["podSelector"]["matchLabels"], labels[name])
+        ]
+        return policy["spec"][direction]
+
+    (frontend,) = [name for name in labels if name.endswith("-frontend")]
+    workers = [name for name in labels if name != frontend]
+    assert allowed(rules(frontend, "ingress"), "from", None, graph.frontend.port), "clients"
+    for name in labels:
+        assert allowed(rules(name, "ingress"), "from", None, 7403), "the kubelet's probes"
+        assert allowed(rules(name, "egress"), "to", None, 53, "UDP"), "names"
+        assert allowed(rules(name, "egress"), "to", None, 2379), "the registry"
+        hub = graph.model != "demo"
+        assert allowed(rules(name, "egress"), "to", None, 443) is hub, "weights and tokenizer"
+        assert not allowed(rules(name, "egress"), "to", None, 22)
+    for worker in workers:
+        assert allowed(rules(frontend, "egress"), "to", labels[worker], 7401)
+        assert allowed(rules(worker, "ingress"), "from", labels[frontend], 7401), "requests"
+        assert not allowed(rules(worker, "ingress"), "from", labels[frontend], 7402)
+        assert not allowed(rules(worker, "ingress"), "from", None, 7401), "strangers"
+        own = len(workers) > 1 and any(role.engine == "vllm" for role in graph.roles.present().values())
+        for other in workers:
+            for port, needed in ((7401, True), (7402, True), (5600, own), (50_000, own)):
+                assert allowed(rules(worker, "egress"), "to", labels[other], port) is needed
+                assert allowed(rules(worker, "ingress"), "from", labels[other], port) is needed
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in EXAMPLES if path.name in OF_SEVERAL_NODES], ids=lambda path: path.stem
+)
+def test_workers_of_several_nodes_are_refused(path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"roles\.\w+: \d+ GPUs: a worker here is one pod, and a machine with gb200 has 4"
+    ):
+        objects_of(example(path))

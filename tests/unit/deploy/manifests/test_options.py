@@ -1,0 +1,221 @@
+"""What is asked for beside the graph: volumes, images, names; and what of a graph no pod could have."""
+
+import json
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from penstock import cli
+from penstock.core.errors import ConfigError
+from penstock.deploy.manifests.options import Cache, Mount
+from penstock.graph import build
+from tests.support.rendered import by_kind, objects_of, pods
+
+BASE = {"name": "chat", "model": "demo", "runtime": {"discovery": "etcd", "urls": ["http://etcd:2379"]}}
+VLLM = {"engine": "vllm", "hardware": "h100", "tensor_parallel": 4, "replicas": 2}
+
+
+def graph(**changes):
+    return build(BASE | changes)
+
+
+def refusal(options=None, **changes) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        objects_of(graph(**changes), **(options or {}))
+    return caught.value.message.splitlines()
+
+
+def test_gpus_are_asked_for_by_worker() -> None:
+    objects = objects_of(graph(model="org/model", roles={"aggregated": VLLM}), gpu_image="registry/cuda:1")
+    (deployment,) = (
+        each for name, each in by_kind(objects, "Deployment").items() if name == "chat-aggregated"
+    )
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "registry/cuda:1"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    environment = {each["name"]: each for each in container["env"]}
+    assert environment["VLLM_NIXL_SIDE_CHANNEL_HOST"]["value"] == "$(POD_IP)"
+    assert environment["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {
+        "name": "chat-secret",
+        "key": "hf-token",
+        "optional": True,
+    }
+    names = [each["name"] for each in container["env"]]
+    assert names.index("POD_IP") < names.index("VLLM_NIXL_SIDE_CHANNEL_HOST"), (
+        "only what stands before is expanded"
+    )
+
+
+def test_a_disk_tier_has_a_volume_of_each_worker() -> None:
+    role = {"engine": "paged", "replicas": 2, "kv": {"disk": "/var/lib/kv/blocks:10GiB", "host": "4GiB"}}
+    objects = objects_of(graph(roles={"aggregated": role}))
+    (stateful,) = by_kind(objects, "StatefulSet").values()
+    kubernetes_validate.validate(stateful, "1.37", strict=True)
+    (claim,) = stateful["spec"]["volumeClaimTemplates"]
+    assert claim["spec"]["resources"]["requests"]["storage"] == "11265Mi"
+    (container,) = stateful["spec"]["template"]["spec"]["containers"]
+    assert {"name": "kv-disk", "mountPath": "/var/lib/kv"} in container["volumeMounts"]
+    assert container["resources"]["requests"]["memory"] == "6144Mi"
+    assert stateful["spec"]["serviceName"] in by_kind(objects, "Service")
+
+
+@pytest.mark.parametrize(
+    ("cache", "volume"),
+    [
+        ("pod", {"emptyDir": {}}),
+        ("size:200Gi", {"persistentVolumeClaim": {"claimName": "chat-cache"}}),
+        ("claim:weights", {"persistentVolumeClaim": {"claimName": "weights"}}),
+        ("host:/data/hub", {"hostPath": {"path": "/data/hub", "type": "DirectoryOrCreate"}}),
+    ],
+)
+def test_where_weights_are_kept(cache: str, volume: dict) -> None:
+    objects = objects_of(graph(model="org/model"), cache=Cache.read(cache))
+    for each in objects:
+        kubernetes_validate.validate(each, "1.37", strict=True)
+    for template in pods(objects).values():
+        assert {"name": "cache", **volume} in template["spec"]["volumes"]
+    assert ("chat-cache" in by_kind(objects, "PersistentVolumeClaim")) is (cache == "size:200Gi")
+
+
+def test_files_of_the_graph_are_mounted_and_others_are_refused() -> None:
+    files = {
+        "frontend": {
+            "api_key_file": "/etc/keys/tenants.yaml",
+            "tls": {"certificate": "/etc/tls/tls.crt", "key": "/etc/tls/tls.key"},
+        },
+        "model": "/models/llama",
+    }
+    lines = refusal(**files)
+    assert [line.split(":")[0] for line in lines] == [
+        "model", "frontend.api_key_file", "frontend.tls.certificate", "frontend.tls.key",
+    ]  # fmt: skip
+    assert lines[1] == (
+        "frontend.api_key_file: /etc/keys/tenants.yaml: no pod has it; mount its directory by --mount /etc/keys=secret:NAME or claim:NAME"
+    )
+    mounts = [
+        Mount.read(text) for text in ("/etc/keys=secret:keys", "/etc/tls=secret:tls", "/models=claim:models")
+    ]
+    objects = objects_of(graph(**files), mounts=mounts)
+    template = pods(objects)["chat-frontend"]
+    assert {"name": "mount-2", "persistentVolumeClaim": {"claimName": "models"}} in template["spec"][
+        "volumes"
+    ]
+    (container,) = template["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    assert container["livenessProbe"]["httpGet"]["scheme"] == "HTTP", (
+        "the supervisor's port has no certificate"
+    )
+    for each in objects:
+        kubernetes_validate.validate(each, "1.37", strict=True)
+
+
+def test_profiles_go_along(tmp_path: Path) -> None:
+    profile = Path(__file__).parents[4] / "examples/profiles/8b-h100-bf16-tp1.json"
+    role = {"engine": "vllm", "hardware": "h100", "profile": str(profile)}
+    (config,) = by_kind(objects_of(graph(model="org/m", roles={"aggregated": role})), "ConfigMap").values()
+    assert json.loads(config["data"]["aggregated.profile.json"]) == json.loads(profile.read_text())
+    read = yaml.safe_load(config["data"]["graph.yaml"])
+    assert read["roles"]["aggregated"]["profile"] == "/etc/penstock/aggregated.profile.json"
+
+
+def test_servers_elsewhere_have_one_pod_of_all_their_workers() -> None:
+    role = {"engine": "openai", "engine_args": {"url": ["http://vllm-0:8001", "http://vllm-1:8001"]}}
+    objects = objects_of(graph(roles={"aggregated": role}))
+    deployment = by_kind(objects, "Deployment")["chat-aggregated"]
+    assert deployment["spec"]["replicas"] == 1
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert "aggregated=2" in container["args"]
+    policy = by_kind(objects, "NetworkPolicy")["chat-workers"]
+    assert any({"protocol": "TCP", "port": 8001} in rule["ports"] for rule in policy["spec"]["egress"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"name": "My_Chat"}, "name: My_Chat: objects of Kubernetes are named after it, so it must be up to 40 small letters"),
+        ({"name": "c" * 41}, "name: " + "c" * 41),
+        ({"runtime": {"hub": "tcp://10.0.0.1:7400"}}, "runtime.discovery: local: pods find each other by a registry"),
+        ({"runtime": BASE["runtime"] | {"listen": "tcp://10.0.0.1:0"}}, "runtime.listen: tcp://10.0.0.1:0: pods have addresses"),
+        ({"frontend": {"host": "10.0.0.7"}}, "frontend.host: 10.0.0.7: no pod has this address; leave it out"),
+        ({"frontend": {"port": 80}}, "frontend.port: 80: needs root"),
+        ({"frontend": {"port": 7401}}, "frontend.port: 7401: is a port that pods use otherwise"),
+        ({"frontend": {"access_log": "/var/log/p.log"}}, "frontend.access_log: /var/log/p.log: a pod's lines go to stderr"),
+        ({"frontend": {"batches": {"directory": "/b"}}}, "frontend.batches.directory: /b: no pod has it; mount its directory by"),
+        ({"worker": {"own_cores": True}}, "worker.own_cores: true: a pod has the cores"),
+        ({"worker": {"kv_transfer": {"transfer": {"secret": "hunter2hunter2"}}}}, "worker.kv_transfer.transfer.secret: (not shown)"),
+        ({"model": "./llama"}, "model: ./llama: is relative to a directory of this machine"),
+        ({"model": "llama-3.1-8b"}, "model: 'llama-3.1-8b' is a shape for penstock simulate"),
+        ({"roles": {"aggregated": {"replicas": 0}}}, "roles: have no worker at all"),
+        ({"roles": {"aggregated": {"engine": "mock", "replicas": 10**9}}}, "roles.aggregated.replicas: 1,000,000,000 workers, but a router knows at most 1,024"),
+        ({"roles": {"aggregated": {"engine": "mock", "locations": [{"zone": "a"}, {"zone": "b"}]}}}, "roles.aggregated.locations: 2 places"),
+        ({"roles": {"aggregated": VLLM | {"engine_args": {"hf_token": "hf_x"}}}, "model": "o/m"}, "roles.aggregated.engine_args.hf_token: (not shown)"),
+        ({"roles": {"aggregated": VLLM | {"engine_args": {"download_dir": "/data"}}}, "model": "o/m"}, "roles.aggregated.engine_args.download_dir: /data: no pod"),
+        ({"roles": {"aggregated": {"engine": "openai", "engine_args": {"url": ["http://127.0.0.1:8001"]}}}}, "roles.aggregated.engine_args.url.0: http://127.0.0.1:8001: each pod has a loopback"),
+        ({"roles": {"aggregated": VLLM | {"tensor_parallel": 16}}, "model": "o/m"}, "roles.aggregated: 16 GPUs: a worker here is one pod"),
+    ],
+)  # fmt: skip
+def test_what_no_pod_could_have(changes: dict, line: str) -> None:
+    lines = refusal(**changes)
+    assert any(each.startswith(line) for each in lines), lines
+    assert not any("hunter2" in each or "hf_x" in each for each in lines)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--mount", "keys=secret:x"],
+        ["--mount", "/etc=secret:x"],
+        ["--mount", "/a/../etc=secret:x"],
+        ["--mount", "/keys=vault:x"],
+        ["--mount", "/keys=secret:Not_A_Name"],
+        ["--mount", "/k=secret:x", "--mount", "/k=secret:y"],
+        ["--cache", "200Gi"],
+        ["--cache", "size:200"],
+        ["--image", "a b"],
+        ["--image", "x\ny: z"],
+        ["--namespace", "Prod"],
+        ["--secret", "{{ .Values.x }}"],
+    ],
+)
+def test_wrong_flags_are_one_line(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "graph.yaml"
+    path.write_text(yaml.safe_dump(BASE))
+    assert cli.main(["render", str(path), *flags]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"penstock: {flags[0]}"), line
+
+
+def test_strings_with_special_characters_come_through(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "a: {{ .Values.x }} $(POD_IP) ${HOME} # \"'\n--- - !!python/object"
+    document = BASE | {"served_name": hostile, "router": {"policy": "kv"}}
+    path = tmp_path / "graph.yaml"
+    path.write_text(yaml.safe_dump(document))
+    assert cli.main(["render", str(path), "--namespace", "prod"]) == 0
+    objects = list(yaml.safe_load_all(capsys.readouterr().out))
+    (config,) = by_kind(objects, "ConfigMap").values()
+    assert yaml.safe_load(config["data"]["graph.yaml"])["served_name"] == hostile
+    assert {each["metadata"]["namespace"] for each in objects} == {"prod"}
+    for template in pods(objects).values():
+        assert hostile not in json.dumps(template), "what Kubernetes expands has no text of the graph"
+
+
+def test_another_graph_has_another_config_map_and_more_workers_have_the_same() -> None:
+    names = [
+        set(
+            by_kind(
+                objects_of(graph(roles={"aggregated": {"replicas": replicas}}, context_length=length)),
+                "ConfigMap",
+            )
+        )
+        for replicas, length in ((1, 512), (3, 512), (3, 1024))
+    ]
+    assert names[0] == names[1] != names[2], "more pods start no other one again"
