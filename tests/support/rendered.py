@@ -14,8 +14,6 @@ EXAMPLES = sorted(
     for folder in ("examples", "examples/graphs", "examples/recipes")
     for path in (ROOT / folder).glob("*.yaml")
 )
-REGISTRY = ("runtime.discovery=etcd", "runtime.urls=[http://etcd.registry:2379]")
-"""Examples are of one machine; pods need a registry."""
 SHAPES = ("8b-", "70b-", "671b-", "gpt-oss-120b-h100-p4d4.")
 """Graphs for simulations, of models without weights."""
 ELSEWHERE = {
@@ -27,7 +25,7 @@ ELSEWHERE = {
 
 def example(path: Path, *assignments: str) -> Graph:
     """Load an example as pods could run it; simulated models become the one of the package."""
-    changes = [*REGISTRY, *ELSEWHERE.get(path.name, ()), *assignments]
+    changes = [*ELSEWHERE.get(path.name, ()), *assignments]
     if path.name.startswith(SHAPES):
         changes.append("model=demo")
     name = load(path).name

@@ -134,7 +134,6 @@ def test_pods_may_do_no_more_than_they_need(graph: Graph) -> None:
         spec, one = template["spec"], container(template)
         assert spec["securityContext"]["runAsNonRoot"]
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert spec["automountServiceAccountToken"] is False, "with etcd nobody asks the API"
         assert one["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -193,9 +192,8 @@ def test_network_policies_let_through_what_the_processes_need_and_nothing_else(g
     for name in labels:
         assert allowed(rules(name, "ingress"), "from", None, 7403), "the kubelet's probes"
         assert allowed(rules(name, "egress"), "to", None, 53, "UDP"), "names"
-        assert allowed(rules(name, "egress"), "to", None, 2379), "the registry"
-        hub = graph.model != "demo"
-        assert allowed(rules(name, "egress"), "to", None, 443) is hub, "weights and tokenizer"
+        assert allowed(rules(name, "egress"), "to", None, 443), "the API of Kubernetes, weights"
+        assert allowed(rules(name, "egress"), "to", None, 6443), "that API behind its Service"
         assert not allowed(rules(name, "egress"), "to", None, 22)
     for worker in workers:
         assert allowed(rules(frontend, "egress"), "to", labels[worker], 7401)

@@ -13,7 +13,7 @@ from penstock.deploy.manifests.options import Cache, Mount
 from penstock.graph import build
 from tests.support.rendered import by_kind, objects_of, pods
 
-BASE = {"name": "chat", "model": "demo", "runtime": {"discovery": "etcd", "urls": ["http://etcd:2379"]}}
+BASE = {"name": "chat", "model": "demo"}
 VLLM = {"engine": "vllm", "hardware": "h100", "tensor_parallel": 4, "replicas": 2}
 
 
@@ -137,8 +137,8 @@ def test_servers_elsewhere_have_one_pod_of_all_their_workers() -> None:
     [
         ({"name": "My_Chat"}, "name: My_Chat: objects of Kubernetes are named after it, so it must be up to 40 small letters"),
         ({"name": "c" * 41}, "name: " + "c" * 41),
-        ({"runtime": {"hub": "tcp://10.0.0.1:7400"}}, "runtime.discovery: local: pods find each other by a registry"),
-        ({"runtime": BASE["runtime"] | {"listen": "tcp://10.0.0.1:0"}}, "runtime.listen: tcp://10.0.0.1:0: pods have addresses"),
+        ({"runtime": {"hub": "tcp://10.0.0.1:7400"}}, "runtime.hub: tcp://10.0.0.1:7400: pods have addresses of their own"),
+        ({"runtime": {"listen": "tcp://10.0.0.1:0"}}, "runtime.listen: tcp://10.0.0.1:0: pods have addresses"),
         ({"frontend": {"host": "10.0.0.7"}}, "frontend.host: 10.0.0.7: no pod has this address; leave it out"),
         ({"frontend": {"port": 80}}, "frontend.port: 80: needs root"),
         ({"frontend": {"port": 7401}}, "frontend.port: 7401: is a port that pods use otherwise"),
@@ -219,3 +219,19 @@ def test_another_graph_has_another_config_map_and_more_workers_have_the_same() -
         for replicas, length in ((1, 512), (3, 512), (3, 1024))
     ]
     assert names[0] == names[1] != names[2], "more pods start no other one again"
+
+
+def test_a_registry_of_the_graph_is_used_and_without_one_workers_are_leases() -> None:
+    leases = objects_of(graph())
+    (role,) = by_kind(leases, "Role").values()
+    assert role["rules"][0]["resources"] == ["leases"]
+    (binding,) = by_kind(leases, "RoleBinding").values()
+    assert binding["subjects"][0]["name"] in by_kind(leases, "ServiceAccount")
+    assert all(each["spec"]["automountServiceAccountToken"] for each in pods(leases).values())
+    etcd = objects_of(graph(runtime={"discovery": "etcd", "urls": ["http://etcd:2379"]}))
+    assert not by_kind(etcd, "Role")
+    assert not any(each["spec"]["automountServiceAccountToken"] for each in pods(etcd).values())
+    for policy in by_kind(etcd, "NetworkPolicy").values():
+        ports = [port["port"] for rule in policy["spec"]["egress"] for port in rule.get("ports", ())]
+        assert 2379 in ports
+        assert 6443 not in ports

@@ -7,9 +7,13 @@ from penstock.deploy.manifests.kubernetes.deployed import Deployed
 
 _GROUP = "rbac.authorization.k8s.io"
 DISCOVERY_RULES: list[dict[str, Any]] = [
-    {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "patch"]},
+    {
+        "apiGroups": ["coordination.k8s.io"],
+        "resources": ["leases"],
+        "verbs": ["get", "list", "watch", "create", "patch", "delete"],
+    },
 ]
-"""What discovery by Kubernetes asks."""
+"""What discovery by Kubernetes asks: workers are Leases."""
 
 
 def access(deployed: Deployed) -> Iterator[dict[str, Any]]:

@@ -53,7 +53,7 @@ class Deployed:
     @property
     def asks_api(self) -> bool:
         """Whether pods ask the API of Kubernetes who is there."""
-        return self.pods.graph.runtime.discovery not in {"local", "etcd", "nats"}
+        return self.pods.graph.runtime.discovery == "kubernetes"
 
     def part_name(self, part: str) -> str:
         return f"{self.name}-{part}"

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from penstock.core.errors import ConfigError
 from penstock.deploy.manifests.kubernetes.access import access
 from penstock.deploy.manifests.kubernetes.deployed import FRONTEND, Deployed, check_names, check_replicas
 from penstock.deploy.manifests.kubernetes.network import network_policies, services
@@ -16,19 +15,15 @@ from penstock.graph import Graph
 def kubernetes_objects(graph: Graph, options: RenderOptions) -> list[dict[str, Any]]:
     """Give the objects that run a graph, as the API of Kubernetes takes them; equal for equal arguments.
 
-    The Secret is not among them: pods refer to it, and its owner makes it.
+    The Secret is not among them: pods refer to it, and its owner makes it. Where the graph has no registry, its workers are Leases.
 
     Raises:
         ConfigError: the graph has what no pod could have; one line for each.
     """
     check_names(graph)
-    if graph.runtime.discovery == "local":
-        raise ConfigError(
-            "runtime.discovery: local: pods find each other by a registry that each of them reaches; set etcd or nats, and its"
-            " urls, as --set runtime.discovery=etcd --set runtime.urls=[http://etcd:2379]"
-        )
     check_replicas(graph)
-    deployed = Deployed(graph=graph, pods=make_pod_graph(graph, options, {}), options=options)
+    runtime = {"discovery": "kubernetes"} if graph.runtime.discovery == "local" else {}
+    deployed = Deployed(graph=graph, pods=make_pod_graph(graph, options, runtime), options=options)
     check_one_node(deployed)
     claim = cache_claim(deployed)
     return [

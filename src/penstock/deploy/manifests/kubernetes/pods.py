@@ -143,6 +143,8 @@ def _environment(deployed: Deployed, part: str) -> list[dict[str, Any]]:
     places = [
         ("POD_IP", "status.podIP"),
         ("PENSTOCK_HOST", "metadata.name"),
+        ("PENSTOCK_POD_NAME", "metadata.name"),
+        ("PENSTOCK_POD_UID", "metadata.uid"),
         ("PENSTOCK_RACK", "spec.nodeName"),
         ("PENSTOCK_ZONE", "metadata.labels['topology.kubernetes.io/zone']"),
         ("PENSTOCK_REGION", "metadata.labels['topology.kubernetes.io/region']"),
