@@ -171,18 +171,10 @@ class LocalDeployment:
                 port = stack.enter_context(Port(self.graph.frontend.host, self.graph.frontend.port))
                 self.url = port.url("http" if self.graph.frontend.tls is None else "https")
             self.admin_token = load_admin_token()
-            if self.graph.runtime.probes is not None:
-                await stack.enter_async_context(ProbeServer(self.graph.runtime.probes, self._waits_for))
+            await self._answer_probes(stack)
             check_model(self.graph)
             self._say("penstock", "starting", f"model {served_name(self.graph)}")
-            warnings = (
-                say_open(port, is_open=not self.asks_for_keys) if port else (),
-                say_small_kv(self.graph.roles, self.graph.block_size),
-            )
-            for line in itertools.chain(*warnings):
-                self._say("penstock", "warning", line)
-            for line in say_empty(self.graph.roles):
-                self._say("penstock", "starting", line)
+            self._say_warnings(port)
             checkpoint = await asyncio.to_thread(open_checkpoint, self.graph, self._roles)
             cards = {
                 name: await asyncio.to_thread(make_card, checkpoint, self.graph, role)
@@ -287,6 +279,20 @@ class LocalDeployment:
                 f"{runtime}: cannot be written: {(error.strerror or str(error)).lower()}"
             ) from error
         return directory
+
+    async def _answer_probes(self, stack: AsyncExitStack) -> None:
+        if self.graph.runtime.probes is not None:
+            await stack.enter_async_context(ProbeServer(self.graph.runtime.probes, self._waits_for))
+
+    def _say_warnings(self, port: Port | None) -> None:
+        warnings = (
+            say_open(port, is_open=not self.asks_for_keys) if port else (),
+            say_small_kv(self.graph.roles, self.graph.block_size),
+        )
+        for line in itertools.chain(*warnings):
+            self._say("penstock", "warning", line)
+        for line in say_empty(self.graph.roles):
+            self._say("penstock", "starting", line)
 
     def _waits_for(self) -> dict[str, str]:
         """Say what each process of this host that is not ready does, by name."""
