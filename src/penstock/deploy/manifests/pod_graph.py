@@ -11,7 +11,7 @@ from penstock.deploy.card import check_model
 from penstock.deploy.manifests.options import GRAPH_PATH, RenderOptions
 from penstock.deploy.manifests.paths import lost_paths
 from penstock.deploy.manifests.yaml_text import dump
-from penstock.deploy.supervisor.local import runnable_roles
+from penstock.deploy.supervisor.local_part import runnable_roles
 from penstock.engine.registry import engine_kind
 from penstock.graph import Graph, RoleSpec
 
