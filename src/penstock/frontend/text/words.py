@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from penstock.core.wire import TokenArray
+from penstock.frontend.text.detokenize import BYTE_OF
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What a `ByteLevel` step with `use_regex` cuts by."""
@@ -30,8 +31,8 @@ _WORDS_MAX = 1 << 15
 _WORD_CHARACTERS_MAX = 64
 _NEW_WORDS_MAX = 64
 """Words that one text may add. A text with more goes to the tokenizer as a whole, which is then as fast."""
-_ALONE_MAX = 4
-"""Up to so many new words are tokenized one after the other, 4 us each: the library's threads for a batch take 10 us."""
+_BYTE_LEVEL = {byte: character for character, byte in BYTE_OF.items() if byte < 128}
+"""What a byte-level model has for each character of ASCII."""
 _PROBES = (
     "The quick brown fox's 3 lazy dogs don't jump: 12345 times!\n\n  if x == 'y':\r\n\treturn {\"a\": [1, 2.5]}  \n",
     "I'LL say WE'VE seen camelCase, snake_case and http://example.com/a?b=c&d=%20   \t\t<tag attr=\"v\"/> ...",
@@ -68,6 +69,7 @@ class WordTokens:
     def __init__(self, tokenizer: Tokenizer, tokenizer_json: bytes) -> None:
         """Find out whether the model's text can be cut into words; `encode` always works."""
         self._tokenizer = tokenizer
+        self._model = tokenizer.model
         self._words: dict[str, bytes] = {}
         self._special: dict[str, bytes] = {}
         self._cut_special: re.Pattern[str] | None = None
@@ -109,12 +111,7 @@ class WordTokens:
         known = self._words
         new = list(set(words).difference(known))
         learned = new[:_NEW_WORDS_MAX]
-        encode, size = self._tokenizer.encode_batch_fast, len(learned) if len(learned) > _ALONE_MAX else 1
-        fresh: dict[str, bytes] = {}
-        for start in range(0, len(learned), size):
-            batch = learned[start : start + size]
-            for word, encoding in zip(batch, encode(batch, add_special_tokens=False), strict=True):
-                fresh[word] = _packed(encoding.ids)
+        fresh = {word: self._encode_word(word) for word in learned}
         if len(known) + len(fresh) > _WORDS_MAX:
             self._words = dict(self._special)  # a thread that reads the old one goes on with it
         self._words.update(
@@ -123,6 +120,12 @@ class WordTokens:
         if len(new) > len(learned):
             return self._encode_whole(text, special=False).tobytes()
         return b"".join([fresh[word] if word in fresh else known[word] for word in words])
+
+    def _encode_word(self, word: str) -> bytes:
+        """Give the packed tokens of a word: by the model's merges alone, as it is cut and normalized already."""
+        if len(word) > _WORD_CHARACTERS_MAX:
+            return self._encode_whole(word, special=False).tobytes()
+        return _packed([token.id for token in self._model.tokenize(word.translate(_BYTE_LEVEL))])
 
     def _encode_whole(self, text: str, *, special: bool) -> TokenArray:
         # Only the batch calls release the GIL; the fast one skips character offsets.
