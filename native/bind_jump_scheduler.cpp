@@ -84,8 +84,8 @@ class PythonTiers : public JumpTiers {
         tiers_.attr("offload")(nb::bytes(hashes.data(), hashes.size_bytes()));
     }
 
-    std::vector<Count> take_arrived() override {
-        return nb::cast<std::vector<Count>>(tiers_.attr("take_arrived")());
+    std::vector<std::pair<Count, std::vector<BlockId>>> take_arrived() override {
+        return nb::cast<std::vector<std::pair<Count, std::vector<BlockId>>>>(tiers_.attr("take_arrived")());
     }
 
   private:

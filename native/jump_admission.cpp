@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 
 namespace penstock {
 
@@ -148,7 +149,7 @@ JumpScheduler::Cached JumpScheduler::match(JumpSequence& sequence, const Ahead& 
     sequence.name(full);
     const auto hashes = std::span(sequence.hashes).first(at(full));
     Cached cached{pool_.match(hashes)};
-    if (tiers_ != nullptr && size_of(cached.hits) < full) {
+    if (tiers_ != nullptr && size_of(cached.hits) < full && !sequence.is_short) {
         cached.num_lower = tiers_->find(hashes, cached.hits, sequence.known, ahead);
     }
     return cached;
@@ -191,31 +192,49 @@ void JumpScheduler::take_arrived() {
     if (tiers_ == nullptr) {
         return;
     }
-    const auto numbers = tiers_->take_arrived();
-    for (const Count number : numbers) {
+    const auto arrivals = tiers_->take_arrived();
+    for (const auto& [number, come] : arrivals) {
         JumpSequence& sequence = *sequences_.at(number);
-        if (!sequence.place) {
-            continue;
+        if (sequence.place) {
+            take_held(sequence, come);
         }
-        const auto hashes = std::span(sequence.hashes).subspan(at(sequence.num_before), sequence.targets.size());
-        std::optional<std::uint64_t> parent;
-        if (sequence.num_before > 0) {
-            parent = sequence.hashes[at(sequence.num_before - 1)].low;
-        }
-        pool_.commit(sequence.targets, hashes, parent);
-        sequence.held.insert(sequence.held.end(), sequence.targets.begin(), sequence.targets.end());
-        sequence.targets.clear();
-        may_look_ = true;
     }
-    for (const Count number : numbers) {
+    for (const auto& [number, come] : arrivals) {
         JumpSequence& sequence = *sequences_.at(number);
         if (batch_.onboarding().end() == std::ranges::find(batch_.onboarding(), &sequence)) {
             continue;
         }
-        sequence.computed = size_of(sequence.blocks) * size_;
+        std::ranges::copy(come, sequence.blocks.begin() + sequence.published);
+        const Count expected = size_of(sequence.blocks) * size_;
+        sequence.computed = (sequence.published + size_of(come)) * size_;
+        prefix_hit_tokens_ -= expected - sequence.computed;
+        if (sequence.cached_tokens) {
+            sequence.cached_tokens = std::min(*sequence.cached_tokens, sequence.computed);
+        }
         publish(sequence, sequence.computed);
         batch_.end_onboarding(sequence);
     }
+}
+
+// Publish what was loaded of a waiting sequence, and release what will not come; it loads nothing more.
+void JumpScheduler::take_held(JumpSequence& sequence, const std::vector<BlockId>& come) {
+    const auto own = std::span(sequence.targets).first(come.size());
+    const auto left = std::span(sequence.targets).subspan(come.size());
+    const auto num_shared =
+        std::inner_product(come.begin(), come.end(), own.begin(), Count{0}, std::plus<>{}, std::not_equal_to<>{});
+    const Count num_gone = num_shared + static_cast<Count>(left.size());
+    std::optional<std::uint64_t> parent;
+    if (sequence.num_before > 0) {
+        parent = sequence.hashes[at(sequence.num_before - 1)].low;
+    }
+    pool_.commit(come, std::span(sequence.hashes).subspan(at(sequence.num_before), come.size()), parent);
+    sequence.held.insert(sequence.held.end(), come.begin(), come.end());
+    pool_.release(left);
+    sequence.num_taken -= num_gone;
+    num_taken_ -= num_gone;
+    sequence.is_short = !left.empty();
+    sequence.targets.clear();
+    may_look_ = true;
 }
 
 }  // namespace penstock

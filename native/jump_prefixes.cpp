@@ -119,6 +119,7 @@ void JumpScheduler::unhold(JumpSequence& sequence) {
     sequence.held.clear();
     sequence.targets.clear();
     sequence.num_before = sequence.num_taken = 0;
+    sequence.is_short = false;
 }
 
 }  // namespace penstock

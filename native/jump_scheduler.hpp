@@ -173,6 +173,7 @@ class JumpScheduler {
     Count admit(Count budget, std::vector<Share>& admitted, std::optional<double> before = {});
     void take_in(JumpSequence& sequence, Cached cached, Count windows);
     void take_arrived();
+    void take_held(JumpSequence& sequence, const std::vector<BlockId>& come);
     Count longest_jump() const;
     void preempt(JumpSequence& sequence);
     void take_prompt(JumpSequence& sequence, Count amount);

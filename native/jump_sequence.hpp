@@ -50,6 +50,7 @@ struct JumpSequence {
     std::vector<BlockId> held = {}; // leading blocks, those that were loaded included
     std::vector<BlockId> targets = {}; // blocks after them, which are being loaded
     Count num_before = 0; // held blocks that were not loaded
+    bool is_short = false; // its load has brought too few blocks: there is no second one while it waits
     Count num_taken = 0; // blocks that nothing else held when they were taken
     std::optional<double> rank = {}; // among those that wait; nothing before it is known what it lacks
 

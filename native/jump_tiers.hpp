@@ -39,8 +39,9 @@ class JumpTiers {
     // Keep the prefix of a request that leaves the batch; the device has all of its blocks.
     virtual void offload(std::span<const Hash> hashes) = 0;
 
-    // The requests whose load ended since the last call, in order.
-    virtual std::vector<Count> take_arrived() = 0;
+    // The requests whose load ended since the last call, in order, each with the leading blocks that have come: they take the
+    // place of those that `load` or `prefetch` gave.
+    virtual std::vector<std::pair<Count, std::vector<BlockId>>> take_arrived() = 0;
 };
 
 }  // namespace penstock

@@ -1,10 +1,9 @@
 """The frontend without HTTP: turns request bodies into prepared completions, and lists models and health."""
 
 import asyncio
-import contextlib
 import datetime as dt
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
@@ -119,6 +118,7 @@ class Frontend:
             request_timeout_s=config.request_timeout_s,
             receive_timeout_s=config.receive.timeout_s,
             retry_after_s=dispatcher.retry_after_s,
+            on_left=self._left,
         )
         self.budget = ReceiveBudget(config.receive.bytes_max, self.metrics)
         self.bodies = BodyReader(config.body_bytes_max, self.metrics)
@@ -144,18 +144,16 @@ class Frontend:
             models_max=config.models_max,
         )
 
-    @contextlib.contextmanager
-    def arrive(self) -> Iterator[Slot]:
-        """Track a request until it has ended, including while its body arrives."""
-        with self.admission.arrive() as slot:
-            try:
-                yield slot
-            finally:
-                self._media.release(slot)
-                if slot.admitted:
-                    self.metrics.inflight(-1)
-                if slot.use is not None:
-                    self.metrics.tenant_ended(slot.tenant, *slot.use.end(asyncio.get_running_loop().time()))
+    def arrive(self) -> Slot:
+        """Track a request until its slot is left, including while its body arrives."""
+        return self.admission.arrive()
+
+    def _left(self, slot: Slot) -> None:
+        self._media.release(slot)
+        if slot.admitted:
+            self.metrics.inflight(-1)
+        if slot.use is not None:
+            self.metrics.tenant_ended(slot.tenant, *slot.use.end(asyncio.get_running_loop().time()))
 
     def tenant_of(self, headers: Mapping[str, str]) -> Tenant:
         """Give the tenant that a request counts for, by its API key or, where its client is trusted, by a header.

@@ -14,6 +14,7 @@ from penstock.core.wire import PackedTokens, num_tokens, pack_hashes
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.groups.windows import ONE_TABLE, Windows
+from penstock.kv.manager.shared_loads import SharedLoads
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.model.model_config import shape_of
 from penstock.perf.model.parallel import Parallel
@@ -146,13 +147,15 @@ async def drive(engine, work, block_size, *, abort_every=0, disturb=(), retains=
 
 def both(
     latency, *, num_blocks=512, block_size=16, scheduler=None, count=150, seed=1, abort_every=0,
-    disturb=lambda _: (), lower_tiers=(), retains=False, windows=ONE_TABLE, **fields,
+    disturb=lambda _: (), lower_tiers=(), retains=False, windows=ONE_TABLE, crowd_s=0.0, **fields,
 ):  # fmt: skip
     info = RunnerInfo(
         num_blocks=num_blocks, block_size=block_size, context_length=8192, vocab_size=1 << 16, windows=windows,
     )  # fmt: skip
     scheduler = scheduler or SchedulerConfig(max_batch_tokens=512, max_running_requests=64)
     work = list(requests(seed, count, **fields))
+    if crowd_s:
+        work = [(at_s // crowd_s * crowd_s, *rest) for at_s, *rest in work]
     streams = {f"r{number}": item[3] for number, item in enumerate(work)}
 
     async def exact():
@@ -348,6 +351,27 @@ def test_they_agree_when_requests_are_aborted_while_their_prefix_comes():
         if times != ("aborted",):
             assert jump[0][name] == pytest.approx(times, rel=1e-3), name
     assert exact[1].onboarded_tokens == jump[1].onboarded_tokens
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("abort_every", [0, 3])
+def test_they_agree_where_crowds_wait_for_one_load(monkeypatch, seed, abort_every):
+    joined = []
+    join = SharedLoads.join
+    monkeypatch.setattr(
+        SharedLoads,
+        "join",
+        lambda loads, load, *waiter: (joined.append(len(load.waiters)), join(loads, load, *waiter)),
+    )
+    fields = SHARED | {"prefix_groups": 8}
+    exact, jump = both(
+        SLOW_HOST, seed=seed, abort_every=abort_every, lower_tiers=HOST, crowd_s=2.0, count=120, **fields
+    )
+    if abort_every:
+        assert exact[1].onboarded_tokens == jump[1].onboarded_tokens
+    else:
+        assert_equal(exact, jump)
+    assert sum(waiting > 0 for waiting in joined) > 1
 
 
 def test_they_agree_on_a_host_that_stops_and_slows_down_while_prefixes_come():

@@ -99,6 +99,8 @@ class Loading:
                     continue
                 table.num_computed[slot] = table.num_blocks[slot] * size
             else:
+                start = int(table.num_computed[slot]) // size
+                table.block_tables[slot, start : start + arrival.num_blocks] = arrival.block_ids
                 table.num_computed[slot] += arrival.num_blocks * size
             arrived.append(slot)
             if not arrival.is_over:

@@ -183,7 +183,11 @@ class Prefixes:
     def arrived(self, arrival: Arrival) -> None:
         """Publish what was loaded of a waiting request's prefix, and release what will not come."""
         held = self._held[arrival.request_id]
-        come, left = held.targets[: arrival.num_blocks], held.targets[arrival.num_blocks :]
+        come = list(arrival.block_ids)
+        own, left = held.targets[: len(come)], held.targets[len(come) :]
+        num_shared = sum(one != other for one, other in zip(come, own, strict=True))
+        held.num_taken -= num_shared
+        self.num_taken -= num_shared
         hashes, start = held.sequence.block_hashes, len(held.hits)
         parent = int(hashes[start - 1, 0]) if start else None
         self._pool.commit(come, hashes[start : start + len(come)], parent)

@@ -90,7 +90,7 @@ async def _answer(
         frontend.admit(slot)
         gaps.admitted += 1
         try:
-            async with slot.limit():
+            with slot.limit():
                 if line.url == EMBEDDINGS:
                     embeddings = await frontend.embed(body, slot, options)
                     await embeddings.completion.run()

@@ -50,17 +50,16 @@ class GenerationRoutes:
     async def _generate(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         response: SseResponse | None = None
         try:
-            with self._frontend.arrive() as slot:
-                async with slot.limit():
-                    pending = await self._prepare(request, slot, dialect)
-                    if not pending.stream:
-                        answer = pending.whole_answer()
-                        await pending.completion.run(answer.take, gathers=True)
-                        return json_response(answer.body(pending.completion.usage()))
-                    response = SseResponse(request, pending, self._config)
-                    with response.kept_alive():
-                        await pending.completion.run(response.take)
-                    await response.finish()
+            with self._frontend.arrive() as slot, slot.limit():
+                pending = await self._prepare(request, slot, dialect)
+                if not pending.stream:
+                    answer = pending.whole_answer()
+                    await pending.completion.run(answer.take, gathers=True)
+                    return json_response(answer.body(pending.completion.usage()))
+                response = SseResponse(request, pending, self._config)
+                with response.kept_alive():
+                    await pending.completion.run(response.take)
+                await response.finish()
         except ConnectionError:
             raise
         except Exception as error:
@@ -90,7 +89,7 @@ class GenerationRoutes:
     async def _embed(self, request: web.Request) -> web.Response:
         with self._frontend.arrive() as slot:
             body, options = await self._receive(request, slot)
-            async with slot.limit():
+            with slot.limit():
                 pending = await self._frontend.embed(body, slot, options)
                 if (line := line_of_request.get()) is not None:
                     line.generates(pending, options)
@@ -110,20 +109,20 @@ class GenerationRoutes:
         frontend = self._frontend
         with frontend.arrive() as slot:
             body, options = await self._receive(request, slot)
-            async with slot.limit():
+            with slot.limit():
                 tokens, model = await frontend.tokenize(body, slot, options, dialect)
             return tokens, model.card.context_length
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         with self._frontend.arrive() as slot:
             body, _ = await self._receive(request, slot)
-            async with slot.limit():
+            with slot.limit():
                 return json_response(encode(Detokenized(await self._frontend.detokenize(body))))
 
     async def _receive(self, request: web.Request, slot: Slot) -> tuple[Sequence[bytes], RequestOptions]:
         options = read_options(request.headers, self._config, self._tenant())
         with self._frontend.budget.hold(slot.end) as received:
-            async with slot.limit():
+            with slot.limit():
                 body = await self._frontend.bodies.read(request, received)
             self._frontend.admit(slot, self._tenant())
         return body, options

@@ -228,9 +228,9 @@ class HttpSurface:
             raise RequestError(
                 f"Content-Type: must be application/json, got {request.content_type}", http_status=415
             )
-        with self._frontend.arrive() as slot, self._frontend.budget.hold(slot.end) as received:
-            async with slot.limit():
-                body = b"".join(await self._frontend.bodies.read(request, received))
+        frontend = self._frontend
+        with frontend.arrive() as slot, frontend.budget.hold(slot.end) as received, slot.limit():
+            body = b"".join(await frontend.bodies.read(request, received))
         try:
             return msgspec.json.decode(body or b"{}", type=kind)
         except (ValueError, RecursionError) as error:

@@ -190,7 +190,7 @@ class RoutingServer:
         """
         slot = self._slot()
         with self.budget.hold(slot.end) as received:
-            async with slot.limit():
+            with slot.limit():
                 body = b"".join(await self._bodies.read(request, received))
             return decode_body(body, kind)
 
@@ -202,7 +202,7 @@ class RoutingServer:
         """
         slot = self._slot()
         with self.budget.hold(slot.end) as received:
-            async with slot.limit():
+            with slot.limit():
                 pieces = await self._bodies.read(request, received)
                 if sum(map(len, pieces)) > LARGE_BYTES:
                     return await decode_large_query(self._encoders, pieces, self._model)

@@ -1,18 +1,22 @@
 """Counts requests that arrive and requests in flight, limits their number, and cuts each at its deadline."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from penstock.frontend.errors import ReceiveTimeoutError
 from penstock.frontend.tenants.usage import Use
 
+_RESOLUTION_S = 1e-3
+"""Timers of uvloop may fire so much before their time."""
+
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One request: arriving while its body is received, in flight once admitted."""
+    """One request: arriving while its body is received, in flight once admitted. Entered, it is left at the block's end."""
 
     arrived: float  # arrived and deadline are event loop time
     deadline: float
@@ -22,11 +26,20 @@ class Slot:
     media_bytes: int = 0  # that it holds, see `requests/media.py`
     tenant: str = ""
     use: Use | None = None  # of its tenant's limits
+    leave: "Callable[[Slot], None] | None" = None  # called when it has ended
     _ending: PenstockError | None = None  # set when ended before the deadline
-    _scope: asyncio.Timeout | None = None
+    _limit: "_Limit | None" = None
 
-    @contextlib.asynccontextmanager
-    async def limit(self) -> AsyncIterator[None]:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.leave is not None:
+            self.leave(self)
+
+    def limit(self) -> "_Limit":
         """Cancel the block at the deadline.
 
         Raises:
@@ -34,15 +47,7 @@ class Slot:
             DeadlineExceeded: the deadline passed after admission.
             PenstockError: `end` was called with this error.
         """
-        try:
-            async with asyncio.timeout_at(self.deadline) as self._scope:
-                yield
-        except TimeoutError as error:
-            if self._scope is None or not self._scope.expired():
-                raise
-            raise self._why_ended() from error
-        finally:
-            self._scope = None
+        return _Limit(self)
 
     def end(self, why: PenstockError) -> None:
         """End the request now with this error."""
@@ -52,8 +57,8 @@ class Slot:
     def move_deadline(self, deadline: float) -> None:
         """Set another deadline, also for the block of `limit` that runs."""
         self.deadline = deadline
-        if self._scope is not None and not self._scope.expired():
-            self._scope.reschedule(deadline)
+        if self._limit is not None:
+            self._limit.moved()
 
     def _why_ended(self) -> PenstockError:
         if self._ending is not None:
@@ -69,6 +74,52 @@ class Slot:
         )
 
 
+class _Limit:
+    """Cancels the task that runs its block at the slot's deadline, as `asyncio.timeout` would in three times the time.
+
+    The timer stays where it is when the deadline moves away, as it does once the body is there, and is set again when it fires.
+    """
+
+    __slots__ = ("_cancelling", "_has_expired", "_loop", "_slot", "_task", "_timer", "_timer_s")
+
+    def __init__(self, slot: Slot) -> None:
+        self._slot = slot
+        self._has_expired = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a request has a task"
+        self._task, self._cancelling, self._loop = task, task.cancelling(), task.get_loop()
+        self._slot._limit = self
+        self._set_timer()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._slot._limit = None
+        self._timer.cancel()
+        is_ours = self._has_expired and self._task.uncancel() <= self._cancelling
+        if is_ours and kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise self._slot._why_ended() from error
+
+    def moved(self) -> None:
+        """Take the slot's new deadline."""
+        if not self._has_expired and self._slot.deadline < self._timer_s:
+            self._timer.cancel()
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        self._timer_s = self._slot.deadline
+        self._timer = self._loop.call_at(self._timer_s, self._check)
+
+    def _check(self) -> None:
+        if self._slot.deadline > self._loop.time() + _RESOLUTION_S:
+            self._set_timer()
+            return
+        self._has_expired = True
+        self._task.cancel()
+
+
 class Admission:
     """Counts and limits requests. One event loop owns it."""
 
@@ -79,11 +130,14 @@ class Admission:
         request_timeout_s: float,
         receive_timeout_s: float,
         retry_after_s: Callable[[], float],
+        on_left: Callable[[Slot], None] = lambda _: None,
     ) -> None:
+        """Admit at most `inflight_max` requests; `on_left` is called with each slot as it ends."""
         self._inflight_max = inflight_max
         self._timeout_s = request_timeout_s
         self._receive_timeout_s = receive_timeout_s
         self._retry_after_s = retry_after_s
+        self._on_left = on_left
         self._slots: set[Slot] = set()
         self._inflight = 0
         self._idle = asyncio.Event()
@@ -95,20 +149,13 @@ class Admission:
         """Requests admitted and not ended."""
         return self._inflight
 
-    @contextlib.contextmanager
-    def arrive(self) -> Iterator[Slot]:
-        """Track a request until it has ended. It does not count against `inflight_max` while its body arrives."""
+    def arrive(self) -> Slot:
+        """Track a request until its slot is left. It does not count against `inflight_max` while its body arrives."""
         now = asyncio.get_running_loop().time()
-        slot = Slot(now, now + self._receive_timeout_s, self._receive_timeout_s)
+        slot = Slot(now, now + self._receive_timeout_s, self._receive_timeout_s, leave=self._left)
         self._slots.add(slot)
         self._idle.clear()
-        try:
-            yield slot
-        finally:
-            self._slots.discard(slot)
-            self._inflight -= slot.admitted
-            if not self._slots:
-                self._idle.set()
+        return slot
 
     def admit(self, slot: Slot) -> None:
         """Count a request as in flight and start its `request_timeout_s`.
@@ -126,6 +173,15 @@ class Admission:
         slot.arrived = asyncio.get_running_loop().time()
         slot.timeout_s = self._timeout_s
         slot.move_deadline(slot.arrived + self._timeout_s)
+
+    def _left(self, slot: Slot) -> None:
+        try:
+            self._on_left(slot)
+        finally:
+            self._slots.discard(slot)
+            self._inflight -= slot.admitted
+            if not self._slots:
+                self._idle.set()
 
     async def drain(self, timeout_s: float) -> int:
         """Wait until no request is left, and end the remaining ones after `timeout_s` seconds.

@@ -4,8 +4,9 @@ A client that sends large bodies and never finishes them must not block others: 
 largest unfinished body is dropped, so that smaller requests are still served.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 from penstock.core.errors import Overloaded
 from penstock.frontend.limits.receive_metrics import ReceiveMetrics
@@ -14,7 +15,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class Received:
-    """The bytes of one request or connection in the budget."""
+    """The bytes of one request or connection in the budget. Entered, they are released at the block's end."""
 
     __slots__ = ("_budget", "_drop", "size_bytes")
 
@@ -22,6 +23,14 @@ class Received:
         self._budget = budget
         self._drop = drop
         self.size_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
 
     def take(self, size_bytes: int) -> None:
         """Count received bytes.
@@ -61,14 +70,9 @@ class ReceiveBudget:
         self._metrics = metrics
         self.settings = settings
 
-    @contextlib.contextmanager
-    def hold(self, drop: Callable[[Overloaded], None]) -> Iterator[Received]:
+    def hold(self, drop: Callable[[Overloaded], None]) -> Received:
         """Count a request's bytes until the block ends; `drop` is called if the request is dropped for others."""
-        received = Received(self, drop)
-        try:
-            yield received
-        finally:
-            received.release()
+        return Received(self, drop)
 
     def change(self, size_bytes: int) -> None:
         if size_bytes:

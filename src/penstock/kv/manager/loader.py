@@ -1,19 +1,24 @@
 """The loader: brings a waiting request's prefix from KV tiers to the device while the batch runs.
 
 Chunks are told as they arrive. A load that fails, is late or meets a corrupt block brings fewer; the request computes the others.
+Requests with the same prefix wait for one load. Each has blocks of its own until the load's blocks have arrived and take their
+place, so that a load that brings fewer leaves each with room to compute.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
+
+import numpy as np
 
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.wire import HashArray
 from penstock.kv.manager.clock import Clock
 from penstock.kv.manager.counters import TierCounters
-from penstock.kv.manager.prefix_load import PrefixLoad, always, find_runs
+from penstock.kv.manager.prefix_load import PrefixLoad, always, find_runs, following_runs
+from penstock.kv.manager.shared_loads import SharedLoad, SharedLoads
 from penstock.kv.manager.worth import ComputeSeconds, late_after_s, worth_loading
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.windows.prefixes import WindowPrefixes
@@ -22,29 +27,54 @@ from penstock.seams.kv import KvRun, KvSource
 
 @dataclass(slots=True, eq=False)
 class _Prefix:
-    """A request's prefix while it loads.
+    """A request's prefix while it loads: by one load at a time, its own or one that it has joined.
 
-    is_wanted: False once the request has left.
-    load: None until it has begun.
-    told: blocks that `take_arrived` has returned.
-    is_over: whether all its loads have ended.
-    block_tokens: tokens that each of its blocks makes available.
+    runs:         what is to be loaded of it
+    targets:      device blocks for it, which the request holds until others take their place
+    block_tokens: tokens that each of its blocks makes available
+    is_whole:     whether its blocks are of no use before all have come
+    turn_s:       when the engine would begin to compute it
+    arrived:      leading blocks that have come
+    ready:        of those, what `take_arrived` has not returned
+    begin:        blocks that had come when it joined its load
+    offset:       which block of the load follows these
+    end:          blocks that will have come once its load has brought what it can
+    joined_s:     when it joined its load
+    is_over:      no more will come
     """
 
     request_id: RequestId
+    runs: Sequence[KvRun]
+    targets: list[BlockId]
     block_tokens: float
-    is_wanted: bool = True
-    load: PrefixLoad | None = None
-    told: int = 0
+    is_whole: bool
+    turn_s: float
+    arrived: int = 0
+    ready: list[BlockId] = field(default_factory=list)
+    begin: int = 0
+    offset: int = 0
+    end: int = 0
+    joined_s: float = 0.0
     is_over: bool = False
 
 
+_Load = SharedLoad[_Prefix, PrefixLoad]
+
+
 class Arrival(NamedTuple):
-    """What has arrived of a request's prefix since it was last told: so many more leading blocks. No more come if it `is_over`."""
+    """What has arrived of a request's prefix since it was last told: so many more leading blocks. No more come if it `is_over`.
+
+    The request holds `block_ids` from now on, in place of as many of those that `begin` returned.
+    """
 
     request_id: RequestId
-    num_blocks: int
+    block_ids: Sequence[BlockId]
     is_over: bool
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that have come."""
+        return len(self.block_ids)
 
 
 class ChosenPrefix(NamedTuple):
@@ -95,6 +125,7 @@ class Loader:
         self._counters = counters
         self._clock = clock
         self._wanted: dict[RequestId, _Prefix] = {}
+        self._loads: SharedLoads[_Prefix, PrefixLoad] = SharedLoads()
         self._by_chunk = by_chunk
         self._changed: dict[_Prefix, None] = {}
         """Of which more has arrived than was told, or that are over."""
@@ -118,9 +149,10 @@ class Loader:
         runs = find_runs(self._sources, block_hashes, len(hits))
         if not runs:
             return runs
+        under_way = self._count_under_way(runs)
         best = worth_loading(
             [(run.source, run.num_blocks, run.num_blocks * self._pool.block_size) for run in runs],
-            lambda source, num_blocks: source.load_s(num_blocks),
+            lambda source, num_blocks: source.load_s(max(num_blocks - under_way[source], 0)),
             self._compute_s,
             known_tokens=known_tokens,
             cached_tokens=len(hits) * self._pool.block_size,
@@ -190,22 +222,10 @@ class Loader:
         assert targets is not None, "begun without room"
         is_whole = whole_tokens is not None
         block_tokens = whole_tokens / len(targets) if whole_tokens is not None else self._pool.block_size
-        prefix = self._wanted[request_id] = _Prefix(request_id, block_tokens)
-        self._pool.acquire(targets)
-        self._held.update(targets)
-        prefix.load = PrefixLoad(
-            runs,
-            targets,
-            self._sources,
-            clock=self._clock,
-            late_s=late_after_s(sum(run.source.load_s(run.num_blocks) for run in runs)),
-            is_worth=always
-            if is_whole
-            else partial(self._is_sooner, self._clock.time() + self._computed_in_s(ahead)),
-            on_late=partial(self._on_late, prefix),
-            on_arrived=partial(self._on_arrived, prefix),
-            done=partial(self._on_done, prefix),
-        )
+        turn_s = self._clock.time() + self._computed_in_s(ahead)
+        prefix = _Prefix(request_id, runs, list(targets), block_tokens, is_whole, turn_s)
+        self._wanted[request_id] = prefix
+        self._load_next(prefix)
         return list(targets)
 
     def is_under_way(self, request_id: RequestId) -> bool:
@@ -215,30 +235,37 @@ class Loader:
     @property
     def has_arrived(self) -> bool:
         """Whether `take_arrived` may return requests."""
-        return any(prefix.is_wanted for prefix in self._changed)
+        return bool(self._changed)
 
     def take_arrived(self) -> list[Arrival]:
-        """Return what has arrived since the last call; loads go on for requests whose arrival is not over."""
+        """Return what has arrived since the last call; loads go on for requests whose arrival is not over.
+
+        Blocks that others take the place of are released: the caller forgets them at once.
+        """
         changed, self._changed = self._changed, {}
         arrived = []
         for prefix in changed:
-            if prefix.is_wanted and prefix.load is not None:
-                if prefix.is_over:
-                    del self._wanted[prefix.request_id]
-                arrived.append(
-                    Arrival(prefix.request_id, prefix.load.arrived - prefix.told, is_over=prefix.is_over)
-                )
-                prefix.told = prefix.load.arrived
+            if prefix.is_over:
+                del self._wanted[prefix.request_id]
+            come, prefix.ready = prefix.ready, []
+            start = prefix.arrived - len(come)
+            own = prefix.targets[start : prefix.arrived]
+            self._unhold(come)
+            self._pool.release(own)  # of the two references to a block that stays, one goes
+            arrived.append(Arrival(prefix.request_id, come, is_over=prefix.is_over))
         return arrived
 
     def cancel(self, request_id: RequestId) -> None:
-        """Cancel a request's loads, if there are any; their targets stay referenced until they have ended."""
+        """Have a request wait no longer, if it does. A load for which nobody waits ends; its targets stay referenced until it has."""
         prefix = self._wanted.pop(request_id, None)
-        if prefix is not None:
-            prefix.is_wanted = False
-            self._changed.pop(prefix, None)
-            if prefix.load is not None:
-                prefix.load.cancel()
+        if prefix is None:
+            return
+        self._changed.pop(prefix, None)
+        self._unhold(prefix.ready)
+        self._pool.release(prefix.ready)
+        load = self._loads.leave(request_id)
+        if load is not None and not load.waiters and load.work is not None:
+            load.work.cancel()
 
     def holders(self) -> Counter[BlockId]:
         """Count its references to each device block."""
@@ -261,48 +288,119 @@ class Loader:
         compute_s = self._compute_s(num_blocks * size, num_before * size)
         return compute_s is None or load_s < max(turn_s - self._clock.time(), 0.0) + compute_s
 
-    def _on_late(self, prefix: _Prefix, source: KvSource) -> None:
-        self._counters[source].late_loads += prefix.is_wanted
+    def _count_under_way(self, runs: Sequence[KvRun]) -> Counter[KvSource]:
+        """Count by source the leading blocks of a prefix that a load under way has asked for."""
+        counts: Counter[KvSource] = Counter()
+        load = self._loads.find(runs[0].block_hashes, runs[0].num_before)
+        if load is not None and load.work is not None:
+            end = load.num_before + load.work.num_asked
+            for run in runs:
+                brought = load.count_brought(run.block_hashes, run.num_before)
+                counts[run.source] += max(min(brought, end - run.num_before), 0)
+        return counts
 
-    def _on_arrived(self, prefix: _Prefix, _load: PrefixLoad) -> None:
-        if prefix.is_wanted and self._by_chunk:
-            self._changed[prefix] = None
+    def _load_next(self, prefix: _Prefix) -> None:
+        """Load the blocks of a prefix that have not come, by a load that is under way or one of its own."""
+        runs = following_runs(prefix.runs, prefix.arrived)
+        hashes, depth = np.concatenate([run.block_hashes for run in runs]), runs[0].num_before
+        prefix.begin, prefix.joined_s = prefix.arrived, self._clock.time()
+        # what groups of layers need has other places in the prefixes of others
+        load = None if prefix.is_whole else self._loads.find(hashes, depth)
+        if load is None:
+            prefix.offset, prefix.end = 0, len(prefix.targets)
+            self._begin_own(prefix, _Load(hashes, depth, prefix.request_id), runs)
+            return
+        prefix.offset = depth - load.num_before
+        prefix.end = prefix.begin + load.count_brought(hashes, depth)
+        self._loads.join(load, prefix.request_id, prefix)
+        if load.work is not None:
+            self._deliver(load.work, prefix)
+
+    def _begin_own(self, prefix: _Prefix, load: _Load, runs: Sequence[KvRun]) -> None:
+        targets = prefix.targets[prefix.begin :]
+        self._pool.acquire(targets)
+        self._held.update(targets)
+        self._loads.begin(load)
+        self._loads.join(load, prefix.request_id, prefix)
+        load.work = PrefixLoad(
+            runs,
+            targets,
+            self._sources,
+            clock=self._clock,
+            late_s=late_after_s(sum(run.source.load_s(run.num_blocks) for run in runs)),
+            is_worth=always if prefix.is_whole else partial(self._is_sooner, prefix.turn_s),
+            on_late=partial(self._on_late, load),
+            on_arrived=partial(self._on_arrived, load),
+            done=partial(self._on_done, load, prefix.block_tokens),
+        )
+
+    def _on_late(self, load: _Load, source: KvSource) -> None:
+        self._counters[source].late_loads += bool(load.waiters)
+
+    def _on_arrived(self, load: _Load, work: PrefixLoad) -> None:
+        for prefix in tuple(load.waiters.values()):
+            self._deliver(work, prefix)
+        if self._changed:
             self._on_change()
 
-    def _on_done(self, prefix: _Prefix, load: PrefixLoad) -> None:
-        self._count(load, prefix)
-        self._held.subtract(load.targets)
-        self._held = +self._held
-        self._pool.release(load.targets)
-        prefix.is_over = True
-        if prefix.is_wanted:
-            self._changed[prefix] = None
+    def _on_done(self, load: _Load, block_tokens: float, work: PrefixLoad) -> None:
+        self._count(load, work, block_tokens)
+        for prefix in self._loads.end(load).values():
+            self._deliver(work, prefix, is_over=True)
+        self._unhold(work.targets)
+        self._pool.release(work.targets)
         self._on_change()
+
+    def _deliver(self, work: PrefixLoad, prefix: _Prefix, *, is_over: bool = False) -> None:
+        """Give a prefix what has come of its load; once that is all, or the load is over, it goes on with the next one or ends."""
+        start = prefix.offset + prefix.arrived - prefix.begin
+        come = work.targets[start : min(work.arrived, prefix.offset + prefix.end - prefix.begin)]
+        self._pool.acquire(come)
+        self._held.update(come)
+        prefix.ready += come
+        prefix.arrived += len(come)
+        if come and self._by_chunk:
+            self._changed[prefix] = None
+        if prefix.arrived < prefix.end and not is_over:
+            return
+        if not is_over:
+            self._loads.leave(prefix.request_id)
+        if prefix.end == prefix.arrived < len(prefix.targets):
+            self._load_next(prefix)
+        else:
+            prefix.is_over = True
+            self._changed[prefix] = None
+
+    def _unhold(self, block_ids: Sequence[BlockId]) -> None:
+        self._held.subtract(block_ids)
+        self._held = +self._held
 
     def _has(self, name: HashArray) -> bool:
         return any(source.locate(name) for source in self._sources)
 
-    def _count(self, load: PrefixLoad, prefix: _Prefix) -> None:
-        """Count a prefix whose loads have all ended. What follows the first block that did not arrive is of no use."""
-        waited_s = 0.0
-        each, is_wanted = prefix.block_tokens, prefix.is_wanted
-        for part in load.results():
+    def _count(self, load: _Load, work: PrefixLoad, block_tokens: float) -> None:
+        """Count a load that has ended. What follows the first block that did not arrive is of no use."""
+        for part in work.results():
             counters = self._counters[part.source]
-            used = load.count_used(part)
             counters.loads += 1
-            counters.loaded_blocks += used
+            counters.loaded_blocks += work.count_used(part)
             counters.load_s += part.seconds
-            if not is_wanted:
-                continue
-            compute_s = self._compute_s(round(used * each), round(part.num_before * each))
+        for prefix in load.waiters.values():
+            self._count_saved(work, prefix, block_tokens)
+        missing = len(work.targets) - work.arrived
+        if missing and load.waiters:
+            lost_at = work.runs[0].num_before + work.arrived
+            at = next(run for run in reversed(work.runs) if run.num_before <= lost_at)
+            self._counters[at.source].missing_blocks += missing
+
+    def _count_saved(self, work: PrefixLoad, prefix: _Prefix, block_tokens: float) -> None:
+        """Count the seconds that a load has saved a request: those of computing, less those for which it waited."""
+        waited_s, since_s = 0.0, prefix.joined_s - work.begun_s
+        for part in work.results():
+            used = work.count_used(part)
+            compute_s = self._compute_s(round(used * block_tokens), round(part.num_before * block_tokens))
             if compute_s is not None:
                 # loads of one request run side by side
-                counters.saved_s += (compute_s if used else 0.0) - max(0.0, part.waited_s - waited_s)
-            waited_s = max(waited_s, part.waited_s)
-        if not is_wanted:
-            return
-        missing = len(load.targets) - load.arrived
-        if missing:
-            lost_at = load.runs[0].num_before + load.arrived
-            at = next(run for run in reversed(load.runs) if run.num_before <= lost_at)
-            self._counters[at.source].missing_blocks += missing
+                waits_s = max(0.0, part.waited_s - since_s - waited_s)
+                self._counters[part.source].saved_s += (compute_s if used else 0.0) - waits_s
+            waited_s = max(waited_s, part.waited_s - since_s)

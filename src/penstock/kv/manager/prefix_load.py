@@ -80,6 +80,17 @@ def leading_runs(runs: Sequence[KvRun], num_blocks: int) -> list[KvRun]:
     return leading
 
 
+def following_runs(runs: Sequence[KvRun], num_blocks: int) -> list[KvRun]:
+    """Leave out the first `num_blocks` blocks of runs."""
+    following: list[KvRun] = []
+    for run in runs:
+        skipped = min(num_blocks, run.num_blocks)
+        num_blocks -= skipped
+        if skipped < run.num_blocks:
+            following.append(KvRun(run.source, run.block_hashes[skipped:], run.num_before + skipped))
+    return following
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one load of one source brought.
@@ -176,7 +187,7 @@ class PrefixLoad:
         self._on_late_source = on_late
         self._on_arrived = on_arrived
         self._done = done
-        self._begun_s = clock.time()
+        self.begun_s = clock.time()
         self._is_stopped = self._is_over = False
         self._timer: Timer | None = None
         self._chunks = list(_split(runs))
@@ -190,6 +201,12 @@ class PrefixLoad:
                 self._begin(chunk, run.source, self._missing(chunk))
         if late_s is not None:
             self._timer = clock.call_later(late_s, self._on_late)
+
+    @property
+    def num_asked(self) -> int:
+        """Leading blocks that have arrived or that a source loads by now."""
+        unbegun = [chunks[0].depth for chunks in self._unbegun if chunks]
+        return min(unbegun, default=self._start + len(self._hashes)) - self._start
 
     def cancel(self, *, is_late: bool = False) -> None:
         """Ask all loads to end; `done` is still called. No error if they have ended."""
@@ -230,7 +247,7 @@ class PrefixLoad:
     def _on_done(self, chunk: _Chunk, count: int) -> None:
         source, asked, begun_s = self._asked.pop(chunk)
         now_s = self._clock.time()
-        waited_s = now_s - self._begun_s
+        waited_s = now_s - self.begun_s
         self.parts.append(Part(source, chunk.run, chunk.depth, count, now_s - begun_s, waited_s))
         chunk.load = None
         chunk.depth += count

@@ -5,10 +5,9 @@ is behind its workers finds several steps in one read, and handles them together
 """
 
 import asyncio
-import contextlib
 import math
-from collections.abc import Iterator
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 from penstock.core.types.requests import Delta
 from penstock.seams import DeltaSink, Hold
@@ -48,14 +47,18 @@ class Reader:
         """Whether the sink wants no more."""
         self._waiter: asyncio.Future[None] | None = None
 
-    @contextlib.contextmanager
-    def taking(self, sink: DeltaSink) -> Iterator[None]:
+    def taking(self, sink: DeltaSink) -> Self:
         """Pass deltas to `sink` until the block ends."""
         self._sink = sink
-        try:
-            yield
-        finally:
-            self._sink = None
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._sink = None
 
     @property
     def takes(self) -> bool:

@@ -6,11 +6,12 @@ a ticket, and wakes the request's reader, which sends the request.
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,10 +63,19 @@ class Ticket:
     """
 
     waiting: Waiting
+    leave: "Callable[[Ticket], None]"
     model: str | None = None
     queued: QueuedRequest | None = None
     released: bool = False
     decode_wait_s: float = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave(self)
 
 
 class RequestQueue:
@@ -99,14 +109,9 @@ class RequestQueue:
         """Predict the seconds until all queued requests have left; of several queues, the longest."""
         return max((queue.drain_s(now_s) for queue in self._queues.values()), default=0.0)
 
-    @contextmanager
-    def ticket(self, waiting: Waiting) -> Iterator[Ticket]:
-        """Give a request a ticket; leave the context once the request is sent or given up."""
-        ticket = Ticket(waiting)
-        try:
-            yield ticket
-        finally:
-            self.leave(ticket)
+    def ticket(self, waiting: Waiting) -> Ticket:
+        """Give a request a ticket; leave its context once the request is sent or given up."""
+        return Ticket(waiting, self.leave)
 
     def stops(self, ticket: Ticket, candidates: ScoredCandidates) -> bool:
         """Queue a request if it has to wait, and say whether it does; it is woken when it may go.

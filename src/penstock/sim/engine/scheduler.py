@@ -23,6 +23,7 @@ from penstock.core.wire import PackedTokens, num_tokens, unpack_hashes
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.groups.windows import ONE_TABLE, Windows
 from penstock.kv.manager.manager import KvManager
+from penstock.kv.manager.prefix_load import leading_runs
 from penstock.kv.pool.pins import Pins
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.sessions.retention import Retention
@@ -102,8 +103,15 @@ class _Tiers:
         """Keep a prefix of a request that leaves the batch."""
         self._kv.offload(unpack_hashes(hashes).reshape(-1, 2))
 
-    def take_arrived(self) -> list[int]:
-        return [int(arrival.request_id) for arrival in self._kv.take_arrived()]
+    def take_arrived(self) -> list[tuple[int, list[BlockId]]]:
+        """Return the requests whose load has ended, and the blocks that have come."""
+        arrived = []
+        for arrival in self._kv.take_arrived():
+            number = int(arrival.request_id)
+            if number in self._prefetched:
+                self._prefetched[number] = leading_runs(self._prefetched[number], arrival.num_blocks)
+            arrived.append((number, list(arrival.block_ids)))
+        return arrived
 
 
 class JumpScheduler:

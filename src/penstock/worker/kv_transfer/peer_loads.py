@@ -8,7 +8,6 @@ or has no room here is computed: the request is submitted in any case.
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +18,7 @@ from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv.exchange import KvAccess, KvPeer
 from penstock.core.types.requests import Request
 from penstock.core.wire import HashArray, num_tokens, unpack_hashes
+from penstock.kv.manager.shared_loads import SharedLoad, SharedLoads
 from penstock.seams import KvBlocks, KvRun
 from penstock.transfer import Peer
 from penstock.transfer.regions.waiting import settled
@@ -45,25 +45,7 @@ _log = get_logger()
 _Submit = Callable[[Request], None]
 
 
-@dataclass(slots=True, eq=False)
-class _Load:
-    """A load under way, and the requests that wait for it.
-
-    hashes:    (n, 2) uint64, of which those from `num_here` on are loaded
-    begun_for: has the blocks loaded that it needs; others may need more
-    waiting:   by request id; without any, the load is cancelled and nobody joins it
-    """
-
-    hashes: HashArray
-    num_here: int
-    begun_for: RequestId
-    waiting: dict[RequestId, tuple[Request, _Submit]] = field(default_factory=dict)
-    task: "asyncio.Task[bool] | None" = None
-
-    def brings(self, hashes: HashArray, index: int) -> bool:
-        """Say whether it brings the block with this index of a prompt."""
-        is_within = self.waiting and self.num_here <= index < min(len(hashes), len(self.hashes))
-        return bool(is_within and (hashes[index] == self.hashes[index]).all())
+_Load = SharedLoad[tuple[Request, _Submit], "asyncio.Task[bool]"]
 
 
 class PeerLoads:
@@ -102,15 +84,14 @@ class PeerLoads:
         self._reader = reader
         self._release = release
         self._speeds = speeds
-        self._under_way: dict[RequestId, _Load] = {}  # by request that waits for it
-        self._loads: dict[_Load, None] = {}  # in the order in which they were begun
+        self._loads: SharedLoads[tuple[Request, _Submit], asyncio.Task[bool]] = SharedLoads()
         self._missing_blocks = 0  # of loads under way
         self._probes: set[asyncio.Task[None]] = set()
         self._probed_s: dict[WorkerId, float] = {}
         self._tasks: asyncio.TaskGroup | None = None
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return self._loads.num_waiting
 
     async def __aenter__(self) -> Self:
         self._tasks = await asyncio.TaskGroup().__aenter__()
@@ -121,7 +102,7 @@ class PeerLoads:
     ) -> None:
         """Cancel all loads; their requests are not submitted."""
         assert self._tasks is not None, "entered"
-        for task in (*(load.task for load in self._loads), *self._probes):
+        for task in (*(load.work for load in self._loads.all()), *self._probes):
             assert task is not None, "begun"
             task.cancel()
         tasks, self._tasks = self._tasks, None
@@ -144,15 +125,14 @@ class PeerLoads:
         cacheable = (num_tokens(request.token_ids) - 1) // self._info.block_size
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)[:cacheable]
         here = list(self._engine.pin(hashes))
-        load = next((load for load in self._loads if load.brings(hashes, len(here))), None)
+        load = self._loads.find(hashes[len(here) :], len(here))
         if load is not None or peer is None:
             self._engine.unpin(here)
         else:
             load = self._begin(request, peer, hashes[: min(peer.num_blocks, len(here) + _ASKED_MAX)], here)
         if load is None:
             return False
-        load.waiting[request.request_id] = request, submit
-        self._under_way[request.request_id] = load
+        self._loads.join(load, request.request_id, (request, submit))
         return True
 
     def _begin(
@@ -170,44 +150,36 @@ class PeerLoads:
                 self._probe(hashes[len(here) :], peer)
             return None
         held = [*here, *targets]
-        load = _Load(hashes[: len(held)], len(here), request.request_id)
-        loading = self._load(load.hashes, len(here), list(targets), source, peer)
-        load.task = self._tasks.create_task(loading)
-        self._loads[load] = None
+        load = _Load(hashes[len(here) : len(held)], len(here), request.request_id)
+        loading = self._load(hashes[: len(held)], len(here), list(targets), source, peer)
+        load.work = self._tasks.create_task(loading)
+        self._loads.begin(load)
 
         def on_end(task: "asyncio.Task[bool]") -> None:
-            del self._loads[load]
             is_whole = not task.cancelled() and task.exception() is None and task.result()
             self._on_end(load, is_whole=is_whole, is_cancelled=task.cancelled())
             self._engine.unpin(held)
 
-        load.task.add_done_callback(on_end)
+        load.work.add_done_callback(on_end)
         return load
 
     def _on_end(self, load: _Load, *, is_whole: bool, is_cancelled: bool) -> None:
         """Submit the requests that waited for a load, unless it was cancelled; those with longer prompts may load more first."""
-        waiting, load.waiting = load.waiting, {}
-        for request_id in waiting:
-            del self._under_way[request_id]
-        for request_id, (request, submit) in waiting.items():
+        for request_id, (request, submit) in self._loads.end(load).items():
             may_load = is_whole and request_id != load.begun_for and self._tasks is not None
             if not is_cancelled and not (may_load and self.begin(request, submit)):
                 submit(request)
 
     def cancel(self, request_id: RequestId) -> bool:
         """Have a request wait no longer; return whether it did. A load that nobody waits for is cancelled; its blocks stay reserved until it has ended."""
-        load = self._under_way.pop(request_id, None)
-        if load is None:
-            return False
-        del load.waiting[request_id]
-        if not load.waiting and load.task is not None:
-            load.task.cancel()
-        return True
+        load = self._loads.leave(request_id)
+        if load is not None and not load.waiters and load.work is not None:
+            load.work.cancel()
+        return load is not None
 
     def check_idle(self) -> None:
         """Raise AssertionError if a load is left."""
-        assert not self._under_way, f"{list(self._under_way)} still wait for blocks of other workers"
-        assert not self._loads, f"{len(self._loads)} loads from other workers are under way"
+        self._loads.check_idle()
         assert not self._probes, "workers are still measured"
         assert not self._missing_blocks, f"{self._missing_blocks} blocks are still to come"
 

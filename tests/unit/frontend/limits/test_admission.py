@@ -48,9 +48,8 @@ def test_those_that_arrive_take_no_place_and_have_less_time() -> None:
         with admission.arrive() as slow, admitted(admission) as fast:
             assert admission.inflight == 1
             assert fast.deadline > slow.deadline + 30
-            with pytest.raises(ReceiveTimeoutError, match=r"0\.001 s after the headers"):
-                async with slow.limit():
-                    await asyncio.sleep(3600)
+            with pytest.raises(ReceiveTimeoutError, match=r"0\.001 s after the headers"), slow.limit():
+                await asyncio.sleep(3600)
             with pytest.raises(Overloaded):
                 admission.admit(slow)
         assert admission.inflight == 0
@@ -61,9 +60,9 @@ def test_those_that_arrive_take_no_place_and_have_less_time() -> None:
 def test_time_is_up() -> None:
     async def main() -> None:
         admission = admission_of(1, 0.001)
-        with admitted(admission) as slot, pytest.raises(DeadlineExceeded, match=r"longer than 0\.001 s"):
-            async with slot.limit():
-                await asyncio.sleep(3600)
+        late = pytest.raises(DeadlineExceeded, match=r"longer than 0\.001 s")
+        with admitted(admission) as slot, late, slot.limit():
+            await asyncio.sleep(3600)
 
     asyncio.run(main())
 
@@ -71,9 +70,46 @@ def test_time_is_up() -> None:
 def test_a_timeout_of_something_inside_stays_what_it_is() -> None:
     async def main() -> None:
         admission = admission_of(1, 60)
-        with admitted(admission) as slot, pytest.raises(TimeoutError):
-            async with slot.limit():
-                raise TimeoutError
+        with admitted(admission) as slot, pytest.raises(TimeoutError), slot.limit():
+            raise TimeoutError
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_task_is_not_late() -> None:
+    async def main() -> None:
+        admission = admission_of(1, 60)
+
+        async def request() -> None:
+            with admitted(admission) as slot, slot.limit():
+                await asyncio.sleep(3600)
+
+        task = asyncio.create_task(request())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert admission.inflight == 0
+
+    asyncio.run(main())
+
+
+def test_the_deadline_moves_both_ways_while_the_request_runs() -> None:
+    async def main() -> None:
+        admission = admission_of(1, 60, 0.005)
+        reached = []
+
+        async def request() -> None:
+            with admission.arrive() as slot, slot.limit():
+                admission.admit(slot)
+                await asyncio.sleep(0.02)
+                reached.append("past the time for the body, which is there")
+                slot.move_deadline(asyncio.get_running_loop().time() + 0.001)
+                await asyncio.sleep(3600)
+
+        with pytest.raises(DeadlineExceeded):
+            await request()
+        assert len(reached) == 1
 
     asyncio.run(main())
 
@@ -83,9 +119,8 @@ def test_draining_waits_for_the_last_one() -> None:
         admission = admission_of(2, 60)
 
         async def request() -> None:
-            with admitted(admission) as slot:
-                async with slot.limit():
-                    await asyncio.sleep(0.01)
+            with admitted(admission) as slot, slot.limit():
+                await asyncio.sleep(0.01)
 
         async with asyncio.TaskGroup() as group:
             group.create_task(request())
@@ -106,7 +141,7 @@ def test_draining_ends_what_takes_too_long() -> None:
                 if not limited:
                     await started.wait()  # between two limits when the end comes
                 try:
-                    async with slot.limit():
+                    with slot.limit():
                         await asyncio.sleep(3600)
                 except Unavailable as error:
                     errors.append(error)
@@ -129,9 +164,8 @@ def test_a_drain_can_be_hurried() -> None:
         admission.hurry()  # nothing drains: nothing happens
 
         async def request() -> None:
-            with admitted(admission) as slot, contextlib.suppress(Unavailable):
-                async with slot.limit():
-                    await asyncio.sleep(3600)
+            with admitted(admission) as slot, contextlib.suppress(Unavailable), slot.limit():
+                await asyncio.sleep(3600)
 
         async with asyncio.TaskGroup() as group:
             group.create_task(request())

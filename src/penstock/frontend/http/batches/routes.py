@@ -77,7 +77,7 @@ class BatchRoutes:
             with self._frontend.arrive() as slot:
                 slot.timeout_s = self._config.upload_timeout_s
                 slot.deadline = slot.arrived + slot.timeout_s
-                async with slot.limit():
+                with slot.limit():
                     return json_response(encode(await receive_file(request, store)))
         finally:
             self._uploads -= 1
@@ -101,9 +101,8 @@ class BatchRoutes:
 
     async def _create(self, request: web.Request, store: BatchStore) -> web.Response:
         frontend = self._frontend
-        with frontend.arrive() as slot, frontend.budget.hold(slot.end) as received:
-            async with slot.limit():
-                body = b"".join(await frontend.bodies.read(request, received))
+        with frontend.arrive() as slot, frontend.budget.hold(slot.end) as received, slot.limit():
+            body = b"".join(await frontend.bodies.read(request, received))
         asked = parse_body(body, BatchRequest, _decode)
         now = int(wall_time_s())
         _check(asked)
