@@ -1,111 +1,15 @@
 """One deployment on two hosts of network namespaces: three commands, a cut cable, secrets and addresses that are wrong."""
 
-import json
-import os
-import queue
-import re
-import subprocess
-import sys
-import threading
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from penstock.deploy.secret import SECRET_VARIABLE
-from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from tests.support.cable import cable
+from tests.support.host import TIMEOUT_S, TOKENS, Host, text_of, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "curl", "namespaces")]
 GRAPH = Path(__file__).parents[3] / "examples" / "two_hosts.yaml"
-ADMIN_TOKEN = "a" * 40
-TIMEOUT_S = 90.0
-TOKENS = 600
-
-
-class Host:
-    """One namespace: `penstock up` in it, and curl."""
-
-    def __init__(self, name, folder, stack):
-        self.name = name
-        self.folder = folder
-        self.lines = []
-        self._stack = stack
-        folder.mkdir()
-
-    def command(self, *words):
-        return ["ip", "netns", "exec", self.name, *words]
-
-    def environment(self, secret):
-        folders = {"PENSTOCK_STATE_DIR": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder)}
-        secrets = {SECRET_VARIABLE: secret, ADMIN_TOKEN_VARIABLE: ADMIN_TOKEN}
-        return os.environ | folders | secrets | {"PENSTOCK_HOST": self.folder.name}
-
-    def up(self, *arguments, secret="a secret of both hosts"):
-        process = subprocess.Popen(
-            self.command(sys.executable, "-m", "penstock", "up", *arguments),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=self.environment(secret),
-        )
-        self._stack.callback(self._end, process)
-        lines = queue.Queue()
-
-        def read():
-            for line in process.stdout:
-                lines.put(line)
-            lines.put(None)
-
-        threading.Thread(target=read, daemon=True).start()
-        self._lines = lines
-        return process
-
-    def wait(self, pattern):
-        deadline = time.monotonic() + TIMEOUT_S
-        while (line := self._lines.get(timeout=max(0.1, deadline - time.monotonic()))) is not None:
-            self.lines.append(line.rstrip())
-            if re.search(pattern, line):
-                return line
-        raise AssertionError(f"ended without {pattern!r}: {self.lines}")
-
-    def get(self, url):
-        header = f"Authorization: Bearer {ADMIN_TOKEN}"
-        done = subprocess.run(self.command("curl", "-sS", "-H", header, url), check=True, capture_output=True)
-        return json.loads(done.stdout)
-
-    def stream(self, url, max_tokens=TOKENS):
-        """Begin a seeded stream."""
-        body = {
-            "model": "penstock-demo", "messages": [{"role": "user", "content": "Tell me"}], "seed": 7,
-            "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        words = ("curl", "-sSN", "-H", "Content-Type: application/json", "-d", json.dumps(body))
-        process = subprocess.Popen(
-            self.command(*words, f"{url}/v1/chat/completions"), stdout=subprocess.PIPE, text=True
-        )
-        self._stack.callback(process.kill)
-        return process
-
-    @staticmethod
-    def _end(process):
-        if process.poll() is None:
-            process.terminate()
-        try:
-            process.wait(timeout=TIMEOUT_S)
-        finally:
-            process.kill()
-            process.stdout.close()
-
-
-def text_of(stream):
-    """Wait for a stream's end; return its text and the number of tokens."""
-    out, _ = stream.communicate(timeout=TIMEOUT_S)
-    events = [json.loads(line[6:]) for line in out.splitlines() if line.startswith("data: {")]
-    assert all("error" not in event for event in events), out[-500:]
-    text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
-    return text, events[-1]["usage"]["completion_tokens"]
 
 
 @pytest.fixture
@@ -116,13 +20,6 @@ def hosts(tmp_path):
             for name, letter in zip(laid.names, "ab", strict=True)
         ]
         yield laid, *pair
-
-
-def until(holds):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_three_commands_and_a_cable_that_is_cut_under_streams(hosts):
