@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,16 @@ def greedy(demo: Served, question: str, *, is_chat: bool) -> str:
         return client.completions.create(prompt=question, **ask).choices[0].text
 
 
-def evaluate(folder: Path, demo: Served, model: str, path: str, *flags: str) -> dict[str, Any]:
+def evaluate(
+    folder: Path,
+    demo: Served,
+    model: str,
+    path: str,
+    *flags: str,
+    tokenizer: str = f"tokenizer={MODEL_DIR}",
+) -> dict[str, Any]:
     """Run the task in `folder`; returns its results."""
-    arguments = (
-        f"model={demo.model},base_url={demo.url}{path},tokenizer={MODEL_DIR},num_concurrent=2,max_retries=1"
-    )
+    arguments = f"model={demo.model},base_url={demo.url}{path},{tokenizer},num_concurrent=2,max_retries=1"
     command = ["run", "--model", model, "--tasks", "tiny", "--include_path", str(folder), *flags]
     command += ["--model_args", arguments, "--output_path", str(folder / "out")]
     asyncio.run(run_command("evals", command, command="lm_eval", folder=folder, timeout_s=300))
@@ -77,3 +83,97 @@ def test_generated_answers_are_scored(
     }
     (tmp_path / "tiny.yaml").write_text(json.dumps(task))  # JSON is YAML
     assert evaluate(tmp_path, demo, model, path, *flags)["exact_match,none"] == 0.75
+
+
+class Reference:
+    """The demo model's own log-likelihoods, by transformers in float32."""
+
+    def __init__(self) -> None:
+        torch = pytest.importorskip("torch")
+        transformers = pytest.importorskip("transformers")
+        self._torch = torch
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+
+    def ids(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False).input_ids
+
+    def loglikelihood(self, context: list[int], rest: list[int]) -> float:
+        with self._torch.inference_mode():
+            logits = self._model(self._torch.tensor([context + rest])).logits[0, len(context) - 1 : -1]
+        logprobs = logits.float().log_softmax(-1)
+        return sum(float(row[token]) for row, token in zip(logprobs, rest, strict=True))
+
+    def prefix(self) -> list[int]:
+        """What lm-eval puts before a text without context."""
+        token = self._tokenizer.bos_token_id
+        return [self._tokenizer.eos_token_id if token is None else token]
+
+
+CHOICES = [" Yes, it does.", " A worker keeps KV.", " zebra zebra", " The router."]
+TOKENIZERS = pytest.mark.parametrize(
+    "tokenizer", [f"tokenizer={MODEL_DIR}", "tokenizer_backend=remote"], ids=["local", "remote"]
+)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("evals clients")
+@TOKENIZERS
+def test_multiple_choice_is_decided_as_by_the_model_itself(
+    demo: Served, tmp_path: Path, tokenizer: str
+) -> None:
+    reference = Reference()
+    chosen = []
+    for question in QUESTIONS:
+        context = reference.ids(question)
+        likely = [
+            reference.loglikelihood(context, reference.ids(question + choice)[len(context) :])
+            for choice in CHOICES
+        ]
+        chosen.append(likely.index(max(likely)))
+    chosen[-1] = (chosen[-1] + 1) % len(CHOICES)  # so that one of them is wrong
+    items = [
+        {"question": question, "answer": answer} for question, answer in zip(QUESTIONS, chosen, strict=True)
+    ]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    task = {
+        "task": "tiny",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": str(tmp_path / "items.jsonl")},
+        "test_split": "train",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": CHOICES,
+        "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (tmp_path / "tiny.yaml").write_text(json.dumps(task))
+    found = evaluate(tmp_path, demo, "local-completions", "/v1/completions", tokenizer=tokenizer)
+    assert found["acc,none"] == 0.75
+
+
+@pytest.mark.slow
+@pytest.mark.needs("evals clients")
+@TOKENIZERS
+def test_perplexity_is_the_models_own(demo: Served, tmp_path: Path, tokenizer: str) -> None:
+    reference = Reference()
+    texts = [" ".join(QUESTIONS), " ".join(["A router sends each request to a worker."] * 20), "Penstock"]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    task = {
+        "task": "tiny",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": str(tmp_path / "items.jsonl")},
+        "test_split": "train",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    }
+    (tmp_path / "tiny.yaml").write_text(json.dumps(task))
+    found = evaluate(tmp_path, demo, "local-completions", "/v1/completions", tokenizer=tokenizer)
+    nats = -sum(reference.loglikelihood(reference.prefix(), reference.ids(text)) for text in texts)
+    num_bytes = sum(len(text.encode()) for text in texts)
+    assert found["bits_per_byte,none"] == pytest.approx(
+        nats / num_bytes / math.log(2), rel=5e-3
+    )  # in bfloat16

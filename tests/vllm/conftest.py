@@ -14,7 +14,7 @@ import pytest
 
 from penstock.core.ids import RequestId
 from penstock.core.types.load import WorkerLoad
-from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
+from penstock.core.types.requests import Delta, FinishReason, PromptLogprobs, Request, TokenLogprob
 from penstock.core.types.steps import Step
 from penstock.core.wire import unpack_tokens
 from penstock.engine.registry import create_engine
@@ -41,6 +41,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     cached_tokens: int | None = None
     last: Delta | None = None
 
@@ -96,6 +97,7 @@ class Running:
                 answer = answers[delta.request_id]
                 answer.token_ids += unpack_tokens(delta.token_ids).tolist()
                 answer.logprobs += delta.logprobs
+                answer.prompt_logprobs += delta.prompt_logprobs
                 if delta.cached_tokens is not None:
                     answer.cached_tokens = delta.cached_tokens
                 if delta.finish_reason is not None:

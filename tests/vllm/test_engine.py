@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.core.errors import RequestError
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
-from penstock.core.wire import pack_tokens
+from penstock.core.wire import pack_tokens, unpack_tokens
 from tests.support.checkpoints import EOS_TOKEN_ID
 
 _numbers = count()
@@ -96,6 +96,26 @@ def test_logprobs_are_those_of_the_model(running, model):
         assert [value for _, value in entry.top] == pytest.approx(expected.values.tolist(), abs=1e-3)
     bare = running.answers(request_of(ids, logprobs=0, max_tokens=1))[0]
     assert [entry.top for entry in bare.logprobs] == [()]
+
+
+@pytest.mark.parametrize("known", [0, 20])
+def test_prompt_logprobs_are_those_of_the_model(running, model, known):
+    ids = prompt(60, 71)
+    running.answers(request_of(ids, max_tokens=1))  # cached, and computed again
+    asked = request_of(ids, prompt_logprobs=2, prompt_logprobs_from=known, max_tokens=2)
+    answer = running.answers(asked)[0]
+    (part,) = answer.prompt_logprobs
+    assert (part.start, part.end) == (max(known, 1), len(ids))
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)[part.start - 1 :]
+    token_ids = unpack_tokens(part.token_ids).reshape(-1, 3)
+    values = np.frombuffer(part.logprobs, "<f4").reshape(-1, 3)
+    assert token_ids[:, 0].tolist() == ids[part.start :]
+    at = torch.from_numpy(token_ids.astype(np.int64))
+    np.testing.assert_allclose(values, expected.gather(1, at).numpy(), atol=1e-3)
+    np.testing.assert_allclose(values[:, 1:], expected.topk(2).values.numpy(), atol=1e-3)
+    ranks = unpack_tokens(part.ranks)
+    assert ((values[:, 0] == values[:, 1]) == (ranks == 1)).all()
 
 
 def test_stop_tokens_end_an_answer_but_not_before_min_tokens(running):

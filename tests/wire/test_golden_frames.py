@@ -57,6 +57,7 @@ from penstock.core.types.requests import (
     KvHandle,
     KvRetention,
     Prefetch,
+    PromptLogprobs,
     Request,
     SamplingParams,
     SessionAction,
@@ -239,6 +240,29 @@ PLANE = {
     "fetch_chunk": frames.FetchChunk(fetch_id=1, data=b"content", last=True, error=ERROR),
     "host_event": frames.Event(message=msgspec.structs.replace(BATCH, holder=Holder.HOST)),
     "deltas": frames.Deltas(deltas=(DELTA, Delta(request_id="r-1"))),
+    "deltas_prompt_logprobs": frames.Deltas(
+        deltas=(
+            Delta(
+                request_id="r-0",
+                prompt_logprobs=(
+                    PromptLogprobs(
+                        start=1,
+                        token_ids=pack_tokens([5, 6, 7, 7]),
+                        logprobs=bytes(16),
+                        ranks=pack_tokens([2, 1]),
+                    ),
+                ),
+            ),
+        )
+    ),
+    "submit_prompt_logprobs": frames.Submit(
+        request=Request(
+            request_id="r",
+            model="m",
+            token_ids=pack_tokens([1, 2]),
+            sampling=SamplingParams(max_tokens=1, prompt_logprobs=2, prompt_logprobs_from=1),
+        )
+    ),
     "load": frames.Load(load=LOAD),
     "change_role": frames.Change(call_id=2, change=BecomeRole(role=Role.DECODE)),
     "change_sleep": frames.Change(call_id=2, change=Sleep(level=1)),

@@ -106,7 +106,8 @@ class Router:
             eligible = np.arange(len(eligible)) == slot
         now_s = self._loop.time()
         hashes = unpack_hashes(request.block_hashes)[::2]
-        context = self._context(request, pool, eligible, self.fleet.tree.match(hashes), now_s)
+        match = self.fleet.tree.match(hashes[: _usable_blocks(request, pool.card.block_size)])
+        context = self._context(request, pool, eligible, match, now_s)
         tie = tie_of(hashes, request.token_ids, context.block_size)
         if not follows:
             context = self._at_session(request, context, tie)
@@ -417,3 +418,11 @@ def _output_tokens(request: Request) -> float | None:
     if expected is None:
         return None
     return float(max(min(expected, request.sampling.max_tokens) - request.num_emitted, 1))
+
+
+def _usable_blocks(request: Request, block_size: int) -> int:
+    """Count the blocks that a worker may take from its cache: tokens before those whose logprobs are to be reported are computed."""
+    sampling = request.sampling
+    if sampling.prompt_logprobs is None:
+        return len(request.block_hashes) // 16
+    return max(sampling.prompt_logprobs_from - 1, 0) // block_size

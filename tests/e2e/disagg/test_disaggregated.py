@@ -44,6 +44,7 @@ def test_greedy_seeded_and_several_choices_are_those_of_one_worker(deploy):
     asked = [
         {"temperature": 0},
         {"temperature": 1.0, "n": 2},
+        {"temperature": 0, "extra_body": {"prompt_logprobs": 1}},
         {"temperature": 0.8, "logprobs": True, "top_logprobs": 2},
     ]
 
@@ -63,12 +64,17 @@ def test_greedy_seeded_and_several_choices_are_those_of_one_worker(deploy):
                     (token.token, round(token.logprob, 3))
                     for token in (choice.logprobs.content if choice.logprobs else [])
                 ],
+                [
+                    at and {token_id: round(entry["logprob"], 3) for token_id, entry in at.items()}
+                    for at in (answer.model_extra or {}).get("prompt_logprobs", [])
+                ],
             )
             for choice in answer.choices
         ]
 
     async def answers(site):
         found = [await choices(site, options) for options in asked]
+        assert len(found[2][0][3]) > len(PROMPT.split())
         text = found[-1][0][0]
         found.append(await choices(site, asked[-1] | {"stop": [text[len(text) // 2 :][:8]]}))
         (whole,), (stopped,) = found[-2:]
@@ -85,11 +91,11 @@ def test_greedy_seeded_and_several_choices_are_those_of_one_worker(deploy):
     async def disaggregated(site):
         assert await answers(site) == whole
         remote = await metric(site, 'penstock_router_prefills_total{place="remote"}')
-        assert remote == 4, "of two choices the second goes on where the first one's prompt is"
+        assert remote == 5, "of two choices the second goes on where the first one's prompt is"
         decode = await site.load("decode-1")
         size = 16
-        assert decode["prefilled_tokens"] <= 5 * size, "next to nothing is computed again"
-        assert (await site.load("prefill-1"))["generated_tokens"] == 4
+        assert decode["prefilled_tokens"] <= 6 * size, "next to nothing is computed again"
+        assert (await site.load("prefill-1"))["generated_tokens"] == 5
         assert own_kv(site, "prefill-1") & mapped(site, "decode-1"), (
             "KV is read where it lies, not copied twice"
         )

@@ -31,7 +31,7 @@ class KvHolder(Wire, frozen=True):
     blocks: int = 0
 
 
-OPTIONAL_SAMPLING = ("logit_bias", "allowed_token_ids", "bad_words")
+OPTIONAL_SAMPLING = ("logit_bias", "allowed_token_ids", "bad_words", "prompt_logprobs")
 """Fields of `SamplingParams` that not every engine has."""
 
 

@@ -7,7 +7,7 @@ from penstock.core.ids import PinId, RequestId, WorkerId
 from penstock.core.types.kv.exchange import KvAccess, KvPeer
 from penstock.core.types.media import MediaPrompt
 from penstock.core.types.trace import TraceContext
-from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, Wire
+from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, Wire, num_tokens
 
 KV_PRIORITY_MIN, KV_PRIORITY_MAX = -8, 7
 TRANSFER_ID_BYTES = 16
@@ -32,6 +32,8 @@ class SamplingParams(Wire, frozen=True):
     an engine that cannot keep to it refuses the request.
     `logit_bias` (token id, what is added to its logit), `allowed_token_ids` (empty: all) and `bad_words` (token ids that do not
     follow each other in the output) are for engines that name them in `EngineInfo.sampling_fields`.
+    `prompt_logprobs`, for such engines too, is the number of alternatives to report at each prompt token but the first; None: no
+    logprobs of the prompt. Of the first `prompt_logprobs_from` prompt tokens the client has them already.
     """
 
     max_tokens: int
@@ -52,6 +54,8 @@ class SamplingParams(Wire, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 0
 
 
 class SessionAction(StrEnum):
@@ -212,6 +216,44 @@ class TokenLogprob(Wire, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class PromptLogprobs(Wire, frozen=True, array_like=True):
+    """Logprobs of n prompt tokens that follow each other, each given the tokens before it.
+
+    Attributes:
+        start: position of the first of them in the prompt, at least 1.
+        token_ids: (n, 1 + alternatives) int32 row-major: the prompt's own token, then the most likely ones.
+        logprobs: (n, 1 + alternatives) little-endian float32 of these.
+        ranks: (n,) int32 of the prompt's own tokens; 1: none is more likely.
+    """
+
+    start: int
+    token_ids: PackedTokens
+    logprobs: bytes
+    ranks: PackedTokens
+
+    @property
+    def end(self) -> int:
+        """Position after the last of them."""
+        return self.start + num_tokens(self.ranks)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.token_ids) + len(self.logprobs) + len(self.ranks)
+
+    def after(self, position: int) -> "PromptLogprobs":
+        """Leave out those before a position."""
+        skipped = min(max(position - self.start, 0), num_tokens(self.ranks))
+        if not skipped:
+            return self
+        row_bytes = len(self.token_ids) // num_tokens(self.ranks)
+        return PromptLogprobs(
+            start=self.start + skipped,
+            token_ids=PackedTokens(self.token_ids[skipped * row_bytes :]),
+            logprobs=self.logprobs[skipped * row_bytes :],
+            ranks=PackedTokens(self.ranks[4 * skipped :]),
+        )
+
+
 class Delta(Wire, frozen=True, array_like=True):
     """What one engine step added to one request.
 
@@ -224,6 +266,7 @@ class Delta(Wire, frozen=True, array_like=True):
         kv: set with `FinishReason.PREFILLED`.
         embedding: of a request that `embeds`: the hidden state of the prompt's last token after the model's last norm, as packed
             little-endian float32, not normalised.
+        prompt_logprobs: of the prompt tokens that this step computed, in deltas up to the first one with tokens.
     """
 
     request_id: RequestId
@@ -234,3 +277,4 @@ class Delta(Wire, frozen=True, array_like=True):
     error: ErrorInfo | None = None
     kv: KvHandle | None = None
     embedding: bytes = b""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

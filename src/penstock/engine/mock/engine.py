@@ -17,14 +17,15 @@ from penstock.core.config import Config
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types.instances import Prices
-from penstock.core.types.requests import Request, TokenLogprob
+from penstock.core.types.requests import PromptLogprobs, Request, TokenLogprob
+from penstock.core.wire import pack_tokens
 from penstock.engine.batched import BatchedEngine
 from penstock.engine.kv_tiers import TierMaker
 from penstock.engine.mock.kv import MockKv
 from penstock.engine.runner import RunnerInfo, end_tokens_within
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.sampling import position_keys
-from penstock.engine.scheduling.sequences import Sampled, SequenceTable, StepPlan
+from penstock.engine.scheduling.sequences import PromptSpan, Sampled, SequenceTable, StepPlan, prompt_spans
 from penstock.kv.pool.use import PrefillPrice
 
 _SLEEP_S_MIN = 0.001
@@ -123,6 +124,7 @@ class MockText:
                 row: self._logprob(int(slots[row]), int(token_ids[row]), int(noise[row]))
                 for row in asked.tolist()
             },
+            prompt_logprobs={span.row: self._prompt(span, table) for span in prompt_spans(plan, table)},
         )
 
     def _begin(self, slot: int, request: Request, prompt: bytes) -> None:
@@ -136,6 +138,24 @@ class MockText:
         self._seeds[slot] = int.from_bytes(digest[:8], "little")
         self._ends[slot] = _ENDLESS if sampling.ignore_eos else max(length, sampling.min_tokens)
         self._wants_logprobs[slot] = sampling.logprobs is not None
+
+    def _prompt(self, span: PromptSpan, table: SequenceTable) -> PromptLogprobs:
+        """Give each token of the prompt probability 1/2, the first alternative after it 1/4, and so on."""
+        targets = table.token_ids[span.slot, span.start : span.end]
+        ranks = np.arange(min(span.alternatives, len(self._words)))
+        others = self._words[
+            (targets[:, None] + np.arange(span.start, span.end)[:, None] + ranks[1:]) % len(self._words)
+        ]
+        columns = (targets[:, None], targets[:, None], others) if len(ranks) else (targets[:, None],)
+        token_ids = np.concatenate(columns, axis=1)
+        halvings = np.concatenate(([1], 1 + ranks)).astype("<f4")
+        logprobs = np.broadcast_to(-math.log(2) * halvings, token_ids.shape)
+        return PromptLogprobs(
+            start=span.start,
+            token_ids=pack_tokens(token_ids),
+            logprobs=logprobs.astype("<f4").tobytes(),
+            ranks=pack_tokens(np.ones(len(targets), dtype=np.int32)),
+        )
 
     def _logprob(self, slot: int, token_id: int, noise: int) -> TokenLogprob:
         """Give the sampled token probability 1/2, the first alternative 1/4, and so on."""
@@ -165,7 +185,9 @@ class MockRunner:
             ConfigError: `kv_bytes_per_block` or `vocab_size` is too small.
         """
         eos_token_ids = end_tokens_within(self._shape.vocab_size, self._shape.eos_token_ids)
-        shape = self._shape = replace(self._shape, eos_token_ids=eos_token_ids)
+        shape = self._shape = replace(
+            self._shape, eos_token_ids=eos_token_ids, sampling_fields=("prompt_logprobs",)
+        )
         needed = MockKv.bytes_needed(shape.block_size)
         if 0 < shape.kv_bytes_per_block < needed:
             raise ConfigError(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.core.log import get_logger
 from penstock.core.types.instances import OPTIONAL_SAMPLING
-from penstock.core.types.requests import TokenLogprob
+from penstock.core.types.requests import PromptLogprobs, TokenLogprob
 from penstock.engine.paged.config import PagedConfig
 from penstock.engine.paged.cores import keep_to_cores
 from penstock.engine.paged.fence import Fence, make_fence
@@ -20,6 +20,7 @@ from penstock.engine.paged.model.models import PagedModel
 from penstock.engine.paged.model.weights import load_model, read_config
 from penstock.engine.paged.step.batch import BatchBuilder, StepBatch
 from penstock.engine.paged.step.decoding import row_limits
+from penstock.engine.paged.step.prompt_logprobs import prompt_logprobs
 from penstock.engine.paged.step.sampling import Sampler, SamplingColumns
 from penstock.engine.paged.step.step import PagedStep
 from penstock.engine.paged.step.token_masks import TokenMasks
@@ -153,7 +154,9 @@ class PagedRunner:
             structured_outputs=structured,
             windows=groups.held_windows(),
             groups=groups.kv_groups(config.block_size),
-            sampling_fields=OPTIONAL_SAMPLING,
+            sampling_fields=tuple(
+                name for name in OPTIONAL_SAMPLING if name != "prompt_logprobs" or model.has_scores
+            ),
         )
 
     def run(self, plan: StepPlan, table: SequenceTable) -> Sampled:
@@ -163,6 +166,7 @@ class PagedRunner:
         try:
             token_ids, logprobs = self.execute(batch)
             states = self._hidden(embedded)
+            reported = self._prompt_logprobs(batch)
         finally:
             self._loaded.fence.wait()
         sampled = np.full(len(plan.slots), -1, dtype=np.int32)
@@ -172,6 +176,7 @@ class PagedRunner:
             logprobs={int(rows[row]): logprob for row, logprob in logprobs.items()},
             errors={int(rows[row]): error for row, error in self._loaded.columns.errors.items()},
             embeddings={int(rows[row]): state for row, state in zip(embedded, states, strict=True)},
+            prompt_logprobs=reported,
         )
 
     def execute(self, batch: StepBatch) -> tuple[NDArray[np.int64], dict[int, TokenLogprob]]:
@@ -181,7 +186,13 @@ class PagedRunner:
             tokens = parts.tokens.put(batch.tokens)
             step = PagedStep(batch, tokens[2:], parts.gather)
             last_tokens = torch.from_numpy(batch.last_tokens).to(parts.model.device)
-            logits = parts.model.logits(tokens[0], tokens[1], last_tokens, step)
+            rows = None
+            if batch.prompt is not None:
+                rows = len(last_tokens)
+                last_tokens = torch.cat(
+                    (last_tokens, torch.from_numpy(batch.prompt.tokens).to(parts.model.device))
+                )
+            logits = parts.model.logits(tokens[0], tokens[1], last_tokens, step, rows)
             return parts.sampler.sample(logits, batch.sampling)
 
     def _hidden(self, embedded: Sequence[int]) -> list[bytes]:
@@ -190,6 +201,13 @@ class PagedRunner:
             return []
         states = self._loaded.model.last_hidden[list(embedded)].float().cpu().numpy()
         return [state.astype("<f4").tobytes() for state in states]
+
+    def _prompt_logprobs(self, batch: StepBatch) -> dict[int, PromptLogprobs]:
+        """Report the prompt tokens of the latest `execute`, by row of the plan."""
+        if batch.prompt is None:
+            return {}
+        with torch.inference_mode():
+            return prompt_logprobs(self._loaded.model, len(batch.last_tokens), batch.prompt)
 
     def kv_memory(self) -> Sequence[Sequence[object]]:
         memory: KvMemory = self._loaded.memory

@@ -115,7 +115,7 @@ class Prefixes:
         self._may_look = True
 
     def find(self, sequence: Sequence, ahead: SequenceOf[tuple[int, int]] = ()) -> Cached:
-        """Find what is cached of a waiting request. Its last token is always computed, to sample from.
+        """Find what is cached of a waiting request and may be taken: see `Sequence.cacheable`.
 
         Args:
             sequence: the request.
@@ -125,7 +125,7 @@ class Prefixes:
         if held is not None and held.is_loading:
             return Cached(held.hits, held.runs, held.targets)
         known = len(sequence.token_ids)
-        cacheable = (known - 1) // self._limits.block_size
+        cacheable = sequence.cacheable // self._limits.block_size
         sequence.hash_blocks(sequence.token_ids, cacheable, self._limits)
         hashes = sequence.block_hashes[:cacheable]
         hits = self._pool.match(hashes)
@@ -256,7 +256,7 @@ class Prefixes:
     ) -> Cached:
         """Find the longest prefix that is held in all groups of layers."""
         known = len(sequence.token_ids)
-        hashes = sequence.block_hashes[: (known - 1) // self._limits.block_size]
+        hashes = sequence.block_hashes[: sequence.cacheable // self._limits.block_size]
         if self._kv is None or sequence.is_short:
             chosen = ChosenPrefix(windows.longest(hashes, len(hits)), (), len(hits))
         else:

@@ -14,6 +14,7 @@ from penstock.core.errors import RequestError
 from penstock.core.types.requests import SamplingParams
 
 LOGPROBS_MAX = 100
+PROMPT_LOGPROBS_MAX = 20  # as many rows as a step has tokens have to fit into a frame
 BIAS_MAX = 1000
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 1000),
@@ -23,6 +24,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.001, 1000),
     "seed": (-(1 << 63), (1 << 63) - 1),
     "logprobs": (0, LOGPROBS_MAX),
+    "prompt_logprobs": (0, PROMPT_LOGPROBS_MAX),
+    "prompt_logprobs_from": (0, (1 << 31) - 1),
 }
 
 

@@ -225,7 +225,8 @@ class Scheduler:
         self._admission.end_chunks(plan.slots[plan.samples])
         prefilling = self._prefilling(plan)
         failed = self._end_rows(plan, sampled.errors)
-        return self._make_step(failed + self._append(plan, rows, sampled), prefilling)
+        reported = self._slots.report(plan, sampled)
+        return self._make_step(failed + reported + self._append(plan, rows, sampled), prefilling)
 
     def fail(self, plan: StepPlan, error: PenstockError) -> Step:
         """End the requests of a plan whose step failed; nothing that it computed is kept."""

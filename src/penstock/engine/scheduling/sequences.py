@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.core.errors import PenstockError, RequestError
 from penstock.core.hashing import block_hashes
-from penstock.core.types.requests import Request, SamplingParams, TokenLogprob
+from penstock.core.types.requests import PromptLogprobs, Request, SamplingParams, TokenLogprob
 from penstock.core.wire import HashArray, TokenArray, unpack_hashes, unpack_tokens
 from penstock.engine.scheduling.sampling import checked_sampling
 from penstock.kv.groups.groups import KvGroups
@@ -92,6 +92,35 @@ class StepPlan:
     samples: NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Of one row of a plan: the prompt tokens [start, end), each given by the logits of the token before it, which the step computes.
+
+    alternatives: how many of the most likely tokens are reported at each
+    """
+
+    row: int
+    slot: int
+    start: int
+    end: int
+    alternatives: int
+
+
+def prompt_spans(plan: StepPlan, table: SequenceTable) -> list[PromptSpan]:
+    """List them; a decode row has none, as what follows its token is output."""
+    spans = []
+    for row in range(plan.num_decode, len(plan.slots)):
+        slot = int(plan.slots[row])
+        request = table.requests[slot]
+        if request is None or (alternatives := request.sampling.prompt_logprobs) is None:
+            continue
+        start = int(table.num_computed[slot]) + 1
+        end = min(start + int(plan.num_new[row]), int(table.num_prompt[slot]))
+        if start < end:
+            spans.append(PromptSpan(row, slot, start, end, alternatives))
+    return spans
+
+
 @dataclass(slots=True)
 class Sampled:
     """The result of a runner's step.
@@ -102,12 +131,14 @@ class Sampled:
     errors:    by row of the plan, for requests that the runner could not prepare; the scheduler ends them and ignores
                their tokens
     embeddings: by row of the plan, for requests that ask for theirs: `Delta.embedding`
+    prompt_logprobs: by row of the plan, of the rows of `prompt_spans`
     """
 
     token_ids: NDArray[np.int32]
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     errors: dict[int, PenstockError] = field(default_factory=dict)
     embeddings: dict[int, bytes] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +180,7 @@ class Sequence:
     since_tokens:  prompt tokens that the engine had computed in total when it arrived
     rank:          order in a shortest-first queue; None otherwise
     is_short:      a load of its prefix ended without all blocks; there is no second one
+    reported:      leading prompt tokens whose logprobs were reported, or need not be
     """
 
     request: Request
@@ -165,6 +197,7 @@ class Sequence:
     since_tokens: int = 0
     rank: float | None = None
     is_short: bool = False
+    reported: int = 0
 
     @classmethod
     def of(
@@ -187,12 +220,24 @@ class Sequence:
             num_prompt=num_prompt,
             end_tokens=min(num_prompt + sampling.max_tokens, limits.context_length),
             stops_after=num_prompt + sampling.min_tokens,
+            reported=num_prompt
+            if sampling.prompt_logprobs is None
+            else min(sampling.prompt_logprobs_from, num_prompt),
         )
 
     @property
     def known(self) -> int:
         """Number of its tokens when it last entered the queue."""
         return len(self.token_ids)
+
+    @property
+    def cacheable(self) -> int:
+        """Number of its leading tokens that may come from the prefix cache.
+
+        The last token is computed, to sample from, and so is each token before one whose logprob is still to be reported.
+        """
+        last = len(self.token_ids) - 1
+        return last if self.reported >= self.num_prompt else min(max(self.reported - 1, 0), last)
 
     def hash_blocks(self, token_ids: TokenArray, count: int, limits: SequenceLimits) -> None:
         """Extend `block_hashes` to the first `count` blocks.

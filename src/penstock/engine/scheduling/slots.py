@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from penstock.core.ids import BlockId, RequestId
 from penstock.core.types.requests import Delta, FinishReason
 from penstock.core.wire import PackedTokens
-from penstock.engine.scheduling.sequences import Sequence, SequenceLimits, SequenceTable
+from penstock.engine.scheduling.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.windows.tables import WindowTables
 
@@ -205,6 +205,17 @@ class Slots:
                 )
             deltas.append(delta)
         self.is_fresh[slots] = False
+        return deltas
+
+    def report(self, plan: StepPlan, sampled: Sampled) -> list[Delta]:
+        """Build deltas of the prompts' logprobs, of requests that have not ended."""
+        deltas = []
+        for row, logprobs in sampled.prompt_logprobs.items():
+            slot = int(plan.slots[row])
+            if self.table.requests[slot] is not None:
+                sequence = self.sequence(slot)
+                sequence.reported = max(sequence.reported, logprobs.end)
+                deltas.append(Delta(request_id=self.request_ids[slot], prompt_logprobs=(logprobs,)))
         return deltas
 
     def holders(self) -> dict[BlockId, int]:

@@ -96,7 +96,7 @@ class VllmEngine:
             max_running_requests=config.scheduler_config.max_num_seqs,
             data_parallel=len(ranks),
             structured_outputs=True,
-            sampling_fields=("logit_bias", "allowed_token_ids"),
+            sampling_fields=("logit_bias", "allowed_token_ids", "prompt_logprobs"),
             media=self._media.kinds,
             lower_tier_blocks=tiers.own_blocks,
             kv_holders=tiers.holders,

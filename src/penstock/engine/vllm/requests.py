@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from penstock.core.errors import PenstockError, RequestError, StepFailed
-from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
+from penstock.core.types.requests import Delta, FinishReason, PromptLogprobs, Request, TokenLogprob
 from penstock.core.wire import num_tokens, pack_tokens, unpack_tokens
 
 _SEEDS = 1 << 63
@@ -90,6 +92,7 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "logprobs": sampling.logprobs,
+        "prompt_logprobs": sampling.prompt_logprobs,
         "logit_bias": dict(sampling.logit_bias) or None,
         "allowed_token_ids": list(sampling.allowed_token_ids) or None,
         "detokenize": False,
@@ -122,6 +125,9 @@ def delta_of(running: Running, output: Any) -> Delta:
         cached_tokens=None if running.has_output or stats is None else stats.num_cached_tokens,
         logprobs=_logprobs(output.new_logprobs, running.request.sampling.logprobs),
         error=error,
+        prompt_logprobs=()
+        if running.request.sampling.prompt_logprobs is None
+        else _prompt_logprobs(running.request, output.new_prompt_logprobs_tensors),
     )
 
 
@@ -144,3 +150,19 @@ def _logprobs(lists: Any, number: int | None) -> tuple[TokenLogprob, ...]:
         )
         for ids, values in rows
     )
+
+
+def _prompt_logprobs(request: Request, tensors: Any) -> tuple[PromptLogprobs, ...]:
+    """Make the prompt's logprobs of vLLM's LogprobsTensors, which have a row for each of its tokens but the first."""
+    number = request.sampling.prompt_logprobs
+    if tensors is None or number is None:
+        return ()
+    ids, values, ranks = (np.asarray(part) for part in tensors[:3])
+    count = min(len(ranks), num_tokens(request.token_ids) - request.num_emitted - 1)
+    logprobs = PromptLogprobs(
+        start=1,
+        token_ids=pack_tokens(ids[:count, : 1 + number].astype(np.int32)),
+        logprobs=values[:count, : 1 + number].astype("<f4").tobytes(),
+        ranks=pack_tokens(ranks[:count].astype(np.int32)),
+    )
+    return (logprobs.after(request.sampling.prompt_logprobs_from),) if count else ()

@@ -100,7 +100,7 @@ async def _answer(
                     raise RequestError("stream: a batch does not stream; leave it out", param="stream")
                 answer = pending.whole_answer()
                 await pending.completion.run(answer.take)
-                return pending.prepared.id, answer.body(pending.completion.usage())
+                return pending.prepared.id, await pending.body(answer)
         finally:
             gaps.admitted -= 1
 

@@ -55,7 +55,7 @@ class GenerationRoutes:
                 if not pending.stream:
                     answer = pending.whole_answer()
                     await pending.completion.run(answer.take, gathers=True)
-                    return json_response(answer.body(pending.completion.usage()))
+                    return json_response(await pending.body(answer))
                 response = SseResponse(request, pending, self._config)
                 with response.kept_alive():
                     await pending.completion.run(response.take)

@@ -30,10 +30,24 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
+    """Of each token; None for the first one of an echoed prompt."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct):
+    """A token at a place of the prompt, by vLLM's names; ranks begin at 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobList = list[dict[int, PromptLogprob] | None]
+"""For each prompt token that token and the most likely ones, by id; None for the first."""
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -93,6 +107,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str
+    prompt_logprobs: PromptLogprobList | msgspec.UnsetType = msgspec.UNSET
 
 
 class Answer(msgspec.Struct, Generic[Choice], omit_defaults=True):
@@ -105,6 +120,7 @@ class Answer(msgspec.Struct, Generic[Choice], omit_defaults=True):
     choices: list[Choice]
     usage: Usage
     penstock: Explanation | None = None
+    prompt_logprobs: PromptLogprobList | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelEntry(msgspec.Struct, kw_only=True):

@@ -71,6 +71,7 @@ class GenerationRequest(SamplingExtensions, kw_only=True):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
     guided_json: Any = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -132,8 +133,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    echo: bool | None = None
     # Refused unless they ask for nothing.
-    echo: Any = None
     best_of: Any = None
     suffix: Any = None
 

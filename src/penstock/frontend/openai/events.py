@@ -6,6 +6,7 @@ The constant parts of a choice's chunks are encoded once; per chunk only the tex
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 import msgspec
@@ -21,6 +22,8 @@ from penstock.frontend.openai.answers import (
     ChatLogprobs,
     CompletionChoice,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobList,
     TokenEntry,
     ToolCall,
     TopLogprob,
@@ -29,7 +32,9 @@ from penstock.frontend.openai.answers import (
 )
 from penstock.frontend.openai.explaining import Explanation
 from penstock.frontend.parsing.source import CallDelta
-from penstock.frontend.text.events import TextEvent, TokenText
+from penstock.frontend.text.events import TextEvent
+from penstock.frontend.text.prompt_part import PromptPart
+from penstock.frontend.text.token_text import TokenText
 
 DONE = b"data: [DONE]\n\n"
 _END = b"}\n\n"
@@ -94,11 +99,19 @@ class EventStream:
             start = self._head + b'{"index":%d' % event.index + self._before_text
             self._starts[event.index] = start
             role = self._role(event.index) if self._chat else b""
+            if event.prompt is not None:
+                return role + self._prompted(start, event, event.prompt)
         if event.reasoning or event.calls:
             return role + self._parsed(event)
         if event.finish_reason is None and not event.logprobs and self._usage_so_far is None:
             return role + start + encode(event.text) + self._plain_tail
         return role + start + encode(event.text) + self._after(event)
+
+    def _prompted(self, start: bytes, event: TextEvent, prompt: PromptPart) -> bytes:
+        """Encode the first event of a choice with its prompt before it, as one chunk."""
+        logprobs = (*prompt.echoed_tokens(), *event.logprobs)
+        event = msgspec.structs.replace(event, logprobs=logprobs)
+        return start + encode(prompt.text + event.text) + self._after(event)
 
     def _parsed(self, event: TextEvent) -> bytes:
         """Encode an event with reasoning or tool calls, as one chunk."""
@@ -156,6 +169,7 @@ class _Collected:
     calls: list[CalledFunction] = field(default_factory=list)
     logprobs: list[TokenText] = field(default_factory=list)
     finish_reason: str = "stop"
+    prompt: PromptPart | None = None
 
 
 class WholeAnswer:
@@ -170,6 +184,8 @@ class WholeAnswer:
 
     def take(self, event: TextEvent) -> None:
         collected = self._choices[event.index]
+        if event.prompt is not None:
+            collected.prompt = event.prompt
         collected.pieces.append(event.text)
         collected.logprobs += event.logprobs
         if event.reasoning:
@@ -195,6 +211,7 @@ class WholeAnswer:
                 choices=[build(index, collected) for index, collected in enumerate(choices)],
                 usage=usage,
                 penstock=Explanation(self._decisions) if self._decisions else None,
+                prompt_logprobs=self._listed(choices[0]) if envelope.chat else msgspec.UNSET,
             )
         )
 
@@ -219,13 +236,32 @@ class WholeAnswer:
         )
 
     def _completion_choice(self, index: int, collected: _Collected) -> CompletionChoice:
-        logprobs = collected.logprobs
+        prompt, logprobs = collected.prompt, collected.logprobs
+        if prompt is not None:
+            logprobs = prompt.echoed_tokens() + logprobs
         return CompletionChoice(
             index=index,
-            text="".join(collected.pieces),
+            text="".join(("" if prompt is None else prompt.text, *collected.pieces)),
             logprobs=_completion_logprobs(logprobs, self._token_bytes) if self._wants_logprobs else None,
             finish_reason=collected.finish_reason,
+            prompt_logprobs=self._listed(collected),
         )
+
+    def _listed(self, collected: _Collected) -> PromptLogprobList | msgspec.UnsetType:
+        """Give the log-probabilities of a choice's prompt, if they were asked for."""
+        prompt = collected.prompt
+        if prompt is None or prompt.listed is None:
+            return msgspec.UNSET
+        listed: PromptLogprobList = [None]
+        for token in prompt.tokens(prompt.listed):
+            at = {token.token_id: self._listing(token.token_id, token.logprob, token.rank)}
+            for rank, (token_id, value) in enumerate(token.top, 1):
+                at.setdefault(token_id, self._listing(token_id, value, rank))
+            listed.append(at)
+        return listed
+
+    def _listing(self, token_id: int, logprob: float, rank: int) -> PromptLogprob:
+        return PromptLogprob(_finite(logprob), rank, _text(self._token_bytes(token_id)))
 
 
 def _logprobs(tokens: tuple[TokenText, ...], token_bytes: TokenBytes, *, chat: bool) -> msgspec.Struct | None:
@@ -254,8 +290,14 @@ def _completion_logprobs(
     wants_top = any(token.logprob.top for token in tokens)
     return CompletionLogprobs(
         tokens=[_text(token_bytes(token.logprob.token_id)) for token in tokens],
-        token_logprobs=[_finite(token.logprob.logprob) for token in tokens],
-        top_logprobs=[_top(token.logprob, token_bytes) for token in tokens] if wants_top else None,
+        token_logprobs=[
+            None if isnan(token.logprob.logprob) else _finite(token.logprob.logprob) for token in tokens
+        ],
+        top_logprobs=[
+            None if isnan(token.logprob.logprob) else _top(token.logprob, token_bytes) for token in tokens
+        ]
+        if wants_top
+        else None,
         text_offset=[token.start for token in tokens],
     )
 

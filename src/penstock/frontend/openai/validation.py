@@ -41,13 +41,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
 }
 """Unsupported fields, each with the values that have no effect."""
 _RANGES: dict[str, tuple[float, float | None]] = {
-    "max_tokens": (1, None),
+    "max_tokens": (0, None),  # of completions
     "temperature": (0, 2),
     "top_p": (0, 1),
     "presence_penalty": (-2, 2),
@@ -56,6 +55,7 @@ _RANGES: dict[str, tuple[float, float | None]] = {
     "min_p": (0, 1),
     "top_k": (-1, _TOP_K_MAX),  # -1 and 0 turn it off, as in vLLM
     "min_tokens": (0, None),
+    "prompt_logprobs": (0, LOGPROBS_MAX),
     "priority": (-PRIORITY_MAX, PRIORITY_MAX),
     "seed": (-(1 << _SEED_BITS), (1 << _SEED_BITS) - 1),
 }
@@ -66,6 +66,7 @@ _ABOVE_LOW = frozenset({"top_p", "repetition_penalty"})
 
 def check_chat(request: ChatRequest, choices_max: int) -> None:
     """Raises: RequestError: a value is out of its range, or asks for what is not served."""
+    _check_range(request, "max_tokens", 1, None)
     _check_generation(request, choices_max)
     _check_range(request, "max_completion_tokens", 1, None)
     if None not in (request.max_tokens, request.max_completion_tokens) and (
@@ -152,6 +153,12 @@ def _check_generation(request: GenerationRequest, choices_max: int) -> None:
         _check_stops(request)
     if request.stop_token_ids:
         _check_length("stop_token_ids", request.stop_token_ids, STOP_IDS_MAX, "ids")
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestError(
+            f"prompt_logprobs: got {request.prompt_logprobs} with stream: true; a stream has none; leave out stream, or ask for them"
+            " by echo and logprobs of /v1/completions",
+            param="prompt_logprobs",
+        )
     _check_limits(request)
     if request.cache_salt is not None:
         if not request.cache_salt:

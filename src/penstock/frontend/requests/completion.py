@@ -5,6 +5,7 @@ characters split over tokens, and log-probabilities.
 """
 
 import asyncio
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,16 +13,18 @@ from functools import partial
 import msgspec
 
 from penstock.core.errors import EngineError
-from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
-from penstock.core.wire import PackedTokens, num_tokens, token_list
+from penstock.core.types.requests import Delta, FinishReason, PromptLogprobs, Request, TokenLogprob
+from penstock.core.wire import NO_TOKENS, PackedTokens, num_tokens, token_list
 from penstock.frontend.metrics import RequestTimer
 from penstock.frontend.openai.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from penstock.frontend.parsing.parser import OutputParser
 from penstock.frontend.requests.next_turns import Answer, OnAnswer
 from penstock.frontend.requests.preprocess import PreparedRequest
 from penstock.frontend.text.detokenize import Detokenizer, TextDecoder
-from penstock.frontend.text.events import TextEvent, TokenText
+from penstock.frontend.text.events import TextEvent
+from penstock.frontend.text.prompt_part import PromptPart
 from penstock.frontend.text.stops import StopFinder
+from penstock.frontend.text.token_text import TokenText
 from penstock.seams import Hold, RequestDispatcher, RequestStream
 
 _GIVEN_UP = frozenset({FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.PREFILLED})
@@ -178,6 +181,42 @@ class ChoiceText:
         return tuple(taken)
 
 
+class PromptedChoice(ChoiceText):
+    """A choice whose answer says something of its prompt, or has no tokens of its own. Not thread-safe; one task owns it."""
+
+    def say(self, prompt: PromptPart | None, *, drops_output: bool) -> None:
+        """Say this of the prompt, with the log-probabilities to come, in the first event; drop the engine's tokens, or not."""
+        self._prompt, self._drops_output = prompt, drops_output
+        self._logprobs: list[PromptLogprobs] = []
+        self._decoded = self._given = 0 if prompt is None else len(prompt.text)
+        self._is_plain = False
+        self._lists_stop = prompt is not None and prompt.echoed is not None
+        """Whether the stop token, which has no text, has its log-probability: who reads echoed ones counts on one for each token."""
+
+    def feed(self, delta: Delta) -> TextEvent | None:
+        self._logprobs += delta.prompt_logprobs
+        if self._drops_output and delta.token_ids:
+            delta = msgspec.structs.replace(
+                delta, token_ids=NO_TOKENS, logprobs=(), finish_reason=FinishReason.LENGTH
+            )
+        event = super().feed(delta)
+        if event is None:
+            return None
+        if (
+            self._lists_stop
+            and delta.finish_reason is FinishReason.STOP
+            and delta.logprobs
+            and not event.stopped_by
+        ):
+            last = TokenText(delta.logprobs[-1], self._decoded)
+            event = msgspec.structs.replace(event, logprobs=(*event.logprobs, last))
+        if self._prompt is None:
+            return event
+        prompt = dataclasses.replace(self._prompt, logprobs=tuple(self._logprobs))
+        self._prompt = None
+        return msgspec.structs.replace(event, prompt=prompt)
+
+
 _GATHERED_BYTES = 4096
 """Packed tokens of a whole answer that are made text at once: 1,024 of them."""
 
@@ -213,9 +252,9 @@ class Completion:
         self._prepared = prepared
         self._dispatcher = dispatcher
         self._timer = timer
-        plan = prepared.parser
+        plan, prompted = prepared.parser, bool(prepared.prompts) or prepared.drops_output
         self._choices = [
-            ChoiceText(
+            (PromptedChoice if prompted else ChoiceText)(
                 index,
                 prepared.model.detokenizer if plan is None else prepared.model.marked_detokenizer,
                 prepared.stops,
@@ -225,6 +264,9 @@ class Completion:
             )
             for index in range(len(prepared.requests))
         ]
+        for choice in self._choices:
+            if isinstance(choice, PromptedChoice):
+                choice.say(prepared.prompt_of(choice.index), drops_output=prepared.drops_output)
 
     async def run(self, emit: Emit, *, gathers: bool = False) -> None:
         """Run until every choice has ended; cancelling this cancels all of them.
@@ -237,7 +279,9 @@ class Completion:
             PenstockError: a choice failed; the others are cancelled.
         """
         failed = True
-        plain = not self._prepared.stops and self._prepared.logprobs is None and self._prepared.parser is None
+        prepared = self._prepared
+        plain = not (prepared.stops or prepared.prompts or prepared.drops_output)
+        plain = plain and prepared.logprobs is None and prepared.parser is None
         gathers = gathers and plain
         run = partial(self._run_choice, emit=emit, gathers=gathers)
         try:

@@ -40,6 +40,7 @@ class Prompt(Wire, frozen=True):
         media: for which `token_ids` has placeholders; an engine has yet to expand it.
         expanded: what an engine has expanded in `token_ids`.
         in_reasoning: it has begun the model's reasoning.
+        text: of the prompt, where the answer repeats it.
     """
 
     token_ids: PackedTokens
@@ -48,6 +49,7 @@ class Prompt(Wire, frozen=True):
     media: tuple[MediaPart, ...] = ()
     expanded: MediaPrompt | None = None
     in_reasoning: bool = False
+    text: str = ""
 
 
 def encode_prompts(
@@ -70,6 +72,9 @@ def encode_prompts(
         param = "messages"
     else:
         encoded, param = _encode_texts(request, model), "prompt"
+    texts = [""] * len(encoded)
+    if isinstance(request, CompletionRequest) and request.echo:
+        texts = _texts(request, encoded, model)
     return tuple(
         Prompt(
             token_ids=pack_tokens(token_ids),
@@ -79,8 +84,9 @@ def encode_prompts(
             param=param,
             media=media,
             in_reasoning=in_reasoning,
+            text=text,
         )
-        for token_ids in encoded
+        for token_ids, text in zip(encoded, texts, strict=True)
     )
 
 
@@ -230,6 +236,18 @@ def _encode_texts(request: CompletionRequest, model: ServedModel) -> list[TokenA
         encode_text(model, item, special=special) if isinstance(item, str) else _check_ids(item, model)
         for item in prompt
     ]
+
+
+def _texts(request: CompletionRequest, encoded: Sequence[TokenArray], model: ServedModel) -> list[str]:
+    """Give the prompts' texts, as they came or as their token ids decode."""
+    prompt: Any = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    if isinstance(prompt[0], str):
+        return list(prompt)
+    texts = []
+    for token_ids in encoded:
+        decoder = model.detokenizer.stream(begins_text=True)
+        texts.append(decoder.feed(token_ids.tolist()) + decoder.finish())
+    return texts
 
 
 def _encode(model: ServedModel, text: str, param: str, *, special: bool) -> TokenArray:

@@ -8,6 +8,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId
 from penstock.core.types.cards import request_salt
@@ -23,9 +25,14 @@ from penstock.frontend.openai.validation import stop_strings
 from penstock.frontend.parsing.parser import ParserPlan
 from penstock.frontend.requests.encoding import Prompt, encode_prompts
 from penstock.frontend.text.models import ServedModel
+from penstock.frontend.text.prompt_part import PromptPart
 
 COMPLETION_TOKENS_DEFAULT = 16
 """`max_tokens` of a text completion without one, as OpenAI documents it."""
+_VALUES_MAX = 1 << 19
+"""Log-probabilities of prompts in one answer: about 20 MB."""
+_STREAMED_VALUES_MAX = 1 << 14
+"""In a stream, where they are encoded between other requests' tokens: about 10 ms."""
 THREAD_BYTES = 20_000
 """Larger bodies are encoded in a thread: this many take about 5 ms (2 cores of an AMD EPYC)."""
 
@@ -55,6 +62,18 @@ class PreparedRequest:
     begins_text: bool = True
     min_tokens: int = 0
     parser: ParserPlan | None = None
+    prompts: tuple[PromptPart, ...] = ()
+    """What the answers say of their prompts, each; empty: nothing."""
+    drops_output: bool = False
+    """Whether the answers have no tokens of their own: `max_tokens` is 0, and engines make one."""
+
+    def prompt_of(self, choice: int) -> PromptPart | None:
+        return self.prompts[choice // self.choices_per_prompt] if self.prompts else None
+
+    @property
+    def num_prompt_values(self) -> int:
+        """Log-probabilities of prompts in the whole answer."""
+        return self.choices_per_prompt * sum(prompt.num_values for prompt in self.prompts)
 
 
 class Preprocessor:
@@ -98,6 +117,7 @@ class Preprocessor:
         """
         card, n = model.card, request.n or 1
         limit, logprobs = _limits(request)
+        parts = _prompt_parts(request, prompts, model)
         salt = request_salt(card.salt, request.cache_salt)
         seed = self._rng.getrandbits(63) if request.seed is None else request.seed & (2**63 - 1)
         agent, options = agent_options(request), metadata.options
@@ -105,9 +125,13 @@ class Preprocessor:
         priority = _priority(request, agent, options)
         deadline_s = max(metadata.deadline - asyncio.get_running_loop().time(), 0.0)
         requests: list[Request] = []
+        asked = parts[0].asked if parts else None
         for prompt in prompts:
             room = _check_context(prompt, request, limit, card.context_length)
-            sampling = _sampling(request, model, max_tokens=limit or room, seed=seed, logprobs=logprobs)
+            max_tokens = room if limit is None else limit
+            sampling = _sampling(request, model, max_tokens=max_tokens, seed=seed, logprobs=logprobs)
+            if asked is not None or not max_tokens:
+                sampling = replace(sampling, max_tokens=max(max_tokens, 1), prompt_logprobs=asked)
             for _ in range(n):
                 requests.append(
                     Request(
@@ -135,7 +159,7 @@ class Preprocessor:
                         embeds=embeds,
                     )
                 )
-        return PreparedRequest(
+        prepared = PreparedRequest(
             id=metadata.id,
             model=model,
             requests=tuple(requests),
@@ -149,7 +173,11 @@ class Preprocessor:
             parser=_parser(request, model, prompts[0], requests[0].sampling)
             if isinstance(request, ChatRequest)
             else None,
+            prompts=parts,
+            drops_output=limit == 0,
         )
+        _check_values(prepared, is_stream=bool(request.stream))
+        return prepared
 
 
 def _parser(
@@ -200,7 +228,39 @@ def _limits(request: GenerationRequest) -> tuple[int | None, int | None]:
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         return request.max_completion_tokens or request.max_tokens, logprobs
     assert isinstance(request, CompletionRequest)
-    return request.max_tokens or COMPLETION_TOKENS_DEFAULT, request.logprobs
+    return COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens, request.logprobs
+
+
+def _prompt_parts(
+    request: GenerationRequest, prompts: Sequence[Prompt], model: ServedModel
+) -> tuple[PromptPart, ...]:
+    echoes = isinstance(request, CompletionRequest) and bool(request.echo)
+    if not echoes and request.prompt_logprobs is None:
+        return ()
+    echoed = request.logprobs if isinstance(request, CompletionRequest) and echoes else None
+    return tuple(
+        PromptPart(
+            token_ids=prompt.token_ids,
+            detokenizer=model.detokenizer,
+            text=prompt.text,
+            echoed=echoed,
+            listed=request.prompt_logprobs,
+        )
+        for prompt in prompts
+    )
+
+
+def _check_values(prepared: PreparedRequest, *, is_stream: bool) -> None:
+    """Raises: RequestError: the answer would have too many log-probabilities of prompts."""
+    most = _STREAMED_VALUES_MAX if is_stream else _VALUES_MAX
+    if prepared.num_prompt_values > most:
+        name = "logprobs" if prepared.prompts[0].echoed is not None else "prompt_logprobs"
+        raise RequestError(
+            f"{name}: {prepared.prompt_tokens} prompt tokens with {prepared.prompts[0].asked} alternatives each, for"
+            f" {prepared.choices_per_prompt} choices, are {prepared.num_prompt_values} log-probabilities; at most {most} fit"
+            f" {'a stream' if is_stream else 'an answer'}; send shorter prompts, or ask for fewer alternatives or choices",
+            param=name,
+        )
 
 
 def _check_context(prompt: Prompt, request: GenerationRequest, limit: int | None, context_length: int) -> int:

@@ -1,20 +1,12 @@
 """Text of an answer as it comes: what every API makes its events of."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
-from penstock.core.types.requests import TokenLogprob
 from penstock.frontend.parsing.source import CallDelta
-
-
-@dataclass(frozen=True, slots=True)
-class TokenText:
-    """One output token with its log-probability; `start` is its character offset in the choice's text."""
-
-    logprob: TokenLogprob
-    start: int
+from penstock.frontend.text.prompt_part import PromptPart
+from penstock.frontend.text.token_text import TokenText
 
 
 class TextEvent(
@@ -23,7 +15,7 @@ class TextEvent(
     """New text of one choice. Its last event has the finish reason.
 
     The last event also has the routing decisions, if the client asked for them. `text` is for the user; `reasoning` and `calls`
-    are there where the answer is parsed, `stopped_by` is the stop string that ended it.
+    are there where the answer is parsed, `stopped_by` is the stop string that ended it. The first event has the `prompt`, if the answer says something of it.
     """
 
     index: int
@@ -34,3 +26,4 @@ class TextEvent(
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()
     stopped_by: str | None = None
+    prompt: PromptPart | None = None

@@ -180,7 +180,7 @@ class OpenRequest:
                 self._on_early_tokens(attempt, progress)
         elif delta.error is None and delta.finish_reason is None and delta.kv is None:
             attempt.has_begun = True
-            if delta.cached_tokens is None:
+            if delta.cached_tokens is None and not delta.prompt_logprobs:
                 return
         if progress.cached_tokens is None and delta.cached_tokens is not None:
             attempt.compare(delta.cached_tokens, progress.block_size, self._shared.metrics)

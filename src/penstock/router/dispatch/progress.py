@@ -42,6 +42,11 @@ class Progress:
         self._request = request
         self.block_size = card.block_size
         self._hash_key = hash_key
+        sampling = request.sampling
+        self._reported = (
+            self.prompt_tokens if sampling.prompt_logprobs is None else sampling.prompt_logprobs_from
+        )
+        """Leading prompt tokens whose logprobs came, or are not asked for."""
         self._output = bytearray()  # received here, beyond what the request brought along
         self.unread: list[Delta] = []
         """Deltas that the reader has not taken; `take` merges them."""
@@ -59,6 +64,8 @@ class Progress:
 
     def add(self, delta: Delta) -> None:
         """Add what a worker sent; the caller handles its error."""
+        if delta.prompt_logprobs:
+            delta = self._report(delta)
         self._output += delta.token_ids
         self.output_tokens += len(delta.token_ids) >> 2
         if delta.cached_tokens is not None:
@@ -68,7 +75,7 @@ class Progress:
                 delta = msgspec.structs.replace(delta, cached_tokens=None)
         if delta.error is None:
             self.unread.append(delta)
-        elif delta.token_ids:
+        elif delta.token_ids or delta.prompt_logprobs:
             self.unread.append(msgspec.structs.replace(delta, error=None, finish_reason=None))
 
     def end(self, finish_reason: FinishReason) -> None:
@@ -83,7 +90,16 @@ class Progress:
         return delta
 
     def request(self) -> Request:
-        """Give the request to send to a worker now: the prompt and all tokens so far."""
+        """Give the request to send to a worker now: the prompt and all tokens so far, without the prompt logprobs that came."""
+        sampling = self._request.sampling
+        if sampling.prompt_logprobs is not None and self._reported > sampling.prompt_logprobs_from:
+            is_done = self._reported >= self.prompt_tokens
+            sampling = msgspec.structs.replace(
+                sampling,
+                prompt_logprobs=None if is_done else sampling.prompt_logprobs,
+                prompt_logprobs_from=0 if is_done else self._reported,
+            )
+            self._request = msgspec.structs.replace(self._request, sampling=sampling)
         if self._output:
             request = self._request
             self._request = msgspec.structs.replace(
@@ -104,6 +120,16 @@ class Progress:
         has_begun = self.output_tokens > self._emitted_before
         left_s = max(target_s - passed_s, target_s * _TARGET_SHARE_MIN)
         return msgspec.structs.replace(request, slo_ttft_s=None if has_begun else left_s)
+
+    def _report(self, delta: Delta) -> Delta:
+        """Leave out prompt logprobs that came from an earlier worker."""
+        new = []
+        for logprobs in delta.prompt_logprobs:
+            rest = logprobs.after(self._reported)
+            if rest.ranks:
+                new.append(rest)
+                self._reported = rest.end
+        return msgspec.structs.replace(delta, prompt_logprobs=tuple(new))
 
     def _extend_hashes(self) -> None:
         """Hash the full blocks that have no hash yet."""
@@ -141,4 +167,5 @@ def _merge(deltas: list[Delta]) -> Delta:
         cached_tokens=next((d.cached_tokens for d in deltas if d.cached_tokens is not None), None),
         logprobs=logprobs,
         kv=deltas[-1].kv,
+        prompt_logprobs=tuple(logprobs for delta in deltas for logprobs in delta.prompt_logprobs),
     )

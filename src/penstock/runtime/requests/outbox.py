@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.core.errors import ErrorInfo, Parked
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
-from penstock.core.types.requests import Delta, FinishReason, KvHandle, TokenLogprob
+from penstock.core.types.requests import Delta, FinishReason, KvHandle, PromptLogprobs, TokenLogprob
 from penstock.core.wire import NO_TOKENS, PackedTokens
 
 # Memory for the buffer of one request, for a logprob, and for one of its alternatives: sums of sys.getsizeof on
@@ -40,6 +40,7 @@ class _Held:
     cached_tokens: int | None = None
     error: ErrorInfo | None = None
     kv: KvHandle | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     num_bytes: int = _STREAM_BYTES
 
     def merge(self, delta: Delta) -> int:
@@ -51,7 +52,9 @@ class _Held:
         self.kv = delta.kv or self.kv
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
+        self.prompt_logprobs += delta.prompt_logprobs
         growth = len(delta.token_ids) + _logprobs_bytes(delta.logprobs)
+        growth += sum(logprobs.num_bytes for logprobs in delta.prompt_logprobs)
         growth += len(delta.kv.block_ids) + len(delta.kv.source.agent) if delta.kv else 0
         self.num_bytes += growth
         return growth
@@ -63,10 +66,13 @@ class _Held:
             token_ids=PackedTokens(bytes(self.tokens[: 4 * tokens])),
             logprobs=tuple(self.logprobs[:tokens]),
             cached_tokens=self.cached_tokens,
+            prompt_logprobs=tuple(self.prompt_logprobs),
         )
         del self.tokens[: 4 * tokens]
         del self.logprobs[:tokens]
         self.cached_tokens = None
+        self.num_bytes -= sum(logprobs.num_bytes for logprobs in self.prompt_logprobs)
+        self.prompt_logprobs.clear()
         self.num_bytes -= len(delta.token_ids) + _logprobs_bytes(delta.logprobs)
         return delta
 
@@ -79,6 +85,7 @@ class _Held:
             logprobs=tuple(self.logprobs),
             error=self.error,
             kv=self.kv,
+            prompt_logprobs=tuple(self.prompt_logprobs),
         )
 
 

@@ -116,11 +116,13 @@ class PeerLoads:
             submit: called once, later, unless the load is cancelled.
 
         Returns:
-            False if nothing is loaded: too many requests wait for loads, no block is free, computing is sooner, or nobody has
-            measured the other worker, which is done then.
+            False if nothing is loaded: too many requests wait for loads, no block is free, computing is sooner, nobody has
+            measured the other worker, which is done then, or the prompt's logprobs are wanted, which cached KV cannot give.
         """
         peer, is_full = request.peer, len(self) >= self._config.fetches_max
-        if not self._config.peers or is_full or (peer is None and not self._loads):
+        if not self._config.peers or is_full or request.sampling.prompt_logprobs is not None:
+            return False
+        if peer is None and not self._loads:
             return False
         cacheable = (num_tokens(request.token_ids) - 1) // self._info.block_size
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)[:cacheable]

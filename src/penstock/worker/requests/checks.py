@@ -40,11 +40,19 @@ def check_request(request: Request, info: EngineInfo, adapters: Collection[str],
             param="model",
         )
     for name in OPTIONAL_SAMPLING:
-        if getattr(request.sampling, name) and name not in info.sampling_fields:
+        value = getattr(request.sampling, name)
+        if name in info.sampling_fields or value is None or value == ():
+            continue
+        if name == "prompt_logprobs":
             raise RequestError(
-                f"{name}: the engine of model {request.model!r} does not have it; leave it out, or serve the model with paged",
+                f"prompt_logprobs: got {value}, by this field or by logprobs with echo: the engine of model {request.model!r} gives"
+                " no log-probabilities of prompts; leave it out, or serve the model with an engine that does: paged, mock or vllm",
                 param=name,
             )
+        raise RequestError(
+            f"{name}: the engine of model {request.model!r} does not have it; leave it out, or serve the model with paged",
+            param=name,
+        )
     for item in () if request.media is None else request.media.items:
         if all(kind.modality != item.modality for kind in info.media):
             raise RequestError(

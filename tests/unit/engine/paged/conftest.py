@@ -11,7 +11,7 @@ import pytest
 
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.types.events import KvEvent
-from penstock.core.types.requests import Request, SamplingParams, TokenLogprob
+from penstock.core.types.requests import PromptLogprobs, Request, SamplingParams, TokenLogprob
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
@@ -46,6 +46,7 @@ class ManualEngine:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     embeddings: dict[str, bytes] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[PromptLogprobs]] = field(default_factory=dict)
     events: list[KvEvent] = field(default_factory=list)
     mixed_steps: int = 0
     chunks: int = 0
@@ -67,6 +68,8 @@ class ManualEngine:
             assert delta.error is None, delta.error
             self.tokens[delta.request_id] += unpack_tokens(delta.token_ids).tolist()
             self.logprobs[delta.request_id] += delta.logprobs
+            if delta.prompt_logprobs:
+                self.prompt_logprobs.setdefault(delta.request_id, []).extend(delta.prompt_logprobs)
             if delta.embedding:
                 self.embeddings[delta.request_id] = delta.embedding
         self.events += step.events

@@ -11,7 +11,8 @@ from penstock.frontend.errors import error_answer
 from penstock.frontend.openai.answers import PromptTokensDetails, Usage
 from penstock.frontend.openai.events import Envelope, EventStream, WholeAnswer
 from penstock.frontend.text.detokenize import Detokenizer
-from penstock.frontend.text.events import TextEvent, TokenText
+from penstock.frontend.text.events import TextEvent
+from penstock.frontend.text.token_text import TokenText
 from tests.support.tokenizer import tiny_tokenizer_json
 
 TOKENIZER = Tokenizer.from_buffer(tiny_tokenizer_json())

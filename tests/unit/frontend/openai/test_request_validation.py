@@ -104,8 +104,7 @@ def test_what_is_not_served_may_ask_for_nothing() -> None:
     )
 
 
-def test_completions_refuse_echo_and_suffix() -> None:
-    assert completion_refusal(echo=True).param == "echo"
+def test_completions_refuse_suffix_and_best_of() -> None:
     assert completion_refusal(suffix="end").param == "suffix"
     assert completion_refusal(best_of=2).param == "best_of"
 
@@ -209,3 +208,16 @@ def test_limits_of_tokens_are_checked(field: str, value: Any, text: str) -> None
     with pytest.raises(RequestError, match=text) as caught:
         check_chat(ChatRequest(model="m", messages=HI, **{field: value}), 8)
     assert caught.value.param == field
+
+
+def test_no_tokens_may_be_asked_of_completions_only() -> None:
+    assert chat_refusal(max_tokens=0).param == "max_tokens"
+    check_completion(CompletionRequest(model="m", prompt="x", echo=True, max_tokens=0), choices_max=8)
+    assert completion_refusal(max_tokens=-1).param == "max_tokens"
+
+
+def test_prompt_logprobs_are_few_and_not_streamed() -> None:
+    assert completion_refusal(prompt_logprobs=21).param == "prompt_logprobs"
+    assert completion_refusal(prompt_logprobs=-1).param == "prompt_logprobs"
+    assert "leave out stream" in chat_refusal(prompt_logprobs=1, stream=True).message
+    check_chat(ChatRequest(model="m", messages=HI, prompt_logprobs=0), choices_max=8)

@@ -3,11 +3,18 @@
 import msgspec
 import pytest
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import EngineError, RequestError
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
 from penstock.core.types.media import MediaItem, MediaPrompt
-from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams, TokenLogprob
+from penstock.core.types.requests import (
+    Delta,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.router.dispatch.progress import Progress
 from tests.support.cluster import small_card
@@ -131,3 +138,50 @@ def test_images_go_along_and_stay_in_the_hashes():
     moved = progress.request()
     assert moved.media == media
     assert moved.block_hashes == pack_hashes(block_hashes([*prompt, 5, 6, 7, 8, 9], 4, b"s", extra, key=KEY))
+
+
+def reported(start: int, end: int) -> PromptLogprobs:
+    """Two values at each token of [start, end); ranks are the tokens' places."""
+    places = list(range(start, end))
+    twice = pack_tokens([place for place in places for _ in range(2)])
+    return PromptLogprobs(start=start, token_ids=twice, logprobs=bytes(twice), ranks=pack_tokens(places))
+
+
+def test_prompt_logprobs_are_asked_for_until_all_have_come_and_given_once():
+    prompt = list(range(10, 19))
+    request = make_request(prompt)
+    request = msgspec.structs.replace(
+        request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=1)
+    )
+    progress = Progress(request, small_card(), KEY)
+    assert progress.request().sampling == request.sampling
+    progress.add(make_delta(prompt_logprobs=(reported(1, 4),)))
+    sampling = progress.request().sampling
+    assert (sampling.prompt_logprobs, sampling.prompt_logprobs_from) == (1, 4)
+    progress.add(make_delta(prompt_logprobs=(reported(1, 3),)))  # by another worker, from the start
+    progress.add(make_delta(prompt_logprobs=(reported(3, 7),)))
+    progress.add(make_delta(prompt_logprobs=(reported(5, 9),)))
+    progress.add(make_delta(20))
+    delta = progress.take()
+    assert [(part.start, part.end) for part in delta.prompt_logprobs] == [(1, 4), (4, 7), (7, 9)]
+    for part in delta.prompt_logprobs:
+        places = unpack_tokens(part.ranks).tolist()
+        assert places == list(range(part.start, part.end))
+        assert unpack_tokens(part.token_ids).tolist() == [place for place in places for _ in range(2)]
+        assert len(part.logprobs) == 8 * len(places)
+    assert unpack_tokens(delta.token_ids).tolist() == [20]
+    sampling = progress.request().sampling
+    assert (sampling.prompt_logprobs, sampling.prompt_logprobs_from) == (None, 0)
+
+
+def test_prompt_logprobs_before_an_error_are_kept():
+    request = make_request([1, 2, 3])
+    request = msgspec.structs.replace(
+        request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=1)
+    )
+    progress = Progress(request, small_card(), KEY)
+    lost = EngineError("gone").to_info()
+    progress.add(make_delta(prompt_logprobs=(reported(1, 3),), error=lost, finish_reason=FinishReason.ERROR))
+    delta = progress.take()
+    assert (delta.error, delta.finish_reason) == (None, None)
+    assert [part.end for part in delta.prompt_logprobs] == [3]

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.core.errors import Parked, from_info
-from penstock.core.types.requests import Delta, FinishReason, KvHandle, TokenLogprob
+from penstock.core.types.requests import Delta, FinishReason, KvHandle, PromptLogprobs, TokenLogprob
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.runtime.requests.outbox import Outbox
 
@@ -253,3 +253,26 @@ def test_opening_twice_keeps_what_is_held():
     box.open("a")
     box.grant("a", 1)
     assert tokens(box.take()) == [1]
+
+
+def test_prompt_logprobs_wait_in_order_and_count_by_their_bytes():
+    parts = [
+        PromptLogprobs(start=at, token_ids=pack_tokens([at]), logprobs=bytes(4), ranks=pack_tokens([1]))
+        for at in (1, 2, 3)
+    ]
+    box = Box()
+    box.open("a")
+    before = box.held_bytes
+    for part in parts[:2]:
+        assert box.offer([delta("a", prompt_logprobs=(part,))], writable=False) == []
+    assert box.held_bytes > before + 2 * 12
+    assert box.offer([delta("a", range(9), prompt_logprobs=parts[2:])], writable=False) == []
+    (first,) = box.take()
+    assert list(first.prompt_logprobs) == parts
+    assert tokens([first]) == [0, 1, 2, 3], "as many as it has credit"
+    box.check()
+    box.grant("a", 9)
+    (second,) = box.take()
+    assert second.prompt_logprobs == ()
+    assert box.held_bytes == 0
+    box.check()

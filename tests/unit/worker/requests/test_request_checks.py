@@ -48,3 +48,20 @@ def test_engines_get_only_the_sampling_fields_that_they_have(name: str, value: o
         check_request(request, INFO, (), "worker-1")
     assert refused.value.param == name
     check_request(request, msgspec.structs.replace(INFO, sampling_fields=(name,)), (), "worker-1")
+
+
+@pytest.mark.parametrize("alternatives", [0, 2])
+def test_prompt_logprobs_are_refused_by_engines_without(alternatives: int) -> None:
+    request = Request(
+        request_id="r",
+        model="m",
+        token_ids=pack_tokens([1, 2]),
+        sampling=SamplingParams(max_tokens=1, prompt_logprobs=alternatives),
+    )
+    match = rf"prompt_logprobs: got {alternatives}, .* engine of model 'm' gives no .* paged, mock or vllm"
+    with pytest.raises(RequestError, match=match) as refused:
+        check_request(request, INFO, (), "worker-1")
+    assert refused.value.param == "prompt_logprobs"
+    check_request(
+        request, msgspec.structs.replace(INFO, sampling_fields=("prompt_logprobs",)), (), "worker-1"
+    )

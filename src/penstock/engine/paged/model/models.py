@@ -9,6 +9,9 @@ from penstock.core.errors import ConfigError
 from penstock.engine.paged.memory import KvShape
 from penstock.engine.paged.model.attention import AttentionStep, LayerCall
 
+_CLOSE = 1e-2
+"""Difference of logits by the rounding of short floats; a scale that is not known here changes them more."""
+
 
 class PagedModel:
     """A causal language model whose attention is computed by an `AttentionStep`. One thread uses it."""
@@ -19,10 +22,17 @@ class PagedModel:
         self.config = module.config.get_text_config()
         self.device = module.device
         self._last_hidden: torch.Tensor | None = None
-        head = module.get_output_embeddings()
-        if head is not None:
-            head.register_forward_pre_hook(self._keep_hidden)
-        probe = self._probe()
+        self._head = module.get_output_embeddings()
+        self._rows: int | None = None
+        """Rows that the next call of the head computes logits of; None: all."""
+        if self._head is not None:
+            self._head.register_forward_pre_hook(self._keep_hidden)
+        probe, logits = self._probe()
+        with torch.inference_mode():
+            self.has_scores = bool(self.embedding_size) and torch.allclose(
+                self.scores(0, 1), logits, rtol=_CLOSE, atol=_CLOSE
+            )
+        """Whether `scores` gives what `logits` does: of some models it does more with them than is known here."""
         self.kv_shape = probe.shape()
         self.num_heads = probe.num_heads
         self.layer_windows = tuple(probe.windows[layer] for layer in range(self.kv_shape.num_layers))
@@ -43,23 +53,40 @@ class PagedModel:
         assert self._last_hidden is not None, "asked for without embedding_size"
         return self._last_hidden[0]
 
-    def _keep_hidden(self, _module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+    def _keep_hidden(
+        self, _module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
         self._last_hidden = arguments[0]
+        return arguments if self._rows is None else (arguments[0][:, : self._rows], *arguments[1:])
+
+    def scores(self, start: int, end: int) -> torch.Tensor:
+        """Compute the logits of rows [start, end) of `last_hidden`: (end - start, vocabulary)."""
+        assert self._head is not None, "asked for without has_scores"
+        scores: torch.Tensor = self._head.forward(self.last_hidden[start:end])
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return scores if cap is None else torch.tanh(scores / cap) * cap
 
     def logits(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, last_tokens: torch.Tensor, step: AttentionStep
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        last_tokens: torch.Tensor,
+        step: AttentionStep,
+        rows: int | None = None,
     ) -> torch.Tensor:
         """Run the model.
 
         Args:
             token_ids: (tokens,) tokens of all sequences, one sequence after another.
             positions: (tokens,) position of each token in its sequence.
-            last_tokens: (rows,) indices of the tokens whose logits to compute.
+            last_tokens: indices of the tokens whose logits to compute.
             step: computes the attention.
+            rows: compute logits of so many of `last_tokens` alone, and leave the others to `scores`; None: of all.
 
         Returns:
             (rows, vocabulary)
         """
+        self._rows = rows
         output = self._module(
             input_ids=token_ids[None],
             position_ids=positions[None],
@@ -69,19 +96,19 @@ class PagedModel:
         )
         return output.logits[0]
 
-    def _probe(self) -> "_Probe":
-        """Run one token to find out which attention the model really uses; its config may not say."""
+    def _probe(self) -> "tuple[_Probe, torch.Tensor]":
+        """Run one token to find out which attention the model really uses; its config may not say. Gives its logits too."""
         probe = _Probe(self.name, int(self.config.num_hidden_layers))
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.inference_mode():
             try:
-                self.logits(zero, zero, zero, probe)
+                logits = self.logits(zero, zero, zero, probe)
             except ConfigError:
                 raise
             except Exception as error:
                 reason = f"a trial run of {type(self._module).__name__} failed: {one_line(error)}"
                 raise unsupported(self.name, reason) from error
-        return probe
+        return probe, logits
 
 
 @dataclass(slots=True)

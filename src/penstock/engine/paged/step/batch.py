@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.paged.step.sampling import SamplingColumns, SamplingRows
-from penstock.engine.scheduling.sequences import SequenceTable, StepPlan
+from penstock.engine.scheduling.sequences import PromptSpan, SequenceTable, StepPlan, prompt_spans
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -40,6 +40,20 @@ class RowLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Prompt tokens whose logprobs are reported.
+
+    tokens:  (n,) index in the batch of the token before each
+    targets: (n,) token ids
+    spans:   of the plan: each has its own number of rows here, one after another
+    """
+
+    tokens: Int64s
+    targets: Int64s
+    spans: tuple[PromptSpan, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """What one step computes: decode rows, shortest context first, then prefill spans.
 
@@ -51,6 +65,7 @@ class StepBatch:
     decode_lengths: (num_decode,) tokens to attend to, the new one included; ascending except within a chunk
     last_tokens:    (samples,) index in the batch of each sampled row's last token
     sampling:       how to sample them; None: greedy for all
+    prompt:         prompt tokens whose logprobs are reported; None without
     """
 
     num_tokens: int
@@ -61,6 +76,7 @@ class StepBatch:
     prefills: tuple[PrefillSpan, ...]
     last_tokens: Int64s
     sampling: SamplingRows | None
+    prompt: PromptRows | None = None
 
 
 class BatchBuilder:
@@ -131,6 +147,7 @@ class BatchBuilder:
             ),
             last_tokens=ends[plan.samples[order]] - 1,
             sampling=self._columns.rows(table, plan.slots[rows]),
+            prompt=_prompt_rows(plan, table, order, starts),
         )
         return batch, rows
 
@@ -154,3 +171,15 @@ def bucket(num_tokens: int) -> int:
         return num_tokens
     step = max(4, 1 << max(0, (num_tokens - 1).bit_length() - 4))
     return -(-num_tokens // step) * step
+
+
+def _prompt_rows(plan: StepPlan, table: SequenceTable, order: Int64s, starts: Int64s) -> PromptRows | None:
+    """Find the prompt tokens to report in a batch whose rows are the plan's in `order`, with their first tokens at `starts`."""
+    spans = prompt_spans(plan, table)
+    if not spans:
+        return None
+    first = np.empty_like(starts)
+    first[order] = starts
+    tokens = [np.arange(span.end - span.start) + first[span.row] for span in spans]
+    targets = [table.token_ids[span.slot, span.start : span.end] for span in spans]
+    return PromptRows(np.concatenate(tokens), np.concatenate(targets).astype(np.int64), tuple(spans))
