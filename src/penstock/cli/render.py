@@ -5,14 +5,14 @@ from typing import Any
 
 from penstock.cli.arguments.flags import add_set
 
-TARGETS = ("kubernetes",)
+TARGETS = ("kubernetes", "compose", "slurm")
 
 
 def add(commands: Any) -> None:
     """Register the subcommand."""
     parser = commands.add_parser(
         "render",
-        help="print what runs a graph on Kubernetes and elsewhere",
+        help="print what runs a graph on Kubernetes, by compose or Slurm",
         description="Print what runs a graph elsewhere. Nothing is started or asked. What no pod could have is refused: one line"
         " for each field, with what to do.",
         epilog="Exit code: 2 if the graph has a mistake, or something that is of one machine.",
@@ -46,32 +46,37 @@ def add(commands: Any) -> None:
         "--service-monitor", action="store_true", help="with a ServiceMonitor for Prometheus's operator"
     )
     parser.add_argument("--no-network-policy", action="store_true", help="without NetworkPolicies")
+    parser.add_argument(
+        "--nodes", type=int, help="of Slurm (default: the fewest that have the GPUs of all workers)"
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        metavar="N",
+        type=int,
+        help="of Slurm (default: as machines with the graph's hardware)",
+    )
     add_set(parser, "set a field, as for serve")
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from penstock.deploy.manifests.kubernetes import kubernetes_objects  # noqa: PLC0415
     from penstock.deploy.manifests.options import Cache, Mount, RenderOptions  # noqa: PLC0415
-    from penstock.deploy.manifests.yaml_text import dump_all  # noqa: PLC0415
+    from penstock.deploy.manifests.targets import manifest  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
 
     graph = load(options.file, Overrides(options.set))
-    given = {
-        "image": options.image,
-        "gpu_image": options.gpu_image,
-        "namespace": options.namespace,
-        "secret": options.secret,
-    }
-    settings = RenderOptions.parse(
+    given = {name: getattr(options, name) for name in _OPTIONS}
+    settings = RenderOptions.of_flags(
         {name: value for name, value in given.items() if value is not None}
         | {
             "mounts": [Mount.read(text) for text in options.mount],
             "cache": Cache.read(options.cache),
-            "service_monitor": options.service_monitor,
             "network_policy": not options.no_network_policy,
-        },
-        source=lambda path: f"--{str(path[0]).replace('_', '-')}" if path else "options",
+        }
     )
-    print(dump_all(kubernetes_objects(graph, settings)), end="")  # noqa: T201
+    print(manifest(options.target, graph, settings), end="")  # noqa: T201
     return 0
+
+
+_OPTIONS = ("image", "gpu_image", "namespace", "secret", "service_monitor", "nodes", "gpus_per_node")
+"""Flags with the names of fields."""

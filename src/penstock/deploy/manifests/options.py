@@ -1,13 +1,15 @@
 """What rendering needs to know beside the graph: images, names, files, the cache of weights."""
 
 import re
+from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import pydantic
 
 from penstock import __version__
 from penstock.core.config import Config, wrong
+from penstock.core.errors import ConfigError
 
 DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
@@ -108,6 +110,10 @@ class Cache(Config):
         return self
 
 
+def _flag(found: re.Match[str]) -> str:
+    return f"--{'mount' if found[1] == 'mounts' else found[1].replace('_', '-')}: "
+
+
 class RenderOptions(Config):
     """What a graph does not say of where it runs."""
 
@@ -127,6 +133,23 @@ class RenderOptions(Config):
     """Whether Prometheus's operator is there, whose ServiceMonitor then scrapes the frontends."""
     network_policy: bool = True
     """Whether only the ports in use are open."""
+    nodes: int | None = pydantic.Field(default=None, ge=1, le=1024)
+    """Of Slurm; None for the fewest that have the GPUs of all workers."""
+    gpus_per_node: int | None = pydantic.Field(default=None, ge=1, le=64)
+    """Of Slurm; None for those of a machine with the graph's hardware."""
+
+    @classmethod
+    def of_flags(cls, values: Mapping[str, Any]) -> Self:
+        """Validate values of flags with the names of fields.
+
+        Raises:
+            ConfigError: one line for each wrong flag.
+        """
+        try:
+            return cls.parse(dict(values), source="flag")
+        except ConfigError as error:
+            lines = error.message.splitlines()
+            raise ConfigError("\n".join(re.sub(r"^flag: (\w+): ", _flag, line) for line in lines)) from error
 
     @pydantic.field_validator("image", "gpu_image")
     @classmethod

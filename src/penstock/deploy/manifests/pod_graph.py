@@ -48,13 +48,16 @@ class PodGraph:
         return hashlib.sha256(content.encode()).hexdigest()[:_HASH_DIGITS]
 
 
-def make_pod_graph(graph: Graph, options: RenderOptions, runtime: Mapping[str, str]) -> PodGraph:
+def make_pod_graph(
+    graph: Graph, options: RenderOptions, runtime: Mapping[str, str], *, processes: int = 1
+) -> PodGraph:
     """Change a graph of one machine to one of pods.
 
     Args:
         graph: the deployment.
         options: where it runs.
         runtime: fields of `runtime` that are set there.
+        processes: frontends of one pod.
 
     Raises:
         ConfigError: one line for each field that no pod could have, `PATH: VALUE: why; what to do`.
@@ -66,7 +69,11 @@ def make_pod_graph(graph: Graph, options: RenderOptions, runtime: Mapping[str, s
     document = graph.model_dump(mode="json", exclude_unset=True)
     files: dict[str, str] = {}
     frontend = document.setdefault("frontend", {})
-    frontend |= {"host": _any_address(graph.frontend.host), "port": frontend_port(graph), "processes": 1}
+    frontend |= {
+        "host": _any_address(graph.frontend.host),
+        "port": frontend_port(graph),
+        "processes": processes,
+    }
     probes = {"probes": f"tcp://0.0.0.0:{probe_port(graph)}"}
     document["runtime"] = document.get("runtime", {}) | probes | dict(runtime)
     roles = document.setdefault("roles", {"aggregated": {}})
