@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from time import perf_counter
 
+import numpy as np
 from msgspec.structs import replace
 
 from penstock.core import log
@@ -30,7 +31,7 @@ from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.use import PrefillPrice
 from penstock.kv.sessions.actions import KvActions
-from penstock.seams.kv import KvLender, KvLoad, KvPeerSource, KvRun
+from penstock.seams.kv import KvLender, KvLoad, KvNames, KvPeerSource, KvRun
 
 _log = log.get_logger()
 
@@ -78,8 +79,6 @@ class BatchedEngine:
         """Bytes per second of loads, probed at the start."""
         self._own = self._config = config or SchedulerConfig()
         self._hash_key = hash_key
-        self._has_groups = False
-        """Whether groups of layers have block tables of their own."""
         self._started: tuple[EngineInfo, BlockPool, Scheduler] | None = None
         self._preparations = (
             None
@@ -130,8 +129,7 @@ class BatchedEngine:
         eos_token_ids = end_tokens_within(runner.vocab_size, runner.eos_token_ids)
         scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids, kv=self._kv)
         scheduler.sessions.on_change = self._wake.set
-        self._has_groups = runner.groups is not None
-        scheduler.partial_blocks.keeps_any = not self._has_groups
+        scheduler.partial_blocks.keeps_any = runner.groups is None
         await self._say_break_even(runner, limits)
         info = EngineInfo(
             block_size=runner.block_size,
@@ -141,7 +139,7 @@ class BatchedEngine:
             max_running_requests=self._config.max_running_requests,
             prompts_at_once=self._config.prompts_at_once,
             kv_bytes_per_block=runner.kv_bytes_per_block,
-            kv_layout=runner.kv_layout if runner.groups is None else None,
+            kv_layout=runner.kv_layout,
             kv_by_chunk=True,
             lower_tier_blocks=0 if self._kv is None else self._kv.num_own,
             kv_holders=() if self._kv is None else self._kv.shared,
@@ -231,16 +229,24 @@ class BatchedEngine:
         self._started = info, pool, scheduler
         return info
 
-    # KV transfers name the blocks of one table: an engine whose groups of layers have their own sends and takes none
-
     def kv_memory(self) -> Sequence[Sequence[object]]:
-        return () if self._has_groups else self._runner.kv_memory()
+        return self._runner.kv_memory()
+
+    @property
+    def has_kv_groups(self) -> bool:
+        return self.scheduler.windows is not None
+
+    def kv_names(self, block_hashes: HashArray) -> KvNames:
+        windows = self.scheduler.windows
+        if windows is None:
+            return KvNames(block_hashes, np.zeros(0, np.uint64), len(block_hashes))
+        return windows.moved(block_hashes)
 
     def pin(self, block_hashes: HashArray) -> list[BlockId]:
-        return [] if self._has_groups else self.scheduler.pins.pin(block_hashes)
+        return self.scheduler.pins.pin_named(block_hashes)
 
     def reserve(self, count: int) -> list[BlockId] | None:
-        return None if self._has_groups else self.scheduler.reserve(count)
+        return self.scheduler.reserve(count)
 
     def publish(self, block_ids: Sequence[BlockId], block_hashes: HashArray, parent: int | None) -> None:
         self.scheduler.pins.publish(block_ids, block_hashes, parent)
@@ -252,7 +258,7 @@ class BatchedEngine:
 
     @property
     def kv_lender(self) -> KvLender | None:
-        return None if self._kv is None or self._has_groups else self._kv.lender
+        return None if self._kv is None or self.has_kv_groups else self._kv.lender
 
     def find_runs(self, block_hashes: HashArray, num_before: int, peer: KvPeerSource) -> list[KvRun]:
         return self._prefix_loads.find(block_hashes, num_before, peer)

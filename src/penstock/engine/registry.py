@@ -196,7 +196,6 @@ def _paged_settings(spec: EngineSpec) -> dict[str, Any]:
         "kv_blocks": spec.kv_blocks,
         "sharing_engines": spec.sharing_engines,
         "context_length": spec.context_length,
-        "window_tables": spec.role is Role.AGGREGATED,
     }
 
 

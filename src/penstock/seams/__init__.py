@@ -13,6 +13,7 @@ from penstock.seams.engine import (
     Engine,
     HealthReporting,
     KvBlocks,
+    KvGrouped,
     KvLending,
     KvManaged,
     KvPartialBlocks,
@@ -22,7 +23,7 @@ from penstock.seams.engine import (
     Sleeping,
 )
 from penstock.seams.event_carrier import BroadcastListener, BroadcastSink, EventCarrier
-from penstock.seams.kv import KvLender, KvLoad, KvLoan, KvPeerSource, KvRun, KvSource, KvTier
+from penstock.seams.kv import KvLender, KvLoad, KvLoan, KvNames, KvPeerSource, KvRun, KvSource, KvTier
 from penstock.seams.request_plane import (
     Answer,
     Connection,
@@ -58,11 +59,13 @@ __all__ = [
     "HistoryPolicy",
     "Hold",
     "KvBlocks",
+    "KvGrouped",
     "KvLender",
     "KvLending",
     "KvLoad",
     "KvLoan",
     "KvManaged",
+    "KvNames",
     "KvPartialBlocks",
     "KvPeerSource",
     "KvRun",

@@ -11,7 +11,7 @@ from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Request
 from penstock.core.types.steps import Step
 from penstock.core.wire import HashArray
-from penstock.seams.kv import KvLender, KvLoad, KvPeerSource, KvRun
+from penstock.seams.kv import KvLender, KvLoad, KvNames, KvPeerSource, KvRun
 
 
 class Engine(Protocol):
@@ -142,6 +142,24 @@ class KvBlocks(Protocol):
             done: called once, later, with the number of leading blocks that are complete; soon after `cancel` too.
             on_arrived: called before that each time more leading blocks are complete, with their number so far: they may be
                 published at once.
+        """
+        ...
+
+
+@runtime_checkable
+class KvGrouped(Protocol):
+    """An engine with `KvBlocks` that may keep blocks of several groups of layers for one prompt."""
+
+    @property
+    def has_kv_groups(self) -> bool:
+        """Whether it does; a prefix is of use to it only with its last window, so that no other prefix of it can be transferred."""
+        ...
+
+    def kv_names(self, block_hashes: HashArray) -> KvNames:
+        """Name all blocks that a prompt needs to go on after its full blocks.
+
+        Args:
+            block_hashes: (n, 2) uint64, of the full blocks.
         """
         ...
 

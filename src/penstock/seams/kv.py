@@ -1,9 +1,12 @@
 """The KV source seam: blocks outside an engine's device that can be loaded into it; a tier also takes blocks from it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.core.ids import BlockId
 from penstock.core.types.events import KvEvent, Tier
@@ -128,6 +131,37 @@ class KvRun:
     def num_blocks(self) -> int:
         """Number of blocks."""
         return len(self.block_hashes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvNames:
+    """The blocks that a prompt needs of another worker, in the order of a transfer.
+
+    Attributes:
+        hashes: (n, 2) uint64, their names: those of the prompt's blocks, and in models with several groups of layers then those of
+            the last window.
+        parents: (n - num_leading,) uint64, the low half of the name that each block after the prompt's own hangs on.
+        num_leading: the prompt's blocks.
+    """
+
+    hashes: HashArray
+    parents: NDArray[np.uint64]
+    num_leading: int
+
+    def chains(self, first: int, end: int) -> Iterator[tuple[int, int, int | None]]:
+        """Divide blocks `first` to `end` into runs of which each block is the child of the one before: (first, end, parent)."""
+        start = first
+        while start < end:
+            stop = start + 1
+            while stop < end and self._parent(stop) == int(self.hashes[stop - 1, 0]):
+                stop += 1
+            yield start, stop, self._parent(start)
+            start = stop
+
+    def _parent(self, index: int) -> int | None:
+        if index >= self.num_leading:
+            return int(self.parents[index - self.num_leading])
+        return int(self.hashes[index - 1, 0]) if index else None
 
 
 class KvLoan(Protocol):

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import msgspec.structs
 import numpy as np
-from hypothesis import event, settings
+import pytest
+from hypothesis import Phase, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
@@ -20,7 +21,8 @@ from penstock.kv.groups.group import GroupKind, KvGroup
 from penstock.kv.groups.groups import KvGroups
 from penstock.kv.groups.windows import Windows
 from penstock.kv.manager.manager import KvManager
-from penstock.seams.kv import OffloadMode, OffloadPolicy
+from penstock.kv.windows.prefixes import WindowPrefixes
+from penstock.seams.kv import KvNames, OffloadMode, OffloadPolicy
 from tests.properties.engine.test_scheduler_machine import (
     BLOCK_SIZE,
     EOS,
@@ -74,6 +76,50 @@ class Grouped:
 
     def claim_partial_block(self, ended, reason):
         """Without KV transfers nobody claims blocks."""
+
+    @rule(
+        family=st.integers(0, 3), length=st.integers(1, 7), came=st.integers(0, 30), chunk=st.integers(1, 9)
+    )
+    def receive(self, family, length, came, chunk):
+        """Publish the blocks of a prompt that another worker sends, as far as they come, by chunks; they stay pinned for a while."""
+        prompt = [(family + 7 * index) % VOCAB for index in range(length * BLOCK_SIZE)]
+        hashes = block_hashes(prompt, BLOCK_SIZE)
+        names = self.scheduler.windows.moved(hashes)
+        here = self.scheduler.pins.pin_named(names.hashes)
+        reserved = self.scheduler.reserve(len(names.hashes) - len(here))
+        if reserved is None:
+            self.scheduler.pins.unpin(here)
+            return
+        self.parents.update(zip(hashes[:, 0].tolist(), [None, *hashes[:, 0].tolist()], strict=False))
+        self.highs.update((low, (low, high)) for low, high in hashes.tolist())
+        places = self.places(hashes)
+        end = min(len(here) + came, len(names.hashes))
+        for first in range(len(here), end, chunk):
+            last = min(first + chunk, end)
+            for begin, stop, parent in names.chains(first, last):
+                block_ids = reserved[begin - len(here) : stop - len(here)]
+                for block_id, name in zip(block_ids, names.hashes[begin:stop].tolist(), strict=True):
+                    group, position = places[tuple(name)]
+                    for token in range(BLOCK_SIZE):
+                        known = prompt[: position * BLOCK_SIZE + token + 1]
+                        self.cells[block_id, token] = hash(tuple(known) if group is None else (group, *known))
+                self.scheduler.pins.publish(block_ids, names.hashes[begin:stop], parent)
+        self.hold(here)
+        self.hold(reserved[: max(end - len(here), 0)])
+        self.scheduler.pins.unpin(reserved[max(end - len(here), 0) :])
+        if end == len(names.hashes):
+            event("received a prompt")
+            longest = self.scheduler.windows.longest(hashes, len(self.scheduler._pool.match(hashes)))
+            assert longest == length, "all that a request needs has come"
+
+    def places(self, hashes):
+        """Map each block's name to its group, None for the first one, and its position."""
+        found = {tuple(each): (None, position) for position, each in enumerate(hashes.tolist())}
+        for group, place in enumerate(self.groups.others):
+            found |= {
+                tuple(each): (group, position) for position, each in enumerate(place.names(hashes).tolist())
+            }
+        return found
 
     def read(self, step):
         if step is not None:
@@ -230,3 +276,32 @@ for machine in (GroupedSchedulerMachine, GroupedTieredMachine):
     )
 TestGroupedSchedulerMachine = GroupedSchedulerMachine.TestCase
 TestGroupedTieredMachine = GroupedTieredMachine.TestCase
+
+
+def as_one_chain(self, first, end):
+    if first < end:
+        yield first, end, int(self.hashes[first - 1, 0]) if first else None
+
+
+def without_the_last_window(self, block_hashes):
+    return KvNames(block_hashes, np.zeros(0, np.uint64), len(block_hashes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "name", "bug"),
+    [(KvNames, "chains", as_one_chain), (WindowPrefixes, "moved", without_the_last_window)],
+)
+def test_a_planted_bug_of_transfers_is_found(monkeypatch, owner, name, bug):
+    monkeypatch.setattr(owner, name, bug)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(
+            GroupedSchedulerMachine,
+            settings=settings(
+                max_examples=300,
+                stateful_step_count=40,
+                deadline=None,
+                database=None,
+                phases=(Phase.generate,),
+            ),
+        )

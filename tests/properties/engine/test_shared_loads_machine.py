@@ -17,7 +17,7 @@ from penstock.core.wire import pack_tokens
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.manager.loader import Arrival, Loader
 from penstock.kv.manager.manager import KvManager
-from penstock.kv.manager.shared_loads import SharedLoad
+from penstock.kv.shared_loads import SharedLoad
 from tests.properties.engine.test_scheduler_machine import BLOCK_SIZE, EOS, LIMITS, VOCAB, configs
 from tests.properties.engine.test_tiered_scheduler_machine import (
     CellTier,

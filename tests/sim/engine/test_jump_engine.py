@@ -14,7 +14,7 @@ from penstock.core.wire import PackedTokens, num_tokens, pack_hashes
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.groups.windows import ONE_TABLE, Windows
-from penstock.kv.manager.shared_loads import SharedLoads
+from penstock.kv.shared_loads import SharedLoads
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.model.model_config import shape_of
 from penstock.perf.model.parallel import Parallel

@@ -18,9 +18,9 @@ from penstock.core.wire import HashArray
 from penstock.kv.manager.clock import Clock
 from penstock.kv.manager.counters import TierCounters
 from penstock.kv.manager.prefix_load import PrefixLoad, always, find_runs, following_runs
-from penstock.kv.manager.shared_loads import SharedLoad, SharedLoads
 from penstock.kv.manager.worth import ComputeSeconds, late_after_s, worth_loading
 from penstock.kv.pool.pool import BlockPool
+from penstock.kv.shared_loads import SharedLoad, SharedLoads
 from penstock.kv.windows.prefixes import WindowPrefixes
 from penstock.seams.kv import KvRun, KvSource
 

@@ -53,6 +53,10 @@ class Pins:
         self._held.update(block_ids)
         return block_ids
 
+    def pin_named(self, names: HashArray) -> list[BlockId]:
+        """Pin the leading blocks of `names` that are resident, for a transfer that names all blocks which it moves."""
+        return self.pin(names)
+
     def reserve(self, count: int) -> list[BlockId] | None:
         """Pin `count` free blocks, whose content is to be written; None if fewer are available."""
         block_ids = self._pool.allocate(count)

@@ -32,6 +32,10 @@ class WindowPins(Pins):
             self._windows.setdefault(block_ids[end - 1], []).append(windows)
         return block_ids
 
+    def pin_named(self, names: HashArray) -> list[BlockId]:
+        """Pin the leading blocks of `names` that are resident, those of windows as named."""
+        return super().pin(names)
+
     def pass_on(self, block_ids: Sequence[BlockId]) -> None:
         """Drop pins but keep the references; windows are unpinned."""
         super().pass_on(block_ids)

@@ -8,6 +8,7 @@ from penstock.core.ids import BlockId
 from penstock.core.wire import HashArray
 from penstock.kv.groups.groups import KvGroups, Place
 from penstock.kv.pool.pool import BlockPool
+from penstock.seams.kv import KvNames
 
 
 def _nowhere(_name: HashArray) -> bool:
@@ -62,6 +63,21 @@ class WindowPrefixes:
         """
         windows = (place.names(block_hashes[place.start(end) : end]) for place in self._groups.others)
         return np.concatenate([block_hashes[num_before:end], *windows])
+
+    def moved(self, block_hashes: HashArray) -> KvNames:
+        """Name what a transfer of a prefix moves: its blocks, then by position those of the last window of each other group.
+
+        The blocks of one position hang on each other, the first one on the first group's.
+        """
+        end, others = len(block_hashes), self._groups.others
+        starts = [place.start(end) for place in others]
+        hashes, parents = [block_hashes], [np.zeros(0, np.uint64)]
+        for position in range(min(starts, default=end), end):
+            places = [place for place, start in zip(others, starts, strict=True) if start <= position]
+            chain = self._groups.chain(block_hashes[position : position + 1], places)
+            hashes.append(chain[1:])
+            parents.append(chain[:-1, 0])
+        return KvNames(np.concatenate(hashes), np.concatenate(parents), end)
 
     def by_group(self, block_ids: Sequence[BlockId], end: int) -> list[list[BlockId]]:
         """Divide the last blocks of what `names` has named among the groups: the inverse of its order."""

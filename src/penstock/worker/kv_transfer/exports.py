@@ -15,6 +15,7 @@ from penstock.core.types.requests import KvHandle, Request
 from penstock.core.wire import HashArray, num_tokens, unpack_hashes
 from penstock.seams import KvBlocks, KvLender, KvLending, KvLoan, KvPartialBlocks
 from penstock.worker.config import KvTransferConfig
+from penstock.worker.kv_transfer.names import names_of
 from penstock.worker.kv_transfer.pin_messages import PinGrown, PinHeld
 from penstock.worker.kv_transfer.regions import KvRegions
 
@@ -52,13 +53,14 @@ class _Early:
 class _Export:
     """The pin of one prompt.
 
-    hashes:      (n, 2) uint64 of all full blocks of the prompt
+    hashes:      (n, 2) uint64 of all full blocks of the prompt, and of its last window in other groups of layers
     block_ids:   blocks pinned so far; grows to n until `is_whole`
     num_counted: blocks that count against `pinned_share_max`
     num_told:    leading `block_ids` that followers know
     tail:        the pinned partial block, or empty; it has no hash
     tail_tokens: tokens in the partial block
     loan:        blocks of the host tier after those
+    num_leading: full blocks of the prompt
     """
 
     prompt: _Prompt
@@ -71,6 +73,7 @@ class _Export:
     tail: list[BlockId] = field(default_factory=list)
     tail_tokens: int = 0
     loan: KvLoan | None = None
+    num_leading: int = 0
 
     @property
     def num_lent(self) -> int:
@@ -318,14 +321,17 @@ class KvExports:
 
     def _pin(self, request: Request, prompt: _Prompt) -> PinId | None:
         """Pin the blocks computed so far; None if there are none, or the prompt exceeds `pinned_share_max`."""
-        hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)
+        names = names_of(self._engine, unpack_hashes(request.block_hashes).reshape(-1, 2))
+        hashes = names.hashes
         if len(hashes) > self._blocks_left:
             return None
         block_ids = list(self._engine.pin(hashes))
         if not block_ids:
             return None
         prompt.pin_id = pin_id = PinId(next(self._ids))
-        self._held[pin_id] = _Export(prompt, hashes, block_ids, len(hashes), self._timer(pin_id))
+        self._held[pin_id] = _Export(
+            prompt, hashes, block_ids, len(hashes), self._timer(pin_id), num_leading=names.num_leading
+        )
         self._pins[request.request_id] = pin_id
         self.none_left.clear()
         self._held_blocks += len(hashes)
@@ -378,7 +384,7 @@ class KvExports:
             prefill_worker=self._prefill_worker,
             pin_id=pin_id,
             ttl_s=self._config.pin_ttl_s,
-            num_tokens=num_full * self._info.block_size + export.tail_tokens,
+            num_tokens=min(num_full, export.num_leading) * self._info.block_size + export.tail_tokens,
             block_ids=_packed([*export.block_ids, *export.tail]),
             source=regions.source(agent),
         )

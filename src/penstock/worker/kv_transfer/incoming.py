@@ -21,10 +21,11 @@ from penstock.core.types.kv.exchange import KvAccess
 from penstock.core.types.requests import KvHandle, Prefetch, Request
 from penstock.core.wire import HashArray, unpack_hashes
 from penstock.runtime import spans
-from penstock.seams import KvBlocks, KvPartialBlocks, KvRun
+from penstock.seams import KvBlocks, KvNames, KvPartialBlocks, KvRun
 from penstock.transfer import Peer
 from penstock.transfer.regions.waiting import settled
 from penstock.worker.config import KvTransferConfig
+from penstock.worker.kv_transfer.names import names_of
 from penstock.worker.kv_transfer.peer_source import PeerSource, PeerSpeeds
 from penstock.worker.kv_transfer.reader import Origin, Reader
 from penstock.worker.kv_transfer.reservations import BlockReservations, HeldBlocks
@@ -40,7 +41,8 @@ Submit = Callable[[Request], None]
 class Incoming:
     """The KV transfer of one prompt. `task` keeps its blocks pinned until it is cancelled or `pin_ttl_s` has passed.
 
-    peer:     the prompt's blocks at the prefill worker
+    names:    of the blocks that it needs
+    peer:     these blocks at the prefill worker
     has_come: set once the request has arrived
     held:     pinned and reserved blocks; None while too few are free
     num_read: leading reserved blocks that are loaded and published
@@ -54,6 +56,7 @@ class Incoming:
     transfer_id: bytes
     prefill_worker: WorkerId
     source: KvAccess
+    names: KvNames
     peer: PeerSource
     has_come: asyncio.Event = field(default_factory=asyncio.Event)
     held: HeldBlocks | None = None
@@ -175,7 +178,8 @@ class IncomingTransfers:
             prefetch.transfer_id,
             prefetch.prefill_worker,
             prefetch.source,
-            self._peer(hashes, prefetch.prefill_worker),
+            names := names_of(self._engine, hashes),
+            self._peer(names.hashes, prefetch.prefill_worker),
         )
         self._expected[one.request_id, owner] = one
         self._begin(one)
@@ -259,10 +263,10 @@ class IncomingTransfers:
 
     def _by_handle(self, request: Request, owner: Hashable, handle: KvHandle) -> Incoming:
         hashes = unpack_hashes(request.block_hashes).reshape(-1, 2)
-        hashes = hashes[: handle.num_tokens // self._info.block_size]
-        peer = self._peer(hashes, handle.prefill_worker)
+        names = names_of(self._engine, hashes[: handle.num_tokens // self._info.block_size])
+        peer = self._peer(names.hashes, handle.prefill_worker)
         source = handle.prefill_worker, handle.source
-        return Incoming(request.request_id, owner, request.transfer_id, *source, peer)
+        return Incoming(request.request_id, owner, request.transfer_id, *source, names, peer)
 
     def _peer(self, hashes: HashArray, prefill_worker: WorkerId) -> PeerSource:
         """Make the source of a prompt's blocks; sources of one prefill worker share what was measured of it."""
@@ -389,8 +393,8 @@ class IncomingTransfers:
             first, end = len(here) + one.num_read, min(start + count, size)
             targets = reserved[one.num_read : end - len(here)]
             if targets:
-                parent = int(names[first - 1, 0]) if first else None
-                self._engine.publish(targets, names[first:end], parent)
+                for begin, stop, parent in one.names.chains(first, end):
+                    self._engine.publish(targets[begin - first : stop - first], names[begin:stop], parent)
                 one.num_read += len(targets)
                 self.early_blocks += len(targets) if is_early else 0
 

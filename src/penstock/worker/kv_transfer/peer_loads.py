@@ -18,8 +18,8 @@ from penstock.core.types.instances import EngineInfo
 from penstock.core.types.kv.exchange import KvAccess, KvPeer
 from penstock.core.types.requests import Request
 from penstock.core.wire import HashArray, num_tokens, unpack_hashes
-from penstock.kv.manager.shared_loads import SharedLoad, SharedLoads
-from penstock.seams import KvBlocks, KvRun
+from penstock.kv.shared_loads import SharedLoad, SharedLoads
+from penstock.seams import KvBlocks, KvGrouped, KvRun
 from penstock.transfer import Peer
 from penstock.transfer.regions.waiting import settled
 from penstock.worker.config import KvTransferConfig
@@ -120,6 +120,8 @@ class PeerLoads:
             measured the other worker, which is done then, or the prompt's logprobs are wanted, which cached KV cannot give.
         """
         peer, is_full = request.peer, len(self) >= self._config.fetches_max
+        if isinstance(self._engine, KvGrouped) and self._engine.has_kv_groups:
+            return False  # others have the windows of few prefixes
         if not self._config.peers or is_full or request.sampling.prompt_logprobs is not None:
             return False
         if peer is None and not self._loads:

@@ -103,7 +103,8 @@ class Growth:
             )
             return
         block_ids = np.frombuffer(handle.block_ids, "<u4")
-        num_full = min(handle.num_tokens // block_size, self.num_blocks_max)
+        has_tail = handle.num_tokens % block_size > 0
+        num_full = min(max(len(block_ids) - has_tail, 0), self.num_blocks_max)
         self.pin_id = handle.pin_id
         self.block_ids, self.tail = block_ids[:num_full], block_ids[num_full : num_full + 1]
         self.is_whole = True

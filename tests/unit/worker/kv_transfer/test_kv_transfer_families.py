@@ -7,7 +7,7 @@ import pytest
 
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import SamplingParams
-from penstock.core.wire import pack_tokens
+from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.testing.loop import run_async
@@ -15,6 +15,8 @@ from tests.support.cluster import MemoryCluster, small_card
 from tests.support.kv_transfer import PRICES, check_nothing_is_held, tiny_request, whole_answer
 
 pytest.importorskip("torch")
+
+import torch
 
 from penstock.engine.paged.config import PagedConfig
 from penstock.engine.paged.engine import paged_engine
@@ -46,7 +48,20 @@ def asked():
     ]
 
 
-async def answers(checkpoint, roles):
+def of_transformers(checkpoint):
+    """Answer the greedy requests by transformers."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    for request in asked():
+        if request.sampling is GREEDY:
+            prompt = torch.tensor(unpack_tokens(request.token_ids)[None].astype("int64"))
+            options = {"max_new_tokens": GREEDY.max_tokens, "do_sample": False, "pad_token_id": 0}
+            found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+            yield found[0, prompt.shape[1] :].tolist()
+
+
+async def answers(checkpoint, roles, *, window_tables=True):
     """Ask workers of these roles one after the other, and all at once with other names."""
     async with MemoryCluster() as cluster, cluster.dispatcher(ALWAYS) as dispatcher:
         for number, role in enumerate(roles):
@@ -56,12 +71,13 @@ async def answers(checkpoint, roles):
                     block_size=BLOCK_SIZE,
                     kv_blocks=200,
                     context_length=400,
-                    window_tables=False,
+                    window_tables=window_tables,
                 ),
                 SchedulerConfig(max_batch_tokens=40),
             )
             card = small_card(block_size=BLOCK_SIZE)
             await cluster.start(f"w{number}", engine, card=card, role=role, prices=PRICES)
+            assert engine.has_kv_groups == (window_tables and checkpoint.name.startswith("gemma"))
         await dispatcher.looked()
         found = [await whole_answer(dispatcher, request) for request in asked()]
         again = [msgspec.structs.replace(one, request_id=f"{one.request_id}-again") for one in asked()]
@@ -78,13 +94,19 @@ async def answers(checkpoint, roles):
         return [(tokens, reason, logprobs) for tokens, reason, _, logprobs in found]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_answer_is_that_of_one_worker(tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "window_tables"), [*((family, True) for family in FAMILIES), ("gemma3", False)]
+)
+def test_an_answer_is_that_of_one_worker(tmp_path, family, window_tables):
     checkpoint = make_checkpoint(tmp_path / family, family)
 
     async def main():
-        whole = await answers(checkpoint, [Role.AGGREGATED])
+        whole = await answers(checkpoint, [Role.AGGREGATED], window_tables=window_tables)
         assert all(len(tokens) > 1 for tokens, *_ in whole)
-        assert await answers(checkpoint, [Role.PREFILL, Role.DECODE]) == whole
+        roles = [Role.PREFILL, Role.DECODE]
+        assert await answers(checkpoint, roles, window_tables=window_tables) == whole
+        if family == "gemma3":
+            count = len(asked())
+            assert [list(tokens) for tokens, *_ in whole[1:count:2]] == list(of_transformers(checkpoint))
 
     run_async(main())
