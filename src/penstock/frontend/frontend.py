@@ -4,8 +4,8 @@ import asyncio
 import datetime as dt
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from penstock.core.clock import wall_time_s
@@ -49,8 +49,7 @@ _VALUES_AT_ONCE = 2048
 """Log-probabilities of prompts that are encoded in one turn of the loop: about 2 ms."""
 
 
-@dataclass(frozen=True, slots=True)
-class PendingAnswer:
+class PendingAnswer(msgspec.Struct, frozen=True):
     """A completion that is ready to run, and the format of its answer."""
 
     completion: Completion
@@ -73,8 +72,7 @@ class PendingAnswer:
         return await asyncio.to_thread(answer.body, usage)
 
 
-@dataclass(frozen=True, slots=True)
-class PendingEmbeddings:
+class PendingEmbeddings(msgspec.Struct, frozen=True):
     """Embeddings that are ready to be computed; the fields that the access log reads are those of `PendingAnswer`."""
 
     completion: EmbeddingRun
@@ -82,8 +80,7 @@ class PendingEmbeddings:
     stream: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Decoded:
+class _Decoded(msgspec.Struct, frozen=True):
     """A request with its model and its tokenized prompts; `chat` is a chat's, as it came or decoded, with its messages."""
 
     request: GenerationRequest

@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Self
+
+import msgspec
 
 from penstock.frontend.frontend import PendingAnswer
 from penstock.frontend.limits.headers import RequestOptions
@@ -39,7 +41,7 @@ class TracedRequest:
             trace = type(trace)(
                 request_id=given.request_id, traceparent=trace.traceparent, tracestate=given.tracestate
             )
-        return replace(options, trace=trace)
+        return msgspec.structs.replace(options, trace=trace)
 
     def end(self, route: str, status: int) -> None:
         """Record the spans within it, and end it."""

@@ -1,8 +1,8 @@
 """A request's scored candidates: its cost on every worker, and the plan that takes the cheapest."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,8 +15,7 @@ from penstock.router.policy.selector import Choice
 from penstock.seams import RoutingContext
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """One worker's part of a plan: `overlap_blocks` of the prompt's `blocks` are cached there, or come there from a prefill worker.
 
     `peer` has more of them, which may be loaded from there.
@@ -31,16 +30,14 @@ class Route:
     peer: KvPeer | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """The decode worker of a request, and its prefill worker; None where the decode worker prefills too."""
 
     decode: Route
     prefill: Route | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredCandidates:
+class ScoredCandidates(msgspec.Struct, frozen=True):
     """A request's cost on every worker. Valid in this turn of the loop only, as loads are live.
 
     context, choice: of the worker that computes the prompt: the prefill worker where `is_disaggregated`

@@ -4,7 +4,6 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import msgspec
@@ -207,7 +206,8 @@ class Router:
         routes = [self._route(context, choice.slot) for context, choice in choices]
         context, choice = choices[0]
         lender = self._lending.lender(candidates.request.model, context, choice.slot, candidates.sources)
-        routes[0] = replace(routes[0], peer=lender)
+        if lender is not None:
+            routes[0] = msgspec.structs.replace(routes[0], peer=lender)
         if not again:
             self._count(candidates, parts[0].reason, routes[0])
         return Plan(routes[-1], prefill=routes[0] if len(routes) > 1 else None)
@@ -383,7 +383,7 @@ class Router:
                 decode=parts[-1].kept(),
                 prompt=parts[0].kept() if len(parts) > 1 else None,
                 answering=context.eligible.copy(),
-                conditions=fleet.slots.conditions.copy(),
+                conditions=fleet.slots.conditions_now(),
                 slots=fleet.slots.now(),
                 excluded=frozenset(candidates.excluded),
                 comparison=None if candidates.decision is None else candidates.decision.comparison,

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Self
 
@@ -144,6 +145,11 @@ class Admission:
         self._idle.set()
         self._patience: asyncio.Timeout | None = None
 
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that owns it, asked for once: asking takes a system call, half a microsecond."""
+        return asyncio.get_running_loop()
+
     @property
     def inflight(self) -> int:
         """Requests admitted and not ended."""
@@ -151,7 +157,7 @@ class Admission:
 
     def arrive(self) -> Slot:
         """Track a request until its slot is left. It does not count against `inflight_max` while its body arrives."""
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         slot = Slot(now, now + self._receive_timeout_s, self._receive_timeout_s, leave=self._left)
         self._slots.add(slot)
         self._idle.clear()
@@ -170,7 +176,7 @@ class Admission:
             )
         self._inflight += 1
         slot.admitted = True
-        slot.arrived = asyncio.get_running_loop().time()
+        slot.arrived = self._loop.time()
         slot.timeout_s = self._timeout_s
         slot.move_deadline(slot.arrived + self._timeout_s)
 

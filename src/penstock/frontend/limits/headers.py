@@ -1,7 +1,8 @@
 """Request options that clients send as headers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.core.types.trace import TraceContext
@@ -21,8 +22,7 @@ _NAME_CHARACTERS_MAX = 256
 _PRIORITIES = {"high": 1, "normal": 0, "low": -1}
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
+class RequestOptions(msgspec.Struct, frozen=True):
     """Options of one request from its headers.
 
     `session` is the client's session id. `explains`: the answer includes the routing decision. `tenant` and SLO targets as in

@@ -1,7 +1,6 @@
 """What agents say of a request: its session, its KV, and hints. NVIDIA Dynamo's names for the same, in `nvext`, are taken too."""
 
 import math
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -73,8 +72,7 @@ class AgentRequest(Protocol):
     nvext: PeerBody | None
 
 
-@dataclass(frozen=True, slots=True)
-class AgentOptions:
+class AgentOptions(msgspec.Struct, frozen=True):
     """What a body says of its session, and its hints; None where it says nothing."""
 
     session: str | None = None

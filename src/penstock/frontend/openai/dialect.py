@@ -1,8 +1,10 @@
 """What one API needs beside its routes: a translator of bodies, and two of answers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from penstock.core.errors import PenstockError
 from penstock.core.wire import Wire
@@ -19,8 +21,7 @@ class EmbeddingOptions(Wire, frozen=True):
     dimensions: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedBody:
+class ParsedBody(msgspec.Struct, frozen=True):
     """A body as the frontend's own request.
 
     Attributes:
@@ -38,8 +39,7 @@ class ParsedBody:
     embedding: EmbeddingOptions | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerContext:
+class AnswerContext(msgspec.Struct, frozen=True):
     """What translators of an answer may use.
 
     Attributes:
@@ -60,7 +60,7 @@ class AnswerContext:
     logprobs: bool
     usage: Callable[[], Usage]
     previous: str | None = None
-    remember: Callable[[Message], None] | None = field(default=None)
+    remember: Callable[[Message], None] | None = None
 
 
 class StreamedAnswer(Protocol):

@@ -1,16 +1,16 @@
 """The parser of one answer: text in, pieces out."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from penstock.frontend.parsing import forced
 from penstock.frontend.parsing.families import OutputFormat
 from penstock.frontend.parsing.source import Output, Parsed, Source, Steps
 
 
-@dataclass(frozen=True, slots=True)
-class ParserPlan:
+class ParserPlan(msgspec.Struct, frozen=True):
     """What one request's answers are parsed for.
 
     Attributes:

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -21,8 +21,7 @@ from penstock.router.workers.member import CONDITIONS, Condition, Member
 _OBJECT_BYTES = 1024  # of one decision beside its arrays' content
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class Part(msgspec.Struct, frozen=True, eq=False):
     """The choice of one worker and its inputs, as columns by slot."""
 
     slot: int
@@ -39,7 +38,7 @@ class Part:
 
     def kept(self) -> "Part":
         """Copy what changes with the fleet."""
-        return replace(self, eligible=self.eligible.copy())
+        return msgspec.structs.replace(self, eligible=self.eligible.copy())
 
     def shown(self, most: int) -> tuple[list[int], int | None]:
         """Give the slots to show: the chosen, the cheapest others, the longest prefix's; and the slot of the next best."""
@@ -198,7 +197,7 @@ class Decisions:
     def __init__(self, config: ExplainConfig) -> None:
         self._config = config
         self._kept: deque[Decision] = deque()
-        self._by_id: dict[str, deque[Decision]] = {}  # under the request's id and under its answer's
+        self._by_id: dict[str, list[Decision]] = {}  # under the request's id and under its answer's
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -214,7 +213,11 @@ class Decisions:
         kept, config = self._kept, self._config
         kept.append(decision)
         for key in _keys(decision.request_id):
-            self._by_id.setdefault(key, deque()).append(decision)
+            found = self._by_id.get(key)
+            if found is None:
+                self._by_id[key] = [decision]
+            else:
+                found.append(decision)
         self._num_bytes += decision.num_bytes
         while len(kept) > 1 and (len(kept) > config.decisions_max or self._num_bytes > config.bytes_max):
             self._forget(kept.popleft())
@@ -244,7 +247,7 @@ class Decisions:
         self._num_bytes -= oldest.num_bytes
         for key in _keys(oldest.request_id):
             found = self._by_id[key]
-            found.popleft()  # the oldest of all is the oldest there
+            del found[0]  # the oldest of all is the oldest there
             if not found:
                 del self._by_id[key]
 

@@ -34,6 +34,8 @@ class PeerLending:
         Returns:
             None where nothing is worth it.
         """
+        if not np.count_nonzero(context.overlap_blocks):
+            return None  # nobody has anything of it
         readers = context.eligible if prefill_mask is None else context.eligible | prefill_mask
         fleet = self._fleet
         engine = fleet.slots.at(int(readers.argmax())).instance.engine  # all have blocks of one size
@@ -55,6 +57,8 @@ class PeerLending:
             slot: of that worker.
             sources: as in `PeerLoads`; None where nothing was priced.
         """
+        if not np.count_nonzero(context.overlap_blocks):
+            return None
         fleet, (device, host, *_) = self._fleet, context.tier_blocks
         lent = fleet.pools[model].pairs.lent(slot, device, host)
         source = -1 if sources is None else int(sources[slot])

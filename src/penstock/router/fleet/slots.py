@@ -3,6 +3,7 @@
 from heapq import heappop, heappush
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.router.workers.member import CONDITIONS, Condition, Member
 
@@ -19,6 +20,7 @@ class WorkerSlots:
         self._free: list[int] = []  # heap
         self._lent: set[int] = set()  # taken, and no worker's
         self._now: tuple[Member | None, ...] | None = None
+        self._conditions_now: NDArray[np.uint8] | None = None
         self._ids = np.zeros(0, dtype=np.int64)
         self._conditions = np.zeros(0, dtype=np.uint8)
         self.grow(1)
@@ -43,6 +45,7 @@ class WorkerSlots:
         """Have this many slots."""
         more = (0, num_slots - len(self._ids))
         self._ids, self._conditions = np.pad(self._ids, more), np.pad(self._conditions, more)
+        self._conditions_now = None
         self.worker_ids, self.conditions = self._ids.view(), self._conditions.view()
         self.worker_ids.flags.writeable = self.conditions.flags.writeable = False
 
@@ -62,6 +65,7 @@ class WorkerSlots:
     def note(self, member: Member, condition: Condition | None) -> None:
         """Write a member's condition into its column."""
         self._conditions[member.slot] = CONDITIONS.index(condition)
+        self._conditions_now = None
 
     def at(self, slot: int) -> Member:
         """Give the member in a slot that is taken."""
@@ -79,9 +83,16 @@ class WorkerSlots:
             self._now = tuple(self._members)
         return self._now
 
+    def conditions_now(self) -> NDArray[np.uint8]:
+        """Give the conditions as of now; the column does not change."""
+        if self._conditions_now is None:
+            self._conditions_now = self._conditions.copy()
+        return self._conditions_now
+
     def check(self) -> None:
         """Raise AssertionError where parts disagree."""
         assert self.now() == tuple(self._members), "members now"
+        assert np.array_equal(self.conditions_now(), self._conditions), "conditions now"
         free = [n for n, member in enumerate(self._members) if member is None and n not in self._lent]
         assert sorted(self._free) == free, "free"
         for slot, member in enumerate(self._members):

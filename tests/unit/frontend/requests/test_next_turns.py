@@ -1,7 +1,6 @@
 """What is computed ahead for an agent's next turn, by a dispatcher that a test scripts."""
 
 import asyncio
-import dataclasses
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -224,7 +223,7 @@ def test_another_tenants_request_ends_nothing() -> None:
         await scene.hanging.wait()
         _, other = await scene.prepare({"messages": [{"role": "user", "content": LONG}]})
         theirs = [msgspec.structs.replace(request, tenant="other") for request in other.requests]
-        scene.turns.arrived(dataclasses.replace(other, requests=theirs))
+        scene.turns.arrived(msgspec.structs.replace(other, requests=tuple(theirs)))
         await asyncio.sleep(0)
         assert scene.dispatcher.open_streams == 1
 
