@@ -31,6 +31,7 @@ from penstock.kv.measured import MeasuredSpeed
 from penstock.kv.pool.pool import BlockPool
 from penstock.kv.pool.use import PrefillPrice
 from penstock.kv.sessions.actions import KvActions
+from penstock.kv.windows.prefixes import WindowPrefixes
 from penstock.seams.kv import KvLender, KvLoad, KvNames, KvPeerSource, KvRun
 
 _log = log.get_logger()
@@ -79,6 +80,8 @@ class BatchedEngine:
         """Bytes per second of loads, probed at the start."""
         self._own = self._config = config or SchedulerConfig()
         self._hash_key = hash_key
+        self._windows: WindowPrefixes | None = None
+        """Of groups of layers with block tables of their own; None for one table."""
         self._started: tuple[EngineInfo, BlockPool, Scheduler] | None = None
         self._preparations = (
             None
@@ -130,6 +133,7 @@ class BatchedEngine:
         scheduler = Scheduler(pool, limits, self._config, eos_token_ids=eos_token_ids, kv=self._kv)
         scheduler.sessions.on_change = self._wake.set
         scheduler.partial_blocks.keeps_any = runner.groups is None
+        self._windows = None if runner.groups is None else WindowPrefixes(pool, runner.groups)
         await self._say_break_even(runner, limits)
         info = EngineInfo(
             block_size=runner.block_size,
@@ -234,13 +238,12 @@ class BatchedEngine:
 
     @property
     def has_kv_groups(self) -> bool:
-        return self.scheduler.windows is not None
+        return self._windows is not None
 
     def kv_names(self, block_hashes: HashArray) -> KvNames:
-        windows = self.scheduler.windows
-        if windows is None:
+        if self._windows is None:
             return KvNames(block_hashes, np.zeros(0, np.uint64), len(block_hashes))
-        return windows.moved(block_hashes)
+        return self._windows.moved(block_hashes)
 
     def pin(self, block_hashes: HashArray) -> list[BlockId]:
         return self.scheduler.pins.pin_named(block_hashes)

@@ -84,7 +84,7 @@ class Grouped:
         """Publish the blocks of a prompt that another worker sends, as far as they come, by chunks; they stay pinned for a while."""
         prompt = [(family + 7 * index) % VOCAB for index in range(length * BLOCK_SIZE)]
         hashes = block_hashes(prompt, BLOCK_SIZE)
-        names = self.scheduler.windows.moved(hashes)
+        names = self.scheduler._prefixes.windows.moved(hashes)
         here = self.scheduler.pins.pin_named(names.hashes)
         reserved = self.scheduler.reserve(len(names.hashes) - len(here))
         if reserved is None:
@@ -109,7 +109,9 @@ class Grouped:
         self.scheduler.pins.unpin(reserved[max(end - len(here), 0) :])
         if end == len(names.hashes):
             event("received a prompt")
-            longest = self.scheduler.windows.longest(hashes, len(self.scheduler._pool.match(hashes)))
+            longest = self.scheduler._prefixes.windows.longest(
+                hashes, len(self.scheduler._pool.match(hashes))
+            )
             assert longest == length, "all that a request needs has come"
 
     def places(self, hashes):

@@ -76,7 +76,6 @@ class Scheduler:
         self._admission = Admission(self._waiting, self._slots, pool, limits=limits, config=config, kv=kv)
         self.pins, self.partial_blocks = self._admission.pins, self._admission.partial_blocks
         self.sessions, self._prefixes = self._admission.sessions, self._admission.prefixes
-        self.windows = self._prefixes.windows
         self._told = None if limits.groups is None else GroupEvents(limits.groups, limits.block_size)
         self._retention = Retention(pool, config.sessions)
         self._budget = Budget(self._waiting, self._slots, self._admission, config)
