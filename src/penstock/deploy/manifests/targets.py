@@ -1,13 +1,41 @@
-"""The text of each target."""
+"""The text of each target, and the files of a chart."""
+
+from pathlib import Path
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
 from penstock.deploy.manifests.compose import compose_file
+from penstock.deploy.manifests.helm import helm_chart
 from penstock.deploy.manifests.kubernetes import kubernetes_objects
 from penstock.deploy.manifests.options import RenderOptions
 from penstock.deploy.manifests.slurm import slurm_script
 from penstock.deploy.manifests.yaml_text import dump_all
 from penstock.graph import Graph
+
+
+def write_chart(graph: Graph, options: RenderOptions, directory: Path) -> int:
+    """Write a Helm chart of a graph; a chart that is there is replaced.
+
+    Returns:
+        its number of files.
+
+    Raises:
+        ConfigError: the graph has what no pod could have, or the directory has something else or cannot be written.
+    """
+    files = helm_chart(graph, options)
+    try:
+        if directory.exists() and any(directory.iterdir()) and not (directory / "Chart.yaml").is_file():
+            raise ConfigError(
+                f"--output: {directory}: has files and no Chart.yaml; name a directory of its own"
+            )
+        for old in (directory / "templates").glob("*.yaml"):
+            old.unlink()
+        (directory / "templates").mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (directory / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output: {directory}: {(error.strerror or str(error)).lower()}") from error
+    return len(files)
 
 
 def manifest(target: str, graph: Graph, options: RenderOptions) -> str:
