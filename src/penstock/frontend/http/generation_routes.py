@@ -11,6 +11,7 @@ from penstock.frontend.frontend import Frontend, PendingAnswer
 from penstock.frontend.http.access_log import line_of_request
 from penstock.frontend.http.replies import json_response, unexpected
 from penstock.frontend.http.sse_response import SseResponse
+from penstock.frontend.http.whole_response import WholeResponses
 from penstock.frontend.limits.admission import Slot
 from penstock.frontend.limits.headers import RequestOptions, read_options
 from penstock.frontend.openai.answers import encode
@@ -32,8 +33,9 @@ _GENERATING = {
 class GenerationRoutes:
     """Handlers of one `Frontend`'s APIs."""
 
-    def __init__(self, frontend: Frontend, tenant: Callable[[], Tenant]) -> None:
-        """Make them; `tenant` gives that of the request being handled."""
+    def __init__(self, frontend: Frontend, tenant: Callable[[], Tenant], whole: WholeResponses) -> None:
+        """Make them; `tenant` gives that of the request being handled, `whole` makes responses of whole answers."""
+        self._whole = whole
         self._frontend = frontend
         self._config = frontend.config
         self._tenant = tenant
@@ -55,7 +57,7 @@ class GenerationRoutes:
                 if not pending.stream:
                     answer = pending.whole_answer()
                     await pending.completion.run(answer.take, gathers=True)
-                    return json_response(await pending.body(answer))
+                    return self._whole.of(request, await pending.body(answer))
                 response = SseResponse(request, pending, self._config)
                 with response.kept_alive():
                     await pending.completion.run(response.take)
