@@ -9,9 +9,9 @@ from penstock.core.errors import PenstockError
 from penstock.frontend.anthropic.events import MESSAGES
 from penstock.frontend.frontend import Frontend, PendingAnswer
 from penstock.frontend.http.access_log import line_of_request
+from penstock.frontend.http.heads import Heads
 from penstock.frontend.http.replies import json_response, unexpected
 from penstock.frontend.http.sse_response import SseResponse
-from penstock.frontend.http.whole_response import WholeResponses
 from penstock.frontend.limits.admission import Slot
 from penstock.frontend.limits.headers import RequestOptions, read_options
 from penstock.frontend.openai.answers import encode
@@ -33,9 +33,9 @@ _GENERATING = {
 class GenerationRoutes:
     """Handlers of one `Frontend`'s APIs."""
 
-    def __init__(self, frontend: Frontend, tenant: Callable[[], Tenant], whole: WholeResponses) -> None:
-        """Make them; `tenant` gives that of the request being handled, `whole` makes responses of whole answers."""
-        self._whole = whole
+    def __init__(self, frontend: Frontend, tenant: Callable[[], Tenant], heads: Heads) -> None:
+        """Make them; `tenant` gives that of the request being handled, `heads` makes the heads of answers."""
+        self._heads = heads
         self._frontend = frontend
         self._config = frontend.config
         self._tenant = tenant
@@ -57,8 +57,8 @@ class GenerationRoutes:
                 if not pending.stream:
                     answer = pending.whole_answer()
                     await pending.completion.run(answer.take, gathers=True)
-                    return self._whole.of(request, await pending.body(answer))
-                response = SseResponse(request, pending, self._config)
+                    return self._heads.whole(request, await pending.body(answer))
+                response = SseResponse(request, pending, self._config, self._heads)
                 with response.kept_alive():
                     await pending.completion.run(response.take)
                 await response.finish()

@@ -30,11 +30,11 @@ from penstock.frontend.http.batches.routes import BatchRoutes
 from penstock.frontend.http.connection import Connection
 from penstock.frontend.http.cors import Cors
 from penstock.frontend.http.generation_routes import GenerationRoutes
+from penstock.frontend.http.heads import Heads
 from penstock.frontend.http.info_routes import InfoRoutes
 from penstock.frontend.http.kv_routes import KvRoutes
 from penstock.frontend.http.replies import json_response, request_id, unexpected
 from penstock.frontend.http.sse_response import SseResponse
-from penstock.frontend.http.whole_response import WholeResponses
 from penstock.frontend.limits.trace_context import sound_request_id
 from penstock.frontend.openai.answers import encode
 from penstock.frontend.openai.body_error import body_error
@@ -85,10 +85,10 @@ class HttpSurface:
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._frame], client_max_size=0)
         app.on_response_prepare.append(self._add_headers)
-        whole = WholeResponses(has_cors=self._cors.is_on, is_draining=lambda: self.draining)
+        heads = Heads(has_cors=self._cors.is_on, is_draining=lambda: self.draining)
         app.add_routes(
             [
-                *GenerationRoutes(self._frontend, _tenant.get, whole).routes(),
+                *GenerationRoutes(self._frontend, _tenant.get, heads).routes(),
                 *InfoRoutes(self._frontend, lambda: self.draining).routes(),
                 web.get("/admin/workers", self._workers),
                 web.post("/admin/workers/{name}/role", self._change_role),

@@ -12,35 +12,45 @@ from penstock.core.errors import DeadlineExceeded, PenstockError
 from penstock.core.net.unsent import unsent_bytes
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import PendingAnswer
+from penstock.frontend.http.heads import Heads
 from penstock.frontend.text.events import TextEvent
 from penstock.seams import Hold
 
 _HEARTBEAT = b": heartbeat\n\n"  # a comment of the SSE standard
 _RESOLUTION_S = 0.001
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+_LINES = (
+    "".join(f"{name}: {value}\r\n" for name, value in _HEADERS.items()) + "Transfer-Encoding: chunked\r\n"
+)
+_LAST_CHUNK = b"0\r\n\r\n"
 
 
 class SseResponse(web.StreamResponse):
     """Sends events as they come: each is one chunk, written straight to the connection's transport.
 
-    Headers go out with the first event, so that an early error has its HTTP status; `headers_after_s` without an event
+    The head goes out with the first event, so that an early error has its HTTP status; `headers_after_s` without an event
     sends them too. A stream silent for `heartbeat_s` gets a comment.
     """
 
-    def __init__(self, request: web.Request, pending: PendingAnswer, config: FrontendConfig) -> None:
+    def __init__(
+        self, request: web.Request, pending: PendingAnswer, config: FrontendConfig, heads: Heads
+    ) -> None:
         """Create the response; sends nothing yet.
 
         Args:
             request: the HTTP request to answer.
             pending: the completion and its format.
             config: gives the write buffer, the reader timeout and the keep-alive.
+            heads: makes the head, unless aiohttp has to.
         """
-        super().__init__(
-            headers={
-                "Content-Type": "text/event-stream; charset=utf-8",
-                "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",
-            }
-        )
+        head = heads.of(request, _LINES)
+        super().__init__(headers=_HEADERS if head is None else None)
+        self._head = head
+        self._has_ended = False  # with an end that `_put` wrote
         self.outcome = 200
         """HTTP status for metrics: that of the error that ended the stream, else 200."""
         self._request = request
@@ -79,16 +89,16 @@ class SseResponse(web.StreamResponse):
             ConnectionResetError: the client is gone.
         """
         chunk = self._encoder.event(event)
-        if self._writer is None:
+        if self._writer is None and self._head is None:
             return partial(self._begin_with, chunk)
         self._put(chunk)
         return self._drain if self._is_full else None
 
     async def finish(self) -> None:
         end = self._encoder.end(self._pending.completion.usage())
-        if self._writer is None:
+        if self._writer is None and self._head is None:
             await self._begin()
-        self._put(end)
+        self._put(end, is_last=True)
         if self._is_full:
             await self._drain()
 
@@ -108,8 +118,30 @@ class SseResponse(web.StreamResponse):
         await self._begin()
         self._put(chunk)
 
-    def _put(self, chunk: bytes) -> None:
-        """Write bytes of the body, in HTTP's chunks unless the client speaks HTTP/1.0.
+    @property
+    def prepared(self) -> bool:
+        return self._writer is not None or super().prepared
+
+    @property
+    def keep_alive(self) -> bool | None:
+        return super().keep_alive if self._head is None else True
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """Have aiohttp send the head, unless it is ours."""
+        return await super().prepare(request) if self._head is None else self._writer
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """End the body."""
+        if self._head is None:
+            await super().write_eof(data)
+        elif not self._has_ended:
+            transport = self._request.transport
+            if transport is None or transport.is_closing():
+                raise ConnectionResetError("the client is gone")
+            transport.write(_LAST_CHUNK)
+
+    def _put(self, chunk: bytes, *, is_last: bool = False) -> None:
+        """Write bytes of the body, in HTTP's chunks unless the client speaks HTTP/1.0; the first ones behind our head, if it is ours.
 
         Raises:
             ConnectionResetError: the client is gone.
@@ -118,7 +150,14 @@ class SseResponse(web.StreamResponse):
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
         self._sent_s = self._loop.time()
-        transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk) if self._is_chunked else chunk)
+        content = b"%x\r\n%b\r\n" % (len(chunk), chunk) if self._is_chunked else chunk
+        if self._head is not None:
+            if self._writer is None:
+                transport.set_write_buffer_limits(high=self._write_buffer_bytes)
+                self._writer, content = self._request.writer, self._head + content
+            if is_last:
+                self._has_ended, content = True, content + _LAST_CHUNK
+        transport.write(content)
 
     @property
     def _is_full(self) -> bool:
@@ -180,6 +219,6 @@ class SseResponse(web.StreamResponse):
         if transport is None or transport.get_write_buffer_size() > 0:
             return  # disconnected, or has unread bytes: a comment is of no use
         with contextlib.suppress(ConnectionError):  # the sender of events raises it too
-            if self._writer is None:
+            if self._writer is None and self._head is None:
                 await self._begin()
             self._put(_HEARTBEAT)

@@ -31,11 +31,12 @@ def test_who_takes_a_little_now_and_then_is_waited_for_and_who_takes_nothing_is_
 ) -> None:
     client = Client(seconds)
     pending = SimpleNamespace(event_stream=lambda: None)
+    heads = SimpleNamespace(of=lambda *_: None)
 
     async def main() -> None:
         config = FrontendConfig(write_buffer_bytes=4096, reader_timeout_s=2.0)
         full = SimpleNamespace(get_write_buffer_size=lambda: 4097)
-        response = SseResponse(SimpleNamespace(transport=full), pending, config)
+        response = SseResponse(SimpleNamespace(transport=full), pending, config, heads)
         monkeypatch.setattr(sse_response, "unsent_bytes", lambda _: client.left())
         response._writer = client
         with pytest.raises(DeadlineExceeded, match=r"took nothing of its stream for 2 s"):
