@@ -26,7 +26,7 @@ from penstock.core.wire import num_tokens
 from penstock.router.candidates import Route, ScoredCandidates
 from penstock.router.dispatch.attempt import Attempt, DecodeSide
 from penstock.router.dispatch.journeys import Journey, Way
-from penstock.router.dispatch.progress import Progress
+from penstock.router.dispatch.progress import Progress, begun
 from penstock.router.dispatch.reader import Reader
 from penstock.router.dispatch.shared import Shared
 from penstock.router.dispatch.siblings import Siblings
@@ -245,12 +245,8 @@ class OpenRequest:
         pool = self._shared.fleet.pools.get(self.request.model)
         if pool is None:
             return None
-        if self._progress is None:
-            self._progress = Progress(self.request, pool.card, self._shared.hash_key)
-        elif identity(pool.card) != self._progress.identity:
-            raise Unavailable(
-                f"model {self.request.model} was replaced by one with other blocks while this request ran; send it again"
-            )
+        if self._progress is None or identity(pool.card) != self._progress.identity:
+            self._progress = begun(self.request, self._progress, pool, self._shared.hash_key)
         request = self._progress.request_in_time(self._loop.time() - self._opened_s)
         retry_state = self._retry_state
         lost = self._shared.fleet.ranks.beside(retry_state.lost)  # ranks of one engine are lost together

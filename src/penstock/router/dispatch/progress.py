@@ -3,11 +3,12 @@
 import msgspec
 import numpy as np
 
-from penstock.core.errors import RequestError
+from penstock.core.errors import RequestError, Unavailable
 from penstock.core.hashing import block_hashes
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
 from penstock.core.wire import NO_TOKENS, PackedHashes, PackedTokens, num_tokens, pack_hashes, unpack_hashes
+from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.workers.member import identity
 
 _TARGET_SHARE_MIN = 0.1
@@ -153,6 +154,29 @@ class Progress:
         self._request = msgspec.structs.replace(
             request, block_hashes=PackedHashes(packed + pack_hashes(np.ascontiguousarray(more)))
         )
+
+
+def begun(request: Request, before: Progress | None, pool: WorkerPool, hash_key: bytes) -> Progress:
+    """Begin a request on the workers of a pool, also one that has waited, or run without a token, while the model's revision changed.
+
+    Args:
+        request: as the frontend made it.
+        before: its progress by the card that was canonical until now; None: it has just come.
+        pool: the workers of its model.
+        hash_key: the deployment's.
+
+    Raises:
+        Unavailable: it has tokens of the former revision, or that has another tokenizer or chat template.
+        RequestError: as `Progress`.
+    """
+    if before is not None and before.output_tokens > request.num_emitted:
+        raise Unavailable(
+            f"model {request.model} was replaced by one with other blocks while this request ran; send it again"
+        )
+    renewed = pool.renewed(request)
+    if before is not None:  # the block size may differ
+        renewed = msgspec.structs.replace(renewed, block_hashes=PackedHashes(b""))
+    return Progress(renewed, pool.card, hash_key)
 
 
 def _merge(deltas: list[Delta]) -> Delta:

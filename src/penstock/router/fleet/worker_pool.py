@@ -4,14 +4,18 @@ Workers of one model may have different cards, as while a new version rolls out.
 share requests: one card is the canonical model card, and a worker that differs waits until the others are gone.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.types.cards import ModelCard
+from penstock.core.errors import Unavailable
+from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import InstanceState, Role
+from penstock.core.types.requests import Request
+from penstock.core.wire import PackedHashes
 from penstock.perf.topology import NetworkPath
 from penstock.router.fleet.adapters import Adapters
 from penstock.router.links.kv_transfer_pairs import KvTransferPairs
@@ -19,6 +23,9 @@ from penstock.router.workers.member import Member, identity
 from penstock.router.workers.price_table import PriceTable
 from penstock.router.workers.traffic import Traffic
 
+_FORMER_MAX = 4
+"""Former canonical cards whose requests are recognized; a request waits for minutes at most."""
+_TEXT_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"})
 _Vote = tuple[ModelCard, bool]
 """A member's card, and whether it stays. A draining member counts only while no member stays."""
 
@@ -34,6 +41,7 @@ class WorkerPool:
     def __init__(self, first: Member, num_slots: int, adapters_max: int) -> None:
         """Make a pool with the card of its first worker, which has yet to be `put`; it knows so many adapters."""
         self.card = first.instance.card
+        self._former: deque[ModelCard] = deque(maxlen=_FORMER_MAX)
         self.adapters = Adapters(num_slots, adapters_max)
         self.pairs = KvTransferPairs()
         self.prices = PriceTable(num_slots)
@@ -115,6 +123,28 @@ class WorkerPool:
         elif now_s - self._unanswered_since_s >= patience_s:
             return self.choose_canonical()
         return ()
+
+    def renewed(self, request: Request) -> Request:
+        """Give a request for the canonical card: one that was prepared for a former card loses its block hashes and gets the salt.
+
+        With the former salt it would find, and leave, KV of other weights under the same names.
+
+        Raises:
+            Unavailable: the former card has another tokenizer or chat template, so its tokens are not this model's.
+        """
+        if _is_of(request, self.card):
+            return request
+        former = next((card for card in self._former if _is_of(request, card)), None)
+        if former is None:
+            return request  # of a frontend that makes salts of its own, as `penstock router` does
+        if _text_of(former) != _text_of(self.card):
+            raise Unavailable(
+                f"model {request.model} was replaced by one with another tokenizer or chat template while this request"
+                " waited; send it again",
+                retry_after_s=1.0,
+            )
+        salt = self.card.salt + request.salt[len(former.salt) :]
+        return msgspec.structs.replace(request, salt=salt, block_hashes=PackedHashes(b""))
 
     @property
     def has_ready(self) -> bool:
@@ -203,10 +233,21 @@ class WorkerPool:
 
     def _make_canonical(self, holder: Member) -> Sequence[Member]:
         """Take a member's card, which has other block hashes than the present one."""
+        self._former.append(self.card)
         self.card = holder.instance.card
         for member in self._votes:
             member.matching = member.identity == identity(self.card)
         return tuple(self._votes)
+
+
+def _is_of(request: Request, card: ModelCard) -> bool:
+    """Tell whether a request's salt begins with a card's; what follows is an adapter's or a tenant's."""
+    rest = request.salt.removeprefix(card.salt)
+    return request.salt.startswith(card.salt) and (not rest or rest.startswith(b"|"))
+
+
+def _text_of(card: ModelCard) -> frozenset[CardFile]:
+    return frozenset(file for file in card.files if file.name in _TEXT_FILES)
 
 
 def _named(card: ModelCard) -> str:

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 
+import msgspec
 import pytest
 import structlog
 
@@ -18,6 +19,7 @@ from penstock.core.errors import (
 )
 from penstock.core.hashing import block_hashes
 from penstock.core.ids import RequestId
+from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.requests import Delta, FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.router.config import MigrationConfig, RetryConfig, RouterConfig
@@ -711,20 +713,76 @@ def test_metrics_count_outcomes():
     run_scenario(scene)
 
 
-def test_a_model_replaced_by_one_with_other_blocks_ends_what_would_move():
+@asynccontextmanager
+async def replaced(setting: Setting, card: ModelCard) -> AsyncIterator[ManualEngine]:
+    """Have a worker with another card beside w1, which is lost at the end of the block; give its engine."""
+    other = ManualEngine()
+    other.info = msgspec.structs.replace(other.info, block_size=card.block_size)
+    await setting.cluster.start("new", other, card=card)
+    await asyncio.sleep(0.01)
+    yield other
+    setting.kill("w1")
+    await asyncio.sleep(10.0)  # its lease lapses
+
+
+def test_a_model_replaced_by_one_with_other_blocks_ends_what_has_tokens():
     async def scene(setting: Setting) -> None:
         async with setting.dispatcher.open(make_request()) as stream:
             await settle()
-            other = ManualEngine()
-            other.info = type(other.info)(
-                block_size=8, total_blocks=9, context_length=99, max_batch_tokens=9, max_running_requests=9
-            )
-            await setting.cluster.start("new", other, card=small_card(block_size=8))
-            await asyncio.sleep(0.01)
-            setting.kill("w1")
-            await asyncio.sleep(10.0)
+            async with replaced(setting, small_card(block_size=8)):
+                setting.engines["w1"].emit("r", 1)
+                await anext(stream)
             with pytest.raises(Unavailable, match="was replaced by one with other blocks"):
                 await anext(stream)
+
+    run_scenario(scene, num_workers=1)
+
+
+@pytest.mark.parametrize("changes", [{"block_size": 8}, {"salt": b"revision 2"}], ids=["blocks", "salt"])
+def test_a_request_without_tokens_goes_on_at_the_models_next_revision_by_its_hashes(changes):
+    async def scene(setting: Setting) -> None:
+        card = msgspec.structs.replace(small_card(), **changes)
+        sent = msgspec.structs.replace(make_request(), salt=small_card().salt + b"|cache_salt=t")
+        async with setting.dispatcher.open(sent) as stream:
+            await settle()
+            reading = asyncio.ensure_future(anext(stream))  # who reads sends it again
+            async with replaced(setting, card) as other:
+                pass
+            (request,) = other.requests.values()
+            assert request.salt == card.salt + b"|cache_salt=t"
+            expected = block_hashes(
+                unpack_tokens(request.token_ids),
+                card.block_size,
+                request.salt,
+                key=setting.dispatcher._shared.hash_key,
+            )
+            assert request.block_hashes == pack_hashes(expected)
+            other.emit("r", 5, finish=FinishReason.STOP)
+            assert (await reading).finish_reason is FinishReason.STOP
+
+    run_scenario(scene, num_workers=1)
+
+
+def test_a_request_prepared_for_a_former_revision_is_hashed_anew_or_refused_where_its_text_differs():
+    async def scene(setting: Setting) -> None:
+        former = small_card()
+        late = msgspec.structs.replace(make_request("late"), salt=former.salt)
+        card = msgspec.structs.replace(former, salt=b"revision 2")
+        async with replaced(setting, card):
+            pass
+        async with setting.dispatcher.open(late):
+            await settle()
+            pool = setting.dispatcher._shared.fleet.pools[late.model]
+            assert pool.renewed(late).salt == b"revision 2"
+            present = msgspec.structs.replace(late, salt=b"revision 2")
+            assert pool.renewed(present) is present
+            stranger = msgspec.structs.replace(late, salt=b"of a gateway")
+            assert pool.renewed(stranger) is stranger
+            other_text = CardFile(name="tokenizer.json", sha256="0", size_bytes=1)
+            pool.card = msgspec.structs.replace(card, files=(other_text,))
+            with pytest.raises(Unavailable, match="another tokenizer or chat template"):
+                pool.renewed(late)
+            pool.card = card
 
     run_scenario(scene, num_workers=1)
 
