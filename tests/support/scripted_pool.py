@@ -95,6 +95,8 @@ class PoolScene:
         self.make: Callable[[str], ScriptedProcess] = lambda _name: self.next()
         """Makes the process of the worker with this name."""
         self.restored = ""
+        self.template = "old"
+        """Template of workers that are added from now on."""
         self.devices = Devices(devices)
         self.pool = WorkerPool(
             graph.roles.present(),
@@ -104,6 +106,8 @@ class PoolScene:
         self._file = file
 
     def _make(self, worker: PoolWorker) -> Member:
+        worker.template = self.template
+
         def assign() -> Assignment:
             job = WorkerJob(
                 worker_id=WorkerId(1), role=worker.role, home=worker.home, card=CARD, model_dir="",

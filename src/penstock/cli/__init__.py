@@ -21,7 +21,7 @@ EXIT_INTERRUPTED = 130
 _GROUPS = {
     "Serve": (serve.add, up.add, router.add, key.add, graph.add, render.add),
     "Watch": (hosted.add_watching, top.add, chat.add, explain.add),
-    "Operate": (worker_changes.add, planner.add, kv.add, hosted.add_down),
+    "Operate": (worker_changes.add, planner.add, kv.add, hosted.add_changing),
     "Plan": (plan.add, simulate.add),
 }
 """Commands by what they are for, in the order of `penstock --help`."""

@@ -161,6 +161,12 @@ class ChangeRole(Wire, frozen=True, tag="change_role"):
     role: Role
 
 
+class Drain(Wire, frozen=True, tag="drain"):
+    """Tells a worker how long its requests may take when it drains, instead of `worker.drain_timeout_s`; SIGTERM follows."""
+
+    timeout_s: float
+
+
 class Planned(Wire, frozen=True, tag="planned"):
     """Sent to a frontend, for its metrics: a round of the planner.
 
@@ -185,7 +191,7 @@ class Planned(Wire, frozen=True, tag="planned"):
     gpu_utilization: dict[Role, float] = msgspec.field(default_factory=dict)
 
 
-News = ProcessFailed | ChangeRole | Planned
+News = ProcessFailed | ChangeRole | Planned | Drain
 """What a supervisor tells a child after its assignment."""
 Report = Ready | Failed | Health | Closing | Beat | Phase | RoleChanged | Observed
 Tell = Callable[[Report], None]

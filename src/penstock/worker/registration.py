@@ -43,6 +43,8 @@ class WorkerRegistration:
         self.instance = instance
         self.refusal: PenstockError | None = None
         """Why the worker takes no requests; None while it does."""
+        self.drain_timeout_s = config.drain_timeout_s
+        """Seconds that running requests may take when the worker drains; read when it begins to wait for them."""
         self._config = config
         self._frontends = frontends
         self._driver = driver
@@ -164,14 +166,12 @@ class WorkerRegistration:
         if self.refusal is None:
             self.refusal = refusal
         try:
-            async with asyncio.timeout(self._config.drain_timeout_s):
+            async with asyncio.timeout(self.drain_timeout_s):
                 await quiet()
         except TimeoutError:
             left = tuple(self._frontends.requests.items())
             _log.warning("requests_migrated", worker=self._name, requests=len(left))
-            self._end_all(
-                Unavailable(f"{self._name} {does}, after {self._config.drain_timeout_s:g} s of draining")
-            )
+            self._end_all(Unavailable(f"{self._name} {does}, after {self.drain_timeout_s:g} s of draining"))
             for request_id, running in left:
                 self._driver.abort(request_id, running.frontend)
         return refusal

@@ -109,13 +109,11 @@ class Worker:
         self.on_closing: Callable[[BaseException | None], None] = lambda _cause: None
         """Called before the engine is closed, with what ended the worker; None: it has drained."""
         self._engine = engine
-        self._discovery = discovery
-        self._plane = plane
+        self._discovery, self._plane = discovery, plane
         self._identity = identity
         self._card = card
         self._read_file = read_file
-        self._prices = prices
-        self._adapters = tuple(adapters)
+        self._prices, self._adapters = prices, tuple(adapters)
         self._info: EngineInfo | None = None
         self._frontends = Frontends()
         self.events, self.repeat_load = self.publishers.of, self._frontends.repeat_load
@@ -189,8 +187,10 @@ class Worker:
             self.on_closing(sys.exc_info()[1])
             await self._engine.close()
 
-    def stop(self) -> None:
-        """Start to drain; `run` returns when that is done. Call it from the event loop; safe twice."""
+    def stop(self, drain_timeout_s: float | None = None) -> None:
+        """Start to drain, within the config's time or this; `run` returns when that is done. Call it from the event loop; safe twice."""
+        if drain_timeout_s is not None and self._registration is not None:
+            self._registration.drain_timeout_s = drain_timeout_s
         self._stopping.set()
 
     @property

@@ -1,10 +1,11 @@
-"""`penstock ps`, `penstock logs` and `penstock down`."""
+"""`penstock ps`, `penstock logs`, `penstock apply` and `penstock down`."""
 
 import argparse
 import math
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.arguments.flags import add_set
 from penstock.core.errors import ConfigError
 
 _LINES = 100
@@ -36,8 +37,21 @@ def add_watching(commands: Any) -> None:
     logs.set_defaults(run=_run_logs)
 
 
-def add_down(commands: Any) -> None:
-    """Register `down`."""
+def add_changing(commands: Any) -> None:
+    """Register `apply` and `down`."""
+    change = commands.add_parser(
+        "apply",
+        help="change a running deployment to another graph",
+        description="Change a deployment of this host to a changed graph while requests go on: numbers of workers, roles, arguments of"
+        " engines, the model's revision. Flags of `penstock up` stay in force. See docs/operations.md.",
+        epilog="Exit code: 2 if the graph is wrong or a difference cannot be applied in place, and then nothing has changed; 1 if a new"
+        " worker does not come up: the old ones stay.",
+    )
+    change.add_argument("file", type=Path, metavar="FILE", help="YAML, or Python that sets `graph`")
+    change.add_argument("--dry-run", action="store_true", help="print what differs, and change nothing")
+    add_set(change, "set a field, as for up")
+    _add_name(change)
+    change.set_defaults(run=_run_apply)
     down = commands.add_parser(
         "down",
         help="end a deployment on this host",
@@ -73,6 +87,13 @@ def _run_logs(options: argparse.Namespace) -> int:
     if options.n < 0:
         raise ConfigError(f"-n: must be >= 0, got {options.n}")
     show_logs(options.process, name=options.name, last=options.n, follow=options.follow)
+    return 0
+
+
+def _run_apply(options: argparse.Namespace) -> int:
+    from penstock.deploy.commands.hosted.apply import apply_graph  # noqa: PLC0415
+
+    apply_graph(options.file, options.set, name=options.name, dry_run=options.dry_run)
     return 0
 
 

@@ -23,6 +23,7 @@ class Replica(Wire, frozen=True):
         age_s: seconds since its process began to start, or since it was ready.
         devices: indices of its devices on its machine.
         core: the CPU core of its engine; None without one of its own.
+        template: the same of workers that were started with the same settings and model.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Replica(Wire, frozen=True):
     age_s: float = 0.0
     devices: tuple[int, ...] = ()
     core: int | None = None
+    template: str = ""
 
 
 class RoleLimit(Wire, frozen=True):

@@ -58,7 +58,7 @@ def hosted() -> list[Hosted]:
     """List them, the living ones first."""
     directories = (path for path in runtime_directories() if (path / LOCK_NAME).exists())
     found = [Hosted(path, read_record(path), is_locked(path)) for path in directories]
-    return sorted(found, key=lambda each: (not each.is_live, each.name, str(each.directory)))
+    return sorted(found, key=lambda each: (not each.is_live, each.name, _file(each), str(each.directory)))
 
 
 def choose(found: list[Hosted], *, file: Path | None = None, name: str | None = None) -> Hosted:
@@ -90,6 +90,11 @@ def _fits(each: Hosted, file: Path | None, name: str | None) -> bool:
     if file is None:
         return True
     return record is not None and record.origin is not None and record.origin.file == str(file.resolve())
+
+
+def _file(each: Hosted) -> str:
+    origin = None if each.record is None else each.record.origin
+    return "" if origin is None else origin.file
 
 
 def _directory(each: Hosted) -> str | None:

@@ -14,16 +14,20 @@ from penstock.deploy.control.messages import (
     CONTROL_VERSION,
     LINE_BYTES_MAX,
     Add,
+    Apply,
     Ask,
     Body,
     Deployment,
+    Difference,
     Flip,
     GetObservation,
     GetProcesses,
+    GetRollout,
     GetScale,
     Kill,
     ProcessView,
     Retire,
+    RolloutView,
     Told,
 )
 from penstock.planner.observe.observation import Observation
@@ -33,6 +37,7 @@ _PAUSE_S, _PAUSE_S_MAX = 0.02, 0.5
 _PART_BYTES = 1 << 16
 _ANSWER_S = 30.0
 _LOOK_S = 5.0
+_APPLY_S = 900.0  # the model may have to be downloaded
 _FLIP_S = 900.0  # the worker drains first
 
 
@@ -72,6 +77,26 @@ class LocalConnector:
     async def processes(self) -> tuple[ProcessView, ...]:
         """Return the deployment's processes on this host; raises as `scale`, soon where the supervisor hangs."""
         return (await self._ask(GetProcesses(), answer_s=_LOOK_S)).processes
+
+    async def apply(self, graph_json: str, *, dry_run: bool) -> tuple[tuple[Difference, ...], RolloutView]:
+        """Begin to change the deployment to another graph; returns what differs, and the rollout.
+
+        Raises:
+            RequestError: another change is under way (409), or there is no room for a new worker.
+            ConfigError: the graph or its model is wrong.
+            PenstockError: as `scale`.
+        """
+        told = await self._ask(Apply(graph_json=graph_json, dry_run=dry_run), answer_s=_APPLY_S)
+        if told.rollout is None:
+            raise ProtocolError(f"{self._path}: the answer has no rollout; use the penstock that started it")
+        return told.differences, told.rollout
+
+    async def rollout(self, after: int) -> RolloutView:
+        """Return the last rollout once it has more lines than `after`, or has ended; raises as `scale`."""
+        told = await self._ask(GetRollout(after=after))
+        if told.rollout is None:
+            raise ProtocolError(f"{self._path}: the answer has no rollout; use the penstock that started it")
+        return told.rollout
 
     async def add(
         self, role: Role, count: int = 1, *, by: str, revision: int | None = None

@@ -38,6 +38,7 @@ class ProcessView(Wire, frozen=True):
         pid: None while none runs.
         phase: what it does while it does not serve.
         age_s: seconds since it began to start or, once it is ready, since then.
+        template: the same of workers that were started with the same settings and model.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ProcessView(Wire, frozen=True):
     age_s: float = 0.0
     devices: tuple[int, ...] = ()
     core: int | None = None
+    template: str = ""
 
     @classmethod
     def of(cls, replica: Replica, pid: int | None) -> "ProcessView":
@@ -61,6 +63,7 @@ class ProcessView(Wire, frozen=True):
             age_s=replica.age_s,
             devices=replica.devices,
             core=replica.core,
+            template=replica.template,
         )
 
 
@@ -72,6 +75,53 @@ class GetScale(Wire, frozen=True, tag="scale"):
 
 class GetProcesses(Wire, frozen=True, tag="processes"):
     """Asks for the processes of this host."""
+
+
+class Difference(Wire, frozen=True):
+    """A field that differs between the running graph and a changed one.
+
+    Attributes:
+        role: whose field; `all` for those of the whole graph.
+        field: its path; empty for the role itself.
+        action: what is done; empty where it is refused.
+        refusal: why it cannot be changed in place; empty where it can.
+    """
+
+    role: str
+    field: str
+    old: str
+    new: str
+    action: str = ""
+    refusal: str = ""
+
+
+class Apply(Wire, frozen=True, tag="apply"):
+    """Asks for what another graph would change, and unless `dry_run` to change it, while requests go on."""
+
+    graph_json: str
+    dry_run: bool
+
+
+class GetRollout(Wire, frozen=True, tag="rollout"):
+    """Asks how the last rollout goes, once it has more lines than `after`, or has ended."""
+
+    after: int = 0
+
+
+class RolloutView(Wire, frozen=True):
+    """A rollout.
+
+    Attributes:
+        number: counts the rollouts of a deployment; 0 before the first.
+        lines: what it has done, from its beginning on.
+        is_over: whether it has ended.
+        error: why it has failed; None where it has not.
+    """
+
+    number: int
+    lines: tuple[str, ...] = ()
+    is_over: bool = True
+    error: ErrorInfo | None = None
 
 
 class GetObservation(Wire, frozen=True, tag="observation"):
@@ -106,7 +156,7 @@ class Kill(Wire, frozen=True, tag="kill"):
     name: str
 
 
-Body = GetScale | GetObservation | GetProcesses | Add | Retire | Flip | Kill
+Body = GetScale | GetObservation | GetProcesses | GetRollout | Apply | Add | Retire | Flip | Kill
 
 
 class Ask(Wire, frozen=True):
@@ -117,7 +167,7 @@ class Ask(Wire, frozen=True):
 
 
 class Told(Wire, frozen=True):
-    """An answer: `scale` to `GetScale`, `observation` to `GetObservation`, `processes` to `GetProcesses`, `names` to `Add`, none to others; or `error` alone."""
+    """An answer: `scale` to `GetScale`, `observation` to `GetObservation`, `processes` to `GetProcesses`, `differences` and `rollout` to `Apply`, `rollout` to `GetRollout`, `names` to `Add`, none to others; or `error` alone."""
 
     version: int = CONTROL_VERSION
     deployment: Deployment | None = None
@@ -126,6 +176,8 @@ class Told(Wire, frozen=True):
     error: ErrorInfo | None = None
     observation: Observation | None = None
     processes: tuple[ProcessView, ...] = ()
+    differences: tuple[Difference, ...] = ()
+    rollout: RolloutView | None = None
 
 
 class Versioned(msgspec.Struct, frozen=True):

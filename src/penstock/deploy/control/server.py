@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self, assert_never
+from typing import Protocol, Self, assert_never
 
 import msgspec
 
@@ -19,15 +19,19 @@ from penstock.deploy.control.messages import (
     LINE_BYTES_MAX,
     SOCKET_NAME,
     Add,
+    Apply,
     Ask,
     Deployment,
+    Difference,
     Flip,
     GetObservation,
     GetProcesses,
+    GetRollout,
     GetScale,
     Kill,
     ProcessView,
     Retire,
+    RolloutView,
     Told,
     Versioned,
 )
@@ -41,6 +45,13 @@ _LINE_TIMEOUT_S = 10.0
 _NAME_LENGTH_MAX = 64
 _CREDENTIALS = struct.Struct("3i")
 _log = get_logger()
+
+
+class GraphApplier(Protocol):
+    """Changes a deployment to another graph."""
+
+    async def apply(self, graph_json: str, *, dry_run: bool) -> tuple[Difference, ...]: ...
+    async def watch(self, after: int) -> RolloutView: ...
 
 
 class ControlServer:
@@ -59,6 +70,7 @@ class ControlServer:
         directory: Path,
         deployment: Deployment,
         *,
+        applier: GraphApplier | None = None,
         processes: Callable[[], tuple[ProcessView, ...]] = tuple,
         kill: Callable[[str], None] | None = None,
     ) -> None:
@@ -69,6 +81,7 @@ class ControlServer:
             observations: what it tells of demand and workers.
             directory: a private directory.
             deployment: what it tells of itself.
+            applier: changes it to another graph; None: nobody may.
             processes: describes its processes.
             kill: kills a worker's process by name; None: nobody may.
         """
@@ -76,6 +89,7 @@ class ControlServer:
         self._observations = observations
         self._path = directory / SOCKET_NAME
         self._deployment = deployment
+        self._applier = applier
         self._processes = processes
         self._kill = kill
         self._server: asyncio.Server | None = None
@@ -182,10 +196,13 @@ class ControlServer:
             self._reading.pop(task, None)
 
     async def _obey(self, ask: Ask) -> Told:
-        if isinstance(ask.body, Add | Retire | Flip):
-            _check_name(ask.body.by)
+        if isinstance(ask.body, GetScale | GetObservation | GetProcesses | GetRollout):
+            return await self._look(ask.body)
+        return await self._change(ask.body)
+
+    async def _look(self, body: GetScale | GetObservation | GetProcesses | GetRollout) -> Told:
         told = Told(deployment=self._deployment)
-        match ask.body:
+        match body:
             case GetScale(after=after):
                 return msgspec.structs.replace(told, scale=await self._connector.scale(after))
             case GetObservation(seconds=seconds):
@@ -194,6 +211,20 @@ class ControlServer:
                 return msgspec.structs.replace(told, observation=self._observations.observe(seconds))
             case GetProcesses():
                 return msgspec.structs.replace(told, processes=self._processes())
+            case GetRollout(after=after):
+                return msgspec.structs.replace(told, rollout=await self._own_applier().watch(after))
+            case _:
+                assert_never(body)
+
+    async def _change(self, body: Apply | Add | Retire | Flip | Kill) -> Told:
+        if isinstance(body, Add | Retire | Flip):
+            _check_name(body.by)
+        told = Told(deployment=self._deployment)
+        match body:
+            case Apply(graph_json=graph_json, dry_run=dry_run):
+                applier = self._own_applier()
+                found = await applier.apply(graph_json, dry_run=dry_run)
+                return msgspec.structs.replace(told, differences=found, rollout=await applier.watch(-1))
             case Add(role=role, count=count, by=by, revision=revision):
                 names = await self._connector.add(role, count, by=by, revision=revision)
                 return msgspec.structs.replace(told, names=names)
@@ -209,8 +240,13 @@ class ControlServer:
                     )
                 self._kill(name)
             case _:
-                assert_never(ask.body)
+                assert_never(body)
         return told
+
+    def _own_applier(self) -> GraphApplier:
+        if self._applier is None:
+            raise RequestError("this deployment takes no other graph", http_status=403)
+        return self._applier
 
 
 def _read(line: bytes) -> Ask:

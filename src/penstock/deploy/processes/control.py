@@ -13,6 +13,7 @@ from penstock.deploy.messages import (
     Assignment,
     Beat,
     ChangeRole,
+    Drain,
     News,
     Observed,
     Planned,
@@ -38,6 +39,8 @@ class Control:
         """Called for each round of the planner."""
         self.on_change_role: Callable[[Role], None] = lambda _role: None
         """Called when the supervisor asks for a change of role."""
+        self.on_drain: Callable[[float], None] = lambda _timeout_s: None
+        """Called with the seconds that requests may take when the process drains."""
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
         self._received = b""
@@ -90,3 +93,5 @@ class Control:
                     self.on_planned(planned)
                 case ChangeRole(role=role):
                     self.on_change_role(role)
+                case Drain(timeout_s=timeout_s):
+                    self.on_drain(timeout_s)

@@ -104,6 +104,7 @@ async def run_worker(
         )
         worker.on_closing = partial(_tell_closing, tell)
         worker.on_role = partial(_note_role, worker, tell)
+        control.on_drain = worker.stop
         control.on_change_role = partial(_change_role, worker, job.role, tell)
         async with asyncio.TaskGroup() as group:
             telling = group.create_task(_tell_ready(worker, engine, role, tell, control))

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,8 @@ from typing import Self
 
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError, RequestError
-from penstock.core.ids import new_worker_id
-from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
-from penstock.deploy.card import check_model, make_card, open_checkpoint, served_name
+from penstock.deploy.card import check_model, served_name
 from penstock.deploy.causes import cause_of
 from penstock.deploy.control.messages import Deployment, ProcessView
 from penstock.deploy.control.probe_server import ProbeServer
@@ -34,7 +32,7 @@ from penstock.deploy.supervisor.common import create_shared
 from penstock.deploy.supervisor.frontends.frontends import Frontends
 from penstock.deploy.supervisor.frontends.port import Port, say_open
 from penstock.deploy.supervisor.group_guard import GroupGuard
-from penstock.deploy.supervisor.local_part import LocalPart, expect_same_blocks, runnable_roles
+from penstock.deploy.supervisor.local_part import LocalPart, runnable_roles
 from penstock.deploy.supervisor.member import Member
 from penstock.deploy.supervisor.output.log_file import LogFile
 from penstock.deploy.supervisor.output.process_output import ProcessOutput
@@ -42,9 +40,11 @@ from penstock.deploy.supervisor.planning import make_planning
 from penstock.deploy.supervisor.resources.devices import Devices, count_devices
 from penstock.deploy.supervisor.resources.host_arena import HostArena
 from penstock.deploy.supervisor.resources.process_cores import ProcessCores, expect_cores, usable_cores
+from penstock.deploy.supervisor.rollout.applier import Applier
 from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
 from penstock.deploy.supervisor.scaling.room import Room
 from penstock.deploy.supervisor.scaling.scale_file import ScaleFile
+from penstock.deploy.supervisor.scaling.template import WorkerTemplate, read_model
 from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
 from penstock.deploy.supervisor.spares import SpareProcesses
 from penstock.engine.registry import engine_kind
@@ -93,7 +93,7 @@ class LocalDeployment:
         Raises:
             ConfigError: the graph has a setting that only simulations support.
         """
-        part = part or LocalPart()
+        self._part = part = part or LocalPart()
         self._roles = part.of(runnable_roles(graph))
         self.frontends = Frontends(graph.frontend.processes if part.has_frontends else 0)
         if graph.frontend.tls is not None:
@@ -122,12 +122,17 @@ class LocalDeployment:
             drain_s=worker_drain_s(graph),
         )
         """The workers; once entered, `add`, `retire` and `flip` change them."""
+        self.applier = Applier(
+            graph, part=part, pool=self.pool, make_templates=self._templates, say=self._say
+        )
+        """Changes them to those of another graph."""
         self.observations = ObservationStream()
         """What frontends and workers see, by windows of a second."""
         self._guard = GroupGuard()
         spares = graph.supervision.spare_processes if self._roles else 0
         self._spares = SpareProcesses(spares, _imports(self._roles), self._guard, self.output)
         self._host_arena: HostArena
+        self._common: Common
         self._context = self._run()
 
     @property
@@ -175,13 +180,7 @@ class LocalDeployment:
             check_model(self.graph)
             self._say("penstock", "starting", f"model {served_name(self.graph)}")
             self._say_warnings(port)
-            checkpoint = await asyncio.to_thread(open_checkpoint, self.graph, self._roles)
-            cards = {
-                name: await asyncio.to_thread(make_card, checkpoint, self.graph, role)
-                for name, role in self._roles.items()
-            }
-            if cards:
-                expect_same_blocks(cards)
+            model = await read_model(self.graph, self._roles)
             self._host_arena = stack.enter_context(HostArena(self._roles))
             shared = await create_shared(
                 self.graph, stack, log_level=self._log_level, admin_token=self.admin_token
@@ -195,13 +194,15 @@ class LocalDeployment:
             directory = self._keep_record(Path(common.runtime_dir), scale_file)
             await stack.enter_async_context(self._guard)
             await stack.enter_async_context(self._spares)
-            self._create_members(common, port, cards, str(checkpoint.path), scale_file)
+            self._common = common
+            self.applier.use(model.templates(self.graph, self._roles, common))
+            self._create_members(common, port, scale_file)
             planning = make_planning(
                 self.graph,
                 self._roles,
                 self.pool,
                 self.observations,
-                model_dir=checkpoint.path,
+                model_dir=model.path,
                 log_path=directory / PLANNER_LOG,
                 say=self._say,
                 tell=self.frontends.tell_planned,
@@ -221,6 +222,7 @@ class LocalDeployment:
                         spans_hosts=self.graph.runtime.spans_hosts,
                     ),
                     processes=self.processes,
+                    applier=self.applier,
                     kill=self.pool.crash if self.graph.frontend.page.kills_workers else None,
                 )
             )
@@ -233,9 +235,11 @@ class LocalDeployment:
                         await self.pool.started()
                         self.frontends.open()
                         self.pool.open()
+                        self.applier.open(group, scale_file)
                         self._spares.refill()
                         rounds = group.create_task(planning.run(), name="planner") if planning else None
                         yield
+                        self.applier.close()
                         if rounds is not None:
                             rounds.cancel()
                     except BaseException:
@@ -308,8 +312,6 @@ class LocalDeployment:
         self,
         common: Common,
         port: Port | None,
-        cards: dict[Role, ModelCard],
-        model_dir: str,
         scale_file: ScaleFile,
     ) -> None:
         """Create frontends, and the pool with the workers of the scale file or the graph.
@@ -318,23 +320,15 @@ class LocalDeployment:
             ConfigError: this machine lacks devices or cores for the graph's workers.
         """
 
-        def worker_job(worker: PoolWorker) -> WorkerJob:
-            return WorkerJob(
-                worker_id=new_worker_id(),
-                role=worker.role,
-                card=cards[worker.home],
-                model_dir=model_dir,
-                index=worker.index,
-                device=worker.devices[0] if worker.devices else 0,
-                core=worker.core,
-                adapters=self._roles[worker.home].adapters_of(worker.index),
-                host_part=self._host_arena.part(worker.home, worker.index),
-                home=worker.home,
-            )
-
         def worker_member(worker: PoolWorker) -> Member:
+            template = self.applier.templates[worker.home]
+            worker.template = template.key
+
+            def job() -> WorkerJob:
+                return template.job(worker, self._host_arena.part(worker.home, worker.index))
+
             cores = partial(self._cores.of_process, worker.name)
-            return self._member(worker.name, partial(worker_job, worker), common, cores, self._spares.start)
+            return self._member(worker.name, job, template.common, cores, self._spares.start)
 
         def frontend_member(name: str, job: Callable[[], Job]) -> Member:
             start = partial(Child.start, guard=self._guard, output=self.output)
@@ -347,6 +341,11 @@ class LocalDeployment:
         except RequestError as error:
             raise ConfigError(f"roles: {error.message}") from error
         self.frontends.fill(frontend_member, port, Path(common.runtime_dir))
+
+    async def _templates(self, graph: Graph, roles: Mapping[Role, RoleSpec]) -> dict[Role, WorkerTemplate]:
+        """Make the templates of another graph's roles; raises ConfigError."""
+        model = await read_model(graph, roles)
+        return model.templates(graph, roles, self._common)
 
     def _note_ready(self, name: str) -> None:
         """Expect the windows of a process, tell a frontend what it missed, and start missing spare processes.

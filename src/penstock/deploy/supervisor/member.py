@@ -13,6 +13,7 @@ from penstock.deploy.messages import (
     Assignment,
     Beat,
     Closing,
+    Drain,
     Failed,
     Health,
     News,
@@ -125,6 +126,10 @@ class Member:
         """Whether its worker, as a decode worker, computes no prompts itself."""
         self.has_failed = False
         """Whether its last process ended unasked and no later one is ready."""
+        self.failed_starts = 0
+        """Consecutive starts that never got ready."""
+        self.has_wrong_config = False
+        """Whether its last process ended as another one would, by a wrong setting."""
         self._assign = assign
         self._settings = settings
         self._start = start
@@ -166,7 +171,8 @@ class Member:
             if self._stopping.is_set():
                 self._say(self.name, "stopped", ending.why if ending.reason == CLOSE_TIMEOUT else "")
                 return
-            self.has_failed = True
+            self.has_failed, self.has_wrong_config = True, ending.is_config
+            self.failed_starts = self.failed_starts + 1 if ending.served_s is None else 0
             self.waits_outside = ending.is_outside
             self.has_wrong_server = ending.is_outside and ending.is_config
             self._note(ending.why)
@@ -188,12 +194,14 @@ class Member:
         if self._child:
             self._child.tell(news)
 
-    def stop(self) -> None:
-        """Drain and end the process; it is not restarted."""
+    def stop(self, drain_s: float | None = None) -> None:
+        """Drain and end the process; it is not restarted. A worker's requests may take `drain_s`; None is what it was started with."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._note(_DRAINS if self.ready.is_set() else "stops")
             if self._child and self.ready.is_set():
+                if drain_s is not None:
+                    self._child.tell(Drain(timeout_s=drain_s))
                 self._child.signal(signal.SIGTERM)
             elif self._child:  # not ready: nothing to drain, and it may be busy loading a model
                 self._child.kill()
@@ -269,7 +277,8 @@ class Member:
                     watchdog.ready()
                     self.ready.set()
                     self.start_s, self.has_failed = self._ready_at - started_at, False
-                    self.waits_outside = self.has_wrong_server = False
+                    self.waits_outside = self.has_wrong_server = self.has_wrong_config = False
+                    self.failed_starts = 0
                     self._note("")
                     self._say(self.name, "ready", f"{detail}  {self._ready_at - started_at:.1f} s")
                     for line in kv_tiers:

@@ -1,1 +1,1 @@
-"""`penstock ps`, `logs` and `down`: the deployments of this user on this host, also where their supervisor does not answer."""
+"""`penstock ps`, `logs`, `apply` and `down`: the deployments of this user on this host, also where their supervisor does not answer."""

@@ -15,6 +15,7 @@ from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import SOCKET_NAME, Deployment, ProcessView
 
 _ENTRY_S = 1.0
+_KEY_SHOWN = 6
 _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 
 
@@ -136,8 +137,9 @@ def table(listed: Sequence[Listed]) -> Iterator[str]:
             left = f"has left process groups ({each.left}); " if each.left else ""
             parts = [f"{left}penstock down removes {each.directory}"]
         yield _row(each.name, each.state, age(each.age_s) if each.pid is not None else "", parts)
+        templates = {process.template for process in each.processes if process.template}
         for process in each.processes:
-            yield f"  {_process(process)}"
+            yield f"  {_process(process, shows_template=len(templates) > len(_roles(each)))}"
         for worker in each.remote:
             yield "  " + _row(
                 worker.name, worker.condition, worker.role, [f"host {worker.host}", worker.address]
@@ -146,8 +148,15 @@ def table(listed: Sequence[Listed]) -> Iterator[str]:
             yield f"  ({each.problem})"
 
 
-def _process(process: ProcessView) -> str:
+def _roles(each: Listed) -> set[str]:
+    return {process.role for process in each.processes if process.role is not None}
+
+
+def _process(process: ProcessView, *, shows_template: bool) -> str:
+    """Format a process; with its template where workers of one role have several, as during `penstock apply`."""
     details = [f"GPU {device}" for device in process.devices]
+    if shows_template and process.template:
+        details.append(f"settings {process.template[:_KEY_SHOWN]}")
     if process.core is not None:
         details.append(f"core {process.core}")
     pid = "" if process.pid is None else f"pid {process.pid}"

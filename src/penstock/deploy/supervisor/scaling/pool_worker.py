@@ -27,6 +27,8 @@ class PoolWorker:
     flips: set["asyncio.Future[None]"] = field(default_factory=set)
     """Callers that wait for the change of role."""
     member: Member | None = None
+    template: str = ""
+    """Key of the template by which its processes are started."""
 
     @property
     def name(self) -> str:
@@ -62,6 +64,7 @@ class PoolWorker:
             age_s=member.age_s(now_s),
             devices=self.devices,
             core=self.core,
+            template=self.template,
         )
 
     def _state(self) -> ReplicaState:

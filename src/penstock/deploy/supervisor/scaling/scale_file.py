@@ -77,6 +77,10 @@ class ScaleFile:
     def path(self) -> Path:
         return self._path
 
+    def declare(self, declared: Mapping[Role, int]) -> None:
+        """Keep workers from now on as those of a graph with these replicas."""
+        self._declared = dict(declared)
+
     def load(self) -> KeptScale | None:
         """Return what was kept; None if nothing was, the graph's replicas have changed since, or the file is damaged."""
         if not self.is_ours:

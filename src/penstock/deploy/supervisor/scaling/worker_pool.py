@@ -14,6 +14,12 @@ from penstock.deploy.messages import ChangeRole, RoleChanged
 from penstock.deploy.supervisor.member import Member
 from penstock.deploy.supervisor.resources.devices import devices_of
 from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
+from penstock.deploy.supervisor.scaling.retirement import (
+    check_adapters,
+    check_prefill,
+    check_serving,
+    conflict,
+)
 from penstock.deploy.supervisor.scaling.room import Room
 from penstock.deploy.supervisor.scaling.scale_file import KeptWorker, ScaleFile, declared_workers
 from penstock.graph import RoleSpec
@@ -48,9 +54,16 @@ class WorkerPool:
         self._revision = 0
         self._changed_by = ""
         self._start_s: dict[Role, float] = {}
+        self._held_by = ""
+        """Who changes the workers step by step; others may not meanwhile."""
         self._waiting: set[asyncio.Future[None]] = set()
         self.on_end: Callable[[str], None] = lambda _name: None
         """Called with the name of a worker that was retired and has ended."""
+
+    @property
+    def workers(self) -> tuple[PoolWorker, ...]:
+        """All workers, those that drain included."""
+        return tuple(self._workers)
 
     @property
     def members(self) -> list[Member]:
@@ -121,6 +134,26 @@ class WorkerPool:
         """Wake everybody who waits for a change."""
         self._note_change()
 
+    # -- rollout
+
+    def hold(self, by: str) -> None:
+        """Refuse changes by others, and keep no change in the file, until `let_go`."""
+        self._held_by = by
+
+    def let_go(self) -> None:
+        """Accept changes by others again, and keep the workers as they are now."""
+        self._held_by = ""
+        self._save()
+
+    def define(self, roles: Mapping[Role, RoleSpec]) -> None:
+        """Start workers by these roles from now on; those that run keep what they were started with."""
+        self._roles = dict(roles)
+        self._note_change()
+
+    def room_of(self, role: Role) -> tuple[int | None, str]:
+        """Give how many workers may be added to a role, None without a known limit, and what stops more."""
+        return self._room.of(role, self._roles[role], self._workers)
+
     # -- ScalingConnector
 
     async def scale(self, after: int | None = None) -> Scale:
@@ -140,7 +173,7 @@ class WorkerPool:
     async def add(
         self, role: Role, count: int = 1, *, by: str, revision: int | None = None
     ) -> tuple[str, ...]:
-        self._check(revision)
+        self._check(revision, by)
         spec = self._roles.get(role)
         if spec is None:
             raise RequestError(
@@ -152,7 +185,7 @@ class WorkerPool:
             raise RequestError(f"count: must be >= 1, got {count}")
         room, why = self._room.of(role, spec, self._workers)
         if room is not None and count > room:
-            raise _conflict(f"{role}: {_counted(count)} more cannot be added, {room} can: {why}")
+            raise conflict(f"{role}: {_counted(count)} more cannot be added, {room} can: {why}")
         numbers = iter(range(len(self._workers) + count))
         used = {worker.index for worker in self._workers if worker.home is role}
         free = [index for index in numbers if index not in used][:count]
@@ -162,35 +195,38 @@ class WorkerPool:
         self._accept(by, "workers_added", names=[worker.name for worker in added])
         return tuple(worker.name for worker in added)
 
-    async def retire(self, names: Sequence[str], *, by: str, revision: int | None = None) -> None:
-        self._check(revision)
+    async def retire(
+        self, names: Sequence[str], *, by: str, revision: int | None = None, drain_s: float | None = None
+    ) -> None:
+        """Retire workers, as `ScalingConnector` says; their requests may take `drain_s`, None is what the graph says."""
+        self._check(revision, by)
         leaving = [self._find(name) for name in dict.fromkeys(names)]
         for worker in leaving:
             if worker.is_draining:
-                raise _conflict(f"{worker.name} drains already; it ends by itself")
-        self._check_serving(leaving, "retire")
-        self._check_prefill(leaving)
-        self._check_adapters(leaving)
+                raise conflict(f"{worker.name} drains already; it ends by itself")
+        check_serving(self._workers, leaving, "retire")
+        check_prefill(self._workers, leaving)
+        check_adapters(self._roles, self._workers, leaving)
         loop = asyncio.get_running_loop()
         for worker in leaving:
-            worker.running.stop()
-            loop.call_later(self.drain_s, worker.running.kill)
+            worker.running.stop(drain_s)
+            loop.call_later(self.drain_s + (drain_s or 0.0), worker.running.kill)
         if leaving:
             self._accept(by, "workers_retired", names=[worker.name for worker in leaving])
 
     async def flip(self, name: str, role: Role, *, by: str, revision: int | None = None) -> None:
-        self._check(revision)
+        self._check(revision, by)
         worker = self._find(name)
         if worker.target is not None:
-            raise _conflict(f"{name} is becoming {worker.target} already; wait until it has")
+            raise conflict(f"{name} is becoming {worker.target} already; wait until it has")
         if worker.is_draining or not worker.running.ready.is_set():
-            raise _conflict(f"{name} is not ready: {worker.running.phase}; choose another worker")
+            raise conflict(f"{name} is not ready: {worker.running.phase}; choose another worker")
         if worker.role is role:
-            raise _conflict(f"{name} is {role} already; choose another role")
+            raise conflict(f"{name} is {role} already; choose another role")
         if role is Role.PREFILL:
-            self._check_serving([worker], "flip")
+            check_serving(self._workers, [worker], "flip")
         else:
-            self._check_prefill([worker])
+            check_prefill(self._workers, [worker])
         worker.target = role
         flipped = asyncio.get_running_loop().create_future()
         worker.flips.add(flipped)
@@ -318,7 +354,7 @@ class WorkerPool:
         self._note_change()
 
     def _save(self) -> None:
-        if self._file is not None:
+        if self._file is not None and not self._held_by:
             kept = tuple(
                 KeptWorker(home=worker.home, index=worker.index, role=worker.role)
                 for worker in self._workers
@@ -354,11 +390,13 @@ class WorkerPool:
             assert len(worker.devices) == devices_of(self._roles[worker.home]), worker.name
             assert worker.target is not None or not worker.flips, f"{worker.name}: callers wait for no flip"
 
-    def _check(self, revision: int | None) -> None:
+    def _check(self, revision: int | None, by: str) -> None:
         if not self._is_open:
             raise Unavailable("the deployment is about to start or to stop; try again once it is ready")
+        if self._held_by and by != self._held_by:
+            raise conflict(f"{self._held_by} is under way; wait until it has ended")
         if revision is not None and revision != self._revision:
-            raise _conflict(
+            raise conflict(
                 f"revision: {self._changed_by or 'somebody'} has scaled meanwhile (revision {self._revision}, expected"
                 f" {revision}); look again and repeat"
             )
@@ -369,57 +407,6 @@ class WorkerPool:
         known = ", ".join(worker.name for worker in self._workers)
         raise RequestError(f"there is no worker {name!r} here; known: {known}", http_status=404)
 
-    def _check_serving(self, leaving: Sequence[PoolWorker], verb: str) -> None:
-        """Check that requests are still answered without the workers in `leaving`."""
-        left = [worker for worker in self._workers if worker.answers and worker not in leaving]
-        last = next((worker for worker in leaving if worker.is_serving), None)
-        if not any(worker.answers for worker in leaving) or any(worker.is_serving for worker in left):
-            return
-        if left and last is None:
-            return
-        name = last.name if last is not None else leaving[0].name
-        starting = ", ".join(worker.name for worker in left)
-        wait = f"wait until one of {starting} is ready" if left else f"add another before you {verb} it"
-        raise _conflict(f"{name} is the last worker that answers requests; {wait}")
-
-    def _check_prefill(self, leaving: Sequence[PoolWorker]) -> None:
-        """Check that decode workers that compute no prompts themselves keep a prefill worker."""
-        prefill = [
-            worker
-            for worker in self._workers
-            if worker.role is Role.PREFILL and worker.target is None and not worker.is_draining
-        ]
-        ready = [worker for worker in prefill if worker.running.ready.is_set()]
-        needed = any(
-            worker.role is Role.DECODE
-            and worker.answers
-            and worker.running.needs_prefill
-            and worker not in leaving
-            for worker in self._workers
-        )
-        if (
-            needed
-            and any(worker in leaving for worker in ready)
-            and all(worker in leaving for worker in ready)
-        ):
-            raise _conflict(
-                f"{ready[0].name} is the last prefill worker that is ready, and decode workers of its engine compute no prompts;"
-                " add another and wait until it is ready"
-            )
-
-    def _check_adapters(self, leaving: Sequence[PoolWorker]) -> None:
-        """Check that every adapter still has a worker."""
-        for role, spec in self._roles.items():
-            own = [worker for worker in self._workers if worker.home is role and not worker.is_draining]
-            left = {
-                name for worker in own if worker not in leaving for name in spec.adapters_of(worker.index)
-            }
-            lost = {name for worker in own for name in spec.adapters_of(worker.index)} - left
-            if lost:
-                raise _conflict(
-                    f"no other worker has adapter {min(lost)!r} (roles.{role}.adapters_per_worker); retire another worker"
-                )
-
     def _limit(self, role: Role) -> RoleLimit:
         room, why = self._room.of(role, self._roles[role], self._workers)
         return RoleLimit(role=role, room=room, why=why, start_s=self._start_s.get(role))
@@ -428,10 +415,6 @@ class WorkerPool:
         counts = {role: sum(worker.role is role for worker in self._workers) for role in Role}
         listed = ", ".join(f"{count} {role}" for role, count in counts.items() if count)
         return f"{listed}, as scaled before by {self._changed_by}; penstock scale ROLE N changes it"
-
-
-def _conflict(message: str) -> RequestError:
-    return RequestError(message, http_status=409)
 
 
 def _counted(count: int) -> str:
