@@ -17,6 +17,9 @@ def lost_paths(graph: Graph, options: RenderOptions) -> Iterator[str]:
     for field, path, writes in (*_read_paths(graph), *_written_paths(graph)):
         if (problem := _problem(path, options, writes=writes)) is not None:
             yield f"{field}: {path}: {problem}"
+    for field, url in _addresses(graph):
+        if _is_loopback(url):
+            yield f"{field}: {url}: each pod has a loopback address of its own; name the Service or address of what answers"
     if graph.frontend.access_log not in {None, "-"}:
         yield f"frontend.access_log: {graph.frontend.access_log}: a pod's lines go to stderr, where kubectl logs finds them; set it to -"
     for name, role in graph.roles.present().items():
@@ -52,6 +55,18 @@ def is_on_disk_of_pod(role: RoleSpec, options: RenderOptions) -> bool:
 def is_local_model(model: str) -> bool:
     """Whether a model is a directory, here or in the pods."""
     return model != DEMO_MODEL and (model.startswith(("/", "~", ".")) or Path(model).is_dir())
+
+
+def _addresses(graph: Graph) -> Iterator[tuple[str, str]]:
+    """Give what pods connect to, beside servers in an engine's arguments."""
+    for field in ("urls", "event_urls"):
+        for index, url in enumerate(getattr(graph.runtime, field)):
+            yield f"runtime.{field}.{index}", url
+    if graph.tracing is not None:
+        yield "tracing.endpoint", graph.tracing.endpoint
+    for name, role in graph.roles.present().items():
+        if (endpoint := role.kv.object.options.get("endpoint")) is not None:
+            yield f"roles.{name}.kv.object.options.endpoint", endpoint
 
 
 def _read_paths(graph: Graph) -> Iterator[tuple[str, str, bool]]:

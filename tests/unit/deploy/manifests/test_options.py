@@ -6,10 +6,13 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock import cli
 from penstock.core.errors import ConfigError
 from penstock.deploy.manifests.options import Cache, Mount
+from penstock.deploy.manifests.yaml_text import dump, dump_all
 from penstock.graph import build
 from tests.support.rendered import by_kind, objects_of, pods
 
@@ -146,6 +149,9 @@ def test_servers_elsewhere_have_one_pod_of_all_their_workers() -> None:
         ({"frontend": {"batches": {"directory": "/b"}}}, "frontend.batches.directory: /b: no pod has it; mount its directory by"),
         ({"worker": {"own_cores": True}}, "worker.own_cores: true: a pod has the cores"),
         ({"worker": {"kv_transfer": {"transfer": {"secret": "hunter2hunter2"}}}}, "worker.kv_transfer.transfer.secret: (not shown)"),
+        ({"tracing": {}}, "tracing.endpoint: http://127.0.0.1:4318: each pod has a loopback address of its own"),
+        ({"runtime": {"discovery": "etcd", "urls": ["http://localhost:2379"]}}, "runtime.urls.0: http://localhost:2379: each pod has a loopback"),
+        ({"roles": {"aggregated": {"engine": "mock", "locations": [{"zone": "eu west"}]}}}, "roles.aggregated.locations.0.zone: 'eu west': nodes are chosen by it"),
         ({"model": "./llama"}, "model: ./llama: is relative to a directory of this machine"),
         ({"model": "llama-3.1-8b"}, "model: 'llama-3.1-8b' is a shape for penstock simulate"),
         ({"roles": {"aggregated": {"replicas": 0}}}, "roles: have no worker at all"),
@@ -228,10 +234,49 @@ def test_a_registry_of_the_graph_is_used_and_without_one_workers_are_leases() ->
     (binding,) = by_kind(leases, "RoleBinding").values()
     assert binding["subjects"][0]["name"] in by_kind(leases, "ServiceAccount")
     assert all(each["spec"]["automountServiceAccountToken"] for each in pods(leases).values())
-    etcd = objects_of(graph(runtime={"discovery": "etcd", "urls": ["http://etcd:2379"]}))
+    runtime = {
+        "discovery": "etcd", "urls": ["http://etcd:2379"], "events": "nats", "event_urls": ["nats://nats:4222"],
+    }  # fmt: skip
+    etcd = objects_of(graph(runtime=runtime))
     assert not by_kind(etcd, "Role")
     assert not any(each["spec"]["automountServiceAccountToken"] for each in pods(etcd).values())
     for policy in by_kind(etcd, "NetworkPolicy").values():
         ports = [port["port"] for rule in policy["spec"]["egress"] for port in rule.get("ports", ())]
-        assert 2379 in ports
+        assert {2379, 4222} <= set(ports)
         assert 6443 not in ports
+
+
+def test_a_place_of_the_graph_chooses_nodes() -> None:
+    role = {"engine": "mock", "locations": [{"region": "eu", "zone": "eu-1", "host": "node-1"}]}
+    template = pods(objects_of(graph(roles={"aggregated": role})))["chat-aggregated"]
+    assert template["spec"]["nodeSelector"] == {
+        "topology.kubernetes.io/region": "eu",
+        "topology.kubernetes.io/zone": "eu-1",
+        "kubernetes.io/hostname": "node-1",
+    }
+
+
+@given(
+    text=st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=60),
+    replicas=st.integers(0, 2**40),
+)
+def test_whatever_a_graph_says_is_written_as_it_is_or_refused(text: str, replicas: int) -> None:
+    roles = {"aggregated": {"engine": "mock", "replicas": replicas, "adapters": [text]}}
+    try:
+        objects = objects_of(
+            build(BASE | {"served_name": text, "name": text[:10], "model": "demo", "roles": roles})
+        )
+    except ConfigError:
+        return
+    assert list(yaml.safe_load_all(dump_all(objects))) == objects
+    (config,) = by_kind(objects, "ConfigMap").values()
+    assert yaml.safe_load(config["data"]["graph.yaml"])["served_name"] == text
+
+
+@given(text=st.text(max_size=80))
+def test_any_text_is_written_so_that_it_is_read_back(text: str) -> None:
+    try:
+        made = dump({"key": text, "block": f"a: {text}\n"})
+    except UnicodeEncodeError:
+        return
+    assert yaml.safe_load(made) == {"key": text, "block": f"a: {text}\n"}

@@ -17,6 +17,7 @@ FRONTEND = "frontend"
 WORKER_LABEL = "penstock.dev/worker"
 """On the pods of every role."""
 HARDWARE_LABEL = "penstock.dev/hardware"
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
@@ -95,6 +96,23 @@ def check_names(graph: Graph) -> None:
             f"name: {graph.name}: objects of Kubernetes are named after it, so it must be up to 40 small letters, digits and '-',"
             " the first a letter; set another by --set name=chat"
         )
+
+
+def check_places(graph: Graph) -> None:
+    """Check that nodes may have labels with the graph's places.
+
+    Raises:
+        ConfigError: one may not.
+    """
+    for name, role in graph.roles.present().items():
+        place = role.location_of(0)
+        for level in ("host", "zone", "region"):
+            value = getattr(place, level)
+            if value and not _LABEL_VALUE.fullmatch(value):
+                raise ConfigError(
+                    f"roles.{name}.locations.0.{level}: {value!r}: nodes are chosen by it, and no label of a node may have this value;"
+                    " name one of up to 63 letters, digits, '-', '_' and '.', or leave it out"
+                )
 
 
 def check_replicas(graph: Graph) -> None:

@@ -102,9 +102,9 @@ def _outside(ports: set[int]) -> Iterator[dict[str, Any]]:
 
 
 def _common_ports(deployed: Deployed) -> set[int]:
-    """Give the ports of registries and collectors of traces."""
+    """Give the ports of registries, brokers of events and collectors of traces."""
     graph = deployed.pods.graph
-    ports = {port_of(url) for url in graph.runtime.urls}
+    ports = {port_of(url) for url in (*graph.runtime.urls, *graph.runtime.event_urls)}
     if deployed.asks_api:
         ports |= {_HTTPS, _API_SERVER}
     if graph.tracing is not None:

@@ -3,7 +3,13 @@
 from typing import Any
 
 from penstock.deploy.manifests.kubernetes.access import access
-from penstock.deploy.manifests.kubernetes.deployed import FRONTEND, Deployed, check_names, check_replicas
+from penstock.deploy.manifests.kubernetes.deployed import (
+    FRONTEND,
+    Deployed,
+    check_names,
+    check_places,
+    check_replicas,
+)
 from penstock.deploy.manifests.kubernetes.network import network_policies, services
 from penstock.deploy.manifests.kubernetes.volumes import cache_claim
 from penstock.deploy.manifests.kubernetes.workloads import budgets, check_one_node, workloads
@@ -22,6 +28,7 @@ def kubernetes_objects(graph: Graph, options: RenderOptions) -> list[dict[str, A
     """
     check_names(graph)
     check_replicas(graph)
+    check_places(graph)
     runtime = {"discovery": "kubernetes"} if graph.runtime.discovery == "local" else {}
     deployed = Deployed(graph=graph, pods=make_pod_graph(graph, options, runtime), options=options)
     check_one_node(deployed)
