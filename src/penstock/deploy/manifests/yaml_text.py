@@ -20,8 +20,8 @@ _Dumper.add_representer(str, _text)
 
 
 def dump(document: Any) -> str:
-    """Write one document, its keys in their order."""
-    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)
+    """Write one document, its keys in their order, in ASCII: other characters are escaped, as readers disagree on some."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=10_000)
 
 
 def dump_all(objects: Iterable[Mapping[str, Any]]) -> str:
