@@ -13,11 +13,11 @@ from structlog.testing import capture_logs
 from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.types.instances import InstanceState
 from penstock.runtime.config import DiscoveryConfig
-from penstock.runtime.discovery.kubernetes.lease import Pod
 from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.handshake import Identity
 from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.kubernetes.client import LEASES, KubernetesClient, Resource
+from penstock.runtime.kubernetes.pod import Pod
 from penstock.testing.loop import run_async
 from penstock.testing.planes.discovery import DiscoverySuite, Watcher
 from penstock.testing.planes.scripted_worker import scripted_instance
@@ -201,6 +201,7 @@ def test_the_garbage_collector_takes_a_pods_registration():
     async def scenario(harness):
         (token,) = harness.server.tokens
         access = KubernetesAccess(harness.server.url, namespace="default", token=token)
+        harness.server.rules.clear()
         async with KubernetesClient(access, timeout_s=10) as client:
             body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "decode-0"}, "spec": {}}
             pod = await client.create(PODS, body)

@@ -11,7 +11,7 @@ from penstock import __version__
 from penstock.cli import completion, doctor, graph, key, plan, profile, render, router, serve, simulate, up
 from penstock.cli.arguments.grouped import GroupedParser
 from penstock.cli.arguments.parser import Parser
-from penstock.cli.running import chat, explain, hosted, kv, planner, top, worker_changes
+from penstock.cli.running import chat, explain, hosted, kv, operator, planner, top, worker_changes
 from penstock.core.errors import ConfigError, PenstockError
 
 EXIT_FAILED = 1
@@ -21,7 +21,7 @@ EXIT_INTERRUPTED = 130
 _GROUPS = {
     "Serve": (serve.add, up.add, router.add, key.add, graph.add, render.add),
     "Watch": (hosted.add_watching, top.add, chat.add, explain.add),
-    "Operate": (worker_changes.add, planner.add, kv.add, hosted.add_changing),
+    "Operate": (worker_changes.add, planner.add, kv.add, hosted.add_changing, operator.add),
     "Plan": (plan.add, simulate.add),
 }
 """Commands by what they are for, in the order of `penstock --help`."""

@@ -2,8 +2,8 @@
 
 Kept: list in pages, watch with resourceVersion, bookmarks and 410, optimistic locking (409), server-side apply with field managers,
 merge patch, the subresources `status` and `scale`, label and field selectors, finalizers, garbage collection by ownerReferences,
-schemas of CustomResourceDefinitions, dry runs, tokens and TLS. Not kept: strategic merge patch and admission of built-in kinds;
-roles are a list of what is forbidden.
+schemas of CustomResourceDefinitions, dry runs, tokens with the rules of their roles, and TLS. Not kept: strategic merge patch, and
+schemas and admission of built-in kinds.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from tests.support.kubernetes import fields
 from tests.support.kubernetes.faults import Faults
 from tests.support.kubernetes.fields import Manager
 from tests.support.kubernetes.problems import Refused
+from tests.support.kubernetes.requests import failed, manager_of, merge, object_of, verb_of
 from tests.support.kubernetes.resources import Kind, Object
 from tests.support.kubernetes.scale import edited_scale, scale_of
 from tests.support.kubernetes.selectors import Selector
@@ -45,11 +46,14 @@ class ApiServer:
         self.faults = faults or Faults()
         self.forbidden: set[tuple[str, str]] = set()
         """Verbs and plurals that are answered 403, such as `("list", "leases")`."""
+        self.rules: dict[str, list[Object]] = {}
+        """Rules of roles, by token; a token without an entry may do everything."""
         self.bookmark_s = 60.0
         self.port = 0
         self.requests: list[tuple[str, str]] = []
         """Verb and path of each request."""
         self._tls = tls
+        self._listeners: tuple[Any, ...] = ()
         self._runner: web.AppRunner | None = None
         self._pages: dict[str, tuple[int, list[Object]]] = {}
         self._handlers: set[asyncio.Task[Any]] = set()
@@ -70,6 +74,8 @@ class ApiServer:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self._tls, reuse_address=True)
         await site.start()
+        assert isinstance(site._server, asyncio.Server)
+        self._listeners = site._server.sockets
         if not self.port:
             self.port = self._runner.addresses[0][1]
 
@@ -77,6 +83,10 @@ class ApiServer:
         """Be dead: all connections end, none is accepted. Safe twice."""
         runner, self._runner = self._runner, None
         if runner is not None:
+            for listener in self._listeners:  # asyncio loses what it accepts while it closes
+                asyncio.get_running_loop().remove_reader(listener.fileno())
+            for _ in range(4):
+                await asyncio.sleep(0)
             for connection in runner.server.connections if runner.server else ():
                 if connection.transport is not None:
                     connection.transport.abort()
@@ -128,10 +138,10 @@ class ApiServer:
                 return web.json_response(refused.status(), status=429, headers=headers)
             fails = self.faults.hits(self.faults.error)
             if fails and self.faults.rng.random() < 0.5:
-                return _failed()
+                return failed()
             response = await self._route(request)
             if fails and not response.prepared:
-                return _failed()  # what was asked is done
+                return failed()  # what was asked is done
             if not response.prepared and self.faults.hits(self.faults.drop) and request.transport is not None:
                 request.transport.abort()
         except Refused as refused:
@@ -168,15 +178,9 @@ class ApiServer:
             and not (subresource == "scale" and kind.scale)
         ):
             raise Refused(404, "NotFound", "the server could not find the requested resource")
-        verb = _verb(request, name)
+        verb = verb_of(request, name)
         self.requests.append((verb, request.path))
-        if (verb, kind.plural) in self.forbidden:
-            raise Refused(
-                403,
-                "Forbidden",
-                f'{kind.plural}{"." + kind.group if kind.group else ""} is forbidden: User "system:serviceaccount:suite:penstock"'
-                f' cannot {verb} resource "{kind.plural}" in API group "{kind.group}" in the namespace "{namespace}"',
-            )
+        self._authorize(request, verb, kind, subresource, namespace)
         if verb == "watch":
             return await self._watch(request, kind, namespace or None)
         if verb == "list":
@@ -187,10 +191,27 @@ class ApiServer:
             )
         return await self._one(request, verb, kind, (namespace, name), subresource)
 
+    def _authorize(
+        self, request: web.Request, verb: str, kind: Kind, subresource: str, namespace: str = ""
+    ) -> None:
+        rules = self.rules.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        name = f"{kind.plural}/{subresource}" if subresource else kind.plural
+        is_allowed = rules is None or any(
+            kind.group in rule["apiGroups"] and name in rule["resources"] and verb in rule["verbs"]
+            for rule in rules
+        )
+        if not is_allowed or (verb, kind.plural) in self.forbidden:
+            raise Refused(
+                403,
+                "Forbidden",
+                f'{name}{"." + kind.group if kind.group else ""} is forbidden: User "system:serviceaccount:suite:penstock"'
+                f' cannot {verb} resource "{name}" in API group "{kind.group}" in the namespace "{namespace}"',
+            )
+
     async def _one(  # noqa: PLR0911 - one for each verb
         self, request: web.Request, verb: str, kind: Kind, name: Name, subresource: str
     ) -> web.StreamResponse:
-        manager = _manager(request, subresource)
+        manager = manager_of(request, subresource)
         dry_run = request.query.get("dryRun") == "All"
         if verb == "get":
             stored = self.store.get(kind, name)
@@ -201,7 +222,7 @@ class ApiServer:
             options = json.loads(await request.read() or b"{}")
             options |= {key: value for key, value in request.query.items() if key == "propagationPolicy"}
             return web.json_response(self.store.delete(kind, name, options).shown())
-        body = _object(await request.read())
+        body = object_of(await request.read())
         if verb == "create":
             stored = self.store.create(kind, name[0], body, manager, dry_run=dry_run)
             return web.json_response(stored.shown(), status=201)
@@ -251,6 +272,7 @@ class ApiServer:
         except Refused:
             if subresource:
                 raise
+            self._authorize(request, "create", kind, "")
             stored = self.store.create(kind, name[0], body, manager, dry_run=dry_run)
             return web.json_response(stored.shown(), status=201)
         owners = copy.deepcopy(stored.owners)
@@ -385,54 +407,3 @@ class ApiServer:
             "groupVersion": api_version,
             "resources": resources,
         }
-
-
-def _failed() -> web.Response:
-    return web.json_response(
-        Refused(500, "InternalError", "etcdserver: request timed out").status(), status=500
-    )
-
-
-def merge(live: Any, patch: Any) -> Any:
-    """Apply a JSON merge patch (RFC 7386)."""
-    if not isinstance(patch, dict):
-        return patch
-    result = dict(live) if isinstance(live, dict) else {}
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        else:
-            result[key] = merge(result.get(key), value)
-    return result
-
-
-def _verb(request: web.Request, name: str) -> str:
-    match request.method:
-        case "GET" if name:
-            return "get"
-        case "GET":
-            return "watch" if request.query.get("watch") in {"true", "1"} else "list"
-        case "POST" if not name:
-            return "create"
-        case "PUT" if name:
-            return "update"
-        case "PATCH" if name:
-            return "patch"
-        case "DELETE" if name:
-            return "delete"
-    raise Refused(405, "MethodNotAllowed", "the server does not allow this method on the requested resource")
-
-
-def _manager(request: web.Request, subresource: str) -> Manager:
-    agent = request.headers.get("User-Agent", "unknown").partition("/")[0]
-    return Manager(request.query.get("fieldManager", agent), "Update", subresource)
-
-
-def _object(data: bytes) -> Object:
-    try:
-        body = json.loads(data)
-    except ValueError as error:
-        raise Refused(400, "BadRequest", f"the object provided is unrecognized: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused(400, "BadRequest", "the object provided is no object")
-    return body

@@ -9,12 +9,13 @@ from typing import Self
 
 from penstock.core.ids import WorkerId
 from penstock.core.types.instances import Instance
+from penstock.deploy.manifests.kubernetes.access import DISCOVERY_RULES
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.kubernetes.discovery import KubernetesDiscovery
-from penstock.runtime.discovery.kubernetes.lease import Pod
 from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.handshake import Identity
 from penstock.runtime.kubernetes.access import KubernetesAccess
+from penstock.runtime.kubernetes.pod import Pod
 from penstock.testing.planes.peer import Peer, member_peer
 from tests.support.kubernetes.api_server import ApiServer
 
@@ -102,5 +103,6 @@ class ApiServerHarness(ClusterHarness):
         return partial(KubernetesAccess, self.server.url, namespace="default", token=token)
 
     async def __aenter__(self) -> Self:
+        self.server.rules["suite-token"] = DISCOVERY_RULES
         await self._stack.enter_async_context(self.server)
         return self

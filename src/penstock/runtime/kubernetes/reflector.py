@@ -74,24 +74,27 @@ class Reflector:
         self._rng = rng
         self._revision: str | None = None
         self._is_connected = False
+        self._watching: asyncio.Timeout | None = None
+        self._silence: Unavailable | None = None
 
     async def run(self) -> None:
         """Follow until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._probe())
+            await self._keep_following()
+
+    async def _keep_following(self) -> None:
         tries = 0
         while True:
             self._is_connected = False
             error: Unavailable | None = None
             try:
-                async with asyncio.TaskGroup() as group:
-                    probing = group.create_task(self._probe())
-                    try:
-                        await self._follow()
-                    finally:
-                        probing.cancel()
-            except* Unavailable as errors:
-                found = errors.exceptions[0]
-                assert isinstance(found, Unavailable)
-                error = found
+                async with asyncio.timeout(None) as self._watching:
+                    await self._follow()
+            except TimeoutError:
+                error = self._silence
+            except Unavailable as caught:
+                error = caught
             if self._is_connected:
                 tries = 0
             if error is None:
@@ -101,6 +104,7 @@ class Reflector:
                 if tries == 0:  # at once, the first time
                     tries = 1
                     continue
+            self._is_connected = False
             self._follower.lost(error)
             tries += 1
             await asyncio.sleep(self._delay_s(tries, error.retry_after_s))
@@ -126,14 +130,17 @@ class Reflector:
                 self._revision = event.object["metadata"]["resourceVersion"]
 
     async def _probe(self) -> None:
-        """Ask the server now and then; raises Unavailable where it does not answer."""
+        """Ask the server now and then, and end a watch whose server does not answer."""
         while True:
             await asyncio.sleep(self._pace.probe_s)
             try:
                 await self._client.list(self._resource, self._labels, limit=1)
-            except KubernetesError as error:
-                if error.status not in {429, 500, 503, 504}:
-                    raise
+            except KubernetesError:
+                continue  # it answers; a watch says by itself what is wrong
+            except Unavailable as error:
+                if self._is_connected and self._watching is not None:
+                    self._silence = error
+                    self._watching.reschedule(asyncio.get_running_loop().time())
 
     def _delay_s(self, tries: int, wanted_s: float | None) -> float:
         longest_s: float = min(self._pace.retry_s * 2 ** min(tries, 16), self._pace.retry_s_max)

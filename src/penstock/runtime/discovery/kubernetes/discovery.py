@@ -17,7 +17,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Instance, InstanceChange
 from penstock.runtime.config import DiscoveryConfig
-from penstock.runtime.discovery.kubernetes.lease import DEPLOYMENT_LABEL, Pod, Seen, lease_name, lease_of, now
+from penstock.runtime.discovery.kubernetes.lease import DEPLOYMENT_LABEL, Seen, lease_name, lease_of, now
 from penstock.runtime.discovery.kubernetes.watcher import LeaseWatcher
 from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.discovery.record import RecordError, Records
@@ -26,6 +26,7 @@ from penstock.runtime.discovery.view import RegistryView
 from penstock.runtime.handshake import Identity
 from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.kubernetes.client import LEASES, KubernetesClient, KubernetesError, Object
+from penstock.runtime.kubernetes.pod import Pod
 from penstock.runtime.kubernetes.reflector import Pace, Reflector
 
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")

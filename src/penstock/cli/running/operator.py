@@ -1,0 +1,49 @@
+"""`penstock operator`."""
+
+import argparse
+from typing import Any
+
+from penstock.cli.arguments.flags import add_log_level
+
+
+def add(commands: Any) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "operator",
+        help="run the operator of a Kubernetes namespace",
+        description="Make the PenstockGraphs of a namespace of Kubernetes running deployments, and keep their status. The namespace is"
+        " that of the pod's service account, or of the kubeconfig that KUBECONFIG names. Of several operators one acts.",
+        epilog="Exit code: 2 if there is no cluster, or it cannot be used.",
+    )
+    parser.add_argument(
+        "--crds", action="store_true", help="print the CustomResourceDefinitions as YAML, and end"
+    )
+    parser.add_argument(
+        "--lease-s",
+        type=float,
+        default=15.0,
+        metavar="S",
+        help="an operator that is silent for so long is replaced (default 15)",
+    )
+    add_log_level(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    import asyncio  # noqa: PLC0415
+
+    from penstock.core.errors import ConfigError  # noqa: PLC0415
+    from penstock.core.log import configure  # noqa: PLC0415
+    from penstock.deploy.manifests.yaml_text import dump_all  # noqa: PLC0415
+    from penstock.deploy.operator.definitions import definitions  # noqa: PLC0415
+    from penstock.deploy.operator.operator import run_operator  # noqa: PLC0415
+    from penstock.runtime.kubernetes.access import KubernetesAccess  # noqa: PLC0415
+
+    if options.crds:
+        print(dump_all(definitions()), end="")  # noqa: T201
+        return 0
+    if not 1 <= options.lease_s <= 3600:
+        raise ConfigError(f"--lease-s: must be from 1 to 3600, got {options.lease_s:g}")
+    configure(options.log_level, process="operator")
+    asyncio.run(run_operator(KubernetesAccess.find(), lease_s=options.lease_s))
+    return 0

@@ -1,0 +1,147 @@
+"""Copies of the objects that the operator looks at, kept by watches; each change wakes the graphs that it is about."""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from penstock.core.errors import Unavailable
+from penstock.core.log import get_logger
+from penstock.deploy.operator.definitions import GRAPHS, ROLES
+from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Object, Resource
+from penstock.runtime.kubernetes.reflector import Pace, Reflector
+
+DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
+STATEFUL_SETS = Resource("apps", "v1", "statefulsets", "StatefulSet")
+PODS = Resource("", "v1", "pods", "Pod")
+AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
+OURS = "app.kubernetes.io/name=penstock"
+INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
+_log = get_logger()
+
+
+class ClusterCache:
+    """What is in the operator's namespace. One event loop owns it."""
+
+    def __init__(
+        self, client: KubernetesClient, wake: Callable[[str], None], *, pace: Pace, rng: random.Random
+    ) -> None:
+        """Know nothing yet; `wake` is called with the name of each graph that a change is about."""
+        self._client = client
+        self._wake = wake
+        self._pace = pace
+        self._rng = rng
+        self.graphs = Copy(GRAPHS, self._about)
+        self.roles = Copy(ROLES, self._about)
+        self.deployments = Copy(DEPLOYMENTS, self._about)
+        self.stateful_sets = Copy(STATEFUL_SETS, self._about)
+        self.pods = Copy(PODS, self._about)
+        self.autoscalers = Copy(AUTOSCALERS, self._about)
+
+    async def run(self) -> None:
+        """Keep the copies until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for copy in self._copies:
+                is_own_kind = copy in {self.graphs, self.roles, self.autoscalers}
+                labels = "" if is_own_kind else OURS
+                reflector = Reflector(
+                    self._client, copy.resource, labels, copy, pace=self._pace, rng=self._rng
+                )
+                group.create_task(reflector.run())
+
+    async def synced(self) -> None:
+        """Wait until everything has been listed once."""
+        for copy in self._copies:
+            await copy.is_listed.wait()
+
+    def workload(self, graph: str, part: str) -> Object | None:
+        """Give the Deployment or StatefulSet of a part."""
+        for copy in (self.deployments, self.stateful_sets):
+            for body in copy.objects.values():
+                if _labels(body).get(INSTANCE) == graph and _labels(body).get(COMPONENT) == part:
+                    return body
+        return None
+
+    def pods_of(self, graph: str, part: str) -> list[Object]:
+        return [
+            body
+            for body in self.pods.objects.values()
+            if _labels(body).get(INSTANCE) == graph and _labels(body).get(COMPONENT) == part
+        ]
+
+    def roles_of(self, graph: str) -> dict[str, Object]:
+        """Give a graph's PenstockRoles by role."""
+        return {
+            body["spec"]["role"]: body
+            for body in self.roles.objects.values()
+            if body["spec"].get("graph") == graph
+        }
+
+    def autoscaler_of(self, kind: str, name: str) -> str:
+        """Give the autoscaler that owns the number of an object, also KEDA's; empty for none."""
+        for body in self.autoscalers.objects.values():
+            target = (body.get("spec") or {}).get("scaleTargetRef") or {}
+            if target.get("kind") == kind and target.get("name") == name:
+                return str(body["metadata"]["name"])
+        return ""
+
+    @property
+    def _copies(self) -> tuple["Copy", ...]:
+        return (
+            self.graphs, self.roles, self.deployments, self.stateful_sets, self.pods, self.autoscalers,
+        )  # fmt: skip
+
+    def _about(self, body: Object) -> None:
+        """Wake the graphs that an object is about."""
+        spec = body.get("spec") or {}
+        if body.get("kind") == GRAPHS.kind:
+            self._wake(body["metadata"]["name"])
+        elif body.get("kind") == ROLES.kind:
+            self._wake(str(spec.get("graph")))
+        elif "scaleTargetRef" in spec:
+            for graph in self.graphs.objects:
+                self._wake(graph)
+        elif graph_name := _labels(body).get(INSTANCE):
+            self._wake(graph_name)
+
+
+class Copy:
+    """A follower that keeps the objects of one kind by name."""
+
+    def __init__(self, resource: Resource, changed: Callable[[Object], None]) -> None:
+        self.resource = resource
+        self.objects: dict[str, Object] = {}
+        self.is_listed = asyncio.Event()
+        self._changed = changed
+
+    def listed(self, objects: list[Object]) -> None:
+        before = self.objects
+        self.objects = {body["metadata"]["name"]: body | {"kind": self.resource.kind} for body in objects}
+        self.is_listed.set()
+        for body in {**before, **self.objects}.values():
+            self._changed(body)
+
+    def put(self, body: Object) -> None:
+        self.objects[body["metadata"]["name"]] = body
+        self._changed(body)
+
+    def deleted(self, body: Object) -> None:
+        self.objects.pop(body["metadata"]["name"], None)
+        self._changed(body)
+
+    def connected(self) -> None:
+        pass
+
+    def lost(self, error: Unavailable) -> None:
+        if isinstance(error, KubernetesError) and error.status in {403, 404}:
+            _log.error(
+                "objects_not_readable",
+                kind=self.resource.kind,
+                error=error.message,
+                fix="apply deploy/kubernetes/crd.yaml and operator.yaml",
+            )
+        else:
+            _log.warning("api_server_unreachable", kind=self.resource.kind, error=error.message)
+
+
+def _labels(body: Object) -> dict[str, str]:
+    return body["metadata"].get("labels") or {}

@@ -1,0 +1,90 @@
+"""What a PenstockGraph wants: its graph, and the objects that run it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.core.types.instances import Role
+from penstock.deploy.manifests.kubernetes import kubernetes_objects
+from penstock.deploy.manifests.options import RenderOptions
+from penstock.deploy.operator.cache import COMPONENT
+from penstock.deploy.operator.definitions import GRAPHS
+from penstock.graph import Graph, RoleSpec
+from penstock.runtime.kubernetes.client import Object
+
+GRAPH_LABEL = "penstock.dev/graph"
+WORKLOADS = ("Deployment", "StatefulSet")
+
+
+@dataclass(frozen=True, slots=True)
+class Desired:
+    """A checked PenstockGraph.
+
+    Attributes:
+        owner: the ownerReference of all its objects.
+        objects: what runs it, with the graph's own numbers of workers.
+    """
+
+    name: str
+    owner: Object
+    roles: Mapping[Role, RoleSpec]
+    objects: list[Object]
+
+    @classmethod
+    def of(cls, body: Object) -> "Desired":
+        """Check a PenstockGraph.
+
+        Raises:
+            ConfigError: no pods could run it; one line for each mistake.
+        """
+        name = body["metadata"]["name"]
+        spec = body.get("spec") or {}
+        graph = Graph.parse(_named(spec.get("graph"), name), source="spec.graph")
+        options = RenderOptions.parse(
+            (spec.get("options") or {}) | {"namespace": body["metadata"]["namespace"]}, source="spec.options"
+        )
+        owner = owner_of(body)
+        objects = [_owned(each, name, owner) for each in kubernetes_objects(graph, options)]
+        return cls(name, owner, graph.roles.present(), objects)
+
+    def with_replicas(self, replicas: Mapping[str, int]) -> list[Object]:
+        """Give the objects, with this number of pods for each part that is named."""
+        made = []
+        for each in self.objects:
+            part = (each["metadata"].get("labels") or {}).get(COMPONENT, "")
+            if each["kind"] in WORKLOADS and part in replicas:
+                made.append({**each, "spec": {**each["spec"], "replicas": replicas[part]}})
+            else:
+                made.append(each)
+        return made
+
+
+def owner_of(body: Object) -> Object:
+    """Give the reference by which the garbage collector deletes with a PenstockGraph what runs it."""
+    return {
+        "apiVersion": GRAPHS.api_version, "kind": GRAPHS.kind, "name": body["metadata"]["name"],
+        "uid": body["metadata"]["uid"], "controller": True, "blockOwnerDeletion": True,
+    }  # fmt: skip
+
+
+def digest_of(objects: list[Object]) -> str:
+    return hashlib.sha256(json.dumps(objects, sort_keys=True).encode()).hexdigest()
+
+
+def _named(graph: Any, name: str) -> dict[str, Any]:
+    """Name a graph after its object, and let it find its workers by Kubernetes unless it says otherwise."""
+    if not isinstance(graph, dict):
+        raise ConfigError(f"spec.graph: must be a mapping, as a graph file has it, got {graph!r}")
+    runtime = graph.get("runtime") or {}
+    if isinstance(runtime, dict):
+        runtime = {"discovery": "kubernetes", **runtime}
+    return {**graph, "name": name, "runtime": runtime}
+
+
+def _owned(body: Object, name: str, owner: Object) -> Object:
+    metadata = body["metadata"]
+    labels = (metadata.get("labels") or {}) | {GRAPH_LABEL: name}
+    return {**body, "metadata": {**metadata, "labels": labels, "ownerReferences": [owner]}}

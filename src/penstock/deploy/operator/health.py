@@ -1,0 +1,154 @@
+"""How a deployment is, in words: what keeps pods from running, and what is under way."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.runtime.kubernetes.client import Object
+
+_IMAGE = {"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
+_CONFIG = {"CreateContainerConfigError", "CreateContainerError"}
+_NAMES_MAX = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What keeps a pod from running; `reason` is the condition's."""
+
+    pod: str
+    reason: str
+    text: str
+
+
+@dataclass(slots=True)
+class Part:
+    """Frontends, or one role's workers.
+
+    Attributes:
+        wanted: pods.
+        ready: pods that are ready.
+        total: pods there are, of old revisions and those that end among them.
+        is_current: whether all pods are of the newest revision.
+        scaled_by: the autoscaler that owns its number; empty for none.
+    """
+
+    name: str
+    wanted: int
+    ready: int = 0
+    total: int = 0
+    is_current: bool = False
+    scaled_by: str = ""
+    problems: list[Problem] = field(default_factory=list)
+    ending: list[str] = field(default_factory=list)
+
+
+def part_of(name: str, workload: Object | None, pods: Iterable[Object]) -> Part:
+    """Read a part's state from its workload and pods."""
+    if workload is None:
+        return Part(name, 0)
+    spec, status = workload.get("spec") or {}, workload.get("status") or {}
+    part = Part(name, int(spec.get("replicas", 1)))
+    part.ready = int(status.get("readyReplicas") or 0)
+    part.total = int(status.get("replicas") or 0)
+    is_seen = int(status.get("observedGeneration") or 0) >= int(workload["metadata"].get("generation") or 0)
+    part.is_current = is_seen and int(status.get("updatedReplicas") or 0) == part.total == part.wanted
+    for pod in pods:
+        if "deletionTimestamp" in pod["metadata"]:
+            part.ending.append(_ending(pod))
+        elif (problem := problem_of(pod)) is not None:
+            part.problems.append(problem)
+    return part
+
+
+def problem_of(pod: Object) -> Problem | None:
+    """Say what keeps a pod from running; None where nothing does."""
+    name, status = pod["metadata"]["name"], pod.get("status") or {}
+    for condition in status.get("conditions") or ():
+        is_unscheduled = condition.get("type") == "PodScheduled" and condition.get("status") == "False"
+        if is_unscheduled and condition.get("reason") == "Unschedulable":
+            return Problem(name, "Unschedulable", f"no node takes it: {condition.get('message', '')}")
+    for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        reason, text = waiting.get("reason", ""), waiting.get("message", "")
+        if reason in _IMAGE:
+            return Problem(name, "ImagePullFailed", f"image {container.get('image', '')}: {text or reason}")
+        if reason in _CONFIG:
+            return Problem(name, "ConfigMissing", text or reason)
+        if reason == "CrashLoopBackOff":
+            return Problem(name, "CrashLoop", _crash(container))
+    return None
+
+
+def _crash(container: Object) -> str:
+    """Say how a container ended last."""
+    ended = (container.get("lastState") or {}).get("terminated") or {}
+    count = container.get("restartCount", 0)
+    text = f"ended {count} times, last with exit code {ended.get('exitCode', '?')}"
+    if ended.get("reason") not in {None, "Error", "Completed"}:
+        text += f" ({ended['reason']})"
+    if ended.get("message"):
+        text += f": {str(ended['message']).strip().splitlines()[-1][:300]}"
+    return f"{text}; kubectl logs --previous says why"
+
+
+def _ending(pod: Object) -> str:
+    """Say of a pod that ends why, where that is known."""
+    for condition in (pod.get("status") or {}).get("conditions") or ():
+        if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+            return f"{pod['metadata']['name']} drains ({condition.get('reason')}: {condition.get('message', '')})"
+    return f"{pod['metadata']['name']} drains"
+
+
+def conditions_of(parts: Sequence[Part]) -> dict[str, tuple[bool, str, str]]:
+    """Give Ready, Progressing and Degraded as (whether, reason, message)."""
+    problems = [problem for part in parts for problem in part.problems]
+    return {"Ready": _ready(parts), "Progressing": _progressing(parts), "Degraded": _degraded(problems)}
+
+
+def _ready(parts: Sequence[Part]) -> tuple[bool, str, str]:
+    by_name = {part.name: part for part in parts}
+    has = {name: part.ready > 0 for name, part in by_name.items()}
+    if not has.get("frontend"):
+        return False, "NoFrontend", "no frontend is ready, so that clients reach none"
+    if has.get("aggregated") or (has.get("prefill") and has.get("decode")):
+        return True, "Serving", f"{_counts(parts)} ready"
+    missing = [part.name for part in parts if part.name != "frontend" and not part.ready]
+    return (
+        False,
+        "NoWorkers",
+        f"no worker of {' and '.join(missing)} is ready, so that no request is answered",
+    )
+
+
+def _progressing(parts: Sequence[Part]) -> tuple[bool, str, str]:
+    ending = [text for part in parts for text in part.ending]
+    changing = [
+        part for part in parts if not part.is_current or part.ready < part.wanted or part.total != part.wanted
+    ]
+    if not changing and not ending:
+        return False, "Complete", "all pods are of the newest revision"
+    texts = [f"{part.name}: {part.ready} of {part.wanted} ready" for part in changing]
+    if any(not part.is_current and part.total for part in changing):
+        reason = "RollingOut"
+    elif ending:
+        reason = "Draining"
+    else:
+        reason = "Starting"
+    return True, reason, "; ".join(texts + _some(ending))
+
+
+def _degraded(problems: Sequence[Problem]) -> tuple[bool, str, str]:
+    if not problems:
+        return False, "AsExpected", "no pod has a problem"
+    order = ["ImagePullFailed", "ConfigMissing", "CrashLoop", "Unschedulable"]
+    sorted_ = sorted(problems, key=lambda problem: (order.index(problem.reason), problem.pod))
+    texts = [f"{problem.pod}: {problem.text}" for problem in sorted_]
+    return True, sorted_[0].reason, "; ".join(_some(texts))
+
+
+def _counts(parts: Sequence[Part]) -> str:
+    return ", ".join(f"{part.name} {part.ready}/{part.wanted}" for part in parts)
+
+
+def _some(texts: list[str]) -> list[str]:
+    left = len(texts) - _NAMES_MAX
+    return texts if left <= 0 else [*texts[:_NAMES_MAX], f"and {left} more"]

@@ -1,0 +1,106 @@
+"""The operator: leads, watches, and reconciles one graph after another."""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+
+from penstock.core.errors import Unavailable
+from penstock.core.log import get_logger
+from penstock.deploy.operator.cache import ClusterCache
+from penstock.deploy.operator.leadership import Leadership
+from penstock.deploy.operator.reconciler import Reconciler
+from penstock.deploy.operator.work_queue import WorkQueue
+from penstock.runtime.kubernetes.access import KubernetesAccess
+from penstock.runtime.kubernetes.client import KubernetesClient
+from penstock.runtime.kubernetes.reflector import Pace
+
+LEASE = "penstock-operator"
+_CALL_S = 10.0
+_RESYNC_S = 600.0
+_log = get_logger()
+
+
+class Operator:
+    """Operates the PenstockGraphs of one namespace. One event loop owns it."""
+
+    def __init__(
+        self,
+        access: KubernetesAccess,
+        *,
+        rng: random.Random,
+        identity: str | None = None,
+        lease_s: float = 15.0,
+        pace: Pace | None = None,
+        resync_s: float = _RESYNC_S,
+    ) -> None:
+        """Do nothing yet.
+
+        Args:
+            access: the API server; its namespace is operated.
+            rng: for jitter.
+            identity: of this process among operators; None is the host's name and a random number.
+            lease_s: a leader that is silent for so long is replaced.
+            pace: of watches.
+            resync_s: every graph is applied again so often, whatever watches told.
+        """
+        self._client = KubernetesClient(access, timeout_s=_CALL_S)
+        self._rng = rng
+        self._identity = identity or f"{socket.gethostname()}-{os.getpid()}-{rng.getrandbits(32):08x}"
+        self._lease_s = lease_s
+        self._pace = pace or Pace(probe_s=30.0, retry_s=0.2, retry_s_max=10.0)
+        self._resync_s = resync_s
+
+    async def run(self) -> None:
+        """Wait for the lead, and operate while this process has it, until cancelled."""
+        async with self._client:
+            lead = Leadership(self._client, LEASE, self._identity, duration_s=self._lease_s, rng=self._rng)
+            await lead.run(self._operate)
+
+    async def _operate(self) -> None:
+        queue = WorkQueue(self._rng)
+        cache = ClusterCache(self._client, queue.add, pace=self._pace, rng=self._rng)
+        reconciler = Reconciler(self._client, cache)
+        due_s: dict[str, float] = {}
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(cache.run())
+                await cache.synced()
+                _log.info(
+                    "operator_started", namespace=self._client.namespace, graphs=len(cache.graphs.objects)
+                )
+                while True:
+                    name = await queue.take()
+                    is_full = loop.time() >= due_s.get(name, 0.0)
+                    try:
+                        await reconciler.reconcile(name, is_full=is_full)
+                    except Unavailable as error:
+                        pause_s = queue.failed(name)
+                        _log.warning(
+                            "graph_not_reconciled", graph=name, error=error.message, retry_s=round(pause_s, 1)
+                        )
+                        continue
+                    if name not in cache.graphs.objects:
+                        due_s.pop(name, None)
+                        queue.done(name)
+                        continue
+                    if is_full:
+                        due_s[name] = loop.time() + self._resync_s * self._rng.uniform(0.8, 1.0)
+                    queue.done(name, again_s=max(0.0, due_s[name] - loop.time()))
+        finally:
+            queue.close()
+
+
+async def run_operator(access: KubernetesAccess, *, lease_s: float) -> None:
+    """Operate until SIGTERM or SIGINT, and give up the lead then, so that another operator goes on at once."""
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(Operator(access, rng=random.Random(), lease_s=lease_s).run())
+        stopped = group.create_task(stopping.wait())
+        await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        running.cancel()
+        stopped.cancel()

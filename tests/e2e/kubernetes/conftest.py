@@ -1,0 +1,126 @@
+"""An operator beside an API server and the controllers of a cluster, all on the test's event loop."""
+
+import asyncio
+import contextlib
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.deploy.operator.definitions import GRAPHS, ROLES, definitions
+from penstock.deploy.operator.operator import Operator
+from penstock.runtime.kubernetes.access import KubernetesAccess
+from penstock.runtime.kubernetes.client import KubernetesClient, Resource
+from penstock.runtime.kubernetes.reflector import Pace
+from penstock.testing.loop import run_async
+from tests.support.kubernetes.api_server import ApiServer
+from tests.support.kubernetes.cluster import Cluster
+
+DEFINITIONS = Resource(
+    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", is_namespaced=False
+)
+FILE = Path(__file__).parents[3] / "deploy" / "kubernetes" / "operator.yaml"
+RULES = next(each["rules"] for each in yaml.safe_load_all(FILE.read_text()) if each["kind"] == "Role")
+"""What the operator may do: no more than its file says."""
+PAIR = {"prefill": {"replicas": 1}, "decode": {"replicas": 2}}
+
+
+class Site:
+    """What a test does to a cluster, and sees of it."""
+
+    def __init__(self, server, client, group):
+        self.server, self.client, self.group = server, client, group
+        self.cluster = Cluster(server.store)
+        self.access = KubernetesAccess(server.url, namespace="default", token="operator-token")
+
+    def start_operator(self, identity="first", lease_s=0.6):
+        pace = Pace(probe_s=0.5, retry_s=0.02, retry_s_max=0.2)
+        operator = Operator(
+            self.access, rng=random.Random(identity), identity=identity, lease_s=lease_s, pace=pace
+        )
+        return self.group.create_task(operator.run())
+
+    async def apply(self, name="chat", *, roles=PAIR, options=None, **graph):
+        body = {
+            "apiVersion": GRAPHS.api_version, "kind": GRAPHS.kind, "metadata": {"name": name},
+            "spec": {"graph": {"model": "demo", "roles": roles, **graph}, "options": options or {"image": "r/penstock:1"}},
+        }  # fmt: skip
+        return await self.client.apply(GRAPHS, body, manager="suite")
+
+    async def status(self, name="chat"):
+        return (await self.client.get(GRAPHS, name)).get("status") or {}
+
+    async def condition(self, kind, name="chat"):
+        for each in (await self.status(name)).get("conditions", ()):
+            if each["type"] == kind:
+                return each
+        return {"status": "Unknown", "reason": "", "message": ""}
+
+    async def until(self, check):
+        """Let the cluster go on until `check` gives something true; the scenario's time limit bounds it."""
+        while True:
+            self.cluster.settle()
+            found = check()
+            if asyncio.iscoroutine(found):
+                found = await found
+            if found:
+                return found
+            await asyncio.sleep(0.02)
+
+    async def is_true(self, kind, reason):
+        """Wait until a condition is true for a reason; returns its message."""
+
+        async def check():
+            condition = await self.condition(kind)
+            is_so = condition["status"] == "True" and condition["reason"] == reason
+            return condition["message"] or "no message" if is_so else ""
+
+        return await self.until(check)
+
+    async def serves(self):
+        """Wait until all is as it should be."""
+
+        async def check():
+            body = await self.client.get(GRAPHS, "chat")
+            conditions = {each["type"]: each for each in (body.get("status") or {}).get("conditions", ())}
+            return conditions and [conditions[kind]["status"] for kind in ("Ready", "Progressing", "Degraded")] == [
+                "True", "False", "False",
+            ] and conditions["Ready"]["observedGeneration"] == body["metadata"]["generation"]  # fmt: skip
+
+        await self.until(check)
+
+    def objects(self, plural):
+        return {
+            stored.body["metadata"]["name"]: stored.body
+            for stored in self.server.store.all(self.cluster.kind(plural))
+        }
+
+    async def scale(self, role, replicas):
+        await self.client.patch(ROLES, role, {"spec": {"replicas": replicas}}, "scale")
+
+
+@pytest.fixture
+def site():
+    """Run a scenario with an operator, unless the scenario starts its own."""
+
+    def run(scenario, *, operator=True):
+        async def main():
+            async with asyncio.timeout(60), ApiServer(tokens=("suite-token", "operator-token")) as server:
+                server.rules["operator-token"] = RULES
+                access = KubernetesAccess(server.url, namespace="default", token="suite-token")
+                async with KubernetesClient(access, timeout_s=10) as client, asyncio.TaskGroup() as group:
+                    for definition in definitions():
+                        await client.create(DEFINITIONS, definition)
+                    here = Site(server, client, group)
+                    running = here.start_operator() if operator else None
+                    await scenario(here)
+                    for task in tuple(group._tasks):
+                        task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        if running is not None:
+                            await running
+
+        run_async(main())
+
+    return run

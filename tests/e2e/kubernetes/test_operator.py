@@ -1,0 +1,298 @@
+"""A PenstockGraph becomes a deployment, changes in place, is scaled by others, and goes with all that is its."""
+
+import random
+
+import pytest
+
+from penstock.deploy.operator.definitions import GRAPHS, ROLES
+from penstock.runtime.kubernetes.client import KubernetesError, Resource
+from tests.support.kubernetes.faults import Faults
+
+pytestmark = pytest.mark.slow
+AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
+DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
+
+
+def test_a_graph_runs_and_says_so(site):
+    async def scenario(here):
+        await here.apply()
+        await here.serves()
+        status = await here.status()
+        assert status["workers"] == "3/3"
+        assert status["summary"] == "Serving"
+        assert {part["name"]: part["ready"] for part in status["parts"]} == {
+            "frontend": 1,
+            "prefill": 1,
+            "decode": 2,
+        }
+        deployments = here.objects("apps/deployments")
+        assert deployments.keys() == {"chat-frontend", "chat-prefill", "chat-decode"}
+        (rule,) = here.objects("rbac.authorization.k8s.io/roles")["chat"]["rules"]
+        assert rule["resources"] == ["leases"], "pods find each other by Leases"
+        scale = await here.client.get(ROLES, "chat-decode", "scale")
+        assert scale["status"] == {
+            "replicas": 2,
+            "selector": "app.kubernetes.io/name=penstock,app.kubernetes.io/instance=chat,app.kubernetes.io/component=decode",
+        }
+
+    site(scenario)
+
+
+def test_what_does_not_change_is_not_written_again(site):
+    async def scenario(here):
+        await here.apply()
+        await here.serves()
+        await here.until(lambda: here.server.store.revision)
+        writes = [request for request in here.server.requests if request[0] in {"patch", "create", "delete"}]
+        (pod, *_) = here.cluster.pods("decode")
+        here.cluster._set_status(pod["metadata"]["name"], phase="Running", podIP="10.0.0.9")
+        revision = here.server.store.revision
+        for _ in range(10):
+            await here.until(lambda: True)
+        after = [request for request in here.server.requests if request[0] in {"patch", "create", "delete"}]
+        assert after == writes
+        assert here.server.store.revision <= revision + 10, "the leader's Lease alone"
+
+    site(scenario)
+
+
+def test_changed_args_roll_and_old_configuration_goes_last(site):
+    async def scenario(here):
+        await here.apply()
+        await here.serves()
+        (first,) = here.objects("configmaps")
+        here.cluster.held = {"decode"}
+        old = {pod["metadata"]["name"] for pod in here.cluster.pods("decode")}
+        await here.apply(block_size=32, options={"image": "r/penstock:2"})
+        await here.until(lambda: is_progressing(here, "chat-decode"))  # at the latest when old pods drain
+        await here.until(lambda: len(here.objects("configmaps")) == 2)
+
+        def is_replaced():
+            return any(pod["metadata"]["name"] not in old and "deletionTimestamp" not in pod["metadata"]
+                       for pod in here.cluster.pods("decode")) and any(
+                "deletionTimestamp" in pod["metadata"] for pod in here.cluster.pods("decode"))  # fmt: skip
+
+        await here.until(is_replaced)
+        assert first in here.objects("configmaps"), "a pod that drains still has it"
+        assert (await here.condition("Ready"))["status"] == "True"
+        here.cluster.held = set()
+        await here.serves()
+        await here.until(lambda: first not in here.objects("configmaps"))
+        images = {pod["spec"]["containers"][0]["image"] for pod in here.cluster.pods()}
+        assert images == {"r/penstock:2"}
+
+    site(scenario)
+
+
+def test_a_removed_role_goes_with_its_objects(site):
+    async def scenario(here):
+        await here.apply()
+        await here.serves()
+        await here.apply(roles={"aggregated": {"replicas": 1}})
+        await here.until(
+            lambda: here.objects("apps/deployments").keys() == {"chat-frontend", "chat-aggregated"}
+        )
+        await here.until(lambda: not here.cluster.pods("decode"))
+        await here.serves()
+        assert [role["metadata"]["name"] for role in (await here.client.list(ROLES)).objects] == [
+            "chat-aggregated"
+        ]
+        assert "chat-decode" not in here.objects("policy/poddisruptionbudgets")
+
+    site(scenario)
+
+
+def test_a_deleted_graph_takes_everything_with_it(site):
+    async def scenario(here):
+        await here.apply()
+        await here.serves()
+        await here.client.delete(GRAPHS, "chat")
+        kinds = (
+            "apps/deployments",
+            "configmaps",
+            "services",
+            "serviceaccounts",
+            "pods",
+            "policy/poddisruptionbudgets",
+        )
+        await here.until(lambda: not any(here.objects(kind) for kind in kinds))
+        assert not (await here.client.list(ROLES)).objects
+
+    site(scenario)
+
+
+def test_scaling_a_role_scales_its_pods_and_stays(site):
+    async def scenario(here):
+        await here.apply()
+        await here.serves()
+        await here.scale("chat-decode", 4)
+        await here.until(lambda: len(here.cluster.pods("decode")) == 4)
+        await here.until(lambda: has_workers(here, "5/5"))
+        await here.apply(block_size=32)
+        await here.serves()
+        assert len(here.cluster.pods("decode")) == 4, "the graph's number did not change"
+        await here.apply(roles={"prefill": {"replicas": 1}, "decode": {"replicas": 3}})
+        await here.until(lambda: len(here.cluster.pods("decode")) == 3)
+        await here.scale("chat-decode", 0)
+        message = await here.until(lambda: not_ready(here, "NoWorkers"))
+        assert "no worker of decode is ready" in message
+
+    site(scenario)
+
+
+async def is_progressing(here, text):
+    condition = await here.condition("Progressing")
+    return condition["status"] == "True" and text in condition["message"]
+
+
+async def has_workers(here, text):
+    return (await here.status()).get("workers") == text
+
+
+async def not_ready(here, reason):
+    condition = await here.condition("Ready")
+    return condition["message"] if (condition["status"], condition["reason"]) == ("False", reason) else ""
+
+
+def autoscaler(kind, name):
+    spec = {
+        "scaleTargetRef": {"apiVersion": "x/v1", "kind": kind, "name": name},
+        "minReplicas": 1,
+        "maxReplicas": 8,
+    }
+    return {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": "keda"},
+        "spec": spec,
+    }
+
+
+def test_an_autoscaler_owns_the_number(site):
+    async def scenario(here):
+        await here.apply()
+        await here.serves()
+        await here.client.create(AUTOSCALERS, autoscaler("PenstockRole", "chat-decode"))
+        await here.scale("chat-decode", 5)
+        await here.until(lambda: len(here.cluster.pods("decode")) == 5)
+        await here.apply(roles={"prefill": {"replicas": 2}, "decode": {"replicas": 3}})
+        await here.until(lambda: len(here.cluster.pods("prefill")) == 2)
+        await here.serves()
+        assert len(here.cluster.pods("decode")) == 5, "the graph yields"
+        parts = {part["name"]: part["scaledBy"] for part in (await here.status())["parts"]}
+        assert parts == {"frontend": "", "prefill": "", "decode": "keda"}
+
+    site(scenario)
+
+
+def test_an_autoscaler_of_the_pods_themselves_is_left_alone_too(site):
+    async def scenario(here):
+        await here.apply()
+        await here.serves()
+        await here.client.create(AUTOSCALERS, autoscaler("Deployment", "chat-decode"))
+        await here.until(lambda: is_scaled_by(here, "keda"))
+        await here.client.patch(DEPLOYMENTS, "chat-decode", {"spec": {"replicas": 5}}, "scale")
+        await here.until(lambda: len(here.cluster.pods("decode")) == 5)
+        await here.apply(block_size=32)
+        await here.serves()
+        assert len(here.cluster.pods("decode")) == 5
+
+    site(scenario)
+
+
+async def is_scaled_by(here, name):
+    parts = {part["name"]: part["scaledBy"] for part in (await here.status()).get("parts", ())}
+    return parts.get("decode") == name
+
+
+def test_a_change_by_hand_is_undone(site):
+    async def scenario(here):
+        await here.apply()
+        await here.serves()
+        await here.client.patch(DEPLOYMENTS, "chat-decode", {"spec": {"replicas": 7}})
+        await here.until(lambda: here.objects("apps/deployments")["chat-decode"]["spec"]["replicas"] == 2)
+        await here.client.delete(DEPLOYMENTS, "chat-prefill")
+        await here.until(lambda: "chat-prefill" in here.objects("apps/deployments"))
+        await here.serves()
+
+    site(scenario)
+
+
+def test_a_graph_that_no_pod_could_have_is_said_and_what_runs_stays(site):
+    async def scenario(here):
+        await here.apply()
+        await here.serves()
+        await here.apply(worker={"own_cores": True})
+        assert "worker.own_cores" in await here.is_true("Degraded", "InvalidGraph")
+        condition = await here.condition("Ready")
+        assert (condition["status"], condition["reason"]) == ("False", "InvalidGraph")
+        assert len(here.cluster.pods("decode")) == 2
+        await here.apply()
+        await here.serves()
+
+    site(scenario)
+
+
+@pytest.mark.parametrize(
+    ("graph", "said"),
+    [
+        ({"block_size": 0}, "spec.graph.block_size"),
+        ({"block_size": "many"}, "spec.graph.block_size"),
+        ({"model": None}, "spec.graph"),
+        ({"roles": {"decode": {"replicas": -1}}}, "spec.graph.roles.decode.replicas"),
+    ],
+)
+def test_the_api_server_refuses_what_the_schema_says(site, graph, said):
+    async def scenario(here):
+        body = {
+            "apiVersion": GRAPHS.api_version, "kind": GRAPHS.kind, "metadata": {"name": "chat"},
+            "spec": {"graph": {"model": "demo", **graph}},
+        }  # fmt: skip
+        with pytest.raises(KubernetesError, match=said) as caught:
+            await here.client.create(GRAPHS, body)
+        assert caught.value.status == 422
+
+    site(scenario, operator=False)
+
+
+def test_a_refused_object_is_said_and_tried_again(site):
+    async def scenario(here):
+        here.server.forbidden.add(("patch", "services"))
+        await here.apply()
+        assert "services is forbidden" in await here.is_true("Degraded", "ApplyFailed")
+        here.server.forbidden.clear()
+        await here.serves()
+
+    site(scenario)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_of_the_api_server_end_in_what_is_wanted(site, seed):
+    async def scenario(here):
+        here.server.faults = Faults(
+            random.Random(seed),
+            error=0.1,
+            too_many=0.05,
+            retry_after_s=0,
+            drop=0.05,
+            drop_watch=0.1,
+            compact_watch=0.03,
+        )
+        rng = random.Random(seed)
+        for _ in range(4):
+            try:
+                await here.apply(
+                    block_size=rng.choice([16, 32]), options={"image": f"r/penstock:{rng.randrange(9)}"}
+                )
+            except Exception:  # noqa: BLE001 - the test's own calls fail, too
+                continue
+            for _ in range(5):
+                await here.until(lambda: True)
+        await here.until(lambda: here.server.faults.count > 3)
+        here.server.faults = Faults()
+        await here.apply(block_size=64)
+        await here.serves()
+        (graph,) = here.objects("configmaps").values()
+        assert "block_size: 64" in graph["data"]["graph.yaml"]
+
+    site(scenario)
