@@ -28,6 +28,8 @@ class Host:
         """Make its folder; what is started ends with `stack`."""
         self.name = name
         self.folder = folder
+        self.clock: tuple[str, ...] = ()
+        """What `penstock up` begins with, so that its clocks are others."""
         self.lines: list[str] = []
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._stack = stack
@@ -44,7 +46,7 @@ class Host:
     def up(self, *arguments: str, secret: str = "a secret of both hosts") -> "subprocess.Popen[str]":
         """Start `penstock up`; `wait` reads what it says."""
         process = subprocess.Popen(
-            self.command(sys.executable, "-m", "penstock", "up", *arguments),
+            self.command(*self.clock, sys.executable, "-m", "penstock", "up", *arguments),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -149,7 +149,12 @@ class RouterMetrics:
             lambda noun, text, *labels: gauge(noun, text, *labels, together="livemax")
         )
         self.connections_lost = counter("connections_lost", "Connections to workers that ended")
-        self.connect_failures = counter("connect_failures", "Tries to reach a worker that failed")
+        self.connect_failures = counter(
+            "connect_failures",
+            "Tries to reach a worker that failed: nothing answered (unreachable), certificates do not fit (tls), or its secret,"
+            " hash key or release is another (refused)",
+            "reason",
+        )
         self.indexed_blocks = gauge(
             "indexed_blocks", "(worker, block) pairs in the prefix index", together="livemax"
         )

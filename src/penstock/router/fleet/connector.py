@@ -6,6 +6,7 @@ as the worker is listed, and asks for its blocks anew over every new connection.
 
 import asyncio
 import random
+import ssl
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -178,7 +179,7 @@ class Connector:
                 f" {self._config.connect_timeout_s} s"
             )
         )
-        self._metrics.connect_failures.inc()
+        self._metrics.connect_failures.labels(_failure(problem)).inc()
         if member.problem is None or member.problem.message != problem.message:
             log = _log.debug if was_lost else _log.warning
             log("worker_unreachable", worker=member.instance.name, error=problem.message)
@@ -229,6 +230,13 @@ class Connector:
         requests, member.requests = member.requests, {}
         for handler in requests.values():
             handler.on_lost(error, alone=alone)
+
+
+def _failure(problem: PenstockError) -> str:
+    """Name why a worker could not be reached, for the metric."""
+    if isinstance(problem, ProtocolError):
+        return "refused"
+    return "tls" if isinstance(problem.__cause__, ssl.SSLError) else "unreachable"
 
 
 class MemberSink:

@@ -73,7 +73,7 @@ def test_an_unreachable_worker_is_tried_with_growing_pauses():
         async with MemoryCluster(lease_ttl_s=1000) as cluster, cluster.dispatcher(config) as dispatcher:
             await cluster.start("w1", ManualEngine())
             await asyncio.sleep(0.01)
-            failures = dispatcher._shared.metrics.connect_failures
+            failures = dispatcher._shared.metrics.connect_failures.labels("unreachable")
             cluster.kill("w1")
             await asyncio.sleep(1.0)
             early = failures._value.get()
