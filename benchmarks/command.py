@@ -13,6 +13,10 @@ EXPERIMENTS = Benches(
             "benchmarks.processes.cancel",
             "from a client's disconnect to its KV blocks being free",
         ),
+        "chaos": (
+            "benchmarks.chaos",
+            "a deployment over etcd and NATS on four hosts of network namespaces: requests under faults, CPU beside local planes",
+        ),
         "deployments": (
             "benchmarks.simulated.deployments",
             "models on H100, GB200 and GB300, simulated: tokens per second, joule and dollar at latency targets",
@@ -80,6 +84,10 @@ EXPERIMENTS = Benches(
         "mock": (
             "benchmarks.processes.mock",
             "everything but the model: requests per second through frontend, router and workers",
+        ),
+        "new-router": (
+            "benchmarks.processes.new_router",
+            "a router that starts beside workers with full caches: when it can choose, and when its index is whole",
         ),
         "placements": (
             "benchmarks.simulated.placements",

@@ -15,6 +15,7 @@ from tables import (
     deployments,
     disagg,
     eviction,
+    hosts,
     kv_cut,
     kv_prefetch,
     kv_retention,
@@ -51,6 +52,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = (
     | policies.TABLES
     | deployments.TABLES
     | eviction.TABLES
+    | hosts.TABLES
     | recipes.TABLES
 )
 """What makes each table, line by line, by its name."""

@@ -67,6 +67,11 @@ class RegistryServer:
         with socket.socket() as probe:
             return probe.connect_ex((self.host, self.port)) == 0
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "started"
+        return self._process.pid
+
     def kill(self) -> None:
         """Kill it by SIGKILL."""
         if self._process is not None:
