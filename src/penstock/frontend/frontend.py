@@ -396,6 +396,7 @@ class Frontend:
             usage=completion.usage,
             previous=decoded.previous,
             remember=self._remember(prepared, decoded.messages),
+            annotations=prepared.annotations,
         )
         return PendingAnswer(completion, prepared, dialect, context, stream=bool(request.stream))
 

@@ -13,6 +13,7 @@ from penstock.core.types.requests import (
     SessionAction,
     SessionControl,
 )
+from penstock.frontend.openai.lenient import name_once
 
 SESSION_CHARACTERS_MAX = 256
 PRIORITY_MAX = 1000
@@ -57,9 +58,9 @@ class PeerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     session_control: PeerSessionBody | None = None
     agent_hints: AgentHintsBody | None = None
+    annotations: list[str] | None = None
     # Accepted, no effect on the answer.
     agent_context: Any = None
-    annotations: Any = None
     extra_fields: Any = None
 
 
@@ -103,7 +104,35 @@ def agent_options(request: AgentRequest) -> AgentOptions:
     if output_tokens is not None and not 1 <= output_tokens <= _OUTPUT_TOKENS_MAX:
         raise _wrong(f"{where}.osl", f"must be >= 1 and < 2^31 tokens, got {output_tokens}")
     retention = _retention(request.kv_retention, priority)
+    annotations_of(request)
     return AgentOptions(session, control, priority, output_tokens, bool(hints.speculative_prefill), retention)
+
+
+FORMATTED_PROMPT, TOKEN_IDS = "formatted_prompt", "token_ids"
+_QUERY = "query_instance_id"
+_SILENT = "llm_metrics"
+"""An annotation that Dynamo's own frontend leaves out of its streams."""
+
+
+def annotations_of(request: AgentRequest) -> frozenset[str]:
+    """Give the annotations that a stream of the answer begins with; unknown ones are logged once and have no effect.
+
+    Raises:
+        RequestError: one asks for no answer.
+    """
+    names = () if request.nvext is None else request.nvext.annotations or ()
+    for name in names:
+        if name.partition(":")[0] == _QUERY:
+            problem = f"{_QUERY} is not served, as it asks where a request would go; ask POST /route of penstock router"
+            raise _wrong("nvext.annotations", problem)
+        if name not in (FORMATTED_PROMPT, TOKEN_IDS, _SILENT):
+            name_once(f"nvext.annotations.{name}")
+    return frozenset(names) & {FORMATTED_PROMPT, TOKEN_IDS}
+
+
+def annotation_event(name: str, value: object) -> bytes:
+    """Encode an annotation as Dynamo does: an event of its name without data, whose comment is the value as JSON."""
+    return b"event: %b\n: %b\n\n" % (name.encode(), msgspec.json.encode(value))
 
 
 def _session(request: AgentRequest, peer: PeerBody) -> tuple[str | None, SessionControl | None]:

@@ -51,6 +51,7 @@ class AnswerContext(msgspec.Struct, frozen=True):
         usage: gives the counts so far.
         previous: the stored answer that it continues.
         remember: keeps the answer's message; None: it is not stored.
+        annotations: encoded events before those of a streamed answer.
     """
 
     envelope: Envelope
@@ -61,6 +62,7 @@ class AnswerContext(msgspec.Struct, frozen=True):
     usage: Callable[[], Usage]
     previous: str | None = None
     remember: Callable[[Message], None] | None = None
+    annotations: bytes = b""
 
 
 class StreamedAnswer(Protocol):

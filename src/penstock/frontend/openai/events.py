@@ -68,6 +68,7 @@ class EventStream:
         *,
         include_usage: bool,
         usage_so_far: Callable[[], Usage] | None = None,
+        before: bytes = b"",
     ) -> None:
         """Encode the constant parts of all chunks.
 
@@ -76,7 +77,9 @@ class EventStream:
             token_bytes: gives a token's bytes, for log-probabilities.
             include_usage: every chunk has a null `usage`, and the last one the counts.
             usage_so_far: gives the counts for each chunk, instead of null.
+            before: encoded events before the first chunk.
         """
+        self._before = before
         self._include_usage = include_usage
         self._usage_so_far = usage_so_far
         kind = "chat.completion.chunk" if envelope.chat else "text_completion"
@@ -99,6 +102,7 @@ class EventStream:
             start = self._head + b'{"index":%d' % event.index + self._before_text
             self._starts[event.index] = start
             role = self._role(event.index) if self._chat else b""
+            role, self._before = self._before + role, b""
             if event.prompt is not None:
                 return role + self._prompted(start, event, event.prompt)
         if event.reasoning or event.calls:

@@ -85,7 +85,7 @@ def _drop_unknown(fields: dict[str, Any], problem: str, kind: type[msgspec.Struc
     others = () if path else set(place) - {field.encode_name for field in msgspec.structs.fields(kind)}
     for name in {unknown, *(name for name in others if _is_neutral(name, place[name]))}:
         del place[name]
-        _name_once(f"{path}.{name}".lstrip("."))
+        name_once(f"{path}.{name}".lstrip("."))
     return True
 
 
@@ -95,7 +95,7 @@ def _is_neutral(name: str, value: Any) -> bool:
     return name in _WITHOUT_EFFECT or value is None or value in (False, "", [], {})  # 0 equals False
 
 
-def _name_once(field: str) -> None:
+def name_once(field: str) -> None:
     """Log a dropped field, once in this process."""
     if field in _named or len(_named) >= _NAMED_MAX:
         return

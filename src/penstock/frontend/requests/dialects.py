@@ -39,6 +39,7 @@ def _stream(context: AnswerContext) -> EventStream:
         usage_so_far=context.usage
         if include_usage and options is not None and options.continuous_usage_stats
         else None,
+        before=context.annotations,
     )
 
 

@@ -12,6 +12,7 @@ from penstock.core.types.cards import request_salt
 from penstock.core.types.media import MediaPrompt
 from penstock.core.wire import PackedHashes, PackedTokens, TokenArray, Wire, pack_hashes, pack_tokens
 from penstock.frontend.errors import ContextLengthError
+from penstock.frontend.openai.agents import FORMATTED_PROMPT, annotations_of
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest, Message
 from penstock.frontend.openai.media import PART_TYPES, ContentPart, MediaPart, media_part, placeholders
 from penstock.frontend.openai.tools import offered_tools
@@ -40,7 +41,7 @@ class Prompt(Wire, frozen=True):
         media: for which `token_ids` has placeholders; an engine has yet to expand it.
         expanded: what an engine has expanded in `token_ids`.
         in_reasoning: it has begun the model's reasoning.
-        text: of the prompt, where the answer repeats it.
+        text: of the prompt, where the answer repeats it: an echo, or an annotation of a chat.
     """
 
     token_ids: PackedTokens
@@ -62,7 +63,7 @@ def encode_prompts(
             media are broken or not for this model.
     """
     media: tuple[MediaPart, ...] = ()
-    in_reasoning = False
+    in_reasoning, text = False, ""
     salt = request_salt(model.card.salt, request.cache_salt)
     if isinstance(request, ChatRequest):
         media = _media(request, model)
@@ -72,7 +73,7 @@ def encode_prompts(
         param = "messages"
     else:
         encoded, param = _encode_texts(request, model), "prompt"
-    texts = [""] * len(encoded)
+    texts = [text if _shows_text(request) else ""] * len(encoded)
     if isinstance(request, CompletionRequest) and request.echo:
         texts = _texts(request, encoded, model)
     return tuple(
@@ -88,6 +89,11 @@ def encode_prompts(
         )
         for token_ids, text in zip(encoded, texts, strict=True)
     )
+
+
+def _shows_text(request: GenerationRequest) -> bool:
+    """Tell whether a chat's answer shows its rendered prompt."""
+    return request.nvext is not None and FORMATTED_PROMPT in annotations_of(request)
 
 
 def without_prompts(request: GenerationRequest) -> GenerationRequest:

@@ -14,10 +14,17 @@ from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId
 from penstock.core.types.cards import request_salt
 from penstock.core.types.requests import Request, SamplingParams
-from penstock.core.wire import num_tokens
+from penstock.core.wire import num_tokens, token_list
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.limits.headers import NO_OPTIONS, RequestOptions
-from penstock.frontend.openai.agents import AgentOptions, agent_options
+from penstock.frontend.openai.agents import (
+    FORMATTED_PROMPT,
+    TOKEN_IDS,
+    AgentOptions,
+    agent_options,
+    annotation_event,
+    annotations_of,
+)
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.frontend.openai.structured import structured_of
 from penstock.frontend.openai.tools import named_tool, required_calls, tool_schemas
@@ -64,6 +71,9 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     """What the answers say of their prompts, each; empty: nothing."""
     drops_output: bool = False
     """Whether the answers have no tokens of their own: `max_tokens` is 0, and engines make one."""
+
+    annotations: bytes = b""
+    """Encoded events before those of a streamed answer."""
 
     def prompt_of(self, choice: int) -> PromptPart | None:
         return self.prompts[choice // self.choices_per_prompt] if self.prompts else None
@@ -180,6 +190,7 @@ class Preprocessor:
             else None,
             prompts=parts,
             drops_output=limit == 0,
+            annotations=b"" if request.nvext is None else _annotations(request, prompts),
         )
         _check_values(prepared, is_stream=bool(request.stream))
         return prepared
@@ -236,6 +247,18 @@ def _limits(request: GenerationRequest) -> tuple[int | None, int | None]:
     return COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens, request.logprobs
 
 
+def _annotations(request: GenerationRequest, prompts: Sequence[Prompt]) -> bytes:
+    """Encode what the request's `nvext.annotations` ask for; each prompt has its own."""
+    names = annotations_of(request)
+    events = []
+    for prompt in prompts if names else ():
+        if FORMATTED_PROMPT in names and isinstance(request, ChatRequest):
+            events.append(annotation_event(FORMATTED_PROMPT, prompt.text))
+        if TOKEN_IDS in names:
+            events.append(annotation_event(TOKEN_IDS, token_list(prompt.token_ids)))
+    return b"".join(events)
+
+
 def _prompt_parts(
     request: GenerationRequest, prompts: Sequence[Prompt], model: ServedModel
 ) -> tuple[PromptPart, ...]:
@@ -247,7 +270,7 @@ def _prompt_parts(
         PromptPart(
             token_ids=prompt.token_ids,
             detokenizer=model.detokenizer,
-            text=prompt.text,
+            text=prompt.text if echoes else "",
             echoed=echoed,
             listed=request.prompt_logprobs,
         )

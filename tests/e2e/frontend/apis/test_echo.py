@@ -212,3 +212,41 @@ def test_a_large_body_is_echoed_too() -> None:
             assert found["choices"][0]["text"] == PROMPT
 
     run(test)
+
+
+def test_annotations_stand_before_a_stream_as_dynamo_writes_them() -> None:
+    async def test() -> None:
+        async with serving(answer) as site:
+            nvext = {"annotations": ["token_ids", "formatted_prompt", "llm_metrics", "of-tomorrow"]}
+            for path, body in (
+                ("/v1/chat/completions", chat(stream=True, max_tokens=2, nvext=nvext)),
+                (
+                    "/v1/completions",
+                    json.dumps(
+                        {"model": "tiny", "prompt": "dog fox", "stream": True, "nvext": nvext}
+                    ).encode(),
+                ),
+            ):
+                raw = (await site.ask("POST", path, body)).body.decode()
+                events = [event for event in raw.replace("\r\n", "\n").split("\n\n") if "event: " in event]
+                found = {
+                    event.partition("event: ")[2].partition("\n: ")[0]: json.loads(event.partition("\n: ")[2])
+                    for event in events
+                }
+                assert all("data:" not in event for event in events)
+                assert raw.index("event: token_ids") < raw.index("data: ")
+                is_chat = "chat" in path
+                assert list(found) == (["formatted_prompt", "token_ids"] if is_chat else ["token_ids"])
+                assert found["token_ids"] == token_list(site.dispatcher.opened[-1].token_ids)
+                if is_chat:
+                    assert "hello" in found["formatted_prompt"]
+                    assert (
+                        TOKENIZER.encode(found["formatted_prompt"], add_special_tokens=False).ids
+                        == found["token_ids"]
+                    )
+            whole = await site.client.chat.completions.create(
+                model="tiny", messages=HI, max_tokens=2, extra_body={"nvext": nvext}
+            )
+            assert whole.choices[0].message.content
+
+    run(test)

@@ -59,6 +59,8 @@ def test_the_peers_names_say_the_same_of_an_ephemeral_session():
         ({"nvext": {"session_control": {"session_id": ""}}}, "nvext.session_control.session_id"),
         ({"nvext": {"session_control": {"session_id": "a", "action": "x"}}}, "nvext.session_control.action"),
         ({"nvext": {"session_control": {"session_id": "a", "timeout": -1}}}, "nvext.session_control.timeout"),
+        ({"nvext": {"annotations": ["query_instance_id"]}}, "nvext.annotations"),
+        ({"nvext": {"annotations": ["query_instance_id:7"]}}, "nvext.annotations"),
         ({"nvext": {"token_data": [1]}}, "nvext.token_data"),
         ({"agent_hints": {"priority": 1001}}, "agent_hints.priority"),
         ({"agent_hints": {"osl": 0}}, "agent_hints.osl"),
