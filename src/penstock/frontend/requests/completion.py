@@ -27,6 +27,7 @@ from penstock.frontend.text.stops import StopFinder
 from penstock.frontend.text.token_text import TokenText
 from penstock.seams import Hold, RequestDispatcher, RequestStream
 
+_TOKEN_BYTES = 4
 _GIVEN_UP = frozenset({FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.PREFILLED})
 
 
@@ -80,6 +81,8 @@ class ChoiceText:
             raise EngineError(f"the worker ended the request as {delta.finish_reason}; try again")
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
+        if self._parser is not None and len(delta.token_ids) > _TOKEN_BYTES:
+            return self._feed_each(delta)
         token_ids = token_list(delta.token_ids)
         if self._is_plain and delta.finish_reason is None and not delta.logprobs and not self._waiting:
             self.output_tokens += len(token_ids)
@@ -115,6 +118,39 @@ class ChoiceText:
                 self.reasoning_tokens = self.output_tokens
             return event
         return TextEvent(self.index, text, reason, logprobs, stopped_by=self._stopped_by())
+
+    def _feed_each(self, delta: Delta) -> TextEvent | None:
+        """Convert a delta of several tokens one by one, so that each is counted as reasoning or not; their events go as one."""
+        events: list[TextEvent] = []
+        raw, packed = "", delta.token_ids
+        for index in range(num_tokens(packed)):
+            start = index * _TOKEN_BYTES
+            is_last = start + _TOKEN_BYTES == len(packed)
+            one = Delta(
+                request_id=delta.request_id,
+                token_ids=PackedTokens(packed[start : start + _TOKEN_BYTES]),
+                finish_reason=delta.finish_reason if is_last else None,
+                logprobs=delta.logprobs[index : index + 1],
+            )
+            self.raw = ""
+            event = self.feed(one)
+            raw += self.raw
+            if event is not None:
+                events.append(event)
+            if self.finished:
+                break
+        self.raw = raw
+        if len(events) < 2:
+            return events[0] if events else None
+        return TextEvent(
+            self.index,
+            "".join(event.text for event in events),
+            events[-1].finish_reason,
+            tuple(logprob for event in events for logprob in event.logprobs),
+            reasoning="".join(event.reasoning for event in events),
+            calls=[call for event in events for call in event.calls],
+            stopped_by=events[-1].stopped_by,
+        )
 
     def _parse(
         self, parser: OutputParser, text: str, reason: str | None, logprobs: tuple[TokenText, ...]
