@@ -19,6 +19,7 @@ from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 ADMIN_TOKEN = "a" * 40
 TIMEOUT_S = 90.0
 TOKENS = 600
+_LISTENING = "0A"  # a state in /proc/net/tcp
 
 
 class Host:
@@ -80,10 +81,10 @@ class Host:
         done = subprocess.run(self.command("curl", "-sS", "-H", header, url), check=True, capture_output=True)
         return json.loads(done.stdout)
 
-    def stream(self, url: str, max_tokens: int = TOKENS) -> "subprocess.Popen[str]":
+    def stream(self, url: str, max_tokens: int = TOKENS, content: str = "Tell me") -> "subprocess.Popen[str]":
         """Begin a seeded stream."""
         body = {
-            "model": "penstock-demo", "messages": [{"role": "user", "content": "Tell me"}], "seed": 7,
+            "model": "penstock-demo", "messages": [{"role": "user", "content": content}], "seed": 7,
             "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
         words = ("curl", "-sSN", "-H", "Content-Type: application/json", "-d", json.dumps(body))
@@ -92,6 +93,13 @@ class Host:
         )
         self._stack.callback(process.kill)
         return process
+
+    def listening_ports(self) -> set[int]:
+        """Give the TCP ports on which processes of this host listen."""
+        tables = self.command("cat", "/proc/net/tcp", "/proc/net/tcp6")
+        done = subprocess.run(tables, check=True, capture_output=True, text=True)
+        rows = [line.split() for line in done.stdout.splitlines()]
+        return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENING}
 
     @staticmethod
     def _end(process: "subprocess.Popen[str]") -> None:

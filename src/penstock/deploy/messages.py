@@ -26,7 +26,7 @@ class WorkerJob(Wire, frozen=True, tag="worker"):
     `role` is the role that it registers with; `home` is the role in the graph whose settings it has, None is `role`: they
     differ after a change of role. `card` is the model it serves, from the files in `model_dir`. `index` is its number among
     its home's workers. `device` is the index of its first device on this machine. `core` is the CPU core of its engine, None
-    for any. `adapters` are its LoRA adapters. `host_part` is its part of the memory that workers share for KV, None without.
+    for any. `ports` are for requests and KV transfers, none for any free ones. `adapters` are its LoRA adapters. `host_part` is its part of the memory that workers share for KV, None without.
     """
 
     worker_id: WorkerId
@@ -36,6 +36,7 @@ class WorkerJob(Wire, frozen=True, tag="worker"):
     index: int = 0
     device: int = 0
     core: int | None = None
+    ports: tuple[int, ...] = ()
     adapters: tuple[str, ...] = ()
     host_part: HostPart | None = None
     home: Role | None = None

@@ -30,6 +30,8 @@ class RuntimeSpec(Config):
     """`tcp://HOST:0` where each worker listens for requests; null is a private Unix socket or, with other hosts, the address by which this host reaches them."""
     advertise: str | None = None
     """Host name or address under which other hosts reach the workers of this one; null is that of `listen`."""
+    ports: str | None = None
+    """`FIRST-LAST`, such as 7500-7599, where workers of this host listen, so that a firewall can let them through: two ports for each worker, one for requests and one for KV transfers, and two more for a worker that takes another's place. null is any free port. NIXL has ports of its own."""
     secret_file: str | None = None
     """File with the deployment's secret, at least 16 characters, which all hosts share; the variable PENSTOCK_SECRET is another place for it. Block hashes are keyed by it, too."""
     events: Literal["direct", "nats"] = "direct"
@@ -69,6 +71,18 @@ class RuntimeSpec(Config):
             _tcp(address)
         return address
 
+    @pydantic.field_validator("ports")
+    @classmethod
+    def _check_ports(cls, ports: str | None) -> str | None:
+        if ports is None:
+            return None
+        found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", ports)
+        if found is None or not 0 < int(found[1]) < int(found[2]) <= _PORT_MAX:
+            raise wrong(
+                f"must be FIRST-LAST with 1 <= FIRST < LAST <= {_PORT_MAX}, as 7500-7599, got {ports!r}"
+            )
+        return ports
+
     @pydantic.field_validator("advertise")
     @classmethod
     def _check_advertise(cls, host: str | None) -> str | None:
@@ -81,6 +95,12 @@ class RuntimeSpec(Config):
         if self.hub is not None and self.join is not None:
             raise wrong(
                 f"a host has a hub of its own or joins another, got hub {self.hub} and join {self.join}; leave one out"
+            )
+        if self.ports is not None and self.listen is None and not self.spans_hosts:
+            raise wrong(f"ports {self.ports} have no effect without listen; set listen: tcp://0.0.0.0:0")
+        if self.ports is not None and self.listen is not None and _tcp(self.listen).port:
+            raise wrong(
+                f"listen {self.listen} names a port and ports is {self.ports}; leave the port 0, and each worker gets two of ports"
             )
         if self.advertise is not None and self.listen is None and not self.spans_hosts:
             raise wrong(
@@ -160,6 +180,7 @@ class RuntimeSpec(Config):
         return self.discovery != "local" or self.hub is not None or self.join is not None
 
 
+_PORT_MAX = 65_535
 _DISCOVERY_SCHEMES = {"etcd": {"http", "https"}, "nats": {"nats", "tls"}}
 _SCHEMES = {"http", "https", "nats", "tls"}
 _KUBERNETES_LEASE_S = 15.0

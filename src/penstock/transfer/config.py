@@ -43,6 +43,8 @@ class TransferConfig(Config):
 
     listen: tuple[ListenAddress, ...] = (IN_PROCESS, SAME_HOST)
     """Where peers reach it: `memory` in the same process, `unix` on the same host, `tcp://HOST:PORT` from anywhere."""
+    advertise: str | None = None
+    """Host name or address by which peers reach the `tcp://` addresses of `listen`; null is that of the address, or of this host."""
     secret: SecretStr = SecretStr("")
     """Shared by the agents of a deployment, beside what each one's metadata carries; never sent."""
     transports: tuple[str, ...] | None = None

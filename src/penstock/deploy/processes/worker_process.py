@@ -60,7 +60,7 @@ async def run_worker(
         ConfigError: the model or a setting is invalid.
         EngineError: the engine died.
     """
-    common = assignment.common
+    common = _listening(assignment.common, job)
     graph = Graph.model_validate_json(common.graph_json)
     role = graph.roles.present()[job.home or job.role]
     name = assignment.name
@@ -128,6 +128,14 @@ def check_peers(graph: Graph, role: RoleSpec, engine: Engine) -> None:
         )
 
 
+def _listening(common: Common, job: WorkerJob) -> Common:
+    """Have the worker listen for requests on its own port, where it has one."""
+    if not job.ports:
+        return common
+    address = Address(host=Address.parse(common.listen).host, port=job.ports[0])
+    return msgspec.structs.replace(common, listen=str(address))
+
+
 def _transfer_agent(graph: Graph, job: WorkerJob, name: str, common: Common) -> TransferAgent:
     """Create the KV transfer agent; it is idle until the first KV transfer, unless the role is prefill or decode.
 
@@ -136,9 +144,11 @@ def _transfer_agent(graph: Graph, job: WorkerJob, name: str, common: Common) -> 
     config, tls = graph.worker.kv_transfer.transfer, graph.runtime.tls
     changes: dict[str, object] = {"secret": SecretStr(common.secret.hex())}
     if common.listen and not any(address.startswith("tcp://") for address in config.listen):
-        host = Address.parse(common.listen).host
-        bracketed = f"[{host}]" if ":" in host else host
-        changes["listen"] = (*config.listen, f"tcp://{bracketed}:0")
+        port = job.ports[1] if job.ports else 0
+        address = Address(host=Address.parse(common.listen).host, port=port)
+        changes["listen"] = (*config.listen, str(address))
+    if common.advertise and config.advertise is None:
+        changes["advertise"] = common.advertise
     if tls is not None and config.tls is None:
         changes["tls"] = TlsConfig(certificate=tls.certificate, key=tls.key, authority=tls.authority)
     return TransferAgent(f"{name}-{job.worker_id}", config.model_copy(update=changes))

@@ -39,6 +39,7 @@ from penstock.deploy.supervisor.output.process_output import ProcessOutput
 from penstock.deploy.supervisor.planning import make_planning
 from penstock.deploy.supervisor.resources.devices import Devices, count_devices
 from penstock.deploy.supervisor.resources.host_arena import HostArena
+from penstock.deploy.supervisor.resources.ports import PortRange, Ports
 from penstock.deploy.supervisor.resources.process_cores import ProcessCores, expect_cores, usable_cores
 from penstock.deploy.supervisor.rollout.applier import Applier
 from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
@@ -118,7 +119,12 @@ class LocalDeployment:
         self._told: Say = say or (lambda *_: None)
         self.pool = WorkerPool(
             self._roles,
-            room=Room(Devices(count_devices()), self._cores, graph.router.workers_max),
+            room=Room(
+                Devices(count_devices()),
+                self._cores,
+                graph.router.workers_max,
+                Ports(None if graph.runtime.ports is None else PortRange.parse(graph.runtime.ports)),
+            ),
             drain_s=worker_drain_s(graph),
         )
         """The workers; once entered, `add`, `retire` and `flip` change them."""

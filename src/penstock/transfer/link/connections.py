@@ -5,6 +5,7 @@ import os
 import socket
 import ssl
 from collections.abc import Coroutine
+from dataclasses import replace
 from itertools import count
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -12,6 +13,7 @@ from weakref import WeakValueDictionary
 from penstock.core.descriptors import Granted
 from penstock.core.errors import PeerLost, PenstockError, ProtocolError, TransferRefused
 from penstock.core.log import get_logger
+from penstock.core.net.address import Address
 from penstock.seams import Transport
 from penstock.transfer.config import IN_PROCESS, SAME_HOST, TransferConfig
 from penstock.transfer.link.grants import GRANTS, GrantRequest, Grants
@@ -77,11 +79,18 @@ class Connections:
         self._group = tasks
         self._loop = asyncio.get_running_loop()
         on_sockets = tuple(address for address in addresses if address != IN_PROCESS)
-        real = self._listener.open(on_sockets, self)
+        real = [self._advertised(address) for address in self._listener.open(on_sockets, self)]
         if IN_PROCESS in addresses:
             _here[self._me.token] = self
             real.insert(0, IN_PROCESS)
         return tuple(real)
+
+    def _advertised(self, address: str) -> str:
+        """Give an address as peers reach it."""
+        host = self._agent.config.advertise
+        if host is None or address == SAME_HOST:
+            return address
+        return str(replace(Address.parse(address), host=host))
 
     def create_task(self, work: Coroutine[object, object, None]) -> "asyncio.Task[None]":
         """Run a task that ends with the agent."""

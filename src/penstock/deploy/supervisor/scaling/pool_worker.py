@@ -22,6 +22,8 @@ class PoolWorker:
     """The role that it has now."""
     devices: tuple[int, ...] = ()
     core: int | None = None
+    ports: tuple[int, ...] = ()
+    """Where it listens for requests and for KV transfers; none for any free ports."""
     target: Role | None = None
     """The role that it is to get; None while it does not change."""
     flips: set["asyncio.Future[None]"] = field(default_factory=set)

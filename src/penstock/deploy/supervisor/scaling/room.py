@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from penstock.core.types.instances import Role
 from penstock.deploy.supervisor.resources.devices import Devices, devices_of
+from penstock.deploy.supervisor.resources.ports import Ports
 from penstock.deploy.supervisor.resources.process_cores import ProcessCores, computes_here
 from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
 from penstock.engine.registry import engine_kind
@@ -14,27 +15,37 @@ from penstock.graph import RoleSpec
 class Room:
     """Bounds of one machine's pool."""
 
-    def __init__(self, devices: Devices, cores: ProcessCores, workers_max: int) -> None:
+    def __init__(
+        self, devices: Devices, cores: ProcessCores, workers_max: int, ports: Ports | None = None
+    ) -> None:
         """Make the bounds.
 
         Args:
             devices: GPUs.
             cores: CPU cores of engines.
             workers_max: most workers that a router knows.
+            ports: where workers listen; None for any free ports.
         """
         self.devices = devices
         self.cores = cores
+        self.ports = Ports(None) if ports is None else ports
         self._workers_max = workers_max
         self._num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
     def give(self, worker: PoolWorker, spec: RoleSpec) -> None:
-        """Give a worker its GPUs and its core.
+        """Give a worker its GPUs, its core and its ports.
 
         Raises:
             RequestError: they are not free (409).
         """
         worker.devices = self.devices.take(worker.name, devices_of(spec))
         worker.core = self.cores.take(worker.name, worker.home, spec)
+        worker.ports = self.ports.take(worker.name)
+
+    def release(self, worker: PoolWorker) -> None:
+        """Free a worker's share, once its processes have ended."""
+        for share in (self.devices, self.cores, self.ports):
+            share.release(worker.name)
 
     def of(self, role: Role, spec: RoleSpec, workers: Sequence[PoolWorker]) -> tuple[int | None, str]:
         """Give (workers that may be added, what stops more); None without a known limit.
@@ -57,6 +68,8 @@ class Room:
             (self.cores.room(spec), f"each needs {self.cores.describe_lack()}"),
             self._declared(role, spec, len(own)),
         ]
+        if (ports := self.ports.room()) is not None:
+            bounds.append((ports, f"each needs {self.ports.describe_lack()}"))
         known = [(room, why) for room, why in bounds if room is not None]
         room, why = min(known, key=lambda bound: bound[0])
         return max(0, room), why

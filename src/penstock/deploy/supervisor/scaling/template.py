@@ -63,6 +63,7 @@ class WorkerTemplate:
             index=worker.index,
             device=worker.devices[0] if worker.devices else 0,
             core=worker.core,
+            ports=worker.ports,
             adapters=self.spec.adapters_of(worker.index),
             host_part=host_part,
             home=worker.home,

@@ -320,8 +320,7 @@ class WorkerPool:
                 self.on_end(worker.name)
 
     def _release(self, worker: PoolWorker) -> None:
-        self._room.devices.release(worker.name)
-        self._room.cores.release(worker.name)
+        self._room.release(worker)
 
     def _note_role(self, worker: PoolWorker, changed: RoleChanged) -> None:
         """Handle a worker's answer to `ChangeRole`, or a change that somebody asked of the worker itself."""
