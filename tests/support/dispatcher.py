@@ -12,7 +12,7 @@ from penstock.core.types.kv.actions import KvAction
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_tokens, unpack_tokens
-from penstock.seams import DeltaSink, RequestStream
+from penstock.seams import DeltaSink, DirectSink, RequestStream
 from tests.support.tokenizer import tiny_card, tiny_model_files
 
 Script = Callable[[Request], AsyncIterator[Delta]]
@@ -130,7 +130,7 @@ class ScriptedStream:
         if close is not None:
             await close()
 
-    async def run(self, sink: DeltaSink) -> None:
+    async def run(self, sink: DeltaSink, direct: DirectSink | None = None) -> None:
         async for delta in self:
             if (hold := sink(delta)) is not None:
                 await hold()

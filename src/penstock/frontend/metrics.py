@@ -194,10 +194,12 @@ class ModelMetrics:
 class RequestTimer:
     """Observes TTFT, ITL and end-to-end time of one request."""
 
-    __slots__ = ("_arrived", "_gap_tokens", "_gaps_s", "_metrics", "_recorder", "ttft_s")
+    __slots__ = ("_arrived", "_gap_tokens", "_gaps_s", "_metrics", "_recorder", "gather", "ttft_s")
 
     def __init__(self, metrics: ModelMetrics, recorder: RequestRecorder | None, arrived: float) -> None:
         self._metrics = metrics
+        self.gather: Callable[[float], None] = metrics.itl.gather
+        """Observes one gap between tokens."""
         self._recorder = recorder
         self._arrived = arrived
         self.ttft_s: float | None = None
@@ -216,6 +218,11 @@ class RequestTimer:
             self._metrics.ttft.observe(self.ttft_s)
             if self._recorder is not None:
                 self._recorder.first_token(self.ttft_s, waited_for_decode=stream.waited_for_decode)
+
+    def add_gaps(self, seconds: float, tokens: int) -> None:
+        """Count gaps for its mean that were gathered one by one."""
+        self._gaps_s += seconds
+        self._gap_tokens += tokens
 
     def finish(self, usage: Usage, now: float, *, failed: bool) -> None:
         """Observe its end at `now`; `failed`: with an error of its own, not as its client left."""

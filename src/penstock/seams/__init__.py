@@ -7,7 +7,16 @@ implementation, the reference for all others.
 
 from penstock.core.routing_context import PriceColumns, RoutingContext
 from penstock.seams.discovery import Discovery, Registration
-from penstock.seams.dispatch import DeltaSink, Hold, RequestDispatcher, RequestStream
+from penstock.seams.dispatch import (
+    DeltaSink,
+    DirectClient,
+    DirectSink,
+    DirectStream,
+    Hold,
+    Interrupt,
+    RequestDispatcher,
+    RequestStream,
+)
 from penstock.seams.engine import (
     Announcing,
     Engine,
@@ -36,6 +45,7 @@ from penstock.seams.request_plane import (
     RequestPlaneClient,
     WorkerService,
     WorkerSink,
+    WrittenTokens,
 )
 from penstock.seams.routing import ExplainedPolicy, HistoryPolicy, RoutingPolicy
 from penstock.seams.scaling import ScalingConnector
@@ -48,6 +58,9 @@ __all__ = [
     "BroadcastSink",
     "Connection",
     "DeltaSink",
+    "DirectClient",
+    "DirectSink",
+    "DirectStream",
     "Discovery",
     "Engine",
     "EventCarrier",
@@ -58,6 +71,7 @@ __all__ = [
     "HealthReporting",
     "HistoryPolicy",
     "Hold",
+    "Interrupt",
     "KvBlocks",
     "KvGrouped",
     "KvLender",
@@ -95,4 +109,5 @@ __all__ = [
     "TransportHost",
     "WorkerService",
     "WorkerSink",
+    "WrittenTokens",
 ]

@@ -1,8 +1,9 @@
 """Dispatch: what a frontend needs of routers and workers."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
@@ -15,6 +16,41 @@ Hold = Callable[[], Awaitable[None]]
 
 DeltaSink = Callable[[Delta], Hold | None]
 """Takes a delta; what it gives is waited for first, while later deltas are merged."""
+
+
+Interrupt = Callable[[Hold | Exception], None]
+"""Ends direct writing: with what is waited for first, or with the error that ends the stream."""
+
+
+class DirectStream(Protocol):
+    """The rule by which a stream's tokens become bytes for its client, and its counts."""
+
+    tokens: int
+    """Tokens that were written by the rule."""
+
+
+class DirectClient(NamedTuple):
+    """Where a direct stream's chunks go, one write each.
+
+    Attributes:
+        transport: of the client's connection.
+        buffer_bytes: with more than this unsent, the client is behind.
+        passed: called with the mean gap in seconds before the tokens of each chunk.
+        interrupted: called with whether the client is gone; else it is behind.
+    """
+
+    transport: asyncio.WriteTransport
+    buffer_bytes: int
+    passed: Callable[[float], object]
+    interrupted: Callable[[bool], None]
+
+
+class DirectSink(Protocol):
+    """A sink's other way: while a stream's deltas are tokens and nothing else, their chunks are written by a rule."""
+
+    def open(self, interrupt: Interrupt) -> tuple[DirectStream, DirectClient] | None:
+        """Give the rule, and where it writes to; None as long as the stream needs its sink."""
+        ...
 
 
 class RequestStream(Protocol):
@@ -30,10 +66,10 @@ class RequestStream(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    async def run(self, sink: DeltaSink) -> None:
+    async def run(self, sink: DeltaSink, direct: DirectSink | None = None) -> None:
         """Call `sink` with each delta, in the turn of the event loop that brings it, until the last one or `stop`. It must not block.
 
-        Deltas of one turn are merged.
+        Deltas of one turn are merged. Those with nothing but tokens may be written by the rule of `direct` instead.
 
         Raises:
             PenstockError: as iterating.

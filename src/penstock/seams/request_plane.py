@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from penstock.core.errors import PenstockError, WorkerLost
 from penstock.core.ids import RequestId, WorkerId
@@ -13,6 +13,8 @@ from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
+from penstock.core.wire import PackedTokens
+from penstock.seams.dispatch import DirectClient, DirectStream
 from penstock.seams.event_carrier import BroadcastSink
 
 Answer = Callable[[PenstockError | KvReport | None], None]
@@ -146,6 +148,10 @@ class WorkerSink(Protocol):
         """Receive the deltas of one step; some may belong to requests that were aborted meanwhile."""
         ...
 
+    def written(self, worker_id: WorkerId, tokens: int) -> None:
+        """Count tokens that direct streams have written."""
+        ...
+
     def push_event(self, worker_id: WorkerId, message: EventMessage) -> None: ...
 
     def push_load(self, worker_id: WorkerId, load: WorkerLoad) -> None: ...
@@ -153,6 +159,14 @@ class WorkerSink(Protocol):
     def lost(self, worker_id: WorkerId, error: WorkerLost) -> None:
         """The connection ended without `close`; nothing more arrives on it. Called once."""
         ...
+
+
+class WrittenTokens(NamedTuple):
+    """What a direct stream has got: packed tokens that were written, those that came and were not, and how many to grant."""
+
+    written: PackedTokens
+    waiting: PackedTokens
+    ungranted: int
 
 
 class Connection(Protocol):
@@ -187,6 +201,17 @@ class Connection(Protocol):
 
     def grant(self, request_id: RequestId, tokens: int) -> None:
         """Allow the worker to send `tokens` more tokens of this request, since its reader has consumed as many."""
+        ...
+
+    def open_direct(self, request_id: RequestId, stream: DirectStream, client: DirectClient) -> bool:
+        """Write a request's tokens by a rule from now on, and grant them, until any other delta of it comes or `close_direct`.
+
+        Each turn's tokens are one chunk; they do not come to the sink. False where this plane cannot.
+        """
+        ...
+
+    def close_direct(self, request_id: RequestId) -> WrittenTokens | None:
+        """End it; None if it is not open. To be called before the next delta of the request is handled."""
         ...
 
     def subscribe(self, after_sequence: int | None, holder: Holder = Holder.WORKER) -> None:

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar, cast
 
 from penstock.core.errors import ProtocolError
 from penstock.core.log import get_logger
-from penstock.core.net.framing import FrameCodec, FrameReader, Goodbye, Ping, Pong, UnknownFrame
+from penstock.core.net.framing import FrameReader, Goodbye, Ping, Pong, UnknownFrame
 
 M = TypeVar("M")
 M_contra = TypeVar("M_contra", contravariant=True)
@@ -21,6 +21,14 @@ _log = get_logger()
 _CREDENTIALS = struct.Struct("iII")
 """SO_PEERCRED: process, user and group id of the peer process."""
 _HELD_BYTES_MAX = 1 << 14
+
+
+class Codec(Protocol[M]):
+    """Encodes and decodes messages, as `FrameCodec` does."""
+
+    def encode(self, message: M) -> bytes: ...
+
+    def decode(self, payload: bytes) -> M | UnknownFrame: ...
 
 
 class ChannelHandler(Protocol[M_contra]):
@@ -54,7 +62,7 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
 
     def __init__(
         self,
-        codec: FrameCodec[M],
+        codec: Codec[M],
         handler: ChannelHandler[M],
         *,
         frame_bytes_max: int,

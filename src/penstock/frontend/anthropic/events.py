@@ -37,6 +37,9 @@ class MessageStream:
         encoded = b"" if self._has_begun else self._begin()
         return encoded + b"".join(self._step(*step) for step in self._blocks.feed(event))
 
+    def around_text(self, index: int) -> None:
+        """Each event has more than text."""
+
     def end(self, usage: Usage) -> bytes:
         encoded = b"" if self._has_begun else self._begin()
         reason, stopped_by = _stop(self._blocks)

@@ -60,7 +60,7 @@ class GenerationRoutes:
                     return self._heads.whole(request, await pending.body(answer))
                 response = SseResponse(request, pending, self._config, self._heads)
                 with response.kept_alive():
-                    await pending.completion.run(response.take)
+                    await pending.completion.run(response.take, writer=response)
                 await response.finish()
         except ConnectionError:
             raise

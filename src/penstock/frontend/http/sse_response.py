@@ -14,6 +14,7 @@ from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import PendingAnswer
 from penstock.frontend.http.heads import Heads
 from penstock.frontend.text.events import TextEvent
+from penstock.runtime.requests.direct_streams import DirectStream
 from penstock.seams import Hold
 
 _HEARTBEAT = b": heartbeat\n\n"  # a comment of the SSE standard
@@ -57,6 +58,7 @@ class SseResponse(web.StreamResponse):
         self._pending = pending
         self._encoder = pending.event_stream()
         self._writer: AbstractStreamWriter | None = None
+        self._direct: list[DirectStream] = []  # that write to the transport themselves
         self._write_buffer_bytes = config.write_buffer_bytes
         self._reader_timeout_s = config.reader_timeout_s
         self._is_chunked = True
@@ -93,6 +95,19 @@ class SseResponse(web.StreamResponse):
             return partial(self._begin_with, chunk)
         self._put(chunk)
         return self._drain if self._is_full else None
+
+    def around_text(self, index: int) -> tuple[bytes, bytes, bool] | None:
+        around = None if self._writer is None else self._encoder.around_text(index)
+        return None if around is None else (*around, self._is_chunked)
+
+    def client(self, stream: DirectStream) -> tuple[asyncio.Transport, int] | None:
+        if stream not in self._direct:
+            self._direct.append(stream)
+        transport = self._request.transport
+        return None if transport is None else (transport, self._write_buffer_bytes)
+
+    def why(self, *, is_gone: bool) -> Hold | Exception:
+        return ConnectionResetError("the client is gone") if is_gone else self._drain
 
     async def finish(self) -> None:
         end = self._encoder.end(self._pending.completion.usage())
@@ -207,7 +222,8 @@ class SseResponse(web.StreamResponse):
     def _on_silence(self) -> None:
         """Send a comment if the stream was silent long enough, and schedule the next check."""
         now_s = self._loop.time()
-        silent_s = now_s - self._sent_s if self._writer is not None else self._stream.heartbeat_s
+        sent_s = max([self._sent_s, *(stream.sent_s for stream in self._direct)])
+        silent_s = now_s - sent_s if self._writer is not None else self._stream.heartbeat_s
         if silent_s >= self._stream.heartbeat_s and (self._beat is None or self._beat.done()):
             self._beat = self._loop.create_task(self._send_comment())
             silent_s = 0.0

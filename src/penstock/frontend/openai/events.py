@@ -117,6 +117,11 @@ class EventStream:
         event = msgspec.structs.replace(event, logprobs=logprobs)
         return start + encode(prompt.text + event.text) + self._after(event)
 
+    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
+        """Give the bytes before and after the text, a JSON string, of a choice's chunks that have nothing else; None before its first one."""
+        start = self._starts.get(index)
+        return None if start is None or self._usage_so_far is not None else (start, self._plain_tail)
+
     def _parsed(self, event: TextEvent) -> bytes:
         """Encode an event with reasoning or tool calls, as one chunk."""
         delta: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from penstock.core.wire import NO_TOKENS, PackedTokens, num_tokens, token_list
 from penstock.frontend.metrics import RequestTimer
 from penstock.frontend.openai.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from penstock.frontend.parsing.parser import OutputParser
+from penstock.frontend.requests.direct_text import ChunkWriter, DirectText
 from penstock.frontend.requests.next_turns import Answer, OnAnswer
 from penstock.frontend.requests.preprocess import PreparedRequest
 from penstock.frontend.text.detokenize import Detokenizer, TextDecoder
@@ -25,6 +26,7 @@ from penstock.frontend.text.events import TextEvent
 from penstock.frontend.text.prompt_part import PromptPart
 from penstock.frontend.text.stops import StopFinder
 from penstock.frontend.text.token_text import TokenText
+from penstock.runtime.requests.direct_streams import is_direct
 from penstock.seams import Hold, RequestDispatcher, RequestStream
 
 _TOKEN_BYTES = 4
@@ -64,12 +66,13 @@ class ChoiceText:
         """Of `output_tokens`, those that came while the answer was reasoning, the marks around it included."""
         self.cached_tokens = 0
         self.finished = False
-        self._decoder: TextDecoder = detokenizer.stream(begins_text=begins_text)
+        self.decoder: TextDecoder = detokenizer.stream(begins_text=begins_text)
         self._finder = StopFinder(stops) if stops else None
         self._decoded = 0  # characters decoded
         self._given = 0  # characters given out
         self._waiting: deque[TokenText] = deque()  # log-probabilities of tokens whose text is held back
-        self._is_plain = not stops and parser is None
+        self.is_plain = not stops and parser is None
+        """Whether its text is that of its tokens, and nothing in it ends the choice."""
 
     def feed(self, delta: Delta) -> TextEvent | None:
         """Convert a delta; None while all its text is held back.
@@ -84,9 +87,9 @@ class ChoiceText:
         if self._parser is not None and len(delta.token_ids) > _TOKEN_BYTES:
             return self._feed_each(delta)
         token_ids = token_list(delta.token_ids)
-        if self._is_plain and delta.finish_reason is None and not delta.logprobs and not self._waiting:
+        if self.is_plain and delta.finish_reason is None and not delta.logprobs and not self._waiting:
             self.output_tokens += len(token_ids)
-            self.raw = text = self._decoder.feed(token_ids)
+            self.raw = text = self.decoder.feed(token_ids)
             if not text:
                 return None
             self._decoded += len(text)
@@ -180,14 +183,14 @@ class ChoiceText:
     def _decode(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> tuple[int | None, str]:
         """Give the number of tokens that completed a stop string (None without one), and the new text."""
         if self._finder is None and not logprobs:
-            text = self._decoder.feed(token_ids)
+            text = self.decoder.feed(token_ids)
             self._decoded += len(text)
             return None, text
         text = ""
         for index, token_id in enumerate(token_ids):
             if index < len(logprobs):
                 self._waiting.append(TokenText(logprobs[index], self._decoded))
-            decoded = self._decoder.feed((token_id,))
+            decoded = self.decoder.feed((token_id,))
             self._decoded += len(decoded)
             if self.output_tokens - len(token_ids) + index < self._min_tokens:
                 text += decoded
@@ -199,7 +202,7 @@ class ChoiceText:
         return None, text
 
     def _end(self) -> tuple[bool, str]:
-        stopped, text = self._find(self._decoder.finish())
+        stopped, text = self._find(self.decoder.finish())
         if not stopped and self._finder is not None:
             text += self._finder.finish()
         return stopped, text
@@ -289,6 +292,7 @@ class Completion:
         self._dispatcher = dispatcher
         self._timer = timer
         plan, prompted = prepared.parser, bool(prepared.prompts) or prepared.drops_output
+        self._direct: list[DirectText] = []
         self._choices = [
             (PromptedChoice if prompted else ChoiceText)(
                 index,
@@ -304,12 +308,13 @@ class Completion:
             if isinstance(choice, PromptedChoice):
                 choice.say(prepared.prompt_of(choice.index), drops_output=prepared.drops_output)
 
-    async def run(self, emit: Emit, *, gathers: bool = False) -> None:
+    async def run(self, emit: Emit, *, gathers: bool = False, writer: ChunkWriter | None = None) -> None:
         """Run until every choice has ended; cancelling this cancels all of them.
 
         Args:
             emit: receives each event, within the call that brings its tokens.
             gathers: tokens wait for others, as nobody sees the answer before its end.
+            writer: gets chunks of plain text in place of events, once it says what is around them.
 
         Raises:
             PenstockError: a choice failed; the others are cancelled.
@@ -319,7 +324,8 @@ class Completion:
         plain = not (prepared.stops or prepared.prompts or prepared.drops_output)
         plain = plain and prepared.logprobs is None and prepared.parser is None
         gathers = gathers and plain
-        run = partial(self._run_choice, emit=emit, gathers=gathers)
+        writer = writer if plain and self._on_answer is None else None
+        run = partial(self._run_choice, emit=emit, gathers=gathers, writer=writer)
         try:
             streams = self._open()
             if len(self._choices) == 1:
@@ -349,12 +355,16 @@ class Completion:
 
     def tokens(self) -> tuple[int, int]:
         """Count (prompt, output) tokens so far, as `usage` does."""
-        return self._prepared.prompt_tokens, sum(choice.output_tokens for choice in self._choices)
+        return self._prepared.prompt_tokens, self._output_tokens()
+
+    def _output_tokens(self) -> int:
+        by_sinks = sum(choice.output_tokens for choice in self._choices)
+        return by_sinks + sum(direct.tokens for direct in self._direct)
 
     def usage(self) -> Usage:
         """Count tokens so far: each prompt once, and the output of every choice."""
         prompt_tokens = self._prepared.prompt_tokens
-        output_tokens = sum(choice.output_tokens for choice in self._choices)
+        output_tokens = self._output_tokens()
         cached_tokens = sum(
             choice.cached_tokens for choice in self._choices[:: self._prepared.choices_per_prompt]
         )
@@ -378,17 +388,29 @@ class Completion:
         return streams
 
     async def _run_choice(
-        self, choice: ChoiceText, request: Request, opened: RequestStream, *, emit: Emit, gathers: bool
+        self,
+        choice: ChoiceText,
+        request: Request,
+        opened: RequestStream,
+        *,
+        emit: Emit,
+        gathers: bool,
+        writer: ChunkWriter | None,
     ) -> None:
         timer, clock = self._timer, asyncio.get_running_loop().time
         last: float | None = None
         decisions: Sequence[object] = ()
         gathered = bytearray()
+        direct: DirectText | None = None
+        if writer is not None and is_direct(choice.decoder):
+            direct = DirectText(choice.index, choice.decoder, timer, writer)
+            self._direct.append(direct)
 
         def take(delta: Delta) -> Hold | None:
             nonlocal last
             if delta.token_ids:
                 now = clock()
+                last = last if direct is None else direct.step(now)
                 timer.tokens(len(delta.token_ids) >> 2, now, last, opened)
                 last = now
             if gathers:
@@ -416,9 +438,11 @@ class Completion:
         try:
             async with opened as stream:
                 decisions = self._explained(request)
-                await stream.run(take)
+                await stream.run(take, direct)
         finally:
             choice.output_tokens += num_tokens(bytes(gathered))
+            if direct is not None:
+                direct.finish()
         if not choice.finished:
             raise EngineError("the worker's stream ended without a finish reason; try again")
 

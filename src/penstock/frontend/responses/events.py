@@ -26,6 +26,9 @@ class ResponseStream:
     def event(self, event: TextEvent) -> bytes:
         return self._begin() + b"".join(self._step(*step) for step in self._blocks.feed(event))
 
+    def around_text(self, index: int) -> None:
+        """Each event has more than text."""
+
     def end(self, usage: Usage) -> bytes:
         begun = self._begin()
         _remember(self._context, self._blocks)

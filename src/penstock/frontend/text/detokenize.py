@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import msgspec
 from tokenizers import Tokenizer
 
+from penstock.core.native import native
+
 REPLACEMENT = "�"
 _WINDOW_TOKENS_MAX = 16  # no character takes more tokens: undecodable bytes this long stay so
 
@@ -45,9 +47,8 @@ class Detokenizer:
         self._token_bytes: Callable[[int], bytes]
         self._new: Callable[[bool], TextDecoder]
         if [step.get("type") for step in steps] == ["ByteLevel"]:
-            table = _ByteTable(vocabulary, skip=self._special)
             self._token_bytes = _ByteTable(vocabulary).__getitem__
-            self._new = lambda _: _ByteDecoder(table)
+            self._new = _byte_decoders(_ByteTable(vocabulary, skip=self._special))
         elif (rule := _PieceRule.read(steps)) is not None:
             pieces = _PieceTable(vocabulary, rule, skip=self._special)
             self._token_bytes = _PieceTable(vocabulary, rule).token_bytes
@@ -118,7 +119,7 @@ class _ByteTable(dict[int, bytes]):
         self._skip = skip
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._skip else self._vocabulary(token_id)
+        token = None if token_id in self._skip or token_id < 0 else self._vocabulary(token_id)
         if token is None:
             content = b""
         elif all(character in BYTE_OF for character in token):
@@ -129,7 +130,7 @@ class _ByteTable(dict[int, bytes]):
         return content
 
 
-class _ByteDecoder:
+class ByteDecoder:
     """Byte-level BPE: the tokens' bytes are UTF-8 text; an unfinished character is held back."""
 
     __slots__ = ("_held", "_table")
@@ -149,6 +150,14 @@ class _ByteDecoder:
         text = self._held.decode("utf-8", "replace")
         self._held = b""
         return text
+
+
+def _byte_decoders(table: _ByteTable) -> Callable[[bool], TextDecoder]:
+    """Give what makes decoders that share a table; the native ones keep one of their own."""
+    if native is None:
+        return lambda _: ByteDecoder(table)
+    decoder, tokens = native.ByteDecoder, native.TokenTable(table.__missing__)
+    return lambda _: decoder(tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from penstock.core.types.requests import Delta, FinishReason, KvHandle, Request
 from penstock.core.wire import num_tokens
 from penstock.router.candidates import Route, ScoredCandidates
 from penstock.router.dispatch.attempt import Attempt, DecodeSide
+from penstock.router.dispatch.direct import DirectWay
 from penstock.router.dispatch.journeys import Journey, Way
 from penstock.router.dispatch.progress import Progress, begun
 from penstock.router.dispatch.reader import Reader
@@ -33,7 +34,7 @@ from penstock.router.dispatch.siblings import Siblings
 from penstock.router.queue.request_queue import Ticket
 from penstock.router.retries.retry_state import RetryState, is_move
 from penstock.router.workers.member import identity
-from penstock.seams import DeltaSink
+from penstock.seams import DeltaSink, DirectSink
 
 
 class OpenRequest:
@@ -57,6 +58,7 @@ class OpenRequest:
         self._error: PenstockError | None = None
         self._finish_reason: FinishReason | None = None
         self._reader = Reader()
+        self._direct = DirectWay(request.request_id, self._reader.interrupt)
         self.wake, self.stop = self._reader.wake, self._reader.stop
         self.kv_transfers = 0  # times its prompt was computed by a prefill worker
         self.waited_for_decode = False
@@ -87,11 +89,9 @@ class OpenRequest:
             self._deadline_timer = self._loop.call_at(self._deadline_at_s, self._expire)
         try:
             await self._attempt_until_sent()
-        except PenstockError as error:
-            self.fail(error)
-            self._leave()
-            raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, PenstockError):
+                self.fail(error)
             self._leave()
             raise
         return self
@@ -110,7 +110,8 @@ class OpenRequest:
                 raise StopAsyncIteration
         return self._take(self._progress)
 
-    async def run(self, sink: DeltaSink) -> None:
+    async def run(self, sink: DeltaSink, direct: DirectSink | None = None) -> None:
+        self._direct.sink = direct
         with self._reader.taking(sink):
             self.pass_on()
             while await self._reader.settle() or await self._goes_on():
@@ -139,6 +140,8 @@ class OpenRequest:
         progress, reader = self._progress, self._reader
         if progress is not None and progress.unread and reader.takes:
             reader.pass_on(self._take(progress))
+            if reader.takes:
+                self._direct.open(self._attempt, progress)
 
     @property
     def migrations(self) -> int:
@@ -172,6 +175,7 @@ class OpenRequest:
             self.wake()
 
     def on_delta(self, delta: Delta) -> None:
+        self._direct.close()
         attempt, progress = self._attempt, self._progress
         assert attempt is not None, "deltas come during an attempt only"
         assert progress is not None, "and there is progress since the first"
@@ -259,9 +263,8 @@ class OpenRequest:
     def _is_queued(self, ticket: Ticket, candidates: ScoredCandidates) -> bool:
         """Say whether it waits in the request queue. A request that has tokens, was refused or has waited does not wait again."""
         has_begun = self._has_waited or self.output_tokens > self.request.num_emitted
-        is_late = (
-            has_begun or self._retry_state.avoided or self._retry_state.lost or self.siblings.place(self)
-        )
+        state = self._retry_state
+        is_late = has_begun or state.avoided or state.lost or self.siblings.place(self)
         return not is_late and self._shared.request_queue.stops(ticket, candidates)
 
     def _send_by(self, candidates: ScoredCandidates) -> bool:
@@ -379,9 +382,8 @@ class OpenRequest:
             self._attempt = attempt.prefilled(request, handle, self)
             self._way.add(self._attempt.leg)
         except (WorkerLost, Overloaded) as error:
-            (self._retry_state.lost if isinstance(error, WorkerLost) else self._retry_state.avoided).add(
-                decode_id
-            )
+            state = self._retry_state
+            (state.lost if isinstance(error, WorkerLost) else state.avoided).add(decode_id)
             self._interrupt(StaleRoute(error.message))
         except PenstockError as error:
             self.fail(error)
@@ -422,6 +424,7 @@ class OpenRequest:
             self._release()
 
     def _release(self) -> None:
+        self._direct.close()
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             self._shared.retry_guard.isolation.leave(self)

@@ -1,5 +1,7 @@
 """A request's tokens so far: what its reader has not taken yet, and the request that goes on elsewhere."""
 
+from typing import Protocol
+
 import msgspec
 import numpy as np
 
@@ -13,6 +15,13 @@ from penstock.router.workers.member import identity
 
 _TARGET_SHARE_MIN = 0.1
 """Share of the TTFT target that a worker is chosen by at least, however long the request has waited."""
+
+
+class Counted(Protocol):
+    """Tokens that come without passing here for now."""
+
+    @property
+    def tokens(self) -> int: ...
 
 
 class Progress:
@@ -33,7 +42,9 @@ class Progress:
             RequestError: the number of block hashes does not fit the model's block size.
         """
         self.prompt_tokens = num_tokens(request.token_ids) - request.num_emitted
-        self.output_tokens = self._emitted_before = request.num_emitted
+        self._output_tokens = self._emitted_before = request.num_emitted
+        self.direct: Counted | None = None
+        """Counts the tokens that come by a direct stream, until `wrote` gets them."""
         self.cached_tokens: int | None = None
         """Prompt tokens that the first worker had cached; a later one also finds the output cached."""
         self.taken_tokens = 0
@@ -63,12 +74,23 @@ class Progress:
                 param="block_hashes",
             )
 
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens received, including those that came with the request."""
+        return self._output_tokens + (0 if self.direct is None else self.direct.tokens)
+
+    def wrote(self, token_ids: PackedTokens) -> None:
+        """Add what a direct stream has written: the reader has it."""
+        self._output += token_ids
+        self._output_tokens += len(token_ids) >> 2
+        self.taken_tokens += len(token_ids) >> 2
+
     def add(self, delta: Delta) -> None:
         """Add what a worker sent; the caller handles its error."""
         if delta.prompt_logprobs:
             delta = self._report(delta)
         self._output += delta.token_ids
-        self.output_tokens += len(delta.token_ids) >> 2
+        self._output_tokens += len(delta.token_ids) >> 2
         if delta.cached_tokens is not None:
             if self.cached_tokens is None:
                 self.cached_tokens = delta.cached_tokens
@@ -106,7 +128,7 @@ class Progress:
             self._request = msgspec.structs.replace(
                 request,
                 token_ids=PackedTokens(b"".join((request.token_ids, self._output))),
-                num_emitted=self.output_tokens,
+                num_emitted=self._output_tokens,
             )
             self._output.clear()
             self._extend_hashes()

@@ -77,6 +77,14 @@ class Reader:
         if self._hold is not None or self._failure is not None:
             self.wake()
 
+    def interrupt(self, why: Hold | Exception) -> None:
+        """Wait for something before the sink takes again, or end with an error of the sink's."""
+        if isinstance(why, Exception):
+            self._failure = why
+        else:
+            self._hold = why
+        self.wake()
+
     async def settle(self) -> bool:
         """Wait until the sink takes again; False if it takes already. Raises what it raised."""
         if self._failure is not None:

@@ -261,6 +261,9 @@ class MemberSink:
         if num_bytes:
             self._connector._metrics.output_tokens.inc(num_bytes >> 2)
 
+    def written(self, worker_id: WorkerId, tokens: int) -> None:  # noqa: ARG002
+        self._connector._metrics.output_tokens.inc(tokens)
+
     def push_event(self, worker_id: WorkerId, message: EventMessage) -> None:  # noqa: ARG002
         if self.feeds is not None and not self.ended:
             self.feeds.push(message)

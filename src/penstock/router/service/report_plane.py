@@ -13,7 +13,7 @@ from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Prefetch, Request
 from penstock.runtime.events.feed import EventFeed
 from penstock.runtime.events.publisher import EventPublisher
-from penstock.seams import Connection, WorkerSink
+from penstock.seams import Connection, DirectClient, DirectStream, WorkerSink
 
 
 class ReportPlane:
@@ -68,6 +68,12 @@ class _ReportConnection:
 
     def grant(self, request_id: RequestId, tokens: int) -> None:
         """Leave it to the gateway."""
+
+    def open_direct(self, request_id: RequestId, stream: DirectStream, client: DirectClient) -> bool:  # noqa: ARG002
+        return False  # no deltas come
+
+    def close_direct(self, request_id: RequestId) -> None:
+        """None is open."""
 
     def subscribe(self, after_sequence: int | None, holder: Holder = Holder.WORKER) -> None:  # noqa: ARG002 - servers tell of themselves
         self._feed.subscribe(after_sequence)

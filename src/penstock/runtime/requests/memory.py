@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.core.errors import PenstockError, WorkerLost, from_info
 from penstock.core.ids import RequestId, WorkerId
+from penstock.core.net.framing import LENGTH_BYTES
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage, Holder
 from penstock.core.types.instances import Instance
@@ -24,14 +25,14 @@ from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import encode
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.calls import Calls
+from penstock.runtime.requests.direct_deltas import DirectDeltas, Grants
 from penstock.runtime.requests.fetch import FileReceiver, missing_file
-from penstock.runtime.requests.frames import UNENCODABLE, cannot_be_sent
+from penstock.runtime.requests.frames import CODEC, UNENCODABLE, Deltas, cannot_be_sent
 from penstock.runtime.requests.outbox import Outbox
-from penstock.seams import EventSource, WorkerService, WorkerSink
+from penstock.seams import DirectClient, DirectStream, EventSource, WorkerService, WorkerSink, WrittenTokens
 
 _requests = msgspec.msgpack.Decoder(Request)
 _prefetches = msgspec.msgpack.Decoder(Prefetch)
-_deltas = msgspec.msgpack.Decoder(tuple[Delta, ...])
 _loads = msgspec.msgpack.Decoder(WorkerLoad)
 _events = msgspec.msgpack.Decoder(EventMessage)
 
@@ -101,6 +102,7 @@ class _Link:
         self._load: WorkerLoad | None = None
         self.calls: Calls[KvReport | None] = Calls()
         self.expansions: Calls[ExpandedPrompt] = Calls()
+        self.direct = DirectDeltas(max(1, server.config.window_tokens // 4), self._written)
         self._outbox = Outbox(
             window_tokens=server.config.window_tokens,
             stream_bytes_max=server.config.stream_bytes_max,
@@ -119,10 +121,17 @@ class _Link:
     def push(self, deltas: Sequence[Delta]) -> None:
         now = self._outbox.offer(deltas, writable=self.up)
         if now:
-            self.later(self._push, encode(now))
+            self.later(self._push, CODEC.encode(Deltas(deltas=tuple(now))))
 
     def _push(self, frame: bytes) -> None:
-        self.sink.push(self.worker_id, _deltas.decode(frame))
+        message = self.direct.decode(frame[LENGTH_BYTES:])
+        if isinstance(message, Deltas):
+            self.sink.push(self.worker_id, message.deltas)
+
+    def _written(self, tokens: int, grants: Grants) -> None:
+        self.sink.written(self.worker_id, tokens)
+        for request_id, granted in grants:
+            self.later(self.grant, request_id, granted)
 
     def push_load(self, load: WorkerLoad) -> None:
         if self._load is None:
@@ -155,7 +164,7 @@ class _Link:
         self._outbox.grant(request_id, tokens)
         now = self._outbox.take()
         if now:
-            self.later(self._push, encode(now))
+            self.later(self._push, CODEC.encode(Deltas(deltas=tuple(now))))
 
     def subscribe(self, after_sequence: int | None, holder: Holder) -> None:
         if holder not in self._events:
@@ -236,6 +245,13 @@ class MemoryConnection:
 
     def grant(self, request_id: RequestId, tokens: int) -> None:
         self._link.later(self._link.grant, request_id, tokens)
+
+    def open_direct(self, request_id: RequestId, stream: DirectStream, client: DirectClient) -> bool:
+        self._link.direct.open(request_id, stream, client)
+        return True
+
+    def close_direct(self, request_id: RequestId) -> WrittenTokens | None:
+        return self._link.direct.close(request_id)
 
     def subscribe(self, after_sequence: int | None, holder: Holder = Holder.WORKER) -> None:
         self._link.later(self._link.subscribe, after_sequence, holder)

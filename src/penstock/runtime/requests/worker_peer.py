@@ -30,6 +30,7 @@ from penstock.core.types.requests import Prefetch, Request
 from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.calls import Calls
+from penstock.runtime.requests.direct_deltas import DirectDeltas, Grants
 from penstock.runtime.requests.fetch import FileReceiver
 from penstock.runtime.requests.frames import (
     CODEC,
@@ -52,7 +53,7 @@ from penstock.runtime.requests.frames import (
     Unsubscribe,
     cannot_be_sent,
 )
-from penstock.seams import EventCarrier, WorkerSink
+from penstock.seams import DirectClient, DirectStream, EventCarrier, WorkerSink, WrittenTokens
 
 _log = get_logger()
 
@@ -83,8 +84,10 @@ class WorkerPeer:
             config: bounds and times.
             carrier: brings new KV events and load reports; None: the connection does.
         """
+        self._grant_tokens = max(1, config.window_tokens // 4)
+        self._direct = DirectDeltas(self._grant_tokens, self._written)
         self.channel: FrameChannel[Frame] = FrameChannel(
-            CODEC,
+            self._direct,
             self,
             frame_bytes_max=config.frame_bytes_max,
             write_buffer_bytes=config.write_buffer_bytes,
@@ -104,7 +107,6 @@ class WorkerPeer:
         self._closing = False
         self._ungranted: dict[RequestId, int] = {}  # open requests -> tokens consumed and not granted yet
         self._grants: dict[RequestId, int] = {}  # to send in the next turn of the loop
-        self._grant_tokens = max(1, config.window_tokens // 4)
         self._fetches: dict[int, _Fetching] = {}
         self._fetch_ids = count(1)
         self._calls: Calls[KvReport | None] = Calls()
@@ -184,6 +186,18 @@ class WorkerPeer:
         if not self._grants:
             asyncio.get_running_loop().call_soon(self._send_grants)
         self._grants[request_id] = self._grants.get(request_id, 0) + ungranted
+
+    def open_direct(self, request_id: RequestId, stream: DirectStream, client: DirectClient) -> bool:
+        self._direct.open(request_id, stream, client)
+        return True
+
+    def close_direct(self, request_id: RequestId) -> WrittenTokens | None:
+        return self._direct.close(request_id)
+
+    def _written(self, tokens: int, grants: Grants) -> None:
+        self._sink.written(self.worker_id, tokens)
+        if grants:
+            self.channel.send(Grant(grants=tuple(grants)))
 
     def subscribe(self, after_sequence: int | None, holder: Holder = Holder.WORKER) -> None:
         self._followed.add(holder)

@@ -25,7 +25,7 @@ from penstock.runtime.requests.calls import Calls
 from penstock.runtime.requests.fetch import FileReceiver, missing_file
 from penstock.runtime.requests.frames import UNENCODABLE, cannot_be_sent
 from penstock.runtime.requests.outbox import Outbox
-from penstock.seams import EventSource, WorkerService, WorkerSink
+from penstock.seams import DirectClient, DirectStream, EventSource, WorkerService, WorkerSink
 from penstock.sim.world.network import Pipe, SimNetwork
 
 _FRAME_BYTES = 64  # size of a message besides hashes; a step's tokens are negligible
@@ -354,6 +354,12 @@ class SimConnection:
     def grant(self, request_id: RequestId, tokens: int) -> None:
         if self._link.frontend_up:
             self._link.send_grant(request_id, tokens)
+
+    def open_direct(self, request_id: RequestId, stream: DirectStream, client: DirectClient) -> bool:  # noqa: ARG002
+        return False  # messages are not encoded here
+
+    def close_direct(self, request_id: RequestId) -> None:
+        """None is open."""
 
     def subscribe(self, after_sequence: int | None, holder: Holder = Holder.WORKER) -> None:
         link = self._link

@@ -18,6 +18,7 @@ class RecordingSink:
         self.deltas: dict[str, list[Delta]] = {}
         self.frame_sizes: list[int] = []
         """Deltas in each push."""
+        self.written_tokens = 0
         self.loads: list[WorkerLoad] = []
         self.events: list[EventMessage] = []
         self.on_event: Callable[[EventMessage], None] = lambda _message: None
@@ -28,6 +29,10 @@ class RecordingSink:
         self.frame_sizes.append(len(deltas))
         for delta in deltas:
             self.deltas.setdefault(delta.request_id, []).append(delta)
+        self._note(worker_id)
+
+    def written(self, worker_id: WorkerId, tokens: int) -> None:
+        self.written_tokens += tokens
         self._note(worker_id)
 
     def push_event(self, worker_id: WorkerId, message: EventMessage) -> None:
