@@ -2,6 +2,7 @@
 
 import fcntl
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -46,6 +47,18 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.folder_durations and _PROCESS is None:
         config.pluginmanager.register(FolderDurations())
+
+
+def pytest_sessionstart() -> None:
+    """Collect no garbage while modules are imported and tests collected: there is hardly any, and it takes a fifth of the time."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage among what tests make from now on; what modules have made stays."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
