@@ -180,7 +180,7 @@ for pair in (
     pair.settings = settings(stateful_step_count=50)
 
 
-@pytest.mark.parametrize("tenant_blocks", [400, 120])
+@pytest.mark.parametrize("tenant_blocks", [pytest.param(400, marks=pytest.mark.slow), 120])
 @pytest.mark.parametrize("policy", ["lru", "lfu", "arc", "s3-fifo", "seconds"])
 def test_policies_evict_alike_through_thousands_of_requests(policy, tenant_blocks):
     """Chats, one-shot prompts behind shared prefixes and scans: enough that `seconds` learns and forgets."""

@@ -80,11 +80,11 @@ def conversations(count: int, turns: int) -> Workload:
     ("load", "replicas"),
     [
         (steady(10.0, 40.0, seed=1), {Role.AGGREGATED: 1}),
-        (steady(44.0, 40.0, seed=1), {Role.AGGREGATED: 2}),
-        (longer(steady(8.0, 40.0, seed=1), 6.0), {Role.AGGREGATED: 2}),
-        (steady(30.0, 30.0, seed=1), {Role.PREFILL: 1, Role.DECODE: 2}),
+        pytest.param(steady(44.0, 40.0, seed=1), {Role.AGGREGATED: 2}, marks=pytest.mark.slow),
+        pytest.param(longer(steady(8.0, 40.0, seed=1), 6.0), {Role.AGGREGATED: 2}, marks=pytest.mark.slow),
+        pytest.param(steady(30.0, 30.0, seed=1), {Role.PREFILL: 1, Role.DECODE: 2}, marks=pytest.mark.slow),
         (longer(steady(9.0, 30.0, seed=1), 6.0), {Role.PREFILL: 2, Role.DECODE: 1}),
-        (conversations(30, 6), {Role.AGGREGATED: 2}),
+        pytest.param(conversations(30, 6), {Role.AGGREGATED: 2}, marks=pytest.mark.slow),
     ],
     ids=["one", "two", "long prompts", "disaggregated", "disaggregated, long prompts", "prefixes"],
 )

@@ -20,7 +20,7 @@ def hidden(path, prompt: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-@pytest.mark.parametrize("max_batch_tokens", [48, 2048])
+@pytest.mark.parametrize("max_batch_tokens", [48, pytest.param(2048, marks=pytest.mark.slow)])
 def test_they_equal_those_of_transformers(engine, reference, checkpoint, architecture, max_batch_tokens):
     made, expected = engine(architecture, max_batch_tokens=max_batch_tokens), reference(architecture)
     embedding = [

@@ -15,7 +15,9 @@ def digest(values):
     return Digest(count=len(values), total=sum(values), buckets=buckets)
 
 
-@pytest.mark.parametrize(("count", "share"), [(20, 0.1), (200, 0.1), (500, 0.01), (5000, 0.1)])
+@pytest.mark.parametrize(
+    ("count", "share"), [(20, 0.1), (200, 0.1), (500, 0.01), pytest.param(5000, 0.1, marks=pytest.mark.slow)]
+)
 def test_an_slo_that_is_just_met_is_hardly_ever_missed(count, share):
     rng = random.Random(1)
     target = 1.0

@@ -111,7 +111,9 @@ async def answer(dispatcher: Dispatcher, request: Request) -> tuple[list[int], O
 
 @pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("is_deadly", [False, True], ids=["steps fail", "workers die"])
-@pytest.mark.parametrize("from_tokens", [0, 60], ids=["at once", "later"])
+@pytest.mark.parametrize(
+    "from_tokens", [pytest.param(0, marks=pytest.mark.slow), 60], ids=["at once", "later"]
+)
 def test_a_request_that_fails_wherever_it_goes_ends_soon_and_takes_nobody_with_it(
     num_workers: int, from_tokens: int, *, is_deadly: bool
 ) -> None:

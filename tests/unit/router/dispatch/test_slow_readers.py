@@ -40,7 +40,7 @@ def parked(dispatcher):
     return dispatcher._shared.metrics.parked._value.get()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("limits", [SMALL, SMALL.model_copy(update={"connection_bytes_max": 2048})])
 def test_a_slow_reader_gets_every_token_once_while_its_engine_does_without_it(workers, limits):
     async def main():

@@ -74,7 +74,9 @@ def lines(monkeypatch):
     structlog.contextvars.clear_contextvars()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [POLICIES[0], *(pytest.param(policy, marks=pytest.mark.slow) for policy in POLICIES[1:])]
+)
 def test_both_workers_of_a_request_are_chosen_again(policy, lines):
     replayed = list(Replay().run(lines(policy)))
     assert [(one.request_id, one.worker, one.again) for one in replayed if one.differs] == []

@@ -96,7 +96,18 @@ def test_without_a_prefill_worker_decode_workers_serve_alone_and_it_is_used_once
     run_scenario(scene)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.065, 0.08, 0.12, 0.2])
+@pytest.mark.parametrize(
+    "after_s",
+    [
+        0.0,
+        0.02,
+        pytest.param(0.05, marks=pytest.mark.slow),
+        0.065,
+        0.08,
+        pytest.param(0.12, marks=pytest.mark.slow),
+        0.2,
+    ],
+)
 @pytest.mark.parametrize("victim", ["p0", "d0"])
 def test_whoever_dies_the_stream_goes_on(victim, after_s):
     asked = request("a")
