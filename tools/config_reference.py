@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pydantic
 
-from penstock.core.field_docs import field_docs
+from penstock.core.config import field_docs
 from penstock.graph import Graph
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"

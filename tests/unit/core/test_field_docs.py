@@ -1,7 +1,6 @@
 """Docstrings of settings are read from their source."""
 
-from penstock.core.config import Config
-from penstock.core.field_docs import field_docs
+from penstock.core.config import Config, field_docs
 
 
 class _Base(Config):

@@ -10,8 +10,7 @@ from typing import Any, get_args
 import pydantic
 from pydantic.json_schema import PydanticJsonSchemaWarning
 
-from penstock.core.config import Config
-from penstock.core.field_docs import field_docs
+from penstock.core.config import Config, field_docs
 
 Schema = dict[str, Any]
 OPEN: Schema = {"x-kubernetes-preserve-unknown-fields": True}
