@@ -85,6 +85,22 @@ def test_a_request_that_leaves_takes_the_load_from_nobody():
     stage.check_free()
 
 
+def test_a_request_preempted_while_its_load_is_under_way_waits_for_it_again():
+    stage = Stage()
+    stage.begin("a")
+    stage.begin("b")
+    stage.end()
+    stage.leave("a")  # before it was told of the first chunk
+    stage.begin("a")
+    assert len(stage.tier.loads) == 2, "the load goes on for the other, and serves both"
+    while stage.tier.loads:
+        stage.end()
+    assert stage.take() == {"a": 10, "b": 10}
+    assert stage.held["a"] == stage.held["b"]
+    assert stage.kv.counts[0].loads == 1
+    stage.check_free()
+
+
 def test_a_load_ends_once_all_have_left_and_nobody_joins_it_then():
     stage = Stage()
     for name in "ab":
