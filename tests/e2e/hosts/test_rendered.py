@@ -27,6 +27,8 @@ from tests.support.rendered import by_kind, pods
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 120.0
+NETWORK = f"127.{1 + os.getpid() % 250}.{os.getpid() // 250 % 250}"
+"""Of loopback addresses that no other run of the test has."""
 SECRET, TOKEN = "a secret of the test", "t" * 40
 
 
@@ -154,13 +156,13 @@ def test_rendered_pods_answer_and_open_the_ports_that_they_declare(tmp_path):
         running = {}
         for name, template in pods(objects).items():
             for number in range(replicas[name]):
-                address = f"127.0.7.{len(running) + 1}"
+                address = f"{NETWORK}.{len(running) + 1}"
                 pod = f"{name}-{number}"
                 running[pod] = Pod(pod, address, template, config["data"], tmp_path / pod, extra, stack)
         for pod in running.values():
             until(lambda pod=pod: pod.probe("readinessProbe") == 200)
             assert pod.probe("startupProbe") == pod.probe("livenessProbe") == 200
-        url = f"http://127.0.7.1:{port}"
+        url = f"http://{NETWORK}.1:{port}"
         assert next(iter(running)) == "chat-frontend-0"
         until(lambda: len(ready_workers(url)) == 3)
         status, answer = chat(url)
