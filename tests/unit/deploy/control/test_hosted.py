@@ -1,6 +1,7 @@
 """Which deployment of a host a command means, and which of them lives."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,15 @@ NO_ORIGIN = None
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def short_path():
+    """Give a directory whose path leaves room for that of a socket."""
+    with tempfile.TemporaryDirectory(prefix="p-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def place(short_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     made = []
 
     def make(name, origin=NO_ORIGIN, *, lives=True):
