@@ -1,4 +1,4 @@
-"""Writes the field tables of docs/configuration.md from the Config classes: `python tools/config_reference.py`."""
+"""Writes the field tables of docs/configuration.md, and deploy/kubernetes/crd.yaml, from the Config classes: `python tools/config_reference.py`."""
 
 import re
 import sys
@@ -9,9 +9,13 @@ from typing import Any, get_args
 import pydantic
 
 from penstock.core.config import field_docs
+from penstock.deploy.manifests.yaml_text import dump_all
+from penstock.deploy.operator.definitions import definitions
 from penstock.graph import Graph
 
-PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+_ROOT = Path(__file__).parents[1]
+PAGE = _ROOT / "docs" / "configuration.md"
+DEFINITIONS = _ROOT / "deploy" / "kubernetes" / "crd.yaml"
 BEGIN, END = "<!-- fields: made by tools/config_reference.py -->\n", "<!-- end of fields -->\n"
 _REPEATED = {"roles.prefill", "roles.decode"}  # the same fields as roles.aggregated
 
@@ -57,6 +61,8 @@ def render(page: str) -> str:
 
 if __name__ == "__main__":
     page = PAGE.read_text(encoding="utf-8")
+    crds = dump_all(definitions())
     if "--check" in sys.argv:
-        sys.exit(render(page) != page)
+        sys.exit(render(page) != page or DEFINITIONS.read_text(encoding="utf-8") != crds)
     PAGE.write_text(render(page), encoding="utf-8")
+    DEFINITIONS.write_text(crds, encoding="utf-8")
