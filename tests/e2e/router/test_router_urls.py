@@ -196,8 +196,8 @@ def test_a_problem_that_cannot_be_noted_does_not_end_the_watching(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--url", "http://127.0.0.1:1"], "MODEL and --url need each other"),
-        ([str(MODEL_DIR)], "MODEL and --url need each other"),
+        (["--url", "http://127.0.0.1:1"], "MODEL and either --url or --pool need each other"),
+        ([str(MODEL_DIR)], "MODEL and either --url or --pool need each other"),
         ([str(MODEL_DIR), "--url", "ftp://x"], "must be like http://host:8000, got 'ftp://x'"),
         (["/no/such/model", "--url", "http://127.0.0.1:1"], "no such directory: /no/such/model"),
         ([str(MODEL_DIR), "--prefill-url", "http://a"], "add --decode-url"),

@@ -4,7 +4,7 @@ import asyncio
 import random
 import signal
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +13,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from penstock.core.config import wrong
+from penstock.core.errors import ConfigError
 from penstock.core.net.address import Address
 from penstock.core.types.instances import Role
 from penstock.deploy.commands.serve import say
@@ -20,13 +21,21 @@ from penstock.deploy.processes.location import location_here
 from penstock.deploy.processes.watched_servers import WatchedServers
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.paged.model.checkpoint import Checkpoint
+from penstock.frontend.endpoint_picker.config import EndpointPickerConfig
+from penstock.frontend.endpoint_picker.picker import Picker
+from penstock.frontend.endpoint_picker.pool import PoolServers
 from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
 from penstock.frontend.limits.access import Access
+from penstock.frontend.limits.receive_budget import ReceiveBudget
 from penstock.frontend.requests.route_model import RouteModel
 from penstock.frontend.tenants.tenants import Tenants
 from penstock.router.config import DisaggConfig
 from penstock.router.service.routing_service import RoutingService
 from penstock.router.service.servers import ANY_LENGTH
+from penstock.runtime.kubernetes.access import KubernetesAccess
+from penstock.runtime.kubernetes.client import KubernetesClient
+
+_KUBERNETES_TIMEOUT_S = 10.0
 
 
 class RouterCommandConfig(RoutingHttpConfig):
@@ -43,6 +52,11 @@ class RouterCommandConfig(RoutingHttpConfig):
     decode_servers: ServerConfig | None = None
     """Running servers that answer with KV of prefill servers."""
 
+    pool: str | None = pydantic.Field(default=None, min_length=1)
+    """InferencePool of Kubernetes whose ready pods are servers of MODEL, in this pod's namespace or that of the kubeconfig."""
+    endpoint_picker: EndpointPickerConfig | None = None
+    """Port where Envoy asks for endpoints, as an inference gateway of Kubernetes does; None: there is none."""
+
     @property
     def roles(self) -> dict[Role, ServerConfig]:
         """The running servers by role."""
@@ -56,12 +70,18 @@ class RouterCommandConfig(RoutingHttpConfig):
     @pydantic.model_validator(mode="after")
     def _check_servers(self) -> Self:
         roles = self.roles
-        if bool(roles) != (self.model is not None):
-            raise wrong("MODEL and --url need each other: the servers' model, and where they answer")
+        if bool(roles) + (self.pool is not None) != (self.model is not None):
+            raise wrong(
+                "MODEL and either --url or --pool need each other: the servers' model, and where they answer"
+            )
         if Role.PREFILL in roles and len(roles) == 1:
             raise wrong("--prefill-url: no decode server would take its KV; add --decode-url")
         if Role.DECODE in roles and Role.PREFILL not in roles:
             raise wrong("--decode-url: no prefill server would compute its prompts; add --prefill-url")
+        if Role.PREFILL in roles and self.endpoint_picker is not None:
+            raise wrong(
+                "endpoint_picker: Envoy sends a request to one endpoint, not to a prefill and a decode server; leave out --prefill-url"
+            )
         urls = [url for config in roles.values() for url in config.url]
         for url in urls:
             if urls.count(url) > 1:
@@ -110,11 +130,47 @@ async def _serve(config: RouterCommandConfig) -> None:
                 "ready",
                 f"http://{host}:{port}  policy {config.service.router.policy}  Ctrl-C stops",
             )
-            await requested.wait()
+            async with _picking(service, config, model, server.budget):
+                await requested.wait()
         finally:
             watching.cancel()
             await server.close()
     say("router", "stopped")
+
+
+@asynccontextmanager
+async def _picking(
+    service: RoutingService, config: RouterCommandConfig, model: RouteModel | None, budget: ReceiveBudget
+) -> AsyncIterator[None]:
+    """Pick endpoints for Envoy, where the settings say so.
+
+    Raises:
+        ConfigError: it cannot listen, or what it needs is not installed.
+    """
+    settings = config.endpoint_picker
+    if settings is None:
+        yield
+        return
+    try:
+        from penstock.frontend.endpoint_picker.server import EndpointPickerServer  # noqa: PLC0415 - an extra's
+    except ImportError as error:
+        raise ConfigError(
+            f"endpoint_picker: {error.name} is not installed: pip install 'penstock[gateway]'"
+        ) from error
+    picker = Picker(
+        service, model, body_bytes_max=config.body_bytes_max, body_timeout_s=settings.body_timeout_s
+    )
+    server = EndpointPickerServer(picker, settings, budget)
+    host, port = await server.start()
+    say(
+        "router",
+        "picking",
+        f"endpoints for Envoy at {host}:{port}{'' if settings.tls is None else ', with TLS'}",
+    )
+    try:
+        yield
+    finally:
+        await server.close()
 
 
 @asynccontextmanager
@@ -126,16 +182,20 @@ async def _watching(service: RoutingService, config: RouterCommandConfig) -> Asy
     model, model_dir = await asyncio.to_thread(_find_model, config.model)
     names = (model, *config.adapters)
     route_model = await asyncio.to_thread(RouteModel.open, str(model_dir), names, ANY_LENGTH)
-    servers = WatchedServers(
-        service,
-        config.roles,
-        model=model,
-        model_dir=model_dir,
-        adapters=config.adapters,
-        say=say,
-    )
-    async with asyncio.TaskGroup() as group:
-        watching = group.create_task(servers.run(), name="servers")
+    async with AsyncExitStack() as stack:
+        if config.pool is None:
+            running = WatchedServers(
+                service, config.roles, model=model, model_dir=model_dir, adapters=config.adapters, say=say
+            ).run()
+        else:
+            client = await stack.enter_async_context(
+                KubernetesClient(KubernetesAccess.find(), timeout_s=_KUBERNETES_TIMEOUT_S)
+            )
+            running = PoolServers(
+                service, client, pool=config.pool, model=model, adapters=config.adapters, rng=random.Random()
+            ).run()
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        watching = group.create_task(running, name="servers")
         try:
             yield route_model
         finally:

@@ -95,9 +95,9 @@ def _prompt_of(body: RouteBody, model: RouteModel | None) -> TokenArray | str:
     if body.prompt is not None:
         return body.prompt if model is None else model.prompt(body.prompt)
     messages = body.messages or []
-    return _text_of(messages) if model is None else model.chat(messages)
+    return text_of(messages) if model is None else model.chat(messages)
 
 
-def _text_of(messages: list[dict[str, Any]]) -> str:
+def text_of(messages: list[dict[str, Any]]) -> str:
     """Join messages in order, so that a conversation's text is a prefix of its next request's."""
     return "".join(msgspec.json.encode(message).decode() + "\n" for message in messages)

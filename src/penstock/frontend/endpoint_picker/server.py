@@ -1,0 +1,137 @@
+"""The gRPC port of the endpoint picker: Envoy's external processing service, and gRPC health checks."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.core.errors import ConfigError
+from penstock.core.log import get_logger
+from penstock.frontend.config import ServerTlsConfig
+from penstock.frontend.endpoint_picker.config import EndpointPickerConfig
+from penstock.frontend.endpoint_picker.exchange import Exchange
+from penstock.frontend.endpoint_picker.picker import Picker
+from penstock.frontend.limits.receive_budget import ReceiveBudget
+
+_EXTERNAL_PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
+_READINESS = ("", "readiness", _EXTERNAL_PROCESSOR)
+_STOP_GRACE_S = 5.0
+_MESSAGE_BYTES_MAX = 16 << 20
+"""Envoy sends a buffered body as one message."""
+_log = get_logger()
+
+
+class EndpointPickerServer:
+    """Serves a `Picker` until `close`."""
+
+    def __init__(self, picker: Picker, config: EndpointPickerConfig, budget: ReceiveBudget) -> None:
+        """Create the server; bodies count in `budget`."""
+        self._config = config
+        self._server = grpc.aio.server(
+            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX)]
+        )
+        external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(
+            _Processor(picker, budget), self._server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(_Health(picker), self._server)
+
+    async def start(self) -> tuple[str, int]:
+        """Listen.
+
+        Returns:
+            The address and the port; the system chooses the port if 0 is configured.
+
+        Raises:
+            ConfigError: the port is taken, the address is not this machine's, or the certificate cannot be read.
+        """
+        config = self._config
+        where = f"{f'[{config.host}]' if ':' in config.host else config.host}:{config.port}"
+        try:
+            if config.tls is None:
+                port = self._server.add_insecure_port(where)
+            else:
+                port = self._server.add_secure_port(where, _credentials(config.tls))
+        except RuntimeError as error:
+            raise ConfigError(
+                f"endpoint_picker: cannot listen on {config.host} port {config.port}; stop what listens there, or choose"
+                " another with --endpoint-picker-port"
+            ) from error
+        await self._server.start()
+        return config.host, port
+
+    async def close(self) -> None:
+        """Stop listening; requests on their way get a few seconds."""
+        await self._server.stop(_STOP_GRACE_S)
+
+
+class _Processor(external_processor_pb2_grpc.ExternalProcessorServicer):  # type: ignore[misc]  # generated, without types
+    def __init__(self, picker: Picker, budget: ReceiveBudget) -> None:
+        self._picker = picker
+        self._budget = budget
+
+    async def Process(self, request_iterator: AsyncIterator[Any], _context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+        exchange = Exchange(self._picker)
+        with self._budget.hold(exchange.drop) as received:
+            async for answer in exchange.answers(request_iterator, received):
+                yield answer
+
+
+class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generated, without types
+    def __init__(self, picker: Picker) -> None:
+        self._picker = picker
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        if request.service == "liveness":
+            is_serving = True
+        elif request.service in _READINESS:
+            is_serving = self._picker.is_ready
+        else:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"no service {request.service!r}; known: liveness, readiness, {_EXTERNAL_PROCESSOR}",
+            )
+        status = health_pb2.HealthCheckResponse.ServingStatus
+        return health_pb2.HealthCheckResponse(status=status.SERVING if is_serving else status.NOT_SERVING)
+
+
+def _credentials(tls: ServerTlsConfig) -> Any:
+    """Read the certificate, and again for later connections when a file has changed.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    first = _configuration(tls)
+    times = _times(tls)
+
+    def fetch() -> Any:
+        nonlocal times
+        try:
+            now = _times(tls)
+            if now == times:
+                return None
+            read = _configuration(tls)
+        except (ConfigError, OSError) as error:
+            _log.error(
+                "certificate_not_reloaded", error=str(error), fix="mend the files; the ones before are used"
+            )
+            return None
+        times = now
+        return read
+
+    return grpc.dynamic_ssl_server_credentials(first, fetch)
+
+
+def _times(tls: ServerTlsConfig) -> tuple[int, ...]:
+    return tuple(Path(name).expanduser().stat().st_mtime_ns for name in (tls.certificate, tls.key))
+
+
+def _configuration(tls: ServerTlsConfig) -> Any:
+    files = [Path(name).expanduser() for name in (tls.key, tls.certificate)]
+    try:
+        pair = tuple(file.read_bytes() for file in files)
+    except OSError as error:
+        raise ConfigError(f"endpoint_picker.tls: {error.filename}: {error.strerror}") from error
+    return grpc.ssl_server_certificate_configuration([pair])
