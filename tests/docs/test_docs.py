@@ -78,6 +78,9 @@ def test_commands_are_what_the_program_takes(page: Path, command: list[str]) -> 
         case "curl":
             (url,) = (word for word in command if word.startswith("http"))
             assert re.sub(r"^https?://[^/]+", "", url) in ROUTES
+        case "kubectl":
+            files = [command[index + 1] for index, word in enumerate(command) if word == "-f"]
+            assert all(name == "-" or (ROOT / name).exists() for name in files), files
         case "sudo" | "pip" | "python" | "." | "export" | "kill" | "git" | "openssl":
             pass
         case other:
