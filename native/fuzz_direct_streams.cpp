@@ -122,7 +122,7 @@ std::string text_of(std::string_view id) { return static_cast<char>(0xA0 | id.si
 void compare_frames(std::string_view bytes, std::mt19937_64& random) {
     const std::string ids[] = {"a", "b", "c"};
     DirectStreams streams("\x98", "\xC0\xC0\x90\xC0\xC0\xC4\x00"s);
-    const auto table = std::make_shared<penstock::TokenTable>([](std::int32_t id) { return std::string(1, 'a' + id % 26); });
+    const auto table = std::make_shared<penstock::TokenTable>([](std::int32_t id) { return std::string(1, static_cast<char>('a' + id % 26)); });
     for (std::size_t i = 0; i < 2; ++i) {
         auto rule = std::make_shared<penstock::DirectStream>(std::make_shared<penstock::ByteDecoder>(table), "", "", false);
         expect(streams.open(ids[i], std::make_shared<OpenStream>(std::move(rule))), "opening");
