@@ -17,7 +17,7 @@ from penstock.demo import MODEL_DIR
 from penstock.deploy.processes.watched_servers import WatchedServers
 from penstock.engine.openai.config import ServerConfig
 from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
-from penstock.frontend.requests.route_model import RouteModel
+from penstock.frontend.requests.route.model import RouteModel
 from penstock.router.config import DisaggConfig, RouterConfig
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
 from tests.support.fake_server import FakeServer

@@ -27,7 +27,7 @@ from penstock.frontend.endpoint_picker.pool import PoolServers
 from penstock.frontend.http.routing_http import RoutingHttpConfig, RoutingServer
 from penstock.frontend.limits.access import Access
 from penstock.frontend.limits.receive_budget import ReceiveBudget
-from penstock.frontend.requests.route_model import RouteModel
+from penstock.frontend.requests.route.model import RouteModel
 from penstock.frontend.tenants.tenants import Tenants
 from penstock.router.config import DisaggConfig
 from penstock.router.service.routing_service import RoutingService

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from penstock.core.errors import RequestError, Unavailable
 from penstock.frontend.endpoint_picker.query import query_of
 from penstock.frontend.requests.preprocess import THREAD_BYTES
-from penstock.frontend.requests.route_model import RouteModel
+from penstock.frontend.requests.route.model import RouteModel
 from penstock.router.service.gateway import Stage
 from penstock.router.service.routing_service import RoutingService
 from penstock.router.workers.member import Condition

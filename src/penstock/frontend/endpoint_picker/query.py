@@ -6,8 +6,8 @@ import msgspec
 
 from penstock.core.errors import RequestError
 from penstock.core.wire import TokenArray
-from penstock.frontend.requests.route_body import text_of
-from penstock.frontend.requests.route_model import RouteModel
+from penstock.frontend.requests.route.body import text_of
+from penstock.frontend.requests.route.model import RouteModel
 from penstock.router.service.gateway import Query, tokens_of
 
 _NO_PROMPT = "\n"

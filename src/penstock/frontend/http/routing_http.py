@@ -35,8 +35,8 @@ from penstock.frontend.openai.answers import encode
 from penstock.frontend.openai.explaining import Explanation, explain_latest, explain_one
 from penstock.frontend.requests.encoders import LARGE_BYTES, EncoderPool, decode_large_query
 from penstock.frontend.requests.preprocess import THREAD_BYTES
-from penstock.frontend.requests.route_body import decode_body, decode_query
-from penstock.frontend.requests.route_model import RouteModel
+from penstock.frontend.requests.route.body import decode_body, decode_query
+from penstock.frontend.requests.route.model import RouteModel
 from penstock.router.service.gateway import Query, Server, Stage
 from penstock.router.service.routing_service import RoutingService, RoutingServiceConfig
 

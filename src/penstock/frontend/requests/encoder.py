@@ -17,8 +17,8 @@ from penstock.frontend.openai.bodies import ChatRequest
 from penstock.frontend.openai.dialect import EmbeddingOptions, ParsedBody
 from penstock.frontend.requests.dialects import DIALECTS
 from penstock.frontend.requests.encoding import Prompt, encode_prompts, without_prompts
-from penstock.frontend.requests.route_body import decode_query
-from penstock.frontend.requests.route_model import RouteModel
+from penstock.frontend.requests.route.body import decode_query
+from penstock.frontend.requests.route.model import RouteModel
 from penstock.frontend.responses.store import stored_messages
 from penstock.frontend.text.models import ServedModel
 

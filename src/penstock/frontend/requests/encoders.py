@@ -30,7 +30,7 @@ from penstock.frontend.requests.encoder import (
     Task,
 )
 from penstock.frontend.requests.encoding import Prompt
-from penstock.frontend.requests.route_model import RouteModel
+from penstock.frontend.requests.route.model import RouteModel
 from penstock.frontend.text.models import ModelCache, ServedModel
 from penstock.router.service.gateway import Query
 

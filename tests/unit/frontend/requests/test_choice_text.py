@@ -7,7 +7,7 @@ from penstock.core.errors import EngineError
 from penstock.core.ids import RequestId
 from penstock.core.types.requests import Delta, FinishReason, TokenLogprob
 from penstock.core.wire import pack_tokens
-from penstock.frontend.requests.completion import ChoiceText
+from penstock.frontend.requests.choice_text import ChoiceText
 from penstock.frontend.text.detokenize import Detokenizer
 from penstock.frontend.text.events import TextEvent
 from tests.support.tokenizer import tiny_tokenizer_json

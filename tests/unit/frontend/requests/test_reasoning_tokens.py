@@ -9,7 +9,7 @@ from penstock.core.types.requests import Delta, FinishReason, TokenLogprob
 from penstock.core.wire import pack_tokens
 from penstock.frontend.parsing.families import format_of
 from penstock.frontend.parsing.parser import OutputParser, ParserPlan
-from penstock.frontend.requests.completion import ChoiceText
+from penstock.frontend.requests.choice_text import ChoiceText
 from penstock.frontend.text.detokenize import Detokenizer
 from tests.support.tokenizer import tiny_tokenizer_json
 

@@ -9,7 +9,7 @@ from penstock.core.wire import TokenArray
 from penstock.frontend.limits.headers import ITL_MS, TTFT_MS, target_s
 from penstock.frontend.openai.body_error import body_error
 from penstock.frontend.openai.validation import CACHE_SALT_CHARACTERS_MAX
-from penstock.frontend.requests.route_model import RouteModel
+from penstock.frontend.requests.route.model import RouteModel
 from penstock.router.service.gateway import Query, tokens_of
 
 _SESSION_CHARACTERS_MAX = 256
