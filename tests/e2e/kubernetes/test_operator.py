@@ -5,6 +5,7 @@ import random
 import pytest
 
 from penstock.deploy.operator.definitions import GRAPHS, ROLES
+from penstock.deploy.operator.desired import Desired
 from penstock.runtime.kubernetes.client import KubernetesError, Resource
 from tests.support.kubernetes.faults import Faults
 
@@ -229,6 +230,61 @@ def test_a_graph_that_no_pod_could_have_is_said_and_what_runs_stays(site):
         assert len(here.cluster.pods("decode")) == 2
         await here.apply()
         await here.serves()
+
+    site(scenario)
+
+
+def test_a_profile_is_refused_and_not_read_from_the_operators_disk(site, tmp_path):
+    secret = tmp_path / "token"
+    secret.write_text("bearer-token-of-the-operator")
+
+    async def scenario(here):
+        roles = {"aggregated": {"replicas": 1, "profile": str(secret)}}
+        await here.apply(roles=roles)
+        message = await here.is_true("Degraded", "InvalidGraph")
+        assert (
+            f"spec.graph.roles.aggregated.profile: {secret}: would be a file of the operator's disk"
+            in message
+        )
+        assert not here.objects("configmaps")
+        await here.apply(roles={"aggregated": {"replicas": 1, "profile": "/nope"}})
+        await here.until(lambda: is_said(here, "profile: /nope"))
+        await here.apply()
+        await here.serves()
+
+    site(scenario)
+
+
+async def is_said(here, text):
+    return text in (await here.condition("Degraded"))["message"]
+
+
+def test_a_graph_at_which_the_operator_fails_stops_no_other(site, monkeypatch):
+    of = Desired.of
+
+    def fails(body):
+        if body["metadata"]["name"] == "odd":
+            raise FileNotFoundError(f"no such file: {body['metadata']['resourceVersion']}")
+        return of(body)
+
+    monkeypatch.setattr(Desired, "of", fails)
+
+    async def scenario(here):
+        await here.apply("odd")
+
+        async def is_said():
+            condition = await here.condition("Degraded", "odd")
+            return condition["reason"] == "OperatorFailed" and "FileNotFoundError" in condition["message"]
+
+        await here.until(is_said)
+        await here.apply()
+        await here.serves()
+        monkeypatch.setattr(Desired, "of", of)
+
+        async def is_mended():
+            return (await here.condition("Degraded", "odd"))["status"] == "False"
+
+        await here.until(is_mended)
 
     site(scenario)
 

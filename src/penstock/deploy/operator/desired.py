@@ -41,11 +41,19 @@ class Desired:
             ConfigError: no pods could run it; one line for each mistake.
         """
         name = body["metadata"]["name"]
-        spec = body.get("spec") or {}
-        graph = Graph.parse(_named(spec.get("graph"), name), source="spec.graph")
+        wanted = body.get("spec") or {}
+        graph = Graph.parse(_named(wanted.get("graph"), name), source="spec.graph")
         options = RenderOptions.parse(
-            (spec.get("options") or {}) | {"namespace": body["metadata"]["namespace"]}, source="spec.options"
+            (wanted.get("options") or {}) | {"namespace": body["metadata"]["namespace"]},
+            source="spec.options",
         )
+        if problems := [
+            f"spec.graph.roles.{role}.profile: {spec.profile}: would be a file of the operator's disk, not of yours; leave it out, or"
+            " apply what penstock render makes of the graph, which has the profile in its ConfigMap"
+            for role, spec in graph.roles.present().items()
+            if spec.profile is not None
+        ]:
+            raise ConfigError("\n".join(problems))
         owner = owner_of(body)
         objects = [_owned(each, name, owner) for each in kubernetes_objects(graph, options)]
         return cls(name, owner, graph.roles.present(), objects)

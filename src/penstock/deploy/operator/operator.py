@@ -7,7 +7,7 @@ import signal
 import socket
 
 from penstock.core.errors import Unavailable
-from penstock.core.log import get_logger
+from penstock.core.log import cause, get_logger
 from penstock.deploy.operator.cache import ClusterCache
 from penstock.deploy.operator.leadership import Leadership
 from penstock.deploy.operator.reconciler import Reconciler
@@ -82,6 +82,11 @@ class Operator:
                             "graph_not_reconciled", graph=name, error=error.message, retry_s=round(pause_s, 1)
                         )
                         continue
+                    except Exception as error:  # noqa: BLE001 - one graph must not end the operator of all
+                        pause_s = queue.failed(name)
+                        _log.error("graph_crashed", graph=name, retry_s=round(pause_s, 1), **cause(error))
+                        await self._say_crashed(reconciler, name, error)
+                        continue
                     if name not in cache.graphs.objects:
                         due_s.pop(name, None)
                         queue.done(name)
@@ -91,6 +96,12 @@ class Operator:
                     queue.done(name, again_s=max(0.0, due_s[name] - loop.time()))
         finally:
             queue.close()
+
+    async def _say_crashed(self, reconciler: Reconciler, name: str, error: Exception) -> None:
+        try:
+            await reconciler.say_crashed(name, error)
+        except Exception as second:  # noqa: BLE001 - as above; the log has said it
+            _log.warning("status_not_written", graph=name, **cause(second))
 
 
 async def run_operator(access: KubernetesAccess, *, lease_s: float) -> None:

@@ -12,7 +12,7 @@ from penstock.deploy.operator.cache import COMPONENT, DEPLOYMENTS, INSTANCE, STA
 from penstock.deploy.operator.definitions import ROLES
 from penstock.deploy.operator.desired import GRAPH_LABEL, WORKLOADS, Desired, digest_of
 from penstock.deploy.operator.health import Part, part_of
-from penstock.deploy.operator.status import graph_status, write_graph_status, write_role_status
+from penstock.deploy.operator.status import Conditions, graph_status, write_graph_status, write_role_status
 from penstock.graph import RoleSpec
 from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Object, Resource
 
@@ -74,8 +74,7 @@ class Reconciler:
                 "Ready": (False, "InvalidGraph", error.message),
                 "Degraded": (True, "InvalidGraph", f"what runs is left as it is: {error.message}"),
             }
-            parts = self._parts(name, dict.fromkeys((part for part in self._known_parts(name)), ""))
-            await write_graph_status(self._client, body, graph_status(body, parts, failed))
+            await self._write_failed(body, failed)
             return
         try:
             scaled_by = await self._apply(desired, is_full=is_full)
@@ -91,6 +90,22 @@ class Reconciler:
                 selector = f"app.kubernetes.io/name=penstock,{INSTANCE}={name},{COMPONENT}={part.name}"
                 await write_role_status(self._client, role, part, selector)
         await write_graph_status(self._client, body, graph_status(body, parts))
+
+    async def say_crashed(self, name: str, error: Exception) -> None:
+        """Say in a graph's status that the operator failed at it, in words that stay the same: news of a change wake the graph.
+
+        Raises:
+            Unavailable: the API server does not answer, or refuses.
+        """
+        body = self._cache.graphs.objects.get(name)
+        if body is not None:
+            text = f"the operator failed at this graph ({type(error).__name__}); its log says where: report it; it tries again"
+            await self._write_failed(body, {"Degraded": (True, "OperatorFailed", text)})
+
+    async def _write_failed(self, body: Object, failed: Conditions) -> None:
+        name = body["metadata"]["name"]
+        parts = self._parts(name, dict.fromkeys(self._known_parts(name), ""))
+        await write_graph_status(self._client, body, graph_status(body, parts, failed))
 
     async def _apply(self, desired: Desired, *, is_full: bool) -> dict[str, str]:
         """Apply roles and objects; returns the autoscaler of each role, empty for none."""
