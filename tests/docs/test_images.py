@@ -10,7 +10,7 @@ import pytest
 
 from penstock import __version__
 from penstock.deploy.manifests.kubernetes.pods import NIXL_PORT, USER
-from penstock.deploy.manifests.options import RenderOptions
+from penstock.deploy.manifests.options import CACHE_PATH, RenderOptions
 from penstock.deploy.manifests.pod_graph import KV_PORT, PROBE_PORT, REQUEST_PORT
 from penstock.engine.vllm.launch.arguments import VERSIONS
 
@@ -40,6 +40,9 @@ def test_it_is_what_the_manifests_expect(path: Path) -> None:
     (extras,) = re.findall(r"(?m)^ARG EXTRAS=(\S+)$", text)
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(extras.split(",")) <= set(known)
+    if path.suffix != ".cuda":
+        assert "gateway" in extras.split(","), "deploy/gateway/picker.yaml runs it"
+    assert f"--owner={USER} --group={USER} {CACHE_PATH}" in final, "a new volume gets the directory's owner"
     for copied in re.findall(r"(?m)^COPY (?!--from)(.*) \S+$", text):
         assert all((ROOT / name).exists() for name in copied.split())
     options = RenderOptions()

@@ -138,7 +138,7 @@ def _service(
         "environment": environment,
         "configs": [{"source": _config_name(name), "target": str(GRAPH_PATH / name)} for name in pods.files],
         "volumes": mounted,
-        "tmpfs": ["/tmp"],  # noqa: S108
+        "tmpfs": ["/tmp:exec"],  # noqa: S108 - engines run what they compile there
         "read_only": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],

@@ -76,8 +76,6 @@ class Exchange:
                 async for request in requests:
                     for answer in await self._answer(request):
                         yield answer
-                    if self._has_picked:
-                        self._limit.reschedule(None)
         except TimeoutError:
             yield _refusal(self._dropped or self._late())
         except PenstockError as error:
@@ -167,9 +165,11 @@ class Exchange:
 
     async def _choose(self) -> Pick:
         assert self._received is not None, "set before the first message"
+        assert self._limit is not None, "as well"
         if self._has_picked:
             raise RequestError("Envoy sent more of the request after its end")
         self._has_picked = True
+        self._limit.reschedule(None)
         self._received.settle()
         self._pick = await self._picker.pick(b"".join(self._pieces), self._subset)
         self._pieces = []

@@ -31,6 +31,8 @@ _WORDS_MAX = 1 << 15
 _WORD_CHARACTERS_MAX = 64
 _NEW_WORDS_MAX = 64
 """Words that one text may add. A text with more goes to the tokenizer as a whole, which is then as fast."""
+_TEXT_CHARACTERS_MAX = 1 << 14
+"""Longer texts go to the tokenizer as a whole, in a thread: only that leaves the GIL to the event loop."""
 _BYTE_LEVEL = {byte: character for character, byte in BYTE_OF.items() if byte < 128}
 """What a byte-level model has for each character of ASCII."""
 _PROBES = (
@@ -89,7 +91,7 @@ class WordTokens:
         Returns:
             (num_tokens,) int32, perhaps read-only.
         """
-        if self._cut is None or not text.isascii():
+        if self._cut is None or len(text) > _TEXT_CHARACTERS_MAX or not text.isascii():
             return self._encode_whole(text, special=special)
         words: list[str] = []
         for index, part in enumerate([text] if self._cut_special is None else self._cut_special.split(text)):
