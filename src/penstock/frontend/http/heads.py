@@ -55,7 +55,7 @@ class WholeResponse(web.StreamResponse):
 
     def __init__(self, request: web.Request, content: bytes) -> None:
         super().__init__()
-        self._transport = request.transport
+        self._request = request
         self._content = content
 
     @property
@@ -66,12 +66,17 @@ class WholeResponse(web.StreamResponse):
         """Send nothing yet; the head goes with the body."""
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """Send head and body.
+        """Send head and body; wait while the client has left more unread than the transport's high-water mark.
+
+        The connection answers its next request only then. One whose client reads nothing for `reader_timeout_s` is ended by
+        `Connection`.
 
         Raises:
             ConnectionResetError: the client is gone.
         """
         del data
-        if self._transport is None or self._transport.is_closing():
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
-        self._transport.write(self._content)
+        transport.write(self._content)
+        await self._request.writer.drain()

@@ -132,11 +132,11 @@ class ChoiceText:
         self.raw = raw
         if len(events) < 2:
             return events[0] if events else None
-        return TextEvent(
-            self.index,
-            "".join(event.text for event in events),
-            events[-1].finish_reason,
-            tuple(logprob for event in events for logprob in event.logprobs),
+        return msgspec.structs.replace(
+            events[0],  # has what is said of the prompt
+            text="".join(event.text for event in events),
+            finish_reason=events[-1].finish_reason,
+            logprobs=tuple(logprob for event in events for logprob in event.logprobs),
             reasoning="".join(event.reasoning for event in events),
             calls=[call for event in events for call in event.calls],
             stopped_by=events[-1].stopped_by,
@@ -215,7 +215,6 @@ class PromptedChoice(ChoiceText):
         self._prompt, self._drops_output = prompt, drops_output
         self._logprobs: list[PromptLogprobs] = []
         self._decoded = self._given = 0 if prompt is None else len(prompt.text)
-        self._is_plain = False
         self._lists_stop = prompt is not None and prompt.echoed is not None
         """Whether the stop token, which has no text, has its log-probability: who reads echoed ones counts on one for each token."""
 

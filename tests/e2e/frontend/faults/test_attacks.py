@@ -105,3 +105,29 @@ def test_readers_that_stop_are_cut_off_with_what_they_hold(stream: bool) -> None
             await answered(site)
 
     run(test)
+
+
+def test_a_client_that_pipelines_and_never_reads_gets_no_more_than_its_buffer_holds() -> None:
+    async def test() -> None:
+        long = speak([5] * 20_000, at_once=20_000, finish=FinishReason.LENGTH)
+        async with serving(long) as site:
+            loop = asyncio.get_running_loop()
+            client = await slow_socket(site)
+            await site.until(lambda: len(site.server._runner.server.connections) == 1)
+            (connection,) = site.server._runner.server.connections
+            flood = loop.create_task(loop.sock_sendall(client, http("POST", CHAT, chat()) * 400))
+            try:
+                await site.until(lambda: connection.writing_paused, timeout_s=20)
+                opened, size = len(site.dispatcher.opened), connection.transport.get_write_buffer_size()
+                site.dispatcher.script = SPEAK
+                for _ in range(10):
+                    await answered(site)
+                assert len(site.dispatcher.opened) == opened + 10, "no more of the pipelined requests"
+                assert connection.transport.get_write_buffer_size() == size
+            finally:
+                flood.cancel()
+                client.close()
+            await site.until(lambda: not connection.connected)
+            await answered(site)
+
+    run(test)
