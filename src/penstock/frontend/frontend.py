@@ -47,6 +47,8 @@ from penstock.seams import RequestDispatcher
 
 _VALUES_AT_ONCE = 2048
 """Log-probabilities of prompts that are encoded in one turn of the loop: about 2 ms."""
+_ECHOED_BYTES_AT_ONCE = 256 << 10
+"""Text of echoed prompts: about 1 ms."""
 
 
 class PendingAnswer(msgspec.Struct, frozen=True):
@@ -65,9 +67,9 @@ class PendingAnswer(msgspec.Struct, frozen=True):
         return self.dialect.whole(self.context)
 
     async def body(self, answer: WholeBody) -> bytes:
-        """Encode a whole answer; in a thread where it has many log-probabilities of prompts."""
-        usage = self.completion.usage()
-        if self.prepared.num_prompt_values <= _VALUES_AT_ONCE:
+        """Encode a whole answer; in a thread where it has many log-probabilities of prompts, or much of their text."""
+        usage, prepared = self.completion.usage(), self.prepared
+        if prepared.num_prompt_values <= _VALUES_AT_ONCE and prepared.echoed_bytes <= _ECHOED_BYTES_AT_ONCE:
             return answer.body(usage)
         return await asyncio.to_thread(answer.body, usage)
 

@@ -40,6 +40,10 @@ _VALUES_MAX = 1 << 19
 """Log-probabilities of prompts in one answer: about 20 MB."""
 _STREAMED_VALUES_MAX = 1 << 14
 """In a stream, where they are encoded between other requests' tokens: about 10 ms."""
+_ECHOED_BYTES_MAX = 16 << 20
+"""Text of echoed prompts in one answer, of all choices."""
+_STREAMED_ECHOED_BYTES_MAX = 4 << 20
+"""In a stream: about 12 ms."""
 THREAD_BYTES = 20_000
 """Larger bodies are encoded in a thread: this many take about 5 ms (2 cores of an AMD EPYC)."""
 
@@ -82,6 +86,11 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     def num_prompt_values(self) -> int:
         """Log-probabilities of prompts in the whole answer."""
         return self.choices_per_prompt * sum(prompt.num_values for prompt in self.prompts)
+
+    @property
+    def echoed_bytes(self) -> int:
+        """Text of echoed prompts in the whole answer."""
+        return self.choices_per_prompt * sum(len(prompt.text.encode()) for prompt in self.prompts)
 
 
 class Preprocessor:
@@ -193,6 +202,7 @@ class Preprocessor:
             annotations=b"" if request.nvext is None else _annotations(request, prompts),
         )
         _check_values(prepared, is_stream=bool(request.stream))
+        _check_echoed(prepared, is_stream=bool(request.stream))
         return prepared
 
 
@@ -288,6 +298,18 @@ def _check_values(prepared: PreparedRequest, *, is_stream: bool) -> None:
             f" {prepared.choices_per_prompt} choices, are {prepared.num_prompt_values} log-probabilities; at most {most} fit"
             f" {'a stream' if is_stream else 'an answer'}; send shorter prompts, or ask for fewer alternatives or choices",
             param=name,
+        )
+
+
+def _check_echoed(prepared: PreparedRequest, *, is_stream: bool) -> None:
+    """Raises: RequestError: the answer would repeat too much text of prompts."""
+    most = _STREAMED_ECHOED_BYTES_MAX if is_stream else _ECHOED_BYTES_MAX
+    echoed, n = prepared.echoed_bytes, prepared.choices_per_prompt
+    if echoed > most:
+        raise RequestError(
+            f"echo: {echoed // n} bytes of prompts, for {n} choices, are {echoed} bytes; at most {most} fit"
+            f" {'a stream' if is_stream else 'an answer'}; send shorter prompts, ask for fewer choices, or leave echo out",
+            param="echo",
         )
 
 

@@ -263,9 +263,7 @@ class Loader:
         self._changed.pop(prefix, None)
         self._unhold(prefix.ready)
         self._pool.release(prefix.ready)
-        load = self._loads.leave(request_id)
-        if load is not None and not load.waiters and load.work is not None:
-            load.work.cancel()
+        self._leave(request_id)
 
     def holders(self) -> Counter[BlockId]:
         """Count its references to each device block."""
@@ -364,12 +362,18 @@ class Loader:
         if prefix.arrived < prefix.end and not is_over:
             return
         if not is_over:
-            self._loads.leave(prefix.request_id)
+            self._leave(prefix.request_id)
         if prefix.end == prefix.arrived < len(prefix.targets):
             self._load_next(prefix)
         else:
             prefix.is_over = True
             self._changed[prefix] = None
+
+    def _leave(self, request_id: RequestId) -> None:
+        """Have a request wait for its load no longer, and cancel the load if nobody does."""
+        load = self._loads.leave(request_id)
+        if load is not None and not load.waiters and load.work is not None:
+            load.work.cancel()
 
     def _unhold(self, block_ids: Sequence[BlockId]) -> None:
         self._held.subtract(block_ids)

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import random
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from penstock.core.types.cards import request_salt
 from penstock.core.types.requests import KvRetention
 from penstock.core.wire import token_list, unpack_hashes
 from penstock.frontend.errors import ContextLengthError
+from penstock.frontend.frontend import PendingAnswer
 from penstock.frontend.openai.agents import RetentionBody
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, ContentPart, Message
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
@@ -312,3 +315,30 @@ def test_limits_of_tokens_reach_the_engine() -> None:
         with pytest.raises(RequestError, match=f"{name}: must be >= 0") as caught:
             chat(served, **{name: value})
         assert caught.value.param == name
+
+
+@pytest.mark.parametrize(("stream", "n", "most"), [(False, 63, 16 << 20), (True, 15, 4 << 20)])
+def test_an_answer_repeats_a_bounded_text_of_prompts(stream: bool, n: int, most: int) -> None:
+    served, prompt = model(context_length=1 << 20), ["the quick fox " * 10_000] * 2
+    assert complete(served, prompt=prompt, n=n // 2, echo=True, stream=stream).echoed_bytes <= most
+    complete(served, prompt=prompt, n=n, stream=stream)
+    size = 280_000 * n
+    assert size > most
+    refused = f"echo: 280000 bytes of prompts, for {n} choices, are {size} bytes; at most {most} fit"
+    with pytest.raises(RequestError, match=refused) as error:
+        complete(served, prompt=prompt, n=n, echo=True, stream=stream)
+    assert error.value.param == "echo"
+
+
+@pytest.mark.parametrize(("echo", "in_thread"), [(True, True), (False, False)])
+def test_an_answer_with_a_long_echo_is_encoded_in_a_thread(echo: bool, in_thread: bool) -> None:
+    prepared = complete(model(context_length=1 << 20), prompt="the quick fox " * 10_000, n=2, echo=echo)
+    pending = PendingAnswer(SimpleNamespace(usage=lambda: None), prepared, None, None, stream=False)
+    threads = []
+
+    def body(_usage: object) -> bytes:
+        threads.append(threading.get_ident())
+        return b"{}"
+
+    assert asyncio.run(pending.body(SimpleNamespace(body=body))) == b"{}"
+    assert (threads != [threading.get_ident()]) is in_thread

@@ -119,6 +119,27 @@ def test_a_load_ends_once_all_have_left_and_nobody_joins_it_then():
     stage.check_free()
 
 
+def test_a_load_ends_once_the_last_who_wait_have_what_they_need_of_it():
+    stage = Stage()
+    stage.begin("long")
+    stage.begin("short", HASHES[:3])
+    stage.leave("long")
+    stage.end()
+    assert not any(load.is_cancelled for load in stage.tier.loads), "half of the next chunk is needed"
+    stage.end()
+    assert stage.take()["short"] == 3
+    assert stage.over == ["short"]
+    assert [load.is_cancelled for load in stage.tier.loads] == [True, True]
+    stage.begin("other")
+    assert len(stage.tier.loads) == 4, "a load of its own"
+    stage.end(0)
+    stage.end(0)
+    while stage.tier.loads:
+        stage.end()
+    assert stage.take()["other"] == 10
+    stage.check_free()
+
+
 def test_each_computes_what_a_load_did_not_bring_in_blocks_of_its_own():
     stage = Stage()
     for name in "ab":
