@@ -23,12 +23,13 @@ class Heads:
         self._second = 0
         self._date = ""
 
-    def of(self, request: web.Request, lines: str) -> bytes | None:
+    def of(self, request: web.Request, lines: str, name: str) -> bytes | None:
         """Make a head.
 
         Args:
             request: that it answers.
             lines: about the content, each with its CRLF.
+            name: the request's id.
 
         Returns:
             None where the head has more than the usual lines: aiohttp makes it.
@@ -40,13 +41,14 @@ class Heads:
         if second != self._second:
             self._second, self._date = second, formatdate(second, usegmt=True)
         return (
-            f"HTTP/1.1 200 OK\r\n{lines}X-Request-Id: {request_id.get()}\r\nDate: {self._date}\r\n"
+            f"HTTP/1.1 200 OK\r\n{lines}X-Request-Id: {name}\r\nDate: {self._date}\r\n"
             f"Server: {SERVER_SOFTWARE}\r\n\r\n"
         ).encode()
 
     def whole(self, request: web.Request, body: bytes) -> web.StreamResponse:
         """Make the response of encoded JSON."""
-        head = self.of(request, f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n")
+        lines = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        head = self.of(request, lines, request_id.get())
         return json_response(body) if head is None else WholeResponse(request, head + body)
 
 

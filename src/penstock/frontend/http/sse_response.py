@@ -13,6 +13,7 @@ from penstock.core.net.unsent import unsent_bytes
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import PendingAnswer
 from penstock.frontend.http.heads import Heads
+from penstock.frontend.http.replies import request_id
 from penstock.frontend.text.events import TextEvent
 from penstock.runtime.requests.direct_streams import DirectStream
 from penstock.seams import Hold
@@ -48,9 +49,11 @@ class SseResponse(web.StreamResponse):
             config: gives the write buffer, the reader timeout and the keep-alive.
             heads: makes the head, unless aiohttp has to.
         """
-        head = heads.of(request, _LINES)
-        super().__init__(headers=_HEADERS if head is None else None)
-        self._head = head
+        super().__init__()
+        self._heads = heads
+        self._name = request_id.get()  # the first event may come in another context
+        self._head: bytes | None = None
+        self._is_decided = False  # who makes the head
         self._has_ended = False  # with an end that `_put` wrote
         self.outcome = 200
         """HTTP status for metrics: that of the error that ended the stream, else 200."""
@@ -91,7 +94,7 @@ class SseResponse(web.StreamResponse):
             ConnectionResetError: the client is gone.
         """
         chunk = self._encoder.event(event)
-        if self._writer is None and self._head is None:
+        if not self._has_head():
             return partial(self._begin_with, chunk)
         self._put(chunk)
         return self._drain if self._is_full else None
@@ -111,7 +114,7 @@ class SseResponse(web.StreamResponse):
 
     async def finish(self) -> None:
         end = self._encoder.end(self._pending.completion.usage())
-        if self._writer is None and self._head is None:
+        if not self._has_head():
             await self._begin()
         self._put(end, is_last=True)
         if self._is_full:
@@ -206,6 +209,15 @@ class SseResponse(web.StreamResponse):
             " frontend.reader_timeout_s"
         )
 
+    def _has_head(self) -> bool:
+        """Make the head when the first bytes are due; False while aiohttp has yet to send its own."""
+        if not self._is_decided:
+            self._is_decided = True
+            self._head = self._heads.of(self._request, _LINES, self._name)
+            if self._head is None:
+                self.headers.update(_HEADERS)
+        return self._head is not None or self._writer is not None
+
     async def _begin(self) -> None:
         async with self._beginning:  # the first token and a comment may race
             if self._writer is None:
@@ -235,6 +247,6 @@ class SseResponse(web.StreamResponse):
         if transport is None or transport.get_write_buffer_size() > 0:
             return  # disconnected, or has unread bytes: a comment is of no use
         with contextlib.suppress(ConnectionError):  # the sender of events raises it too
-            if self._writer is None and self._head is None:
+            if not self._has_head():
                 await self._begin()
             self._put(_HEARTBEAT)

@@ -3,6 +3,8 @@
 import asyncio
 import http.client
 import io
+from collections.abc import Callable
+from contextvars import Context
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -13,6 +15,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from penstock.core.errors import PenstockError
 from penstock.frontend.config import FrontendConfig
+from penstock.frontend.http import heads as heads_module
 from penstock.frontend.http.heads import Heads, WholeResponse
 from penstock.frontend.http.replies import json_response, request_id
 from penstock.frontend.http.sse_response import _HEADERS, SseResponse
@@ -66,10 +69,12 @@ class Encoder:
         return f"data: {error.message}\n\n".encode()
 
 
-def streamed(transport: Transport, *, has_cors: bool = False) -> SseResponse:
+def streamed(
+    transport: Transport, *, has_cors: bool = False, is_draining: Callable[[], bool] = lambda: False
+) -> SseResponse:
     request_id.set("abc")
     pending = SimpleNamespace(event_stream=Encoder, completion=SimpleNamespace(usage=lambda: None))
-    heads = Heads(has_cors=has_cors, is_draining=lambda: False)
+    heads = Heads(has_cors=has_cors, is_draining=is_draining)
     return SseResponse(asked(transport), pending, FrontendConfig(write_buffer_bytes=4096), heads)
 
 
@@ -117,6 +122,7 @@ def test_other_heads_are_aiohttps(
     headers: dict[str, str], version: Any, has_cors: bool, is_draining: bool
 ) -> None:
     async def main() -> None:
+        request_id.set("abc")
         heads = Heads(has_cors=has_cors, is_draining=lambda: is_draining)
         response = heads.whole(asked(Transport(), headers, version), BODY)
         assert isinstance(response, web.Response)
@@ -179,5 +185,25 @@ def test_aiohttp_makes_a_streams_head_with_more_lines() -> None:
         hold = response.take(TextEvent(0, "one"))
         assert hold is not None
         assert response.headers["Content-Type"].startswith("text/event-stream")
+
+    asyncio.run(main())
+
+
+def test_a_streams_head_is_made_with_its_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        draining = False
+        transport = Transport()
+        queued, other = (streamed(each, is_draining=lambda: draining) for each in (transport, Transport()))
+        monkeypatch.setattr(heads_module, "wall_time_s", lambda: 86400.0)
+        assert Context().run(queued.take, TextEvent(0, "one")) is None, "from a worker's connection"
+        head = fields(transport.sent)[1]
+        assert (head["Date"], head["X-Request-Id"]) == ("Fri, 02 Jan 1970 00:00:00 GMT", "abc")
+        draining = True
+        assert queued.take(TextEvent(0, "two")) is None
+        assert queued.keep_alive
+        assert other.take(TextEvent(0, "one")) is not None, (
+            "aiohttp's head says that the connection is closed"
+        )
+        assert other.headers["Content-Type"].startswith("text/event-stream")
 
     asyncio.run(main())

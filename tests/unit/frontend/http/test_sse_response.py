@@ -8,6 +8,7 @@ import pytest
 from penstock.core.errors import DeadlineExceeded
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.http import sse_response
+from penstock.frontend.http.replies import request_id
 from penstock.frontend.http.sse_response import SseResponse
 from penstock.sim.loop.loop import run_virtual
 
@@ -36,6 +37,7 @@ def test_who_takes_a_little_now_and_then_is_waited_for_and_who_takes_nothing_is_
     async def main() -> None:
         config = FrontendConfig(write_buffer_bytes=4096, reader_timeout_s=2.0)
         full = SimpleNamespace(get_write_buffer_size=lambda: 4097)
+        request_id.set("abc")
         response = SseResponse(SimpleNamespace(transport=full), pending, config, heads)
         monkeypatch.setattr(sse_response, "unsent_bytes", lambda _: client.left())
         response._writer = client
