@@ -6,8 +6,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 
-#include <exception>
-
 #include "direct_streams.hpp"
 
 namespace nb = nanobind;
@@ -100,7 +98,7 @@ class BoundStreams {
     }
 
     // All is written before anything else is called: a client that the first chunk wakes finds the others there. What is called
-    // may close any stream, so the table is not looked at meanwhile.
+    // may close any stream, so the table is not looked at meanwhile. The first exception is returned beside the others' grants.
     nb::object flush(double now_s) {
         std::uint64_t tokens = 0;
         nb::list grants;
@@ -119,25 +117,22 @@ class BoundStreams {
             }
             all.push_back({std::move(entry), chunk.empty() ? nb::object() : as_bytes(chunk), gap_s, false});
         }
-        std::exception_ptr failure;
+        nb::object failure = nb::none();
         for (Flushed& flushed : all) {
             try {
                 write(flushed);
-            } catch (nb::python_error&) {
-                failure = failure ? failure : std::current_exception();
+            } catch (nb::python_error& error) {
+                failure = failure.is_none() ? nb::borrow(error.value()) : failure;
             }
         }
         for (const Flushed& flushed : all) {
             try {
                 tell(flushed);
-            } catch (nb::python_error&) {
-                failure = failure ? failure : std::current_exception();
+            } catch (nb::python_error& error) {
+                failure = failure.is_none() ? nb::borrow(error.value()) : failure;
             }
         }
-        if (failure) {
-            std::rethrow_exception(failure);
-        }
-        return nb::make_tuple(tokens, grants);
+        return nb::make_tuple(tokens, grants, failure);
     }
 
   private:

@@ -1,5 +1,6 @@
 """Native direct streams beside their Python reference, and native text beside Python's and msgspec's."""
 
+import asyncio
 from itertools import product
 
 import msgspec
@@ -13,6 +14,7 @@ from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, TokenLogprob
 from penstock.core.wire import pack_tokens
 from penstock.frontend.text.detokenize import ByteDecoder
+from penstock.runtime.requests.direct_deltas import DirectDeltas
 from penstock.runtime.requests.direct_streams import DirectStreamPython, DirectStreams, DirectStreamsPython
 from penstock.runtime.requests.frames import CODEC, Deltas, Load
 from tests.support.direct_client import FakeClient
@@ -215,23 +217,54 @@ def test_a_client_may_close_others_while_it_is_told() -> None:
     side.streams.open(NAMES[0], side.rules[NAMES[0]], client)
     one.transport.unsent_bytes = 101
     side.do("feed", payload(tuple(Delta(request_id=name, token_ids=pack_tokens([1])) for name in NAMES[:2])))
-    assert side.do("flush", 1.0) == (2, [])
+    assert side.do("flush", 1.0) == (2, [], None)
     assert closed == [(pack_tokens([1]), b"", 1)]
     assert two.transport.chunks
 
 
-def test_what_a_client_raises_comes_after_all_were_told() -> None:
-    side = Side([b"a"] * 8, is_native=True)
+@pytest.mark.parametrize("raising", ["write", "is_closing", "get_write_buffer_size", "passed"])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_what_a_client_raises_takes_nothing_from_the_others(raising, is_native) -> None:
+    side = Side([b"a"] * 8, is_native=is_native)
+    broken = side.clients[NAMES[0]]
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault of the client's")
+
+    if raising == "passed":
+        broken.client = broken.client._replace(passed=fail)
+    else:
+        setattr(broken.transport, raising, fail)
+    for name in NAMES[:2]:
+        side.do("open", name)
+    ids = pack_tokens([1] * 6)
+    side.do("feed", payload(tuple(Delta(request_id=name, token_ids=ids) for name in NAMES[:2])))
+    tokens, grants, failure = side.do("flush", 1.0)
+    assert (tokens, grants) == (12, [(NAMES[0], 6), (NAMES[1], 6)])
+    assert repr(failure) == repr(RuntimeError("a fault of the client's"))
+    assert failure.__traceback__ is not None
+    other = side.clients[NAMES[1]]
+    assert (len(other.transport.chunks), other.gaps_s) == (1, [1.0 / 6])
+
+
+def test_grants_are_sent_beside_what_a_client_raises() -> None:
+    side, written, raised = Side([b"a"] * 8, is_native=True), [], []
 
     def fail(_gap_s: float) -> None:
         raise RuntimeError("a fault of the client's")
 
-    side.streams.open(NAMES[0], side.rules[NAMES[0]], side.clients[NAMES[0]].client._replace(passed=fail))
-    side.do("open", NAMES[1])
-    side.do("feed", payload(tuple(Delta(request_id=name, token_ids=pack_tokens([1])) for name in NAMES[:2])))
-    with pytest.raises(RuntimeError, match="fault of the client"):
-        side.streams.flush(1.0)
-    assert side.clients[NAMES[1]].gaps_s == [1.0]
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: raised.append(context["exception"])
+        )
+        deltas = DirectDeltas(6, lambda *told: written.append(told))
+        deltas.open(NAMES[0], side.rules[NAMES[0]], side.clients[NAMES[0]].client._replace(passed=fail))
+        deltas.decode(payload((Delta(request_id=NAMES[0], token_ids=pack_tokens([1] * 6)),)))
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert written == [(6, [(NAMES[0], 6)])]
+    assert [str(error) for error in raised] == ["a fault of the client's"]
 
 
 def test_every_short_run_of_awkward_bytes_gives_pythons_text() -> None:

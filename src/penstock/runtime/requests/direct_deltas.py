@@ -62,6 +62,8 @@ class DirectDeltas:
 
     def _flush(self) -> None:
         self._is_waiting = False
-        tokens, grants = self._streams.flush(asyncio.get_running_loop().time())
+        tokens, grants, failure = self._streams.flush(asyncio.get_running_loop().time())
         if tokens:
             self._written(tokens, grants)
+        if failure is not None:
+            raise failure

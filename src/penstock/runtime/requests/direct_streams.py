@@ -137,14 +137,12 @@ class DirectStreamsPython:
             return None
         return _encoder.encode(_Frame(deltas=tuple(rest))) if rest else b""
 
-    def flush(self, now_s: float) -> tuple[int, list[tuple[RequestId, int]]]:
+    def flush(self, now_s: float) -> tuple[int, list[tuple[RequestId, int]], BaseException | None]:
         """Write what waits, one chunk a stream, and only then call anything else: a client that is woken by the first one finds all.
 
         Returns:
-            How many tokens were written, and (request id, tokens) to be granted.
-
-        Raises:
-            Exception: the first one that a client's calls raised, after all were called.
+            How many tokens were written, (request id, tokens) to be granted, and the first exception that a client's calls
+            raised: the other clients are called all the same.
         """
         waiting, self._waiting = self._waiting, {}
         tokens = 0
@@ -160,16 +158,19 @@ class DirectStreamsPython:
             if entry.ungranted >= self._grant_tokens:
                 grants.append((request_id, entry.ungranted))
                 entry.ungranted = 0
-        gone = [not _write(entry.client.transport, chunk) for entry, chunk, _ in chunks]
         failure: Exception | None = None
+        gone = [False] * len(chunks)
+        for index, (entry, chunk, _) in enumerate(chunks):
+            try:
+                gone[index] = not _write(entry.client.transport, chunk)
+            except Exception as error:  # noqa: BLE001 - the others are written to
+                failure = failure or error
         for (entry, chunk, gap_s), is_gone in zip(chunks, gone, strict=True):
             try:
                 _tell(entry.client, chunk, gap_s, is_gone=is_gone)
             except Exception as error:  # noqa: BLE001 - the others are told first
                 failure = failure or error
-        if failure is not None:
-            raise failure
-        return tokens, grants
+        return tokens, grants, failure
 
 
 def _write(transport: asyncio.WriteTransport, chunk: bytes) -> bool:
