@@ -48,6 +48,8 @@ class RegistryView:
         self._instances_max = instances_max
         self._is_reachable = is_reachable
         self._lapsed: dict[WorkerId, asyncio.TimerHandle] = {}
+        self._overdue: set[WorkerId] = set()
+        """Of `_lapsed`, those whose grace ended while the registry was away: they get another one."""
         self._refused: OrderedDict[WorkerId, str] = OrderedDict()
 
     def __len__(self) -> int:
@@ -100,6 +102,8 @@ class RegistryView:
     def sync(self, present: set[WorkerId]) -> None:
         """Tell watchers that the registry was read, which has these workers."""
         for worker_id in [each for each in self._table if each not in present]:
+            if worker_id in self._overdue:
+                self._keep(worker_id)
             self.lapse(worker_id, "it did not register again after the registry was lost")
         self._table.mark_synced()
 
@@ -111,11 +115,15 @@ class RegistryView:
         self._table.close()
 
     def _keep(self, worker_id: WorkerId) -> None:
+        self._overdue.discard(worker_id)
         timer = self._lapsed.pop(worker_id, None)
         if timer is not None:
             timer.cancel()
 
     def _end_grace(self, worker_id: WorkerId, reason: str) -> None:
-        del self._lapsed[worker_id]
-        if self._is_reachable():  # else the next sync decides
+        self._keep(worker_id)
+        if self._is_reachable():
             self._table.remove(worker_id, reason)
+        else:
+            self.lapse(worker_id, reason)
+            self._overdue.add(worker_id)

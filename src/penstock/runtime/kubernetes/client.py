@@ -181,6 +181,8 @@ class KubernetesClient:
     ) -> AsyncGenerator[WatchEvent | None]:
         """Yield None when the server has begun, then changes after a resourceVersion and bookmarks, for so many seconds.
 
+        A connection that is dead without a word ends a call's time later, as if the server had ended it.
+
         Raises:
             KubernetesError: status 410, the resourceVersion is too old: list again.
         """
@@ -197,8 +199,19 @@ class KubernetesClient:
             if response.status != 200:
                 raise self._refused(response, await self._text(response))
             yield None
+            deadline_s = asyncio.get_running_loop().time() + seconds + self._timeout_s
+            lines = _lines(response)
             try:
-                async for line in _lines(response):
+                while True:
+                    try:
+                        async with asyncio.timeout_at(deadline_s) as deadline:
+                            line = await anext(lines, None)
+                    except TimeoutError:
+                        if not deadline.expired():
+                            raise
+                        return
+                    if line is None:
+                        return
                     event = json.loads(line)
                     if event["type"] == "ERROR":
                         raise _error_of(self.access.server, event["object"])

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.errors import Unavailable
+from penstock.core.log import get_logger
 from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Object, Resource
 
 _WATCH_S = 300
 _RELIST = {400, 410, 504}
 """Answers to a watch from a resourceVersion that the server does not have any more, or not yet as after a restored backup."""
+_CUTS_TOLD = 3
+"""A warning says so after so many watches that ended at once."""
+_CUT_FIX = (
+    "let proxies before the API server keep responses open for minutes; changes are seen late meanwhile"
+)
+_log = get_logger()
 
 
 class Follower(Protocol):
@@ -44,7 +51,7 @@ class Pace:
 
     Attributes:
         probe_s: a server is asked something so often, since the watch of one that hangs is silent.
-        retry_s: the first pause after an error; doubles up to `retry_s_max`.
+        retry_s: the first pause after an error; doubles up to `retry_s_max`. A watch that lasts less than that counts as an error.
     """
 
     probe_s: float
@@ -84,9 +91,10 @@ class Reflector:
             await self._keep_following()
 
     async def _keep_following(self) -> None:
-        tries = 0
+        tries, loop = 0, asyncio.get_running_loop()
         while True:
             self._is_connected = False
+            begun_s = loop.time()
             error: Unavailable | None = None
             try:
                 async with asyncio.timeout(None) as self._watching:
@@ -95,16 +103,21 @@ class Reflector:
                 error = self._silence
             except Unavailable as caught:
                 error = caught
-            if self._is_connected:
+            if self._is_connected and loop.time() - begun_s >= self._pace.retry_s_max:
                 tries = 0
-            if error is None:
-                continue  # the server ends each watch after a while
+            self._is_connected = False
+            if error is None:  # the server ends each watch after a while; a proxy may do so at once
+                if loop.time() - begun_s < self._pace.retry_s_max:
+                    tries += 1
+                    if tries == _CUTS_TOLD:
+                        _log.warning("watches_cut_short", kind=self._resource.kind, fix=_CUT_FIX)
+                    await asyncio.sleep(self._delay_s(tries, None))
+                continue
             if isinstance(error, KubernetesError) and error.status in _RELIST:
                 self._revision = None
                 if tries == 0:  # at once, the first time
                     tries = 1
                     continue
-            self._is_connected = False
             self._follower.lost(error)
             tries += 1
             await asyncio.sleep(self._delay_s(tries, error.retry_after_s))

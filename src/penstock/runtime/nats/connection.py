@@ -64,6 +64,7 @@ class NatsConnection(Generic[T]):
         self.last_error = "it does not answer"
         self.on_error: Callable[[Exception], None] = lambda _error: None
         """Called with what the client notices by itself, such as messages that nobody reads."""
+        self._is_closed = False
         self._urls = list(urls)
         self._opening = opening
         self._needs = needs
@@ -76,10 +77,14 @@ class NatsConnection(Generic[T]):
         """The servers, without passwords."""
         return ", ".join(url.rpartition("@")[2].removeprefix("nats://") for url in self._urls)
 
+    def close(self) -> None:
+        """Make no connection any more; whoever runs `keep` cancels it then."""
+        self._is_closed = True
+
     async def keep(
         self, parts: Callable[[T], Sequence[Coroutine[Any, Any, None]]], *, on_lost: Callable[[bool], None]
     ) -> None:
-        """Keep a connection until this is cancelled.
+        """Keep a connection until this is cancelled, after `close`: the end of a connection may swallow the cancellation.
 
         Args:
             parts: run on each connection, together; the end of one by an error is the end of the connection.
@@ -97,6 +102,8 @@ class NatsConnection(Generic[T]):
             except* (*ERRORS, PenstockError) as errors:
                 error = errors.exceptions[0]
                 self.last_error = str(error) or type(error).__name__
+            if self._is_closed:
+                return
             on_lost(tries == 0)
             await asyncio.sleep(self._config.retry_delay_s(tries, self._rng))
             tries += 1
@@ -145,7 +152,7 @@ class NatsConnection(Generic[T]):
         finally:
             with suppress(*ERRORS):
                 async with asyncio.timeout(timeout_s):
-                    await client.close()
+                    await uncancelled(client.close())
 
 
 async def _until_closed(closed: asyncio.Future[None]) -> None:

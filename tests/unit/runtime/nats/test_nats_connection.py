@@ -1,10 +1,13 @@
 """A cancellation that a client's call swallows is raised nevertheless."""
 
 import asyncio
+import random
+from contextlib import asynccontextmanager
 
 import pytest
 
-from penstock.runtime.nats.connection import uncancelled
+from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.nats.connection import NatsConnection, uncancelled
 from penstock.testing.loop import run_async
 
 
@@ -73,3 +76,42 @@ def test_answers_come_through():
         assert await uncancelled(asyncio.sleep(0, "answer")) == "answer"
 
     run_async(scenario())
+
+
+def test_a_cancellation_while_a_connection_ends_by_an_error_ends_keep():
+    async def scenario():
+        connection = NatsConnection(
+            ["nats://127.0.0.1:1"], None, needs="", rng=random.Random(1), tls=None, config=DiscoveryConfig()
+        )
+        ending, may_end = asyncio.Event(), asyncio.Event()
+
+        @asynccontextmanager
+        async def connected():
+            yield asyncio.get_running_loop().create_future(), None
+
+        async def fails():
+            await asyncio.sleep(0)
+            raise OSError("gone")
+
+        async def ends_slowly():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ending.set()
+                await may_end.wait()
+
+        connection.connected = connected
+        keeping = asyncio.create_task(
+            connection.keep(lambda _: [ends_slowly(), fails()], on_lost=lambda _: None)
+        )
+        await ending.wait()
+        connection.close()
+        keeping.cancel()
+        may_end.set()
+        done, _ = await asyncio.wait([keeping], timeout=5.0)
+        for _ in range(9):
+            keeping.cancel()
+            await asyncio.sleep(0)
+        assert done
+
+    run_async(scenario(), timeout_s=20.0)

@@ -186,7 +186,7 @@ class EtcdDiscovery:
             registrations.sent(registration, instance)
 
     async def _keep_watching(self) -> None:
-        """Watch; after an error list all again."""
+        """Watch; after an error list all again. The end of a watch by an error may swallow a cancellation, so `close` is looked at."""
         tries = 0
         while True:
             try:
@@ -206,6 +206,8 @@ class EtcdDiscovery:
                 self._metrics.losses.inc()
             self._is_watching = False
             self._metrics.connected.set(0)
+            if self._closed:
+                return
             await asyncio.sleep(self._config.retry_delay_s(tries, self._rng))
 
     async def _watch_once(self) -> None:

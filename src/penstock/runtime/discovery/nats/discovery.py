@@ -152,6 +152,7 @@ class NatsDiscovery:
         with suppress(TimeoutError):  # they lapse by themselves
             async with asyncio.timeout(self._config.connect_timeout_s):
                 await self._registrations.close()
+        self._connection.close()
         if self._session is not None:
             self._session.cancel()
 

@@ -111,6 +111,7 @@ class NatsCarrier:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._connection.close()
         if self._keeper is not None:
             self._keeper.cancel()
         await self._tasks.__aexit__(None, None, None)
