@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError, PenstockError, Unavailable
 from penstock.core.log import cause, get_logger
 from penstock.core.types.instances import Role
 from penstock.deploy.card import check_model
@@ -204,6 +204,10 @@ class Applier:
             else:
                 self.use(former)
                 await rollout.restore(former)
+        except asyncio.CancelledError:
+            text = "stopped half-way, as the deployment stops; start it with the graph that it should have"
+            error = error or Unavailable(text)
+            raise
         finally:
             self._pool.let_go()
             self._is_busy = False
