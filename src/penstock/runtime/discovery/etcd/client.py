@@ -124,41 +124,42 @@ class EtcdClient:
         create = {
             "key": _b64(prefix), "range_end": _b64(_after(prefix)), "start_revision": after + 1, "fragment": True,
         }  # fmt: skip
-        url = f"{self.url}/v3/watch"
+        url = self.url
         try:
             async with (
-                self._open.post(url, json={"create_request": create}) as response,
+                self._open.post(f"{url}/v3/watch", json={"create_request": create}) as response,
                 aclosing(_lines(response)) as lines,
             ):
                 async for line in lines:
-                    result = _result_of(self.url, line)
+                    result = _result_of(url, line)
                     yield [
                         _pair(event["kv"], is_deleted=event.get("type") == "DELETE")
                         for event in result.get("events", ())
                     ]
         except (aiohttp.ClientError, OSError, ValueError, KeyError) as error:
-            raise self._failed(error) from error
-        raise self._failed(None)
+            raise self._failed(url, error) from error
+        raise self._failed(url, None)
 
-    def _rotate(self) -> None:
-        """Use the next endpoint."""
-        self._index = (self._index + 1) % len(self._urls)
+    def _rotate(self, failed: str) -> None:
+        """Use the next endpoint, unless another call that failed has done so already."""
+        if self.url == failed:
+            self._index = (self._index + 1) % len(self._urls)
 
     async def _call(
         self, path: str, body: dict[str, Any], missing: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """POST; `missing` is the answer where etcd says that there is no such lease."""
+        url = self.url
         try:
             async with asyncio.timeout(self._timeout_s):
-                async with self._open.post(f"{self.url}/v3/{path}", json=body) as response:
+                async with self._open.post(f"{url}/v3/{path}", json=body) as response:
                     text = await response.read()
                     answer = json.loads(text) if text else {}
         except TimeoutError as error:
-            url = self.url
-            self._rotate()
+            self._rotate(url)
             raise Unavailable(f"etcd at {url}: no answer within {self._timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise self._failed(error) from error
+            raise self._failed(url, error) from error
         if response.status == 200 and isinstance(answer, dict) and "error" not in answer:
             return answer
         said = answer.get("error", answer) if isinstance(answer, dict) else answer
@@ -167,7 +168,7 @@ class EtcdClient:
             code, said = said.get("grpc_code", said.get("code", code)), said.get("message", said)
         if missing is not None and (code == _NOT_FOUND or "lease not found" in str(said)):
             return missing
-        raise Unavailable(f"etcd at {self.url}: {path}: HTTP {response.status}: {str(said)[:200]}")
+        raise Unavailable(f"etcd at {url}: {path}: HTTP {response.status}: {str(said)[:200]}")
 
     @property
     def _open(self) -> aiohttp.ClientSession:
@@ -175,9 +176,8 @@ class EtcdClient:
             raise Unavailable(f"etcd at {self.url}: the client is closed")
         return self._session
 
-    def _failed(self, error: Exception | None) -> Unavailable:
-        url = self.url
-        self._rotate()
+    def _failed(self, url: str, error: Exception | None) -> Unavailable:
+        self._rotate(url)
         return Unavailable(f"etcd at {url}: {error or 'it ended the connection'}")
 
 
