@@ -4,9 +4,10 @@ import random
 
 import pytest
 
+from penstock.deploy.operator import reconciler
 from penstock.deploy.operator.definitions import GRAPHS, ROLES
 from penstock.deploy.operator.desired import Desired
-from penstock.runtime.kubernetes.client import KubernetesError, Resource
+from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Resource
 from tests.support.kubernetes.faults import Faults
 
 pytestmark = pytest.mark.slow
@@ -318,6 +319,33 @@ def test_a_refused_object_is_said_and_tried_again(site):
         assert "services is forbidden" in await here.is_true("Degraded", "ApplyFailed")
         here.server.forbidden.clear()
         await here.serves()
+
+    site(scenario)
+
+
+def test_a_passing_refusal_is_tried_again_and_nobodys_to_act_on(site, monkeypatch):
+    apply, left = KubernetesClient.apply, [409, 429, 503]
+
+    async def refuses(self, resource, body, *, manager, **options):
+        if manager == "penstock-operator" and left:
+            raise KubernetesError("busy", status=left.pop())
+        return await apply(self, resource, body, manager=manager, **options)
+
+    written = []
+    write = reconciler.write_graph_status
+
+    async def kept(client, body, status):
+        written.append(status["summary"])
+        await write(client, body, status)
+
+    monkeypatch.setattr(KubernetesClient, "apply", refuses)
+    monkeypatch.setattr(reconciler, "write_graph_status", kept)
+
+    async def scenario(here):
+        await here.apply()
+        await here.serves()
+        assert not left
+        assert "ApplyFailed" not in written
 
     site(scenario)
 

@@ -36,6 +36,8 @@ _KINDS = {
         Resource("monitoring.coreos.com", "v1", "servicemonitors", "ServiceMonitor"),
     )
 }
+_PASSING = {409, 429}
+"""Refusals that a later try cures, like those of 500 and above."""
 _log = get_logger()
 
 
@@ -79,6 +81,8 @@ class Reconciler:
         try:
             scaled_by = await self._apply(desired, is_full=is_full)
         except KubernetesError as error:
+            if error.status in _PASSING or error.status >= 500:
+                raise
             parts = self._parts(name, dict.fromkeys((FRONTEND, *(role.value for role in desired.roles)), ""))
             failed = {"Degraded": (True, "ApplyFailed", error.message)}
             await write_graph_status(self._client, body, graph_status(body, parts, failed))
