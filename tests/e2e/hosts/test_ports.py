@@ -31,6 +31,7 @@ def test_kv_crosses_hosts_that_listen_on_no_other_ports_than_their_range(hosts, 
         "model": "demo",
         "frontend": {"host": laid.addresses[0], "port": 8000},
         "supervision": {"spare_processes": 0},
+        "worker": {"kv_transfer": {"transfer": {"transports": ["tcp"]}}},  # NIXL listens on ports of its own
         "router": {"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}},
         "roles": {"prefill": role, "decode": role},
     }

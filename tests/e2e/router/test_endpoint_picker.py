@@ -15,12 +15,11 @@ import aiohttp
 import grpc
 import pytest
 from aiohttp import web
-from envoy.service.ext_proc.v3 import external_processor_pb2 as messages
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from penstock.core.types.instances import InstanceState
+from penstock.frontend.endpoint_picker import messages
 from penstock.frontend.endpoint_picker.config import EndpointPickerConfig
 from penstock.frontend.endpoint_picker.picker import Picker
 from penstock.frontend.endpoint_picker.server import EndpointPickerServer
@@ -322,6 +321,11 @@ async def pick(port: str, authority: Path) -> str:
     trusted = grpc.ssl_channel_credentials(authority.read_bytes())  # noqa: ASYNC240 - small
     request = messages.ProcessingRequest(request_headers=messages.HttpHeaders(end_of_stream=True))
     async with grpc.aio.secure_channel(f"localhost:{port}", trusted) as channel:
-        call = external_processor_pb2_grpc.ExternalProcessorStub(channel).Process(iter([request]))
+        ask = channel.stream_stream(
+            f"/{messages.SERVICE}/Process",
+            request_serializer=messages.ProcessingRequest.SerializeToString,
+            response_deserializer=messages.ProcessingResponse.FromString,
+        )
+        call = ask(iter([request]))
         answer = await call.read()
     return str(answer.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"])

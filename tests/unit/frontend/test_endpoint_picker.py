@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as messages
 from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import RequestError
+from penstock.frontend.endpoint_picker import messages
 from penstock.frontend.endpoint_picker.exchange import ENDPOINT, Exchange
+from penstock.frontend.endpoint_picker.messages import BodyMode
 from penstock.frontend.endpoint_picker.picker import Picker, endpoint_of
 from penstock.frontend.endpoint_picker.query import query_of
 from penstock.frontend.limits.receive_budget import ReceiveBudget
@@ -21,7 +21,6 @@ from penstock.router.service.gateway import Server
 from penstock.router.service.routing_service import RoutingService
 
 BODY = {"model": "m", "prompt": "Hello."}
-MODES = processing_mode_pb2.ProcessingMode.BodySendMode
 
 
 def query(body: object, models: tuple[str, ...] = ("m",)) -> Any:
@@ -55,12 +54,12 @@ def test_endpoints_have_a_port_and_brackets_around_ipv6() -> None:
 
 
 def headers(
-    *, end: bool = False, mode: int = MODES.FULL_DUPLEX_STREAMED, subset: str | list[str] | None = None
+    *, end: bool = False, mode: int = BodyMode.FULL_DUPLEX_STREAMED, subset: str | list[str] | None = None
 ) -> Any:
     request = messages.ProcessingRequest()
     request.request_headers.end_of_stream = end
     request.protocol_config.request_body_mode = mode
-    request.protocol_config.response_body_mode = MODES.FULL_DUPLEX_STREAMED
+    request.protocol_config.response_body_mode = BodyMode.FULL_DUPLEX_STREAMED
     if subset is not None:
         hint = request.metadata_context.filter_metadata["envoy.lb.subset_hint"]
         hint.update({"x-gateway-destination-endpoint-subset": subset})
@@ -170,7 +169,7 @@ def test_another_endpoint_than_the_picked_one_releases_the_request() -> None:
 
 def test_modes_without_the_whole_body_are_refused() -> None:
     async def test(talk: Talk) -> None:
-        (answer,) = await talk.say(headers(mode=MODES.STREAMED))
+        (answer,) = await talk.say(headers(mode=BodyMode.STREAMED))
         assert answer.immediate_response.status.code == 500
         assert b"request_body_mode is STREAMED" in answer.immediate_response.body
 
@@ -185,7 +184,9 @@ def test_messages_in_any_order_end_in_answers() -> None:
         for _ in range(2000):
             said = []
             for _ in range(rng.randrange(1, 8)):
-                mode = rng.choice([MODES.NONE, MODES.BUFFERED, MODES.STREAMED, MODES.FULL_DUPLEX_STREAMED])
+                mode = rng.choice(
+                    [BodyMode.NONE, BodyMode.BUFFERED, BodyMode.STREAMED, BodyMode.FULL_DUPLEX_STREAMED]
+                )
                 said.append(
                     rng.choice(
                         [

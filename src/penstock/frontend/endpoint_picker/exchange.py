@@ -11,13 +11,10 @@ from collections.abc import AsyncIterator, Iterator
 from http import HTTPStatus
 from typing import Any
 
-from envoy.config.core.v3 import base_pb2
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as messages
-from google.protobuf import struct_pb2
-
 from penstock.core.errors import Overloaded, PenstockError, RequestError
 from penstock.core.log import get_logger
+from penstock.frontend.endpoint_picker import messages
+from penstock.frontend.endpoint_picker.messages import BodyMode
 from penstock.frontend.endpoint_picker.picker import Pick, Picker
 from penstock.frontend.errors import ReceiveTimeoutError, error_answer
 from penstock.frontend.limits.receive_budget import Received
@@ -33,7 +30,6 @@ _TAIL_BYTES = 2048
 """Of an answer's end, where its usage stands."""
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})')
 _OUTPUT = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})')
-_BODY_MODES = processing_mode_pb2.ProcessingMode.BodySendMode
 _log = get_logger()
 
 
@@ -49,8 +45,8 @@ class Exchange:
         self._pieces: list[bytes] = []
         self._size_bytes = 0
         self._subset: frozenset[str] | None = None
-        self._request_mode = _BODY_MODES.FULL_DUPLEX_STREAMED
-        self._response_mode = _BODY_MODES.FULL_DUPLEX_STREAMED
+        self._request_mode: int = BodyMode.FULL_DUPLEX_STREAMED
+        self._response_mode: int = BodyMode.FULL_DUPLEX_STREAMED
         self._has_picked = False
         self._pick: Pick | None = None
         """None before, and after the final feedback."""
@@ -117,7 +113,7 @@ class Exchange:
             self._request_mode = request.protocol_config.request_body_mode
             self._response_mode = request.protocol_config.response_body_mode
         self._subset = _subset(request.metadata_context)
-        if request.request_headers.end_of_stream or self._request_mode == _BODY_MODES.NONE:
+        if request.request_headers.end_of_stream or self._request_mode == BodyMode.NONE:
             pick = await self._choose()
             return [
                 _at(
@@ -125,11 +121,13 @@ class Exchange:
                     messages.ProcessingResponse(request_headers=_chosen(messages.HeadersResponse(), pick)),
                 )
             ]
-        if self._request_mode == _BODY_MODES.FULL_DUPLEX_STREAMED:
+        if self._request_mode == BodyMode.FULL_DUPLEX_STREAMED:
             return []  # headers wait for the endpoint, and with them Envoy
-        if self._request_mode == _BODY_MODES.BUFFERED:
+        if self._request_mode == BodyMode.BUFFERED:
             return [messages.ProcessingResponse(request_headers=messages.HeadersResponse())]
-        mode = _BODY_MODES.Name(self._request_mode)
+        mode = (
+            BodyMode(self._request_mode).name if self._request_mode in list(BodyMode) else self._request_mode
+        )
         raise PenstockError(
             f"Envoy's processing_mode.request_body_mode is {mode}: an endpoint depends on the whole body; set it to"
             " FULL_DUPLEX_STREAMED or BUFFERED"
@@ -139,7 +137,7 @@ class Exchange:
         self._take(body.body)
         if not body.end_of_stream:
             return []
-        if self._request_mode == _BODY_MODES.FULL_DUPLEX_STREAMED:
+        if self._request_mode == BodyMode.FULL_DUPLEX_STREAMED:
             return await self._choose_streamed()
         pick = await self._choose()
         return [_at(pick, messages.ProcessingResponse(request_body=_chosen(messages.BodyResponse(), pick)))]
@@ -195,7 +193,7 @@ class Exchange:
             self._tail = (self._tail + body.body)[-_TAIL_BYTES:]
         if body.end_of_stream:
             self._finish()
-        if self._response_mode != _BODY_MODES.FULL_DUPLEX_STREAMED:
+        if self._response_mode != BodyMode.FULL_DUPLEX_STREAMED:
             return messages.ProcessingResponse(response_body=messages.BodyResponse())
         (answer,) = _streamed("response_body", [body.body], is_last=body.end_of_stream)
         return answer
@@ -221,15 +219,13 @@ def _chosen(response: Any, pick: Pick) -> Any:
     option = common.header_mutation.set_headers.add()
     option.header.key = ENDPOINT
     option.header.raw_value = pick.endpoint.encode()
-    option.append_action = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+    option.append_action = messages.OVERWRITE_IF_EXISTS_OR_ADD
     return response
 
 
 def _at(pick: Pick, answer: Any) -> Any:
     """Set the endpoint as metadata, which the protocol asks for beside the header."""
-    inner = struct_pb2.Struct()
-    inner.fields[ENDPOINT].string_value = pick.endpoint
-    answer.dynamic_metadata.fields[_NAMESPACE].struct_value.CopyFrom(inner)
+    answer.dynamic_metadata.fields[_NAMESPACE].struct_value.fields[ENDPOINT].string_value = pick.endpoint
     return answer
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.core.errors import ConfigError
@@ -13,11 +12,11 @@ from penstock.core.log import get_logger
 from penstock.frontend.config import ServerTlsConfig
 from penstock.frontend.endpoint_picker.config import EndpointPickerConfig
 from penstock.frontend.endpoint_picker.exchange import Exchange
+from penstock.frontend.endpoint_picker.messages import SERVICE, ProcessingRequest, ProcessingResponse
 from penstock.frontend.endpoint_picker.picker import Picker
 from penstock.frontend.limits.receive_budget import ReceiveBudget
 
-_EXTERNAL_PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
-_READINESS = ("", "readiness", _EXTERNAL_PROCESSOR)
+_READINESS = ("", "readiness", SERVICE)
 _STOP_GRACE_S = 5.0
 _MESSAGE_BYTES_MAX = 16 << 20
 """Envoy sends a buffered body as one message."""
@@ -33,9 +32,13 @@ class EndpointPickerServer:
         self._server = grpc.aio.server(
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX)]
         )
-        external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(
-            _Processor(picker, budget), self._server
+        process = grpc.stream_stream_rpc_method_handler(
+            _Processor(picker, budget).process,
+            request_deserializer=ProcessingRequest.FromString,
+            response_serializer=ProcessingResponse.SerializeToString,
         )
+        handler = grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
+        self._server.add_generic_rpc_handlers((handler,))
         health_pb2_grpc.add_HealthServicer_to_server(_Health(picker), self._server)
 
     async def start(self) -> tuple[str, int]:
@@ -67,12 +70,12 @@ class EndpointPickerServer:
         await self._server.stop(_STOP_GRACE_S)
 
 
-class _Processor(external_processor_pb2_grpc.ExternalProcessorServicer):  # type: ignore[misc]  # generated, without types
+class _Processor:
     def __init__(self, picker: Picker, budget: ReceiveBudget) -> None:
         self._picker = picker
         self._budget = budget
 
-    async def Process(self, request_iterator: AsyncIterator[Any], _context: Any) -> AsyncIterator[Any]:  # noqa: N802 - gRPC's name
+    async def process(self, request_iterator: AsyncIterator[Any], _context: Any) -> AsyncIterator[Any]:
         exchange = Exchange(self._picker)
         with self._budget.hold(exchange.drop) as received:
             async for answer in exchange.answers(request_iterator, received):
@@ -91,7 +94,7 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # generate
         else:
             await context.abort(
                 grpc.StatusCode.NOT_FOUND,
-                f"no service {request.service!r}; known: liveness, readiness, {_EXTERNAL_PROCESSOR}",
+                f"no service {request.service!r}; known: liveness, readiness, {SERVICE}",
             )
         status = health_pb2.HealthCheckResponse.ServingStatus
         return health_pb2.HealthCheckResponse(status=status.SERVING if is_serving else status.NOT_SERVING)
