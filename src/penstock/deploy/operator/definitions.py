@@ -15,6 +15,7 @@ GRAPHS = Resource(GROUP, VERSION, "penstockgraphs", "PenstockGraph")
 ROLES = Resource(GROUP, VERSION, "penstockroles", "PenstockRole")
 _TEXT: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
+_OF_SLURM = ("nodes", "gpus_per_node")
 
 
 def definitions() -> list[Object]:
@@ -23,7 +24,7 @@ def definitions() -> list[Object]:
 
 
 def _graph_definition() -> Object:
-    options = structural_schema(RenderOptions, without=("namespace",))
+    options = structural_schema(RenderOptions, without=("namespace", *_OF_SLURM))
     graph = structural_schema(Graph, without=("name",))
     spec = {
         "type": "object",
