@@ -1,4 +1,4 @@
-"""Streams put on frontends: each is compared with what the same prompt said before, and those that a killed frontend had are told apart."""
+"""Streams put on frontends: each is compared with what the same prompt said before, and those that a killed frontend had are counted separately."""
 
 import asyncio
 import random

@@ -294,8 +294,8 @@ def test_two_deployments_under_one_name_are_said_at_both_ends():
             await until(lambda: value(metrics, "registrations_refused_total", reason="secret") == 1)
         assert [line["event"] for line in logs] == ["registration_refused"]
         assert len(watcher.present) == 1
-        apart = await harness.client(Identity(secret=b"of another deployment"), namespace="other")
-        await apart.connect()
+        separate = await harness.client(Identity(secret=b"of another deployment"), namespace="other")
+        await separate.connect()
 
     run_scenario(scenario)
 

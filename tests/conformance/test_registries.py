@@ -218,7 +218,7 @@ def test_two_deployments_in_one_namespace_are_said_at_both_ends(registry):
             await until(metrics, "registrations_refused_total", 1, reason="secret")
         assert [line["event"] for line in logs] == ["registration_refused"]
         assert len(watcher.present) == 1
-        apart = await harness.client(Identity(secret=b"of another deployment"), namespace="other")
-        await apart.connect()
+        separate = await harness.client(Identity(secret=b"of another deployment"), namespace="other")
+        await separate.connect()
 
     run_scenario(scenario, registry)

@@ -157,7 +157,7 @@ def _discovery(
     rng: random.Random,
     metrics: RegistryMetrics,
 ) -> RegistryClient:
-    spec = graph.runtime
+    spec, namespace = graph.runtime, graph.runtime.namespace or graph.name
     match spec.discovery:
         case "local":
             return LocalDiscovery(
@@ -169,7 +169,7 @@ def _discovery(
             return EtcdDiscovery(
                 spec.urls,
                 identity,
-                namespace=spec.namespace or graph.name,
+                namespace=namespace,
                 rng=rng,
                 tls=spec.tls,
                 config=spec.registry,
@@ -186,7 +186,7 @@ def _discovery(
             return NatsDiscovery(
                 spec.urls,
                 identity,
-                namespace=spec.namespace or graph.name,
+                namespace=namespace,
                 rng=rng,
                 tls=spec.tls,
                 config=spec.registry,
@@ -200,7 +200,7 @@ def _discovery(
             return KubernetesDiscovery(
                 KubernetesAccess.find(),
                 identity,
-                namespace=spec.namespace or graph.name,
+                namespace=namespace,
                 rng=rng,
                 config=spec.registry,
                 metrics=metrics,

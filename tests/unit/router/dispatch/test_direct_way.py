@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from tokenizers import Tokenizer
@@ -13,6 +15,7 @@ from penstock.router.dispatch.open_request import OpenRequest
 from penstock.runtime.requests.direct_streams import DirectStream
 from penstock.seams import DirectClient, Interrupt
 from tests.support.direct_client import FakeTransport
+from tests.support.manual_engine import ManualEngine
 from tests.support.tokenizer import tiny_tokenizer_json
 from tests.unit.router.dispatch.test_dispatcher import Setting, ids, make_request, run_scenario, settle
 
@@ -56,36 +59,39 @@ class Reader:
         return asyncio.create_task(self.stream.run(self.take, self))
 
 
+@asynccontextmanager
+async def reading(
+    setting: Setting,
+) -> AsyncIterator[tuple[ManualEngine, Reader, asyncio.Task[None]]]:
+    """Open a request that a `Reader` runs, and give the engine that has it."""
+    async with setting.dispatcher.open(make_request()) as stream:
+        await settle()
+        reader = Reader(stream)
+        yield setting.engines[setting.holder()], reader, reader.run()
+
+
 LETTERS = _TOKENIZER.encode("abcdefgh").ids
 
 
 def test_after_the_early_steps_tokens_go_by_the_rule_and_the_end_by_the_sink() -> None:
     async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            reader = Reader(stream)
-            running = reader.run()
+        async with reading(setting) as (engine, reader, running):
             for token in LETTERS[:-1]:
                 engine.emit("r", token)
                 await settle()
-                assert stream.output_tokens == len(reader.tokens)
+                assert reader.stream.output_tokens == len(reader.tokens)
             engine.emit("r", LETTERS[-1], finish=FinishReason.LENGTH)
             await running
         assert reader.tokens == LETTERS
         assert reader.way == ["sink", "sink", *["direct"] * (len(LETTERS) - 3), "sink"]
-        assert stream.output_tokens == len(LETTERS)
+        assert reader.stream.output_tokens == len(LETTERS)
 
     run_scenario(scene, 1)
 
 
 def test_tokens_and_the_end_that_come_in_one_turn_keep_their_order() -> None:
     async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            reader = Reader(stream)
-            running = reader.run()
+        async with reading(setting) as (engine, reader, running):
             for token in LETTERS[:3]:
                 engine.emit("r", token)
                 await settle()
@@ -145,11 +151,7 @@ def test_a_request_whose_worker_is_lost_goes_on_with_all_its_tokens() -> None:
 
 def test_a_client_that_is_behind_is_waited_for() -> None:
     async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            reader = Reader(stream)
-            running = reader.run()
+        async with reading(setting) as (engine, reader, running):
             for token in LETTERS[:3]:
                 engine.emit("r", token)
                 await settle()
@@ -160,7 +162,7 @@ def test_a_client_that_is_behind_is_waited_for() -> None:
                 engine.emit("r", token)
                 await settle()
             assert reader.tokens == LETTERS[:4], "no more before it has read"
-            assert stream.output_tokens == 6
+            assert reader.stream.output_tokens == 6
             reader.transport.unsent_bytes = 0
             reader.free.set()
             await settle()
@@ -177,11 +179,7 @@ def test_a_client_that_is_behind_is_waited_for() -> None:
 
 def test_a_client_that_is_gone_ends_its_request() -> None:
     async def scene(setting: Setting) -> None:
-        async with setting.dispatcher.open(make_request()) as stream:
-            await settle()
-            engine = setting.engines[setting.holder()]
-            reader = Reader(stream)
-            running = reader.run()
+        async with reading(setting) as (engine, reader, running):
             for token in LETTERS[:3]:
                 engine.emit("r", token)
                 await settle()
