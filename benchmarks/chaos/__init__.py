@@ -7,8 +7,9 @@ excused and asked again; every other one must end, with the same text.
 import argparse
 import asyncio
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,13 +19,14 @@ import aiohttp
 from benchmarks.chaos.faults import Faults
 from benchmarks.chaos.hosts import Hosts, Supervisor
 from benchmarks.chaos.load import Frontend, Load, Outcome
+from benchmarks.chaos.parts import add_up
 from benchmarks.frontend.usage import cpu_s
 from penstock.bench.report import Report
 
 _HOSTS, _FRONTENDS, _WORKERS = 4, 2, 2
 _REQUESTS, _QUICK_REQUESTS = 100_000, 1_000
-_CPU_REQUESTS, _QUICK_CPU_REQUESTS = 1_000, 100
-_CPU_ROUNDS = 5
+_CPU_REQUESTS, _QUICK_CPU_REQUESTS = 500, 100
+_CPU_ROUNDS, _QUICK_CPU_ROUNDS = 9, 3
 _PROMPTS = 32
 _OUTPUT_TOKENS = 32
 
@@ -33,11 +35,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", type=int, metavar="N", help=f"under faults (default {_REQUESTS}; 0: none)"
     )
+    parser.add_argument(
+        "--cpu-requests",
+        type=int,
+        metavar="N",
+        help=f"of each of {_CPU_ROUNDS} rounds without faults beside local planes (default {_CPU_REQUESTS}; 0: none)",
+    )
     parser.add_argument("--concurrency", type=int, default=32, metavar="C", help="at once (default 32)")
     parser.add_argument(
         "--fault-every-s", type=float, default=10.0, metavar="S", help="from fault to fault (default 10)"
     )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of faults and prompts (default 1)")
+    parser.add_argument(
+        "--add",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="count the requests of these reports, of other seeds, instead of putting requests under faults",
+    )
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -45,17 +61,44 @@ def run(options: argparse.Namespace) -> Report:
 
 
 async def _run(options: argparse.Namespace) -> Report:
-    requests = options.requests
+    requests, cpu_requests = options.requests, options.cpu_requests
     if requests is None:
         requests = _QUICK_REQUESTS if options.quick else _REQUESTS
-    cpu_requests = _QUICK_CPU_REQUESTS if options.quick else _CPU_REQUESTS
-    async with (
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
-        AsyncExitStack() as stack,
-    ):
-        local = await stack.enter_async_context(AsyncExitStack())
-        supervisor, frontend = await local.enter_async_context(_local())
-        hosts, supervisors, frontends, registries = await stack.enter_async_context(_spread())
+    if cpu_requests is None:
+        cpu_requests = _QUICK_CPU_REQUESTS if options.quick else _CPU_REQUESTS
+    rounds = _QUICK_CPU_ROUNDS if options.quick else _CPU_ROUNDS
+    if options.add:
+        requests = 0
+    figures: dict[str, float] = {}
+    samples: dict[str, list[float]] = {}
+    counts: Counter[str] = Counter()
+    problems: list[str] = []
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        if cpu_requests:
+            figures, samples = await _measure_cpu(session, options, cpu_requests, rounds)
+        if requests:
+            under_faults, counts, problems = await _put_under_faults(session, options, requests)
+            figures = under_faults | figures
+    if options.add:
+        return add_up(options.add, figures, samples)
+    return Report(
+        name="chaos",
+        config={
+            "hosts": _HOSTS, "frontends": _FRONTENDS, "workers": _HOSTS * _WORKERS, "requests": requests,
+            "concurrency": options.concurrency, "output_tokens": _OUTPUT_TOKENS, "seed": options.seed,
+            "fault_every_s": options.fault_every_s, "faults": dict(counts),
+        },
+        figures=figures,
+        samples=samples,
+        problems=problems,
+    )  # fmt: skip
+
+
+async def _measure_cpu(
+    session: aiohttp.ClientSession, options: argparse.Namespace, requests: int, rounds: int
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Put requests without faults on both deployments in turn; return figures and samples of CPU time."""
+    async with _local() as (supervisor, frontend), _spread() as (_, supervisors, frontends, registries):
         sides = {
             "local": (_load([frontend] * _FRONTENDS, options.seed), [supervisor]),
             "planes": (_load(frontends, options.seed), supervisors),
@@ -63,40 +106,37 @@ async def _run(options: argparse.Namespace) -> Report:
         for load, _ in sides.values():
             await load.learn(session)
         used_s: dict[str, list[float]] = {side: [] for side in (*sides, "registries")}
-        for _ in range(_CPU_ROUNDS):  # in turn, since the machine's speed changes
+        for _ in range(rounds):  # in turn, since the machine's speed changes
             for side, (load, of) in sides.items():
                 before_s = _servers_s(registries)
                 used_s[side].append(
-                    await _cpu_s_per_request(load, session, of, cpu_requests, options.concurrency)
+                    await _cpu_s_per_request(load, session, of, requests, options.concurrency)
                 )
                 if side == "planes":
-                    used_s["registries"].append((_servers_s(registries) - before_s) / cpu_requests)
-        await local.aclose()
-        faults = Faults(hosts, supervisors, frontends, registries, seed=options.seed)
-        outcome, lasted_s = Outcome(), 0.0
-        if requests:
-            began_s = asyncio.get_running_loop().time()
-            doing = asyncio.create_task(faults.keep_doing(options.fault_every_s))
-            outcome = await sides["planes"][0].put(session, requests, options.concurrency)
-            lasted_s = asyncio.get_running_loop().time() - began_s
-            doing.cancel()
-            await asyncio.wait((doing,))
-            if not doing.cancelled() and (error := doing.exception()) is not None:
-                raise error
+                    used_s["registries"].append((_servers_s(registries) - before_s) / requests)
     ratios = [planes / local for planes, local in zip(used_s["planes"], used_s["local"], strict=True)]
-    return Report(
-        name="chaos",
-        config={
-            "hosts": _HOSTS, "frontends": _FRONTENDS, "workers": _HOSTS * _WORKERS, "requests": requests,
-            "concurrency": options.concurrency, "output_tokens": _OUTPUT_TOKENS, "seed": options.seed,
-            "fault_every_s": options.fault_every_s, "faults": dict(faults.counts),
-        },
-        figures=(_chaos_figures(outcome, faults, lasted_s) if requests else {})
-        | {f"{side}_cpu_ms_per_request": 1e3 * median(seconds) for side, seconds in used_s.items()}
-        | {"planes_cpu_over_local": median(ratios)},
-        samples={f"{side}_cpu_s": seconds for side, seconds in used_s.items()},
-        problems=outcome.problems,
-    )  # fmt: skip
+    figures = {f"{side}_cpu_ms_per_request": 1e3 * median(seconds) for side, seconds in used_s.items()}
+    samples = {f"{side}_cpu_s": seconds for side, seconds in used_s.items()}
+    return figures | {"planes_cpu_over_local": median(ratios)}, samples
+
+
+async def _put_under_faults(
+    session: aiohttp.ClientSession, options: argparse.Namespace, requests: int
+) -> tuple[dict[str, float], Counter[str], list[str]]:
+    """Put requests while faults happen; return figures, the number of faults by kind, and problems."""
+    async with _spread() as (hosts, supervisors, frontends, registries):
+        load = _load(frontends, options.seed)
+        await load.learn(session)
+        faults = Faults(hosts, supervisors, frontends, registries, seed=options.seed)
+        began_s = asyncio.get_running_loop().time()
+        doing = asyncio.create_task(faults.keep_doing(options.fault_every_s))
+        outcome = await load.put(session, requests, options.concurrency)
+        lasted_s = asyncio.get_running_loop().time() - began_s
+        doing.cancel()
+        await asyncio.wait((doing,))
+        if not doing.cancelled() and (error := doing.exception()) is not None:
+            raise error
+    return _chaos_figures(outcome, faults, lasted_s), faults.counts, outcome.problems
 
 
 def _chaos_figures(outcome: Outcome, faults: Faults, lasted_s: float) -> dict[str, float]:
