@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
@@ -167,6 +168,7 @@ def _models_in(annotation: Any) -> Iterator[type[pydantic.BaseModel]]:
         yield from _models_in(argument)
 
 
+@functools.cache
 def field_docs(config: type[pydantic.BaseModel]) -> dict[str, str]:
     """Give field name -> its docstring, those of base classes included.
 

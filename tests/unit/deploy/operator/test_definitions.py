@@ -1,5 +1,6 @@
 """The operator's kinds: their file is current, structural, and takes every graph that is a graph."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def test_schemas_are_structural(definition):
     assert len(dump_all([definition])) < _ANNOTATION_BYTES_MAX, "kubectl apply keeps a copy in an annotation"
 
 
+@functools.cache
 def graph_schema():
     return definitions()[0]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 

@@ -21,11 +21,13 @@ SETTINGS = {"cool_down_s": 120.0, "max_workers": 12}
 
 
 @pytest.fixture(
-    params=[{A: 2}, {P: 1, D: 3}, {A: 2, P: 0, D: 0}], ids=["aggregated", "disaggregated", "either"]
+    scope="module",
+    params=[{A: 2}, {P: 1, D: 3}, {A: 2, P: 0, D: 0}],
+    ids=["aggregated", "disaggregated", "either"],
 )
-def recorded(request, tmp_path):
+def recorded(request, tmp_path_factory):
     """The world and the log of a planner whose demand rises, falls and rises."""
-    path = tmp_path / "planner.jsonl"
+    path = tmp_path_factory.mktemp("recorded") / "planner.jsonl"
 
     async def main():
         world = World(request.param, **SETTINGS)
