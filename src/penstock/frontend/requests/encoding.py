@@ -42,6 +42,7 @@ class Prompt(Wire, frozen=True):
         expanded: what an engine has expanded in `token_ids`.
         in_reasoning: it has begun the model's reasoning.
         text: of the prompt, where the answer repeats it: an echo, or an annotation of a chat.
+        text_bytes: of `text` as a JSON string, in which some characters take six bytes.
     """
 
     token_ids: PackedTokens
@@ -51,6 +52,7 @@ class Prompt(Wire, frozen=True):
     expanded: MediaPrompt | None = None
     in_reasoning: bool = False
     text: str = ""
+    text_bytes: int = 0
 
 
 def encode_prompts(
@@ -86,6 +88,7 @@ def encode_prompts(
             media=media,
             in_reasoning=in_reasoning,
             text=text,
+            text_bytes=len(msgspec.json.encode(text)) if text else 0,
         )
         for token_ids, text in zip(encoded, texts, strict=True)
     )

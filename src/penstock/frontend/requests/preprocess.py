@@ -41,9 +41,9 @@ _VALUES_MAX = 1 << 19
 _STREAMED_VALUES_MAX = 1 << 14
 """In a stream, where they are encoded between other requests' tokens: about 10 ms."""
 _ECHOED_BYTES_MAX = 16 << 20
-"""Text of echoed prompts in one answer, of all choices."""
+"""Text of echoed prompts in one answer, of all choices, as JSON."""
 _STREAMED_ECHOED_BYTES_MAX = 4 << 20
-"""In a stream: about 12 ms."""
+"""In a stream, where it is encoded between other requests' tokens: about 12 ms."""
 THREAD_BYTES = 20_000
 """Larger bodies are encoded in a thread: this many take about 5 ms (2 cores of an AMD EPYC)."""
 
@@ -89,8 +89,8 @@ class PreparedRequest(msgspec.Struct, frozen=True):
 
     @property
     def echoed_bytes(self) -> int:
-        """Text of echoed prompts in the whole answer."""
-        return self.choices_per_prompt * sum(len(prompt.text.encode()) for prompt in self.prompts)
+        """Text of echoed prompts in the whole answer, as JSON."""
+        return self.choices_per_prompt * sum(prompt.text_bytes for prompt in self.prompts)
 
 
 class Preprocessor:
@@ -281,6 +281,7 @@ def _prompt_parts(
             token_ids=prompt.token_ids,
             detokenizer=model.detokenizer,
             text=prompt.text if echoes else "",
+            text_bytes=prompt.text_bytes if echoes else 0,
             echoed=echoed,
             listed=request.prompt_logprobs,
         )
@@ -307,7 +308,7 @@ def _check_echoed(prepared: PreparedRequest, *, is_stream: bool) -> None:
     echoed, n = prepared.echoed_bytes, prepared.choices_per_prompt
     if echoed > most:
         raise RequestError(
-            f"echo: {echoed // n} bytes of prompts, for {n} choices, are {echoed} bytes; at most {most} fit"
+            f"echo: {echoed // n} bytes of prompts as JSON, for {n} choices, are {echoed} bytes; at most {most} fit"
             f" {'a stream' if is_stream else 'an answer'}; send shorter prompts, ask for fewer choices, or leave echo out",
             param="echo",
         )

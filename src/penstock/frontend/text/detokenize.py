@@ -111,7 +111,7 @@ BYTE_OF = _byte_alphabet()
 
 
 class _ByteTable(dict[int, bytes]):
-    """Bytes by token id, filled on first use; at most one entry per vocabulary entry."""
+    """Bytes by token id, filled on first use; an id outside the vocabulary has none and no entry."""
 
     def __init__(self, vocabulary: _Vocabulary, skip: frozenset[int] = frozenset()) -> None:
         super().__init__()
@@ -119,15 +119,21 @@ class _ByteTable(dict[int, bytes]):
         self._skip = skip
 
     def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._skip or token_id < 0 else self._vocabulary(token_id)
+        token = None if token_id < 0 else self._vocabulary(token_id)
         if token is None:
-            content = b""
-        elif all(character in BYTE_OF for character in token):
-            content = bytes([BYTE_OF[character] for character in token])
-        else:
-            content = token.encode()
-        self[token_id] = content
+            return b""
+        content = self[token_id] = b"" if token_id in self._skip else self._content(token)
         return content
+
+    def look_up(self, token_id: int) -> bytes:
+        """Give a token's bytes without an entry, for whoever keeps them."""
+        token = None if token_id in self._skip or token_id < 0 else self._vocabulary(token_id)
+        return b"" if token is None else self._content(token)
+
+    def _content(self, token: str) -> bytes:
+        if all(character in BYTE_OF for character in token):
+            return bytes([BYTE_OF[character] for character in token])
+        return token.encode()
 
 
 class ByteDecoder:
@@ -156,7 +162,7 @@ def _byte_decoders(table: _ByteTable) -> Callable[[bool], TextDecoder]:
     """Give what makes decoders that share a table; the native ones keep one of their own."""
     if native is None:
         return lambda _: ByteDecoder(table)
-    decoder, tokens = native.ByteDecoder, native.TokenTable(table.__missing__)
+    decoder, tokens = native.ByteDecoder, native.TokenTable(table.look_up)
     return lambda _: decoder(tokens)
 
 
@@ -200,7 +206,7 @@ class _PieceRule:
 
 
 class _PieceTable(dict[int, "str | int | None"]):
-    """By token id: its text, or the byte of a byte token, or None for a special token."""
+    """By token id: its text, or the byte of a byte token, or None for a special token; an id outside the vocabulary has no entry."""
 
     def __init__(self, vocabulary: _Vocabulary, rule: _PieceRule, skip: frozenset[int] = frozenset()) -> None:
         super().__init__()
@@ -209,9 +215,10 @@ class _PieceTable(dict[int, "str | int | None"]):
         self.rule = rule
 
     def __missing__(self, token_id: int) -> str | int | None:
-        token = None if token_id in self._skip else self._vocabulary(token_id)
-        piece = None if token is None else self._piece(token)
-        self[token_id] = piece
+        token = None if token_id < 0 else self._vocabulary(token_id)
+        if token is None:
+            return None
+        piece = self[token_id] = None if token_id in self._skip else self._piece(token)
         return piece
 
     def _piece(self, token: str) -> str | int:

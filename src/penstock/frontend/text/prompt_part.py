@@ -30,6 +30,7 @@ class PromptPart:
         token_ids: of the prompt.
         detokenizer: of the model.
         text: goes before the answer's own; empty if the prompt is not echoed.
+        text_bytes: of `text` as a JSON string.
         echoed: alternatives at each echoed token; None: no log-probabilities are echoed.
         listed: alternatives in `prompt_logprobs` of the answer; None: it has none.
         logprobs: as the engine gave them, each after the one before.
@@ -38,6 +39,7 @@ class PromptPart:
     token_ids: PackedTokens
     detokenizer: Detokenizer
     text: str = ""
+    text_bytes: int = 0
     echoed: int | None = None
     listed: int | None = None
     logprobs: tuple[PromptLogprobs, ...] = ()

@@ -5,13 +5,14 @@ import pytest
 
 from penstock.core.errors import PenstockError
 from penstock.core.ids import WorkerId
+from penstock.testing.planes.direct import DirectStreamsSuite
 from penstock.testing.planes.recording_sink import RecordingSink
-from penstock.testing.planes.request_plane import RequestPlaneSuite, Scene
+from penstock.testing.planes.request_plane import Scene
 from penstock.testing.planes.scripted_worker import RANKS, scripted_request
 
 
-class RanksSuite(RequestPlaneSuite):
-    """The contract of `RequestPlane`, and that a connection is for one rank of a worker."""
+class RanksSuite(DirectStreamsSuite):
+    """The contract of `RequestPlane` and of direct streams, and that a connection is for one rank of a worker."""
 
     def test_a_connection_is_for_one_rank(self) -> None:
         async def scenario(scene: Scene) -> None:

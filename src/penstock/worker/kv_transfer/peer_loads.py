@@ -161,18 +161,30 @@ class PeerLoads:
 
         def on_end(task: "asyncio.Task[bool]") -> None:
             is_whole = not task.cancelled() and task.exception() is None and task.result()
-            self._on_end(load, is_whole=is_whole, is_cancelled=task.cancelled())
-            self._engine.unpin(held)
+            try:
+                self._on_end(load, is_whole=is_whole, is_cancelled=task.cancelled())
+            finally:
+                self._engine.unpin(held)
 
         load.work.add_done_callback(on_end)
         return load
 
     def _on_end(self, load: _Load, *, is_whole: bool, is_cancelled: bool) -> None:
-        """Submit the requests that waited for a load, unless it was cancelled; those with longer prompts may load more first."""
+        """Submit the requests that waited for a load, unless it was cancelled; those with longer prompts may load more first.
+
+        Raises:
+            ExceptionGroup: some could not be submitted; the others were.
+        """
+        failures: list[Exception] = []
         for request_id, (request, submit) in self._loads.end(load).items():
             may_load = is_whole and request_id != load.begun_for and self._tasks is not None
-            if not is_cancelled and not (may_load and self.begin(request, submit)):
-                submit(request)
+            try:
+                if not is_cancelled and not (may_load and self.begin(request, submit)):
+                    submit(request)
+            except Exception as error:  # noqa: BLE001 - the others are submitted first
+                failures.append(error)
+        if failures:
+            raise ExceptionGroup("requests could not be submitted after a load from another worker", failures)
 
     def cancel(self, request_id: RequestId) -> bool:
         """Have a request wait no longer; return whether it did. A load that nobody waits for is cancelled; its blocks stay reserved until it has ended."""

@@ -322,12 +322,19 @@ def test_an_answer_repeats_a_bounded_text_of_prompts(stream: bool, n: int, most:
     served, prompt = model(context_length=1 << 20), ["the quick fox " * 10_000] * 2
     assert complete(served, prompt=prompt, n=n // 2, echo=True, stream=stream).echoed_bytes <= most
     complete(served, prompt=prompt, n=n, stream=stream)
-    size = 280_000 * n
+    size = 280_004 * n
     assert size > most
-    refused = f"echo: 280000 bytes of prompts, for {n} choices, are {size} bytes; at most {most} fit"
+    refused = f"echo: 280004 bytes of prompts as JSON, for {n} choices, are {size} bytes; at most {most} fit"
     with pytest.raises(RequestError, match=refused) as error:
         complete(served, prompt=prompt, n=n, echo=True, stream=stream)
     assert error.value.param == "echo"
+
+
+def test_text_counts_as_long_as_json_makes_it() -> None:
+    served, size = model(context_length=1 << 20), 800_000
+    complete(served, prompt="x" * size, echo=True, stream=True)
+    with pytest.raises(RequestError, match=f"echo: {6 * size + 2} bytes of prompts as JSON"):
+        complete(served, prompt="\x01" * size, echo=True, stream=True)
 
 
 @pytest.mark.parametrize(("echo", "in_thread"), [(True, True), (False, False)])

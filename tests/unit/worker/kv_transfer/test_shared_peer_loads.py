@@ -174,3 +174,29 @@ def test_a_request_that_names_no_lender_waits_for_the_load_too():
             assert (loaded(cluster), failures(cluster)) == (4 * FULL_BLOCKS, 0)
 
     chunks_scene(scene)
+
+
+def test_a_request_that_cannot_be_submitted_after_its_load_takes_nothing_from_the_others():
+    async def scene(cluster, dispatcher):
+        await first_answer(dispatcher)
+        loop, told, submitted = asyncio.get_running_loop(), [], []
+        loop.set_exception_handler(lambda _loop, context: told.append(context["exception"]))
+
+        def fails(request):
+            raise RuntimeError(f"{request.request_id}: nobody takes it")
+
+        async with AsyncExitStack() as stack:
+            stream = await opened(stack, dispatcher, "r")
+            await until(lambda: waiting(cluster) == 1 and loaded(cluster) >= 8)
+            reader = max((cluster.worker(name).kv_transfer.peer_loads for name in cluster.names), key=len)
+            hashes = pack_hashes(block_hashes(tiny_request("r").token_ids, BLOCK_SIZE))
+            for name, submit in (("fails", fails), ("later", submitted.append)):
+                joins = msgspec.structs.replace(tiny_request(name), block_hashes=hashes)
+                assert reader.begin(joins, submit)
+            await until(lambda: submitted and told)
+            assert [request.request_id for request in submitted] == ["later"]
+            assert [str(error) for error in told[0].exceptions] == ["fails: nobody takes it"]
+            await rest(stream)
+        loop.set_exception_handler(None)
+
+    chunks_scene(scene)
