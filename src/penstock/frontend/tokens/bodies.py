@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import RequestError
+from penstock.frontend.errors import BodySizeError
 from penstock.frontend.openai.bodies import (
     Body,
     ChatRequest,
@@ -15,7 +16,9 @@ from penstock.frontend.openai.bodies import (
 from penstock.frontend.openai.dialect import ParsedBody
 from penstock.frontend.openai.validation import check_chat
 
-TOKENS_MAX = 1 << 20
+TOKENS_MAX = 1 << 18
+DETOKENIZE_BYTES_MAX = 1 << 20
+"""Of a body of token ids, which is decoded beside the event loop with the GIL held: 60 ms of the worst JSON."""
 
 
 class TokenizeRequest(Body, kw_only=True):
@@ -106,8 +109,13 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
     """Decode a body of `/detokenize`.
 
     Raises:
+        BodySizeError: it is too large.
         RequestError: it is malformed, or has too many ids.
     """
+    if len(body) > DETOKENIZE_BYTES_MAX:
+        raise BodySizeError(
+            f"the body has {len(body)} bytes, at most {DETOKENIZE_BYTES_MAX} are allowed here; send fewer tokens at once"
+        )
     given = parse_body(body, DetokenizeRequest, _decode_detokenize)
     if len(given.tokens) > TOKENS_MAX:
         raise RequestError(

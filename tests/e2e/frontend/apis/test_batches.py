@@ -361,7 +361,7 @@ def test_without_a_directory_there_are_none() -> None:
     async def test() -> None:
         async with serving() as site:
             answer = await site.ask("GET", "/v1/batches")
-            assert answer.status == 501
+            assert answer.status == 404
             assert answer.error["message"].endswith("its operator can set frontend.batches.directory")
 
     run(test)

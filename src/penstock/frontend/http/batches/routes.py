@@ -13,6 +13,7 @@ from penstock.core.errors import Overloaded, RequestError
 from penstock.frontend.batches.objects import Batch, BatchRecord, BatchRequest, Deleted
 from penstock.frontend.batches.one import ENDPOINTS
 from penstock.frontend.batches.store import LIST_MAX, BatchStore, new_id, page
+from penstock.frontend.errors import BodySizeError
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.batches.upload import receive_file
 from penstock.frontend.http.replies import json_response
@@ -27,6 +28,8 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW_S_MAX = 7 * 86_400
 _LIST_LIMIT = 20
 _METADATA_MAX = 16
+_BATCH_BYTES_MAX = 64 << 10
+"""Of a body that describes a batch, which is decoded on the event loop."""
 _decode = msgspec.json.Decoder(BatchRequest).decode
 
 
@@ -62,7 +65,7 @@ class BatchRoutes:
             if self._config.directory is None:
                 raise RequestError(
                     "this server keeps no files and runs no batches; its operator can set frontend.batches.directory",
-                    http_status=501,
+                    http_status=404,
                 )
             store = await asyncio.to_thread(BatchStore.of, self._config, self._tenant().name)
             return await handler(request, store)
@@ -103,6 +106,10 @@ class BatchRoutes:
         frontend = self._frontend
         with frontend.arrive() as slot, frontend.budget.hold(slot.end) as received, slot.limit():
             body = b"".join(await frontend.bodies.read(request, received))
+        if len(body) > _BATCH_BYTES_MAX:
+            raise BodySizeError(
+                f"the body has {len(body)} bytes, at most {_BATCH_BYTES_MAX} are allowed here; requests come in a file"
+            )
         asked = parse_body(body, BatchRequest, _decode)
         now = int(wall_time_s())
         _check(asked)
