@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
+from penstock.deploy.operator.metrics import OperatorMetrics
 from penstock.deploy.processes.frontend_process import process_failures
 from penstock.deploy.processes.planner_metrics import PlannerMetrics
 from penstock.frontend.metrics import FrontendMetrics
@@ -17,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 HEAD = """# Metrics
 
 What `GET /metrics` of a deployment has, for Prometheus; made by `tools/metrics_reference.py`. Several frontend processes of a port answer with the sums
-of all. A histogram has `_bucket`, `_sum` and `_count`. [Dashboard and alert rules](watching.md#prometheus-and-grafana) are ready to use; the transfer library
+of all. `penstock_operator_*` are those of [the operator](kubernetes.md#the-operator). A histogram has `_bucket`, `_sum` and `_count`. [Dashboard and alert rules](watching.md#prometheus-and-grafana) are ready to use; the transfer library
 has [metrics of its own](transfer-reference.md#metrics).
 
 | metric | type | labels | meaning |
@@ -31,6 +32,7 @@ def metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     FrontendMetrics(registry)
     RouterMetrics(registry)
     PlannerMetrics(registry)
+    OperatorMetrics(registry)
     process_failures(registry)
     collectors: dict[Any, Any] = registry._collector_to_names  # the public API gives none without samples
     found = []

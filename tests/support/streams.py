@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -17,12 +17,17 @@ class Load:
     """Streams that run one after another in several tasks, each prompt with its answer; all must be whole and equal."""
 
     def __init__(
-        self, url: str, prompts: Sequence[str], *, tokens: int = TOKENS, pause_s: float = 0.0
+        self,
+        url: str | Callable[[], str],
+        prompts: Sequence[str],
+        *,
+        tokens: int = TOKENS,
+        pause_s: float = 0.0,
     ) -> None:
         """Begin at `async with`.
 
         Args:
-            url: the deployment.
+            url: the deployment, or what gives the frontend of each stream.
             prompts: one task each.
             tokens: output tokens of each stream.
             pause_s: seconds between two streams of a task.
@@ -45,7 +50,8 @@ class Load:
         }
         body["stream_options"] = {"include_usage": True}
         text, usage = "", None
-        async with session.post(f"{self.url}/v1/completions", json=body) as response:
+        url = self.url if isinstance(self.url, str) else self.url()
+        async with session.post(f"{url}/v1/completions", json=body) as response:
             assert response.status == 200, await response.text()
             async for line in response.content:
                 data = line.removeprefix(b"data: ").strip()

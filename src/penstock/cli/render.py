@@ -51,7 +51,20 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--service-monitor", action="store_true", help="with a ServiceMonitor for Prometheus's operator"
     )
+    parser.add_argument(
+        "--gateway",
+        metavar="NAME",
+        help="with an InferencePool of the frontends, an HTTPRoute of this Gateway, and an endpoint picker",
+    )
     parser.add_argument("--no-network-policy", action="store_true", help="without NetworkPolicies")
+    parser.add_argument(
+        "--egress-port",
+        metavar="P",
+        type=int,
+        action="append",
+        default=[],
+        help="another port that pods may connect to, such as the API server's where it is neither 443 nor 6443; may be repeated",
+    )
     parser.add_argument(
         "--nodes", type=int, help="of Slurm (default: the fewest that have the GPUs of all workers)"
     )
@@ -68,16 +81,20 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from penstock.core.errors import ConfigError  # noqa: PLC0415
     from penstock.deploy.manifests.options import Cache, Mount, RenderOptions  # noqa: PLC0415
+    from penstock.deploy.manifests.paths import RELATIVE, is_local_model  # noqa: PLC0415
     from penstock.deploy.manifests.targets import manifest, write_chart  # noqa: PLC0415
     from penstock.graph import Overrides, load  # noqa: PLC0415
 
     graph = load(options.file, Overrides(options.set))
+    if Path(graph.model).is_dir() and not is_local_model(graph.model):
+        raise ConfigError(f"model: {graph.model}: {RELATIVE}")
     given = {name: getattr(options, name) for name in _OPTIONS}
     settings = RenderOptions.of_flags(
         {name: value for name, value in given.items() if value is not None}
         | {
             "mounts": [Mount.read(text) for text in options.mount],
             "cache": Cache.read(options.cache),
+            "egress_ports": options.egress_port,
             "network_policy": not options.no_network_policy,
         }
     )
@@ -93,5 +110,14 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-_OPTIONS = ("image", "gpu_image", "namespace", "secret", "service_monitor", "nodes", "gpus_per_node")
+_OPTIONS = (
+    "image",
+    "gpu_image",
+    "namespace",
+    "secret",
+    "service_monitor",
+    "gateway",
+    "nodes",
+    "gpus_per_node",
+)
 """Flags with the names of fields."""

@@ -54,12 +54,22 @@ def check_model(graph: Graph) -> None:
     """
     if graph.model == DEMO_MODEL:
         return
-    if graph.model in known_shapes() and not Path(graph.model).is_dir():
+    if not Path(graph.model).is_dir():
+        refuse_shape(graph.model)
+    refuse_absent(graph.model)
+
+
+def refuse_shape(model: str) -> None:
+    """Refuse a name that has a shape and no weights.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if model != DEMO_MODEL and model in known_shapes():
         raise ConfigError(
-            f"model: {graph.model!r} is a shape for penstock simulate and penstock plan, without weights; name a checkpoint's"
+            f"model: {model!r} is a shape for penstock simulate and penstock plan, without weights; name a checkpoint's"
             " directory or a hub name"
         )
-    refuse_absent(graph.model)
 
 
 def check_checkpoint(graph: Graph, roles: Mapping[Role, RoleSpec]) -> dict[Role, ModelCard]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import stat
@@ -22,13 +21,12 @@ from penstock.deploy.manifests.slurm import slurm_script
 from penstock.deploy.secret import SECRET_VARIABLE
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from penstock.graph import build
+from tests.support.kubernetes.kubelet import NETWORK, command_of
 from tests.support.kubernetes.thread import ApiServerThread
 from tests.support.rendered import by_kind, pods
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 120.0
-NETWORK = f"127.{1 + os.getpid() % 250}.{os.getpid() // 250 % 250}"
-"""Of loopback addresses that no other run of the test has."""
 SECRET, TOKEN = "a secret of the test", "t" * 40
 
 
@@ -79,33 +77,9 @@ class Pod:
         (self.container,) = template["spec"]["containers"]
         self.address, self.grace_s = address, template["spec"]["terminationGracePeriodSeconds"]
         folder.mkdir()
-        for file, text in files.items():
-            (folder / file).write_text(text.replace("0.0.0.0", address))
-        given = {
-            "status.podIP": address,
-            "metadata.name": name,
-            "metadata.uid": f"uid-{name}",
-            "spec.nodeName": "node-1",
-        }
-        environment = {
-            name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ
-        } | extra
-        for variable in self.container["env"]:
-            source = variable.get("valueFrom", {})
-            if "fieldRef" in source:
-                environment[variable["name"]] = given.get(source["fieldRef"]["fieldPath"], "")
-            elif "secretKeyRef" in source:
-                values = {"secret": SECRET, "admin-token": TOKEN}
-                if (key := source["secretKeyRef"]["key"]) in values:
-                    environment[variable["name"]] = values[key]
-            else:
-                environment[variable["name"]] = variable["value"].replace("/tmp", str(folder))
-        words = [
-            re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], word)
-            for word in self.container["args"]
-        ]
-        words = [word.replace("/etc/penstock/", f"{folder}/") for word in words]
-        self.process = subprocess.Popen([sys.executable, "-m", "penstock", *words], env=environment)
+        pod = {"metadata": {"name": name, "uid": f"uid-{name}"}, "spec": template["spec"]}
+        words, environment = command_of(pod, address, files, folder, {"secret": SECRET, "admin-token": TOKEN})
+        self.process = subprocess.Popen(words, env=environment | extra)
         stack.callback(self.end)
 
     def probe(self, kind):

@@ -5,8 +5,10 @@ import contextlib
 import random
 from pathlib import Path
 
+import aiohttp
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
 
 from penstock.deploy.operator.definitions import GRAPHS, ROLES, definitions
 from penstock.deploy.operator.operator import Operator
@@ -21,7 +23,13 @@ DEFINITIONS = Resource(
     "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", is_namespaced=False
 )
 FILE = Path(__file__).parents[3] / "deploy" / "kubernetes" / "operator.yaml"
-RULES = next(each["rules"] for each in yaml.safe_load_all(FILE.read_text()) if each["kind"] == "Role")
+OBJECTS = list(yaml.safe_load_all(FILE.read_text()))
+RULES = [
+    {**rule, "namespace": each["metadata"]["namespace"]}
+    for each in OBJECTS
+    if each["kind"] == "Role"
+    for rule in each["rules"]
+]
 """What the operator may do: no more than its file says."""
 PAIR = {"prefill": {"replicas": 1}, "decode": {"replicas": 2}}
 
@@ -29,22 +37,33 @@ PAIR = {"prefill": {"replicas": 1}, "decode": {"replicas": 2}}
 class Site:
     """What a test does to a cluster, and sees of it."""
 
-    def __init__(self, server, client, group):
-        self.server, self.client, self.group = server, client, group
+    def __init__(self, server, client, leases, group):
+        self.server, self.client, self.leases, self.group = server, client, leases, group
         self.cluster = Cluster(server.store)
-        self.access = KubernetesAccess(server.url, namespace="default", token="operator-token")
+        self.access, self.lease_access = (
+            KubernetesAccess(server.url, namespace=namespace, token="operator-token")
+            for namespace in ("default", "penstock-operator")
+        )
+        self.registry = CollectorRegistry()
+
+    def operator(self, identity="first", lease_s=0.6):
+        return Operator(
+            self.access,
+            rng=random.Random(identity),
+            identity=identity,
+            lease_s=lease_s,
+            pace=Pace(probe_s=0.5, retry_s=0.02, retry_s_max=0.2),
+            lease_access=self.lease_access,
+            registry=self.registry if identity == "first" else None,
+        )
 
     def start_operator(self, identity="first", lease_s=0.6):
-        pace = Pace(probe_s=0.5, retry_s=0.02, retry_s_max=0.2)
-        operator = Operator(
-            self.access, rng=random.Random(identity), identity=identity, lease_s=lease_s, pace=pace
-        )
-        return self.group.create_task(operator.run())
+        return self.group.create_task(self.operator(identity, lease_s).run())
 
     async def apply(self, name="chat", *, roles=PAIR, options=None, **graph):
         body = {
             "apiVersion": GRAPHS.api_version, "kind": GRAPHS.kind, "metadata": {"name": name},
-            "spec": {"graph": {"model": "demo", "roles": roles, **graph}, "options": options or {"image": "r/penstock:1"}},
+            "spec": {"graph": {"model": "demo", "roles": roles} | graph, "options": options or {"image": "r/penstock:1"}},
         }  # fmt: skip
         return await self.client.apply(GRAPHS, body, manager="suite")
 
@@ -96,6 +115,24 @@ class Site:
             for stored in self.server.store.all(self.cluster.kind(plural))
         }
 
+    async def evict(self, pod):
+        """Evict a pod as kubectl drain does, again while a budget forbids it; returns how often it did."""
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": pod, "namespace": "default"},
+        }
+        url = f"{self.server.url}/api/v1/namespaces/default/pods/{pod}/eviction"
+        refused = 0
+        async with aiohttp.ClientSession(headers={"Authorization": "Bearer suite-token"}) as session:
+            while True:
+                async with session.post(url, json=body) as answer:
+                    if answer.status in {201, 404}:
+                        return refused
+                    assert answer.status == 429, await answer.text()
+                refused += 1
+                await asyncio.sleep(0.2)
+
     async def scale(self, role, replicas):
         await self.client.patch(ROLES, role, {"spec": {"replicas": replicas}}, "scale")
 
@@ -104,15 +141,25 @@ class Site:
 def site():
     """Run a scenario with an operator, unless the scenario starts its own."""
 
-    def run(scenario, *, operator=True):
+    def run(scenario, *, operator=True, timeout_s=60):
         async def main():
-            async with asyncio.timeout(60), ApiServer(tokens=("suite-token", "operator-token")) as server:
+            async with (
+                asyncio.timeout(timeout_s),
+                ApiServer(tokens=("suite-token", "operator-token")) as server,
+            ):
                 server.rules["operator-token"] = RULES
-                access = KubernetesAccess(server.url, namespace="default", token="suite-token")
-                async with KubernetesClient(access, timeout_s=10) as client, asyncio.TaskGroup() as group:
+                access, lease_access = (
+                    KubernetesAccess(server.url, namespace=namespace, token="suite-token")
+                    for namespace in ("default", "penstock-operator")
+                )
+                async with (
+                    KubernetesClient(access, timeout_s=10) as client,
+                    KubernetesClient(lease_access, timeout_s=10) as leases,
+                    asyncio.TaskGroup() as group,
+                ):
                     for definition in definitions():
                         await client.create(DEFINITIONS, definition)
-                    here = Site(server, client, group)
+                    here = Site(server, client, leases, group)
                     running = here.start_operator() if operator else None
                     await scenario(here)
                     for task in tuple(group._tasks):
@@ -121,6 +168,6 @@ def site():
                         if running is not None:
                             await running
 
-        run_async(main())
+        run_async(main(), timeout_s=timeout_s)
 
     return run

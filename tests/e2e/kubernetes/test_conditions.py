@@ -64,7 +64,7 @@ def test_an_evicted_pod_drains_and_is_replaced(site):
         await here.serves()
         here.cluster.held = {"decode"}
         (pod, _) = here.cluster.pods("decode")
-        here.cluster.evict(pod["metadata"]["name"])
+        await here.evict(pod["metadata"]["name"])
         message = await here.until(lambda: progress_about(here, "EvictionByEvictionAPI"))
         assert f"{pod['metadata']['name']} drains (EvictionByEvictionAPI: Eviction API: evicting)" in message
         assert (await here.condition("Ready"))["status"] == "True"

@@ -3,14 +3,17 @@
 import asyncio
 
 import pytest
+from aiohttp import ClientSession
 
-from penstock.runtime.kubernetes.client import LEASES
+from penstock.deploy.operator.http import OperatorHttp
+from penstock.runtime.kubernetes.access import KubernetesAccess
+from penstock.runtime.kubernetes.client import LEASES, KubernetesClient, KubernetesError
 
 pytestmark = pytest.mark.slow
 
 
 async def holder(here):
-    lease = await here.client.find(LEASES, "penstock-operator")
+    lease = await here.leases.find(LEASES, "penstock-operator")
     return (lease or {}).get("spec", {}).get("holderIdentity")
 
 
@@ -40,7 +43,7 @@ def test_a_lease_that_nobody_renews_is_taken_after_its_time(site):
             "apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "penstock-operator"},
             "spec": {"holderIdentity": "dead", "leaseDurationSeconds": 1, "renewTime": "2099-01-01T00:00:00.000000Z"},
         }  # fmt: skip
-        await here.client.create(LEASES, lease)
+        await here.leases.create(LEASES, lease)
         here.start_operator("second")
         await asyncio.sleep(0.5)
         assert await holder(here) == "dead", "its clock may be wrong, but it may live"
@@ -53,7 +56,7 @@ def test_a_leader_whose_lease_was_taken_stops(site):
     async def scenario(here):
         here.start_operator("first")
         await here.until(lambda: is_holder(here, "first"))
-        await here.client.patch(
+        await here.leases.patch(
             LEASES, "penstock-operator", {"spec": {"holderIdentity": "other", "leaseDurationSeconds": 60}}
         )
         await here.until(lambda: not here.server._handlers)  # its watches have ended
@@ -82,3 +85,67 @@ def test_an_api_server_that_was_away_finds_its_operator_again(site):
         await here.serves()
 
     site(scenario)
+
+
+def test_no_pod_may_take_the_lead(site):
+    async def scenario(here):
+        await here.until(lambda: is_holder(here, "first"))
+        await here.apply()
+        await here.serves()
+        (role,) = here.objects("rbac.authorization.k8s.io/roles").values()
+        here.server.tokens.add("pod-token")
+        here.server.rules["pod-token"] = [
+            {**rule, "namespace": role["metadata"]["namespace"]} for rule in role["rules"]
+        ]
+        access = KubernetesAccess(here.server.url, namespace="penstock-operator", token="pod-token")
+        async with KubernetesClient(access, timeout_s=10) as pod:
+            for call in (
+                pod.patch(LEASES, "penstock-operator", {"spec": {"holderIdentity": "pod"}}),
+                pod.delete(LEASES, "penstock-operator"),
+            ):
+                with pytest.raises(KubernetesError) as caught:
+                    await call
+                assert caught.value.status == 403
+
+    site(scenario)
+
+
+def test_probes_and_metrics_say_how_the_operator_is(site):
+    async def scenario(here):
+        operator = here.operator("first", lease_s=2)
+        async with (
+            OperatorHttp("tcp://127.0.0.1:0", here.registry, operator.is_ready) as http,
+            ClientSession() as session,
+        ):
+
+            async def ask(path):
+                async with session.get(f"http://127.0.0.1:{http.port}{path}") as answer:
+                    return answer.status, await answer.text()
+
+            async def says(text):
+                return text in (await ask("/metrics"))[1]
+
+            assert (await ask("/readyz"))[0] == 503, "nothing has answered yet"
+            here.group.create_task(operator.run())
+            await here.apply()
+            await here.serves()
+            assert (await ask("/healthz"), await ask("/readyz")) == ((200, "ok\n"),) * 2
+            assert await says("penstock_operator_leader 1.0")
+            assert await says("penstock_operator_graphs 1.0")
+            assert (
+                here.registry.get_sample_value("penstock_operator_reconciles_total", {"outcome": "done"}) > 0
+            )
+            here.server.forbidden.add(("patch", "services"))
+            await here.apply(block_size=32)
+            await here.until(lambda: says('penstock_operator_reconciles_total{outcome="failed"}'))
+            await here.server.stop()
+            await here.until(lambda: says("penstock_operator_leader 0.0"))
+
+            async def is_away():
+                return (await ask("/readyz"))[0] == 503
+
+            await here.until(is_away)
+            assert (await ask("/healthz"))[0] == 200, "a restart would not help"
+            await here.server.start()
+
+    site(scenario, operator=False)

@@ -86,6 +86,26 @@ def test_changed_args_roll_and_old_configuration_goes_last(site):
     site(scenario)
 
 
+def test_a_gateway_gets_a_pool_that_goes_with_the_option(site):
+    async def scenario(here):
+        await here.apply(options={"image": "r/penstock:1", "gateway": "public"}, model="o/m")
+        await here.serves()
+        assert here.objects("inference.networking.k8s.io/inferencepools").keys() == {"chat"}
+        assert here.objects("gateway.networking.k8s.io/httproutes").keys() == {"chat"}
+        assert here.objects("apps/deployments").keys() == {
+            "chat-frontend",
+            "chat-prefill",
+            "chat-decode",
+            "chat-picker",
+        }
+        await here.apply(model="o/m")
+        await here.until(lambda: not here.objects("inference.networking.k8s.io/inferencepools"))
+        await here.until(lambda: "chat-picker" not in here.objects("apps/deployments"))
+        await here.serves()
+
+    site(scenario)
+
+
 def test_a_removed_role_goes_with_its_objects(site):
     async def scenario(here):
         await here.apply()
@@ -205,6 +225,37 @@ def test_an_autoscaler_of_the_pods_themselves_is_left_alone_too(site):
 async def is_scaled_by(here, name):
     parts = {part["name"]: part["scaledBy"] for part in (await here.status()).get("parts", ())}
     return parts.get("decode") == name
+
+
+def test_a_role_that_answers_for_servers_has_one_pod_however_it_is_scaled(site):
+    async def scenario(here):
+        servers = {
+            "engine": {"name": "openai", "args": {"url": ["http://vllm-0:8000", "http://vllm-1:8000"]}}
+        }
+        await here.apply(roles={"aggregated": servers}, model="o/m")
+        await here.serves()
+        await here.scale("chat-aggregated", 3)
+        await here.apply(roles={"aggregated": servers}, model="o/m", block_size=32)
+        await here.serves()
+        assert len(here.cluster.pods("aggregated")) == 1, "a second would count the servers again"
+        assert here.objects("apps/deployments")["chat-aggregated"]["spec"]["replicas"] == 1
+
+    site(scenario)
+
+
+def test_a_model_is_not_looked_for_on_the_operators_disk(site, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "model").mkdir(parents=True)
+
+    async def scenario(here):
+        await here.apply(model="org/model")
+        await here.serves()
+        await here.apply(model="./org/model")
+        assert "model: ./org/model: is relative to a directory" in await here.is_true(
+            "Degraded", "InvalidGraph"
+        )
+
+    site(scenario)
 
 
 def test_a_change_by_hand_is_undone(site):

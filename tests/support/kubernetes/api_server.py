@@ -2,7 +2,7 @@
 
 Kept: list in pages, watch with resourceVersion, bookmarks and 410, optimistic locking (409), server-side apply with field managers,
 merge patch, the subresources `status` and `scale`, label and field selectors, finalizers, garbage collection by ownerReferences,
-schemas of CustomResourceDefinitions, dry runs, tokens with the rules of their roles, and TLS. Not kept: strategic merge patch, and
+schemas of CustomResourceDefinitions, dry runs, evictions that keep PodDisruptionBudgets, tokens with the rules of their roles, and TLS. Not kept: strategic merge patch, and
 schemas and admission of built-in kinds.
 """
 
@@ -19,6 +19,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from tests.support.kubernetes import fields
+from tests.support.kubernetes.eviction import PODS, evict
 from tests.support.kubernetes.faults import Faults
 from tests.support.kubernetes.fields import Manager
 from tests.support.kubernetes.problems import Refused
@@ -47,7 +48,7 @@ class ApiServer:
         self.forbidden: set[tuple[str, str]] = set()
         """Verbs and plurals that are answered 403, such as `("list", "leases")`."""
         self.rules: dict[str, list[Object]] = {}
-        """Rules of roles, by token; a token without an entry may do everything."""
+        """Rules of roles, by token; `namespace` of a rule is its role's, all without. A token without an entry may do everything."""
         self.bookmark_s = 60.0
         self.port = 0
         self.requests: list[tuple[str, str]] = []
@@ -176,11 +177,12 @@ class ApiServer:
             subresource
             and not (subresource == "status" and kind.has_status)
             and not (subresource == "scale" and kind.scale)
+            and not (subresource == "eviction" and kind.key == PODS)
         ):
             raise Refused(404, "NotFound", "the server could not find the requested resource")
-        verb = verb_of(request, name)
+        verb = verb_of(request, name, subresource)
         self.requests.append((verb, request.path))
-        self._authorize(request, verb, kind, subresource, namespace)
+        self._authorize(request, verb, kind, subresource, (namespace, name))
         if verb == "watch":
             return await self._watch(request, kind, namespace or None)
         if verb == "list":
@@ -191,21 +193,23 @@ class ApiServer:
             )
         return await self._one(request, verb, kind, (namespace, name), subresource)
 
-    def _authorize(
-        self, request: web.Request, verb: str, kind: Kind, subresource: str, namespace: str = ""
-    ) -> None:
+    def _authorize(self, request: web.Request, verb: str, kind: Kind, subresource: str, name: Name) -> None:
         rules = self.rules.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
-        name = f"{kind.plural}/{subresource}" if subresource else kind.plural
+        resource = f"{kind.plural}/{subresource}" if subresource else kind.plural
         is_allowed = rules is None or any(
-            kind.group in rule["apiGroups"] and name in rule["resources"] and verb in rule["verbs"]
+            kind.group in rule["apiGroups"]
+            and resource in rule["resources"]
+            and verb in rule["verbs"]
+            and name[0] == rule.get("namespace", name[0])
+            and name[1] in rule.get("resourceNames", [name[1]])
             for rule in rules
         )
         if not is_allowed or (verb, kind.plural) in self.forbidden:
             raise Refused(
                 403,
                 "Forbidden",
-                f'{name}{"." + kind.group if kind.group else ""} is forbidden: User "system:serviceaccount:suite:penstock"'
-                f' cannot {verb} resource "{name}" in API group "{kind.group}" in the namespace "{namespace}"',
+                f'{resource}{"." + kind.group if kind.group else ""} is forbidden: User "system:serviceaccount:suite:penstock"'
+                f' cannot {verb} resource "{resource}" in API group "{kind.group}" in the namespace "{name[0]}"',
             )
 
     async def _one(  # noqa: PLR0911 - one for each verb
@@ -223,6 +227,9 @@ class ApiServer:
             options |= {key: value for key, value in request.query.items() if key == "propagationPolicy"}
             return web.json_response(self.store.delete(kind, name, options).shown())
         body = object_of(await request.read())
+        if subresource == "eviction":
+            evict(self.store, kind, name, body)
+            return web.json_response({"kind": "Status", "apiVersion": "v1", "status": "Success"}, status=201)
         if verb == "create":
             stored = self.store.create(kind, name[0], body, manager, dry_run=dry_run)
             return web.json_response(stored.shown(), status=201)
@@ -272,7 +279,7 @@ class ApiServer:
         except Refused:
             if subresource:
                 raise
-            self._authorize(request, "create", kind, "")
+            self._authorize(request, "create", kind, "", (name[0], ""))
             stored = self.store.create(kind, name[0], body, manager, dry_run=dry_run)
             return web.json_response(stored.shown(), status=201)
         owners = copy.deepcopy(stored.owners)

@@ -9,7 +9,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.kubernetes.eviction import is_ready
 from tests.support.kubernetes.fields import Manager
+from tests.support.kubernetes.kubelet import Nodes
 from tests.support.kubernetes.resources import Kind, Object
 from tests.support.kubernetes.store import Store, Stored, now
 
@@ -40,6 +42,7 @@ class Cluster:
     Attributes:
         troubles: what is wrong with new pods of a part: `unschedulable`, `image`, `config` or `crash`.
         held: parts whose ending pods go on draining.
+        nodes: run pods as processes; None plays them.
     """
 
     store: Store
@@ -47,6 +50,7 @@ class Cluster:
     troubles: dict[str, str] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
     made: int = 0
+    nodes: Nodes | None = None
 
     def kind(self, name: str) -> Kind:
         group, _, plural = name.rpartition("/")
@@ -69,15 +73,6 @@ class Cluster:
             for stored in self.store.all(self.kind(plural), self.namespace):
                 self._roll(self.kind(plural), stored)
 
-    def evict(self, name: str) -> None:
-        """Drain a pod's node: mark why, and delete the pod with its grace period."""
-        condition = {
-            "type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI",
-            "message": "Eviction API: evicting",
-        }  # fmt: skip
-        self._set_status(name, conditions=[condition])
-        self.store.delete(self.kind("pods"), (self.namespace, name), {})
-
     def _roll(self, kind: Kind, stored: Stored) -> None:
         """Bring a workload's pods a step nearer to its template and number, one new or old pod at a time."""
         spec = stored.body["spec"]
@@ -92,12 +87,12 @@ class Cluster:
         new = [pod for pod in alive if pod["metadata"]["labels"][_HASH] == revision]
         old = [pod for pod in alive if pod not in new]
         wanted = int(spec.get("replicas", 1))
-        ready = [pod for pod in alive if _is_ready(pod)]
+        ready = [pod for pod in alive if is_ready(pod)]
         surge = spec.get("strategy", {}).get("rollingUpdate", {}).get("maxSurge", 0)
         if len(new) < wanted and len(alive) < wanted + (surge if old else 0):
             for _ in range(min(wanted - len(new), wanted + (surge if old else 0) - len(alive))):
                 self._make_pod(stored, spec["template"], revision)
-        elif old and (len(ready) > wanted - (0 if surge else 1) or not _is_ready(old[0])):
+        elif old and (len(ready) > wanted - (0 if surge else 1) or not is_ready(old[0])):
             self.store.delete(self.kind("pods"), (self.namespace, old[0]["metadata"]["name"]), {})
         elif len(new) > wanted:
             for pod in new[wanted:]:
@@ -135,11 +130,15 @@ class Cluster:
         """Schedule and start a pod, or end one that is deleted."""
         name = pod["metadata"]["name"]
         part = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        has_trouble = part in self.troubles and not is_ready(pod)
+        if self.nodes is not None and not (has_trouble and "deletionTimestamp" not in pod["metadata"]):
+            self.nodes.sync(pod)
+            return
         if "deletionTimestamp" in pod["metadata"]:
             if part not in self.held:
                 self.store.delete(self.kind("pods"), (self.namespace, name), {"gracePeriodSeconds": 0})
             return
-        trouble = None if _is_ready(pod) else self.troubles.get(part)
+        trouble = None if is_ready(pod) else self.troubles.get(part)
         if trouble == "unschedulable":
             condition = {
                 "type": "PodScheduled",
@@ -161,7 +160,7 @@ class Cluster:
         if trouble == "crash":
             ended = {"exitCode": 137, "reason": "OOMKilled"}
             container |= {"restartCount": 6, "lastState": {"terminated": ended}}
-        if not (trouble is None and _is_ready(pod)):
+        if not (trouble is None and is_ready(pod)):
             self._set_status(name, phase="Running", conditions=conditions, containerStatuses=[container])
 
     def _set_status(self, name: str, **fields: Any) -> None:
@@ -172,8 +171,3 @@ class Cluster:
             _KUBELET,
             subresource="status",
         )
-
-
-def _is_ready(pod: Object) -> bool:
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

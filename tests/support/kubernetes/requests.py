@@ -29,13 +29,13 @@ def merge(live: Any, patch: Any) -> Any:
     return result
 
 
-def verb_of(request: web.Request, name: str) -> str:
+def verb_of(request: web.Request, name: str, subresource: str = "") -> str:
     match request.method:
         case "GET" if name:
             return "get"
         case "GET":
             return "watch" if request.query.get("watch") in {"true", "1"} else "list"
-        case "POST" if not name:
+        case "POST" if not name or subresource == "eviction":
             return "create"
         case "PUT" if name:
             return "update"

@@ -58,6 +58,7 @@ BUILT_IN = (
     Kind("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding"),
     Kind("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler", has_status=True),
     Kind("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool", has_status=True),
+    Kind("gateway.networking.k8s.io", "v1", "httproutes", "HTTPRoute", has_status=True),
     Kind("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", False, has_status=True),
 )  # fmt: skip
 

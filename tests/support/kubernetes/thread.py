@@ -51,11 +51,16 @@ class ApiServerThread:
     def write_config(self, path: Path) -> Path:
         """Write a kubeconfig for it."""
         (token, *_) = self.server.tokens
-        config = {
-            "current-context": "suite",
-            "contexts": [{"name": "suite", "context": {"cluster": "suite", "user": "suite"}}],
-            "clusters": [{"name": "suite", "cluster": {"server": self.server.url}}],
-            "users": [{"name": "suite", "user": {"token": token}}],
-        }
-        path.write_text(json.dumps(config))
-        return path
+        return write_config(self.server, path, token=token)
+
+
+def write_config(server: ApiServer, path: Path, *, token: str) -> Path:
+    """Write a kubeconfig for an API server."""
+    config = {
+        "current-context": "suite",
+        "contexts": [{"name": "suite", "context": {"cluster": "suite", "user": "suite"}}],
+        "clusters": [{"name": "suite", "cluster": {"server": server.url}}],
+        "users": [{"name": "suite", "user": {"token": token}}],
+    }
+    path.write_text(json.dumps(config))
+    return path

@@ -11,12 +11,21 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "operator",
         help="run the operator of a Kubernetes namespace",
-        description="Make the PenstockGraphs of a namespace of Kubernetes running deployments, and keep their status. The namespace is"
-        " that of the pod's service account, or of the kubeconfig that KUBECONFIG names. Of several operators one acts.",
+        description="Make the PenstockGraphs of a namespace of Kubernetes running deployments, and keep their status. Of several operators one acts:"
+        " the one that holds a Lease in their own namespace, which is that of the pod's service account, or of the kubeconfig that"
+        " KUBECONFIG names.",
         epilog="Exit code: 2 if there is no cluster, or it cannot be used.",
     )
     parser.add_argument(
         "--crds", action="store_true", help="print the CustomResourceDefinitions as YAML, and end"
+    )
+    parser.add_argument(
+        "--namespace", metavar="NAME", help="whose PenstockGraphs it operates (default: the operator's own)"
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="tcp://HOST:PORT",
+        help="address of /healthz, /readyz and /metrics (default: none)",
     )
     parser.add_argument(
         "--lease-s",
@@ -34,6 +43,7 @@ def _run(options: argparse.Namespace) -> int:
 
     from penstock.core.errors import ConfigError  # noqa: PLC0415
     from penstock.core.log import configure  # noqa: PLC0415
+    from penstock.deploy.manifests.options import DNS_LABEL  # noqa: PLC0415
     from penstock.deploy.manifests.yaml_text import dump_all  # noqa: PLC0415
     from penstock.deploy.operator.definitions import definitions  # noqa: PLC0415
     from penstock.deploy.operator.operator import run_operator  # noqa: PLC0415
@@ -45,5 +55,12 @@ def _run(options: argparse.Namespace) -> int:
     if not 1 <= options.lease_s <= 3600:
         raise ConfigError(f"--lease-s: must be from 1 to 3600, got {options.lease_s:g}")
     configure(options.log_level, process="operator")
-    asyncio.run(run_operator(KubernetesAccess.find(), lease_s=options.lease_s))
+    own, operated = KubernetesAccess.find(), KubernetesAccess.find()
+    if options.namespace is not None:
+        if not DNS_LABEL.fullmatch(options.namespace):
+            raise ConfigError(
+                f"--namespace: must be up to 63 small letters, digits and '-', got {options.namespace!r}"
+            )
+        operated.namespace = options.namespace
+    asyncio.run(run_operator(operated, lease_access=own, lease_s=options.lease_s, listen=options.listen))
     return 0

@@ -104,7 +104,26 @@ def _services(
                 volumes[f"{worker}-kv"] = {}
                 volume = {"type": "volume", "source": f"{worker}-kv", "target": disk_directory(role)}
                 own["volumes"] = [*service["volumes"], volume]
+                own["depends_on"] = service["depends_on"] | {
+                    f"{worker}-owner": {"condition": "service_completed_successfully"}
+                }
+                yield f"{worker}-owner", _owner(image, volume)
             yield worker, service | own
+
+
+def _owner(image: str, volume: dict[str, Any]) -> dict[str, Any]:
+    """Give a volume, which root owns at first, to the user of the other containers, and end."""
+    return {
+        "image": image,
+        "user": "0:0",
+        "entrypoint": ["/bin/chown", _USER, volume["target"]],
+        "volumes": [volume],
+        "network_mode": "none",
+        "read_only": True,
+        "cap_drop": ["ALL"],
+        "cap_add": ["CHOWN"],
+        "security_opt": ["no-new-privileges:true"],
+    }
 
 
 def _gpus(taken: Sequence[int]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Templates hold no logic: they take values, and the schema of the values refuses changes that need other objects.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from penstock import __version__
 from penstock.core.types.instances import Role
 from penstock.deploy.manifests.kubernetes import kubernetes_objects
 from penstock.deploy.manifests.options import RenderOptions
-from penstock.deploy.manifests.pod_graph import GRAPH_FILE
+from penstock.deploy.manifests.pod_graph import GRAPH_FILE, pods_max
 from penstock.deploy.manifests.yaml_text import dump
 from penstock.graph import Graph, RoleSpec
 
@@ -25,7 +26,7 @@ _FREE_OF_ROLES = {
     "prompt_order", "prompt_ageing", "kv_blocks", "sessions", "mock", "usd_per_hour", "watts",
 }  # fmt: skip
 _WORKLOADS = {"Deployment", "StatefulSet"}
-_CHECKSUM = "penstock.dev/graph-checksum"
+_CHECKSUM, _FILES_CHECKSUM = "penstock.dev/graph-checksum", "penstock.dev/files-checksum"
 _PLACE = re.compile(r"(?m)(?<=: )'?@@([^@\n]+)@@'?$")
 _AGAIN = "objects depend on it: render the chart again with it"
 
@@ -47,8 +48,9 @@ def helm_chart(graph: Graph, options: RenderOptions) -> dict[str, str]:
         "replicas": {},
         "graph": document,
     }
+    files = hashlib.sha256(json.dumps(config["data"], sort_keys=True).encode()).hexdigest()  # the profiles
     templates = {
-        f"templates/{number:02}-{_file_name(each)}.yaml": _template(each, config_name, values)
+        f"templates/{number:02}-{_file_name(each)}.yaml": _template(each, config_name, files, values)
         for number, each in enumerate(objects)
     }
     chart = {
@@ -68,8 +70,8 @@ def helm_chart(graph: Graph, options: RenderOptions) -> dict[str, str]:
     }
 
 
-def _template(made: dict[str, Any], config_name: str, values: dict[str, Any]) -> str:
-    """Write an object with places for values."""
+def _template(made: dict[str, Any], config_name: str, files: str, values: dict[str, Any]) -> str:
+    """Write an object with places for values; pods start again with another graph, or another checksum of `files`."""
     plain_name = config_name.rpartition("-")[0]
     if made["kind"] == "ConfigMap":
         made["metadata"]["name"] = plain_name
@@ -80,7 +82,10 @@ def _template(made: dict[str, Any], config_name: str, values: dict[str, Any]) ->
         values["replicas"][part] = made["spec"]["replicas"]
         made["spec"]["replicas"] = f"@@replicas.{part}@@"
         template = made["spec"]["template"]
-        template["metadata"]["annotations"] = {_CHECKSUM: "@@graph | toYaml | sha256sum | quote@@"}
+        template["metadata"]["annotations"] = {
+            _CHECKSUM: "@@graph | toYaml | sha256sum | quote@@",
+            _FILES_CHECKSUM: files,
+        }
         (container,) = template["spec"]["containers"]
         is_gpu = "nvidia.com/gpu" in container["resources"].get("limits", {})
         container["image"] = "@@gpuImage | quote@@" if is_gpu else "@@image | quote@@"
@@ -114,8 +119,9 @@ def _schema(graph: Graph, values: dict[str, Any]) -> dict[str, Any]:
         "additionalProperties": False,
         "required": list(roles),
     }
+    most = {name.value: pods_max(role) for name, role in graph.roles.present().items()}
     counts = {
-        part: {"type": "integer", "minimum": 0, "maximum": graph.router.workers_max}
+        part: {"type": "integer", "minimum": 0, "maximum": most.get(part) or graph.router.workers_max}
         for part in values["replicas"]
     }
     name = {"type": "string", "minLength": 1, "pattern": r"^\S+$"}

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
@@ -111,7 +111,8 @@ class Cache(Config):
 
 
 def _flag(found: re.Match[str]) -> str:
-    return f"--{'mount' if found[1] == 'mounts' else found[1].replace('_', '-')}: "
+    name = {"mounts": "mount", "egress_ports": "egress-port"}.get(found[1], found[1].replace("_", "-"))
+    return f"--{name}: "
 
 
 class RenderOptions(Config):
@@ -133,6 +134,10 @@ class RenderOptions(Config):
     """Whether Prometheus's operator is there, whose ServiceMonitor then scrapes the frontends."""
     network_policy: bool = True
     """Whether only the ports in use are open."""
+    gateway: str | None = None
+    """Name of a Gateway in the same namespace: frontends become an InferencePool with a route and an endpoint picker."""
+    egress_ports: tuple[Annotated[int, pydantic.Field(ge=1, le=65535)], ...] = ()
+    """Other ports that pods may connect to, such as that of an API server behind its Service, where it is neither 443 nor 6443."""
     nodes: int | None = pydantic.Field(default=None, ge=1, le=1024)
     """Of Slurm; None for the fewest that have the GPUs of all workers."""
     gpus_per_node: int | None = pydantic.Field(default=None, ge=1, le=64)
@@ -170,6 +175,13 @@ class RenderOptions(Config):
     def _check_secret(cls, name: str | None) -> str | None:
         if name is not None and not _DNS_SUBDOMAIN.fullmatch(name):
             raise wrong(f"must be a Secret's name, of small letters, digits, '.' and '-', got {name!r}")
+        return name
+
+    @pydantic.field_validator("gateway")
+    @classmethod
+    def _check_gateway(cls, name: str | None) -> str | None:
+        if name is not None and not _DNS_SUBDOMAIN.fullmatch(name):
+            raise wrong(f"must be a Gateway's name, of small letters, digits, '.' and '-', got {name!r}")
         return name
 
     @pydantic.field_validator("mounts")

@@ -1,13 +1,14 @@
 """Files and directories that a graph names: each must be mounted in the pods."""
 
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.deploy.manifests.options import RenderOptions
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec
 
+RELATIVE = "is relative to a directory of this machine; name an absolute path, and mount it in the pods"
 _SECRET_WORDS = ("secret", "password", "credential", "api_key", "access_key", "token")
 _NOT_SECRET = ("tokens", "tokenizer", "api_key_file", "token_id")
 
@@ -53,8 +54,8 @@ def is_on_disk_of_pod(role: RoleSpec, options: RenderOptions) -> bool:
 
 
 def is_local_model(model: str) -> bool:
-    """Whether a model is a directory, here or in the pods."""
-    return model != DEMO_MODEL and (model.startswith(("/", "~", ".")) or Path(model).is_dir())
+    """Whether a model is a directory of the pods, by its name alone: who renders may have none of it."""
+    return model != DEMO_MODEL and (model.startswith(("/", "~", ".")) or model.count("/") > 1)
 
 
 def _addresses(graph: Graph) -> Iterator[tuple[str, str]]:
@@ -101,7 +102,7 @@ def _written_paths(graph: Graph) -> Iterator[tuple[str, str, bool]]:
 
 def _problem(path: str, options: RenderOptions, *, writes: bool) -> str | None:
     if not path.startswith("/"):
-        return "is relative to a directory of this machine; name an absolute path, and mount it in the pods"
+        return RELATIVE
     mount = options.mount_of(path)
     if mount is None:
         return _no_mount(path, writes=writes)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.core.errors import ConfigError
 from penstock.core.net.address import Address
-from penstock.deploy.card import check_model
+from penstock.deploy.card import refuse_shape
 from penstock.deploy.manifests.options import GRAPH_PATH, RenderOptions
 from penstock.deploy.manifests.paths import lost_paths
 from penstock.deploy.manifests.yaml_text import dump
@@ -22,6 +22,8 @@ KV_PORT = 7402
 """Where workers read each other's KV."""
 PROBE_PORT = 7403
 """Where supervisors answer probes; `runtime.probes` names another."""
+PICKER_PORT = 9002
+"""Where an inference gateway asks the endpoint picker."""
 _FRONTEND_PORT = 8000
 _FILES_BYTES_MAX = 900_000
 """A ConfigMap has at most 1 MiB."""
@@ -65,7 +67,7 @@ def make_pod_graph(
     runnable_roles(graph)
     if problems := [*_of_one_machine(graph), *lost_paths(graph, options)]:
         raise ConfigError("\n".join(problems))
-    check_model(graph.model_copy(update={"model": "demo"}) if options.mount_of(graph.model) else graph)
+    refuse_shape(graph.model)
     document = graph.model_dump(mode="json", exclude_unset=True)
     files: dict[str, str] = {}
     frontend = document.setdefault("frontend", {})
@@ -111,6 +113,11 @@ def workers_per_pod(role: RoleSpec) -> int:
 def pods_of(role: RoleSpec) -> int:
     """Give the pods of a role."""
     return min(role.replicas, 1) if _counts_servers(role) else role.replicas
+
+
+def pods_max(role: RoleSpec) -> int | None:
+    """Give the most pods that a role may have: one where it answers for servers by their URLs, which a second would count again."""
+    return 1 if _counts_servers(role) else None
 
 
 def _counts_servers(role: RoleSpec) -> bool:

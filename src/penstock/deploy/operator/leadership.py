@@ -39,6 +39,7 @@ class Leadership:
         self._duration_s = duration_s
         self._rng = rng
         self._seen: tuple[str, float] | None = None
+        self._answered_s = -math.inf
 
     async def run(self, lead: Callable[[], Coroutine[None, None, None]]) -> None:
         """Run `lead` whenever this process is the leader, until cancelled; it is cancelled where the Lease is lost."""
@@ -54,11 +55,16 @@ class Leadership:
                 await self._release()
             _log.warning("leadership_lost", lease=self._name, identity=self._identity)
 
+    def has_answered(self) -> bool:
+        """Whether the API server has answered about the Lease within its time."""
+        return asyncio.get_running_loop().time() - self._answered_s <= self._duration_s
+
     async def _acquire(self) -> Object:
         """Wait until the Lease is this process's."""
         while True:
             try:
                 lease = await self._try()
+                self._answered_s = asyncio.get_running_loop().time()
             except Unavailable as error:
                 lease = None
                 _log.warning("lease_not_acquired", lease=self._name, error=error.message)
@@ -101,7 +107,7 @@ class Leadership:
                 async with asyncio.timeout_at(renewed_s + self._duration_s * 2 / 3):
                     spec = self._spec(int(lease["spec"].get("leaseTransitions") or 0))
                     lease = await self._client.replace(LEASES, {**lease, "spec": spec})
-                renewed_s = loop.time()
+                renewed_s = self._answered_s = loop.time()
             except TimeoutError:
                 return
             except Unavailable as error:

@@ -5,11 +5,16 @@ import os
 import random
 import signal
 import socket
+from contextlib import AsyncExitStack
+
+from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import Unavailable
 from penstock.core.log import cause, get_logger
 from penstock.deploy.operator.cache import ClusterCache
+from penstock.deploy.operator.http import OperatorHttp
 from penstock.deploy.operator.leadership import Leadership
+from penstock.deploy.operator.metrics import OperatorMetrics
 from penstock.deploy.operator.reconciler import Reconciler
 from penstock.deploy.operator.work_queue import WorkQueue
 from penstock.runtime.kubernetes.access import KubernetesAccess
@@ -34,6 +39,8 @@ class Operator:
         lease_s: float = 15.0,
         pace: Pace | None = None,
         resync_s: float = _RESYNC_S,
+        lease_access: KubernetesAccess | None = None,
+        registry: CollectorRegistry | None = None,
     ) -> None:
         """Do nothing yet.
 
@@ -44,28 +51,39 @@ class Operator:
             lease_s: a leader that is silent for so long is replaced.
             pace: of watches.
             resync_s: every graph is applied again so often, whatever watches told.
+            lease_access: the API server for the Lease, which is in its namespace; None is `access`.
+            registry: of metrics; None for one of its own.
         """
+        self._metrics = OperatorMetrics(registry or CollectorRegistry())
+        self._lease_client = KubernetesClient(lease_access or access, timeout_s=_CALL_S)
         self._client = KubernetesClient(access, timeout_s=_CALL_S)
         self._rng = rng
         self._identity = identity or f"{socket.gethostname()}-{os.getpid()}-{rng.getrandbits(32):08x}"
-        self._lease_s = lease_s
+        self._leadership = Leadership(self._lease_client, LEASE, self._identity, duration_s=lease_s, rng=rng)
         self._pace = pace or Pace(probe_s=30.0, retry_s=0.2, retry_s_max=10.0)
         self._resync_s = resync_s
 
     async def run(self) -> None:
         """Wait for the lead, and operate while this process has it, until cancelled."""
-        async with self._client:
-            lead = Leadership(self._client, LEASE, self._identity, duration_s=self._lease_s, rng=self._rng)
-            await lead.run(self._operate)
+        async with self._client, self._lease_client:
+            await self._leadership.run(self._operate)
+
+    def is_ready(self) -> bool:
+        """Whether the API server has answered lately."""
+        return self._leadership.has_answered()
 
     async def _operate(self) -> None:
         queue = WorkQueue(self._rng)
         cache = ClusterCache(self._client, queue.add, pace=self._pace, rng=self._rng)
         reconciler = Reconciler(self._client, cache)
+        metrics = self._metrics
+        metrics.queued.set_function(lambda: len(queue))
+        metrics.graphs.set_function(lambda: len(cache.graphs.objects))
         due_s: dict[str, float] = {}
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
+                metrics.leads.set(1)
                 group.create_task(cache.run())
                 await cache.synced()
                 _log.info(
@@ -75,18 +93,22 @@ class Operator:
                     name = await queue.take()
                     is_full = loop.time() >= due_s.get(name, 0.0)
                     try:
-                        await reconciler.reconcile(name, is_full=is_full)
+                        with metrics.seconds.time():
+                            await reconciler.reconcile(name, is_full=is_full)
                     except Unavailable as error:
+                        metrics.reconciles.labels("failed").inc()
                         pause_s = queue.failed(name)
                         _log.warning(
                             "graph_not_reconciled", graph=name, error=error.message, retry_s=round(pause_s, 1)
                         )
                         continue
                     except Exception as error:  # noqa: BLE001 - one graph must not end the operator of all
+                        metrics.reconciles.labels("crashed").inc()
                         pause_s = queue.failed(name)
                         _log.error("graph_crashed", graph=name, retry_s=round(pause_s, 1), **cause(error))
                         await self._say_crashed(reconciler, name, error)
                         continue
+                    metrics.reconciles.labels("done").inc()
                     if name not in cache.graphs.objects:
                         due_s.pop(name, None)
                         queue.done(name)
@@ -95,6 +117,7 @@ class Operator:
                         due_s[name] = loop.time() + self._resync_s * self._rng.uniform(0.8, 1.0)
                     queue.done(name, again_s=max(0.0, due_s[name] - loop.time()))
         finally:
+            metrics.leads.set(0)
             queue.close()
 
     async def _say_crashed(self, reconciler: Reconciler, name: str, error: Exception) -> None:
@@ -104,13 +127,33 @@ class Operator:
             _log.warning("status_not_written", graph=name, **cause(second))
 
 
-async def run_operator(access: KubernetesAccess, *, lease_s: float) -> None:
-    """Operate until SIGTERM or SIGINT, and give up the lead then, so that another operator goes on at once."""
+async def run_operator(
+    access: KubernetesAccess, *, lease_access: KubernetesAccess, lease_s: float, listen: str | None
+) -> None:
+    """Operate until SIGTERM or SIGINT, and give up the lead then, so that another operator goes on at once.
+
+    Args:
+        access: the API server; its namespace is operated.
+        lease_access: the same, for the Lease in its namespace.
+        lease_s: a leader that is silent for so long is replaced.
+        listen: `tcp://HOST:PORT` of probes and metrics; None for none.
+
+    Raises:
+        ConfigError: `listen` is no address, or cannot be listened on.
+    """
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(Operator(access, rng=random.Random(), lease_s=lease_s).run())
+    registry = CollectorRegistry()
+    operator = Operator(
+        access, rng=random.Random(), lease_s=lease_s, lease_access=lease_access, registry=registry
+    )
+    async with AsyncExitStack() as stack:
+        if listen is not None:
+            http = await stack.enter_async_context(OperatorHttp(listen, registry, operator.is_ready))
+            _log.info("operator_listening", port=http.port)
+        group = await stack.enter_async_context(asyncio.TaskGroup())
+        running = group.create_task(operator.run())
         stopped = group.create_task(stopping.wait())
         await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
         running.cancel()

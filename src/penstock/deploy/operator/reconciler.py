@@ -7,7 +7,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
 from penstock.deploy.manifests.kubernetes.deployed import FRONTEND
-from penstock.deploy.manifests.pod_graph import pods_of
+from penstock.deploy.manifests.pod_graph import pods_max, pods_of
 from penstock.deploy.operator.cache import COMPONENT, DEPLOYMENTS, INSTANCE, STATEFUL_SETS, ClusterCache, Copy
 from penstock.deploy.operator.definitions import ROLES
 from penstock.deploy.operator.desired import GRAPH_LABEL, WORKLOADS, Desired, digest_of
@@ -34,6 +34,8 @@ _KINDS = {
         Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
         Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
         Resource("monitoring.coreos.com", "v1", "servicemonitors", "ServiceMonitor"),
+        Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool"),
+        Resource("gateway.networking.k8s.io", "v1", "httproutes", "HTTPRoute"),
     )
 }
 _PASSING = {409, 429}
@@ -124,6 +126,9 @@ class Reconciler:
                 workload["kind"], workload["metadata"]["name"]
             ):
                 replicas[role.value] = workload["spec"]["replicas"]  # it is the pods' own, not the role's
+        for role, spec in desired.roles.items():
+            if (most := pods_max(spec)) is not None:
+                replicas[role.value] = min(replicas[role.value], most)
         objects = desired.with_replicas(replicas)
         applied = self._applied.setdefault(desired.name, _Applied())
         digest = digest_of(objects)

@@ -21,6 +21,10 @@ class WorkQueue:
         self._failures: dict[str, int] = {}
         self._changed = asyncio.Event()
 
+    def __len__(self) -> int:
+        """Count the names that may be worked on now."""
+        return len(self._ready)
+
     def add(self, name: str) -> None:
         """Have a name worked on soon: once, however often it is added before that."""
         timer = self._waiting.pop(name, None)

@@ -3,12 +3,13 @@
 Tokens and certificates are files that the kubelet replaces, so they are read again when they change.
 """
 
-import atexit
 import base64
+import binascii
 import os
 import ssl
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -21,6 +22,8 @@ from penstock.core.net.certificates import load_pair, reason
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _HOST, _PORT, _CONFIG = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "KUBECONFIG"
+Pem = Path | bytes
+"""Certificates or a key: a file, or its content."""
 _log = get_logger()
 
 
@@ -34,8 +37,8 @@ class KubernetesAccess:
         namespace: str,
         token: str | None = None,
         token_file: Path | None = None,
-        authority: Path | None = None,
-        pair: tuple[Path, Path] | None = None,
+        authority: Pem | None = None,
+        pair: tuple[Pem, Pem] | None = None,
         verify: bool = True,
     ) -> None:
         """Read the files.
@@ -45,8 +48,8 @@ class KubernetesAccess:
             namespace: where objects of this process are.
             token: a bearer token, or
             token_file: the file that has one.
-            authority: PEM file with the certificates that sign the server's; None for the system's.
-            pair: PEM files with a client certificate and its key.
+            authority: PEM with the certificates that sign the server's; None for the system's.
+            pair: PEM with a client certificate, and its key.
             verify: whether the server's certificate is checked.
 
         Raises:
@@ -60,7 +63,9 @@ class KubernetesAccess:
         self._pair = pair
         self._verify = verify
         self._token_watch = WatchedFiles(*([token_file] if token_file else []))
-        self._tls_watch = WatchedFiles(*([authority] if authority else []), *(pair or ()))
+        self._tls_watch = WatchedFiles(
+            *(each for each in (authority, *(pair or ())) if isinstance(each, Path))
+        )
         if token_file is not None:
             self._token = _read(token_file, "service account")
         self._context = self._make_context()
@@ -110,7 +115,7 @@ class KubernetesAccess:
                     f"{path}: user {context['user']}: {key} is not supported; use a token, tokenFile or client certificate"
                     " (kubectl create token makes one)"
                 )
-        certificate, key_file = (_file(user, name, path) for name in ("client-certificate", "client-key"))
+        pair = [_pem(user, name, path) for name in ("client-certificate", "client-key")]
         token_file = path.parent / user["tokenFile"] if "tokenFile" in user else None
         server = cluster.get("server", "")
         if urlsplit(server).scheme not in {"http", "https"}:
@@ -122,8 +127,8 @@ class KubernetesAccess:
             namespace=context.get("namespace", "default"),
             token=user.get("token"),
             token_file=token_file,
-            authority=_file(cluster, "certificate-authority", path),
-            pair=(certificate, key_file) if certificate and key_file else None,
+            authority=_pem(cluster, "certificate-authority", path),
+            pair=(pair[0], pair[1]) if pair[0] and pair[1] else None,
             verify=not cluster.get("insecure-skip-tls-verify", False),
         )
 
@@ -148,16 +153,19 @@ class KubernetesAccess:
     def _make_context(self) -> ssl.SSLContext | None:
         if not self.server.startswith("https:"):
             return None
-        try:
-            context = ssl.create_default_context(cafile=self._authority)
-        except OSError as error:
-            raise ConfigError(
-                f"kubernetes: {self._authority}: {reason(error)}; expected a PEM file"
-            ) from error
-        if not self._verify:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        if self._pair is not None:
-            load_pair(context, str(self._pair[0]), str(self._pair[1]), place="kubernetes")
+        with ExitStack() as stack:
+            authority = None if self._authority is None else _as_file(self._authority, stack)
+            try:
+                context = ssl.create_default_context(cafile=authority)
+            except OSError as error:
+                place = self._authority if isinstance(self._authority, Path) else "certificate-authority-data"
+                raise ConfigError(f"kubernetes: {place}: {reason(error)}; expected PEM") from error
+            if not self._verify:
+                context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            if self._pair is not None:
+                certificate, key = (_as_file(each, stack) for each in self._pair)
+                place = "kubernetes" if isinstance(self._pair[1], Path) else "kubernetes: client-key-data"
+                load_pair(context, str(certificate), str(key), place=place)
         return context
 
 
@@ -182,17 +190,20 @@ def _named(data: Any, plural: str, kind: str, name: Any, path: Path) -> dict[str
     )
 
 
-def _file(entry: dict[str, Any], key: str, path: Path) -> Path | None:
-    """Give a file of a kubeconfig's entry; one with its content inside becomes a private file that stays until the process ends."""
+def _pem(entry: dict[str, Any], key: str, path: Path) -> Pem | None:
+    """Give what a kubeconfig's entry names, or has inside."""
     if f"{key}-data" in entry:
-        data = base64.b64decode(entry[f"{key}-data"])
-        with tempfile.NamedTemporaryFile(prefix="penstock-kube-", delete=False) as file:
-            file.write(data)
-        return _remember(Path(file.name))
+        try:
+            return base64.b64decode(entry[f"{key}-data"], validate=True)
+        except (binascii.Error, TypeError, ValueError) as error:
+            raise ConfigError(f"{path}: {key}-data: {error}; expected PEM in base64") from error
     return path.parent / entry[key] if key in entry else None
 
 
-def _remember(file: Path) -> Path:
-
-    atexit.register(file.unlink, missing_ok=True)
+def _as_file(pem: Pem, stack: ExitStack) -> Path:
+    """Give a file for OpenSSL, which reads nothing else; content is in a private one until `stack` ends."""
+    if isinstance(pem, Path):
+        return pem
+    file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-kube-")), "content.pem")
+    file.write_bytes(pem)
     return file

@@ -10,9 +10,10 @@ import yaml
 from penstock.cli import make_parser
 from penstock.core.errors import ConfigError
 from penstock.deploy.drain import frontend_drain_s, worker_drain_s
+from penstock.deploy.manifests.options import Cache
 from penstock.deploy.manifests.yaml_text import dump_all
 from penstock.deploy.supervisor.local_part import LocalPart
-from penstock.graph import Graph, Overrides, load
+from penstock.graph import Graph, Overrides, build, load
 from tests.support.rendered import EXAMPLES, by_kind, example, objects_of, pods
 
 OF_SEVERAL_NODES = {"deepseek-r1-gb200-sglang.yaml", "deepseek-r1-gb200-trtllm.yaml"}
@@ -215,3 +216,35 @@ def test_workers_of_several_nodes_are_refused(path: Path) -> None:
         ConfigError, match=r"roles\.\w+: \d+ GPUs: a worker here is one pod, and a machine with gb200 has 4"
     ):
         objects_of(example(path))
+
+
+def test_pods_may_reach_the_stores_that_the_graph_names_and_ports_that_are_asked_for() -> None:
+    store = {"url": "s3://bucket/kv", "size": "1TiB", "options": {"aws_endpoint_url": "http://minio:9000"}}
+    graph = build(
+        {
+            "name": "chat",
+            "model": "demo",
+            "roles": {"aggregated": {"engine": "paged", "kv": {"object": store}}},
+        }
+    )
+    policies = by_kind(objects_of(graph, egress_ports=(16443,)), "NetworkPolicy")
+    frontend, workers = (policies[f"chat-{part}"]["spec"]["egress"] for part in ("frontend", "workers"))
+    assert allowed(workers, "to", None, 9000)
+    assert not allowed(frontend, "to", None, 9000)
+    assert allowed(workers, "to", None, 16443)
+    assert allowed(frontend, "to", None, 16443)
+
+
+def test_a_cache_of_the_node_is_given_to_the_pods_user() -> None:
+    graph = build({"name": "chat", "model": "org/m", "roles": {"aggregated": {}}})
+    for kind, count in (("host:/data/cache", 1), ("pod", 0), ("size:1Gi", 0), ("claim:c", 0)):
+        objects = objects_of(graph, cache=Cache.read(kind))
+        for each in objects:
+            kubernetes_validate.validate(each, NEWEST, strict=True)
+        for template in pods(objects).values():
+            made = template["spec"].get("initContainers", [])
+            assert len(made) == count
+            for one in made:
+                assert one["command"] == ["/bin/chown", "10001:10001", "/var/cache/penstock"]
+                assert template["spec"]["securityContext"]["runAsUser"] == 10001
+                assert one["image"] == container(template)["image"]

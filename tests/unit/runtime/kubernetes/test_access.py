@@ -8,6 +8,7 @@ import yaml
 
 from penstock.core.errors import ConfigError
 from penstock.runtime.kubernetes.access import KubernetesAccess
+from tests.support.certificates import make_authority, make_certificate
 
 
 def kubeconfig(tmp_path, *, user=None, cluster=None, **fields):
@@ -69,13 +70,48 @@ def test_what_a_kubeconfig_lacks_is_said(tmp_path, changes, what):
         KubernetesAccess.of_config(kubeconfig(tmp_path, **changes))
 
 
-def test_content_in_a_kubeconfig_is_kept_in_private_files(tmp_path):
-    data = base64.b64encode(b"no certificate").decode()
-    path = kubeconfig(tmp_path, cluster={"server": "https://h", "certificate-authority-data": data})
-    with pytest.raises(ConfigError, match="expected a PEM file") as caught:
-        KubernetesAccess.of_config(path)
-    file = str(caught.value).split(": ")[1]
-    assert Path(file).stat().st_mode & 0o077 == 0
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Give the only place for temporary files."""
+    made = tmp_path / "temporary"
+    made.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(made))
+    return made
+
+
+@pytest.mark.parametrize("entry", ["certificate-authority", "client-certificate", "client-key"])
+@pytest.mark.parametrize("data", ["no base64!", 7, None, [1]])
+def test_content_that_is_no_base64_is_said(tmp_path, folder, entry, data):
+    pair = {
+        f"client-{name}-data": base64.b64encode(b"a secret key").decode() for name in ("key", "certificate")
+    }
+    user = {**pair, **({f"{entry}-data": data} if entry in {"client-certificate", "client-key"} else {})}
+    cluster = {"server": "https://h", **({f"{entry}-data": data} if entry.startswith("cert") else {})}
+    with pytest.raises(ConfigError, match=f"{entry}-data: .*expected PEM in base64"):
+        KubernetesAccess.of_config(kubeconfig(tmp_path, cluster=cluster, user=user))
+    assert not list(folder.iterdir())
+
+
+def test_content_that_is_no_certificate_is_said_and_leaves_no_file(tmp_path, folder):
+    data = base64.b64encode(b"a secret key").decode()
+    cluster = {"server": "https://h", "certificate-authority-data": data}
+    with pytest.raises(ConfigError, match=r"certificate-authority-data: .*expected PEM"):
+        KubernetesAccess.of_config(kubeconfig(tmp_path, cluster=cluster))
+    user = {"client-certificate-data": data, "client-key-data": data}
+    with pytest.raises(ConfigError, match="client-key-data"):
+        KubernetesAccess.of_config(kubeconfig(tmp_path, cluster={"server": "https://h"}, user=user))
+    assert not list(folder.iterdir())
+
+
+def test_a_key_inside_a_kubeconfig_is_in_no_file_once_it_is_read(tmp_path, folder):
+    made = make_certificate(tmp_path, "client", make_authority(tmp_path, "authority"))
+    user = {
+        f"client-{name}-data": base64.b64encode(Path(file).read_bytes()).decode()
+        for name, file in (("certificate", made.certificate), ("key", made.key))
+    }
+    access = KubernetesAccess.of_config(kubeconfig(tmp_path, cluster={"server": "https://h"}, user=user))
+    assert access.context() is not None
+    assert not list(folder.iterdir())
 
 
 def test_nowhere_is_said(tmp_path, monkeypatch):

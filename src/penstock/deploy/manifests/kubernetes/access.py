@@ -17,19 +17,22 @@ DISCOVERY_RULES: list[dict[str, Any]] = [
 
 
 def access(deployed: Deployed) -> Iterator[dict[str, Any]]:
-    """Give the account, and with discovery by Kubernetes its role; without, pods get no token at all."""
-    yield deployed.object(
-        "v1", "ServiceAccount", deployed.name, automountServiceAccountToken=deployed.asks_api
-    )
-    if deployed.asks_api:
-        yield deployed.object(f"{_GROUP}/v1", "Role", deployed.name, rules=DISCOVERY_RULES)
-        subject = {"kind": "ServiceAccount", "name": deployed.name}
+    """Give the account of frontends and workers, and with discovery by Kubernetes its role; without, pods get no token at all."""
+    yield from account(deployed, deployed.name, DISCOVERY_RULES if deployed.asks_api else None)
+
+
+def account(deployed: Deployed, name: str, rules: list[dict[str, Any]] | None) -> Iterator[dict[str, Any]]:
+    """Give an account that may do what `rules` say; None gives its pods no token."""
+    yield deployed.object("v1", "ServiceAccount", name, automountServiceAccountToken=rules is not None)
+    if rules is not None:
+        yield deployed.object(f"{_GROUP}/v1", "Role", name, rules=rules)
+        subject = {"kind": "ServiceAccount", "name": name}
         if deployed.options.namespace is not None:
             subject["namespace"] = deployed.options.namespace
         yield deployed.object(
             f"{_GROUP}/v1",
             "RoleBinding",
-            deployed.name,
-            roleRef={"apiGroup": _GROUP, "kind": "Role", "name": deployed.name},
+            name,
+            roleRef={"apiGroup": _GROUP, "kind": "Role", "name": name},
             subjects=[subject],
         )

@@ -8,6 +8,7 @@ from penstock.deploy.manifests.kubernetes.deployed import FRONTEND, WORKER_LABEL
 from penstock.deploy.manifests.paths import weights_from_hub
 from penstock.deploy.manifests.pod_graph import (
     KV_PORT,
+    PICKER_PORT,
     REQUEST_PORT,
     frontend_port,
     probe_port,
@@ -79,6 +80,13 @@ def network_policies(deployed: Deployed) -> Iterator[dict[str, Any]]:
     )
 
 
+def picker_policy(deployed: Deployed, part: str) -> dict[str, Any]:
+    """Give the policy of the endpoint picker: gateways may be anywhere, and it asks the API alone, and the hub."""
+    ports = {_HTTPS, _API_SERVER, *deployed.options.egress_ports}
+    ingress = [{"ports": _tcp(PICKER_PORT)}]
+    return _policy(deployed, part, deployed.selector(part), ingress=ingress, egress=[*_outside(ports)])
+
+
 def moves_kv_itself(deployed: Deployed) -> bool:
     """Whether an engine of several roles moves KV by ports of its own, which no graph knows."""
     return len(deployed.roles) > 1 and any(role.engine in _OWN_TRANSFER for role in deployed.roles.values())
@@ -105,6 +113,7 @@ def _common_ports(deployed: Deployed) -> set[int]:
     """Give the ports of registries, brokers of events and collectors of traces."""
     graph = deployed.pods.graph
     ports = {port_of(url) for url in (*graph.runtime.urls, *graph.runtime.event_urls)}
+    ports |= set(deployed.options.egress_ports)
     if deployed.asks_api:
         ports |= {_HTTPS, _API_SERVER}
     if graph.tracing is not None:
@@ -123,7 +132,8 @@ def _worker_ports(deployed: Deployed) -> set[int]:
     ports = _common_ports(deployed)
     for role in deployed.roles.values():
         if (url := role.kv.object.url) and not url.startswith("file:"):
-            ports.add(port_of(role.kv.object.options.get("endpoint", "https://store")))
+            named = {port_of(text) for text in _urls_in([url, dict(role.kv.object.options)])}
+            ports |= named or {_HTTPS}
         if workers_per_pod(role) != 1 or role.engine == "openai":
             ports |= {port_of(text) for text in _urls_in(role.engine_args)}
     return ports

@@ -10,6 +10,7 @@ from penstock.deploy.manifests.kubernetes.deployed import (
     check_places,
     check_replicas,
 )
+from penstock.deploy.manifests.kubernetes.gateway import check_gateway, gateway
 from penstock.deploy.manifests.kubernetes.network import network_policies, services
 from penstock.deploy.manifests.kubernetes.volumes import cache_claim
 from penstock.deploy.manifests.kubernetes.workloads import budgets, check_one_node, workloads
@@ -29,6 +30,8 @@ def kubernetes_objects(graph: Graph, options: RenderOptions) -> list[dict[str, A
     check_names(graph)
     check_replicas(graph)
     check_places(graph)
+    if options.gateway is not None:
+        check_gateway(graph)
     runtime = {"discovery": "kubernetes"} if graph.runtime.discovery == "local" else {}
     deployed = Deployed(graph=graph, pods=make_pod_graph(graph, options, runtime), options=options)
     check_one_node(deployed)
@@ -43,6 +46,7 @@ def kubernetes_objects(graph: Graph, options: RenderOptions) -> list[dict[str, A
         *workloads(deployed),
         *budgets(deployed),
         *(network_policies(deployed) if options.network_policy else ()),
+        *(gateway(deployed, options.gateway) if options.gateway is not None else ()),
         *([_service_monitor(deployed)] if options.service_monitor else []),
     ]
 

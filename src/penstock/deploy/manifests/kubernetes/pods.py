@@ -6,7 +6,7 @@ from typing import Any
 from penstock.core.types.instances import Role
 from penstock.deploy.drain import frontend_drain_s, worker_drain_s
 from penstock.deploy.manifests.kubernetes.deployed import FRONTEND, HARDWARE_LABEL, WORKER_LABEL, Deployed
-from penstock.deploy.manifests.kubernetes.volumes import volume_mounts, volumes
+from penstock.deploy.manifests.kubernetes.volumes import cache_owner, volume_mounts, volumes
 from penstock.deploy.manifests.options import CACHE_PATH, GRAPH_PATH
 from penstock.deploy.manifests.paths import weights_from_hub
 from penstock.deploy.manifests.pod_graph import (
@@ -42,7 +42,7 @@ def frontend_pod(deployed: Deployed) -> dict[str, Any]:
     container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(_PRE_STOP_S)]}}}
     container["resources"] = {"requests": {"cpu": "1", "memory": "1Gi"}}
     grace_s = _PRE_STOP_S + frontend_drain_s(deployed.graph) + _GRACE_S
-    return _template(deployed, FRONTEND, None, container, grace_s)
+    return pod_template(deployed, FRONTEND, None, container, grace_s)
 
 
 def worker_pod(deployed: Deployed, name: Role, role: RoleSpec) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def worker_pod(deployed: Deployed, name: Role, role: RoleSpec) -> dict[str, Any]
             "limits": {"nvidia.com/gpu": str(gpus)},
         }
     grace_s = worker_drain_s(deployed.graph) + _GRACE_S
-    template = _template(deployed, name.value, role, container, grace_s)
+    template = pod_template(deployed, name.value, role, container, grace_s)
     template["metadata"]["labels"][WORKER_LABEL] = "true"
     if gpus:
         template["metadata"]["labels"][HARDWARE_LABEL] = role.hardware
@@ -97,18 +97,38 @@ def _container(deployed: Deployed, part: str, *, run: str, image: str) -> dict[s
         "ports": [{"name": "probes", "containerPort": probe_port(deployed.graph)}],
         "startupProbe": _http("/live", "probes", period_s=2, failures=_PROBE_START_S // 2),
         "livenessProbe": _http("/live", "probes", period_s=10, failures=6),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": container_security(),
         "volumeMounts": volume_mounts(deployed, part),
     }
 
 
-def _template(
+def container_security() -> dict[str, Any]:
+    """Give the rights of every container: none."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def model_environment(deployed: Deployed) -> list[dict[str, Any]]:
+    """Give what a container reads a model by, from the hub where it has it from there."""
+    own = "/tmp"  # noqa: S108 - the pod's own
+    environment: list[dict[str, Any]] = [
+        {"name": "HOME", "value": own},
+        {"name": "XDG_RUNTIME_DIR", "value": own},
+    ]
+    if weights_from_hub(deployed.graph):
+        environment.append({"name": "HF_HOME", "value": str(CACHE_PATH / "huggingface")})
+        environment.append(_secret(deployed, "HF_TOKEN", "hf-token"))
+    return environment
+
+
+def pod_template(
     deployed: Deployed, part: str, role: RoleSpec | None, container: dict[str, Any], grace_s: float
 ) -> dict[str, Any]:
+    """Give the template of a part's pods, which have one container; `role` has its volumes beside those of all parts."""
+    owner = cache_owner(deployed, container["image"], USER)
     spread = {"labelSelector": {"matchLabels": deployed.selector(part)}, "maxSkew": 1}
     return {
         "metadata": {"labels": deployed.selector(part) | {"app.kubernetes.io/part-of": "penstock"}},
@@ -129,6 +149,7 @@ def _template(
                 spread | {"topologyKey": key, "whenUnsatisfiable": "ScheduleAnyway"}
                 for key in ("topology.kubernetes.io/zone", "kubernetes.io/hostname")
             ],
+            **({"initContainers": owner} if owner else {}),
             "containers": [container],
             "volumes": volumes(deployed, role),
         },
@@ -155,16 +176,19 @@ def _environment(deployed: Deployed, part: str) -> list[dict[str, Any]]:
     environment: list[dict[str, Any]] = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in places
     ]
-    environment += [{"name": "HOME", "value": "/tmp"}, {"name": "XDG_RUNTIME_DIR", "value": "/tmp"}]  # noqa: S108 - the pod's own
-    if weights_from_hub(deployed.graph):
-        environment.append({"name": "HF_HOME", "value": str(CACHE_PATH / "huggingface")})
-        secrets.append(("HF_TOKEN", "hf-token"))
-    for name, key in secrets:
-        reference: dict[str, Any] = {"name": deployed.secret_name, "key": key}
-        if key != "secret":
-            reference["optional"] = True
-        environment.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
-    return environment
+    return [
+        *environment,
+        *model_environment(deployed),
+        *(_secret(deployed, name, key) for name, key in secrets),
+    ]
+
+
+def _secret(deployed: Deployed, name: str, key: str) -> dict[str, Any]:
+    """Give a variable with a value of the Secret, of which all but the first may be absent."""
+    reference: dict[str, Any] = {"name": deployed.secret_name, "key": key}
+    if key != "secret":
+        reference["optional"] = True
+    return {"name": name, "valueFrom": {"secretKeyRef": reference}}
 
 
 def _http(path: str, port: str, *, period_s: int, failures: int, scheme: str = "HTTP") -> dict[str, Any]:

@@ -60,6 +60,29 @@ def cache_claim(deployed: Deployed) -> dict[str, Any] | None:
     return deployed.object("v1", "PersistentVolumeClaim", f"{deployed.name}-cache", spec=spec)
 
 
+def cache_owner(deployed: Deployed, image: str, user: int) -> list[dict[str, Any]]:
+    """Give the container that lets `user` write to a cache of the node, whose directory the kubelet makes for root; none for others."""
+    if deployed.options.cache.kind != "host" or not weights_from_hub(deployed.graph):
+        return []
+    security = {
+        "runAsUser": 0,
+        "runAsNonRoot": False,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"], "add": ["CHOWN"]},
+    }
+    return [
+        {
+            "name": "cache-owner",
+            "image": image,
+            "command": ["/bin/chown", f"{user}:{user}", str(CACHE_PATH)],
+            "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}},
+            "securityContext": security,
+            "volumeMounts": [{"name": "cache", "mountPath": str(CACHE_PATH)}],
+        }
+    ]
+
+
 def disk_claim(deployed: Deployed, role: RoleSpec) -> dict[str, Any]:
     """Give the claim of one worker's disk tier: its size and a tenth more, for the file system."""
     mebibytes = -(-role.kv.disk.size.num_bytes * 11 // 10 // (1 << 20)) + 1

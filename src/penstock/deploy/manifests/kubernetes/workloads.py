@@ -19,7 +19,7 @@ _HISTORY = 3
 
 def workloads(deployed: Deployed) -> Iterator[dict[str, Any]]:
     """Give the workload of frontends and of each role, each with its disruption budget."""
-    yield _deployment(
+    yield deployment(
         deployed, FRONTEND, deployed.graph.frontend.processes, frontend_pod(deployed), has_spare=True
     )
     for name, role in deployed.roles.items():
@@ -28,7 +28,7 @@ def workloads(deployed: Deployed) -> Iterator[dict[str, Any]]:
             yield _stateful_set(deployed, name, role, pod)
         else:
             has_spare = not deployed.gpus(role)
-            yield _deployment(deployed, name.value, pods_of(role), pod, has_spare=has_spare)
+            yield deployment(deployed, name.value, pods_of(role), pod, has_spare=has_spare)
 
 
 def budgets(deployed: Deployed) -> Iterator[dict[str, Any]]:
@@ -53,7 +53,7 @@ def check_one_node(deployed: Deployed) -> None:
             )
 
 
-def _deployment(
+def deployment(
     deployed: Deployed, part: str, replicas: int, pod: dict[str, Any], *, has_spare: bool
 ) -> dict[str, Any]:
     """Make a Deployment.

@@ -20,6 +20,7 @@ from penstock.graph import Graph, RoleSpec
 
 MakeTemplates = Callable[[Graph, Mapping[Role, RoleSpec]], Awaitable[dict[Role, WorkerTemplate]]]
 _LINES_MAX = 10_000
+_STOPPED = "stopped half-way, as the deployment stops; start it with the graph that it should have"
 _log = get_logger()
 
 
@@ -188,6 +189,14 @@ class Applier:
         self._lines = []
         self._view = RolloutView(number=self._view.number + 1, is_over=False)
         self._task = self._group.create_task(self._run(graph, templates, rollout), name="apply")
+        number = self._view.number
+
+        def ended(_: asyncio.Task[None]) -> None:
+            if self._view.number == number and not self._view.is_over:  # cancelled before its first step
+                self._is_busy = False
+                self._end(Unavailable(_STOPPED))
+
+        self._task.add_done_callback(ended)
 
     async def _run(self, graph: Graph, templates: dict[Role, WorkerTemplate], rollout: Rollout) -> None:
         former = self.templates
@@ -205,8 +214,7 @@ class Applier:
                 self.use(former)
                 await rollout.restore(former)
         except asyncio.CancelledError:
-            text = "stopped half-way, as the deployment stops; start it with the graph that it should have"
-            error = error or Unavailable(text)
+            error = error or Unavailable(_STOPPED)
             raise
         finally:
             self._pool.let_go()

@@ -1,0 +1,172 @@
+"""Pods that are processes, under streams: a drained node, an evicted or deleted pod, and new pods that cannot start lose nothing."""
+
+import asyncio
+import contextlib
+import random
+import re
+import socket
+
+import aiohttp
+import pytest
+
+from penstock.deploy.operator.definitions import GRAPHS
+from penstock.runtime.kubernetes.client import Resource
+from tests.support.kubernetes.kubelet import Nodes, endpoints
+from tests.support.kubernetes.thread import write_config
+from tests.support.streams import Load
+
+pytestmark = pytest.mark.slow
+PODS = Resource("", "v1", "pods", "Pod")
+PROMPTS = [f"The drain of node {number}" for number in range(6)]
+TOKENS = 150
+SERVICE_S = 1.0
+"""Time in which proxies learn which pods a Service has."""
+
+
+class Service:
+    """A Service as clients see it: a free choice of pods, known a little late."""
+
+    def __init__(self, site, port):
+        self._site, self._port = site, port
+        self._rng = random.Random(7)
+        self._known = []
+
+    async def follow(self):
+        while True:
+            self._known = endpoints(self._site.server.store, "frontend", self._port)
+            await asyncio.sleep(SERVICE_S)
+
+    def url(self):
+        return self._rng.choice(self._known)
+
+
+@contextlib.asynccontextmanager
+async def running(here, tmp_path, **graph):
+    """Run a graph as processes, with streams through its frontends; each has to be whole, and as it is undisturbed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    here.server.rules["pod-token"] = []
+    here.server.tokens.add("pod-token")
+    config = write_config(here.server, tmp_path / "config", token="pod-token")
+    here.cluster.nodes = Nodes(
+        here.server.store,
+        tmp_path,
+        here.group,
+        secrets={"secret": "a secret of the test"},
+        environment={"KUBECONFIG": str(config)},
+    )
+    await here.apply(
+        roles={"aggregated": {"engine": "mock", "replicas": 2, "mock": {"speedup": 0.5}}},
+        frontend={"port": port, "processes": 2},
+        supervision={"spare_processes": 0},
+        worker={"drain_timeout_s": 0.5},
+        **graph,
+    )
+    here.start_operator(lease_s=15)
+    settling = here.group.create_task(settle(here))
+    service = Service(here, port)
+    following = here.group.create_task(service.follow())
+    await here.serves()
+    since = (await here.condition("Ready"))["lastTransitionTime"]
+    await asyncio.sleep(2 * SERVICE_S)
+    async with Load(service.url, PROMPTS, tokens=TOKENS) as load:
+        await load.more(len(PROMPTS))
+        yield load
+        await here.serves()
+        await load.more(2 * len(PROMPTS))
+    for prompt, answers in load.answers.items():
+        assert len(answers) == 1, f"{prompt}: not every stream gave the same"
+    ready = await here.condition("Ready")
+    assert (ready["status"], ready["lastTransitionTime"]) == ("True", since), "it was ready all the time"
+    following.cancel()
+    settling.cancel()
+
+
+async def settle(here):
+    """Play controllers; pods may do what their own role says, and no more."""
+    while True:
+        for role in here.objects("rbac.authorization.k8s.io/roles").values():
+            here.server.rules["pod-token"] = role["rules"]
+        here.cluster.settle()
+        await asyncio.sleep(0.05)
+
+
+async def migrations(here):
+    """Count the requests that had to leave their worker, at all frontends."""
+    count = 0
+    async with aiohttp.ClientSession() as session:
+        for pod in here.cluster.pods("frontend"):
+            (http, *_) = pod["spec"]["containers"][0]["ports"]
+            url = f"http://{pod['status']['podIP']}:{http['containerPort']}/metrics"
+            async with session.get(url) as answer:
+                found = re.findall(
+                    r"^penstock_router_migrations_total\{.*\} (\S+)", await answer.text(), re.MULTILINE
+                )
+            count += sum(map(float, found))
+    return count
+
+
+async def says(here, kind, text):
+    condition = await here.condition(kind)
+    return condition["message"] if condition["status"] == "True" and text in condition["message"] else ""
+
+
+def test_a_drained_node_loses_no_stream(site, tmp_path):
+    async def scenario(here):
+        async with running(here, tmp_path) as load:
+            nodes = here.cluster.nodes
+            for node in ("node-1", "node-2"):
+                nodes.cordon(node)
+                drained = nodes.pods_on(node)
+                assert {pod.split("-")[1] for pod in drained} == {"frontend", "aggregated"}
+                progress = here.group.create_task(
+                    here.until(lambda: says(here, "Progressing", "EvictionByEvictionAPI"))
+                )
+                await asyncio.gather(*map(here.evict, drained))
+                await progress
+                assert (await here.condition("Degraded"))["status"] == "False", "a drain is no fault"
+                await here.until(lambda node=node: not nodes.pods_on(node))
+                await here.serves()
+                nodes.cordon(node, on=False)
+                await load.more(len(PROMPTS))
+
+    site(scenario, operator=False, timeout_s=400)
+
+
+def test_an_evicted_and_a_deleted_worker_lose_no_stream(site, tmp_path):
+    async def scenario(here):
+        async with running(here, tmp_path) as load:
+            workers = [pod["metadata"]["name"] for pod in here.cluster.pods("aggregated")]
+            progress = here.group.create_task(
+                here.until(lambda: says(here, "Progressing", "EvictionByEvictionAPI"))
+            )
+            assert sum(await asyncio.gather(*map(here.evict, workers))), "a budget lets one go at a time"
+            assert "drains" in await progress
+            await here.serves()
+            (pod, *_) = (each["metadata"]["name"] for each in here.cluster.pods("aggregated"))
+            await here.client.delete(PODS, pod)
+            assert pod in await here.until(lambda: says(here, "Progressing", pod))
+            await load.more(len(PROMPTS))
+            await here.serves()
+            assert await migrations(here) > 0, "streams were under way"
+
+    site(scenario, operator=False, timeout_s=400)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"), [("image", "ImagePullFailed"), ("unschedulable", "Unschedulable")]
+)
+def test_new_pods_that_cannot_start_lose_no_stream(site, tmp_path, trouble, reason):
+    async def scenario(here):
+        async with running(here, tmp_path) as load:
+            here.cluster.troubles = {"aggregated": trouble, "frontend": trouble}
+            await here.client.patch(GRAPHS, "chat", {"spec": {"options": {"image": "r/penstock:2"}}})
+            await here.is_true("Degraded", reason)
+            await load.more(2 * len(PROMPTS))
+            here.cluster.troubles = {}
+            await here.serves()
+            images = {pod["spec"]["containers"][0]["image"] for pod in here.cluster.pods()}
+            assert images == {"r/penstock:2"}
+
+    site(scenario, operator=False, timeout_s=400)
