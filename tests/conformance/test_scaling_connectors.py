@@ -9,6 +9,7 @@ from penstock.core.types.instances import Role
 from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import SOCKET_NAME, Deployment
 from penstock.deploy.control.server import ControlServer
+from penstock.deploy.hosts.connector import HostsConnector
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.act.worker_changes import TimedChanges
 from penstock.planner.observe.stream import ObservationStream
@@ -17,6 +18,7 @@ from penstock.sim.loop.loop import SimLoop
 from penstock.sim.scaling.scaled_cluster import ScaledCluster
 from penstock.sim.world.cluster import SimCluster
 from penstock.testing.scaling_connector import ScalingConnectorSuite
+from tests.support.linked_hosts import linked, pool_of
 from tests.support.scripted_pool import PoolScene
 
 QUICK = TimedChanges(starts_s=0.01, drains_s=0.3, flips_s=0.01)
@@ -81,3 +83,27 @@ class TestLocalConnectorOfPool(ScalingConnectorSuite):
         roles = {role.value: {"engine": "mock", "replicas": count} for role, count in replicas.items()}
         async with PoolScene(roles).running() as pool, by_socket(pool) as client:
             yield client
+
+
+class TestHostsConnector(ScalingConnectorSuite):
+    loop_factory = SimLoop
+
+    @asynccontextmanager
+    async def make(self, replicas):
+        connector = HostsConnector(settle_s=0.0)
+        async with pool_of(replicas) as here, pool_of(dict.fromkeys(replicas, 0)) as there:
+            connector.join("a", here, await here.scale())
+            connector.join("b", there, await there.scale())
+            yield connector
+
+
+class TestHostsConnectorOfLinkedHosts(ScalingConnectorSuite):
+    """All workers of the start are on the host that is connected."""
+
+    @asynccontextmanager
+    async def make(self, replicas):
+        connector = HostsConnector(settle_s=0.0)
+        async with pool_of(dict.fromkeys(replicas, 0)) as here, pool_of(replicas) as there:
+            connector.join("a", here, await here.scale())
+            async with linked(connector, {"b": there}):
+                yield connector

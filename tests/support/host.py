@@ -77,9 +77,12 @@ class Host:
         raise AssertionError(f"ended without {pattern!r}: {self.lines}")
 
     def get(self, url: str) -> Any:
+        return json.loads(self.text(url))
+
+    def text(self, url: str) -> str:
         header = f"Authorization: Bearer {ADMIN_TOKEN}"
-        done = subprocess.run(self.command("curl", "-sS", "-H", header, url), check=True, capture_output=True)
-        return json.loads(done.stdout)
+        command = self.command("curl", "-sS", "-H", header, url)
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def stream(self, url: str, max_tokens: int = TOKENS, content: str = "Tell me") -> "subprocess.Popen[str]":
         """Begin a seeded stream."""

@@ -92,10 +92,15 @@ class Graph(Config):
     def _check_planner(self) -> Self:
         if self.planner is not None:
             check_planner(self.planner, self.roles)
-            if self.runtime.spans_hosts:
+            if self.runtime.spans_hosts and self.planner.address is None:
                 raise wrong(
-                    "planner: scales the workers of one host, and runtime spans several; leave planner out, and use penstock scale"
-                    " on each host"
+                    "planner.address: runtime spans several hosts, whose supervisors connect to the planner; set it to the address"
+                    " of the host that runs it, as tcp://10.0.0.1:7410"
+                )
+            if self.planner.address is not None and not self.runtime.spans_hosts:
+                raise wrong(
+                    f"planner.address: {self.planner.address}: all is on one host; leave it out, or set runtime.hub or"
+                    " runtime.discovery"
                 )
         return self
 

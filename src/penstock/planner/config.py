@@ -8,6 +8,7 @@ import pydantic
 
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
+from penstock.core.net.address import Address
 from penstock.core.types.instances import Role
 
 _WORKERS_MAX = 4096
@@ -115,6 +116,21 @@ class PlannerConfig(Config):
     """Where demand and latencies are read instead of the windows of this deployment's frontends, as `{url: http://127.0.0.1:9090}`."""
     act: ActSpec = ActSpec()
     """How what was decided is carried out."""
+    address: str | None = None
+    """`tcp://HOST:PORT` where the planner of a deployment of several hosts listens; their supervisors connect to it. The same on all hosts; null where all is on one host."""
+
+    @pydantic.field_validator("address")
+    @classmethod
+    def _check_address(cls, address: str | None) -> str | None:
+        if address is None:
+            return None
+        try:
+            parsed = Address.parse(address)
+        except ConfigError as error:
+            raise wrong(error.message.removeprefix("address: ")) from error
+        if parsed.path or not parsed.port:
+            raise wrong(f"must be tcp://HOST:PORT with a port, so that hosts find it, got {address!r}")
+        return address
 
     @pydantic.model_validator(mode="after")
     def _check_bounds(self) -> Self:

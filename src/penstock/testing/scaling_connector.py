@@ -4,7 +4,8 @@
         def make(self, replicas):
             return my_harness(replicas)  # an async context manager that gives the connector
 
-A connector's deployment has the roles that `replicas` names, with so many ready workers each, and room for a few more.
+A connector's deployment has the roles that `replicas` names, with so many ready workers each, and room for a few more. Workers have
+any names.
 """
 
 import asyncio
@@ -49,8 +50,9 @@ class ScalingConnectorSuite:
 
     def test_a_retired_worker_drains_and_is_gone(self) -> None:
         async def check(connector: ScalingConnector) -> None:
-            await connector.retire(["decode-2"], by="suite")
-            assert [replica.name for replica in (await connector.scale()).of(Role.DECODE)] == ["decode-1"]
+            first, second = await _names(connector, Role.DECODE)
+            await connector.retire([second], by="suite")
+            assert [replica.name for replica in (await connector.scale()).of(Role.DECODE)] == [first]
             await _until(connector, lambda scale: len(scale.replicas) == 2)
             (name,) = await connector.add(Role.DECODE, by="suite")
             await _until(connector, lambda scale: _state(scale, name) is READY)
@@ -67,26 +69,29 @@ class ScalingConnectorSuite:
 
     def test_a_flipped_worker_keeps_its_name(self) -> None:
         async def check(connector: ScalingConnector) -> None:
-            await connector.flip("decode-2", Role.PREFILL, by="suite")
+            _, name = await _names(connector, Role.DECODE)
+            await connector.flip(name, Role.PREFILL, by="suite")
             scale = await connector.scale()
-            assert _replica(scale, "decode-2").role is Role.PREFILL
-            assert _state(scale, "decode-2") is READY
-            await connector.flip("decode-2", Role.DECODE, by="suite")
+            assert _replica(scale, name).role is Role.PREFILL
+            assert _state(scale, name) is READY
+            await connector.flip(name, Role.DECODE, by="suite")
             assert len((await connector.scale()).of(Role.DECODE)) == 2
 
         self._run(_PAIR, check)
 
     def test_the_last_worker_that_answers_stays(self) -> None:
         async def check(connector: ScalingConnector) -> None:
+            first, second = await _names(connector, Role.DECODE)
+            (prefill,) = await _names(connector, Role.PREFILL)
             for attempt in (
-                connector.retire(["decode-1", "decode-2"], by="suite"),
-                connector.retire(["decode-1", "decode-2", "prefill-1"], by="suite"),
+                connector.retire([first, second], by="suite"),
+                connector.retire([first, second, prefill], by="suite"),
             ):
                 await _refused(attempt, 409)
-            await connector.retire(["decode-1"], by="suite")
-            await _refused(connector.retire(["decode-2"], by="suite"), 409)
-            await _refused(connector.flip("decode-2", Role.PREFILL, by="suite"), 409)
-            await connector.retire(["prefill-1"], by="suite")
+            await connector.retire([first], by="suite")
+            await _refused(connector.retire([second], by="suite"), 409)
+            await _refused(connector.flip(second, Role.PREFILL, by="suite"), 409)
+            await connector.retire([prefill], by="suite")
             assert len((await connector.scale()).of(Role.DECODE)) == 1
 
         self._run(_PAIR, check)
@@ -94,13 +99,14 @@ class ScalingConnectorSuite:
     def test_what_cannot_be_is_refused_and_changes_nothing(self) -> None:
         async def check(connector: ScalingConnector) -> None:
             before = await connector.scale()
+            name, _ = await _names(connector, Role.DECODE)
             await _refused(connector.add(Role.AGGREGATED, by="suite"), 404)
             await _refused(connector.add(Role.DECODE, 0, by="suite"), 400)
             await _refused(connector.add(Role.DECODE, 1_000_000, by="suite"), 409)
             await _refused(connector.retire(["decode-9"], by="suite"), 404)
-            await _refused(connector.retire(["decode-1", "decode-9"], by="suite"), 404)
+            await _refused(connector.retire([name, "decode-9"], by="suite"), 404)
             await _refused(connector.flip("decode-9", Role.PREFILL, by="suite"), 404)
-            await _refused(connector.flip("decode-1", Role.DECODE, by="suite"), 409)
+            await _refused(connector.flip(name, Role.DECODE, by="suite"), 409)
             after = await connector.scale()
             assert after.revision == before.revision
             assert [_without_age(replica) for replica in after.replicas] == [
@@ -112,22 +118,24 @@ class ScalingConnectorSuite:
     def test_of_two_controllers_the_slower_one_is_refused(self) -> None:
         async def check(connector: ScalingConnector) -> None:
             seen = (await connector.scale()).revision
+            old, _ = await _names(connector, Role.DECODE)
             (name,) = await connector.add(Role.DECODE, by="first", revision=seen)
             error = await _refused(connector.add(Role.DECODE, by="second", revision=seen), 409)
             assert "first" in error.message
             await _refused(connector.retire([name], by="second", revision=seen), 409)
-            await _refused(connector.flip("decode-1", Role.PREFILL, by="second", revision=seen), 409)
+            await _refused(connector.flip(old, Role.PREFILL, by="second", revision=seen), 409)
             await connector.retire([name], by="second", revision=(await connector.scale()).revision)
 
         self._run(_PAIR, check)
 
     def test_a_draining_worker_is_not_retired_again(self) -> None:
         async def check(connector: ScalingConnector) -> None:
-            await connector.retire(["decode-2"], by="suite")
+            _, name = await _names(connector, Role.DECODE)
+            await connector.retire([name], by="suite")
             scale = await connector.scale()
-            if any(replica.name == "decode-2" for replica in scale.replicas):
-                await _refused(connector.retire(["decode-2"], by="suite"), 409)
-                await _refused(connector.flip("decode-2", Role.PREFILL, by="suite"), 409)
+            if any(replica.name == name for replica in scale.replicas):
+                await _refused(connector.retire([name], by="suite"), 409)
+                await _refused(connector.flip(name, Role.PREFILL, by="suite"), 409)
 
         self._run(_PAIR, check)
 
@@ -167,6 +175,10 @@ async def _refused(attempt: Awaitable[object], status: int) -> RequestError:
         await attempt
     assert caught.value.http_status == status, caught.value.message
     return caught.value
+
+
+async def _names(connector: ScalingConnector, role: Role) -> list[str]:
+    return [replica.name for replica in (await connector.scale()).of(role)]
 
 
 def _replica(scale: Scale, name: str) -> Replica:

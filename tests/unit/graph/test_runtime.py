@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.graph import build
+from penstock.graph import Graph, build
 
 
 def runtime(**fields):
@@ -61,7 +61,17 @@ def test_leases_in_kubernetes_are_longer_unless_set():
     assert runtime(discovery="kubernetes").spans_hosts
 
 
-def test_a_planner_of_many_hosts_is_refused():
-    data = {"model": "demo", "planner": {"max_workers": 2}, "runtime": {"hub": "tcp://10.0.0.1:7400"}}
-    with pytest.raises(ConfigError, match="scales the workers of one host"):
-        build(data)
+@pytest.mark.parametrize(
+    ("planner", "runtime", "problem"),
+    [
+        ({}, {"hub": "tcp://10.0.0.1:7400"}, "planner.address: runtime spans several hosts"),
+        ({"address": "tcp://10.0.0.1:7410"}, {}, "planner.address: tcp://10.0.0.1:7410: all is on one host"),
+        ({"address": "tcp://10.0.0.1:0"}, {}, "planner.address: must be tcp://HOST:PORT with a port"),
+        ({"address": "unix:///run/planner"}, {}, "planner.address: must be tcp://HOST:PORT with a port"),
+        ({"address": "10.0.0.1"}, {}, "planner.address: "),
+    ],
+)
+def test_a_planner_of_many_hosts_says_where_it_listens_and_no_other_one(planner, runtime, problem):
+    with pytest.raises(ConfigError) as caught:
+        Graph.parse({"model": "demo", "planner": planner, "runtime": runtime}, source="graph")
+    assert problem in caught.value.message

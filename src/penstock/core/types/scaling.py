@@ -43,12 +43,14 @@ class RoleLimit(Wire, frozen=True):
         room: workers that may be added now; None is no known limit.
         why: what limits them, with the fix.
         start_s: seconds that the last start of such a worker took; None before the first.
+        owner: who else decides how many workers the role has, such as an autoscaler; empty is nobody.
     """
 
     role: Role
     room: int | None = None
     why: str = ""
     start_s: float | None = None
+    owner: str = ""
 
 
 class Scale(Wire, frozen=True):
@@ -60,6 +62,7 @@ class Scale(Wire, frozen=True):
             refused if somebody else was faster.
         changed_by: who asked for the last of them; empty is the graph.
         replicas: in the order of their names; those that drain included.
+        held: why no worker may leave or change its role now; empty where they may.
     """
 
     sequence: int
@@ -67,6 +70,7 @@ class Scale(Wire, frozen=True):
     changed_by: str = ""
     replicas: tuple[Replica, ...] = ()
     limits: tuple[RoleLimit, ...] = ()
+    held: str = ""
 
     def of(self, role: Role) -> tuple[Replica, ...]:
         """Give the workers that have or get a role, without those that drain."""

@@ -17,7 +17,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.net.address import Address
 from penstock.core.types.instances import Role
 from penstock.deploy.commands.serve import say
-from penstock.deploy.processes.location import location_here
+from penstock.deploy.location import location_here
 from penstock.deploy.processes.watched_servers import WatchedServers
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.paged.model.checkpoint import Checkpoint

@@ -10,10 +10,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 
+from penstock.deploy.location import location_here
 from penstock.deploy.messages import Assignment, FrontendJob, Ready, Tell
 from penstock.deploy.planes import Planes
 from penstock.deploy.processes.control import Control
-from penstock.deploy.processes.location import location_here
 from penstock.deploy.processes.planner_metrics import PlannerMetrics
 from penstock.deploy.processes.supervisor_client import SupervisorClient
 from penstock.deploy.processes.tracing import tracing

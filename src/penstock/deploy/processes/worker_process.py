@@ -15,6 +15,7 @@ from penstock.core.net.address import Address
 from penstock.core.types.changes import BecomeRole
 from penstock.core.types.instances import Prices, Role
 from penstock.core.types.kv.actions import KvReport
+from penstock.deploy.location import location_here
 from penstock.deploy.messages import (
     Assignment,
     Beat,
@@ -30,7 +31,6 @@ from penstock.deploy.messages import (
 from penstock.deploy.planes import Planes
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.engine_spec import engine_spec
-from penstock.deploy.processes.location import location_here
 from penstock.deploy.processes.report import report_of
 from penstock.deploy.processes.tracing import tracing
 from penstock.engine.batched import BatchedEngine

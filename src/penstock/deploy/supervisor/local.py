@@ -36,7 +36,8 @@ from penstock.deploy.supervisor.local_part import LocalPart, runnable_roles
 from penstock.deploy.supervisor.member import Member
 from penstock.deploy.supervisor.output.log_file import LogFile
 from penstock.deploy.supervisor.output.process_output import ProcessOutput
-from penstock.deploy.supervisor.planning import make_planning
+from penstock.deploy.supervisor.planner_place import PlannerPlace, planner_place
+from penstock.deploy.supervisor.planning import Planning, make_planning
 from penstock.deploy.supervisor.resources.devices import Devices, count_devices
 from penstock.deploy.supervisor.resources.host_arena import HostArena
 from penstock.deploy.supervisor.resources.ports import PortRange, Ports
@@ -56,6 +57,7 @@ from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import say_empty, say_small_kv
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.discovery.hub import LocalHub
+from penstock.runtime.observations.windows import Window
 
 Say = Callable[[str, str, str], None]
 Start = Callable[[Assignment], Awaitable[Child]]
@@ -137,6 +139,7 @@ class LocalDeployment:
         self._guard = GroupGuard()
         spares = graph.supervision.spare_processes if self._roles else 0
         self._spares = SpareProcesses(spares, _imports(self._roles), self._guard, self.output)
+        self._place: PlannerPlace
         self._host_arena: HostArena
         self._common: Common
         self._context = self._run()
@@ -194,7 +197,9 @@ class LocalDeployment:
             common, self.hub = shared.common, shared.hub
             scale_file = stack.enter_context(
                 ScaleFile(
-                    state_dir(self.graph.name), {name: role.replicas for name, role in self._roles.items()}
+                    state_dir(self.graph.name),
+                    {name: role.replicas for name, role in self._roles.items()},
+                    spans_hosts=self.graph.runtime.spans_hosts,
                 )
             )
             directory = self._keep_record(Path(common.runtime_dir), scale_file)
@@ -203,18 +208,7 @@ class LocalDeployment:
             self._common = common
             self.applier.use(model.templates(self.graph, self._roles, common))
             self._create_members(common, port, scale_file)
-            planning = make_planning(
-                self.graph,
-                self._roles,
-                self.pool,
-                self.observations,
-                model_dir=model.path,
-                log_path=directory / PLANNER_LOG,
-                say=self._say,
-                tell=self.frontends.tell_planned,
-            )
-            if planning is not None:
-                stack.enter_context(planning)
+            planning = await self._make_planning(stack, model.path, directory / PLANNER_LOG)
             await stack.enter_async_context(
                 ControlServer(
                     self.pool,
@@ -256,6 +250,33 @@ class LocalDeployment:
                     await self.pool.close()
             except BaseExceptionGroup as errors:
                 raise cause_of(errors) from None
+
+    async def _make_planning(self, stack: AsyncExitStack, model_dir: Path, log: Path) -> Planning | None:
+        """Make the planner where it runs here, and connect to it where it runs on another host; `stack` ends both."""
+        has_planner = self._part.plans(self.graph)
+        self._place = await stack.enter_async_context(
+            planner_place(
+                self.graph,
+                self._common,
+                self.pool,
+                self.frontends,
+                self.observations,
+                has_planner=has_planner,
+            )
+        )
+        if not has_planner:
+            return None
+        planning = make_planning(
+            self.graph,
+            runnable_roles(self.graph),
+            self._place.connector,
+            self._place.observations,
+            model_dir=model_dir,
+            log_path=log,
+            say=self._say,
+            tell=self._place.tell,
+        )
+        return None if planning is None else stack.enter_context(planning)
 
     def _say(self, name: str, state: str, detail: str) -> None:
         """Tell a change of state, and keep it in the log."""
@@ -340,7 +361,7 @@ class LocalDeployment:
             start = partial(Child.start, guard=self._guard, output=self.output)
             return self._member(name, job, common, self._cores.of_process, start)
 
-        self.pool.on_end = self.observations.forget
+        self.pool.on_end = self._forget
         try:
             if restored := self.pool.fill(worker_member, scale_file):
                 self._say("penstock", "starting", restored)
@@ -353,12 +374,21 @@ class LocalDeployment:
         model = await read_model(graph, roles)
         return model.templates(graph, roles, self._common)
 
+    def _observe(self, name: str, window: Window) -> None:
+        self.observations.put(name, window)
+        self._place.window(name, window)
+
+    def _forget(self, name: str) -> None:
+        self.observations.forget(name)
+        self._place.forget(name)
+
     def _note_ready(self, name: str) -> None:
         """Expect the windows of a process, tell a frontend what it missed, and start missing spare processes.
 
         These wait until all workers are ready; earlier they would slow the others' start.
         """
         self.observations.expect(name)
+        self._place.expect(name)
         self.frontends.tell_failures()
         if self.frontends.is_open:
             self._spares.refill()
@@ -378,7 +408,7 @@ class LocalDeployment:
             start=start,
             say=self._say,
         )
-        member.on_window = partial(self.observations.put, name)
+        member.on_window = partial(self._observe, name)
         member.on_failure = self.frontends.note_failure
         member.on_ready = partial(self._note_ready, name)
         return member

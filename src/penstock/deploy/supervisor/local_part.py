@@ -12,6 +12,7 @@ from penstock.graph import Graph, RoleSpec
 from penstock.graph.partners import check_counts
 
 FRONTEND = "frontend"
+PLANNER = "planner"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +22,12 @@ class LocalPart:
     Attributes:
         roles: workers by role, None for as many as the graph says; None for all roles of the graph.
         has_frontends: whether the frontends run here.
+        has_planner: whether the planner runs here; None where the graph's registry is not another host's.
     """
 
     roles: dict[Role, int | None] | None = None
     has_frontends: bool = True
+    has_planner: bool | None = None
 
     @classmethod
     def parse(cls, text: str, roles: dict[Role, RoleSpec]) -> Self:
@@ -34,23 +37,41 @@ class LocalPart:
             ConfigError: a name is no role of the graph, or a number is none.
         """
         chosen: dict[Role, int | None] = {}
-        has_frontends = False
+        has_frontends = has_planner = False
         for item in filter(None, (item.strip() for item in text.split(","))):
             name, equals, number = item.partition("=")
             if name == FRONTEND and not equals:
                 has_frontends = True
+            elif name == PLANNER and not equals:
+                has_planner = True
             elif name in roles:
                 if equals and not (number.isascii() and number.isdecimal()):
                     raise ConfigError(f"--run {item}: must be ROLE=N with N >= 0, got {number!r}")
                 chosen[Role(name)] = int(number) if equals else None
             else:
-                known = [FRONTEND, *(role.value for role in roles)]
+                known = [FRONTEND, PLANNER, *(role.value for role in roles)]
                 raise ConfigError(f"--run {item}: {name!r} is none of this graph{nearest(name, known)}")
-        if not chosen and not has_frontends:
+        if not (chosen or has_frontends or has_planner):
             raise ConfigError(
                 f"--run {text!r}: names nothing to run; such as --run {FRONTEND},{next(iter(roles))}"
             )
-        return cls(chosen, has_frontends)
+        return cls(chosen, has_frontends, has_planner)
+
+    def plans(self, graph: Graph) -> bool:
+        """Tell whether the planner of `graph` runs here.
+
+        Raises:
+            ConfigError: it should, and the graph has none.
+        """
+        if self.has_planner and graph.planner is None:
+            raise ConfigError(
+                f"--run {PLANNER}: the graph has no planner; add planner: {{}} and planner.address"
+            )
+        if graph.planner is None:
+            return False
+        if not graph.runtime.spans_hosts:
+            return True
+        return graph.runtime.join is None if self.has_planner is None else self.has_planner
 
     def of(self, roles: dict[Role, RoleSpec]) -> dict[Role, RoleSpec]:
         """Give the roles that run here, with their numbers of workers."""

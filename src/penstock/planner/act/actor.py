@@ -3,7 +3,8 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import permutations
 
 from penstock.core.errors import PenstockError
 from penstock.core.log import get_logger
@@ -155,15 +156,26 @@ class Actor:
         now_s = asyncio.get_running_loop().time()
         self._kept_until_s = {name: end_s for name, end_s in self._kept_until_s.items() if now_s < end_s}
         work = {**(load or {}), **dict.fromkeys(self._kept_until_s, math.inf)}
+        owners = {limit.role: limit.owner for limit in seen.scale.limits if limit.owner}
+        wanted = {role: count for role, count in target.items() if role not in owners}
         plan = make_plan(
             seen.scale,
-            target,
+            wanted,
             load=work,
             overdue=seen.overdue,
-            rigid=self.rigid,
-            waiting=[role for role in target if self._starts.wait_s(role, now_s)],
+            rigid=tuple(permutations(wanted, 2)) if seen.scale.held else self.rigid,
+            waiting=[role for role in wanted if self._starts.wait_s(role, now_s)],
         )
-        refused = [] if is_dry else await self._make(plan, seen.scale)
+        refused = [
+            f"{role}: {target[role]} are wanted and {seen.now.get(role, 0)} are there: {owner} decides"
+            for role, owner in owners.items()
+            if target.get(role, seen.now.get(role)) != seen.now.get(role)
+        ]
+        if seen.scale.held and (plan.retires or plan.late):
+            refused.append(seen.scale.held)
+            plan = replace(plan, retires=(), late=())
+        if not is_dry:
+            refused += await self._make(plan, seen.scale)
         self._refused = tuple(refused)
         waits = tuple(self._wait(role, count, now_s) for role, count in plan.later_adds.items())
         return Outcome(plan=plan, refused=tuple(refused), waits=waits)

@@ -3,7 +3,7 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.deploy.supervisor.local_part import LocalPart
-from penstock.graph import RoleSpec
+from penstock.graph import Graph, RoleSpec
 
 ROLES = {Role.PREFILL: RoleSpec(engine="mock", replicas=2), Role.DECODE: RoleSpec(engine="mock", replicas=3)}
 
@@ -21,6 +21,31 @@ def test_a_host_runs_what_is_named(text, frontends, replicas):
     part = LocalPart.parse(text, ROLES)
     assert part.has_frontends is frontends
     assert {role: spec.replicas for role, spec in part.of(ROLES).items()} == replicas
+
+
+@pytest.mark.parametrize(
+    ("text", "runtime", "plans"),
+    [
+        (None, {}, True),
+        (None, {"hub": "tcp://10.0.0.1:7400"}, True),
+        (None, {"join": "tcp://10.0.0.1:7400"}, False),
+        ("aggregated", {"hub": "tcp://10.0.0.1:7400"}, False),
+        ("aggregated", {}, True),
+        ("planner", {"join": "tcp://10.0.0.1:7400"}, True),
+    ],
+)
+def test_the_planner_runs_on_the_host_that_names_it_or_has_the_registry(text, runtime, plans):
+    planner = {"address": "tcp://10.0.0.1:7410"} if runtime else {}
+    graph = Graph.parse({"model": "demo", "planner": planner, "runtime": runtime}, source="graph")
+    part = LocalPart() if text is None else LocalPart.parse(text, graph.roles.present())
+    assert part.plans(graph) is plans
+
+
+def test_a_planner_that_the_graph_does_not_have_is_refused():
+    graph = Graph.parse({"model": "demo"}, source="graph")
+    assert not LocalPart().plans(graph)
+    with pytest.raises(ConfigError, match="--run planner: the graph has no planner"):
+        LocalPart.parse("planner", graph.roles.present()).plans(graph)
 
 
 def test_by_default_a_host_runs_all():

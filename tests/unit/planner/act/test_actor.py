@@ -3,6 +3,7 @@
 import asyncio
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from penstock.core.errors import RequestError, Unavailable
@@ -312,5 +313,39 @@ def test_a_deployment_that_has_ended_is_an_error():
         await connector.close()
         with pytest.raises(Unavailable):
             await Actor(connector).carry_out({A: 1})
+
+    run_virtual(main())
+
+
+def test_a_role_that_somebody_else_scales_is_left_alone():
+    class Owned(MemoryConnector):
+        async def scale(self, after=None):
+            scale = await super().scale(after)
+            limits = tuple(
+                msgspec.structs.replace(limit, owner="hpa chat" if limit.role is D else "")
+                for limit in scale.limits
+            )
+            return msgspec.structs.replace(scale, limits=limits)
+
+    async def main():
+        connector = Owned({P: 2, D: 2})
+        outcome = await Actor(connector).carry_out({P: 1, D: 4})
+        assert outcome.refused == ("decode: 4 are wanted and 2 are there: hpa chat decides",)
+        assert await counts(connector) == {P: 1, D: 2}, "no prefill worker becomes one for decode"
+        assert not (await Actor(connector).carry_out({P: 1, D: 2})).refused
+
+    run_virtual(main())
+
+
+def test_while_a_deployment_is_held_workers_are_added_and_none_leaves_or_flips():
+    class Held(MemoryConnector):
+        async def scale(self, after=None):
+            return msgspec.structs.replace(await super().scale(after), held="b: no answer")
+
+    async def main():
+        connector = Held({P: 3, D: 1})
+        outcome = await Actor(connector).carry_out({P: 1, D: 2})
+        assert outcome.refused == ("b: no answer",)
+        assert await counts(connector) == {P: 3, D: 2}
 
     run_virtual(main())

@@ -82,6 +82,10 @@ class Frontends:
             for each in self.members
         ]
 
+    def ready(self) -> tuple[str, ...]:
+        """Name those that are ready."""
+        return tuple(member.name for member in self.members if member.ready.is_set())
+
     def note_failure(self, name: str, reason: str) -> None:
         """Have a frontend count the failure of a process."""
         self._unsent_failures[name, reason] += 1

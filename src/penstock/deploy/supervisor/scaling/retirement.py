@@ -1,4 +1,7 @@
-"""Whether workers of a pool may leave: requests must still be answered without them."""
+"""Whether workers of a pool may leave: requests must still be answered without them.
+
+`elsewhere` are roles that ready workers of the deployment's other hosts have.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,8 +11,15 @@ from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
 from penstock.graph import RoleSpec
 
 
-def check_serving(workers: Sequence[PoolWorker], leaving: Sequence[PoolWorker], verb: str) -> None:
+def check_serving(
+    workers: Sequence[PoolWorker],
+    leaving: Sequence[PoolWorker],
+    verb: str,
+    elsewhere: frozenset[Role] = frozenset(),
+) -> None:
     """Check that requests are still answered without the workers in `leaving`; raises RequestError (409)."""
+    if elsewhere - {Role.PREFILL}:
+        return
     left = [worker for worker in workers if worker.answers and worker not in leaving]
     last = next((worker for worker in leaving if worker.is_serving), None)
     if not any(worker.answers for worker in leaving) or any(worker.is_serving for worker in left):
@@ -22,8 +32,12 @@ def check_serving(workers: Sequence[PoolWorker], leaving: Sequence[PoolWorker], 
     raise conflict(f"{name} is the last worker that answers requests; {wait}")
 
 
-def check_prefill(workers: Sequence[PoolWorker], leaving: Sequence[PoolWorker]) -> None:
+def check_prefill(
+    workers: Sequence[PoolWorker], leaving: Sequence[PoolWorker], elsewhere: frozenset[Role] = frozenset()
+) -> None:
     """Check that decode workers that compute no prompts themselves keep a prefill worker; raises RequestError (409)."""
+    if Role.PREFILL in elsewhere:
+        return
     prefill = [
         worker
         for worker in workers
@@ -45,10 +59,15 @@ def check_prefill(workers: Sequence[PoolWorker], leaving: Sequence[PoolWorker]) 
 
 
 def check_adapters(
-    roles: Mapping[Role, RoleSpec], workers: Sequence[PoolWorker], leaving: Sequence[PoolWorker]
+    roles: Mapping[Role, RoleSpec],
+    workers: Sequence[PoolWorker],
+    leaving: Sequence[PoolWorker],
+    elsewhere: frozenset[Role] = frozenset(),
 ) -> None:
     """Check that every adapter still has a worker; raises RequestError (409)."""
     for role, spec in roles.items():
+        if role in elsewhere and spec.adapters_per_worker is None:
+            continue  # each worker of the role has them all
         own = [worker for worker in workers if worker.home is role and not worker.is_draining]
         left = {name for worker in own if worker not in leaving for name in spec.adapters_of(worker.index)}
         lost = {name for worker in own for name in spec.adapters_of(worker.index)} - left

@@ -50,15 +50,17 @@ class KeptScale(Wire, frozen=True):
 class ScaleFile:
     """The file of one deployment, locked by the first process that opens it. The kernel releases the lock however it ends."""
 
-    def __init__(self, directory: Path, declared: Mapping[Role, int]) -> None:
+    def __init__(self, directory: Path, declared: Mapping[Role, int], *, spans_hosts: bool = False) -> None:
         """Open the file.
 
         Args:
-            directory: the deployment's directory that survives restarts; exists.
+            directory: the deployment's directory that survives restarts; made if it is not there.
             declared: replicas of the graph's roles.
+            spans_hosts: whether workers of other hosts may answer requests, so that this one may have none.
         """
         self._path = directory / "scale.json"
         self._declared = dict(declared)
+        self._spans_hosts = spans_hosts
         self._lock = _lock(directory / "scale.lock")
         self.is_ours = self._lock is not None
         """Whether this process may read and write it; not where another deployment of this name runs."""
@@ -97,9 +99,18 @@ class ScaleFile:
                 effect="starts as the graph says",
             )
             return None
-        if kept.version != _VERSION or kept.declared != self._declared or not _is_sound(kept, self._declared):
+        if kept.version != _VERSION or kept.declared != self._declared or not self._is_sound(kept):
             return None
         return kept
+
+    def _is_sound(self, kept: KeptScale) -> bool:
+        """Tell whether the workers are of the graph's roles, each once, and one answers requests."""
+        places = {(worker.home, worker.index) for worker in kept.workers}
+        return (
+            len(places) == len(kept.workers)
+            and all(home in self._declared and index >= 0 for home, index in places)
+            and (self._spans_hosts or any(worker.role is not Role.PREFILL for worker in kept.workers))
+        )
 
     def save(self, workers: tuple[KeptWorker, ...], *, revision: int, changed_by: str) -> None:
         """Keep these workers; a failure is logged."""
@@ -120,19 +131,10 @@ class ScaleFile:
             )
 
 
-def _is_sound(kept: KeptScale, declared: Mapping[Role, int]) -> bool:
-    """Tell whether the workers are of the graph's roles, each once, and one answers requests."""
-    places = {(worker.home, worker.index) for worker in kept.workers}
-    return (
-        len(places) == len(kept.workers)
-        and all(home in declared and index >= 0 for home, index in places)
-        and any(worker.role is not Role.PREFILL for worker in kept.workers)
-    )
-
-
 def _lock(path: Path) -> int | None:
     """Lock a file; None if another process has, or the directory is not writable."""
     with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

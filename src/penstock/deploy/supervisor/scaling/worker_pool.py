@@ -196,17 +196,23 @@ class WorkerPool:
         return tuple(worker.name for worker in added)
 
     async def retire(
-        self, names: Sequence[str], *, by: str, revision: int | None = None, drain_s: float | None = None
+        self,
+        names: Sequence[str],
+        *,
+        by: str,
+        revision: int | None = None,
+        drain_s: float | None = None,
+        elsewhere: frozenset[Role] = frozenset(),
     ) -> None:
-        """Retire workers, as `ScalingConnector` says; their requests may take `drain_s`, None is what the graph says."""
+        """Retire workers, as `ScalingConnector` and `hosts.Host` say; their requests may take `drain_s`, None is what the graph says."""
         self._check(revision, by)
         leaving = [self._find(name) for name in dict.fromkeys(names)]
         for worker in leaving:
             if worker.is_draining:
                 raise conflict(f"{worker.name} drains already; it ends by itself")
-        check_serving(self._workers, leaving, "retire")
-        check_prefill(self._workers, leaving)
-        check_adapters(self._roles, self._workers, leaving)
+        check_serving(self._workers, leaving, "retire", elsewhere)
+        check_prefill(self._workers, leaving, elsewhere)
+        check_adapters(self._roles, self._workers, leaving, elsewhere)
         loop = asyncio.get_running_loop()
         for worker in leaving:
             worker.running.stop(drain_s)
@@ -214,7 +220,15 @@ class WorkerPool:
         if leaving:
             self._accept(by, "workers_retired", names=[worker.name for worker in leaving])
 
-    async def flip(self, name: str, role: Role, *, by: str, revision: int | None = None) -> None:
+    async def flip(
+        self,
+        name: str,
+        role: Role,
+        *,
+        by: str,
+        revision: int | None = None,
+        elsewhere: frozenset[Role] = frozenset(),
+    ) -> None:
         self._check(revision, by)
         worker = self._find(name)
         if worker.target is not None:
@@ -224,9 +238,9 @@ class WorkerPool:
         if worker.role is role:
             raise conflict(f"{name} is {role} already; choose another role")
         if role is Role.PREFILL:
-            check_serving(self._workers, [worker], "flip")
+            check_serving(self._workers, [worker], "flip", elsewhere)
         else:
-            check_prefill(self._workers, [worker])
+            check_prefill(self._workers, [worker], elsewhere)
         worker.target = role
         flipped = asyncio.get_running_loop().create_future()
         worker.flips.add(flipped)

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from penstock.core.types.location import Location
-from penstock.deploy.processes.location import location_here
+from penstock.deploy.location import location_here
 from penstock.graph import build
 
 

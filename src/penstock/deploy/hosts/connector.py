@@ -1,0 +1,401 @@
+"""Scales a deployment of several hosts, each of which scales its own workers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+
+from penstock.core.errors import PenstockError, RequestError
+from penstock.core.log import get_logger
+from penstock.core.types.instances import Role
+from penstock.core.types.scaling import Replica, ReplicaState, RoleLimit, Scale
+from penstock.deploy.hosts.host import Host
+
+_WAIT_S_MAX = 20.0
+_REASONS_MAX = 3
+_log = get_logger()
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A host. `known` is the revision of its workers that this connector has taken account of."""
+
+    name: str
+    host: Host
+    scale: Scale
+    known: int
+    pending: int = 0
+    """Orders that it has not answered yet."""
+    lost_s: float | None = None
+    """Since when it does not answer; None while it does."""
+
+    def replicas(self) -> Iterator[Replica]:
+        for replica in self.scale.replicas:
+            yield msgspec.structs.replace(replica, name=f"{replica.name}@{self.name}")
+
+
+class HostsConnector:
+    """A `seams.ScalingConnector` of many hosts, whose workers are called `WORKER@HOST`. One event loop owns it.
+
+    A change of several hosts is begun at all of them or none, as far as they answer: workers that were added at one are retired
+    where another refuses. A change that somebody makes at a host by itself is a change of the deployment.
+    """
+
+    def __init__(self, *, settle_s: float = 15.0, lost_after_s: float = 15.0, hold_s: float = 600.0) -> None:
+        """Make a deployment without hosts.
+
+        Args:
+            settle_s: nothing changes for so long, in which hosts connect to a planner that was started.
+            lost_after_s: workers of a host that does not answer count for so long; frontends may still reach them.
+            hold_s: while a host was lost less than so long ago, no worker leaves or changes its role.
+        """
+        self._settle_s = settle_s
+        self._lost_after_s = lost_after_s
+        self._hold_s = hold_s
+        self._begun_s: float | None = None
+        self._members: dict[str, _Member] = {}
+        self._lost: dict[str, _Member] = {}
+        self._sequence = 0
+        self._revision = 0
+        self._changed_by = ""
+        self._view: object = None
+        self._news: set[asyncio.Future[None]] = set()
+
+    # -- Hosts
+
+    def join(self, name: str, host: Host, scale: Scale) -> None:
+        self._begin()
+        self._lost.pop(name, None)
+        self._members[name] = _Member(name, host, scale, scale.revision)
+        self._wake()
+
+    def leave(self, name: str, *, on_purpose: bool) -> None:
+        member = self._members.pop(name, None)
+        if member is not None and not on_purpose:
+            member.lost_s = asyncio.get_running_loop().time()
+            self._lost[name] = member
+        self._wake()
+
+    def label(self, name: str, process: str) -> str:
+        return f"{process}@{name}"
+
+    # -- ScalingConnector
+
+    async def scale(self, after: int | None = None) -> Scale:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _WAIT_S_MAX
+        scale = await self._look()
+        while after is not None and scale.sequence <= after and loop.time() < deadline_s:
+            await self._news_within(deadline_s - loop.time())
+            scale = await self._look()
+        return scale
+
+    async def add(
+        self, role: Role, count: int = 1, *, by: str, revision: int | None = None
+    ) -> tuple[str, ...]:
+        scale = await self._look()
+        limit = next((each for each in scale.limits if each.role is role), None)
+        if limit is None:
+            known = ", ".join(each.role for each in scale.limits)
+            raise RequestError(
+                f"role {role} runs on no host that is connected; they run {known or 'none'}", http_status=404
+            )
+        if count < 1:
+            raise RequestError(f"count: must be >= 1, got {count}")
+        if limit.room is not None and count > limit.room:
+            raise _conflict(f"{role}: {count} more cannot be added, {limit.room} can: {limit.why}")
+        added: list[tuple[_Member, tuple[str, ...]]] = []
+        with self._change(by, revision):
+            try:
+                for member, share in self._shares(role, count):
+                    add = partial(member.host.add, role, share, by=by)
+                    added.append((member, await self._order(member, by, add)))
+            except PenstockError:
+                await self._take_back(added, by)
+                raise
+        return tuple(f"{name}@{member.name}" for member, names in added for name in names)
+
+    async def retire(self, names: Sequence[str], *, by: str, revision: int | None = None) -> None:
+        scale = await self._look()
+        leaving = [_find(scale, name) for name in dict.fromkeys(names)]
+        for replica in leaving:
+            if replica.state is ReplicaState.DRAINING:
+                raise _conflict(f"{replica.name} drains already; it ends by itself")
+        gone = {replica.name for replica in leaving}
+        _check_serving(scale, gone)
+        self._check_free(scale)
+        by_host: dict[str, list[str]] = {}
+        for replica in leaving:
+            process, _, host = replica.name.rpartition("@")
+            by_host.setdefault(host, []).append(process)
+        members = {name: self._member(name) for name in by_host}
+        if not leaving:
+            return
+        with self._change(by, revision):
+            for index, (name, processes) in enumerate(by_host.items()):
+                elsewhere = _ready_roles(scale, gone, without=name)
+                retire = partial(members[name].host.retire, processes, by=by, elsewhere=elsewhere)
+                try:
+                    await self._order(members[name], by, retire)
+                except PenstockError as error:
+                    if index:
+                        raise _AcceptedError(error) from error
+                    raise
+
+    async def flip(self, name: str, role: Role, *, by: str, revision: int | None = None) -> None:
+        scale = await self._look()
+        replica = _find(scale, name)
+        if replica.state is not ReplicaState.READY:
+            raise _conflict(f"{name} is not ready: {replica.phase or replica.state}; choose another worker")
+        if replica.role is role:
+            raise _conflict(f"{name} is {role} already; choose another role")
+        if role is Role.PREFILL:
+            _check_serving(scale, {name})
+        self._check_free(scale)
+        process, _, host = name.rpartition("@")
+        member = self._member(host)
+        elsewhere = _ready_roles(scale, {name}, without=host)
+        with self._change(by, revision):
+            await self._order(
+                member, by, partial(member.host.flip, process, role, by=by, elsewhere=elsewhere)
+            )
+
+    async def close(self) -> None:
+        """Forget all hosts; what runs there stays."""
+        self._members.clear()
+        self._lost.clear()
+        self._wake()
+
+    # -- hosts
+
+    def _begin(self) -> float:
+        if self._begun_s is None:
+            self._begun_s = asyncio.get_running_loop().time()
+        return self._begun_s
+
+    async def _look(self) -> Scale:
+        """Ask all hosts, notice what others have changed there, and add up."""
+        for member in tuple(self._members.values()):
+            member.scale = await member.host.scale()
+            if not member.pending and member.scale.revision != member.known:
+                if member.scale.revision > member.known:
+                    self._revision += 1
+                    self._changed_by = f"{member.scale.changed_by or 'somebody'} at {member.name}"
+                member.known = member.scale.revision
+        now_s = asyncio.get_running_loop().time()
+        for member in tuple(self._lost.values()):
+            if self._lost_for(member, now_s) >= self._hold_s:
+                _log.warning("host_given_up", host=member.name, workers=len(member.scale.replicas))
+                del self._lost[member.name]
+        replicas = [
+            replica
+            for member in (*self._members.values(), *self._lost.values())
+            if self._lost_for(member, now_s) < self._lost_after_s
+            for replica in member.replicas()
+        ]
+        replicas.sort(key=lambda replica: replica.name)
+        limits = self._limits(now_s)
+        held = self._held(now_s)
+        view = (
+            [(each.name, each.role, each.state, each.phase) for each in replicas],
+            [(each.role, each.room) for each in limits],
+            sorted(self._lost),
+            self._revision,
+        )
+        if view != self._view:
+            self._view = view
+            self._sequence += 1
+        return Scale(
+            sequence=self._sequence,
+            revision=self._revision,
+            changed_by=self._changed_by,
+            replicas=tuple(replicas),
+            limits=limits,
+            held=held,
+        )
+
+    def _limits(self, now_s: float) -> tuple[RoleLimit, ...]:
+        """Add up what each host has room for; hosts that do not answer have none."""
+        found: dict[Role, list[tuple[str, RoleLimit]]] = {}
+        for member in (*self._members.values(), *self._lost.values()):
+            for limit in member.scale.limits:
+                entries = found.setdefault(limit.role, [])
+                if member.lost_s is None:
+                    entries.append((member.name, limit))
+        left_s = self._settle_s - (now_s - self._begin())
+        made = []
+        for role in sorted(found):
+            limits = [limit for _, limit in found[role]]
+            rooms = [limit.room for limit in limits]
+            reasons = [f"{name}: {limit.why}" for name, limit in found[role] if limit.room == 0]
+            more = f" and {len(reasons) - _REASONS_MAX} hosts more" if len(reasons) > _REASONS_MAX else ""
+            room = None if None in rooms else sum(room for room in rooms if room is not None)
+            why = "; ".join(reasons[:_REASONS_MAX]) + more or "no host that runs it is connected"
+            if left_s > 0:
+                room, why = 0, f"the planner has just begun; hosts have {left_s:.0f} s more to connect"
+            starts_s = [limit.start_s for limit in limits if limit.start_s is not None]
+            made.append(RoleLimit(role=role, room=room, why=why, start_s=max(starts_s, default=None)))
+        return tuple(made)
+
+    def _held(self, now_s: float) -> str:
+        if self._settle_s - (now_s - self._begin()) > 0:
+            return "the planner has just begun, and hosts may still connect"
+        if not self._lost:
+            return ""
+        names = ", ".join(sorted(self._lost))
+        return f"{names}: no answer, and its workers may still serve; nothing is taken away until it is back, or for {self._hold_s:.0f} s"
+
+    def _shares(self, role: Role, count: int) -> list[tuple[_Member, int]]:
+        """Choose hosts for new workers, one after another: where most room is left, then where fewest have the role."""
+        rooms: dict[str, float] = {}
+        have: dict[str, int] = {}
+        for member in self._members.values():
+            limit = next((each for each in member.scale.limits if each.role is role), None)
+            if limit is not None and limit.room != 0:
+                rooms[member.name] = float("inf") if limit.room is None else limit.room
+                have[member.name] = len(member.scale.of(role))
+        shares: dict[str, int] = {}
+        for _ in range(count):
+            name = max(rooms, key=lambda name: (rooms[name], -have[name], name))
+            shares[name] = shares.get(name, 0) + 1
+            rooms[name] -= 1
+            have[name] += 1
+        return [(self._members[name], share) for name, share in shares.items()]
+
+    async def _take_back(self, added: Iterable[tuple[_Member, tuple[str, ...]]], by: str) -> None:
+        """Retire workers that were added for a change that another host refused."""
+        for member, names in added:
+            try:
+                await self._order(member, by, partial(member.host.retire, names, by=by))
+            except PenstockError as error:
+                _log.warning("workers_left", host=member.name, workers=names, error=error.message)
+
+    @contextmanager
+    def _change(self, by: str, revision: int | None) -> Iterator[None]:
+        """Count a change at once, so that nobody else's on the same revision is accepted; one that is refused does not count."""
+        if revision is not None and revision != self._revision:
+            raise _conflict(
+                f"revision: {self._changed_by or 'somebody'} has scaled meanwhile (revision {self._revision}, expected"
+                f" {revision}); look again and repeat"
+            )
+        before = self._revision, self._changed_by
+        self._revision += 1
+        self._changed_by = by
+        counted = self._revision
+        try:
+            yield
+        except _AcceptedError as accepted:
+            raise accepted.error from accepted.error.__cause__
+        except PenstockError:
+            if self._revision == counted:
+                self._revision, self._changed_by = before
+            raise
+        finally:
+            self._wake()
+
+    async def _order(self, member: _Member, by: str, change: Callable[..., Awaitable[_T]]) -> _T:
+        """Ask a host for a change on the revision that is known, and keep account of it.
+
+        Raises:
+            _AcceptedError: the host had accepted it before it failed.
+            PenstockError: it was refused, or nobody knows.
+        """
+        member.pending += 1
+        try:
+            made = await change(revision=member.known)
+        except asyncio.CancelledError:
+            member.known += 1  # a change of role goes on; if it was not accepted, the next look sees it
+            raise
+        except PenstockError as error:
+            scale = await member.host.scale()
+            if scale.revision == member.known + 1 and scale.changed_by == by:
+                member.known += 1
+                raise _AcceptedError(error) from error
+            raise
+        else:
+            member.known += 1
+            return made
+        finally:
+            member.pending -= 1
+
+    def _member(self, name: str) -> _Member:
+        if name not in self._members:
+            raise _conflict(f"{name} does not answer; its workers stay as they are until it does")
+        return self._members[name]
+
+    def _check_free(self, scale: Scale) -> None:
+        if scale.held:
+            raise _conflict(scale.held)
+
+    def _lost_for(self, member: _Member, now_s: float) -> float:
+        return 0.0 if member.lost_s is None else now_s - member.lost_s
+
+    async def _news_within(self, seconds: float) -> None:
+        """Wait until some host has changed, or is new or gone."""
+        news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._news.add(news)
+        try:
+            async with asyncio.TaskGroup() as group:
+                waits = [group.create_task(_wait(member)) for member in self._members.values()]
+                await asyncio.wait([news, *waits], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                for wait in waits:
+                    wait.cancel()
+        finally:
+            self._news.discard(news)
+
+    def _wake(self) -> None:
+        for news in self._news:
+            if not news.done():
+                news.set_result(None)
+
+
+class _AcceptedError(Exception):
+    """A host has accepted a change, which failed later, or at another host."""
+
+    def __init__(self, error: PenstockError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+async def _wait(member: _Member) -> None:
+    await member.host.scale(member.scale.sequence)
+
+
+def _find(scale: Scale, name: str) -> Replica:
+    for replica in scale.replicas:
+        if replica.name == name:
+            return replica
+    known = ", ".join(replica.name for replica in scale.replicas)
+    raise RequestError(f"there is no worker {name!r} here; known: {known}", http_status=404)
+
+
+def _ready_roles(scale: Scale, gone: set[str], *, without: str) -> frozenset[Role]:
+    """Give the roles that ready workers of other hosts have, once those in `gone` have left."""
+    return frozenset(
+        replica.role
+        for replica in scale.replicas
+        if replica.state is ReplicaState.READY
+        and replica.name not in gone
+        and not replica.name.endswith(f"@{without}")
+    )
+
+
+def _check_serving(scale: Scale, gone: set[str]) -> None:
+    """Check that requests are still answered without the workers in `gone`; raises RequestError (409)."""
+    serving = [
+        replica.name
+        for replica in scale.replicas
+        if replica.role is not Role.PREFILL and replica.state is ReplicaState.READY
+    ]
+    leaving = [name for name in serving if name in gone]
+    if leaving and len(leaving) == len(serving):
+        raise _conflict(f"{leaving[0]} is the last worker that answers requests; add another first")
+
+
+def _conflict(message: str) -> RequestError:
+    return RequestError(message, http_status=409)

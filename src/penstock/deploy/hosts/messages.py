@@ -1,0 +1,81 @@
+"""Messages between the supervisor that has the planner and those of other hosts."""
+
+from penstock.core.errors import ErrorInfo
+from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
+from penstock.core.net.handshake import Challenge
+from penstock.core.types.instances import Role
+from penstock.core.types.scaling import Scale
+from penstock.core.wire import Wire
+from penstock.deploy.control.messages import Add, Flip, Retire
+from penstock.deploy.messages import Planned
+from penstock.runtime.handshake import Hello, HelloReply
+from penstock.runtime.observations.windows import Window
+
+FRAME_BYTES_MAX = 1 << 20
+HEARTBEAT_S, SILENT_S = 2.0, 10.0
+"""A side that is silent for `SILENT_S` is lost; an order on what a host told longer ago is refused by it."""
+
+
+class State(Wire, frozen=True, tag="state"):
+    """A host's workers, at each change and once a second.
+
+    Attributes:
+        number: counts the states of a connection; the first one has the host's name and asks to be taken.
+        frontends: names of its frontends that are ready.
+    """
+
+    number: int
+    scale: Scale
+    frontends: tuple[str, ...] = ()
+    host: str = ""
+
+
+class Taken(Wire, frozen=True, tag="taken"):
+    """Answers a host's first state; `error` says why it is not taken."""
+
+    error: ErrorInfo | None = None
+
+
+class Seen(Wire, frozen=True, tag="seen"):
+    """A window of one of the host's processes."""
+
+    source: str
+    window: Window
+
+
+class Order(Wire, frozen=True, tag="order"):
+    """Asks a host for a change of its workers.
+
+    Attributes:
+        number: names the order in `Done`.
+        state: number of the last state that the planner had from the host.
+        elsewhere: roles of workers that are ready on other hosts, so that the host's own last one may go.
+    """
+
+    number: int
+    state: int
+    change: Add | Retire | Flip
+    elsewhere: tuple[Role, ...] = ()
+
+
+class Done(Wire, frozen=True, tag="done"):
+    """Answers an order; `scale` is how the host is after it."""
+
+    number: int
+    scale: Scale
+    names: tuple[str, ...] = ()
+    error: ErrorInfo | None = None
+
+
+class RoundTold(Wire, frozen=True, tag="round"):
+    """A round of the planner, for the metrics of a frontend."""
+
+    planned: Planned
+
+
+Message = (
+    Challenge | Hello | HelloReply | Taken | State | Seen | Order | Done | RoundTold
+    | Ping | Pong | Goodbye
+)  # fmt: skip
+
+CODEC: FrameCodec[Message] = FrameCodec(Message)

@@ -1,0 +1,359 @@
+"""The planner's end of its connections to hosts: each is one more `Host`, and its windows are observations."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError, Unavailable, from_info
+from penstock.core.log import get_logger
+from penstock.core.net.address import Address
+from penstock.core.net.channel import FrameChannel
+from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
+from penstock.core.net.listening import Listener, listen
+from penstock.core.types.instances import Role
+from penstock.core.types.scaling import ReplicaState, Scale
+from penstock.deploy.control.messages import Add, Flip, Retire
+from penstock.deploy.hosts.host import Hosts
+from penstock.deploy.hosts.messages import (
+    CODEC,
+    FRAME_BYTES_MAX,
+    HEARTBEAT_S,
+    SILENT_S,
+    Done,
+    Message,
+    Order,
+    RoundTold,
+    Seen,
+    State,
+    Taken,
+)
+from penstock.deploy.messages import Planned
+from penstock.planner.observe.stream import ObservationStream
+from penstock.runtime import handshake
+from penstock.runtime.tls import PlaneTls
+
+HOSTS_MAX = 4096
+_HELLO_S = 10.0
+_ANSWER_S = 30.0
+_FLIP_S = 900.0  # the worker drains first
+_WAIT_S_MAX = 20.0
+_NAME_LENGTH_MAX = 253
+_log = get_logger()
+
+
+class PlannerServer:
+    """Listens for hosts while its context is entered. One event loop owns it."""
+
+    def __init__(
+        self,
+        address: str,
+        identity: handshake.Identity,
+        hosts: Hosts,
+        observations: ObservationStream,
+        *,
+        own_name: str = "",
+        tls: PlaneTls | None = None,
+    ) -> None:
+        """Make it; entering the context listens.
+
+        Args:
+            address: `tcp://HOST:PORT` of this host.
+            identity: has the deployment's secret.
+            hosts: takes those that connect.
+            observations: takes their windows.
+            own_name: of the planner's host, which no other one may have.
+            tls: certificates; None for no TLS.
+        """
+        self.identity = identity
+        self.hosts = hosts
+        self.observations = observations
+        self.linked: dict[str, LinkedHost] = {}
+        """Hosts that are connected, by name."""
+        self.sessions: set[_Session] = set()
+        self.address = Address.parse(address, source="planner.address")
+        self._own_name = own_name
+        self._tls = tls
+        self._listener: Listener | None = None
+
+    async def __aenter__(self) -> Self:
+        tls = self._tls
+        self._listener, self.address = await listen(
+            lambda: _Session(self).channel,
+            self.address,
+            tls=None if tls is None else lambda: tls.server,
+            handshake_timeout_s=_HELLO_S,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._listener is not None, "entered"
+        self._listener.close()
+        await self._listener.wait_closed()
+        for session in tuple(self.sessions):
+            session.channel.abort("the planner's supervisor ends")
+
+    def tell(self, planned: Planned) -> None:
+        """Send a round to one host with a frontend, whose metrics have it; without, it is not counted."""
+        host = next((each for each in self.linked.values() if each.frontends), None)
+        if host is not None:
+            host.tell(planned)
+
+    def take(self, session: "_Session", state: State) -> "LinkedHost":
+        """Take a host by its first state.
+
+        Raises:
+            PenstockError: it has no good name, or another host has it.
+        """
+        name = state.host
+        if not 1 <= len(name) <= _NAME_LENGTH_MAX or not name.isprintable() or "@" in name:
+            raise ProtocolError(
+                f"host: must be a printable name without '@', got {name[:80]!r}; set PENSTOCK_HOST"
+            )
+        if name in self.linked or name == self._own_name:
+            raise ProtocolError(
+                f"host: {name} is connected already; if that is another machine, set PENSTOCK_HOST of one of them"
+            )
+        host = LinkedHost(name, session.channel, state)
+        self.hosts.join(name, host, state.scale)
+        self.linked[name] = host
+        _log.info("host_joined", host=name, workers=len(state.scale.replicas))
+        self.hear(host, state)
+        return host
+
+    def hear(self, host: "LinkedHost", state: State) -> None:
+        """Take a host's state."""
+        before = host.sources
+        host.put(state)
+        for process in before - host.sources:
+            self.observations.forget(self.hosts.label(host.name, process))
+        for process in host.ready:
+            self.observations.expect(self.hosts.label(host.name, process))
+
+    def lose(self, host: "LinkedHost", reason: str, *, on_purpose: bool) -> None:
+        """Note that a host's connection has ended."""
+        del self.linked[host.name]
+        host.end(reason)
+        if on_purpose:
+            for process in host.sources:
+                self.observations.forget(self.hosts.label(host.name, process))
+        self.hosts.leave(host.name, on_purpose=on_purpose)
+        _log.warning("host_left" if on_purpose else "host_lost", host=host.name, reason=reason)
+
+
+class LinkedHost:
+    """A `Host` by its connection. A call ends with `Unavailable` when the connection does; it is never sent again."""
+
+    def __init__(self, name: str, channel: "FrameChannel[Message]", state: State) -> None:
+        """Take the host's first state."""
+        self.name = name
+        self.frontends: tuple[str, ...] = ()
+        self._channel = channel
+        self._state = state
+        self._sequence = 0
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Done]] = {}
+        self._changed: set[asyncio.Future[None]] = set()
+        self.put(state)
+
+    @property
+    def sources(self) -> set[str]:
+        """Names of its processes."""
+        return {*self.frontends, *(replica.name for replica in self._state.scale.replicas)}
+
+    @property
+    def ready(self) -> tuple[str, ...]:
+        """Names of its processes that should send windows."""
+        workers = self._state.scale.replicas
+        return (*self.frontends, *(each.name for each in workers if each.state is ReplicaState.READY))
+
+    def put(self, state: State) -> None:
+        """Take a newer state."""
+        is_same = state.scale.sequence == self._state.scale.sequence
+        self._state, self.frontends = state, state.frontends
+        if not is_same:
+            self._note()
+
+    def tell(self, planned: Planned) -> None:
+        if self._channel.writable:
+            self._channel.send(RoundTold(planned=planned))
+
+    def answer(self, done: Done) -> None:
+        """Take the answer to an order."""
+        self._state = State(number=self._state.number, scale=done.scale, frontends=self.frontends)
+        self._note()
+        waiting = self._waiting.pop(done.number, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(done)
+
+    def end(self, reason: str) -> None:
+        """End all calls: the connection has ended."""
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(
+                    Unavailable(
+                        f"{self.name}: the connection ended before it answered ({reason}); look again"
+                    )
+                )
+        self._waiting.clear()
+        self._note()
+
+    async def scale(self, after: int | None = None) -> Scale:
+        if after is not None and after >= self._state.scale.sequence:
+            changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._changed.add(changed)
+            try:
+                await asyncio.wait([changed], timeout=_WAIT_S_MAX)
+            finally:
+                self._changed.discard(changed)
+        return self._state.scale
+
+    async def add(
+        self, role: Role, count: int = 1, *, by: str, revision: int | None = None
+    ) -> tuple[str, ...]:
+        return (await self._order(Add(role=role, count=count, by=by, revision=revision))).names
+
+    async def retire(
+        self,
+        names: Sequence[str],
+        *,
+        by: str,
+        revision: int | None = None,
+        elsewhere: frozenset[Role] = frozenset(),
+    ) -> None:
+        await self._order(Retire(names=tuple(names), by=by, revision=revision), elsewhere)
+
+    async def flip(
+        self,
+        name: str,
+        role: Role,
+        *,
+        by: str,
+        revision: int | None = None,
+        elsewhere: frozenset[Role] = frozenset(),
+    ) -> None:
+        await self._order(Flip(name=name, role=role, by=by, revision=revision), elsewhere, answer_s=_FLIP_S)
+
+    async def _order(
+        self,
+        change: Add | Retire | Flip,
+        elsewhere: frozenset[Role] = frozenset(),
+        *,
+        answer_s: float = _ANSWER_S,
+    ) -> Done:
+        if not self._channel.writable:
+            raise Unavailable(f"{self.name}: does not read what it is sent; look again")
+        number = next(self._numbers)
+        waiting: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = waiting
+        self._channel.send(
+            Order(number=number, state=self._state.number, change=change, elsewhere=tuple(sorted(elsewhere)))
+        )
+        try:
+            async with asyncio.timeout(answer_s):
+                done = await waiting
+        except TimeoutError as error:
+            raise Unavailable(f"{self.name}: no answer in {answer_s:g} s; look again") from error
+        finally:
+            self._waiting.pop(number, None)
+        if done.error is not None:
+            raise from_info(done.error)
+        return done
+
+    def _note(self) -> None:
+        for changed in self._changed:
+            if not changed.done():
+                changed.set_result(None)
+
+
+class _Session:
+    """One connection of a host."""
+
+    def __init__(self, server: PlannerServer) -> None:
+        self.channel: FrameChannel[Message] = FrameChannel(
+            CODEC,
+            self,
+            frame_bytes_max=UNAUTHENTICATED_FRAME_BYTES_MAX,
+            write_buffer_bytes=64 << 10,
+            write_bytes_max=FRAME_BYTES_MAX,
+            heartbeat_interval_s=HEARTBEAT_S,
+            heartbeat_timeout_s=SILENT_S,
+        )
+        self._server = server
+        self._challenge = handshake.challenge()
+        self._is_trusted = False
+        self._host: LinkedHost | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def channel_opened(self) -> None:
+        if len(self._server.sessions) >= HOSTS_MAX:
+            _log.warning("host_refused", error=f"{HOSTS_MAX} hosts are connected already")
+            self.channel.abort("too many hosts")
+            return
+        self._server.sessions.add(self)
+        self.channel.send(self._challenge)
+        self._timer = asyncio.get_running_loop().call_later(
+            _HELLO_S, self.channel.abort, f"not taken within {_HELLO_S:g} s"
+        )
+
+    def message_received(self, message: Message) -> None:
+        if not self._is_trusted:
+            self._on_hello(message)
+            return
+        match message:
+            case State() if self._host is None:
+                self._on_first(message)
+            case State() if self._host is not None:
+                self._server.hear(self._host, message)
+            case Seen(source=source, window=window) if self._host is not None:
+                if source in self._host.sources:
+                    self._server.observations.put(self._server.hosts.label(self._host.name, source), window)
+            case Done() if self._host is not None:
+                self._host.answer(message)
+            case _:
+                raise ProtocolError(
+                    f"{type(message).__name__}: a host does not send this now; update the older side"
+                )
+
+    def unknown_received(self, tag: str) -> None:
+        """Ignore it: a message of a newer host."""
+
+    def channel_writable(self) -> None:
+        pass
+
+    def channel_closed(self, reason: str) -> None:
+        self._server.sessions.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._host is not None:
+            self._server.lose(self._host, reason, on_purpose=self.channel.said_goodbye)
+
+    def _on_hello(self, message: Message) -> None:
+        if not isinstance(message, handshake.Hello):
+            raise ProtocolError(f"{type(message).__name__} before hello; the peer is no host of this release")
+        reply = handshake.reply(self._server.identity, self._challenge, message)
+        self.channel.send(reply)
+        if reply.error is not None:
+            self._refuse(message.process, reply.error)
+            return
+        self._is_trusted = True
+        self.channel.accept_frames(FRAME_BYTES_MAX)
+
+    def _on_first(self, state: State) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            self._host = self._server.take(self, state)
+        except PenstockError as error:
+            info = error.to_info()
+            self.channel.send(Taken(error=info))
+            self._refuse(state.host, info)
+            return
+        self.channel.send(Taken())
+
+    def _refuse(self, name: str, error: ErrorInfo) -> None:
+        _log.warning("host_refused", host=name, peer=self.channel.peer, error=error.message)
+        self.channel.close(error.message)
