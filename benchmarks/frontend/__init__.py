@@ -182,10 +182,15 @@ class _Bench:
                     )
 
     def long_prompts(self) -> None:
-        """Streams without and with prompts of 6,000 words beside them, one after the other."""
+        """Streams without and with prompts of 6,000 words beside them, one after the other.
+
+        The workers have all of these prompts but the end, so that only the frontend's work on them counts: it decodes, tokenizes
+        and routes them whole.
+        """
         streams = Prompts(_PACED_TOKENS)
-        long = Prompts(1, words=_LONG_WORDS, stream=False)
+        long = Prompts(1, words=_LONG_WORDS, stream=False, number_last=True)
         with ours(self._model, speedup=0.5) as server:
+            self._run(server, long, 1, 4)
             for _ in range(self._options.rounds):
                 alone = self._run(server, streams, 16, 16)
                 beside = self._load.start(server, long, 1, 1_000_000)
@@ -212,12 +217,14 @@ class _Bench:
         self._samples["two_frontends_speedup"] = [rates[1] / rates[0]]
 
     def memory(self) -> None:
-        """Resident memory after a tenth of many requests, and after all."""
+        """Resident memory after a tenth of many requests, after half of them, and after all."""
         prompts, requests = Prompts(4, stream=False), self._options.memory_requests
         with ours(self._model) as server:
             self._run(server, prompts, 64, requests // 10)
             self._note(server, {"memory_mb_after_a_tenth": resident_mb(server.pid)})
-            self._run(server, prompts, 64, requests - requests // 10)
+            self._run(server, prompts, 64, requests // 2 - requests // 10)
+            self._note(server, {"memory_mb_after_half": resident_mb(server.pid)})
+            self._run(server, prompts, 64, requests - requests // 2)
             self._note(server, {"memory_mb_after_all": resident_mb(server.pid)})
 
     def _peer_server(self, speedup: float) -> AbstractContextManager[Sequence[Server]]:

@@ -40,11 +40,12 @@ _WORDS = [
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Chats of one shape; each begins with a number of its own."""
+    """Chats of one shape; each begins with a number of its own, or ends with it, so that workers have all before it."""
 
     output_tokens: int
     words: int = 150
     stream: bool = True
+    number_last: bool = False
 
     def body(self, model: str) -> dict[str, Any]:
         """Give a body, with a mark where each request gets its number."""
@@ -52,7 +53,9 @@ class Prompts:
         text = " ".join(rng.choice(_WORDS) for _ in range(self.words))
         return {
             "model": model,
-            "messages": [{"role": "user", "content": f"######## {text}"}],
+            "messages": [
+                {"role": "user", "content": f"{text} ########" if self.number_last else f"######## {text}"}
+            ],
             "max_tokens": self.output_tokens,
             "min_tokens": self.output_tokens,
             "ignore_eos": True,

@@ -59,6 +59,15 @@ class PeerBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     session_control: PeerSessionBody | None = None
     agent_hints: AgentHintsBody | None = None
     annotations: list[str] | None = None
+    # The body's own fields of the same names.
+    ignore_eos: bool | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    greed_sampling: bool | None = None  # temperature 0
     # Accepted, no effect on the answer.
     agent_context: Any = None
     extra_fields: Any = None
@@ -70,6 +79,12 @@ class AgentRequest(Protocol):
     session: SessionBody | None
     kv_retention: RetentionBody | None
     agent_hints: AgentHintsBody | None
+    nvext: PeerBody | None
+
+
+class PeerFields(Protocol):
+    """A body whose `nvext` may have fields in the place of its own."""
+
     nvext: PeerBody | None
 
 
@@ -85,6 +100,35 @@ class AgentOptions(msgspec.Struct, frozen=True):
 
 
 _NO_OPTIONS = AgentOptions()
+_SHARED = (
+    "ignore_eos",
+    "top_k",
+    "repetition_penalty",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+"""Fields of `nvext` that a body has too."""
+
+
+def take_peer_fields(request: PeerFields) -> None:
+    """Give a body the fields that its `nvext` has in their place.
+
+    Raises:
+        RequestError: a field has two values.
+    """
+    peer = request.nvext
+    if peer is None:
+        return
+    given = {name: value for name in _SHARED if (value := getattr(peer, name)) is not None}
+    if peer.greed_sampling:
+        given["temperature"] = 0.0
+    for name, value in given.items():
+        own = getattr(request, name)
+        if own is not None and own != value and name != "temperature":
+            raise _wrong(f"nvext.{name}", f"got {value!r:.40}, but {name} is {own!r:.40}; send one of them")
+        setattr(request, name, value)
 
 
 def agent_options(request: AgentRequest) -> AgentOptions:

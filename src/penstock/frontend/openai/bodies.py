@@ -11,7 +11,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.frontend.openai.agents import AgentHintsBody, PeerBody, RetentionBody, SessionBody
+from penstock.frontend.openai.agents import (
+    AgentHintsBody,
+    PeerBody,
+    RetentionBody,
+    SessionBody,
+    take_peer_fields,
+)
 from penstock.frontend.openai.body_error import body_error
 from penstock.frontend.openai.lenient import decode_leniently
 from penstock.frontend.openai.media import ContentPart
@@ -147,18 +153,22 @@ def parse_chat(body: bytes) -> ChatRequest:
     """Decode a chat request; `validation.check_chat` checks its values.
 
     Raises:
-        RequestError: not JSON, a wrong type, a missing or an unknown field.
+        RequestError: not JSON, a wrong type, a missing or an unknown field, or one that `nvext` contradicts.
     """
-    return parse_body(body, ChatRequest, _decode_chat)
+    request = parse_body(body, ChatRequest, _decode_chat)
+    take_peer_fields(request)
+    return request
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Decode a completion request; `validation.check_completion` checks its values.
 
     Raises:
-        RequestError: not JSON, a wrong type, a missing or an unknown field.
+        RequestError: not JSON, a wrong type, a missing or an unknown field, or one that `nvext` contradicts.
     """
-    return parse_body(body, CompletionRequest, _decode_completion)
+    request = parse_body(body, CompletionRequest, _decode_completion)
+    take_peer_fields(request)
+    return request
 
 
 def parse_body(body: bytes, kind: type[_Request], decode: Callable[[bytes], _Request]) -> _Request:

@@ -17,6 +17,7 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 _WITHOUT_EFFECT = frozenset(
     {
         "request_id",  # the header X-Request-Id
+        "rid",
         "guided_decoding_backend",
         "length_penalty",  # of beam search
         "early_stopping",
@@ -28,6 +29,8 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Fields that vLLM or SGLang take and that change no answer here."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "typical_p": (1,),
     "skip_special_tokens": (True,),
     "detokenize": (True,),
     "separate_reasoning": (True,),

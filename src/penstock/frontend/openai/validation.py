@@ -78,7 +78,7 @@ def check_chat(request: ChatRequest, choices_max: int) -> None:
             param="max_tokens",
         )
     _check_range(request, "top_logprobs", 0, LOGPROBS_MAX)
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise RequestError(
             f"top_logprobs: got {request.top_logprobs} without logprobs; set logprobs to true",
             param="top_logprobs",

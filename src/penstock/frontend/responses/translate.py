@@ -3,6 +3,7 @@
 from typing import Any
 
 from penstock.core.errors import RequestError
+from penstock.frontend.openai.agents import take_peer_fields
 from penstock.frontend.openai.bodies import ChatRequest, Message, parse_body
 from penstock.frontend.openai.dialect import ParsedBody
 from penstock.frontend.openai.media import ContentPart, MediaUrl
@@ -55,6 +56,7 @@ def parse_responses(body: bytes) -> ParsedBody:
     if given.text is not None:
         request.verbosity = given.text.verbosity
         request.response_format = _format(given.text.format)
+    take_peer_fields(request)
     return ParsedBody(request, given.previous_response_id, instructions, stores=given.store is not False)
 
 

@@ -7,7 +7,8 @@ from penstock.core.errors import RequestError
 from penstock.core.types.requests import KvRetention, SessionAction, SessionControl
 from penstock.frontend.openai.agents import AgentOptions, agent_options
 from penstock.frontend.openai.answers import encode
-from penstock.frontend.openai.bodies import CompletionRequest, parse_completion
+from penstock.frontend.openai.bodies import CompletionRequest, parse_chat, parse_completion
+from penstock.frontend.responses.translate import parse_responses
 
 OPEN = SessionControl(action=SessionAction.OPEN)
 
@@ -62,6 +63,8 @@ def test_the_peers_names_say_the_same_of_an_ephemeral_session():
         ({"nvext": {"annotations": ["query_instance_id"]}}, "nvext.annotations"),
         ({"nvext": {"annotations": ["query_instance_id:7"]}}, "nvext.annotations"),
         ({"nvext": {"token_data": [1]}}, "nvext.token_data"),
+        ({"nvext": {"top_k": 5}, "top_k": 6}, "nvext.top_k"),
+        ({"nvext": {"ignore_eos": "yes"}}, "nvext.ignore_eos"),
         ({"agent_hints": {"priority": 1001}}, "agent_hints.priority"),
         ({"agent_hints": {"osl": 0}}, "agent_hints.osl"),
         ({"agent_hints": {"osl": 1 << 31}}, "agent_hints.osl"),
@@ -76,6 +79,22 @@ def test_a_wrong_value_is_refused_by_its_name(fields, param):
     error = refusal(**fields)
     assert (error.param, error.http_status) == (param, 400)
     assert error.message.startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(
+    ("parse", "about"),
+    [
+        (parse_completion, {"prompt": "hi"}),
+        (parse_chat, {"messages": [{"role": "user", "content": "hi"}]}),
+        (lambda body: parse_responses(body).request, {"input": "hi"}),
+    ],
+    ids=["completion", "chat", "response"],
+)
+def test_sampling_by_the_peers_names_is_that_of_the_body(parse, about):
+    peer = {"ignore_eos": True, "top_k": 7, "repetition_penalty": 1.2, "guided_choice": ["a"]}
+    request = parse(encode({"model": "m", "top_k": 7, "nvext": peer | {"greed_sampling": True}, **about}))
+    assert {name: getattr(request, name) for name in peer} == peer
+    assert request.temperature == 0
 
 
 def test_retention_is_said_by_itself_or_by_the_requests_priority():

@@ -34,6 +34,9 @@ def named(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         ("skip_special_tokens", True),
         ("request_id", "r-1"),
         ("length_penalty", 1.5),
+        ("rid", "r-1"),
+        ("best_of", 1),
+        ("typical_p", 1.0),
     ],
 )
 def test_an_unknown_field_without_effect_is_accepted_and_named(
@@ -48,7 +51,13 @@ def test_an_unknown_field_without_effect_is_accepted_and_named(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("use_beam_search", True), ("skip_special_tokens", False), ("max_tokns", 5), ("new_thing", "x")],
+    [
+        ("use_beam_search", True),
+        ("skip_special_tokens", False),
+        ("max_tokns", 5),
+        ("best_of", 2),
+        ("new_thing", "x"),
+    ],
 )
 def test_an_unknown_field_with_an_effect_is_refused_by_name(named: set[str], field: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:

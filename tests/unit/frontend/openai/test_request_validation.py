@@ -113,6 +113,7 @@ def test_contradictions_are_refused() -> None:
     assert chat_refusal(max_tokens=3, max_completion_tokens=4).param == "max_tokens"
     check_chat(ChatRequest(model="m", messages=HI, max_tokens=3, max_completion_tokens=3), choices_max=8)
     assert chat_refusal(top_logprobs=3).param == "top_logprobs"
+    check_chat(ChatRequest(model="m", messages=HI, logprobs=False, top_logprobs=0), choices_max=8)
     assert chat_refusal(top_logprobs=21, logprobs=True).param == "top_logprobs"
     assert (
         chat_refusal(continue_final_message=True, add_generation_prompt=True).param
