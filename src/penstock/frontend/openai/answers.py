@@ -100,6 +100,7 @@ class ChatChoice(msgspec.Struct):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(msgspec.Struct):
@@ -108,6 +109,8 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str
     prompt_logprobs: PromptLogprobList | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Answer(msgspec.Struct, Generic[Choice], omit_defaults=True):
@@ -121,6 +124,7 @@ class Answer(msgspec.Struct, Generic[Choice], omit_defaults=True):
     usage: Usage
     penstock: Explanation | None = None
     prompt_logprobs: PromptLogprobList | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelEntry(msgspec.Struct, kw_only=True):

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.core.errors import PenstockError
 from penstock.core.types.requests import TokenLogprob
+from penstock.core.wire import token_list
 from penstock.frontend.errors import error_answer
 from penstock.frontend.openai.answers import (
     Answer,
@@ -103,11 +104,16 @@ class EventStream:
             self._starts[event.index] = start
             role = self._role(event.index) if self._chat else b""
             role, self._before = self._before + role, b""
-            if event.prompt is not None:
+            if event.prompt is not None and not (event.reasoning or event.calls):
                 return role + self._prompted(start, event, event.prompt)
         if event.reasoning or event.calls:
             return role + self._parsed(event)
-        if event.finish_reason is None and not event.logprobs and self._usage_so_far is None:
+        if (
+            event.finish_reason is None
+            and not event.logprobs
+            and event.token_ids is None
+            and self._usage_so_far is None
+        ):
             return role + start + encode(event.text) + self._plain_tail
         return role + start + encode(event.text) + self._after(event)
 
@@ -144,8 +150,18 @@ class EventStream:
     def _after(self, event: TextEvent) -> bytes:
         """Encode what follows the text in a chunk."""
         logprobs = encode(_logprobs(event.logprobs, self._token_bytes, chat=self._chat))
-        reason = b',"finish_reason":' + encode(event.finish_reason) + b"}"
-        tail = self._tail_now()
+        reason = b',"finish_reason":' + encode(event.finish_reason)
+        if event.token_ids is not None:
+            reason += b',"token_ids":' + encode(event.token_ids)
+        tail = b"}" + self._tail_now()
+        if event.prompt is not None and event.prompt.gives_ids:
+            place = 2 if self._chat else 0  # of a chat they are beside its choices
+            tail = (
+                tail[:place]
+                + b',"prompt_token_ids":'
+                + encode(token_list(event.prompt.token_ids))
+                + tail[place:]
+            )
         if event.decisions:
             tail = tail[: -len(_END)] + b',"penstock":' + encode(Explanation(event.decisions)) + _END
         return self._after_text + logprobs + reason + tail
@@ -179,6 +195,7 @@ class _Collected:
     logprobs: list[TokenText] = field(default_factory=list)
     finish_reason: str = "stop"
     prompt: PromptPart | None = None
+    token_ids: list[int] | None = None
 
 
 class WholeAnswer:
@@ -196,6 +213,8 @@ class WholeAnswer:
         if event.prompt is not None:
             collected.prompt = event.prompt
         collected.pieces.append(event.text)
+        if event.token_ids is not None:
+            collected.token_ids = [*(collected.token_ids or ()), *event.token_ids]
         collected.logprobs += event.logprobs
         if event.reasoning:
             collected.reasoning.append(event.reasoning)
@@ -221,6 +240,7 @@ class WholeAnswer:
                 usage=usage,
                 penstock=Explanation(self._decisions) if self._decisions else None,
                 prompt_logprobs=self._listed(choices[0]) if envelope.chat else msgspec.UNSET,
+                prompt_token_ids=_prompt_ids(choices[0]) if envelope.chat else msgspec.UNSET,
             )
         )
 
@@ -230,6 +250,7 @@ class WholeAnswer:
             message=self._message(index, collected),
             logprobs=_chat_logprobs(collected.logprobs, self._token_bytes) if self._wants_logprobs else None,
             finish_reason=collected.finish_reason,
+            token_ids=_unless_none(collected.token_ids),
         )
 
     def _message(self, index: int, collected: _Collected) -> AssistantMessage:
@@ -254,6 +275,8 @@ class WholeAnswer:
             logprobs=_completion_logprobs(logprobs, self._token_bytes) if self._wants_logprobs else None,
             finish_reason=collected.finish_reason,
             prompt_logprobs=self._listed(collected),
+            token_ids=_unless_none(collected.token_ids),
+            prompt_token_ids=_prompt_ids(collected),
         )
 
     def _listed(self, collected: _Collected) -> PromptLogprobList | msgspec.UnsetType:
@@ -271,6 +294,15 @@ class WholeAnswer:
 
     def _listing(self, token_id: int, logprob: float, rank: int) -> PromptLogprob:
         return PromptLogprob(_finite(logprob), rank, _text(self._token_bytes(token_id)))
+
+
+def _prompt_ids(collected: _Collected) -> list[int] | msgspec.UnsetType:
+    prompt = collected.prompt
+    return token_list(prompt.token_ids) if prompt is not None and prompt.gives_ids else msgspec.UNSET
+
+
+def _unless_none(token_ids: list[int] | None) -> list[int] | msgspec.UnsetType:
+    return msgspec.UNSET if token_ids is None else token_ids
 
 
 def _logprobs(tokens: tuple[TokenText, ...], token_bytes: TokenBytes, *, chat: bool) -> msgspec.Struct | None:

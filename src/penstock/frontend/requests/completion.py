@@ -168,6 +168,7 @@ class Completion:
         last: float | None = None
         decisions: Sequence[object] = ()
         gathered = bytearray()
+        feed = _with_token_ids(choice) if self._prepared.gives_token_ids else choice.feed
         direct: DirectText | None = None
         if writer is not None and is_direct(choice.decoder):
             direct = DirectText(choice.index, choice.decoder, timer, writer)
@@ -189,7 +190,7 @@ class Completion:
                     delta, token_ids=PackedTokens(bytes(gathered + delta.token_ids))
                 )
                 gathered.clear()
-            event = choice.feed(delta)
+            event = feed(delta)
             if self._on_answer is not None:
                 self._token_ids += token_list(delta.token_ids)
                 self._text.append(choice.raw)
@@ -216,3 +217,19 @@ class Completion:
     def _explained(self, request: Request) -> Sequence[object]:
         """Give the routing decisions so far. Read at the start and at the end: retries add decisions, and the dispatcher forgets old ones."""
         return self._dispatcher.explain(request.request_id) if self._explains else ()
+
+
+def _with_token_ids(choice: ChoiceText) -> Callable[[Delta], TextEvent | None]:
+    """Make a `choice.feed` whose events have the ids of the output tokens since the one before."""
+    token_ids: list[int] = []
+
+    def feed(delta: Delta) -> TextEvent | None:
+        nonlocal token_ids
+        counted = choice.output_tokens
+        event = choice.feed(delta)
+        token_ids += token_list(delta.token_ids)[: choice.output_tokens - counted]
+        if event is not None:
+            event, token_ids = msgspec.structs.replace(event, token_ids=token_ids), []
+        return event
+
+    return feed

@@ -79,6 +79,10 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     annotations: bytes = b""
     """Encoded events before those of a streamed answer."""
 
+    @property
+    def gives_token_ids(self) -> bool:
+        return bool(self.prompts) and self.prompts[0].gives_ids
+
     def prompt_of(self, choice: int) -> PromptPart | None:
         return self.prompts[choice // self.choices_per_prompt] if self.prompts else None
 
@@ -273,7 +277,7 @@ def _prompt_parts(
     request: GenerationRequest, prompts: Sequence[Prompt], model: ServedModel
 ) -> tuple[PromptPart, ...]:
     echoes = isinstance(request, CompletionRequest) and bool(request.echo)
-    if not echoes and request.prompt_logprobs is None:
+    if not (echoes or request.return_token_ids) and request.prompt_logprobs is None:
         return ()
     echoed = request.logprobs if isinstance(request, CompletionRequest) and echoes else None
     return tuple(
@@ -284,6 +288,7 @@ def _prompt_parts(
             text_bytes=prompt.text_bytes if echoes else 0,
             echoed=echoed,
             listed=request.prompt_logprobs,
+            gives_ids=bool(request.return_token_ids),
         )
         for prompt in prompts
     )

@@ -16,6 +16,7 @@ class TextEvent(
 
     The last event also has the routing decisions, if the client asked for them. `text` is for the user; `reasoning` and `calls`
     are there where the answer is parsed, `stopped_by` is the stop string that ended it. The first event has the `prompt`, if the answer says something of it.
+    `token_ids` are there where the client asked for them: those of this text and of text held back so far, and the stop token.
     """
 
     index: int
@@ -27,3 +28,4 @@ class TextEvent(
     calls: Sequence[CallDelta] = ()
     stopped_by: str | None = None
     prompt: PromptPart | None = None
+    token_ids: Sequence[int] | None = None

@@ -33,6 +33,7 @@ class PromptPart:
         text_bytes: of `text` as a JSON string.
         echoed: alternatives at each echoed token; None: no log-probabilities are echoed.
         listed: alternatives in `prompt_logprobs` of the answer; None: it has none.
+        gives_ids: whether the answer has `prompt_token_ids`.
         logprobs: as the engine gave them, each after the one before.
     """
 
@@ -42,6 +43,7 @@ class PromptPart:
     text_bytes: int = 0
     echoed: int | None = None
     listed: int | None = None
+    gives_ids: bool = False
     logprobs: tuple[PromptLogprobs, ...] = ()
 
     @property

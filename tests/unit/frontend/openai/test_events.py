@@ -7,16 +7,19 @@ from tokenizers import Tokenizer
 
 from penstock.core.errors import Overloaded, Unavailable
 from penstock.core.types.requests import TokenLogprob
+from penstock.core.wire import pack_tokens
 from penstock.frontend.errors import error_answer
 from penstock.frontend.openai.answers import PromptTokensDetails, Usage
 from penstock.frontend.openai.events import Envelope, EventStream, WholeAnswer
 from penstock.frontend.text.detokenize import Detokenizer
 from penstock.frontend.text.events import TextEvent
+from penstock.frontend.text.prompt_part import PromptPart
 from penstock.frontend.text.token_text import TokenText
 from tests.support.tokenizer import tiny_tokenizer_json
 
 TOKENIZER = Tokenizer.from_buffer(tiny_tokenizer_json())
-TOKEN_BYTES = Detokenizer(TOKENIZER, tiny_tokenizer_json()).token_bytes
+DETOKENIZER = Detokenizer(TOKENIZER, tiny_tokenizer_json())
+TOKEN_BYTES = DETOKENIZER.token_bytes
 CHAT = Envelope("chatcmpl-1", 7, "tiny", chat=True)
 PLAIN = Envelope("cmpl-1", 7, "tiny", chat=False)
 USAGE = Usage(3, 4, 7, PromptTokensDetails(2))
@@ -55,6 +58,41 @@ def test_a_completion_chunk() -> None:
     assert chunk["object"] == "text_completion"
     assert chunk["choices"] == [{"index": 0, "text": "a", "logprobs": None, "finish_reason": "length"}]
     assert "usage" not in chunk
+
+
+def test_token_ids_are_beside_the_text_and_those_of_the_prompt_in_the_first_chunk() -> None:
+    prompt = PromptPart(pack_tokens([7, 8]), DETOKENIZER, gives_ids=True)
+    first, last = TextEvent(0, "a", prompt=prompt, token_ids=[3]), TextEvent(0, "b", "stop", token_ids=[4, 5])
+    for include_usage in (False, True):
+        encoder = stream(PLAIN, include_usage=include_usage)
+        (one,), (two,) = parse(encoder.event(first)), parse(encoder.event(last))
+        assert (one["choices"][0]["token_ids"], one["choices"][0]["prompt_token_ids"]) == ([3], [7, 8])
+        assert two["choices"][0] == {
+            "index": 0,
+            "text": "b",
+            "logprobs": None,
+            "finish_reason": "stop",
+            "token_ids": [4, 5],
+        }
+        encoder = stream(CHAT, include_usage=include_usage)
+        (role, one), (two,) = parse(encoder.event(first)), parse(encoder.event(last))
+        assert ("prompt_token_ids" in role, one["prompt_token_ids"], "prompt_token_ids" in two) == (
+            False,
+            [7, 8],
+            False,
+        )
+        assert (one["choices"][0]["token_ids"], two["choices"][0]["token_ids"]) == ([3], [4, 5])
+    thinking = TextEvent(0, "", prompt=prompt, token_ids=[3], reasoning="so")
+    _, one = parse(stream(CHAT).event(thinking))
+    assert (one["choices"][0]["delta"], one["prompt_token_ids"]) == ({"reasoning_content": "so"}, [7, 8])
+    for envelope in (PLAIN, CHAT):
+        whole = WholeAnswer(envelope, TOKEN_BYTES, choices=1, logprobs=False)
+        whole.take(first)
+        whole.take(last)
+        answer = json.loads(whole.body(USAGE))
+        choice = answer["choices"][0]
+        assert choice["token_ids"] == [3, 4, 5]
+        assert (answer if envelope.chat else choice)["prompt_token_ids"] == [7, 8]
 
 
 def test_usage_is_named_in_every_chunk_and_given_in_the_last() -> None:

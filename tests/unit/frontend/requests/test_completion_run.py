@@ -88,6 +88,24 @@ def test_a_stop_string_cancels_the_request() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 40])
+@pytest.mark.parametrize(
+    ("stop", "finish"), [(None, FinishReason.LENGTH), (None, FinishReason.STOP), ("brown", FinishReason.STOP)]
+)
+def test_token_ids_are_those_that_count_as_output(at_once, stop, finish) -> None:
+    async def main() -> None:
+        dispatcher = ScriptedDispatcher(speak(IDS * 3, at_once=at_once, finish=finish))
+        run = await completion(dispatcher, stop=stop, return_token_ids=True)
+        events: list[TextEvent] = []
+        await run.run(collect(events))
+        given = [token_id for event in events for token_id in event.token_ids or ()]
+        assert given == (IDS * 3)[: run.usage().completion_tokens]
+        assert (stop is None) == (given == IDS * 3)
+        assert [event.prompt is not None for event in events] == [True] + [False] * (len(events) - 1)
+
+    asyncio.run(main())
+
+
 async def _failing(request: Request) -> AsyncIterator[Delta]:
     yield Delta(request_id=request.request_id, token_ids=pack_tokens(IDS[:1]))
     await asyncio.sleep(0)
