@@ -121,6 +121,34 @@ def test_completions_of_many_prompts_and_choices() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("shown", [None, 1])
+def test_the_most_likely_of_many_answers_are_given(shown: int | None) -> None:
+    async def varied(request: Request) -> AsyncIterator[Delta]:
+        """Say one to four tokens, the odd choices' more likely ones."""
+        values = [-0.5 if request.choice % 2 else -1.0 - request.choice] * (request.choice % 4 + 1)
+        yield Delta(
+            request_id=request.request_id,
+            token_ids=pack_tokens(IDS[: len(values)]),
+            finish_reason=FinishReason.LENGTH,
+            logprobs=tuple(TokenLogprob(IDS[place], value) for place, value in enumerate(values)),
+        )
+
+    async def test() -> None:
+        async with serving(varied) as site:
+            whole = await site.client.completions.create(
+                model="tiny", prompt=["one", "two"], n=2, best_of=4, max_tokens=9, logprobs=shown
+            )
+            made = [TOKENIZER.decode(IDS[: choice % 4 + 1]) for choice in range(8)]
+            assert [(choice.index, choice.text) for choice in whole.choices] == [
+                (place, made[choice]) for place, choice in enumerate((1, 3, 5, 7))
+            ]
+            assert whole.usage.completion_tokens == 2 * (1 + 2 + 3 + 4)
+            assert [choice.logprobs is not None for choice in whole.choices] == [shown is not None] * 4
+            assert [request.sampling.logprobs for request in site.dispatcher.opened] == [shown or 0] * 8
+
+    run(test)
+
+
 def test_stop_strings_across_chunks_and_their_usage() -> None:
     async def test() -> None:
         async with serving(speak(IDS * 50)) as site:

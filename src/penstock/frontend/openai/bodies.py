@@ -141,9 +141,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
-    # Refused unless they ask for nothing.
-    best_of: Any = None
-    suffix: Any = None
+    best_of: int | None = None
+    suffix: Any = None  # refused unless it asks for nothing
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """Answers to make for each prompt; `n` of them are given."""
+        return max(self.n or 1, self.best_of or 1)
 
 
 _decode_chat = msgspec.json.Decoder(ChatRequest).decode

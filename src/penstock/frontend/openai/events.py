@@ -201,7 +201,26 @@ class _Collected:
 class WholeAnswer:
     """Collects the events of an answer that is sent as one body."""
 
-    def __init__(self, envelope: Envelope, token_bytes: TokenBytes, *, choices: int, logprobs: bool) -> None:
+    def __init__(
+        self,
+        envelope: Envelope,
+        token_bytes: TokenBytes,
+        *,
+        choices: int,
+        logprobs: bool,
+        best: tuple[int, int] | None = None,
+    ) -> None:
+        """Begin without events.
+
+        Args:
+            envelope: the answer's shared fields.
+            token_bytes: gives a token's bytes, for log-probabilities.
+            choices: how many are made.
+            logprobs: whether choices show log-probabilities.
+            best: (n, m): of m choices for a prompt, the n most likely ones are given, by the mean of their tokens'
+                log-probabilities. None: all.
+        """
+        self._best = best
         self._envelope = envelope
         self._token_bytes = token_bytes
         self._wants_logprobs = logprobs
@@ -227,7 +246,7 @@ class WholeAnswer:
             collected.finish_reason = event.finish_reason
 
     def body(self, usage: Usage) -> bytes:
-        envelope, choices = self._envelope, self._choices
+        envelope, choices = self._envelope, self._given()
         kind = "chat.completion" if envelope.chat else "text_completion"
         build: Any = self._chat_choice if envelope.chat else self._completion_choice
         return encode(
@@ -243,6 +262,13 @@ class WholeAnswer:
                 prompt_token_ids=_prompt_ids(choices[0]) if envelope.chat else msgspec.UNSET,
             )
         )
+
+    def _given(self) -> list[_Collected]:
+        if self._best is None:
+            return self._choices
+        kept, made = self._best
+        prompts = (self._choices[start : start + made] for start in range(0, len(self._choices), made))
+        return [choice for each in prompts for choice in sorted(each, key=_mean_logprob, reverse=True)[:kept]]
 
     def _chat_choice(self, index: int, collected: _Collected) -> ChatChoice:
         return ChatChoice(
@@ -303,6 +329,11 @@ def _prompt_ids(collected: _Collected) -> list[int] | msgspec.UnsetType:
 
 def _unless_none(token_ids: list[int] | None) -> list[int] | msgspec.UnsetType:
     return msgspec.UNSET if token_ids is None else token_ids
+
+
+def _mean_logprob(choice: _Collected) -> float:
+    values = [token.logprob.logprob for token in choice.logprobs]
+    return sum(values) / len(values) if values else 0.0
 
 
 def _logprobs(tokens: tuple[TokenText, ...], token_bytes: TokenBytes, *, chat: bool) -> msgspec.Struct | None:

@@ -41,7 +41,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "best_of": (1,),
     "suffix": ("",),
 }
 """Unsupported fields, each with the values that have no effect."""
@@ -116,6 +115,13 @@ def check_completion(request: CompletionRequest, choices_max: int) -> None:
     """Raises: RequestError: a value is out of its range, or asks for what is not served."""
     _check_generation(request, choices_max)
     _check_range(request, "logprobs", 0, LOGPROBS_MAX)
+    _check_range(request, "best_of", request.n or 1, choices_max)
+    if request.stream and request.answers_per_prompt > (request.n or 1):
+        raise RequestError(
+            f"best_of: got {request.best_of} with n = {request.n or 1} and stream: true; the best answers are known at the end;"
+            " leave out stream or best_of",
+            param="best_of",
+        )
     prompt = request.prompt
     if isinstance(prompt, str):
         return
@@ -130,10 +136,11 @@ def check_completion(request: CompletionRequest, choices_max: int) -> None:
             f"prompt: mixes {names}; expected a string, strings, token ids or lists of token ids",
             param="prompt",
         )
-    choices = (request.n or 1) * (1 if kinds == {int} else len(prompt))
+    each = request.answers_per_prompt
+    choices = each * (1 if kinds == {int} else len(prompt))
     if choices > choices_max:
         raise RequestError(
-            f"prompt: {len(prompt)} prompts times n = {request.n or 1} are {choices} choices, "
+            f"prompt: {len(prompt)} prompts times n = {each} are {choices} choices, "
             f"at most {choices_max} are allowed; send several requests",
             param="prompt",
         )

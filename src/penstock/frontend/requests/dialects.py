@@ -44,8 +44,11 @@ def _stream(context: AnswerContext) -> EventStream:
 
 
 def _whole(context: AnswerContext) -> WholeAnswer:
+    request, logprobs, best = context.request, context.logprobs, None
+    if isinstance(request, CompletionRequest) and request.answers_per_prompt > (request.n or 1):
+        best, logprobs = (request.n or 1, request.answers_per_prompt), request.logprobs is not None
     return WholeAnswer(
-        context.envelope, context.token_bytes, choices=context.choices, logprobs=context.logprobs
+        context.envelope, context.token_bytes, choices=context.choices, logprobs=logprobs, best=best
     )
 
 

@@ -143,6 +143,8 @@ class Preprocessor:
         """
         card, n = model.card, request.n or 1
         limit, logprobs = _limits(request)
+        if isinstance(request, CompletionRequest) and request.answers_per_prompt > n:
+            n, logprobs = request.answers_per_prompt, logprobs or 0  # by which the best ones are found
         parts = _prompt_parts(request, prompts, model)
         salt = request_salt(card.salt, request.cache_salt)
         seed = self._rng.getrandbits(63) if request.seed is None else request.seed & (2**63 - 1)

@@ -104,9 +104,17 @@ def test_what_is_not_served_may_ask_for_nothing() -> None:
     )
 
 
-def test_completions_refuse_suffix_and_best_of() -> None:
+def test_completions_refuse_suffix() -> None:
     assert completion_refusal(suffix="end").param == "suffix"
-    assert completion_refusal(best_of=2).param == "best_of"
+
+
+def test_the_best_are_of_at_least_as_many_as_are_given() -> None:
+    assert "must be >= 3 and <= 8, got 2" in completion_refusal(n=3, best_of=2).message
+    assert "must be >= 1 and <= 8, got 9" in completion_refusal(best_of=9).message
+    assert completion_refusal(best_of=2, stream=True).param == "best_of"
+    assert "are 10 choices, at most 8" in completion_refusal(prompt=["a"] * 2, best_of=5).message
+    check_completion(CompletionRequest(model="m", prompt="x", n=2, best_of=2, stream=True), choices_max=8)
+    check_completion(CompletionRequest(model="m", prompt="x", n=2, best_of=8), choices_max=8)
 
 
 def test_contradictions_are_refused() -> None:
