@@ -73,6 +73,17 @@ def _engines() -> Iterator[list[str]]:
             of("frontend", f"peer_{name}", form) + f" {unit}, Dynamo 1.6.1",
             of("frontend", f"ratio_{name}", ".2f"), aim, link("frontend"),
         ]  # fmt: skip
+    yield [
+        "`gap_ms_p99_added_by_long_prompts`, 16 streams beside prompts of 6,000 words",
+        of("frontend_steady", "ours_gap_ms_p99_added_by_long_prompts", ".1f") + " ms",
+        of("frontend_steady", "ours_gap_ms_p99_alone", ".1f") + " ms, the gap without", "", "5 ms", link("frontend_steady"),
+    ]  # fmt: skip
+    yield [
+        "`memory_mb_after_all`, 200,000 requests",
+        of("frontend_steady", "ours_memory_mb_after_all", ",.0f") + " MB",
+        of("frontend_steady", "ours_memory_mb_after_half", ",.0f") + " MB after 100,000, "
+        + of("frontend_steady", "ours_memory_mb_after_a_tenth", ",.0f") + " MB after 20,000", "", "flat", link("frontend_steady"),
+    ]  # fmt: skip
     for name, said, aim in (
         ("mock", "`penstock serve --engine mock`", "2 s"),
         ("demo", "`--demo`, 2 workers that import torch", "5 s"),
