@@ -11,6 +11,7 @@ import pytest
 
 from penstock.deploy.operator.definitions import GRAPHS
 from penstock.runtime.kubernetes.client import Resource
+from tests.support.kubernetes.eviction import is_ready
 from tests.support.kubernetes.kubelet import Nodes, endpoints
 from tests.support.kubernetes.thread import write_config
 from tests.support.streams import Load
@@ -154,6 +155,21 @@ def test_an_evicted_and_a_deleted_worker_lose_no_stream(site, tmp_path):
     site(scenario, operator=False, timeout_s=400)
 
 
+def test_a_killed_pod_loses_no_stream(site, tmp_path):
+    async def scenario(here):
+        async with running(here, tmp_path) as load:
+            (pod, _) = (each["metadata"]["name"] for each in here.cluster.pods("aggregated"))
+            here.cluster.nodes.kill(pod)
+            assert "1 of 2 ready" in await here.until(lambda: says(here, "Progressing", "aggregated"))
+            await load.more(len(PROMPTS))
+            await here.serves()
+            (container,) = here.objects("pods")[pod]["status"]["containerStatuses"]
+            assert (container["restartCount"], container["lastState"]["terminated"]["exitCode"]) == (1, -9)
+            assert await migrations(here) > 0, "streams were under way"
+
+    site(scenario, operator=False, timeout_s=400)
+
+
 @pytest.mark.parametrize(
     ("trouble", "reason"), [("image", "ImagePullFailed"), ("unschedulable", "Unschedulable")]
 )
@@ -168,5 +184,23 @@ def test_new_pods_that_cannot_start_lose_no_stream(site, tmp_path, trouble, reas
             await here.serves()
             images = {pod["spec"]["containers"][0]["image"] for pod in here.cluster.pods()}
             assert images == {"r/penstock:2"}
+
+    site(scenario, operator=False, timeout_s=400)
+
+
+def test_a_changed_graph_rolls_and_loses_no_stream(site, tmp_path):
+    async def scenario(here):
+        async with running(here, tmp_path) as load:
+            old = {pod["metadata"]["name"] for pod in here.cluster.pods()}
+            await here.client.patch(GRAPHS, "chat", {"spec": {"graph": {"block_size": 32}}})
+
+            def are_side_by_side():
+                ready = {pod["metadata"]["name"] for pod in here.cluster.pods("aggregated") if is_ready(pod)}
+                return ready & old and ready - old
+
+            await here.until(are_side_by_side)
+            await load.more(len(PROMPTS))
+            await here.serves()
+            assert not old & {pod["metadata"]["name"] for pod in here.cluster.pods()}
 
     site(scenario, operator=False, timeout_s=400)

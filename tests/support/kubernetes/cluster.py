@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.kubernetes.autoscaler import autoscale
 from tests.support.kubernetes.eviction import is_ready
 from tests.support.kubernetes.fields import Manager
 from tests.support.kubernetes.kubelet import Nodes
@@ -43,6 +44,7 @@ class Cluster:
         troubles: what is wrong with new pods of a part: `unschedulable`, `image`, `config` or `crash`.
         held: parts whose ending pods go on draining.
         nodes: run pods as processes; None plays them.
+        metrics: external metrics that autoscalers see.
     """
 
     store: Store
@@ -51,6 +53,7 @@ class Cluster:
     held: set[str] = field(default_factory=set)
     made: int = 0
     nodes: Nodes | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def kind(self, name: str) -> Kind:
         group, _, plural = name.rpartition("/")
@@ -72,6 +75,8 @@ class Cluster:
         for plural in ("apps/deployments", "apps/statefulsets"):
             for stored in self.store.all(self.kind(plural), self.namespace):
                 self._roll(self.kind(plural), stored)
+        if self.metrics:
+            autoscale(self.store, self.namespace, self.metrics)
 
     def _roll(self, kind: Kind, stored: Stored) -> None:
         """Bring a workload's pods a step nearer to its template and number, one new or old pod at a time."""

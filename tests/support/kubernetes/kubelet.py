@@ -5,6 +5,7 @@ SIGTERM at the deletion and SIGKILL after the grace period, restarts with a paus
 """
 
 import asyncio
+import contextlib
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 
 from tests.support.kubernetes.eviction import is_ready
 from tests.support.kubernetes.fields import Manager
@@ -121,6 +123,11 @@ class Nodes:
             if each.body["spec"].get("nodeName") == node
         ]
 
+    def kill(self, pod: str) -> None:
+        """End all processes of a pod at once, as a kernel without memory or a node that loses power does."""
+        (running,) = (each for each in self._pods.values() if each.name == pod)
+        running.kill()
+
     def cordon(self, node: str, *, on: bool = True) -> None:
         """Let no new pod be placed on a node, or again."""
         self._store.change(
@@ -185,16 +192,29 @@ class _RunningPod:
         self.ending = asyncio.Event()
         self._nodes, self._pod, self._address, self._files = nodes, pod, address, files
         (self._container,) = pod["spec"]["containers"]
+        self._process: asyncio.subprocess.Process | None = None
         self._restarts = 0
         self._last: Object = {}
 
+    @property
+    def name(self) -> str:
+        return str(self._pod["metadata"]["name"])
+
+    def kill(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            for each in (process, *process.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+
     async def run(self, folder: Path, secrets: Mapping[str, str], environment: Mapping[str, str]) -> None:
-        folder = folder / self._pod["metadata"]["name"]
+        folder = folder / self.name
         folder.mkdir()
         words, own = command_of(self._pod, self._address, self._files, folder, secrets)
         while not self.ending.is_set():
             with (folder / "log").open("ab") as log:
-                process = await asyncio.create_subprocess_exec(
+                self._process = process = await asyncio.create_subprocess_exec(
                     *words, env={**own, **environment}, stdout=log, stderr=log
                 )
             try:
@@ -203,7 +223,7 @@ class _RunningPod:
                     await self._end(process)
             finally:
                 if process.returncode is None:
-                    process.kill()
+                    self.kill()
                     await process.wait()
             if not self.ending.is_set():
                 self._restarts += 1
@@ -233,7 +253,7 @@ class _RunningPod:
         if process.returncode is None:
             process.terminate()
         async with asyncio.timeout_at(until_s):  # no pod of ours needs SIGKILL
-            assert await process.wait() == 0, self._pod["metadata"]["name"]
+            assert await process.wait() == 0, self.name
 
     async def _probe(self, session: aiohttp.ClientSession, kind: str) -> bool:
         asked = self._container[kind]["httpGet"]
