@@ -42,7 +42,7 @@ class Service:
 
 
 @contextlib.asynccontextmanager
-async def running(here, tmp_path, **graph):
+async def running(here, tmp_path, *, tokens=TOKENS, drain_s=0.5):
     """Run a graph as processes, with streams through its frontends; each has to be whole, and as it is undisturbed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -61,8 +61,7 @@ async def running(here, tmp_path, **graph):
         roles={"aggregated": {"engine": "mock", "replicas": 2, "mock": {"speedup": 0.5}}},
         frontend={"port": port, "processes": 2},
         supervision={"spare_processes": 0},
-        worker={"drain_timeout_s": 0.5},
-        **graph,
+        worker={"drain_timeout_s": drain_s},
     )
     here.start_operator(lease_s=15)
     settling = here.group.create_task(settle(here))
@@ -71,7 +70,7 @@ async def running(here, tmp_path, **graph):
     await here.serves()
     since = (await here.condition("Ready"))["lastTransitionTime"]
     await asyncio.sleep(2 * SERVICE_S)
-    async with Load(service.url, PROMPTS, tokens=TOKENS) as load:
+    async with Load(service.url, PROMPTS, tokens=tokens) as load:
         await load.more(len(PROMPTS))
         yield load
         await here.serves()
@@ -135,7 +134,7 @@ def test_a_drained_node_loses_no_stream(site, tmp_path):
     site(scenario, operator=False, timeout_s=400)
 
 
-def test_an_evicted_and_a_deleted_worker_lose_no_stream(site, tmp_path):
+def test_evicted_deleted_and_scaled_workers_lose_no_stream(site, tmp_path):
     async def scenario(here):
         async with running(here, tmp_path) as load:
             workers = [pod["metadata"]["name"] for pod in here.cluster.pods("aggregated")]
@@ -150,6 +149,11 @@ def test_an_evicted_and_a_deleted_worker_lose_no_stream(site, tmp_path):
             assert pod in await here.until(lambda: says(here, "Progressing", pod))
             await load.more(len(PROMPTS))
             await here.serves()
+            for workers in (1, 2):
+                await here.scale("chat-aggregated", workers)
+                await here.until(lambda workers=workers: len(here.cluster.pods("aggregated")) == workers)
+                await here.serves()
+                await load.more(len(PROMPTS))
             assert await migrations(here) > 0, "streams were under way"
 
     site(scenario, operator=False, timeout_s=400)
@@ -188,11 +192,22 @@ def test_new_pods_that_cannot_start_lose_no_stream(site, tmp_path, trouble, reas
     site(scenario, operator=False, timeout_s=400)
 
 
-def test_a_changed_graph_rolls_and_loses_no_stream(site, tmp_path):
+@pytest.mark.parametrize(
+    ("change", "drain_s"),
+    [
+        pytest.param({"roles": {"aggregated": {"max_running_requests": 32}}}, 0.5, id="equal blocks"),
+        pytest.param(
+            {"roles": {"aggregated": {"kv_dtype": "fp8"}}},
+            120.0,
+            id="another revision takes no streams over",
+        ),
+    ],
+)
+def test_a_changed_graph_rolls_and_loses_no_stream(site, tmp_path, change, drain_s):
     async def scenario(here):
-        async with running(here, tmp_path) as load:
+        async with running(here, tmp_path, tokens=4 * TOKENS, drain_s=drain_s) as load:
             old = {pod["metadata"]["name"] for pod in here.cluster.pods()}
-            await here.client.patch(GRAPHS, "chat", {"spec": {"graph": {"block_size": 32}}})
+            await here.client.patch(GRAPHS, "chat", {"spec": {"graph": change}})
 
             def are_side_by_side():
                 ready = {pod["metadata"]["name"] for pod in here.cluster.pods("aggregated") if is_ready(pod)}
