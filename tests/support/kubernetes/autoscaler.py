@@ -3,6 +3,7 @@
 It reads and writes its target by the subresource `scale` alone. Not kept: other metrics, windows and policies of `behavior`.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -27,10 +28,12 @@ def autoscale(store: Store, namespace: str, values: Mapping[str, float]) -> None
         assert scale["status"]["selector"], "an autoscaler refuses a target that selects no pods"
         wanted = _wanted(spec, scale["status"]["replicas"], values)
         if wanted is not None and wanted != scale["spec"]["replicas"]:
-            change = {"spec": {"replicas": wanted}}
-            store.change(
-                kind, name, lambda live, kind=kind, change=change: edited_scale(kind, live, change, is_patch=True), _MANAGER
-            )  # fmt: skip
+            edit = functools.partial(_scaled, kind, wanted)
+            store.change(kind, name, edit, _MANAGER)
+
+
+def _scaled(kind: Kind, replicas: int, live: Object) -> Object:
+    return edited_scale(kind, live, {"spec": {"replicas": replicas}}, is_patch=True)
 
 
 def _wanted(spec: Object, current: int, values: Mapping[str, float]) -> int | None:
