@@ -14,6 +14,7 @@ import yaml
 from penstock import __version__
 from penstock.core.types.instances import Role
 from penstock.deploy.manifests.kubernetes import kubernetes_objects
+from penstock.deploy.manifests.kubernetes.gateway import PICKER
 from penstock.deploy.manifests.options import RenderOptions
 from penstock.deploy.manifests.pod_graph import GRAPH_FILE, pods_max
 from penstock.deploy.manifests.yaml_text import dump
@@ -21,6 +22,8 @@ from penstock.graph import Graph, RoleSpec
 
 _FREE = {"served_name", "context_length", "block_size", "router", "slo", "request_plane"}
 """Fields of a graph that change no object."""
+_OF_PICKER = {"served_name", "block_size"}
+"""Of these, what the endpoint picker of a gateway is started with."""
 _FREE_OF_ROLES = {
     "weight_dtype", "expert_dtype", "kv_dtype", "max_batch_tokens", "max_running_requests", "max_waiting_requests",
     "prompt_order", "prompt_ageing", "kv_blocks", "sessions", "mock", "usd_per_hour", "watts",
@@ -65,7 +68,7 @@ def helm_chart(graph: Graph, options: RenderOptions) -> dict[str, str]:
     return {
         "Chart.yaml": dump(chart),
         "values.yaml": dump(values),
-        "values.schema.json": json.dumps(_schema(graph, values), indent=1) + "\n",
+        "values.schema.json": json.dumps(_schema(graph, options, values), indent=1) + "\n",
         **templates,
     }
 
@@ -104,7 +107,7 @@ def _action(found: re.Match[str]) -> str:
     return f"{'|' if 'nindent' in found[1] else ''}{{{{ .Values.{found[1]} }}}}"
 
 
-def _schema(graph: Graph, values: dict[str, Any]) -> dict[str, Any]:
+def _schema(graph: Graph, options: RenderOptions, values: dict[str, Any]) -> dict[str, Any]:
     """Describe the values: what objects depend on stays as it was rendered."""
     document = values["graph"]
     roles = {
@@ -112,14 +115,15 @@ def _schema(graph: Graph, values: dict[str, Any]) -> dict[str, Any]:
         for name in map(Role, document["roles"])
         if name in graph.roles.present()
     }
-    of_graph = _fixed(Graph, document, _FREE | {"roles"})
+    free = _FREE if options.gateway is None else _FREE - _OF_PICKER
+    of_graph = _fixed(Graph, document, free | {"roles"})
     of_graph["properties"]["roles"] = {
         "type": "object",
         "properties": roles,
         "additionalProperties": False,
         "required": list(roles),
     }
-    most = {name.value: pods_max(role) for name, role in graph.roles.present().items()}
+    most = {PICKER: 1} | {name.value: pods_max(role) for name, role in graph.roles.present().items()}
     counts = {
         part: {"type": "integer", "minimum": 0, "maximum": most.get(part) or graph.router.workers_max}
         for part in values["replicas"]

@@ -173,3 +173,13 @@ def test_a_second_pod_that_would_count_servers_twice_is_refused(tmp_path: Path) 
     chart = written(build({"model": "o/m", "roles": {"aggregated": role}}), tmp_path)
     ((_, refused), _) = helm(chart, {}, {"replicas": {"aggregated": 2, "frontend": 1}})
     assert "maximum" in refused["error"]
+
+
+def test_what_the_picker_of_a_gateway_is_started_with_stays_as_it_is(tmp_path: Path) -> None:
+    graph = build({"model": "o/m", "roles": {"aggregated": {"engine": "mock"}}})
+    changes = ({"graph": {"block_size": 64}}, {"replicas": {"picker": 2}})
+    ((answer, *refused), _) = helm(written(graph, tmp_path, gateway="public"), {}, *changes)
+    assert {each["kind"] for each in objects_in(answer)} >= {"InferencePool", "HTTPRoute"}
+    assert all("error" in each for each in refused)
+    ((answer, *refused), _) = helm(written(graph, tmp_path), {}, *changes)
+    assert ["error" in each for each in refused] == [False, True], "there is no picker to scale"
