@@ -68,6 +68,7 @@ class GenerationRequest(SamplingExtensions, kw_only=True):
     max_tokens: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
     temperature: float | None = None
     response_format: Any = None
     top_p: float | None = None

@@ -233,7 +233,9 @@ class WholeAnswer:
             collected.prompt = event.prompt
         collected.pieces.append(event.text)
         if event.token_ids is not None:
-            collected.token_ids = [*(collected.token_ids or ()), *event.token_ids]
+            if collected.token_ids is None:
+                collected.token_ids = []
+            collected.token_ids += event.token_ids
         collected.logprobs += event.logprobs
         if event.reasoning:
             collected.reasoning.append(event.reasoning)

@@ -31,6 +31,7 @@ class ChoiceText:
         *,
         begins_text: bool,
         min_tokens: int = 0,
+        shows_stop: bool = False,
         parser: OutputParser | None = None,
     ) -> None:
         """Start a choice.
@@ -41,6 +42,7 @@ class ChoiceText:
             stops: strings that end it.
             begins_text: as in `Detokenizer.stream`.
             min_tokens: stop strings are not searched in the text of so many tokens at its start.
+            shows_stop: the text of what ended it, a stop string or a stop token, stays in its text.
             parser: reads reasoning and tool calls; None: all text is for the user.
         """
         self._parser = parser
@@ -48,6 +50,7 @@ class ChoiceText:
         """The latest event's text before it was parsed."""
         self.index = index
         self._min_tokens = min_tokens if stops else 0
+        self._shows_stop = shows_stop
         self.output_tokens = 0
         self.reasoning_tokens = 0
         """Of `output_tokens`, those that came while the answer was reasoning, the marks around it included."""
@@ -84,7 +87,7 @@ class ChoiceText:
             return TextEvent(self.index, text)
         tokens_before = self.output_tokens
         self.output_tokens += len(token_ids)
-        if delta.finish_reason is FinishReason.STOP and token_ids:
+        if delta.finish_reason is FinishReason.STOP and token_ids and not self._shows_stop:
             token_ids.pop()  # the stop token counts as output but has no text
         used, text = self._decode(token_ids, delta.logprobs)
         stopped = used is not None
@@ -198,6 +201,8 @@ class ChoiceText:
         if self._finder is None:
             return False, text
         text, stopped = self._finder.feed(text)
+        if stopped and self._shows_stop:
+            text += self._finder.found or ""
         return stopped, text
 
     def _take_logprobs(self, before: int | None) -> tuple[TokenText, ...]:

@@ -67,6 +67,7 @@ class Completion:
                 prepared.stops,
                 begins_text=prepared.begins_text,
                 min_tokens=prepared.min_tokens,
+                shows_stop=prepared.shows_stop,
                 parser=None if plan is None else OutputParser(plan),
             )
             for index in range(len(prepared.requests))

@@ -70,6 +70,8 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     logprobs: int | None = None
     begins_text: bool = True
     min_tokens: int = 0
+    shows_stop: bool = False
+    """Whether answers end with the stop string or stop token that ended them."""
     parser: ParserPlan | None = None
     prompts: tuple[PromptPart, ...] = ()
     """What the answers say of their prompts, each; empty: nothing."""
@@ -200,6 +202,7 @@ class Preprocessor:
             logprobs=logprobs,
             begins_text=isinstance(request, ChatRequest) and not request.continue_final_message,
             min_tokens=request.min_tokens or 0,
+            shows_stop=bool(request.include_stop_str_in_output),
             parser=_parser(request, model, prompts[0], requests[0].sampling)
             if isinstance(request, ChatRequest)
             else None,

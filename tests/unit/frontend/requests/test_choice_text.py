@@ -107,3 +107,23 @@ def test_stop_strings_wait_for_the_least_number_of_tokens() -> None:
     assert one.feed(delta(IDS)) == TextEvent(0, TEXT)
     assert one.feed(delta(IDS)) == TextEvent(0, "", "stop", stopped_by="the")
     assert one.output_tokens == count + 1
+
+
+def showing(*stops: str) -> ChoiceText:
+    return ChoiceText(0, DETOKENIZER, stops, begins_text=True, shows_stop=True)
+
+
+def test_what_ended_a_choice_stays_in_its_text_where_that_is_asked_for() -> None:
+    fox = TOKENIZER.token_to_id("f")
+    assert showing().feed(delta([*IDS, fox], FinishReason.STOP)) == TextEvent(0, f"{TEXT}f", "stop")
+    assert showing().feed(delta([*IDS, END], FinishReason.STOP)) == TextEvent(0, TEXT, "stop")
+    one = showing("brown")
+    texts, reasons = [], []
+    for token_id in IDS:  # the stop string is cut by chunks
+        event = None if one.finished else one.feed(delta([token_id], logprobs=True))
+        if event is not None:
+            texts.append(event.text)
+            reasons.append(event.finish_reason)
+    assert "".join(texts) == "the quick brown"
+    assert reasons[-1] == "stop"
+    assert one.output_tokens == len(TOKENIZER.encode("the quick brown").ids)

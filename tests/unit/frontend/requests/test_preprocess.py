@@ -349,3 +349,8 @@ def test_an_answer_with_a_long_echo_is_encoded_in_a_thread(echo: bool, in_thread
 
     assert asyncio.run(pending.body(SimpleNamespace(body=body))) == b"{}"
     assert (threads != [threading.get_ident()]) is in_thread
+
+
+def test_an_answer_ends_with_its_stop_string_where_that_is_asked_for() -> None:
+    assert complete(model(), prompt="x", include_stop_str_in_output=True).shows_stop
+    assert not complete(model(), prompt="x").shows_stop
