@@ -133,6 +133,14 @@ EXPERIMENTS = Benches(
             "benchmarks.simulated.routers",
             "several frontends against one on the same requests, simulated: how much TTFT grows",
         ),
+        "scale": (
+            "benchmarks.scale.routers",
+            "8 routers over 1,000 workers with 100,000 streams at once, simulated: what reaches each, a restart, how alike they choose",
+        ),
+        "scale-router": (
+            "benchmarks.scale.alone",
+            "one router before 1,000 to 10,000 workers: memory, CPU time of events and decisions, and what breaks first",
+        ),
         "shared-index": (
             "benchmarks.micro.shared_index",
             "the prefix index with blocks of hosts' arenas: told by each worker that loads them, or once",

@@ -26,6 +26,7 @@ from tables import (
     policies,
     readme,
     results,
+    scale,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +55,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = (
     | eviction.TABLES
     | hosts.TABLES
     | recipes.TABLES
+    | scale.TABLES
 )
 """What makes each table, line by line, by its name."""
 
