@@ -29,3 +29,26 @@ def test_columns_of_other_lengths_are_refused():
         PredictedSeconds().terms(make_context(3, running_requests=[0, 0]))
     with pytest.raises(ValueError, match="onboard_token_s"):
         PredictedSeconds().terms(make_context(3, prices=make_prices(3, onboard_token_s=[[0.0] * 3])))
+
+
+@pytest.mark.parametrize("num_slots", [1023, 1024, 1025, 5000])
+@pytest.mark.parametrize("order", ["random", "rising", "falling", "waves", "equal", "few"])
+def test_medians_of_many_workers_are_exact(num_slots, order):
+    """Also where a sample at even distances says nothing of the others."""
+    rng = np.random.default_rng(num_slots)
+    queued = {
+        "random": rng.integers(0, 1_000_000, num_slots),
+        "rising": np.arange(num_slots),
+        "falling": np.arange(num_slots)[::-1],
+        "waves": np.where(np.arange(num_slots) % (num_slots // 127) == 0, 1_000_000, np.arange(num_slots)),
+        "equal": np.full(num_slots, 7),
+        "few": rng.integers(0, 3, num_slots),
+    }[order]
+    context = make_context(
+        num_slots,
+        queued_prefill_tokens=queued,
+        active_blocks=queued % 3000,
+        running_requests=rng.integers(0, 100, num_slots),
+        request_rate_per_s=100.0,
+    )
+    np.testing.assert_array_equal(PredictedSeconds().terms(context), terms_python(context))
