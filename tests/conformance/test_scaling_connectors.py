@@ -19,6 +19,7 @@ from penstock.sim.scaling.scaled_cluster import ScaledCluster
 from penstock.sim.world.cluster import SimCluster
 from penstock.testing.scaling_connector import ScalingConnectorSuite
 from tests.support.linked_hosts import linked, pool_of
+from tests.support.pods_of_roles import pods_of_roles
 from tests.support.scripted_pool import PoolScene
 
 QUICK = TimedChanges(starts_s=0.01, drains_s=0.3, flips_s=0.01)
@@ -107,3 +108,10 @@ class TestHostsConnectorOfLinkedHosts(ScalingConnectorSuite):
             connector.join("a", here, await here.scale())
             async with linked(connector, {"b": there}):
                 yield connector
+
+
+class TestKubernetesConnector(ScalingConnectorSuite):
+    @asynccontextmanager
+    async def make(self, replicas):
+        async with pods_of_roles(replicas) as pods:
+            yield pods.connector

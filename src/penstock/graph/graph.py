@@ -97,6 +97,10 @@ class Graph(Config):
                     "planner.address: runtime spans several hosts, whose supervisors connect to the planner; set it to the address"
                     " of the host that runs it, as tcp://10.0.0.1:7410"
                 )
+            if self.planner.scales == "pods" and self.runtime.discovery == "local":
+                raise wrong(
+                    "planner.scales: pods: the workers are not in pods; leave it out, or apply a PenstockGraph"
+                )
             if self.planner.address is not None and not self.runtime.spans_hosts:
                 raise wrong(
                     f"planner.address: {self.planner.address}: all is on one host; leave it out, or set runtime.hub or"

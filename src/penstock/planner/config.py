@@ -2,7 +2,7 @@
 
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
-from typing import Self
+from typing import Literal, Self
 
 import pydantic
 
@@ -118,6 +118,9 @@ class PlannerConfig(Config):
     """How what was decided is carried out."""
     address: str | None = None
     """`tcp://HOST:PORT` where the planner of a deployment of several hosts listens; their supervisors connect to it. The same on all hosts; null where all is on one host."""
+
+    scales: Literal["hosts", "pods"] = "hosts"
+    """`hosts` starts workers on the hosts that are connected, `pods` sets the numbers of the operator's PenstockRoles, as the operator has it."""
 
     @pydantic.field_validator("address")
     @classmethod

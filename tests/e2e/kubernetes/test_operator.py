@@ -431,3 +431,48 @@ def test_faults_of_the_api_server_end_in_what_is_wanted(site, seed):
         assert "block_size: 64" in graph["data"]["graph.yaml"]
 
     site(scenario)
+
+
+def test_the_pod_that_the_planner_names_ends_first_and_an_autoscaler_is_told_to_the_planner(site):
+    async def scenario(here):
+        await here.apply()
+        await here.serves()
+        first, second = sorted(pod["metadata"]["name"] for pod in here.cluster.pods("decode"))
+        change = {"spec": {"replicas": 1, "leaving": [first]}}
+        await here.client.patch(ROLES, "chat-decode", change)
+        await here.until(lambda: [pod["metadata"]["name"] for pod in here.cluster.pods("decode")] == [second])
+        await here.client.patch(ROLES, "chat-decode", {"spec": {"replicas": 2}})
+        await here.until(lambda: len(here.cluster.pods("decode")) == 2)
+        await here.client.patch(ROLES, "chat-decode", {"spec": {"leaving": [second]}})
+
+        def mark():
+            (pod,) = [each for each in here.cluster.pods("decode") if each["metadata"]["name"] == second]
+            return (pod["metadata"].get("annotations") or {}).get(reconciler.DELETION_COST)
+
+        await here.until(lambda: mark() == reconciler.FIRST_TO_END)
+        await here.client.patch(ROLES, "chat-decode", {"spec": {"leaving": []}})
+        await here.until(lambda: mark() is None)
+        target = {"apiVersion": ROLES.api_version, "kind": ROLES.kind, "name": "chat-decode"}
+        autoscaler = {
+            "apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": {"name": "decode-hpa"},
+            "spec": {"scaleTargetRef": target, "minReplicas": 1, "maxReplicas": 8},
+        }  # fmt: skip
+        await here.client.create(AUTOSCALERS, autoscaler)
+        await here.until(lambda: owner_of_decode(here, "decode-hpa"))
+        await here.client.delete(AUTOSCALERS, "decode-hpa")
+        await here.until(lambda: owner_of_decode(here, ""))
+
+    async def owner_of_decode(here, name):
+        return (await here.client.get(ROLES, "chat-decode"))["status"].get("scaledBy") == name
+
+    site(scenario)
+
+
+def test_a_graph_with_a_planner_runs_one_more_pod_that_no_autoscaler_counts(site):
+    async def scenario(here):
+        await here.apply(planner={"max_workers": 4})
+        await here.serves()
+        assert len(here.cluster.pods("planner")) == 1
+        assert (await here.status())["workers"] == "3/3"
+
+    site(scenario)

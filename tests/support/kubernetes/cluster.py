@@ -100,7 +100,8 @@ class Cluster:
         elif old and (len(ready) > wanted - (0 if surge else 1) or not is_ready(old[0])):
             self.store.delete(self.kind("pods"), (self.namespace, old[0]["metadata"]["name"]), {})
         elif len(new) > wanted:
-            for pod in new[wanted:]:
+            first = sorted(new, key=lambda pod: (is_ready(pod), _deletion_cost(pod), -new.index(pod)))
+            for pod in first[: len(new) - wanted]:
                 self.store.delete(self.kind("pods"), (self.namespace, pod["metadata"]["name"]), {})
         status = {
             "observedGeneration": stored.body["metadata"]["generation"],
@@ -176,3 +177,8 @@ class Cluster:
             _KUBELET,
             subresource="status",
         )
+
+
+def _deletion_cost(pod: Object) -> int:
+    annotations = pod["metadata"].get("annotations") or {}
+    return int(annotations.get("controller.kubernetes.io/pod-deletion-cost", 0))

@@ -13,6 +13,7 @@ from penstock.core.errors import PenstockError, RequestError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import Replica, ReplicaState, RoleLimit, Scale
+from penstock.deploy.hosts.checks import check_serving, conflict, find, ready_roles
 from penstock.deploy.hosts.host import Host
 
 _WAIT_S_MAX = 20.0
@@ -108,7 +109,7 @@ class HostsConnector:
         if count < 1:
             raise RequestError(f"count: must be >= 1, got {count}")
         if limit.room is not None and count > limit.room:
-            raise _conflict(f"{role}: {count} more cannot be added, {limit.room} can: {limit.why}")
+            raise conflict(f"{role}: {count} more cannot be added, {limit.room} can: {limit.why}")
         added: list[tuple[_Member, tuple[str, ...]]] = []
         with self._change(by, revision):
             try:
@@ -122,12 +123,12 @@ class HostsConnector:
 
     async def retire(self, names: Sequence[str], *, by: str, revision: int | None = None) -> None:
         scale = await self._look()
-        leaving = [_find(scale, name) for name in dict.fromkeys(names)]
+        leaving = [find(scale, name) for name in dict.fromkeys(names)]
         for replica in leaving:
             if replica.state is ReplicaState.DRAINING:
-                raise _conflict(f"{replica.name} drains already; it ends by itself")
+                raise conflict(f"{replica.name} drains already; it ends by itself")
         gone = {replica.name for replica in leaving}
-        _check_serving(scale, gone)
+        check_serving(scale, gone)
         self._check_free(scale)
         by_host: dict[str, list[str]] = {}
         for replica in leaving:
@@ -138,7 +139,7 @@ class HostsConnector:
             return
         with self._change(by, revision):
             for index, (name, processes) in enumerate(by_host.items()):
-                elsewhere = _ready_roles(scale, gone, without=name)
+                elsewhere = ready_roles(scale, gone, without=f"@{name}")
                 retire = partial(members[name].host.retire, processes, by=by, elsewhere=elsewhere)
                 try:
                     await self._order(members[name], by, retire)
@@ -149,17 +150,17 @@ class HostsConnector:
 
     async def flip(self, name: str, role: Role, *, by: str, revision: int | None = None) -> None:
         scale = await self._look()
-        replica = _find(scale, name)
+        replica = find(scale, name)
         if replica.state is not ReplicaState.READY:
-            raise _conflict(f"{name} is not ready: {replica.phase or replica.state}; choose another worker")
+            raise conflict(f"{name} is not ready: {replica.phase or replica.state}; choose another worker")
         if replica.role is role:
-            raise _conflict(f"{name} is {role} already; choose another role")
+            raise conflict(f"{name} is {role} already; choose another role")
         if role is Role.PREFILL:
-            _check_serving(scale, {name})
+            check_serving(scale, {name})
         self._check_free(scale)
         process, _, host = name.rpartition("@")
         member = self._member(host)
-        elsewhere = _ready_roles(scale, {name}, without=host)
+        elsewhere = ready_roles(scale, {name}, without=f"@{host}")
         with self._change(by, revision):
             await self._order(
                 member, by, partial(member.host.flip, process, role, by=by, elsewhere=elsewhere)
@@ -279,7 +280,7 @@ class HostsConnector:
     def _change(self, by: str, revision: int | None) -> Iterator[None]:
         """Count a change at once, so that nobody else's on the same revision is accepted; one that is refused does not count."""
         if revision is not None and revision != self._revision:
-            raise _conflict(
+            raise conflict(
                 f"revision: {self._changed_by or 'somebody'} has scaled meanwhile (revision {self._revision}, expected"
                 f" {revision}); look again and repeat"
             )
@@ -325,12 +326,12 @@ class HostsConnector:
 
     def _member(self, name: str) -> _Member:
         if name not in self._members:
-            raise _conflict(f"{name} does not answer; its workers stay as they are until it does")
+            raise conflict(f"{name} does not answer; its workers stay as they are until it does")
         return self._members[name]
 
     def _check_free(self, scale: Scale) -> None:
         if scale.held:
-            raise _conflict(scale.held)
+            raise conflict(scale.held)
 
     def _lost_for(self, member: _Member, now_s: float) -> float:
         return 0.0 if member.lost_s is None else now_s - member.lost_s
@@ -364,38 +365,3 @@ class _AcceptedError(Exception):
 
 async def _wait(member: _Member) -> None:
     await member.host.scale(member.scale.sequence)
-
-
-def _find(scale: Scale, name: str) -> Replica:
-    for replica in scale.replicas:
-        if replica.name == name:
-            return replica
-    known = ", ".join(replica.name for replica in scale.replicas)
-    raise RequestError(f"there is no worker {name!r} here; known: {known}", http_status=404)
-
-
-def _ready_roles(scale: Scale, gone: set[str], *, without: str) -> frozenset[Role]:
-    """Give the roles that ready workers of other hosts have, once those in `gone` have left."""
-    return frozenset(
-        replica.role
-        for replica in scale.replicas
-        if replica.state is ReplicaState.READY
-        and replica.name not in gone
-        and not replica.name.endswith(f"@{without}")
-    )
-
-
-def _check_serving(scale: Scale, gone: set[str]) -> None:
-    """Check that requests are still answered without the workers in `gone`; raises RequestError (409)."""
-    serving = [
-        replica.name
-        for replica in scale.replicas
-        if replica.role is not Role.PREFILL and replica.state is ReplicaState.READY
-    ]
-    leaving = [name for name in serving if name in gone]
-    if leaving and len(leaving) == len(serving):
-        raise _conflict(f"{leaving[0]} is the last worker that answers requests; add another first")
-
-
-def _conflict(message: str) -> RequestError:
-    return RequestError(message, http_status=409)

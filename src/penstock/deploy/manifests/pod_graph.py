@@ -20,6 +20,8 @@ REQUEST_PORT = 7401
 """Where workers answer frontends."""
 KV_PORT = 7402
 """Where workers read each other's KV."""
+PLANNER_PORT = 7404
+"""Where the planner's supervisor listens for those of other pods."""
 PROBE_PORT = 7403
 """Where supervisors answer probes; `runtime.probes` names another."""
 PICKER_PORT = 9002
@@ -146,8 +148,11 @@ def _of_one_machine(graph: Graph) -> Iterator[str]:
         yield "worker.kv_transfer.transfer.secret: (not shown): a graph is no place for a secret; leave it out: PENSTOCK_SECRET is used"
     if graph.worker.own_cores:
         yield "worker.own_cores: true: a pod has the cores that its node gives it; leave it out, and set cpu limits"
-    if graph.planner is not None:
-        yield "planner: (a mapping): it scales the workers of one host; leave it out: kubectl scale or an autoscaler scales pods"
+    if graph.planner is not None and graph.planner.scales != "pods":
+        yield (
+            "planner: (a mapping): in pods it scales PenstockRoles, which the operator makes; apply the graph as a PenstockGraph, or leave"
+            " it out: kubectl scale or an autoscaler scales pods"
+        )
 
 
 def _refused_ports(graph: Graph) -> Iterator[str]:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from penstock.core.errors import Unavailable
 from penstock.core.log import get_logger
-from penstock.deploy.operator.definitions import GRAPHS, ROLES
+from penstock.deploy.hosts.roles import ROLES
+from penstock.deploy.operator.definitions import GRAPHS
 from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Object, Resource
 from penstock.runtime.kubernetes.reflector import Pace, Reflector
 

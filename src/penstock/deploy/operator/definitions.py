@@ -5,14 +5,13 @@ A definition has one subresource `scale`, and a graph several roles; so each rol
 
 from typing import Any
 
+from penstock.deploy.hosts.roles import GROUP, ROLES, VERSION
 from penstock.deploy.manifests.options import RenderOptions
 from penstock.deploy.operator.schema import Schema, structural_schema
 from penstock.graph import Graph
 from penstock.runtime.kubernetes.client import Object, Resource
 
-GROUP, VERSION = "penstock.dev", "v1alpha1"
 GRAPHS = Resource(GROUP, VERSION, "penstockgraphs", "PenstockGraph")
-ROLES = Resource(GROUP, VERSION, "penstockroles", "PenstockRole")
 _TEXT: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _OF_SLURM = ("nodes", "gpus_per_node")
@@ -67,6 +66,11 @@ def _role_definition() -> Object:
             "graph": _TEXT | {"description": "The PenstockGraph that it is a role of."},
             "role": {"type": "string", "enum": ["aggregated", "prefill", "decode"]},
             "replicas": _COUNT | {"description": "Workers; set by scale."},
+            "leaving": {
+                "type": "array",
+                "items": _TEXT,
+                "description": "Pods that end first when there are fewer workers; set by the planner.",
+            },
         },
     }
     status = {
@@ -75,6 +79,8 @@ def _role_definition() -> Object:
             "replicas": _COUNT,
             "readyReplicas": _COUNT,
             "selector": _TEXT | {"description": "Selects the role's pods, for autoscalers."},
+            "scaledBy": _TEXT
+            | {"description": "The autoscaler that owns the number, to which the planner yields."},
         },
     }
     columns = [

@@ -10,8 +10,10 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.deploy.manifests.kubernetes import kubernetes_objects
 from penstock.deploy.manifests.options import RenderOptions
+from penstock.deploy.manifests.pod_graph import PLANNER_PORT
 from penstock.deploy.operator.cache import COMPONENT
 from penstock.deploy.operator.definitions import GRAPHS
+from penstock.deploy.supervisor.local_part import PLANNER
 from penstock.graph import Graph, RoleSpec
 from penstock.runtime.kubernetes.client import Object
 
@@ -83,12 +85,16 @@ def digest_of(objects: list[Object]) -> str:
 
 
 def _named(graph: Any, name: str) -> dict[str, Any]:
-    """Name a graph after its object, and let it find its workers by Kubernetes unless it says otherwise."""
+    """Name a graph after its object, and let it find its workers by Kubernetes unless it says otherwise; its planner scales pods."""
     if not isinstance(graph, dict):
         raise ConfigError(f"spec.graph: must be a mapping, as a graph file has it, got {graph!r}")
     runtime = graph.get("runtime") or {}
     if isinstance(runtime, dict):
         runtime = {"discovery": "kubernetes", **runtime}
+    planner = graph.get("planner")
+    if isinstance(planner, dict):
+        address = f"tcp://{name}-{PLANNER}:{PLANNER_PORT}"
+        graph = {**graph, "planner": {**planner, "scales": "pods", "address": address}}
     return {**graph, "name": name, "runtime": runtime}
 
 

@@ -6,10 +6,18 @@ from dataclasses import dataclass, field
 from penstock.core.errors import ConfigError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
+from penstock.deploy.hosts.roles import ROLES
 from penstock.deploy.manifests.kubernetes.deployed import FRONTEND
 from penstock.deploy.manifests.pod_graph import pods_max, pods_of
-from penstock.deploy.operator.cache import COMPONENT, DEPLOYMENTS, INSTANCE, STATEFUL_SETS, ClusterCache, Copy
-from penstock.deploy.operator.definitions import ROLES
+from penstock.deploy.operator.cache import (
+    COMPONENT,
+    DEPLOYMENTS,
+    INSTANCE,
+    PODS,
+    STATEFUL_SETS,
+    ClusterCache,
+    Copy,
+)
 from penstock.deploy.operator.desired import GRAPH_LABEL, WORKLOADS, Desired, digest_of
 from penstock.deploy.operator.health import Part, part_of
 from penstock.deploy.operator.status import Conditions, graph_status, write_graph_status, write_role_status
@@ -19,6 +27,7 @@ from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError
 MANAGER = "penstock-operator"
 NUMBER = "penstock.dev/graph-replicas"
 """Annotation: the graph's number of workers when it was last given to the role."""
+DELETION_COST, FIRST_TO_END = "controller.kubernetes.io/pod-deletion-cost", "-1000"
 _RBAC = "rbac.authorization.k8s.io"
 _KINDS = {
     resource.kind: resource
@@ -129,6 +138,7 @@ class Reconciler:
         for role, spec in desired.roles.items():
             if (most := pods_max(spec)) is not None:
                 replicas[role.value] = min(replicas[role.value], most)
+        await self._mark_leaving(desired.name)
         objects = desired.with_replicas(replicas)
         applied = self._applied.setdefault(desired.name, _Applied())
         digest = digest_of(objects)
@@ -146,6 +156,23 @@ class Reconciler:
         applied.digest = digest
         _log.info("graph_applied", graph=desired.name, objects=len(objects), **replicas)
         return scaled_by
+
+    async def _mark_leaving(self, name: str) -> None:
+        """Have the pods that the planner chose end first where there are fewer; others lose the mark."""
+        for role, body in self._cache.roles_of(name).items():
+            leaving = set(body["spec"].get("leaving") or ())
+            for pod in self._cache.pods_of(name, role):
+                metadata = pod["metadata"]
+                cost = (metadata.get("annotations") or {}).get(DELETION_COST)
+                wanted = FIRST_TO_END if metadata["name"] in leaving else None
+                if "deletionTimestamp" in metadata or cost == wanted or cost not in {None, FIRST_TO_END}:
+                    continue
+                mark = {"metadata": {"annotations": {DELETION_COST: wanted}}}
+                try:
+                    await self._client.patch(PODS, metadata["name"], mark)
+                except KubernetesError as error:
+                    if error.status != 404:  # gone meanwhile
+                        raise
 
     async def _keep_role(self, desired: Desired, role: Role, spec: RoleSpec, autoscaler: str) -> int:
         """Make a role's object; returns its number of pods.

@@ -4,7 +4,8 @@ import datetime as dt
 from collections.abc import Sequence
 
 from penstock.core.clock import wall_time_s
-from penstock.deploy.operator.definitions import GRAPHS, ROLES
+from penstock.deploy.hosts.roles import ROLES
+from penstock.deploy.operator.definitions import GRAPHS
 from penstock.deploy.operator.health import Part, conditions_of
 from penstock.runtime.kubernetes.client import KubernetesClient, Object
 
@@ -53,7 +54,12 @@ async def write_graph_status(client: KubernetesClient, body: Object, status: Obj
 
 
 async def write_role_status(client: KubernetesClient, body: Object, part: Part, selector: str) -> None:
-    status = {"replicas": part.total, "readyReplicas": part.ready, "selector": selector}
+    status = {
+        "replicas": part.total,
+        "readyReplicas": part.ready,
+        "selector": selector,
+        "scaledBy": part.scaled_by,
+    }
     if body.get("status") != status:
         await client.patch(ROLES, body["metadata"]["name"], {"status": status}, "status")
 

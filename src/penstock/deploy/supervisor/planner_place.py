@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from penstock.core.types.location import Location
 from penstock.deploy.hosts.connector import HostsConnector
 from penstock.deploy.hosts.host_link import HostLink
+from penstock.deploy.hosts.kubernetes_connector import KubernetesConnector
 from penstock.deploy.hosts.planner_server import PlannerServer
 from penstock.deploy.location import location_here
 from penstock.deploy.messages import Common, Planned
@@ -17,9 +18,14 @@ from penstock.deploy.supervisor.scaling.worker_pool import WorkerPool
 from penstock.graph import Graph
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.handshake import Identity
+from penstock.runtime.kubernetes.access import KubernetesAccess
+from penstock.runtime.kubernetes.client import KubernetesClient
 from penstock.runtime.observations.windows import Window
 from penstock.runtime.tls import PlaneTls
 from penstock.seams import ScalingConnector
+
+_CALL_S = 10.0
+"""Longest call of the API of Kubernetes."""
 
 
 @dataclass(slots=True)
@@ -90,8 +96,15 @@ async def planner_place(
             group = await stack.enter_async_context(asyncio.TaskGroup())
             stack.callback(group.create_task(tls.watch(), name="certificates").cancel)
         if has_planner:
-            connector, seen = HostsConnector(hold_s=config.act.hold_s), ObservationStream()
-            connector.join(name, pool, await pool.scale())
+            seen = ObservationStream()
+            connector: HostsConnector | KubernetesConnector
+            if config.scales == "pods":
+                access = KubernetesAccess.find()
+                client = await stack.enter_async_context(KubernetesClient(access, timeout_s=_CALL_S))
+                connector = KubernetesConnector(client, graph.name, graph.roles.present())
+            else:
+                connector = HostsConnector(hold_s=config.act.hold_s)
+                connector.join(name, pool, await pool.scale())
             server = await stack.enter_async_context(
                 PlannerServer(config.address, identity, connector, seen, tls=tls, own_name=name)
             )

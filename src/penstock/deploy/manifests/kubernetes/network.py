@@ -5,6 +5,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.deploy.manifests.kubernetes.deployed import FRONTEND, WORKER_LABEL, Deployed
+from penstock.deploy.manifests.kubernetes.planner import planner_port
 from penstock.deploy.manifests.paths import weights_from_hub
 from penstock.deploy.manifests.pod_graph import (
     KV_PORT,
@@ -14,6 +15,7 @@ from penstock.deploy.manifests.pod_graph import (
     probe_port,
     workers_per_pod,
 )
+from penstock.deploy.supervisor.local_part import PLANNER
 
 _HTTPS = 443
 _API_SERVER = 6443
@@ -55,8 +57,9 @@ def services(deployed: Deployed) -> Iterator[dict[str, Any]]:
 
 
 def network_policies(deployed: Deployed) -> Iterator[dict[str, Any]]:
-    """Give a policy of frontends and one of workers: who may come in, and at which ports they go out."""
-    probes = probe_port(deployed.graph)
+    """Give a policy of frontends, one of workers and one of the planner: who may come in, and at which ports they go out."""
+    probes, port = probe_port(deployed.graph), planner_port(deployed)
+    to_planner = () if port is None else (_to(deployed.selector(PLANNER), _tcp(port)),)
     requests = _tcp(REQUEST_PORT) if _are_alone(deployed) else None
     workers = deployed.selector() | {WORKER_LABEL: "true"}
     yield _policy(
@@ -64,7 +67,7 @@ def network_policies(deployed: Deployed) -> Iterator[dict[str, Any]]:
         FRONTEND,
         deployed.selector(FRONTEND),
         ingress=[{"ports": _tcp(frontend_port(deployed.graph), probes)}],
-        egress=[_to(workers, requests), *_outside(_frontend_ports(deployed))],
+        egress=[_to(workers, requests), *to_planner, *_outside(_frontend_ports(deployed))],
     )
     among = None if moves_kv_itself(deployed) else _tcp(REQUEST_PORT, KV_PORT)
     yield _policy(
@@ -76,8 +79,16 @@ def network_policies(deployed: Deployed) -> Iterator[dict[str, Any]]:
             _from(workers, among),
             {"ports": _tcp(probes)},
         ],
-        egress=[_to(workers, among), *_outside(_worker_ports(deployed))],
+        egress=[_to(workers, among), *to_planner, *_outside(_worker_ports(deployed))],
     )
+    if port is not None:
+        yield _policy(
+            deployed,
+            PLANNER,
+            deployed.selector(PLANNER),
+            ingress=[_from(deployed.selector(), _tcp(port)), {"ports": _tcp(probes)}],
+            egress=[*_outside(_common_ports(deployed) | {_HTTPS, _API_SERVER})],
+        )
 
 
 def picker_policy(deployed: Deployed, part: str) -> dict[str, Any]:

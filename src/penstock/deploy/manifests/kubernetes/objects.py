@@ -12,6 +12,7 @@ from penstock.deploy.manifests.kubernetes.deployed import (
 )
 from penstock.deploy.manifests.kubernetes.gateway import check_gateway, gateway
 from penstock.deploy.manifests.kubernetes.network import network_policies, services
+from penstock.deploy.manifests.kubernetes.planner import planner_objects
 from penstock.deploy.manifests.kubernetes.volumes import cache_claim
 from penstock.deploy.manifests.kubernetes.workloads import budgets, check_one_node, workloads
 from penstock.deploy.manifests.options import RenderOptions
@@ -44,6 +45,7 @@ def kubernetes_objects(graph: Graph, options: RenderOptions) -> list[dict[str, A
         *([claim] if claim is not None else []),
         *services(deployed),
         *workloads(deployed),
+        *planner_objects(deployed),
         *budgets(deployed),
         *(network_policies(deployed) if options.network_policy else ()),
         *(gateway(deployed, options.gateway) if options.gateway is not None else ()),

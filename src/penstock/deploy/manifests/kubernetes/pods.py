@@ -19,6 +19,7 @@ from penstock.deploy.manifests.pod_graph import (
 )
 from penstock.deploy.secret import SECRET_VARIABLE
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
+from penstock.deploy.supervisor.local_part import PLANNER
 from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
 from penstock.graph import RoleSpec
 
@@ -43,6 +44,15 @@ def frontend_pod(deployed: Deployed) -> dict[str, Any]:
     container["resources"] = {"requests": {"cpu": "1", "memory": "1Gi"}}
     grace_s = _PRE_STOP_S + frontend_drain_s(deployed.graph) + _GRACE_S
     return pod_template(deployed, FRONTEND, None, container, grace_s)
+
+
+def planner_pod(deployed: Deployed, port: int) -> dict[str, Any]:
+    """Give the pod template of the planner, which listens at `port`."""
+    container = _container(deployed, PLANNER, run=PLANNER, image=deployed.options.image)
+    container["args"] += ["--set", f"planner.address=tcp://0.0.0.0:{port}"]
+    container["ports"].insert(0, {"name": "planner", "containerPort": port})
+    container["resources"] = {"requests": {"cpu": "100m", "memory": "512Mi"}}
+    return pod_template(deployed, PLANNER, None, container, _GRACE_S)
 
 
 def worker_pod(deployed: Deployed, name: Role, role: RoleSpec) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock.core.types.instances import Role
-from penstock.deploy.manifests.kubernetes.deployed import FRONTEND, Deployed
+from penstock.deploy.manifests.kubernetes.deployed import Deployed
 from penstock.deploy.manifests.options import CACHE_PATH, GRAPH_PATH
 from penstock.deploy.manifests.paths import disk_directory, weights_from_hub
 from penstock.graph import RoleSpec
@@ -109,4 +109,4 @@ def _cache(deployed: Deployed) -> dict[str, Any]:
 
 
 def _role(deployed: Deployed, part: str) -> RoleSpec | None:
-    return None if part == FRONTEND else deployed.roles[Role(part)]
+    return deployed.roles[Role(part)] if part in {role.value for role in deployed.roles} else None

@@ -1,0 +1,179 @@
+"""A planner's connector by PenstockRoles: others who scale, an API server that is away, pods that are lost or chosen to end."""
+
+import asyncio
+
+import pytest
+
+from penstock.core.errors import RequestError, Unavailable
+from penstock.core.types.instances import Role
+from penstock.core.types.scaling import ReplicaState
+from penstock.deploy.hosts.kubernetes_connector import KubernetesConnector
+from penstock.deploy.hosts.roles import ROLES
+from penstock.planner.act.actor import Actor
+from penstock.testing.loop import run_async
+from tests.support.kubernetes.resources import Object
+from tests.support.pods_of_roles import GRAPH, pods_of_roles
+
+A = Role.AGGREGATED
+NAME = f"{GRAPH}-{A}"
+
+
+async def until(holds):
+    while not (found := await holds()):  # noqa: ASYNC110 - the test's time limit bounds it
+        await asyncio.sleep(0.01)
+    return found
+
+
+async def ready(pods):
+    scale = await pods.connector.scale()
+    return {each.name for each in scale.of(A) if each.state is ReplicaState.READY}
+
+
+def pod_of(pods, name):
+    return next(slot.pod for slot in pods.connector._roles[A].slots if slot.name == name)
+
+
+def test_the_pod_that_the_planner_chose_ends_and_its_name_is_written_with_the_number():
+    async def main():
+        async with pods_of_roles({A: 3}) as pods:
+            (chosen,) = [pod_of(pods, "aggregated-2")]
+            await pods.connector.retire(["aggregated-2"], by="planner")
+            spec = (await pods.client.get(ROLES, NAME))["spec"]
+            assert (spec["replicas"], spec["leaving"]) == (2, [chosen])
+            await until(lambda: pods_are(pods, {"aggregated-1", "aggregated-3"}))
+            assert chosen not in pods.pods[A]
+            await pods.connector.add(A, by="planner")
+            assert (await pods.client.get(ROLES, NAME))["spec"]["leaving"] == [], (
+                "who is gone is not named again"
+            )
+
+    async def pods_are(pods, names):
+        return {each.name for each in (await pods.connector.scale()).replicas} == names
+
+    run_async(main())
+
+
+def test_a_role_of_an_autoscaler_is_shown_and_not_scaled():
+    async def main():
+        async with pods_of_roles({A: 2}) as pods:
+            await pods.client.patch(ROLES, NAME, {"status": {"scaledBy": "keda-hpa-chat"}}, "status")
+            scale = await pods.connector.scale()
+            assert [(limit.owner, limit.room) for limit in scale.limits] == [("keda-hpa-chat", 0)]
+            with pytest.raises(RequestError, match="keda-hpa-chat decides"):
+                await pods.connector.add(A, by="planner")
+            with pytest.raises(RequestError, match="keda-hpa-chat decides"):
+                await pods.connector.retire(["aggregated-1"], by="planner")
+            outcome = await Actor(pods.connector).carry_out({A: 4})
+            assert outcome.refused == ("aggregated: 4 are wanted and 2 are there: keda-hpa-chat decides",)
+            assert (await pods.client.get(ROLES, NAME))["spec"]["replicas"] == 2
+
+    run_async(main())
+
+
+def test_a_persons_number_is_adopted_and_an_order_on_an_old_one_refused():
+    async def main():
+        async with pods_of_roles({A: 1}) as pods:
+            actor = Actor(pods.connector)
+            before = (await actor.look()).scale.revision
+            await pods.client.patch(ROLES, NAME, {"spec": {"replicas": 3}}, "scale")
+            with pytest.raises(RequestError, match="has scaled meanwhile"):
+                await pods.connector.add(A, by="planner", revision=before)
+            assert "has set" in (await actor.carry_out({A: 1})).held
+            await until(lambda: is_ready(pods, 3))
+
+    async def is_ready(pods, count):
+        return len(await ready(pods)) == count
+
+    run_async(main())
+
+
+def test_an_api_server_that_is_away_scales_nothing_and_a_status_is_no_conflict():
+    async def main():
+        async with pods_of_roles({A: 1}) as pods:
+            read = pods.client.get
+
+            async def changed_since(resource, name, subresource=""):
+                body: Object = await read(resource, name, subresource)
+                await pods.client.patch(ROLES, NAME, {"status": {"readyReplicas": 9}}, "status")
+                return body
+
+            pods.client.get = changed_since
+            await pods.connector.add(A, by="planner")
+
+            async def away(resource, name, subresource=""):
+                raise Unavailable("the API server does not answer")
+
+            pods.client.get = away
+            for call in (
+                pods.connector.scale(),
+                pods.connector.add(A, by="x"),
+                pods.connector.retire([], by="x"),
+            ):
+                with pytest.raises(Unavailable, match="does not answer"):
+                    await call
+            pods.client.get = read
+            assert (await read(ROLES, NAME))["spec"]["replicas"] == 2
+
+    run_async(main())
+
+
+def test_a_lost_pod_counts_for_a_while_and_its_worker_then_waits_for_another_pod():
+    async def main():
+        async with pods_of_roles({A: 2}, lost_after_s=0.5) as pods:
+            lost = pod_of(pods, "aggregated-1")
+            host = pods.connector._pods[lost].host
+            pods.connector.leave(lost, on_purpose=False)
+            scale = await pods.connector.scale()
+            assert len(await ready(pods)) == 2
+            assert "a pod was lost" in scale.held
+            with pytest.raises(RequestError, match="a pod was lost"):
+                await pods.connector.retire(["aggregated-2"], by="planner")
+            await until(lambda: only_second(pods))
+            (waiting,) = [
+                each for each in (await pods.connector.scale()).replicas if each.name == "aggregated-1"
+            ]
+            assert (waiting.state, waiting.phase) == (ReplicaState.STARTING, "waits for its pod")
+            pods.connector.join("another-pod", host, await host.scale())
+            assert await ready(pods) == {"aggregated-1", "aggregated-2"}
+            assert (await pods.client.get(ROLES, NAME))["spec"]["replicas"] == 2
+
+    async def only_second(pods):
+        return await ready(pods) == {"aggregated-2"}
+
+    run_async(main())
+
+
+def test_a_planner_that_starts_again_takes_no_second_worker_away():
+    async def main():
+        async with pods_of_roles({A: 3}) as pods:
+            second = KubernetesConnector(pods.client, GRAPH, [A], settle_s=0.0)
+            for name, pod in pods.connector._pods.items():
+                second.join(name, pod.host, await pod.host.scale())
+            chosen = pod_of(pods, "aggregated-3")
+            pods.pods[A].pop(chosen)  # it is slow to end
+            await pods.connector.retire(["aggregated-3"], by="planner")
+            scale = await second.scale()
+            assert len(scale.of(A)) == 2
+            assert [each.state for each in scale.replicas].count(ReplicaState.DRAINING) == 1
+            assert not (await Actor(second).carry_out({A: 2})).plan.retires
+
+    run_async(main())
+
+
+def test_of_a_stateful_set_the_last_pods_end():
+    async def main():
+        async with pods_of_roles({A: 1}) as pods:
+            pods.is_stateful = True
+            (old,) = pods.pods[A]
+            await pods.connector.add(A, 2, by="planner")
+            await until(lambda: is_ready(pods, 3))
+            slots = {slot.pod: slot.name for slot in pods.connector._roles[A].slots}
+            first, last = slots[f"{GRAPH}-{A}-1"], slots[f"{GRAPH}-{A}-2"]
+            await pods.connector.retire([first], by="planner")
+            assert await ready(pods) == {slots[old], first}
+            assert last not in await ready(pods)
+
+    async def is_ready(pods, count):
+        return len(await ready(pods)) == count
+
+    run_async(main())
