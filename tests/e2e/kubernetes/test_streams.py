@@ -42,8 +42,8 @@ class Service:
 
 
 @contextlib.asynccontextmanager
-async def running(here, tmp_path, *, tokens=TOKENS, drain_s=0.5):
-    """Run a graph as processes, with streams through its frontends; each has to be whole, and as it is undisturbed."""
+async def deployed(here, tmp_path, *, drain_s=0.5, **graph):
+    """Run a graph as processes; gives the Service of its frontends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -57,19 +57,38 @@ async def running(here, tmp_path, *, tokens=TOKENS, drain_s=0.5):
         secrets={"secret": "a secret of the test"},
         environment={"KUBECONFIG": str(config)},
     )
+    usual = {"roles": {"aggregated": {"engine": "mock", "replicas": 2, "mock": {"speedup": 0.5}}}}
     await here.apply(
-        roles={"aggregated": {"engine": "mock", "replicas": 2, "mock": {"speedup": 0.5}}},
         frontend={"port": port, "processes": 2},
         supervision={"spare_processes": 0},
         worker={"drain_timeout_s": drain_s},
+        **(usual | graph),
     )
     here.start_operator(lease_s=15)
     settling = here.group.create_task(settle(here))
     service = Service(here, port)
     following = here.group.create_task(service.follow())
     await here.serves()
-    since = (await here.condition("Ready"))["lastTransitionTime"]
     await asyncio.sleep(2 * SERVICE_S)
+    yield service
+    following.cancel()
+    settling.cancel()
+
+
+@contextlib.asynccontextmanager
+async def running(here, tmp_path, *, tokens=TOKENS, drain_s=0.5):
+    """Run a graph as processes, with streams through its frontends."""
+    async with (
+        deployed(here, tmp_path, drain_s=drain_s) as service,
+        streaming(here, service, tokens=tokens) as load,
+    ):
+        yield load
+
+
+@contextlib.asynccontextmanager
+async def streaming(here, service, *, tokens=TOKENS):
+    """Send streams; each has to be whole, and as it is undisturbed."""
+    since = (await here.condition("Ready"))["lastTransitionTime"]
     async with Load(service.url, PROMPTS, tokens=tokens) as load:
         await load.more(len(PROMPTS))
         yield load
@@ -79,8 +98,6 @@ async def running(here, tmp_path, *, tokens=TOKENS, drain_s=0.5):
         assert len(answers) == 1, f"{prompt}: not every stream gave the same"
     ready = await here.condition("Ready")
     assert (ready["status"], ready["lastTransitionTime"]) == ("True", since), "it was ready all the time"
-    following.cancel()
-    settling.cancel()
 
 
 async def settle(here):

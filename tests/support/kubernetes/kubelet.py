@@ -23,11 +23,13 @@ from tests.support.kubernetes.store import Store, now
 
 NETWORK = f"127.{1 + os.getpid() % 250}.{os.getpid() // 250 % 250}"
 """Of loopback addresses that no other run of the tests has."""
+PLANNER = f"{NETWORK}.254"
+"""Stands for the Service of the planner's pod, and for the pod."""
 _KUBELET = Manager("kubelet", "Update", "status")
 _SCHEDULER = Manager("kube-scheduler", "Update")
 _PROBE_S = 0.2
 _RESTART_S_MAX = 5.0
-_POD_COUNT_MAX = 254
+_POD_COUNT_MAX = 253
 
 
 def command_of(
@@ -44,7 +46,8 @@ def command_of(
     """
     (container,) = pod["spec"]["containers"]
     for file, text in files.items():
-        (folder / file).write_text(text.replace("0.0.0.0", address))
+        told = re.sub(r"tcp://[a-z-]+-planner:", f"tcp://{PLANNER}:", text)
+        (folder / file).write_text(told.replace("0.0.0.0", address))
     given = {
         "status.podIP": address,
         "metadata.name": pod["metadata"]["name"],
@@ -61,7 +64,7 @@ def command_of(
         elif (key := source["secretKeyRef"]["key"]) in secrets:
             environment[variable["name"]] = secrets[key]
     words = [re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], word) for word in container["args"]]
-    words = [word.replace("/etc/penstock/", f"{folder}/") for word in words]
+    words = [word.replace("/etc/penstock/", f"{folder}/").replace("0.0.0.0", PLANNER) for word in words]
     return [sys.executable, "-m", "penstock", *words], environment
 
 

@@ -51,6 +51,7 @@ def planner_pod(deployed: Deployed, port: int) -> dict[str, Any]:
     container = _container(deployed, PLANNER, run=PLANNER, image=deployed.options.image)
     container["args"] += ["--set", f"planner.address=tcp://0.0.0.0:{port}"]
     container["ports"].insert(0, {"name": "planner", "containerPort": port})
+    container["readinessProbe"] = _http("/live", "probes", period_s=5, failures=2)
     container["resources"] = {"requests": {"cpu": "100m", "memory": "512Mi"}}
     return pod_template(deployed, PLANNER, None, container, _GRACE_S)
 
