@@ -177,3 +177,22 @@ def test_of_a_stateful_set_the_last_pods_end():
         return len(await ready(pods)) == count
 
     run_async(main())
+
+
+def test_a_number_that_is_set_between_look_and_write_stays():
+    async def main():
+        async with pods_of_roles({A: 1}) as pods:
+            read = pods.client.get
+
+            async def overtaken(resource, name, subresource=""):
+                body: Object = await read(resource, name, subresource)
+                if body["spec"]["replicas"] == 1:
+                    await pods.client.patch(ROLES, NAME, {"spec": {"replicas": 5}}, "scale")
+                return body
+
+            pods.client.get = overtaken
+            with pytest.raises(RequestError, match="aggregated: not scaled"):
+                await pods.connector.add(A, by="planner")
+            assert (await read(ROLES, NAME))["spec"]["replicas"] == 5
+
+    run_async(main())

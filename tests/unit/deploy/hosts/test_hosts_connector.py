@@ -181,3 +181,26 @@ def test_flips_go_to_the_worker_s_host_and_may_take_its_last_one():
                 await connector.flip("decode-1@a", P, by="x")
 
     run_virtual(main())
+
+
+def test_a_host_that_somebody_scales_between_look_and_order_refuses_the_order():
+    async def main():
+        class Overtaken:
+            def __init__(self, pool):
+                self.pool = pool
+
+            def __getattr__(self, name):
+                return getattr(self.pool, name)
+
+            async def add(self, role, count=1, *, by, revision=None):
+                await self.pool.add(role, by="a person")
+                return await self.pool.add(role, count, by=by, revision=revision)
+
+        async with two_hosts({A: 1}, {A: 1}, rooms=(1, 4)) as (connector, _, b):
+            connector.join("b", Overtaken(b), await b.scale())
+            with pytest.raises(RequestError, match="a person has scaled meanwhile"):
+                await connector.add(A, by="planner")
+            assert len(b.workers) == 2
+            assert (await connector.scale()).changed_by == "a person at b"
+
+    run_virtual(main())
