@@ -9,6 +9,7 @@ from penstock.core.errors import RequestError
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.types.kv.actions import KvAction
+from penstock.core.types.load import ModelLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import pack_tokens, unpack_tokens
@@ -51,6 +52,9 @@ class ScriptedDispatcher:
 
     def expects(self, name: str) -> bool:
         return name in self.away
+
+    def load(self, model: str) -> ModelLoad | None:
+        return ModelLoad(workers=1, block_size=16) if model in self.models() else None
 
     def retry_after_s(self) -> float:
         return self.busy_s

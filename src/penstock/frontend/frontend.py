@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import RequestError
 from penstock.core.types.cards import ModelCard
+from penstock.core.types.load import ModelLoad
 from penstock.core.wire import token_list
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.embedding_run import EmbeddingRun
@@ -355,6 +356,11 @@ class Frontend:
     def model(self, name: str) -> ModelEntry:
         """Raises: UnknownModelError: no worker serves it."""
         return _entry(self._models.card(name))
+
+    def loads(self) -> dict[str, ModelLoad]:
+        """Give the load of each model that is served now, adapters left out."""
+        names = (card.name for card in self.dispatcher.models().values() if card.parent is None)
+        return {name: load for name in names if (load := self.dispatcher.load(name)) is not None}
 
     def unhealthy(self) -> str | None:
         """Give the reason why no request can be served now; None if one can."""

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, Self
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.types.kv.actions import KvAction
+from penstock.core.types.load import ModelLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Request
 
@@ -110,6 +111,10 @@ class RequestDispatcher(Protocol):
 
     def expects(self, name: str) -> bool:
         """Say whether a registered worker that cannot take requests now serves this model or adapter."""
+        ...
+
+    def load(self, model: str) -> ModelLoad | None:
+        """Give the load of a model's ready workers together; None without any."""
         ...
 
     def retry_after_s(self) -> float:

@@ -51,6 +51,7 @@ class EngineInfo(Wire, frozen=True):
         media: what it takes besides text; its worker refuses requests with anything else.
         embedding_size: values of an embedding (`Request.embeds`); 0: it makes none, and its worker refuses such requests.
         structured_outputs: whether it keeps to `SamplingParams.structured`; if not, its worker refuses such requests.
+        is_deployment: whether it is another deployment, whose router chooses the worker; it gets no forwarded request.
         sampling_fields: which of `OPTIONAL_SAMPLING` it heeds; its worker refuses requests with the others.
     """
 
@@ -73,6 +74,7 @@ class EngineInfo(Wire, frozen=True):
     kv_holders: tuple[KvHolder, ...] = ()
     embedding_size: int = 0
     sampling_fields: tuple[str, ...] = ()
+    is_deployment: bool = False
 
 
 class Prices(Wire, frozen=True):

@@ -100,6 +100,24 @@ class SessionCounts(Wire, frozen=True):
     speculative_wasted: int = 0
 
 
+class ModelLoad(Wire, frozen=True):
+    """The load of a model's ready workers together, as a frontend knows it; other deployments that it may use do not count.
+
+    Attributes:
+        workers: that may get requests now.
+        queued_prefill_tokens: as in `WorkerLoad`, like the others; prefill workers' included.
+    """
+
+    workers: int
+    block_size: int
+    running_requests: int = 0
+    waiting_requests: int = 0
+    queued_prefill_tokens: int = 0
+    context_tokens: int = 0
+    active_blocks: int = 0
+    total_blocks: int = 0
+
+
 class WorkerLoad(Wire, frozen=True):
     """A worker's report to one frontend; the router adds what it has reserved since.
 

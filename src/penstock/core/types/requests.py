@@ -151,6 +151,7 @@ class Request(Wire, frozen=True):
         peer: a worker that has more of the prompt's KV than this one; None: nobody is known to.
         trace: for logs and traces; None: the client said nothing.
         embeds: the answer is `Delta.embedding` of the prompt; its one token means nothing.
+        is_forwarded: another deployment's router sent it here, and it goes to no further deployment.
     """
 
     request_id: RequestId
@@ -184,6 +185,7 @@ class Request(Wire, frozen=True):
     peer: KvPeer | None = None
     trace: TraceContext | None = None
     embeds: bool = False
+    is_forwarded: bool = False
 
     def extra_after(self, start: int) -> list[tuple[int, bytes]]:
         """Give what the block hashes of the tokens from `start` on cover besides them, positions counted from `start`."""

@@ -12,7 +12,7 @@ from penstock.core.errors import ConfigError
 
 _URL = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 _KEY_BYTES_MAX = 16_384
-ApiName = Literal["auto", "vllm", "trtllm", "sglang", "llamacpp", "ollama", "text"]
+ApiName = Literal["auto", "vllm", "trtllm", "sglang", "llamacpp", "ollama", "penstock", "text"]
 
 
 class LimitsConfig(Config):

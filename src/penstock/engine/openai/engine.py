@@ -112,13 +112,14 @@ class ServerEngine:
                 raise WrongServerError(f"{self._server.url}: {error.message}") from error
         self._info = EngineInfo(
             block_size=serving.block_size,
-            total_blocks=serving.kv_blocks or (tokens or 0) // serving.block_size,
+            total_blocks=serving.kv_blocks or (tokens or 0) // self._outside.workers // serving.block_size,
             context_length=min(serving.context_length, described.context_length or serving.context_length),
             max_batch_tokens=serving.max_batch_tokens,
             max_running_requests=serving.max_running_requests,
             kv_events=self._subscriber is not None,
             announces=True,
             structured_outputs=self._server.api.constrains,
+            is_deployment=described.owner == "penstock",
             sampling_fields=("logit_bias", "allowed_token_ids") if self._server.api.constrains else (),
         )
         return self._info
@@ -181,24 +182,29 @@ class ServerEngine:
         self._on_problem = listener
 
     def load(self) -> WorkerLoad:
-        """Report our requests and, as far as the server tells, those of its other clients."""
+        """Report our requests and, as far as the server tells, those of its other clients.
+
+        Of a deployment of several workers it is the mean worker's load: what a request finds there.
+        """
         size = self._serving.block_size
         streams = [stream for stream in self._streams.values() if not stream.is_background]
         begun = [stream for stream in streams if stream.num_tokens]
         others, queued = self._others(len(streams))
+        outside, share = self._outside, self._outside.workers
         context = sum(num_tokens(each.request.token_ids) + each.num_tokens for each in begun)
+        prefill = sum(num_tokens(s.request.token_ids) for s in streams if not s.num_tokens)
         total = self._info.total_blocks if self._info is not None else 0
         used = sum(-(-(num_tokens(s.request.token_ids) + s.num_tokens) // size) for s in streams)
         if self._outside.kv_usage is not None and others + queued:
-            used = max(used, round(self._outside.kv_usage * total))
+            used = max(used, round(self._outside.kv_usage * total * share))
         return msgspec.structs.replace(
             self._totals,
-            running_requests=len(begun) + others,
-            waiting_requests=len(streams) - len(begun) + queued,
-            active_blocks=used,
+            running_requests=-(-(len(begun) + others) // share),
+            waiting_requests=(len(streams) - len(begun) + queued) // share,
+            active_blocks=used // share,
             total_blocks=total,
-            queued_prefill_tokens=sum(num_tokens(s.request.token_ids) for s in streams if not s.num_tokens),
-            context_tokens=context,
+            queued_prefill_tokens=max(prefill, outside.queued_tokens or 0) // share,
+            context_tokens=max(context, outside.context_tokens or 0) // share,
         )
 
     async def close(self) -> None:

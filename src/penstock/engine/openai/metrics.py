@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from penstock.core.types.load import ModelLoad
+
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? +([^ ]+)(?: +-?\d+)?")
 _BLOCK_COUNT = re.compile(r'(?:^|,)num_gpu_blocks="([0-9]{1,12})"')
 _BLOCK_SIZE = re.compile(r'(?:^|,)block_size="([0-9]{1,6})"')
@@ -12,6 +14,7 @@ _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requ
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 _BLOCKS = "vllm:cache_config_info"
 _TOKENS = "sglang:max_total_num_tokens"
+_WORKERS_MAX, _COUNT_MAX = 1_000_000, 10**15
 _LINE_CHARACTERS_MAX = 16_384
 _LINES_MAX = 20_000
 """Lines that are looked at: vLLM has 5,000, and reading goes on at every `load_interval_s`."""
@@ -24,6 +27,9 @@ class ServerLoad:
     kv_usage:  share of the KV cache in use, 0 to 1
     kv_tokens: tokens that the KV cache holds
     block_size: tokens of a KV block
+    workers:   that share the load; everything is of all of them together
+    queued_tokens: prompt tokens not computed yet
+    context_tokens: of requests that are answered
     """
 
     running: int | None = None
@@ -31,6 +37,29 @@ class ServerLoad:
     kv_usage: float | None = None
     kv_tokens: int | None = None
     block_size: int | None = None
+    workers: int = 1
+    queued_tokens: int | None = None
+    context_tokens: int | None = None
+
+
+def deployment_load(load: ModelLoad) -> ServerLoad:
+    """Give the load of another deployment of Penstock; what it says is bounded, as it comes from elsewhere."""
+    workers = min(max(load.workers, 1), _WORKERS_MAX)
+    size, total = max(load.block_size, 1), max(load.total_blocks, 0)
+    return ServerLoad(
+        running=_count(load.running_requests),
+        waiting=_count(load.waiting_requests),
+        kv_usage=min(max(load.active_blocks / total, 0.0), 1.0) if total else None,
+        kv_tokens=_count(total * size) or None,
+        block_size=size,
+        workers=workers,
+        queued_tokens=_count(load.queued_prefill_tokens),
+        context_tokens=_count(load.context_tokens),
+    )
+
+
+def _count(number: int) -> int:
+    return min(max(number, 0), _COUNT_MAX)
 
 
 def read_load(text: str) -> ServerLoad:

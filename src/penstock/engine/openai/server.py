@@ -11,6 +11,7 @@ import msgspec
 from penstock.core.errors import Overloaded, PenstockError, StepFailed, Unavailable, WrongServerError
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import Role
+from penstock.core.types.load import ModelLoad
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.openai.apis.api import UNREADABLE, Api, Piece
@@ -20,13 +21,14 @@ from penstock.engine.openai.apis.ollama import Ollama
 from penstock.engine.openai.apis.sglang import SglangGenerate
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.connection import Connection, NotThere
-from penstock.engine.openai.metrics import ServerLoad, read_load
+from penstock.engine.openai.metrics import ServerLoad, deployment_load, read_load
 from penstock.engine.openai.pairs import SGLANG_TRIAL, transfer_kind
 from penstock.engine.openai.text import TextCodec
 
 _SAMPLE = "Hello, world! 12345 naïve 你好 🎉\n\tdef f(x): return x"
 _OWNERS = {
     "vllm": "vllm", "sglang": "sglang", "tensorrt_llm": "trtllm", "llamacpp": "llamacpp", "library": "ollama",
+    "penstock": "penstock",
 }  # fmt: skip
 """APIs by `owned_by` in `/v1/models`."""
 
@@ -71,6 +73,7 @@ class Server:
         self._codec = codec
         self._role = role
         self._api: Api | None = None
+        self._served: ServedModel | None = None
 
     @property
     def api(self) -> Api:
@@ -100,7 +103,11 @@ class Server:
             pass
         except Overloaded as error:  # loading, or its engine is dead
             raise Unavailable(error.message) from error
-        return await self._find_model(timeout_s)
+        served = await self._find_model(timeout_s)
+        self._served = served
+        if served.owner == "penstock" and not (await self._deployment_load(served.name)).workers:
+            raise Unavailable(f"{self.url}: no worker of its own serves {served.name!r} now")
+        return served
 
     async def try_out(self, served: ServedModel) -> None:
         """Find its API unless that is known, compare tokenizers, and ask for one token.
@@ -144,6 +151,9 @@ class Server:
         Raises:
             Unavailable: it does not answer.
         """
+        if self._served is not None and self._served.owner == "penstock":
+            load = await self._deployment_load(self._served.name)
+            return deployment_load(load)
         try:
             content = await self.connection.get(
                 "/metrics", timeout_s=self._config.health.timeout_s, bytes_max=_METRICS_BYTES_MAX
@@ -178,10 +188,9 @@ class Server:
         self, api: Api, request: Request, extra: dict[str, Any], on_sent: Callable[[], None]
     ) -> AsyncIterator[AsyncIterator[Piece]]:
         body = api.body(request, self.prompt(api, request)) | extra
+        headers = {**api.headers, **({} if request.trace is None else request.trace.headers())}
         async with (
-            self.connection.stream(
-                api.path, body, on_sent, None if request.trace is None else request.trace.headers()
-            ) as lines,
+            self.connection.stream(api.path, body, on_sent, headers) as lines,
             aclosing(self._pieces(api, request, lines)) as pieces,
         ):
             yield pieces
@@ -236,6 +245,18 @@ class Server:
             " model, give its name there: --engine-arg model=NAME (penstock router: --set servers.model=NAME)"
         )
 
+    async def _deployment_load(self, model: str) -> ModelLoad:
+        """Ask another deployment of Penstock for a model's load; one without workers where it has none.
+
+        Raises:
+            Unavailable: it does not answer, or with something else.
+        """
+        content = await self.connection.get("/load", timeout_s=self._config.health.timeout_s)
+        try:
+            return _loads.decode(content).models.get(model, ModelLoad(workers=0, block_size=1))
+        except UNREADABLE as error:
+            raise Unavailable(f"{self.url}/load: no load of models ({error})") from error
+
     async def _slot_context(self, timeout_s: float) -> int | None:
         """Give the context length of a request to llama.cpp, which divides its context between its slots."""
         try:
@@ -276,6 +297,7 @@ class Server:
         makers: dict[str, Callable[[], Api]] = {
             "vllm": lambda: Completions(name, "vllm"),
             "trtllm": lambda: Completions(name, "trtllm"),
+            "penstock": lambda: Completions(name, "penstock"),
             "sglang": SglangGenerate,
             "llamacpp": LlamaCpp,
             "ollama": lambda: Ollama(name),
@@ -340,10 +362,15 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
+class _Loads(msgspec.Struct):
+    models: dict[str, ModelLoad]
+
+
 class _Tokenized(msgspec.Struct):
     tokens: list[int] = []
 
 
 _props = msgspec.json.Decoder(_Props)
 _models = msgspec.json.Decoder(_Models)
+_loads = msgspec.json.Decoder(_Loads)
 _tokenized = msgspec.json.Decoder(_Tokenized)

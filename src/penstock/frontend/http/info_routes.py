@@ -30,6 +30,7 @@ class InfoRoutes:
             web.get("/tokenizer_info", self._tokenizer_info),
             web.get("/health", self._health),
             web.get("/live", self._live),
+            web.get("/load", self._load),
             web.get("/ping", self._health),
             web.post("/ping", self._health),
             web.get("/version", self._show_version),
@@ -52,6 +53,9 @@ class InfoRoutes:
         if reason is not None:
             return json_response(encode({"status": "unavailable", "reason": reason}), status=503)
         return json_response(encode({"status": "ok", "models": sorted(self._frontend.dispatcher.models())}))
+
+    async def _load(self, _: web.Request) -> web.Response:
+        return json_response(encode({"models": self._frontend.loads()}))
 
     async def _live(self, _: web.Request) -> web.Response:
         return json_response(b'{"status":"live"}')

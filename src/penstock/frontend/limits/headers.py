@@ -12,6 +12,8 @@ from penstock.frontend.limits.trace_context import read_trace
 from penstock.frontend.tenants.tenants import PRIORITY_MAX, Tenant
 
 EXPLAIN_HEADER = "X-Penstock-Explain"
+FORWARDED_HEADER = "X-Penstock-Forwarded"
+"""1 in a request of another deployment's router. Anybody may send it: the request then stays here."""
 TTFT_HEADER = "X-Penstock-SLO-TTFT-Ms"
 ITL_HEADER = "X-Penstock-SLO-ITL-Ms"
 TTFT_MS = (1.0, 3_600_000.0)
@@ -27,7 +29,7 @@ class RequestOptions(msgspec.Struct, frozen=True):
 
     `session` is the client's session id. `explains`: the answer includes the routing decision. `tenant` and SLO targets as in
     `Request`. `priority` is the header's, None without; `usual_priority` and `priority_max` are the tenant's. `cache_salt` is
-    the tenant's, too: empty for that of everybody.
+    the tenant's, too: empty for that of everybody. `is_forwarded` as in `Request`.
     """
 
     session: str | None = None
@@ -40,6 +42,7 @@ class RequestOptions(msgspec.Struct, frozen=True):
     priority_max: int = PRIORITY_MAX
     cache_salt: str = ""
     trace: TraceContext | None = None
+    is_forwarded: bool = False
 
     def priority_of(self, asked: int | None) -> int:
         """Give the request's priority: the header's, else what its body has `asked` for, else the tenant's; at most the tenant's highest."""
@@ -73,6 +76,7 @@ def read_options(headers: Mapping[str, str], config: FrontendConfig, tenant: Ten
         priority_max=tenant.priority_max,
         cache_salt=tenant.cache_salt,
         trace=read_trace(headers),
+        is_forwarded=headers.get(FORWARDED_HEADER, "").strip() == "1",
     )
 
 

@@ -80,6 +80,7 @@ class GenerationRequest(SamplingExtensions, kw_only=True):
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     guided_json: Any = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -138,10 +139,18 @@ class ChatRequest(GenerationRequest, kw_only=True):
     web_search_options: Any = None
 
 
+class ContinuationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Says that an answer goes on: the last `num_emitted` tokens of the prompt are its own, of choice `choice` of its request."""
+
+    num_emitted: int
+    choice: int = 0
+
+
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
+    continuation: ContinuationBody | None = None
     best_of: int | None = None
     suffix: Any = None  # refused unless it asks for nothing
 

@@ -123,6 +123,7 @@ def check_completion(request: CompletionRequest, choices_max: int) -> None:
             param="best_of",
         )
     prompt = request.prompt
+    _check_continuation(request, choices_max)
     if isinstance(prompt, str):
         return
     if not prompt:
@@ -143,6 +144,29 @@ def check_completion(request: CompletionRequest, choices_max: int) -> None:
             f"prompt: {len(prompt)} prompts times n = {each} are {choices} choices, "
             f"at most {choices_max} are allowed; send several requests",
             param="prompt",
+        )
+
+
+def _check_continuation(request: CompletionRequest, choices_max: int) -> None:
+    said, prompt = request.continuation, request.prompt
+    if said is None:
+        return
+    if (
+        isinstance(prompt, str)
+        or not prompt
+        or not isinstance(prompt[0], int)
+        or request.answers_per_prompt > 1
+    ):
+        raise RequestError("continuation: needs a prompt of token ids, and one choice", param="continuation")
+    if not 0 <= said.num_emitted < len(prompt):
+        raise RequestError(
+            f"continuation.num_emitted: must be >= 0 and < {len(prompt)}, the prompt's tokens, got {said.num_emitted}",
+            param="continuation.num_emitted",
+        )
+    if not 0 <= said.choice < choices_max:
+        raise RequestError(
+            f"continuation.choice: must be >= 0 and < {choices_max}, got {said.choice}",
+            param="continuation.choice",
         )
 
 

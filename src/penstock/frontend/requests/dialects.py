@@ -5,7 +5,7 @@ from penstock.frontend.anthropic.translate import check_messages, parse_count
 from penstock.frontend.embeddings.bodies import check_embeddings, parse_embeddings
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from penstock.frontend.openai.dialect import AnswerContext, Dialect, ParsedBody
-from penstock.frontend.openai.events import EventStream, WholeAnswer
+from penstock.frontend.openai.events import EventStream, TokenBytes, WholeAnswer
 from penstock.frontend.openai.validation import check_chat, check_completion
 from penstock.frontend.responses.events import RESPONSES
 from penstock.frontend.tokens.bodies import check_tokenize, parse_tokenize
@@ -29,12 +29,21 @@ def _check_completion(parsed: ParsedBody, choices_max: int) -> None:
     check_completion(parsed.request, choices_max)
 
 
+def _token_names(context: AnswerContext) -> TokenBytes:
+    return _named_by_id if context.request.return_tokens_as_token_ids else context.token_bytes
+
+
+def _named_by_id(token_id: int) -> bytes:
+    """Name a token of log-probabilities by its id, as vLLM does."""
+    return b"token_id:%d" % token_id
+
+
 def _stream(context: AnswerContext) -> EventStream:
     options = context.request.stream_options
     include_usage = options is not None and bool(options.include_usage)
     return EventStream(
         context.envelope,
-        context.token_bytes,
+        _token_names(context),
         include_usage=include_usage,
         usage_so_far=context.usage
         if include_usage and options is not None and options.continuous_usage_stats
@@ -48,7 +57,7 @@ def _whole(context: AnswerContext) -> WholeAnswer:
     if isinstance(request, CompletionRequest) and request.answers_per_prompt > (request.n or 1):
         best, logprobs = (request.n or 1, request.answers_per_prompt), request.logprobs is not None
     return WholeAnswer(
-        context.envelope, context.token_bytes, choices=context.choices, logprobs=logprobs, best=best
+        context.envelope, _token_names(context), choices=context.choices, logprobs=logprobs, best=best
     )
 
 

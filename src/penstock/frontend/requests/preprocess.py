@@ -164,6 +164,13 @@ class Preprocessor:
                 sampling = msgspec.structs.replace(
                     sampling, max_tokens=max(max_tokens, 1), prompt_logprobs=asked
                 )
+            going_on = request.continuation if isinstance(request, CompletionRequest) else None
+            emitted = 0 if going_on is None else going_on.num_emitted
+            if emitted:  # what engines count includes them
+                least = sampling.min_tokens + emitted if sampling.min_tokens else 0
+                sampling = msgspec.structs.replace(
+                    sampling, max_tokens=sampling.max_tokens + emitted, min_tokens=least
+                )
             for _ in range(n):
                 requests.append(
                     Request(
@@ -174,7 +181,8 @@ class Preprocessor:
                         sampling=sampling,
                         block_hashes=prompt.block_hashes,
                         salt=salt,
-                        choice=len(requests),
+                        choice=len(requests) if going_on is None else going_on.choice,
+                        num_emitted=emitted,
                         deadline_s=deadline_s,
                         session=session,
                         session_control=agent.control,
@@ -189,6 +197,7 @@ class Preprocessor:
                         media=prompt.expanded,
                         trace=options.trace,
                         embeds=embeds,
+                        is_forwarded=options.is_forwarded,
                     )
                 )
         prepared = PreparedRequest(

@@ -18,6 +18,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.types.kv.actions import KvAction, KvUnpin
+from penstock.core.types.load import ModelLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Request
 from penstock.router.config import RouterConfig
@@ -119,6 +120,12 @@ class Dispatcher:
     def expects(self, name: str) -> bool:
         """Say whether a worker that is listed, and cannot take requests now, serves this model or adapter."""
         return self._shared.fleet.expects(name)
+
+    def load(self, model: str) -> ModelLoad | None:
+        """Sum the load of a model's ready workers; None without any."""
+        fleet = self._shared.fleet
+        pool = fleet.pools.get(model)
+        return None if pool is None or not pool.has_ready else pool.load(fleet.loads)
 
     def retry_after_s(self) -> float:
         """Predict the seconds until all queued requests have left."""

@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from penstock.core.errors import Unavailable
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import InstanceState, Role
+from penstock.core.types.load import ModelLoad
 from penstock.core.types.requests import Request
 from penstock.core.wire import PackedHashes
 from penstock.perf.topology import NetworkPath
 from penstock.router.fleet.adapters import Adapters
 from penstock.router.links.kv_transfer_pairs import KvTransferPairs
+from penstock.router.workers.loads import LoadTracker
 from penstock.router.workers.member import Member, identity
 from penstock.router.workers.price_table import PriceTable
 from penstock.router.workers.traffic import Traffic
@@ -48,6 +50,7 @@ class WorkerPool:
         self.traffic = Traffic()
         self._show(np.zeros((2, num_slots), dtype=np.bool_))
         self._roles: dict[int, Role] = {}  # by slot
+        self._deployments: set[int] = set()  # slots
         self._votes: dict[Member, _Vote] = {}
         self._counts: Counter[_Vote] = Counter()  # no zeros
         self._num_staying = 0
@@ -70,6 +73,7 @@ class WorkerPool:
         if self._roles.get(slot) is not instance.role:
             self.set_ready(slot, is_ready=False)
             self._roles[slot] = instance.role
+        (self._deployments.add if instance.engine.is_deployment else self._deployments.discard)(slot)
         self.adapters.put(slot, instance, is_ready=bool(self.ready[slot]))
         self.pairs.put(slot, instance)
         self.prices.put(slot, instance, member.price_correction.factor, path)
@@ -91,6 +95,7 @@ class WorkerPool:
         self.set_ready(slot, is_ready=False)
         self.adapters.remove(slot, is_ready=False)
         del self._roles[slot]
+        self._deployments.discard(slot)
         self.pairs.remove(slot)
         self.prices.remove(slot)
         return self._keep_canonical()
@@ -155,6 +160,29 @@ class WorkerPool:
     def has_ready_prefill(self) -> bool:
         """Whether any prefill worker may get prompts."""
         return bool(np.count_nonzero(self.ready_prefill))
+
+    def workers_only(self, ready: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Leave other deployments out of some ready workers."""
+        if not self._deployments:
+            return ready
+        ready = ready.copy()
+        ready[list(self._deployments)] = False
+        return ready
+
+    def load(self, loads: LoadTracker) -> ModelLoad:
+        """Sum the loads of the workers that may get requests now, the router's own requests included."""
+        ready = self.workers_only(self.ready)
+        any_role = ready | self.ready_prefill
+        return ModelLoad(
+            workers=int(np.count_nonzero(ready)),
+            block_size=self.card.block_size,
+            running_requests=int(loads.running_requests[ready].sum()),
+            waiting_requests=int(loads.waiting_requests[any_role].sum()),
+            queued_prefill_tokens=int(loads.queued_prefill_tokens[any_role].sum()),
+            context_tokens=int(loads.context_tokens[ready].sum()),
+            active_blocks=int(loads.active_blocks[ready].sum()),
+            total_blocks=int(loads.total_blocks[ready].sum()),
+        )
 
     def mismatch(self, member: Member) -> str | None:
         """Say why a worker's card does not match the canonical one; None where it does."""

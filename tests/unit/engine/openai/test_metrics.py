@@ -2,7 +2,8 @@
 
 import pytest
 
-from penstock.engine.openai.metrics import ServerLoad, read_load
+from penstock.core.types.load import ModelLoad
+from penstock.engine.openai.metrics import ServerLoad, deployment_load, read_load
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -22,6 +23,23 @@ sglang:token_usage{model_name="m"} 0.5
 
 def test_vllm_with_two_engines():
     assert read_load(VLLM) == ServerLoad(running=7, waiting=1, kv_usage=0.5, kv_tokens=1600, block_size=16)
+
+
+def test_another_deployments_load_is_of_all_its_workers():
+    load = ModelLoad(workers=4, block_size=16, running_requests=9, active_blocks=50, total_blocks=200)
+    read = deployment_load(load)
+    assert (read.workers, read.running, read.kv_usage, read.kv_tokens) == (4, 9, 0.25, 3200)
+
+
+def test_what_a_deployment_says_is_bounded():
+    wild = dict.fromkeys(
+        ("running_requests", "waiting_requests", "queued_prefill_tokens", "active_blocks"), -(10**30)
+    )
+    for factor in (1, -1):
+        load = ModelLoad(workers=factor * 10**30, block_size=0, total_blocks=10**30, **wild)
+        read = deployment_load(load)
+        assert 1 <= read.workers <= 10**6
+        assert (read.running, read.waiting, read.queued_tokens, read.kv_usage) == (0, 0, 0, 0.0)
 
 
 def test_sglang_and_llamacpp():

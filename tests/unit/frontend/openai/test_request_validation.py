@@ -9,6 +9,7 @@ from penstock.frontend.openai.bodies import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
+    ContinuationBody,
     Message,
     StreamOptions,
 )
@@ -115,6 +116,20 @@ def test_the_best_are_of_at_least_as_many_as_are_given() -> None:
     assert "are 10 choices, at most 8" in completion_refusal(prompt=["a"] * 2, best_of=5).message
     check_completion(CompletionRequest(model="m", prompt="x", n=2, best_of=2, stream=True), choices_max=8)
     check_completion(CompletionRequest(model="m", prompt="x", n=2, best_of=8), choices_max=8)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said", "field"),
+    [
+        ("text", {"num_emitted": 0}, "continuation"),
+        ([[1, 2]], {"num_emitted": 1}, "continuation"),
+        ([1, 2], {"num_emitted": 2}, "continuation.num_emitted"),
+        ([1, 2], {"num_emitted": -1}, "continuation.num_emitted"),
+        ([1, 2], {"num_emitted": 1, "choice": 8}, "continuation.choice"),
+    ],
+)
+def test_continuations_are_checked(prompt, said, field) -> None:
+    assert completion_refusal(prompt=prompt, continuation=ContinuationBody(**said)).param == field
 
 
 def test_contradictions_are_refused() -> None:

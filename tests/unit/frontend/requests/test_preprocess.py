@@ -18,7 +18,13 @@ from penstock.core.wire import token_list, unpack_hashes
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.frontend import PendingAnswer
 from penstock.frontend.openai.agents import RetentionBody
-from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, ContentPart, Message
+from penstock.frontend.openai.bodies import (
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    ContinuationBody,
+    Message,
+)
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
 from penstock.frontend.text.models import ServedModel
 from tests.support.tokenizer import tiny_card, tiny_model_files
@@ -354,3 +360,15 @@ def test_an_answer_with_a_long_echo_is_encoded_in_a_thread(echo: bool, in_thread
 def test_an_answer_ends_with_its_stop_string_where_that_is_asked_for() -> None:
     assert complete(model(), prompt="x", include_stop_str_in_output=True).shows_stop
     assert not complete(model(), prompt="x").shows_stop
+
+
+def test_an_answer_goes_on_from_its_place() -> None:
+    ids = [3, 4, 5, 6]
+    said = ContinuationBody(num_emitted=3, choice=2)
+    (request,) = complete(prompt=ids, max_tokens=7, min_tokens=2, seed=9, continuation=said).requests
+    assert (request.num_emitted, request.choice, request.sampling.seed) == (3, 2, 9)
+    assert (request.sampling.max_tokens, request.sampling.min_tokens) == (10, 5), (
+        "they count what was emitted"
+    )
+    (request,) = complete(prompt=ids, max_tokens=7).requests
+    assert (request.num_emitted, request.choice, request.sampling.max_tokens) == (0, 0, 7)

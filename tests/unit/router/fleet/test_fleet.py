@@ -596,6 +596,27 @@ def test_columns_are_for_reading():
     run_scenario(scene)
 
 
+def test_forwarded_requests_stay_here_and_other_deployments_count_for_no_load():
+    async def main() -> None:
+        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+            elsewhere = ManualEngine()
+            elsewhere.info = msgspec.structs.replace(elsewhere.info, is_deployment=True)
+            await cluster.start("elsewhere", elsewhere)
+            await cluster.start("here", ManualEngine())
+            await asyncio.sleep(0.01)
+            elsewhere.step(events=[stored(HASHES)])
+            await settle()
+            assert await route(dispatcher, make_request("a")) == "elsewhere"
+            forwarded = msgspec.structs.replace(make_request("b"), is_forwarded=True)
+            assert await route(dispatcher, forwarded) == "here"
+            load = dispatcher.load("tiny")
+            assert (load.workers, load.total_blocks) == (1, 100)
+            assert dispatcher.load("other") is None
+            dispatcher.check()
+
+    run_virtual(main())
+
+
 def test_who_is_ruled_out_gets_nothing_and_is_told_so():
     async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         dispatcher._shared.router._selector = WorkerSelector(First())

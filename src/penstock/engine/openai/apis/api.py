@@ -1,7 +1,7 @@
 """The common part of all servers' APIs: a request body, and an answer read line by line."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -54,11 +54,14 @@ class Api(Protocol):
     path:      where requests are posted
     takes_ids: whether a prompt goes as token ids, rather than as text
     gives_ids: whether an answer comes as token ids
+    headers:   of every request, beside those of its trace
     constrains: whether the server keeps to `SamplingParams.structured`, `logit_bias` and `allowed_token_ids`
     """
 
     @property
     def path(self) -> str: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
     @property
     def takes_ids(self) -> bool: ...
     @property

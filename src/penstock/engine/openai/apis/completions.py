@@ -1,6 +1,6 @@
-"""`POST /v1/completions`: vLLM (and NIM), TensorRT-LLM, and any other server.
+"""`POST /v1/completions`: vLLM (and NIM), TensorRT-LLM, another deployment of Penstock, and any other server.
 
-vLLM and TensorRT-LLM take token ids and return them on request. Other servers take and return text, and get only OpenAI's fields.
+Penstock, vLLM and TensorRT-LLM take token ids and return them on request. Other servers take and return text, and get only OpenAI's fields.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ _ID_DIGITS_MAX = 10
 
 
 class Completions:
-    """OpenAI's completions, in one of three dialects: `vllm`, `trtllm` or `text`."""
+    """OpenAI's completions, in one of four dialects: `vllm`, `trtllm`, `penstock` or `text`."""
 
     path = "/v1/completions"
 
@@ -42,7 +42,8 @@ class Completions:
         self.model = model
         self.dialect = dialect
         self.takes_ids = self.gives_ids = dialect != "text"
-        self.constrains = dialect == "vllm"
+        self.constrains = dialect in {"vllm", "penstock"}
+        self.headers = {"X-Penstock-Forwarded": "1"} if dialect == "penstock" else {}
 
     def body(self, request: Request, prompt: Sequence[int] | str) -> dict[str, Any]:
         """Make the JSON of a streamed request."""
@@ -83,7 +84,9 @@ class Completions:
         )
         if sampling.logprobs is not None:
             body["logprobs"] = sampling.logprobs
-        if self.dialect == "vllm":
+        if self.dialect == "penstock":
+            body |= _exactly(request)
+        if self.constrains:
             body["return_token_ids"] = True
             if sampling.logprobs is not None:
                 body["return_tokens_as_token_ids"] = True
@@ -94,7 +97,11 @@ class Completions:
             if sampling.allowed_token_ids:
                 body["allowed_token_ids"] = list(sampling.allowed_token_ids)
             if sampling.structured is not None:
-                body["structured_outputs"] = _constraint(request, sampling.structured)
+                body["structured_outputs"] = (
+                    msgspec.Raw(sampling.structured)
+                    if self.dialect == "penstock"
+                    else _constraint(request, sampling.structured)
+                )
         else:
             body["detokenize"] = False
         return body
@@ -148,6 +155,19 @@ class CompletionsAnswer:
                 TokenLogprob(token_id, -9999.0 if logprob is None else logprob, top_of(pairs, count))
             )
         return tuple(result)
+
+
+def _exactly(request: Request) -> dict[str, Any]:
+    """Give what has another deployment answer as a worker of this one would: with its seed, from its place on."""
+    sampling = request.sampling
+    return {
+        "seed": sampling.seed,
+        "continuation": {"num_emitted": request.num_emitted, "choice": request.choice},
+        "priority": -request.priority,  # lower values come first there
+        "top_k": sampling.top_k or 0,  # said even where they are off, or the model's own defaults would hold
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
 
 
 def _constraint(request: Request, structured: bytes) -> msgspec.Raw:

@@ -3,7 +3,7 @@
 Source: tools/server/README.md of llama.cpp, and `to_json_non_oaicompat` of its server-task.cpp, at build 10605.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ class LlamaCpp:
     """llama.cpp's native API. Its defaults are not the usual ones, so every field is sent."""
 
     path = "/completion"
+    headers: Mapping[str, str] = {}
     takes_ids = True
     gives_ids = True
     constrains = False

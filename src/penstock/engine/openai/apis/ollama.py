@@ -3,7 +3,7 @@
 Source: docs/api.md of Ollama, "Generate a completion".
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ class Ollama:
     """Ollama's native API, one JSON object a line."""
 
     path = "/api/generate"
+    headers: Mapping[str, str] = {}
     takes_ids = False
     gives_ids = False
     constrains = False

@@ -1,6 +1,6 @@
 """SGLang's own `POST /generate`: token ids in and out, which its `/v1/completions` does not have."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ class SglangGenerate:
     """SGLang's native API."""
 
     path = "/generate"
+    headers: Mapping[str, str] = {}
     takes_ids = True
     gives_ids = True
     constrains = False

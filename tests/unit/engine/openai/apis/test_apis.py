@@ -48,6 +48,19 @@ def test_vllm_gets_constraints_and_does_not_go_on_within_one():
     assert not any(other.constrains for other in others)
 
 
+def test_another_deployment_goes_on_as_a_worker_here_would():
+    api = Completions("m", "penstock")
+    limits = {"structured": b'{"json":{"type":"object"}}', "seed": 5, "seed_drawn": True, "logprobs": 2}
+    body = msgspec.json.decode(
+        msgspec.json.encode(api.body(request_of(num_emitted=2, choice=3, **limits), [1, 2, 3]))
+    )
+    assert body["continuation"] == {"num_emitted": 2, "choice": 3}
+    assert (body["seed"], body["max_tokens"], body["return_tokens_as_token_ids"]) == (5, 8, True)
+    assert body["structured_outputs"] == {"json": {"type": "object"}}, "it goes on within it"
+    assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (0, 0.0, 1.0)
+    assert api.headers == {"X-Penstock-Forwarded": "1"}
+
+
 def test_a_plain_server_gets_no_fields_but_openais_own():
     body = Completions("m", "text").body(request_of(presence_penalty=0.5), "hello")
     assert body.keys() == {
