@@ -131,14 +131,14 @@ def test_a_flood_of_one_tenant_is_its_own_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "adapters", "times"), [(1_000, 0, 1.2), (1_000, 1, 1.2), (1_000, 40, 1.2), (TOKENS, 40, 1.6)]
+    ("tokens", "adapters"), [(1_000, 0), (1_000, 1), (1_000, 40), (TOKENS, 0), (TOKENS, 40)]
 )
 def test_a_flood_moves_anothers_p99_little_however_many_adapters_it_asks_for(
-    tokens: int, adapters: int, times: float
+    tokens: int, adapters: int
 ) -> None:
     """A flood that two workers need 45 s for, beside another's prompts of 0.18 s each.
 
-    A worker computes one prompt to its end, so prompts of the flood as long as the other's move it more.
+    A worker computes one prompt to its end, so longer prompts of the flood move it more.
     """
     waits_s = ttfts_s(*LARGE_QUEUE, flood=4_000_000 // tokens, tokens=tokens, adapters=adapters, quiet=45)
-    assert np.percentile(waits_s["quiet"], 99) < times * alone_p99_s()
+    assert np.percentile(waits_s["quiet"], 99) < 1.25 * alone_p99_s()

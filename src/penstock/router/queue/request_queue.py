@@ -139,7 +139,8 @@ class RequestQueue:
         """Mask (num_slots,) the eligible workers with room for a request.
 
         A worker has room within the threshold, or where its report says that no request waits there: so a worker that is faster
-        than predicted is never idle. Prefill workers have no room while no decode worker has.
+        than predicted is never idle. With several tenants a worker that computes one prompt at a time must have no prompt left
+        either. Prefill workers have no room while no decode worker has.
         """
         context = candidates.context
         threshold_s = self._threshold_s(context.now_s)
@@ -151,8 +152,11 @@ class RequestQueue:
                 return np.zeros_like(context.eligible)
         room: NDArray[np.bool_] = candidates.waits_s() <= threshold_s
         room &= context.batch_wait_s() <= _SOON_S
+        prompts_at_once = context.prices.prompts_at_once
         nobody_waits = context.waiting_requests == 0
-        nobody_waits &= self._fleet.loads.unreported_requests < context.prices.prompts_at_once
+        nobody_waits &= self._fleet.loads.unreported_requests < prompts_at_once
+        if self._tenants.are_several(context.now_s):
+            nobody_waits &= (context.queued_prefill_tokens == 0) | (prompts_at_once > 1)
         room |= nobody_waits
         room &= np.isfinite(candidates.choice.prices())
         return room

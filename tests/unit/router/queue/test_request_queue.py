@@ -51,6 +51,13 @@ class Queueing(ManualEngine):
         return msgspec.structs.replace(super().load(), waiting_requests=len(self.requests))
 
 
+class Computing(ManualEngine):
+    """Says that nobody waits, and that it has prompts to compute."""
+
+    def load(self):
+        return msgspec.structs.replace(super().load(), queued_prefill_tokens=3 * len(self.requests))
+
+
 class Setting:
     def __init__(
         self, cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]
@@ -509,3 +516,17 @@ def test_less_waits_inside_a_worker_while_there_is_another_tenant():
             await asyncio.sleep(0.1)
 
     run_scenario(scene, threshold_s=2.0, shared_threshold_s=0.5)
+
+
+def test_no_prompt_waits_behind_another_tenants_in_a_worker_that_computes_one_at_a_time():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for name, tenant in (("a0", "a"), ("a1", "a"), ("b0", "b"), ("b1", "b")):
+            group.create_task(setting.read(name, tenant=tenant))
+            await asyncio.sleep(0.1)
+        assert setting.running() == {"a0", "a1"}, "alone it may have one waiting there, by the worker's word"
+        for left in (2, 2, 1, 0):  # b0 goes once both prompts of a are computed
+            assert setting.num_queued == left
+            setting.finish(min(setting.running()))
+            await asyncio.sleep(0.1)
+
+    run_scenario(scene, make_engine=Computing)
