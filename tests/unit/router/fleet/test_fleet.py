@@ -195,8 +195,8 @@ def test_two_requests_at_once_do_not_both_see_an_idle_worker():
             first, second = (decision.worker for decision in dispatcher.latest_decisions(9))
             assert first != second
             assert view(dispatcher, first).reserved_prefill_tokens == 21
-            await asyncio.sleep(0.06)  # without a step a request is reported after load_interval_s
-            # the report replaces the reservation
+            await settle()
+            # busy workers report at once, and that replaces the reservation
             assert view(dispatcher, first).reserved_requests == 0
             assert view(dispatcher, first).load["running_requests"] == 1
 
@@ -539,7 +539,7 @@ def test_files_come_from_any_worker_that_has_them():
 def test_the_view_is_json_for_people():
     async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]) -> None:
         async with dispatcher.open(make_request()):
-            await asyncio.sleep(0.06)  # without a step a request is reported after load_interval_s
+            await settle()
             shown = json.loads(msgspec.json.encode(dispatcher.workers()))
         assert [(worker["name"], worker["condition"], worker["model"]) for worker in shown] == [
             ("w1", "ready", "tiny")
