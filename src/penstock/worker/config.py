@@ -29,7 +29,7 @@ class KvTransferConfig(Config):
 
 class WorkerConfig(Config):
     load_interval_s: float = pydantic.Field(default=0.05, gt=0)
-    """Shortest time between two load reports; a worker that is busy after its first step, or becomes idle, reports at once."""
+    """Shortest time between two load reports; a worker that becomes busy or idle reports at once."""
     load_refresh_s: float = pydantic.Field(default=1.0, gt=0)
     """Longest time between two load reports of a busy worker; sooner if requests arrived, began to decode or ended."""
     drain_notice_s: float = pydantic.Field(default=0.1, ge=0)

@@ -20,8 +20,7 @@ _Kept = tuple[tuple[KvTierCounts, ...], SessionCounts | None]
 class LoadReports:
     """Decides when load reports are sent. One event loop owns it.
 
-    A request that arrives is reported with the step that follows, or after `load_interval_s` where the step takes longer:
-    the router that sent it knows of it. A worker that is busy after a step, or becomes idle, reports at once. Any other change of the running requests is reported
+    A worker that becomes busy or idle reports at once. Any other change of the running requests is reported
     `load_interval_s` after the last report, or at once if that has passed. A busy worker without changes reports every
     `load_refresh_s`, an idle one only if KV still moves between its tiers or a session ended. With several frontends, a new request is reported in the loop's next turn
     (`hurry`), since the other frontends cannot know of it.
@@ -57,7 +56,7 @@ class LoadReports:
         return asyncio.get_running_loop()
 
     def note(self, load: WorkerLoad | None = None) -> None:
-        """Report now or later if the load has changed; called after a step, and when a request ends.
+        """Report now or later if the load has changed; called after a step, and when a request arrives or ends.
 
         Args:
             load: the load after the step; None: read it.
@@ -73,10 +72,6 @@ class LoadReports:
                 self._arm(due_s)
         elif (load.kv_tiers, load.sessions) != self._sent_kept:
             self._arm(max(self._loop.time(), self._sent_s + self._refresh_s))
-
-    def arrived(self) -> None:
-        """Report an accepted request with the next step, and no later than `load_interval_s` from now."""
-        self._arm(self._loop.time() + self._interval_s)
 
     def hurry(self) -> None:
         """Report in the next turn of the loop, once for all requests of this turn."""

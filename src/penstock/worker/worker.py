@@ -238,10 +238,9 @@ class Worker:
             running.deadline = loop.call_later(
                 request.deadline_s, self._expire, request.request_id, request.deadline_s
             )
+        self._reports.note()
         if self._frontends.has_peers(frontend):
             self._reports.hurry()
-        else:
-            self._reports.arrived()
 
     def prefetch(self, prefetch: Prefetch, sink: FrontendSink) -> None:
         frontend = self._frontends.at(sink)
