@@ -358,9 +358,10 @@ class Frontend:
         return _entry(self._models.card(name))
 
     def loads(self) -> dict[str, ModelLoad]:
-        """Give the load of each model that is served now, adapters left out."""
-        names = (card.name for card in self.dispatcher.models().values() if card.parent is None)
-        return {name: load for name in names if (load := self.dispatcher.load(name)) is not None}
+        """Give the load of each model that is served now; an adapter's is that of its model."""
+        models = self.dispatcher.models()
+        loads = {name: self.dispatcher.load(card.parent or name) for name, card in models.items()}
+        return {name: load for name, load in loads.items() if load is not None}
 
     def unhealthy(self) -> str | None:
         """Give the reason why no request can be served now; None if one can."""

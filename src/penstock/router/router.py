@@ -140,8 +140,9 @@ class Router:
         """Mask the ready workers that may get a request; None where none may."""
         if request.adapter is not None:
             ready = self.fleet.pools[request.model].adapters.among(ready, request.adapter)
-        if request.is_forwarded:
-            ready = self.fleet.pools[request.model].workers_only(ready)
+        pool = self.fleet.pools[request.model]
+        if pool.has_deployments:
+            ready = pool.within_reach(request, ready)
         if exclude:
             ready = self._without(ready, exclude)
         if self._has_thresholds and np.count_nonzero(ready) > 1:

@@ -57,7 +57,7 @@ class ServerConfig(Config):
     health: HealthConfig = HealthConfig()
     """When a server gets no requests."""
     load_interval_s: float = pydantic.Field(default=0.5, gt=0)
-    """Seconds between two readings of `/metrics`, which tell of requests of other clients."""
+    """Seconds between two readings of `/metrics`, or of `/load` of another deployment, which tell of requests of other clients."""
     kv_events: tuple[str, ...] = ()
     """Where each server publishes its KV events, such as tcp://10.0.0.1:5557: one for each URL, or none."""
     kv_events_replay: tuple[str, ...] = ()

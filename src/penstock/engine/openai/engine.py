@@ -251,7 +251,7 @@ class ServerEngine:
                 f"token_ids: {prompt} tokens do not fit into the context of {info.context_length} with one more",
                 param="token_ids",
             )
-        most = info.max_running_requests + self._serving.max_waiting_requests
+        most = (info.max_running_requests + self._serving.max_waiting_requests) * self._outside.workers
         if len(self._streams) >= most:
             raise Overloaded(
                 f"{most} requests are under way at {self._server.url} (max_running_requests + max_waiting_requests)",

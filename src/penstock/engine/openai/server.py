@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ _OWNERS = {
     "penstock": "penstock",
 }  # fmt: skip
 """APIs by `owned_by` in `/v1/models`."""
+_DEPLOYMENT = "penstock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,9 @@ class Server:
         except Overloaded as error:  # loading, or its engine is dead
             raise Unavailable(error.message) from error
         served = await self._find_model(timeout_s)
+        if served.owner == _DEPLOYMENT and self._config.api in {"auto", _DEPLOYMENT}:
+            served = await self._of_deployment(served)
         self._served = served
-        if served.owner == "penstock" and not (await self._deployment_load(served.name)).workers:
-            raise Unavailable(f"{self.url}: no worker of its own serves {served.name!r} now")
         return served
 
     async def try_out(self, served: ServedModel) -> None:
@@ -151,9 +152,8 @@ class Server:
         Raises:
             Unavailable: it does not answer.
         """
-        if self._served is not None and self._served.owner == "penstock":
-            load = await self._deployment_load(self._served.name)
-            return deployment_load(load)
+        if self._served is not None and self._served.owner == _DEPLOYMENT:
+            return deployment_load(await self._deployment_load(self._served.name))
         try:
             content = await self.connection.get(
                 "/metrics", timeout_s=self._config.health.timeout_s, bytes_max=_METRICS_BYTES_MAX
@@ -244,6 +244,20 @@ class Server:
             f"{self.url}: serves {served}, expected {' or '.join(map(repr, dict.fromkeys(wanted)))}; if it is the same"
             " model, give its name there: --engine-arg model=NAME (penstock router: --set servers.model=NAME)"
         )
+
+    async def _of_deployment(self, served: ServedModel) -> ServedModel:
+        """Check that another deployment has workers of its own; an older one without `/load` is a server as any other.
+
+        Raises:
+            Unavailable: it has none now, or does not answer.
+        """
+        try:
+            load = await self._deployment_load(served.name)
+        except NotThere:
+            return replace(served, owner="")
+        if load.workers < 1:
+            raise Unavailable(f"{self.url}: no worker of its own serves {served.name!r} now")
+        return served
 
     async def _deployment_load(self, model: str) -> ModelLoad:
         """Ask another deployment of Penstock for a model's load; one without workers where it has none.

@@ -6,7 +6,7 @@ The constant parts of a choice's chunks are encoded once; per chunk only the tex
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import isnan
+from math import inf, isnan
 from typing import Any
 
 import msgspec
@@ -335,7 +335,7 @@ def _unless_none(token_ids: list[int] | None) -> list[int] | msgspec.UnsetType:
 
 def _mean_logprob(choice: _Collected) -> float:
     values = [token.logprob.logprob for token in choice.logprobs]
-    return sum(values) / len(values) if values else 0.0
+    return sum(values) / len(values) if values else -inf  # an empty answer is nobody's best
 
 
 def _logprobs(tokens: tuple[TokenText, ...], token_bytes: TokenBytes, *, chat: bool) -> msgspec.Struct | None:

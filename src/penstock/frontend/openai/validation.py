@@ -158,6 +158,12 @@ def _check_continuation(request: CompletionRequest, choices_max: int) -> None:
         or request.answers_per_prompt > 1
     ):
         raise RequestError("continuation: needs a prompt of token ids, and one choice", param="continuation")
+    for name in ("echo", "prompt_logprobs", "stop"):
+        if getattr(request, name):
+            raise RequestError(
+                f"{name}: not together with continuation, which has no text before it; leave one of them out",
+                param=name,
+            )
     if not 0 <= said.num_emitted < len(prompt):
         raise RequestError(
             f"continuation.num_emitted: must be >= 0 and < {len(prompt)}, the prompt's tokens, got {said.num_emitted}",

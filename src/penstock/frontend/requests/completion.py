@@ -89,7 +89,7 @@ class Completion:
         """
         failed = True
         prepared = self._prepared
-        plain = not (prepared.stops or prepared.prompts or prepared.drops_output)
+        plain = not (prepared.stops or prepared.prompts or prepared.drops_output or prepared.gives_token_ids)
         plain = plain and prepared.logprobs is None and prepared.parser is None
         gathers = gathers and plain
         writer = writer if plain and self._on_answer is None else None
@@ -169,7 +169,7 @@ class Completion:
         last: float | None = None
         decisions: Sequence[object] = ()
         gathered = bytearray()
-        feed = _with_token_ids(choice) if self._prepared.gives_token_ids else choice.feed
+        feed = _feed_of(choice, self._prepared)
         direct: DirectText | None = None
         if writer is not None and is_direct(choice.decoder):
             direct = DirectText(choice.index, choice.decoder, timer, writer)
@@ -220,8 +220,14 @@ class Completion:
         return self._dispatcher.explain(request.request_id) if self._explains else ()
 
 
-def _with_token_ids(choice: ChoiceText) -> Callable[[Delta], TextEvent | None]:
-    """Make a `choice.feed` whose events have the ids of the output tokens since the one before."""
+def _feed_of(choice: ChoiceText, prepared: PreparedRequest) -> Callable[[Delta], TextEvent | None]:
+    """Give `choice.feed`, or one whose events have the ids of the output tokens since the one before.
+
+    With log-probabilities, which wait for their token's text, an event has as many ids as it has of these; the last one has the rest.
+    """
+    if not prepared.gives_token_ids:
+        return choice.feed
+    beside_logprobs = prepared.logprobs is not None
     token_ids: list[int] = []
 
     def feed(delta: Delta) -> TextEvent | None:
@@ -230,7 +236,10 @@ def _with_token_ids(choice: ChoiceText) -> Callable[[Delta], TextEvent | None]:
         event = choice.feed(delta)
         token_ids += token_list(delta.token_ids)[: choice.output_tokens - counted]
         if event is not None:
-            event, token_ids = msgspec.structs.replace(event, token_ids=token_ids), []
+            holds = beside_logprobs and event.finish_reason is None
+            given = len(event.logprobs) if holds else len(token_ids)
+            event = msgspec.structs.replace(event, token_ids=token_ids[:given])
+            token_ids = token_ids[given:]
         return event
 
     return feed

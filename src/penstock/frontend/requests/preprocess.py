@@ -75,15 +75,13 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     parser: ParserPlan | None = None
     prompts: tuple[PromptPart, ...] = ()
     """What the answers say of their prompts, each; empty: nothing."""
+    gives_token_ids: bool = False
+    """Whether the answers have the ids of their tokens."""
     drops_output: bool = False
     """Whether the answers have no tokens of their own: `max_tokens` is 0, and engines make one."""
 
     annotations: bytes = b""
     """Encoded events before those of a streamed answer."""
-
-    @property
-    def gives_token_ids(self) -> bool:
-        return bool(self.prompts) and self.prompts[0].gives_ids
 
     def prompt_of(self, choice: int) -> PromptPart | None:
         return self.prompts[choice // self.choices_per_prompt] if self.prompts else None
@@ -95,8 +93,8 @@ class PreparedRequest(msgspec.Struct, frozen=True):
 
     @property
     def echoed_bytes(self) -> int:
-        """Text of echoed prompts in the whole answer, as JSON."""
-        return self.choices_per_prompt * sum(prompt.text_bytes for prompt in self.prompts)
+        """Text and token ids of prompts in the whole answer, as JSON."""
+        return self.choices_per_prompt * sum(prompt.text_bytes + prompt.ids_bytes for prompt in self.prompts)
 
 
 class Preprocessor:
@@ -216,6 +214,7 @@ class Preprocessor:
             if isinstance(request, ChatRequest)
             else None,
             prompts=parts,
+            gives_token_ids=bool(request.return_token_ids),
             drops_output=limit == 0,
             annotations=b"" if request.nvext is None else _annotations(request, prompts),
         )
@@ -287,11 +286,17 @@ def _annotations(request: GenerationRequest, prompts: Sequence[Prompt]) -> bytes
     return b"".join(events)
 
 
+def _goes_on(request: GenerationRequest) -> bool:
+    """Say whether a client says how far the answer has come: it has the prompt's token ids itself."""
+    return isinstance(request, CompletionRequest) and request.continuation is not None
+
+
 def _prompt_parts(
     request: GenerationRequest, prompts: Sequence[Prompt], model: ServedModel
 ) -> tuple[PromptPart, ...]:
     echoes = isinstance(request, CompletionRequest) and bool(request.echo)
-    if not (echoes or request.return_token_ids) and request.prompt_logprobs is None:
+    gives_ids = bool(request.return_token_ids) and not _goes_on(request)
+    if not (echoes or gives_ids) and request.prompt_logprobs is None:
         return ()
     echoed = request.logprobs if isinstance(request, CompletionRequest) and echoes else None
     return tuple(
@@ -302,7 +307,7 @@ def _prompt_parts(
             text_bytes=prompt.text_bytes if echoes else 0,
             echoed=echoed,
             listed=request.prompt_logprobs,
-            gives_ids=bool(request.return_token_ids),
+            gives_ids=gives_ids,
         )
         for prompt in prompts
     )
@@ -326,10 +331,11 @@ def _check_echoed(prepared: PreparedRequest, *, is_stream: bool) -> None:
     most = _STREAMED_ECHOED_BYTES_MAX if is_stream else _ECHOED_BYTES_MAX
     echoed, n = prepared.echoed_bytes, prepared.choices_per_prompt
     if echoed > most:
+        name = "echo" if prepared.prompts[0].text else "return_token_ids"
         raise RequestError(
-            f"echo: {echoed // n} bytes of prompts as JSON, for {n} choices, are {echoed} bytes; at most {most} fit"
-            f" {'a stream' if is_stream else 'an answer'}; send shorter prompts, ask for fewer choices, or leave echo out",
-            param="echo",
+            f"{name}: {echoed // n} bytes of prompts as JSON, for {n} choices, are {echoed} bytes; at most {most} fit"
+            f" {'a stream' if is_stream else 'an answer'}; send shorter prompts, ask for fewer choices, or leave {name} out",
+            param=name,
         )
 
 

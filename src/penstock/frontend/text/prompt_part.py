@@ -12,6 +12,8 @@ from penstock.core.wire import PackedTokens, token_list, unpack_tokens
 from penstock.frontend.text.detokenize import Detokenizer
 from penstock.frontend.text.token_text import TokenText
 
+_ID_BYTES = 8  # six digits and a comma, of most vocabularies
+
 
 class PromptToken(NamedTuple):
     """A prompt token's log-probability and rank, and the most likely tokens with theirs."""
@@ -50,6 +52,11 @@ class PromptPart:
     def asked(self) -> int | None:
         """Alternatives to ask of the engine; None: no log-probabilities."""
         return max((count for count in (self.echoed, self.listed) if count is not None), default=None)
+
+    @property
+    def ids_bytes(self) -> int:
+        """Length of its token ids as JSON, at most, if the answer has them."""
+        return _ID_BYTES * (len(self.token_ids) >> 2) if self.gives_ids else 0
 
     @property
     def num_values(self) -> int:

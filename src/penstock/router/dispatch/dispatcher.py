@@ -122,10 +122,13 @@ class Dispatcher:
         return self._shared.fleet.expects(name)
 
     def load(self, model: str) -> ModelLoad | None:
-        """Sum the load of a model's ready workers; None without any."""
+        """Sum the load of a model's ready workers, and what waits in this router for one; None without any."""
         fleet = self._shared.fleet
         pool = fleet.pools.get(model)
-        return None if pool is None or not pool.has_ready else pool.load(fleet.loads)
+        if pool is None or not pool.has_ready:
+            return None
+        load, queued = pool.load(fleet.loads), self._shared.request_queue.num_queued_for(model)
+        return msgspec.structs.replace(load, waiting_requests=load.waiting_requests + queued)
 
     def retry_after_s(self) -> float:
         """Predict the seconds until all queued requests have left."""

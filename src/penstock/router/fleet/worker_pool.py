@@ -161,6 +161,18 @@ class WorkerPool:
         """Whether any prefill worker may get prompts."""
         return bool(np.count_nonzero(self.ready_prefill))
 
+    def within_reach(self, request: Request, ready: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Leave other deployments out of some ready workers where the request has to stay, or has what does not cross."""
+        sampling = request.sampling
+        stays = (
+            request.is_forwarded
+            or request.embeds
+            or request.media is not None
+            or sampling.prompt_logprobs is not None
+            or bool(sampling.bad_words)
+        )
+        return self.workers_only(ready) if stays else ready
+
     def workers_only(self, ready: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Leave other deployments out of some ready workers."""
         if not self._deployments:
@@ -183,6 +195,11 @@ class WorkerPool:
             active_blocks=int(loads.active_blocks[ready].sum()),
             total_blocks=int(loads.total_blocks[ready].sum()),
         )
+
+    @property
+    def has_deployments(self) -> bool:
+        """Whether some of its workers are other deployments."""
+        return bool(self._deployments)
 
     def mismatch(self, member: Member) -> str | None:
         """Say why a worker's card does not match the canonical one; None where it does."""

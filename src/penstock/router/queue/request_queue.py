@@ -100,6 +100,10 @@ class RequestQueue:
         """Count queued requests, and released ones that have not been sent yet."""
         return len(self._tickets) + len(self._released)
 
+    def num_queued_for(self, model: str) -> int:
+        """Requests of one model that wait."""
+        return len(self._queues.get(model, ()))
+
     def oldest_wait_s(self, now_s: float) -> float:
         """Give the seconds that the oldest queued request has waited; 0 without any."""
         oldest = next(iter(self._tickets), None)

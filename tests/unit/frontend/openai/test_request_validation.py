@@ -132,6 +132,12 @@ def test_continuations_are_checked(prompt, said, field) -> None:
     assert completion_refusal(prompt=prompt, continuation=ContinuationBody(**said)).param == field
 
 
+@pytest.mark.parametrize(("field", "value"), [("echo", True), ("prompt_logprobs", 1), ("stop", "x")])
+def test_a_continuation_has_no_text_before_it(field, value) -> None:
+    said = ContinuationBody(num_emitted=1)
+    assert completion_refusal(prompt=[1, 2], continuation=said, **{field: value}).param == field
+
+
 def test_contradictions_are_refused() -> None:
     assert chat_refusal(max_tokens=3, max_completion_tokens=4).param == "max_tokens"
     check_chat(ChatRequest(model="m", messages=HI, max_tokens=3, max_completion_tokens=3), choices_max=8)

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
 from penstock.core.errors import EngineError, Unavailable
-from penstock.core.types.requests import Delta, FinishReason, Request
+from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
 from penstock.core.wire import pack_tokens
 from penstock.frontend.metrics import FrontendMetrics
 from penstock.frontend.openai.bodies import CompletionRequest
@@ -102,6 +102,31 @@ def test_token_ids_are_those_that_count_as_output(at_once, stop, finish) -> None
         assert given == (IDS * 3)[: run.usage().completion_tokens]
         assert (stop is None) == (given == IDS * 3)
         assert [event.prompt is not None for event in events] == [True] + [False] * (len(events) - 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 50])
+def test_token_ids_and_log_probabilities_come_together(at_once) -> None:
+    ids = Tokenizer.from_buffer(tiny_tokenizer_json()).encode("ab \N{GRINNING FACE} fox").ids
+
+    async def script(request: Request) -> AsyncIterator[Delta]:
+        for start in range(0, len(ids), at_once):
+            some = ids[start : start + at_once]
+            yield Delta(
+                request_id=request.request_id,
+                token_ids=pack_tokens(some),
+                logprobs=tuple(TokenLogprob(token_id, -1.0, ()) for token_id in some),
+                finish_reason=FinishReason.LENGTH if start + at_once >= len(ids) else None,
+            )
+
+    async def main() -> None:
+        run = await completion(ScriptedDispatcher(script), return_token_ids=True, logprobs=0)
+        events: list[TextEvent] = []
+        await run.run(collect(events))
+        for event in events:
+            assert list(event.token_ids) == [token.logprob.token_id for token in event.logprobs]
+        assert [token_id for event in events for token_id in event.token_ids] == ids
 
     asyncio.run(main())
 

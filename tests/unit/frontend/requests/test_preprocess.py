@@ -372,3 +372,14 @@ def test_an_answer_goes_on_from_its_place() -> None:
     )
     (request,) = complete(prompt=ids, max_tokens=7).requests
     assert (request.num_emitted, request.choice, request.sampling.max_tokens) == (0, 0, 7)
+
+
+def test_prompt_ids_are_given_within_a_bound_and_not_to_who_goes_on() -> None:
+    served, ids = model(context_length=1 << 20), [5] * 200_000
+    with pytest.raises(RequestError, match="return_token_ids: 1600000 bytes"):
+        complete(served, prompt=ids, n=12, return_token_ids=True)
+    assert complete(served, prompt=ids, n=8, return_token_ids=True).prompts[0].gives_ids
+    going_on = complete(
+        served, prompt=ids, return_token_ids=True, continuation=ContinuationBody(num_emitted=0)
+    )
+    assert (going_on.prompts, going_on.gives_token_ids) == ((), True)

@@ -609,6 +609,8 @@ def test_forwarded_requests_stay_here_and_other_deployments_count_for_no_load():
             assert await route(dispatcher, make_request("a")) == "elsewhere"
             forwarded = msgspec.structs.replace(make_request("b"), is_forwarded=True)
             assert await route(dispatcher, forwarded) == "here"
+            pooled = msgspec.structs.replace(make_request("c"), embeds=True)
+            assert await route(dispatcher, pooled) == "here", "the link makes none"
             load = dispatcher.load("tiny")
             assert (load.workers, load.total_blocks) == (1, 100)
             assert dispatcher.load("other") is None

@@ -5,6 +5,7 @@ import pytest
 
 from penstock.core.errors import EngineError, RequestError, StepFailed
 from penstock.core.ids import RequestId
+from penstock.core.types.cards import CLIENT_SALT
 from penstock.core.types.requests import FinishReason, Request, SamplingParams
 from penstock.core.wire import pack_tokens
 from penstock.engine.openai.apis.api import Piece
@@ -59,6 +60,12 @@ def test_another_deployment_goes_on_as_a_worker_here_would():
     assert body["structured_outputs"] == {"json": {"type": "object"}}, "it goes on within it"
     assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (0, 0.0, 1.0)
     assert api.headers == {"X-Penstock-Forwarded": "1"}
+    long = request_of(salt=b"m" + CLIENT_SALT + b"x" * 300)
+    assert len(api.body(long, [1])["cache_salt"]) == 32
+    assert (
+        api.body(long, [1])["cache_salt"]
+        != api.body(request_of(salt=b"m" + CLIENT_SALT + b"x"), [1])["cache_salt"]
+    )
 
 
 def test_a_plain_server_gets_no_fields_but_openais_own():
