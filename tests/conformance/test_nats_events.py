@@ -17,10 +17,11 @@ from penstock.runtime.events.nats.metrics import BroadcastMetrics
 from penstock.runtime.handshake import Identity
 from penstock.runtime.nats.connection import NatsConnection
 from penstock.testing.loop import run_async
+from penstock.testing.planes.calls import CallsSuite
 from penstock.testing.planes.event_plane import EventPlaneSuite, Follower
 from penstock.testing.planes.harness import SECRET, TcpPlaneHarness
 from penstock.testing.planes.recording_sink import RecordingSink
-from penstock.testing.planes.request_plane import RequestPlaneSuite, Scene
+from penstock.testing.planes.request_plane import Scene
 from penstock.testing.planes.scripted_worker import scripted_request
 from tests.support.registries import Nats
 
@@ -59,7 +60,7 @@ class TestNatsEvents(EventPlaneSuite):
     is_carried = True
 
 
-class TestRequestsBesideNats(RequestPlaneSuite):
+class TestRequestsBesideNats(CallsSuite):
     """Requests go as they do without a carrier."""
 
     harness = NatsHarness

@@ -16,10 +16,10 @@ from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
 from penstock.runtime.tls import PlaneTls, PlaneTlsConfig
 from penstock.testing.loop import run_async
+from penstock.testing.planes.calls import CallsSuite
 from penstock.testing.planes.event_plane import EventPlaneSuite
 from penstock.testing.planes.harness import TcpPlaneHarness
 from penstock.testing.planes.recording_sink import RecordingSink
-from penstock.testing.planes.request_plane import RequestPlaneSuite
 from penstock.testing.planes.scripted_worker import ScriptedWorker, scripted_instance
 from tests.support.certificates import make_authority, make_certificate
 
@@ -50,7 +50,7 @@ class _OverTls:
         type(self).harness = partial(TcpPlaneHarness, tls=certificates["ours"])
 
 
-class TestTlsPlane(_OverTls, RequestPlaneSuite):
+class TestTlsPlane(_OverTls, CallsSuite):
     pass
 
 

@@ -49,7 +49,7 @@ from penstock.core.types.kv.actions import (
 )
 from penstock.core.types.kv.exchange import KvAccess, KvExchange, KvPeer
 from penstock.core.types.kv.layout import KvLayout
-from penstock.core.types.load import KvRead, KvTierCounts, SessionCounts, WorkerLoad
+from penstock.core.types.load import KvRead, KvTierCounts, PeerCount, SessionCounts, TenantCount, WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaItem, MediaPrompt
 from penstock.core.types.requests import (
     Delta,
@@ -306,6 +306,12 @@ PLANE = {
         call_id=3, prompt=ExpandedPrompt(token_ids=pack_tokens([1, 9, 9]), positions=(1,))
     ),
     "media_refused": frames.MediaExpanded(call_id=3, error=ERROR),
+    "count_tenants": frames.CountTenants(
+        call_id=4, counts=(("t", TenantCount(requests=2, tokens=-7, inflight=3)), ("u", TenantCount()))
+    ),
+    "tenants_counted": frames.TenantsCounted(
+        call_id=4, peers=(("t", PeerCount(requests=2, tokens=-7, inflight=3, frontends=1)),)
+    ),
     "hello_broadcast": msgspec.structs.replace(HELLO["hello"], broadcast_key=b"k" * 8),
     "load_number": frames.Load(load=WorkerLoad(number=3)),
     "event_position": frames.Event(message=EventPosition(sequence=5, holder=Holder.HOST)),

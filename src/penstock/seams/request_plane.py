@@ -1,7 +1,7 @@
 """The request plane between frontends and workers: each side as the other sees it, and the connections between them."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.core.errors import PenstockError, WorkerLost
@@ -10,7 +10,7 @@ from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage, Holder
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv.actions import KvAction, KvReport
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import PeerCount, TenantCount, WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import PackedTokens
@@ -107,6 +107,10 @@ class WorkerService(Protocol):
 
     def expand_media(self, prompt: MediaPrompt, answer: MediaAnswer) -> None:
         """Have the engine expand a prompt, and call `answer`."""
+        ...
+
+    def count_tenants(self, counts: Mapping[str, TenantCount], sink: FrontendSink) -> dict[str, PeerCount]:
+        """Add what tenants have used at this frontend, by name, and give what they have used at others that count here."""
         ...
 
 
@@ -248,6 +252,16 @@ class Connection(Protocol):
         Raises:
             RequestError: the engine does not take these media (400), or they are too large to be sent (413).
             Overloaded: too many bytes or prompts wait already; try another worker.
+            WorkerLost: the connection ended.
+        """
+        ...
+
+    async def count_tenants(self, counts: Mapping[str, TenantCount]) -> Mapping[str, PeerCount]:
+        """Have the worker add what this frontend's tenants have used, and give what they have used at others.
+
+        The caller sets a timeout: a worker of an older version does not answer.
+
+        Raises:
             WorkerLost: the connection ended.
         """
         ...

@@ -19,6 +19,7 @@ from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import num_tokens
 from penstock.runtime import spans
 from penstock.seams import BroadcastSink, FrontendSink
+from penstock.worker.requests.tenant_counts import TenantCounter
 
 
 @dataclass(slots=True)
@@ -111,6 +112,7 @@ class Frontends:
         """The connected frontends."""
         self.idle.set()
         self.requests: dict[RequestId, Running] = {}
+        self.tenants = TenantCounter(now_s)
         self.background: Running | None = None
         """The request that runs only as long as it is alone."""
         self._by_sink: dict[FrontendSink, Frontend] = {}
@@ -147,6 +149,7 @@ class Frontends:
     def disconnect(self, sink: FrontendSink) -> Frontend | None:
         """Remove a frontend; the caller must `forget` each of its requests."""
         frontend = self._by_sink.pop(sink, None)
+        self.tenants.forget(sink)
         if frontend is not None:
             frontend.rank.frontends -= 1
         self.all = tuple(self._by_sink.values())

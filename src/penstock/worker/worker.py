@@ -117,6 +117,7 @@ class Worker:
         self._info: EngineInfo | None = None
         self._frontends = Frontends()
         self.events, self.repeat_load = self.publishers.of, self._frontends.repeat_load
+        self.count_tenants = self._frontends.tenants.count
         self._stopping = asyncio.Event()
         self._registration: WorkerRegistration | None = None
         self._group: asyncio.TaskGroup | None = None

@@ -1,6 +1,7 @@
-"""A worker's load report."""
+"""A worker's load report, and what frontends count of their tenants through a worker."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -204,3 +205,39 @@ class WorkerLoad(Wire, frozen=True):
 
 
 _SUMMED = tuple(field.name for field in msgspec.structs.fields(WorkerLoad) if field.type is int)
+
+TENANTS_MAX = 8192
+"""Tenants in one message, twice as many as a key file has."""
+NAME_CHARACTERS_MAX = 256
+
+_Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARACTERS_MAX)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class TenantCount(Wire, frozen=True):
+    """What one tenant's requests at a frontend have used since the frontend counted last, and how many are in flight.
+
+    Attributes:
+        tokens: below 0 where answers were shorter than expected.
+    """
+
+    requests: _Count = 0
+    tokens: Annotated[int, msgspec.Meta(ge=-(1 << 40), le=1 << 40)] = 0
+    inflight: _Count = 0
+
+
+TenantCounts = Annotated[tuple[tuple[_Name, TenantCount], ...], msgspec.Meta(max_length=TENANTS_MAX)]
+"""By the tenant's name."""
+
+
+class PeerCount(Wire, frozen=True):
+    """What one tenant's requests at other frontends have used since this frontend counted last, and how many are in flight.
+
+    Attributes:
+        frontends: other frontends that had requests of the tenant lately.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    inflight: int = 0
+    frontends: int = 0

@@ -20,6 +20,7 @@ from penstock.deploy.processes.tracing import tracing
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
 from penstock.frontend.limits.access import Access
+from penstock.frontend.tenants.shared_limits import share_limits
 from penstock.frontend.tenants.tenants import Tenants
 from penstock.graph import Graph
 from penstock.router.dispatch.dispatcher import Dispatcher
@@ -93,6 +94,7 @@ async def run_frontend(
                     tasks = [
                         group.create_task(_observe(frontend, dispatcher, control)),
                         group.create_task(server.watch()),
+                        group.create_task(share_limits(tenants, dispatcher.count_tenants)),
                     ]
                     await stopping.wait()
                     for task in tasks:

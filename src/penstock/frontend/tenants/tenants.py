@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from penstock.core.errors import ConfigError
 from penstock.core.files import WatchedFiles
 from penstock.core.log import get_logger
+from penstock.core.types.load import PeerCount, TenantCount
 from penstock.frontend.tenants.api_key import digest_of, stored_digest
 from penstock.frontend.tenants.key_file import TenantConfig, read_tenants
 from penstock.frontend.tenants.usage import TenantUse, Usage
@@ -18,6 +19,7 @@ _PRIORITIES = {"high": (1, PRIORITY_MAX), "normal": (0, 0), "low": (-1, -1)}
 _SALT_BYTES = 16
 _START_BYTES = 8
 """Digests are found by so many of their first bytes."""
+_NO_COUNT, _NO_PEERS = TenantCount(), PeerCount()
 _log = get_logger()
 
 
@@ -72,6 +74,8 @@ class Tenants:
         self._by_start: dict[bytes, list[tuple[bytes, Tenant]]] = {}
         self._by_name: dict[str, Tenant] = {}
         self._usages: dict[str, Usage] = {}
+        self.changed = asyncio.Event()
+        """Set when there is something to tell other frontends."""
         self._set(configs)
 
     @classmethod
@@ -111,6 +115,16 @@ class Tenants:
         now_s = _now_s()
         return [usage.view(now_s) for _, usage in sorted(self._usages.items())]
 
+    def uncounted(self) -> dict[str, TenantCount]:
+        """Give what other frontends have not been told of tenants with limits, by name; empty where no tenant has one."""
+        return {name: usage.uncounted() for name, usage in self._usages.items() if usage.is_limited}
+
+    def counted(self, counts: Mapping[str, TenantCount], peers: Mapping[str, PeerCount]) -> None:
+        """Take what was counted: `counts` are told to other frontends, and `peers` is what those have used."""
+        now_s = _now_s()
+        for name, usage in self._usages.items():
+            usage.counted(counts.get(name, _NO_COUNT), peers.get(name, _NO_PEERS), now_s)
+
     async def watch(self) -> None:
         """Read the file again whenever it has changed, for ever. A wrong file is logged, and what was read before stays."""
         if self._watched is not None:
@@ -146,7 +160,7 @@ class Tenants:
         for name, config in configs.items():
             usage = self._usages.get(name)
             if usage is None:
-                usage = self._usages[name] = Usage(name, config, now_s)
+                usage = self._usages[name] = Usage(name, config, now_s, self.changed.set)
             else:
                 usage.limit(config, now_s)
             priority, priority_max = _PRIORITIES[config.priority]

@@ -18,7 +18,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.types.kv.actions import KvAction, KvUnpin
-from penstock.core.types.load import ModelLoad
+from penstock.core.types.load import ModelLoad, PeerCount, TenantCount
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Request
 from penstock.router.config import RouterConfig
@@ -36,6 +36,7 @@ from penstock.router.queue.request_queue import RequestQueue
 from penstock.router.retries.retry_guard import RetryGuard
 from penstock.router.router import Router
 from penstock.router.workers.member import WorkerView
+from penstock.router.workers.tenant_counts import TenantCounting
 from penstock.seams import Discovery, RequestPlane, RequestStream
 
 
@@ -76,6 +77,7 @@ class Dispatcher:
         )
         self._worker_changes = WorkerChanges(fleet)
         self._kv_actions = KvActions(fleet)
+        self._tenant_counting = TenantCounting()
         self._shared.router.on_session_left = self._leave_session
         self._group = asyncio.TaskGroup()
         self._running: asyncio.Task[None] | None = None
@@ -170,6 +172,10 @@ class Dispatcher:
             Unavailable: no worker answered.
         """
         return await self._shared.fleet.expand_media(card, prompt)
+
+    async def count_tenants(self, counts: Mapping[str, TenantCount]) -> Mapping[str, PeerCount]:
+        """Tell other frontends what tenants have used here, and return what they have used there; see `TenantCounting`."""
+        return await self._tenant_counting.count(counts, self._shared.fleet.slots.now())
 
     def workers(self) -> Sequence[WorkerView]:
         """Describe every known worker; for people."""

@@ -1,6 +1,6 @@
 """A request plane to servers to which the gateway sends requests itself: always connected, carries load reports and KV events only."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from penstock.core.errors import RequestError
 from penstock.core.ids import RequestId, WorkerId
@@ -8,7 +8,7 @@ from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage, Holder, KvEvent
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv.actions import KvAction, KvReport
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import PeerCount, TenantCount, WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Prefetch, Request
 from penstock.runtime.events.feed import EventFeed
@@ -93,6 +93,9 @@ class _ReportConnection:
         raise RequestError(
             f"{len(prompt.items)} media: nothing is expanded by servers of a gateway", http_status=409
         )
+
+    async def count_tenants(self, counts: Mapping[str, TenantCount]) -> Mapping[str, PeerCount]:
+        raise RequestError(f"{len(counts)} tenants: servers of a gateway do not count them", http_status=409)
 
     async def close(self) -> None:
         self._feed.close()

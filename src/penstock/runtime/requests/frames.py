@@ -7,7 +7,7 @@ from penstock.core.net.handshake import Challenge
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage, Holder
 from penstock.core.types.kv.actions import KvAction, KvReport
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import PeerCount, TenantCounts, WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import Wire
@@ -89,6 +89,20 @@ class MediaExpanded(Wire, frozen=True, tag="media_expanded"):
     prompt: ExpandedPrompt | None = None
 
 
+class CountTenants(Wire, frozen=True, tag="count_tenants"):
+    """What a frontend's tenants have used; `TenantsCounted` answers. A worker of an older version does not."""
+
+    call_id: int
+    counts: TenantCounts
+
+
+class TenantsCounted(Wire, frozen=True, tag="tenants_counted"):
+    """What tenants have used at other frontends, by name."""
+
+    call_id: int
+    peers: tuple[tuple[str, PeerCount], ...]
+
+
 class Deltas(Wire, frozen=True, tag="deltas"):
     """All deltas of one engine step for one frontend."""
 
@@ -105,7 +119,8 @@ class Event(Wire, frozen=True, tag="event"):
 
 Frame = (
     Challenge | Hello | HelloReply | Submit | PrefetchKv | Abort | Grant | Subscribe | Unsubscribe | Fetch | FetchChunk
-    | Deltas | Load | Event | Change | Changed | ExpandMedia | MediaExpanded | Ping | Pong | Goodbye
+    | Deltas | Load | Event | Change | Changed | ExpandMedia | MediaExpanded | CountTenants | TenantsCounted
+    | Ping | Pong | Goodbye
 )  # fmt: skip
 
 CODEC: FrameCodec[Frame] = FrameCodec(Frame, lenient_tags=("event",))

@@ -24,6 +24,7 @@ from penstock.runtime.requests.frames import (
     Abort,
     Change,
     Changed,
+    CountTenants,
     Deltas,
     Event,
     ExpandMedia,
@@ -36,6 +37,7 @@ from penstock.runtime.requests.frames import (
     PrefetchKv,
     Submit,
     Subscribe,
+    TenantsCounted,
     Unsubscribe,
 )
 from penstock.runtime.requests.outbox import Outbox
@@ -153,14 +155,22 @@ class FrontendPeer:
                 self._on_subscription(message)
             case Fetch():
                 self._on_fetch(message)
-            case Change(call_id=call_id, change=change):
-                self._service.change(change, partial(self._answer, call_id))
-            case ExpandMedia(call_id=call_id, prompt=prompt):
-                self._service.expand_media(prompt, partial(self._expanded, call_id))
+            case Change() | ExpandMedia() | CountTenants():
+                self._on_call(message)
             case _:
                 raise ProtocolError(
                     f"{type(message).__name__}: a frontend does not send this; update the older side"
                 )
+
+    def _on_call(self, message: Change | ExpandMedia | CountTenants) -> None:
+        match message:
+            case Change(call_id=call_id, change=change):
+                self._service.change(change, partial(self._answer, call_id))
+            case ExpandMedia(call_id=call_id, prompt=prompt):
+                self._service.expand_media(prompt, partial(self._expanded, call_id))
+            case CountTenants(call_id=call_id, counts=counts):
+                peers = self._service.count_tenants(dict(counts), self)
+                self.channel.send(TenantsCounted(call_id=call_id, peers=tuple(peers.items())))
 
     def _on_subscription(self, message: Subscribe | Unsubscribe) -> None:
         feed = self._feeds.get(message.holder)

@@ -5,7 +5,7 @@ the event loop, so no call re-enters its caller.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -19,7 +19,7 @@ from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage, Holder
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv.actions import KvAction, KvReport
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import PeerCount, TenantCount, WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import encode
@@ -102,6 +102,7 @@ class _Link:
         self._load: WorkerLoad | None = None
         self.calls: Calls[KvReport | None] = Calls()
         self.expansions: Calls[ExpandedPrompt] = Calls()
+        self.counts: Calls[Mapping[str, PeerCount]] = Calls()
         self.direct = DirectDeltas(max(1, server.config.window_tokens // 4), self._written)
         self._outbox = Outbox(
             window_tokens=server.config.window_tokens,
@@ -193,6 +194,9 @@ class _Link:
         heard = from_info(outcome.to_info()) if isinstance(outcome, PenstockError) else outcome
         self.later(self.expansions.answered, call_id, heard)
 
+    def count_tenants(self, counts: Mapping[str, TenantCount], call_id: int) -> None:
+        self.later(self.counts.answered, call_id, self.server.service.count_tenants(counts, self))
+
     def break_off(self, why: str, *, tell_service: bool) -> None:
         if self.up:
             self._loop.call_soon(self.sink.lost, self.worker_id, self._lost(why))
@@ -205,6 +209,7 @@ class _Link:
         self.server.links.remove(self)
         self.calls.fail(self._lost("it was closed"))
         self.expansions.fail(self._lost("it was closed"))
+        self.counts.fail(self._lost("it was closed"))
         if tell_service:
             for holder in tuple(self._events):
                 self.unsubscribe(holder)
@@ -281,6 +286,12 @@ class MemoryConnection:
             raise WorkerLost(f"worker {self.worker_id}: the connection has ended; ask over another one")
         link = self._link
         return await link.expansions.ask(lambda call_id: link.later(link.expand_media, prompt, call_id))
+
+    async def count_tenants(self, counts: Mapping[str, TenantCount]) -> Mapping[str, PeerCount]:
+        if not self._link.up:
+            raise WorkerLost(f"worker {self.worker_id}: the connection has ended; ask over another one")
+        link = self._link
+        return await link.counts.ask(lambda call_id: link.later(link.count_tenants, counts, call_id))
 
     async def close(self) -> None:
         self._link.hang_up(tell_service=True)

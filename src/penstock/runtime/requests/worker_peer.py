@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 
@@ -24,7 +24,7 @@ from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage, Holder
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv.actions import KvAction, KvReport
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import PeerCount, TenantCount, WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Prefetch, Request
 from penstock.runtime import handshake
@@ -38,6 +38,7 @@ from penstock.runtime.requests.frames import (
     Abort,
     Change,
     Changed,
+    CountTenants,
     Deltas,
     Event,
     ExpandMedia,
@@ -50,6 +51,7 @@ from penstock.runtime.requests.frames import (
     PrefetchKv,
     Submit,
     Subscribe,
+    TenantsCounted,
     Unsubscribe,
     cannot_be_sent,
 )
@@ -111,6 +113,7 @@ class WorkerPeer:
         self._fetch_ids = count(1)
         self._calls: Calls[KvReport | None] = Calls()
         self._expansions: Calls[ExpandedPrompt] = Calls()
+        self._counts: Calls[Mapping[str, PeerCount]] = Calls()
         self._resync_again_s = 0.0
         self._carrier = carrier
         self._broadcast_key = b"" if carrier is None else secrets.token_bytes(8)
@@ -233,6 +236,13 @@ class WorkerPeer:
             lambda call_id: self._write(ExpandMedia(call_id=call_id, prompt=prompt), "media")
         )
 
+    async def count_tenants(self, counts: Mapping[str, TenantCount]) -> Mapping[str, PeerCount]:
+        if not self.channel.is_open:
+            raise self._lost("before this count")
+        return await self._counts.ask(
+            lambda call_id: self.channel.send(CountTenants(call_id=call_id, counts=tuple(counts.items())))
+        )
+
     async def close(self) -> None:
         """Close the connection; the worker aborts the frontend's unfinished requests."""
         self._closing = True
@@ -260,13 +270,8 @@ class WorkerPeer:
                 self._sink.push_event(self.worker_id, event)
             case FetchChunk():
                 self._on_chunk(message)
-            case Changed(call_id=call_id, error=info, report=report):
-                self._calls.answered(call_id, report if info is None else from_info(info))
-            case MediaExpanded(call_id=call_id, error=info, prompt=prompt):
-                outcome = prompt if info is None else from_info(info)
-                if outcome is None:
-                    raise ProtocolError("media_expanded: neither a prompt nor an error; the peer is broken")
-                self._expansions.answered(call_id, outcome)
+            case Changed() | MediaExpanded() | TenantsCounted():
+                self._on_answer(message)
             case Challenge():
                 self._on_challenge(message)
             case handshake.HelloReply():
@@ -275,6 +280,18 @@ class WorkerPeer:
                 raise ProtocolError(
                     f"{type(message).__name__}: a worker does not send this; update the older side"
                 )
+
+    def _on_answer(self, message: Changed | MediaExpanded | TenantsCounted) -> None:
+        match message:
+            case Changed(call_id=call_id, error=info, report=report):
+                self._calls.answered(call_id, report if info is None else from_info(info))
+            case MediaExpanded(call_id=call_id, error=info, prompt=prompt):
+                outcome = prompt if info is None else from_info(info)
+                if outcome is None:
+                    raise ProtocolError("media_expanded: neither a prompt nor an error; the peer is broken")
+                self._expansions.answered(call_id, outcome)
+            case TenantsCounted(call_id=call_id, peers=peers):
+                self._counts.answered(call_id, dict(peers))
 
     def push_event(self, message: EventMessage) -> None:
         """Take KV events from the carrier, if they were subscribed to."""
@@ -307,6 +324,7 @@ class WorkerPeer:
                 fetching.content.set_exception(error)
         self._calls.fail(error)
         self._expansions.fail(error)
+        self._counts.fail(error)
         if self.entered and not self._closing:
             self._sink.lost(self.worker_id, error)
 

@@ -4,7 +4,7 @@ Messages are passed without encoding, which is tested elsewhere and would take h
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 
@@ -16,7 +16,7 @@ from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import AllBlocksCleared, EventMessage, EventPosition, Holder
 from penstock.core.types.instances import Instance
 from penstock.core.types.kv.actions import KvAction, KvReport
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import PeerCount, TenantCount, WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import NO_TOKENS, PackedHashes, encode
@@ -140,6 +140,7 @@ class _Link:
         self._patience: asyncio.TimerHandle | None = None
         self.calls: Calls[KvReport | None] = Calls()
         self.expansions: Calls[ExpandedPrompt] = Calls()
+        self.counts: Calls[Mapping[str, PeerCount]] = Calls()
         self._outbox = Outbox(
             window_tokens=server.config.window_tokens,
             stream_bytes_max=server.config.stream_bytes_max,
@@ -255,6 +256,10 @@ class _Link:
     def _expanded(self, call_id: int, outcome: PenstockError | ExpandedPrompt) -> None:
         self.down.send(_FRAME_BYTES, self.expansions.answered, call_id, outcome)
 
+    def count_tenants(self, counts: Mapping[str, TenantCount], call_id: int) -> None:
+        peers = self.server.service.count_tenants(counts, self)
+        self.down.send(_FRAME_BYTES, self.counts.answered, call_id, peers)
+
     # -- ends
 
     def on_path(self, *, is_open: bool) -> None:
@@ -281,6 +286,7 @@ class _Link:
     def _fail_calls(self, error: WorkerLost) -> None:
         self.calls.fail(error)
         self.expansions.fail(error)
+        self.counts.fail(error)
 
     def hang_up(self) -> None:
         """Close from the frontend's side."""
@@ -398,6 +404,13 @@ class SimConnection:
         size = _FRAME_BYTES + prompt.num_bytes
         return await link.expansions.ask(
             lambda call_id: link.up.send(size, link.expand_media, prompt, call_id)
+        )
+
+    async def count_tenants(self, counts: Mapping[str, TenantCount]) -> Mapping[str, PeerCount]:
+        self._check_up()
+        link = self._link
+        return await link.counts.ask(
+            lambda call_id: link.up.send(_FRAME_BYTES, link.count_tenants, counts, call_id)
         )
 
     async def close(self) -> None:

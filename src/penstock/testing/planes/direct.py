@@ -14,7 +14,8 @@ from penstock.core.wire import token_list
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.requests.direct_streams import DirectStream
 from penstock.seams import DirectClient
-from penstock.testing.planes.request_plane import RequestPlaneSuite, Scene
+from penstock.testing.planes.calls import CallsSuite
+from penstock.testing.planes.request_plane import Scene
 from penstock.testing.planes.scripted_worker import scripted_request
 
 _WINDOW_TOKENS = 64
@@ -67,8 +68,8 @@ class _Client(asyncio.WriteTransport):
         self.changed.clear()
 
 
-class DirectStreamsSuite(RequestPlaneSuite):
-    """The contract of request planes, and of the streams that their connections write themselves."""
+class DirectStreamsSuite(CallsSuite):
+    """The contract of request planes and calls, and of the streams that their connections write themselves."""
 
     def test_a_direct_streams_tokens_come_once_in_order_without_grants_and_the_end_to_the_sink(self) -> None:
         async def scenario(scene: Scene) -> None:

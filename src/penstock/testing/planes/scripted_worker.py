@@ -20,7 +20,7 @@ from penstock.core.types.changes import BecomeRole, Sleep, WorkerChange
 from penstock.core.types.events import BlockRemoved, BlockStored, EventMessage, Holder
 from penstock.core.types.instances import EngineInfo, Instance, Role
 from penstock.core.types.kv.actions import KvAction, KvEvict, KvReport
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import PeerCount, TenantCount, WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, FinishReason, Prefetch, Request, SamplingParams, TokenLogprob
 from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
@@ -229,6 +229,16 @@ class ScriptedWorker:
             loop.call_later(TICK_S, answer, KvReport(blocks=len(change.block_hashes) // 16))
         elif isinstance(change, Sleep):
             loop.call_later(TICK_S, answer, RequestError("it is one already", http_status=409))
+
+    def count_tenants(self, counts: Mapping[str, TenantCount], sink: FrontendSink) -> dict[str, PeerCount]:
+        """Give each tenant's use back as that of all other frontends."""
+        others = len(self._sinks) - (sink in self._sinks)
+        return {
+            name: PeerCount(
+                requests=each.requests, tokens=each.tokens, inflight=each.inflight, frontends=others
+            )
+            for name, each in counts.items()
+        }
 
     def expand_media(self, prompt: MediaPrompt, answer: MediaAnswer) -> None:
         """Append to the prompt a token for each byte of the items, after a tick; refuse audio."""
