@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock.core.log import get_logger
 from penstock.router.kv_tier_metrics import KvTierMetrics
+from penstock.router.refusal_metrics import RefusalMetrics
 from penstock.router.session_metrics import SessionMetrics
 
 _log = get_logger()
@@ -146,6 +147,9 @@ class RouterMetrics:
             lambda noun, text: gauge(noun, text, "worker", "tier", together="livemax")
         )
         self.sessions = SessionMetrics(
+            lambda noun, text, *labels: gauge(noun, text, *labels, together="livemax")
+        )
+        self.refusals_by_workers = RefusalMetrics(
             lambda noun, text, *labels: gauge(noun, text, *labels, together="livemax")
         )
         self.connections_lost = counter("connections_lost", "Connections to workers that ended")

@@ -82,12 +82,7 @@ def hello(
     rank: int = 0,
     broadcast_key: bytes = b"",
 ) -> Hello:
-    """Answer a challenge.
-
-    Raises:
-        ProtocolError: the server's wire version is incompatible.
-    """
-    _check_wire_version(challenge.version)
+    """Answer a challenge, of any version."""
     nonce = new_nonce()
     return Hello(
         wire_version=WIRE_VERSION,
@@ -124,6 +119,15 @@ def reply(identity: Identity, challenge: Challenge, hello: Hello) -> HelloReply:
         process=identity.process,
         worker_id=identity.worker_id,
     )
+
+
+def check_challenge(challenge: Challenge) -> None:
+    """Check the version of a server's challenge. The client answers it all the same, so that the server can say why, too.
+
+    Raises:
+        ProtocolError: the server's wire version is incompatible.
+    """
+    _check_wire_version(challenge.version)
 
 
 def check_reply(identity: Identity, challenge: Challenge, hello: Hello, reply: HelloReply) -> None:

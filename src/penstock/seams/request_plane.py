@@ -67,6 +67,14 @@ class WorkerService(Protocol):
         """Push to a frontend with a key the newest load report that was broadcast since the last one pushed, if any."""
         ...
 
+    def refused(self, reason: str) -> None:
+        """Count a frontend that was not accepted.
+
+        Args:
+            reason: its certificate does not fit (`tls`), or its secret, hash key or release is another (`refused`).
+        """
+        ...
+
     def submit(self, request: Request, sink: FrontendSink) -> None:
         """Start a request. A refusal is sent as a delta with `error`; this never raises."""
         ...

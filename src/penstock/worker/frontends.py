@@ -14,7 +14,7 @@ import msgspec
 from penstock.core.errors import PenstockError
 from penstock.core.ids import RequestId
 from penstock.core.types.broadcast import FrontendFigures, RankNews
-from penstock.core.types.load import WorkerLoad
+from penstock.core.types.load import RefusedFrontends, WorkerLoad
 from penstock.core.types.requests import Delta, FinishReason, Request
 from penstock.core.wire import num_tokens
 from penstock.runtime import spans
@@ -121,6 +121,9 @@ class Frontends:
         """Carries load reports to frontends with a key."""
         self._clock = now_s
         self._reports = 0
+        self._refused: tuple[RefusedFrontends, ...] = ()
+        self.on_refused: Callable[[], None] = lambda: None
+        """Called when a connection was not accepted."""
 
     def has_peers(self, frontend: Frontend) -> bool:
         """Whether other frontends send requests to the same rank."""
@@ -247,6 +250,7 @@ class Frontends:
             peer_prefill_pairs=rank.prefill.pairs - frontend.prefill.pairs,
             peer_arrivals=rank.taken - frontend.taken,
             oldest_wait_s=self._oldest_wait_s((rank,)),
+            refused_frontends=self._refused,
         )
 
     def oldest_wait_s(self) -> float:
@@ -280,6 +284,13 @@ class Frontends:
         self._reports += 1
         frontend.repeat = None
         frontend.sink.push_load(self.load_for(frontend, _of_rank(frontend, load)))
+
+    def count_refused(self, reason: str) -> None:
+        """Count a connection that was not accepted; the next load reports have it."""
+        counts = {each.reason: each.count for each in self._refused}
+        counts[reason] = counts.get(reason, 0) + 1
+        self._refused = tuple(RefusedFrontends(reason=each, count=count) for each, count in counts.items())
+        self.on_refused()
 
     def repeat_load(self, sink: FrontendSink) -> None:
         """Send by a frontend's connection what was broadcast since the last report on it; the broadcast may be lost."""

@@ -71,12 +71,16 @@ class LoadReports:
             else:
                 self._arm(due_s)
         elif (load.kv_tiers, load.sessions) != self._sent_kept:
-            self._arm(max(self._loop.time(), self._sent_s + self._refresh_s))
+            self.refresh()
 
     def hurry(self) -> None:
         """Report in the next turn of the loop, once for all requests of this turn."""
         if self._hurried is None:
             self._hurried = self._loop.call_soon(self._report)
+
+    def refresh(self) -> None:
+        """Report within `load_refresh_s`, though nothing runs that changed."""
+        self._arm(max(self._loop.time(), self._sent_s + self._refresh_s))
 
     def close(self) -> None:
         """Send nothing more."""

@@ -115,15 +115,16 @@ class Worker:
         self._read_file = read_file
         self._prices, self._adapters = prices, tuple(adapters)
         self._info: EngineInfo | None = None
-        self._frontends = Frontends()
-        self.events, self.repeat_load = self.publishers.of, self._frontends.repeat_load
-        self.count_tenants = self._frontends.tenants.count
+        frontends = self._frontends = Frontends()
+        self.events, self.repeat_load = self.publishers.of, frontends.repeat_load
+        self.count_tenants = frontends.tenants.count
         self._stopping = asyncio.Event()
         self._registration: WorkerRegistration | None = None
         self._group: asyncio.TaskGroup | None = None
         self._changes: WorkerChanges | None = None
         self._driver = EngineDriver(engine, self._fail)
         self._reports = LoadReports(self.config, self._driver.load, self._frontends.push_load)
+        self.refused, frontends.on_refused = frontends.count_refused, self._reports.refresh
         if identity.role is not Role.AGGREGATED and not isinstance(engine, KvBlocks | NativeKvTransfer):
             raise ConfigError(
                 f"role {identity.role}: the engine of {identity.name} transfers no KV; use the role aggregated,"

@@ -42,6 +42,7 @@ class Listener:
         tls: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None,
         handshake_timeout_s: float = 10.0,
         tells_refused: bool = False,
+        on_refused: Callable[[], None] = lambda: None,
     ) -> None:
         """Start to accept.
 
@@ -52,6 +53,7 @@ class Listener:
             tls: for TLS on all connections, or what gives it for each new one; None for none.
             handshake_timeout_s: longest time of a TLS handshake; then the connection is closed.
             tells_refused: whether failed TLS handshakes are logged, at most one in 10 s, for a port that only this deployment uses.
+            on_refused: called for each of these.
         """
         self._loop = asyncio.get_running_loop()
         self._sockets = list(sockets)
@@ -60,6 +62,7 @@ class Listener:
         self._tls = tls
         self._handshake_timeout_s = handshake_timeout_s
         self._tells_refused = tells_refused and tls is not None
+        self._on_refused = on_refused
         self._attaching: set[asyncio.Task[None]] = set()
         self._waiting: dict[socket.socket, asyncio.TimerHandle] = {}
         self._logged_s: float | None = None
@@ -122,6 +125,7 @@ class Listener:
 
     def _note_refused(self, peer: str, error: OSError) -> None:
         self.refused += 1
+        self._on_refused()
         now_s = self._loop.time()
         if self._refused_logged_s is None or now_s >= self._refused_logged_s + _LOG_EVERY_S:
             self._refused_logged_s = now_s
@@ -170,6 +174,7 @@ async def listen(
     on_failure: Callable[[OSError], None] | None = None,
     tls: Callable[[], ssl.SSLContext] | None = None,
     handshake_timeout_s: float = 10.0,
+    on_refused: Callable[[], None] = lambda: None,
 ) -> tuple[Listener, Address]:
     """Listen on an address; only this user may connect to a Unix socket.
 
@@ -179,6 +184,7 @@ async def listen(
         on_failure: see `Listener`.
         tls: see `Listener`; a Unix socket has none.
         handshake_timeout_s: longest time of a TLS handshake.
+        on_refused: see `Listener`.
 
     Returns:
         the listener, and the address with the actual port.
@@ -205,6 +211,7 @@ async def listen(
             tls=tls,
             handshake_timeout_s=handshake_timeout_s,
             tells_refused=True,
+            on_refused=on_refused,
         )
     except OSError as error:
         for opened in sockets:

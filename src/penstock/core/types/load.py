@@ -119,6 +119,13 @@ class ModelLoad(Wire, frozen=True):
     total_blocks: int = 0
 
 
+class RefusedFrontends(Wire, frozen=True):
+    """How many connections of frontends a worker has not accepted since its start, for one reason."""
+
+    reason: str
+    count: int
+
+
 class WorkerLoad(Wire, frozen=True):
     """A worker's report to one frontend; the router adds what it has reserved since.
 
@@ -152,6 +159,7 @@ class WorkerLoad(Wire, frozen=True):
             the load of one rank.
         number: counts a worker's reports, so that one that comes late by a broker is not taken for the newest; 0 where they
             come in order.
+        refused_frontends: connections that were not accepted since start, by reason.
     """
 
     running_requests: int = 0
@@ -186,6 +194,7 @@ class WorkerLoad(Wire, frozen=True):
     peer_tokens: int = 0
     peer_failures: int = 0
     number: int = 0
+    refused_frontends: tuple[RefusedFrontends, ...] = ()
 
     @classmethod
     def of_ranks(cls, ranks: "Sequence[WorkerLoad]") -> "WorkerLoad":

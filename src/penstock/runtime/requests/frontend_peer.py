@@ -228,6 +228,8 @@ class FrontendPeer:
             self._hello_timer.cancel()
         if reply.error is not None:
             _log.warning("frontend_refused", peer=self.channel.peer, error=reply.error.message)
+            if reply.error.code == ProtocolError.code:
+                self._service.refused("refused")
             self.channel.close(reply.error.message)
             return
         self.channel.accept_frames(self._config.frame_bytes_max)

@@ -347,19 +347,22 @@ class WorkerPeer:
     def _on_challenge(self, challenge: Challenge) -> None:
         if self._hello is not None:
             raise ProtocolError("challenge: a second one on the same connection; the peer is broken")
-        try:
-            hello = handshake.hello(
-                self._identity,
-                challenge,
-                expected=self._instance.registration,
-                window_tokens=self._config.window_tokens,
-                rank=self._instance.rank,
-                broadcast_key=self._broadcast_key,
-            )
-        except ProtocolError as error:
-            self._refuse(error)
-            return
+        hello = handshake.hello(
+            self._identity,
+            challenge,
+            expected=self._instance.registration,
+            window_tokens=self._config.window_tokens,
+            rank=self._instance.rank,
+            broadcast_key=self._broadcast_key,
+        )
         self._hello = (challenge, hello)
+        try:
+            handshake.check_challenge(challenge)
+        except ProtocolError as error:
+            self.channel.send(hello)
+            self.welcomed.set_exception(error)
+            self.channel.close(error.message)
+            return
         if self._carrier is not None:
             instance = self._instance
             self._unfollow = self._carrier.follow(

@@ -135,6 +135,8 @@ class ScriptedWorker:
         self._keys: dict[FrontendSink, bytes] = {}
         self._broadcast: BroadcastSink | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self.refusals: list[str] = []
+        """Reasons of connections that were not accepted."""
         self._connected = self._disconnected = self._submitted = self._aborted = 0
 
     def check_rank(self, rank: int) -> None:
@@ -166,6 +168,9 @@ class ScriptedWorker:
     def repeat_load(self, sink: FrontendSink) -> None:
         if sink in self._keys:
             sink.push_load(self._load())
+
+    def refused(self, reason: str) -> None:
+        self.refusals.append(reason)
 
     def submit(self, request: Request, sink: FrontendSink) -> None:
         self._submitted += 1
