@@ -138,8 +138,9 @@ def test_a_frontend_of_another_deployment_is_refused(identity, what):
 )
 def test_a_refusal_names_both_versions_and_the_fix(changes, values):
     async def main():
-        async with serving() as (instance, _), raw(instance) as client:
+        async with serving() as (instance, worker), raw(instance) as client:
             reply = await client.greet(**changes)
+            assert worker.refusals == ["refused"]
             assert all(value in reply.error.message for value in values)
             assert "same release" in reply.error.message
             assert reply.proof == b"", "an unauthenticated client learns nothing"
@@ -179,7 +180,7 @@ def test_a_server_that_is_no_worker_of_ours(replies):
             reply = HelloReply(wire_version=WIRE_VERSION, hash_version=HASH_VERSION, proof=b"p" * 32)
             writer.write(CODEC.encode(reply))
         if replies != "closes":
-            await reader.read()
+            told.append(bool(await reader.read()))
         writer.close()
         with suppress(ConnectionError):
             await writer.wait_closed()
@@ -196,9 +197,11 @@ def test_a_server_that_is_no_worker_of_ours(replies):
             )
         assert error.value.message
         await served.wait()
+        assert replies != "old wire" or told == [True], "it gets the hello, and can say why as well"
         server.close()
         await server.wait_closed()
 
+    told: list[bool] = []
     served = asyncio.Event()
     run_async(main())
 

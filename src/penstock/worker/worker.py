@@ -111,8 +111,7 @@ class Worker:
         self._engine = engine
         self._discovery, self._plane = discovery, plane
         self._identity = identity
-        self._card = card
-        self._read_file = read_file
+        self._card, self._read_file = card, read_file
         self._prices, self._adapters = prices, tuple(adapters)
         self._info: EngineInfo | None = None
         frontends = self._frontends = Frontends()

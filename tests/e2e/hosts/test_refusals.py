@@ -1,4 +1,4 @@
-"""Workers that refuse a frontend: a line at both ends, and a metric that says why."""
+"""Workers that refuse a frontend: a line at both ends, and metrics of both that say why."""
 
 import asyncio
 import random
@@ -23,7 +23,8 @@ OURS = Identity(secret=b"a secret")
 
 async def refused(server, client, reason):
     """Have a fleet that `client` connects find a worker that `server` serves; return the logs once it was refused."""
-    serving = await server.serve(ScriptedWorker())
+    worker = ScriptedWorker()
+    serving = await server.serve(worker)
     discovery, registry = MemoryDiscovery(), CollectorRegistry()
     await discovery.register(scripted_instance(serving.address))
     fleet = Fleet(
@@ -37,6 +38,7 @@ async def refused(server, client, reason):
         running.cancel()
         await asyncio.wait((running,))
     await serving.close()
+    assert set(worker.refusals) == {reason}, "the worker counts them, too"
     return {log["event"]: log for log in logs}
 
 
