@@ -267,9 +267,12 @@ class Server:
         """
         content = await self.connection.get("/load", timeout_s=self._config.health.timeout_s)
         try:
-            return _loads.decode(content).models.get(model, ModelLoad(workers=0, block_size=1))
+            load = _loads.decode(content).models.get(model, ModelLoad(workers=0, block_size=1))
         except UNREADABLE as error:
             raise Unavailable(f"{self.url}/load: no load of models ({error})") from error
+        if not 0 <= min(msgspec.structs.astuple(load)) <= max(msgspec.structs.astuple(load)) <= _LOAD_MAX:
+            raise Unavailable(f"{self.url}/load: {load!r:.200} has numbers that are no counts")
+        return load
 
     async def _slot_context(self, timeout_s: float) -> int | None:
         """Give the context length of a request to llama.cpp, which divides its context between its slots."""
@@ -348,6 +351,8 @@ _MODELS_BYTES_MAX, _MODELS_MAX = 1 << 20, 2048
 """The list is read at every health check: more would take longer than 10 ms. vLLM lists its adapters too, in 0.6 KB each."""
 _METRICS_BYTES_MAX = 2 << 20
 """Reading more at every `load_interval_s` would delay the streams; vLLM has 100 to 500 KB."""
+_LOAD_MAX = 10**12
+"""Of any count: tokens of context of a million workers."""
 _PADDING = 4096
 """Vocabularies of models are padded beyond their tokenizer's."""
 

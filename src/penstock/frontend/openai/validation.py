@@ -141,7 +141,7 @@ def check_completion(request: CompletionRequest, choices_max: int) -> None:
     choices = each * (1 if kinds == {int} else len(prompt))
     if choices > choices_max:
         raise RequestError(
-            f"prompt: {len(prompt)} prompts times n = {each} are {choices} choices, "
+            f"prompt: {len(prompt)} prompts times {'best_of' if each > (request.n or 1) else 'n'} = {each} are {choices} choices, "
             f"at most {choices_max} are allowed; send several requests",
             param="prompt",
         )
