@@ -1,8 +1,5 @@
 """A deployment over etcd and NATS on hosts of network namespaces: requests under faults, and its CPU time beside local planes.
 
-Local planes are those of one host (Unix sockets), and of as many hosts that join the first one's registry: against the latter
-only etcd and NATS differ, against the former the network between hosts as well.
-
 Every answer is compared with the one that its prompt got before. A request that was under way at a frontend that was killed is
 excused and asked again; every other one must end, with the same text.
 """
@@ -101,14 +98,9 @@ async def _measure_cpu(
     session: aiohttp.ClientSession, options: argparse.Namespace, requests: int, rounds: int
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Put requests without faults on both deployments in turn; return figures and samples of CPU time."""
-    async with (
-        _local() as (supervisor, frontend),
-        _joined() as (joined, joined_frontends),
-        _spread() as (_, supervisors, frontends, registries),
-    ):
+    async with _local() as (supervisor, frontend), _spread() as (_, supervisors, frontends, registries):
         sides = {
             "local": (_load([frontend] * _FRONTENDS, options.seed), [supervisor]),
-            "joined": (_load(joined_frontends, options.seed), joined),
             "planes": (_load(frontends, options.seed), supervisors),
         }
         for load, _ in sides.values():
@@ -122,11 +114,10 @@ async def _measure_cpu(
                 )
                 if side == "planes":
                     used_s["registries"].append((_servers_s(registries) - before_s) / requests)
+    ratios = [planes / local for planes, local in zip(used_s["planes"], used_s["local"], strict=True)]
     figures = {f"{side}_cpu_ms_per_request": 1e3 * median(seconds) for side, seconds in used_s.items()}
-    for side in ("local", "joined"):
-        pairs = zip(used_s["planes"], used_s[side], strict=True)
-        figures[f"planes_cpu_over_{side}"] = median(planes / other for planes, other in pairs)
-    return figures, {f"{side}_cpu_s": seconds for side, seconds in used_s.items()}
+    samples = {f"{side}_cpu_s": seconds for side, seconds in used_s.items()}
+    return figures | {"planes_cpu_over_local": median(ratios)}, samples
 
 
 async def _put_under_faults(
@@ -207,31 +198,6 @@ async def _local() -> AsyncIterator[tuple[Supervisor, Frontend]]:
 
 
 @asynccontextmanager
-async def _joined() -> AsyncIterator[tuple[list[Supervisor], list[Frontend]]]:
-    """Run hosts that join the first one's registry; workers' connections carry KV events."""
-    with Hosts(_HOSTS, network=1) as hosts:
-        hub = f"tcp://{hosts.address_of(0)}:7400"
-        graph = _graph(
-            roles=_role(_WORKERS), runtime={"hub": hub}, frontend={"host": "0.0.0.0", "port": 8000}
-        )
-        supervisors: list[Supervisor] = []
-        for host in range(_HOSTS):
-            join = ("--join", hub) if host else ()
-            supervisors.append(hosts.up(host, graph, _roles_of(host), *join))
-            if not host:  # has the registry
-                await asyncio.to_thread(supervisors[0].wait_ready)
-        for supervisor in supervisors[1:]:
-            await asyncio.to_thread(supervisor.wait_ready)
-        yield supervisors, [Frontend(f"http://{hosts.address_of(host)}:8000") for host in range(_FRONTENDS)]
-        for supervisor in reversed(supervisors):
-            await asyncio.to_thread(supervisor.close)
-
-
-def _roles_of(host: int) -> str:
-    return "aggregated,frontend" if host < _FRONTENDS else "aggregated"
-
-
-@asynccontextmanager
 async def _spread() -> AsyncIterator[tuple[Hosts, list[Supervisor], list[Frontend], dict[str, Any]]]:
     """Run hosts, and etcd and NATS beside them."""
     from tests.support.registries import Etcd, Nats  # noqa: PLC0415 - Debian's programs
@@ -250,7 +216,10 @@ async def _spread() -> AsyncIterator[tuple[Hosts, list[Supervisor], list[Fronten
                 runtime=runtime,
                 frontend={"host": "0.0.0.0", "port": 8000},
             )
-            supervisors = [hosts.up(host, graph, _roles_of(host)) for host in range(_HOSTS)]
+            supervisors = [
+                hosts.up(host, graph, "aggregated,frontend" if host < _FRONTENDS else "aggregated")
+                for host in range(_HOSTS)
+            ]
             for supervisor in supervisors:
                 await asyncio.to_thread(supervisor.wait_ready)
             frontends = [Frontend(f"http://{hosts.address_of(host)}:8000") for host in range(_FRONTENDS)]

@@ -19,7 +19,7 @@ from penstock.deploy.secret import SECRET_VARIABLE
 
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 60.0
-_NETWORKS = ("10.213.78", "10.213.79")
+_NETWORK = "10.213.78"
 
 
 class Supervisor:
@@ -97,19 +97,13 @@ class Supervisor:
 class Hosts:
     """Namespaces 0 to `count - 1` on a bridge, which has an address of this process's own network."""
 
-    def __init__(self, count: int, *, network: int = 0) -> None:
-        """Make nothing yet.
-
-        Args:
-            count: number of hosts.
-            network: 0 or 1, other than that of hosts that are there already.
-        """
-        name = f"{'xy'[network]}{os.getpid()}"
-        self.names = [f"penstock-{name}-{host}" for host in range(count)]
+    def __init__(self, count: int) -> None:
+        """Make nothing yet."""
+        number = os.getpid()
+        self.names = [f"penstock-{number}-{host}" for host in range(count)]
         self.folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-        self.address = f"{_NETWORKS[network]}.254"
-        self._network = _NETWORKS[network]
-        self._bridge = f"ps{name}"
+        self.address = f"{_NETWORK}.254"
+        self._bridge = f"psx{number}"
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -137,13 +131,12 @@ class Hosts:
         self._stack.close()
 
     def address_of(self, host: int) -> str:
-        return f"{self._network}.{host + 1}"
+        return f"{_NETWORK}.{host + 1}"
 
-    def up(self, host: int, graph: dict[str, Any], run: str, *arguments: str) -> Supervisor:
+    def up(self, host: int, graph: dict[str, Any], run: str) -> Supervisor:
         """Run a part of a deployment on a host until the context ends."""
         prefix = ("ip", "netns", "exec", self.names[host])
-        words = ("--run", run, *arguments)
-        supervisor = Supervisor(graph, self.folder / f"host-{host}", *words, prefix=prefix)
+        supervisor = Supervisor(graph, self.folder / f"host-{host}", "--run", run, prefix=prefix)
         self._stack.callback(supervisor.close)
         return supervisor
 
