@@ -41,7 +41,8 @@ class Pods:
                         self._made += 1
                         pods[name] = asyncio.Event()
                         group.create_task(self._run_pod(role, name, pods[name]))
-                    last = sorted(pods)[::-1]
+                    # A pod from before `is_stateful` was set has no ordinal, and is none of the last.
+                    last = sorted(pods, key=lambda name: ("-x-" not in name, name))[::-1]
                     named = (
                         [] if self.is_stateful else [name for name in spec.get("leaving", ()) if name in pods]
                     )

@@ -89,7 +89,7 @@ def test_an_order_is_obeyed_once_and_one_on_an_old_state_not_at_all(monkeypatch)
             with pytest.raises(RequestError, match="has scaled meanwhile"):
                 await host.add(A, by="x", revision=0)
             monkeypatch.setattr(host_link, "SILENT_S", -1.0)
-            with pytest.raises(RequestError, match="an order on what the host told 0 s ago"):
+            with pytest.raises(RequestError, match=r"an order on what the host told \d+ s ago"):
                 await host.add(A, by="x")
             assert len(pool.workers) == 2
 

@@ -238,10 +238,13 @@ class _RunningPod:
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Probe until the container ends or is to end."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session:
-            has_started, was_ready = False, None
+            has_started, was_ready, failed = False, None, 0
+            most = self._container["readinessProbe"].get("failureThreshold", 3)
             while process.returncode is None and not self.ending.is_set():
                 has_started = has_started or await self._probe(session, "startupProbe")
-                is_ready_now = has_started and await self._probe(session, "readinessProbe")
+                succeeds = has_started and await self._probe(session, "readinessProbe")
+                failed = 0 if succeeds else failed + 1
+                is_ready_now = succeeds or (bool(was_ready) and failed < most)
                 if is_ready_now is not was_ready and not self.ending.is_set():
                     self._say({"running": {"startedAt": now()}}, is_ready=is_ready_now)
                     was_ready = is_ready_now
