@@ -105,8 +105,9 @@ class Server:
         except Overloaded as error:  # loading, or its engine is dead
             raise Unavailable(error.message) from error
         served = await self._find_model(timeout_s)
-        if served.owner == _DEPLOYMENT and self._config.api in {"auto", _DEPLOYMENT}:
-            served = await self._of_deployment(served)
+        if served.owner == _DEPLOYMENT:
+            speaks = self._config.api in {"auto", _DEPLOYMENT}
+            served = await self._of_deployment(served) if speaks else replace(served, owner="")
         self._served = served
         return served
 
