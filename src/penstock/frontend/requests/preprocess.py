@@ -25,7 +25,12 @@ from penstock.frontend.openai.agents import (
     annotation_event,
     annotations_of,
 )
-from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest
+from penstock.frontend.openai.bodies import (
+    ChatRequest,
+    CompletionRequest,
+    ContinuationBody,
+    GenerationRequest,
+)
 from penstock.frontend.openai.structured import structured_of
 from penstock.frontend.openai.tools import named_tool, required_calls, tool_schemas
 from penstock.frontend.openai.validation import stop_strings
@@ -152,6 +157,8 @@ class Preprocessor:
         session = _session(agent, options)
         priority = _priority(request, agent, options)
         deadline_s = max(metadata.deadline - self._loop.time(), 0.0)
+        going_on = _continuation(request)
+        emitted = 0 if going_on is None else going_on.num_emitted
         requests: list[Request] = []
         asked = parts[0].asked if parts else None
         for prompt in prompts:
@@ -162,8 +169,6 @@ class Preprocessor:
                 sampling = msgspec.structs.replace(
                     sampling, max_tokens=max(max_tokens, 1), prompt_logprobs=asked
                 )
-            going_on = request.continuation if isinstance(request, CompletionRequest) else None
-            emitted = 0 if going_on is None else going_on.num_emitted
             if emitted:  # what engines count includes them
                 least = sampling.min_tokens + emitted if sampling.min_tokens else 0
                 sampling = msgspec.structs.replace(
@@ -286,16 +291,16 @@ def _annotations(request: GenerationRequest, prompts: Sequence[Prompt]) -> bytes
     return b"".join(events)
 
 
-def _goes_on(request: GenerationRequest) -> bool:
-    """Say whether a client says how far the answer has come: it has the prompt's token ids itself."""
-    return isinstance(request, CompletionRequest) and request.continuation is not None
+def _continuation(request: GenerationRequest) -> ContinuationBody | None:
+    """Give what a client says of how far the answer has come; None where it begins."""
+    return request.continuation if isinstance(request, CompletionRequest) else None
 
 
 def _prompt_parts(
     request: GenerationRequest, prompts: Sequence[Prompt], model: ServedModel
 ) -> tuple[PromptPart, ...]:
     echoes = isinstance(request, CompletionRequest) and bool(request.echo)
-    gives_ids = bool(request.return_token_ids) and not _goes_on(request)
+    gives_ids = bool(request.return_token_ids) and _continuation(request) is None  # who goes on has them
     if not (echoes or gives_ids) and request.prompt_logprobs is None:
         return ()
     echoed = request.logprobs if isinstance(request, CompletionRequest) and echoes else None
