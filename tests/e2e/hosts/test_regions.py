@@ -1,4 +1,4 @@
-"""Two regions, 80 ms apart, each a deployment of its own that has the other as a worker: one loses its workers under streams."""
+"""Two regions with 80 ms between them, each a deployment of its own that has the other as a worker: one loses its workers under streams."""
 
 import os
 import signal
