@@ -18,6 +18,9 @@ def test_a_planners_pod_scales_its_role_out_and_in_and_loses_no_stream(site, tmp
             spec = (await here.client.get(ROLES, "chat-aggregated"))["spec"]
             return spec["replicas"] == count and len(here.cluster.pods("aggregated")) == count
 
+        async def replaced(uid):
+            return {pod["metadata"]["uid"] for pod in here.cluster.pods("planner")} - {uid}
+
         graph = {"roles": {"aggregated": ROLE}, "planner": PLANNER, "slo": {"ttft_s": 0.2, "itl_s": 0.1}}
         async with deployed(here, tmp_path, **graph) as service:
             async with streaming(here, service) as load:
@@ -25,7 +28,7 @@ def test_a_planners_pod_scales_its_role_out_and_in_and_loses_no_stream(site, tmp
                 await load.more(len(PROMPTS))
                 (planner,) = here.cluster.pods("planner")
                 await here.evict(planner["metadata"]["name"])
-                await here.until(lambda: here.cluster.pods("planner") not in ([], [planner]))
+                await here.until(lambda: replaced(planner["metadata"]["uid"]))
             await here.until(lambda: wanted(1))
             spec = (await here.client.get(ROLES, "chat-aggregated"))["spec"]
             assert spec["leaving"], "the planner chose which end"

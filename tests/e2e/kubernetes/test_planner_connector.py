@@ -33,6 +33,10 @@ def pod_of(pods, name):
     return next(slot.pod for slot in pods.connector._roles[A].slots if slot.name == name)
 
 
+async def is_ready(pods, count):
+    return len(await ready(pods)) == count
+
+
 def test_the_pod_that_the_planner_chose_ends_and_its_name_is_written_with_the_number():
     async def main():
         async with pods_of_roles({A: 3}) as pods:
@@ -80,9 +84,6 @@ def test_a_persons_number_is_adopted_and_an_order_on_an_old_one_refused():
                 await pods.connector.add(A, by="planner", revision=before)
             assert "has set" in (await actor.carry_out({A: 1})).held
             await until(lambda: is_ready(pods, 3))
-
-    async def is_ready(pods, count):
-        return len(await ready(pods)) == count
 
     run_async(main())
 
@@ -173,9 +174,6 @@ def test_of_a_stateful_set_the_last_pods_end():
             await pods.connector.retire([first], by="planner")
             assert await ready(pods) == {slots[old], first}
             assert last not in await ready(pods)
-
-    async def is_ready(pods, count):
-        return len(await ready(pods)) == count
 
     run_async(main())
 
