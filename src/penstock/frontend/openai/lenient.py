@@ -6,6 +6,7 @@ Runs only on bodies that the strict decoder refused, so that usual requests do n
 import re
 import types
 import typing
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -64,7 +65,7 @@ def decode_leniently(body: bytes, kind: type[_Body], problem: msgspec.Validation
         raise problem from None
     if not isinstance(fields, dict) or fields.get("strict") is True:
         raise problem
-    _round_numbers(fields, kind)
+    _conform(fields, kind)
     for _ in range(_ROUNDS_MAX):
         try:
             return msgspec.convert(fields, kind)
@@ -106,19 +107,33 @@ def name_once(field: str) -> None:
     _log.info("field_without_effect", field=field[:80])
 
 
-def _round_numbers(fields: dict[str, Any], kind: type[msgspec.Struct]) -> None:
-    """Make whole numbers integers where the body wants integers: some clients write 4 as 4.0."""
+def _conform(fields: dict[str, Any], kind: type[msgspec.Struct]) -> None:
+    """Make whole numbers integers where integers are wanted, as some clients write 4 as 4.0, and leave out null where it says nothing."""
     for field in msgspec.structs.fields(kind):
-        value = fields.get(field.encode_name)
-        if (
-            isinstance(value, float)
-            and value.is_integer()
-            and abs(value) <= _INT_MAX
-            and _takes_int(field.type)
-        ):
-            fields[field.encode_name] = int(value)
+        name, value = field.encode_name, fields.get(field.encode_name)
+        if value is not None:
+            fields[name] = _conforming(value, field.type)
+        elif name in fields and not field.required and types.NoneType not in _options(field.type):
+            del fields[name]
 
 
-def _takes_int(annotation: Any) -> bool:
-    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    return int in options and float not in options
+def _conforming(value: Any, annotation: Any) -> Any:
+    options = _options(annotation)
+    if isinstance(value, float):
+        is_whole = value.is_integer() and abs(value) <= _INT_MAX
+        return int(value) if is_whole and int in options and float not in options else value
+    if isinstance(value, dict):
+        for option in options:
+            if isinstance(option, type) and issubclass(option, msgspec.Struct):
+                _conform(value, option)
+    elif isinstance(value, list):
+        for option in options:
+            if typing.get_origin(option) is list:
+                (wanted,) = typing.get_args(option)
+                return [_conforming(item, wanted) for item in value]
+    return value
+
+
+@cache
+def _options(annotation: Any) -> tuple[Any, ...]:
+    return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)

@@ -7,7 +7,8 @@ import pytest
 
 from penstock.core.errors import RequestError
 from penstock.frontend.openai import lenient
-from penstock.frontend.openai.bodies import ChatRequest, parse_chat
+from penstock.frontend.openai.agents import AgentHintsBody, SessionBody
+from penstock.frontend.openai.bodies import ChatRequest, ContinuationBody, parse_chat, parse_completion
 
 
 def parse(**fields: Any) -> ChatRequest:
@@ -80,6 +81,27 @@ def test_whole_numbers_may_be_written_as_floats(named: set[str]) -> None:
     assert named == set()
     with pytest.raises(RequestError, match=r"max_tokens: must be a whole number, got 4\.5"):
         parse(max_tokens=4.5)
+
+
+def test_whole_numbers_and_null_are_taken_at_any_depth(named: set[str]) -> None:
+    fields = {
+        "prompt": [5.0, 6],
+        "stop_token_ids": [3.0],
+        "continuation": {"num_emitted": 1.0, "choice": None},
+        "agent_hints": {"osl": 4.0, "speculative_prefill": None},
+        "session": {"id": "s", "ephemeral": None},
+    }
+    body = parse_completion(json.dumps({"model": "m"} | fields).encode())
+    assert (body.prompt, body.stop_token_ids) == ([5, 6], [3])
+    assert (body.continuation, body.session) == (ContinuationBody(num_emitted=1), SessionBody(id="s"))
+    assert body.agent_hints == AgentHintsBody(osl=4)
+    assert named == set()
+    for wrong, says in (
+        ({"num_emitted": None}, "expected integer, got null"),
+        ({"num_emitted": 0.5}, "whole"),
+    ):
+        with pytest.raises(RequestError, match=rf"continuation\.num_emitted: .*{says}"):
+            parse_completion(json.dumps({"model": "m", "prompt": [5], "continuation": wrong}).encode())
 
 
 def test_the_names_in_the_log_are_bounded(named: set[str]) -> None:
