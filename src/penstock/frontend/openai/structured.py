@@ -20,9 +20,14 @@ def structured_of(request: GenerationRequest) -> bytes | None:
     Raises:
         RequestError: a field is malformed or too large, or two contradict each other.
     """
-    structured = _structured_of(request)
+    param = "tools" if isinstance(request, ChatRequest) and request.tools else "response_format"
+    try:
+        structured = _structured_of(request)
+    except RecursionError as error:
+        raise RequestError(
+            f"{param}: the schema is nested too deeply; make it flatter", param=param
+        ) from error
     if structured is not None and len(structured) > STRUCTURED_BYTES_MAX:
-        param = "tools" if isinstance(request, ChatRequest) and request.tools else "response_format"
         raise RequestError(
             f"{param}: the schema has {len(structured)} bytes, at most {STRUCTURED_BYTES_MAX} are allowed; make it smaller",
             param=param,

@@ -11,6 +11,11 @@ TOOLS_MAX = 512
 NAME_CHARACTERS_MAX = 256
 _CHOICES = ("none", "auto", "required")
 _ANY = {"type": "object"}
+_DEFINED = "#/$defs/"
+_DATA = frozenset({"const", "enum", "default", "examples"})
+"""Keys of a schema whose values are no schemas."""
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keys whose values are schemas by names of any kind."""
 
 
 def check_tools(request: ChatRequest) -> None:
@@ -76,25 +81,37 @@ def required_calls(request: ChatRequest) -> bytes | None:
         return msgspec.json.encode({"json": schemas[name]})
     if request.tool_choice != "required":
         return None
-    definitions: dict[str, Any] = {}
-    options = []
-    for name, schema in schemas.items():
-        definitions |= schema.get("$defs") or {}
-        parameters = {key: value for key, value in schema.items() if key != "$defs"}
-        options.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "parameters": parameters},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
+    options = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"{_DEFINED}{number}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for number, name in enumerate(schemas)
+    ]
     calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": options}}
     if request.parallel_tool_calls is False:
         calls["maxItems"] = 1
-    if definitions:
-        calls["$defs"] = definitions
+    calls["$defs"] = {str(number): _moved(schema, number) for number, schema in enumerate(schemas.values())}
     return msgspec.json.encode({"json": calls})
+
+
+def _moved(schema: Any, number: int) -> Any:
+    """Give a schema whose references to itself are right where it is a definition of another one."""
+    if isinstance(schema, list):
+        return [_moved(each, number) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if key == "$ref" and (value == "#" or str(value).startswith("#/")):
+            moved[key] = f"{_DEFINED}{number}{value[1:]}"
+        elif key in _BY_NAME and isinstance(value, dict):
+            moved[key] = {name: _moved(each, number) for name, each in value.items()}
+        else:
+            moved[key] = value if key in _DATA else _moved(value, number)
+    return moved
 
 
 def _check_tool(tool: dict[str, Any], where: str) -> None:

@@ -71,7 +71,7 @@ def test_required_calls_constrain_the_engine() -> None:
     assert required is not None
     schema = msgspec.json.decode(required)["json"]
     assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, 1)
-    assert schema["$defs"] == CITY["$defs"]
+    assert schema["$defs"]["0"]["$defs"] == CITY["$defs"]
     assert [option["properties"]["name"] for option in schema["items"]["anyOf"]] == [
         {"const": "weather"},
         {"const": "now"},
@@ -79,6 +79,38 @@ def test_required_calls_constrain_the_engine() -> None:
     assert (
         "maxItems" not in msgspec.json.decode(structured_of(request(tool_choice="required")) or b"")["json"]
     )
+
+
+def test_definitions_of_one_name_stay_those_of_their_tool() -> None:
+    def tool(name: str, **schema: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": {"type": "object"} | schema}}
+
+    tools = [
+        tool("a", **{"$defs": {"v": {"type": "string"}}}, properties={"v": {"$ref": "#/$defs/v"}}),
+        tool("b", definitions={"v": {}}, properties={"v": {"$ref": "#/definitions/v"}, "default": {"$ref": "#"}}),
+        tool("c", properties={"v": {"const": {"$ref": "#"}}, "w": {"$ref": "https://x"}}, **{"$defs": 5}),
+    ]  # fmt: skip
+    required = structured_of(request(tools=tools, tool_choice="required"))
+    assert required is not None
+    schema = msgspec.json.decode(required)["json"]
+    assert [option["properties"]["parameters"] for option in schema["items"]["anyOf"]] == [
+        {"$ref": f"#/$defs/{number}"} for number in range(3)
+    ]
+    defined = [schema["$defs"][str(number)]["properties"] for number in range(3)]
+    assert defined == [
+        {"v": {"$ref": "#/$defs/0/$defs/v"}},
+        {"v": {"$ref": "#/$defs/1/definitions/v"}, "default": {"$ref": "#/$defs/1"}},
+        {"v": {"const": {"$ref": "#"}}, "w": {"$ref": "https://x"}},
+    ]
+
+
+def test_a_schema_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(2000):
+        schema = {"not": schema}
+    deep = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(RequestError, match="tools: the schema is nested too deeply"):
+        structured_of(request(tools=deep, tool_choice="required"))
 
 
 def test_required_calls_and_another_constraint_contradict() -> None:
