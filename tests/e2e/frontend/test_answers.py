@@ -21,6 +21,11 @@ def test_a_session_is_taken_from_its_header() -> None:
             refused = await site.ask("POST", path, chat(), "X-Talk: " + "t" * 257)
             assert refused.status == 400
             assert refused.error["message"] == "X-Talk: must have at most 256 characters, got 257"
+            reader, writer = await site.connect()
+            writer.write(http("POST", path, chat(), "X-Talk: ?", "Connection: close").replace(b"?", b"\xff"))
+            said = Answer(await reader.read()).error
+            writer.close()
+            assert said["message"] == "X-Talk: must be printable text in UTF-8, got '\\udcff'"
 
     run(test)
 

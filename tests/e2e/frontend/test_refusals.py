@@ -6,8 +6,10 @@ import openai
 import pytest
 from frontend_site import HI, SPEAK, Answer, chat, http, run, serving
 
+from penstock.frontend.requests.encoders import LARGE_BYTES
 from tests.support.dispatcher import ScriptedDispatcher
 from tests.support.tokenizer import tiny_card
+from tests.support.tool_talk import SAID, says
 
 
 @pytest.mark.parametrize(
@@ -149,6 +151,40 @@ def test_an_unknown_encoding_of_the_body_is_named(encoding: str) -> None:
             assert answer.error["message"].endswith("; send one of gzip, deflate, identity")
 
     run(test)
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size_bytes", [0, LARGE_BYTES], ids=["here", "encoder"])
+def test_nesting_of_any_depth_is_answered_or_refused(size_bytes: int) -> None:
+    fields = {
+        "required": b'"tools":[{"type":"function","function":{"name":"a","parameters":{"a":%b}}}],"tool_choice":"required"',
+        "tools": b'"tools":[{"type":"function","function":{"name":"a","parameters":{"a":%b}}}]',
+        "schema": b'"response_format":{"type":"json_schema","json_schema":{"schema":{"a":%b}}}',
+        "arguments": b'"chat_template_kwargs":{"a":%b}',
+        "calls": b'"messages":[{"role":"assistant","tool_calls":[{"id":"1","type":"function","function":{"name":"a","arguments":"%b"}}]}]',
+    }  # fmt: skip
+
+    async def test() -> None:
+        async with serving(dispatcher=says(SAID, at_once=40)) as site:
+            statuses = set()
+            for depth in (100, *range(700, 1000, 15)):
+                for name, field in fields.items():
+                    messages = b"" if name == "calls" else b'"messages":[{"role":"user","content":"hi"}],'
+                    body = b'{"model":"tiny",%b%b,"user":"%b"}' % (
+                        messages,
+                        field % nested(depth),
+                        b"x" * size_bytes,
+                    )
+                    answer = await site.ask("POST", "/v1/chat/completions", body)
+                    assert answer.status < 500, (name, depth, answer.body)
+                    statuses.add(answer.status)
+            assert statuses == {200, 400}
+
+    run(test, timeout_s=240)
 
 
 def test_an_expectation_that_cannot_be_met_is_417_with_an_id() -> None:

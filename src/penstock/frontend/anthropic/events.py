@@ -145,7 +145,7 @@ def _input(arguments: str) -> dict[str, Any]:
     """Decode a call's arguments; the API has no place for those that are no JSON object, as where the answer broke off."""
     try:
         decoded = msgspec.json.decode(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return decoded if isinstance(decoded, dict) else {}
 

@@ -134,6 +134,8 @@ def _name_in(headers: Mapping[str, str], header: str) -> str:
         raise RequestError(
             f"{header}: must have at most {_NAME_CHARACTERS_MAX} characters, got {len(name)}", param=header
         )
+    if not name.isprintable():  # bytes that are no UTF-8 come as lone surrogates
+        raise RequestError(f"{header}: must be printable text in UTF-8, got {name[:40]!a}", param=header)
     return name
 
 

@@ -26,10 +26,15 @@ def body_error(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> Req
     if not body:
         return RequestError("the body is empty; expected a JSON object")
     if isinstance(error, RecursionError):
-        return RequestError("the body is nested too deeply; expected flat JSON")
+        return nested_too_deeply()
     if isinstance(error, UnicodeDecodeError):
         return RequestError(f"the body is not valid UTF-8: {error.reason}; send JSON encoded as UTF-8")
     return RequestError(f"the body is not valid JSON: {error}")
+
+
+def nested_too_deeply() -> RequestError:
+    """Make the error for a body of which some hundred levels are too many."""
+    return RequestError("the body is nested too deeply; expected flat JSON")
 
 
 def _content_error(problem: str, body: bytes, kind: type[msgspec.Struct]) -> RequestError:

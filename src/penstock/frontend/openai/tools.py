@@ -103,7 +103,7 @@ def _moved(schema: Any, number: int) -> Any:
         return [_moved(each, number) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {}
+    moved: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "$ref" and (value == "#" or str(value).startswith("#/")):
             moved[key] = f"{_DEFINED}{number}{value[1:]}"

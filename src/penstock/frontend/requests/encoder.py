@@ -14,6 +14,7 @@ from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError
 from penstock.core.types.cards import ModelCard
 from penstock.core.wire import PackedTokens, Wire, encode, pack_tokens
 from penstock.frontend.openai.bodies import ChatRequest
+from penstock.frontend.openai.body_error import nested_too_deeply
 from penstock.frontend.openai.dialect import EmbeddingOptions, ParsedBody
 from penstock.frontend.requests.dialects import DIALECTS
 from penstock.frontend.requests.encoding import Prompt, encode_prompts, without_prompts
@@ -23,6 +24,8 @@ from penstock.frontend.responses.store import stored_messages
 from penstock.frontend.text.models import ServedModel
 
 LENGTH_BYTES = 8
+_FRAMES_MAX = 800
+"""Levels of JSON and calls: fewer than a frontend has, which decodes once more what came through here."""
 
 
 class Read(Wire, frozen=True, tag="read"):
@@ -125,6 +128,9 @@ class Encoder:
         except PenstockError as error:
             self._body = None  # done with this body
             return Refused(error=error.to_info())
+        except RecursionError:
+            self._body = None
+            return Refused(error=nested_too_deeply().to_info())
 
     def _read(self, task: Read, body: bytes) -> ModelName:
         dialect = DIALECTS[task.dialect]
@@ -174,6 +180,7 @@ class Encoder:
 
 def main() -> int:
     """Serve tasks until the frontend closes the socket."""
+    sys.setrecursionlimit(_FRAMES_MAX)
     encoder = Encoder()
     with socket.socket(fileno=int(sys.argv[1])) as link, link.makefile("rb") as tasks:
         link.set_inheritable(False)

@@ -231,7 +231,7 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         arguments = msgspec.json.decode(function.get("arguments") or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -286,7 +286,11 @@ def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
 
 def form(*parts: tuple[str, bytes]) -> tuple[bytes, str]:
     whole = b"".join(
-        b"--b\r\nContent-Disposition: form-data; " + head.encode() + b"\r\n\r\n" + body + b"\r\n"
+        b"--b\r\nContent-Disposition: form-data; "
+        + head.encode(errors="surrogateescape")
+        + b"\r\n\r\n"
+        + body
+        + b"\r\n"
         for head, body in parts
     )
     return whole + b"--b--\r\n", "Content-Type: multipart/form-data; boundary=b"
@@ -318,6 +322,15 @@ def test_a_wrong_upload_is_refused_and_leaves_nothing(
 
     serve(test, tmp_path, file_bytes_max=2048)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_file_name_of_other_bytes_than_utf_8_is_kept_as_far_as_it_is_text(tmp_path: Path) -> None:
+    async def test(site: Site) -> None:
+        named = FILE.replace('filename="a"', 'filename="a\udcff\udcfe"')
+        answer = await site.ask("POST", "/v1/files", *form((named, b"{}"), ('name="purpose"', b"batch")))
+        assert (answer.status, json.loads(answer.body)["filename"]) == (200, "a??")
+
+    serve(test, tmp_path)
 
 
 def test_bounds_and_bad_fields_are_said(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ async def _receive(request: web.Request, file: BinaryIO, bytes_max: int) -> tupl
         if not isinstance(part, BodyPartReader):
             raise RequestError("the form has a form inside; send the fields file and purpose")
         if part.name == "file" and filename is None:
-            filename = (part.filename or "upload.jsonl")[:256]
+            given = (part.filename or "upload.jsonl")[:256]
+            filename = given.encode("utf-8", "replace").decode()  # lone surrogates stand for other bytes
             await _copy(part, file, bytes_max)
             continue
         value = bytearray()
