@@ -4,7 +4,8 @@ import asyncio
 import os
 
 from penstock.core.clock import wall_time_s
-from penstock.core.log import get_logger
+from penstock.core.errors import RequestError
+from penstock.core.log import cause, get_logger
 from penstock.frontend.batches.gaps import Gaps
 from penstock.frontend.batches.objects import ENDED, BatchError, BatchErrors, BatchRecord, BatchStatus
 from penstock.frontend.batches.run import BatchRun
@@ -14,6 +15,7 @@ from penstock.frontend.frontend import Frontend
 _SCAN_S = 1.0
 _CLEAN_S = 600.0
 _BATCHES_AT_ONCE = 8
+_DISK_PAUSE_S = 10.0
 _log = get_logger()
 
 
@@ -27,6 +29,7 @@ class BatchRunner:
             self._config, lambda: frontend.admission.inflight, lambda: frontend.unhealthy() is None
         )
         self._running: set[str] = set()
+        self._unreadable: set[str] = set()
 
     async def run(self) -> None:
         """Look for batches and run them, for ever; returns at once where there are none to be."""
@@ -45,17 +48,24 @@ class BatchRunner:
 
     def _take(self) -> list[tuple[BatchStore, BatchRecord, int]]:
         """Lock batches that nobody runs."""
-        taken = []
+        taken: list[tuple[BatchStore, BatchRecord, int]] = []
         try:
             for store in BatchStore.all(self._config):
-                for record in store.unended():
-                    name = record.batch.id
-                    if name in self._running or len(self._running) >= _BATCHES_AT_ONCE:
+                for name in store.unended_ids():
+                    if len(self._running) >= _BATCHES_AT_ONCE:
+                        return taken
+                    if name in self._running or name in self._unreadable:
                         continue
-                    if (lock := store.try_lock(name)) is not None:
-                        self._running.add(name)
+                    if (lock := store.try_lock(name)) is None:
+                        continue
+                    try:
                         taken.append((store, store.record(name), lock))
-        except (OSError, ValueError) as error:  # of the disk, or of a file that is none of ours
+                        self._running.add(name)
+                    except (OSError, ValueError, RequestError) as error:
+                        os.close(lock)
+                        self._unreadable.add(name)
+                        _log.error("batch_not_read", batch=name, **cause(error))
+        except OSError as error:
             _log.error("batches_not_read", directory=self._config.directory, error=str(error))
         return taken
 
@@ -63,7 +73,7 @@ class BatchRunner:
         try:
             for store in BatchStore.all(self._config):
                 store.clean()
-        except (OSError, ValueError) as error:
+        except OSError as error:
             _log.error("batches_not_cleaned", directory=self._config.directory, error=str(error))
 
     async def _run(self, store: BatchStore, record: BatchRecord, lock: int) -> None:
@@ -76,12 +86,37 @@ class BatchRunner:
             _log.info(
                 "batch_ended", batch=batch.id, status=batch.status, total=counts.total, failed=counts.failed
             )
-        except Exception as error:  # noqa: BLE001 - such as a full disk: the batch fails, and the others go on
-            _log.exception("batch_failed", batch=batch.id)
-            problem = BatchError(code="internal_error", message=f"{type(error).__name__}: {error}"[:300])
-            batch.errors = BatchErrors(data=[problem])
-            batch.status, batch.failed_at = BatchStatus.FAILED, int(wall_time_s())
-            await asyncio.to_thread(store.put, record)
+        except Exception as error:  # noqa: BLE001 - one batch must not end the others
+            if (problem := _disk_problem(error)) is None:
+                problem = await self._fail(store, record, error)
+            if problem is not None:
+                _log.error(
+                    "batch_waits_for_disk", batch=batch.id, error=str(problem), again_in_s=_DISK_PAUSE_S
+                )
+                await asyncio.sleep(_DISK_PAUSE_S)
         finally:
             os.close(lock)
             self._running.discard(batch.id)
+
+    async def _fail(self, store: BatchStore, record: BatchRecord, error: Exception) -> OSError | None:
+        """End a batch on which this server failed; gives why that cannot be written."""
+        batch = record.batch
+        _log.error("batch_failed", batch=batch.id, exc_info=error)
+        problem = BatchError(code="internal_error", message=f"{type(error).__name__}: {error}"[:300])
+        batch.errors = BatchErrors(data=[problem])
+        batch.status, batch.failed_at = BatchStatus.FAILED, int(wall_time_s())
+        try:
+            await asyncio.to_thread(store.put, record)
+        except OSError as why:
+            return why
+        return None
+
+
+def _disk_problem(error: Exception) -> OSError | None:
+    """Give the error of a disk, such as a full one, that ended a batch's run: its batch goes on from what was written. None of any other."""
+    if isinstance(error, ExceptionGroup):
+        disk, others = error.split(OSError)
+        found = None if others is not None or disk is None else disk.exceptions[0]
+        return _disk_problem(found) if isinstance(found, Exception) else None
+    is_gone = isinstance(error, FileNotFoundError)  # of the input: it does not come back
+    return error if isinstance(error, OSError) and not is_gone else None

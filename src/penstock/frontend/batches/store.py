@@ -21,6 +21,7 @@ import msgspec
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import RequestError
 from penstock.core.files import write_whole
+from penstock.core.log import get_logger
 from penstock.frontend.batches.objects import ENDED, Batch, BatchRecord, BatchStatus, FileObject, Listing
 from penstock.frontend.config import BatchesConfig
 
@@ -29,6 +30,7 @@ _UPLOAD = ".upload-"
 _UPLOAD_KEPT_S = 3600
 _OWNER_ONLY = 0o700
 LIST_MAX = 10_000
+_log = get_logger()
 
 Kept = TypeVar("Kept", FileObject, BatchRecord)
 Listed = TypeVar("Listed", FileObject, Batch)
@@ -80,7 +82,7 @@ class BatchStore:
                 param="file",
                 http_status=413,
             )
-        used = sum(path.stat().st_size for path in self._files.glob("*.data"))
+        used = sum(_size_bytes(path) for path in self._files.glob("*.data"))
         if used >= config.tenant_bytes_max:
             raise RequestError(
                 f"file: {used} bytes are stored already, and tenant_bytes_max is {config.tenant_bytes_max}; delete some files",
@@ -187,6 +189,10 @@ class BatchStore:
         """Give the batches that have not ended."""
         return _all(self._batches, BatchRecord)
 
+    def unended_ids(self) -> list[str]:
+        """Give the ids of the batches that have not ended, also of those that cannot be read."""
+        return sorted(path.stem for path in self._batches.glob("*.json") if _ID.fullmatch(path.stem))
+
     def ask_to_cancel(self, batch_id: str) -> Batch:
         """Have the process that runs a batch cancel it.
 
@@ -275,6 +281,13 @@ def page(items: list[Listed], after: str | None, limit: int) -> Listing[Listed]:
     )
 
 
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0  # removed meanwhile
+
+
 def _find(folder: Path, item_id: str, kind: type[Kept]) -> Kept | None:
     if not _ID.fullmatch(item_id):
         return None
@@ -298,3 +311,5 @@ def _all(folder: Path, kind: type[Kept]) -> Iterator[Kept]:
             yield msgspec.json.decode(path.read_bytes(), type=kind)
         except FileNotFoundError:
             continue  # removed meanwhile
+        except ValueError as error:
+            _log.error("batches_file_not_read", file=str(path), error=str(error))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
@@ -12,6 +13,10 @@ from frontend_site import IDS, TEXT, Answer, Site, of_keys, run, serving
 
 from penstock.core.errors import Overloaded
 from penstock.core.types.requests import Delta, FinishReason, Request
+from penstock.frontend.batches import run as batch_run
+from penstock.frontend.batches import runner as batch_runner
+from penstock.frontend.batches import store as batch_store
+from penstock.frontend.batches.store import new_id
 from tests.support.dispatcher import Script, speak
 
 CHAT = "/v1/chat/completions"
@@ -282,6 +287,49 @@ def test_tenants_do_not_see_each_other(tmp_path: Path) -> None:
             await site.client.batches.list()
 
     serve(test, tmp_path, tenants=of_keys("one", "other"))
+
+
+def test_a_full_disk_loses_nothing_and_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full, refused, append, write = [True], [], batch_run._append, batch_store.write_whole
+
+    def fill(then: Callable[..., None]) -> Callable[[Path, bytes], None]:
+        def written(path: Path, data: bytes) -> None:
+            if full[0]:
+                refused.append(path)
+                raise OSError(errno.ENOSPC, "No space left on device")
+            then(path, data)
+
+        return written
+
+    monkeypatch.setattr(batch_runner, "_DISK_PAUSE_S", 0.05)
+    monkeypatch.setattr(batch_run, "_append", fill(append))
+
+    async def test(site: Site) -> None:
+        batch = await start(site.client, [line(name, max_tokens=3) for name in "abc"])
+        await site.until(lambda: len(refused) >= 2, timeout_s=30)
+        assert (await site.client.batches.retrieve(batch.id)).status == "in_progress"
+        monkeypatch.setattr(batch_store, "write_whole", fill(write))
+        answer = await site.ask("POST", "/v1/files", *form((FILE, b"{}"), ('name="purpose"', b"batch")))
+        assert (answer.status, answer.headers["retry-after"]) == (503, "30")
+        assert "cannot be read or written here: no space left on device" in answer.error["message"]
+        full[0] = False
+        batch = await ended(site.client, batch.id)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 3)
+        assert set(await read(site.client, batch.output_file_id)) == set("abc")
+
+    serve(test, tmp_path)
+
+
+def test_a_batch_that_cannot_be_read_holds_up_no_other(tmp_path: Path) -> None:
+    damaged = tmp_path / "b" / "tenant-0" / "batches"
+    damaged.mkdir(parents=True)
+    (damaged / f"{new_id('batch_')}.json").write_bytes(b'{"batch":')
+
+    async def test(site: Site) -> None:
+        batch = await start(site.client, [line("a", max_tokens=3)])
+        assert (await ended(site.client, batch.id)).status == "completed"
+
+    serve(test, tmp_path)
 
 
 def form(*parts: tuple[str, bytes]) -> tuple[bytes, str]:

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import Overloaded, RequestError
+from penstock.core.log import cause, get_logger
 from penstock.frontend.batches.objects import Batch, BatchRecord, BatchRequest, Deleted
 from penstock.frontend.batches.one import ENDPOINTS
 from penstock.frontend.batches.store import LIST_MAX, BatchStore, new_id, page
@@ -23,6 +24,7 @@ from penstock.frontend.tenants.tenants import Tenant
 
 Handler = Callable[[web.Request, BatchStore], Awaitable[web.StreamResponse]]
 _UPLOADS_MAX = 16
+_DISK_RETRY_AFTER_S = 30.0
 _WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW_S_MAX = 7 * 86_400
@@ -31,6 +33,7 @@ _METADATA_MAX = 16
 _BATCH_BYTES_MAX = 64 << 10
 """Of a body that describes a batch, which is decoded on the event loop."""
 _decode = msgspec.json.Decoder(BatchRequest).decode
+_log = get_logger()
 
 
 class BatchRoutes:
@@ -67,8 +70,18 @@ class BatchRoutes:
                     "this server keeps no files and runs no batches; its operator can set frontend.batches.directory",
                     http_status=404,
                 )
-            store = await asyncio.to_thread(BatchStore.of, self._config, self._tenant().name)
-            return await handler(request, store)
+            try:
+                store = await asyncio.to_thread(BatchStore.of, self._config, self._tenant().name)
+                return await handler(request, store)
+            except (ConnectionError, TimeoutError):  # not of the disk
+                raise
+            except OSError as error:
+                _log.error("batches_not_stored", directory=self._config.directory, **cause(error))
+                raise Overloaded(
+                    f"files and batches cannot be read or written here: {(error.strerror or str(error)).lower()}; try again later,"
+                    " or tell who runs this server: frontend.batches.directory",
+                    retry_after_s=_DISK_RETRY_AFTER_S,
+                ) from error
 
         return handle
 
