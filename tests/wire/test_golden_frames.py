@@ -162,7 +162,7 @@ DELTA = Delta(
     kv=HANDLE,
     embedding=bytes(8),
 )
-_COUNTS = WorkerLoad.__struct_fields__[:-15]
+_COUNTS = WorkerLoad.__struct_fields__[:-16]
 _TIER_COUNTS = KvTierCounts.__struct_fields__
 LOAD = WorkerLoad(
     **{name: i + 1 for i, name in enumerate(_COUNTS)},

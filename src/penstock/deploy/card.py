@@ -10,7 +10,7 @@ from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
 from penstock.demo import MODEL_DIR, MODEL_NAME
 from penstock.engine.paged.model.checkpoint import Checkpoint, refuse_absent
-from penstock.engine.registry import engine_kind, engine_names
+from penstock.engine.registry import engine_kind
 from penstock.frontend.text.models import ServedModel
 from penstock.graph import DEMO_MODEL, Graph, RoleSpec
 from penstock.perf.model.catalogue import known_shapes
@@ -125,7 +125,7 @@ def make_card(checkpoint: Checkpoint, graph: Graph, role: RoleSpec) -> ModelCard
 
 def _reads_weights(role: RoleSpec) -> bool:
     """Say whether a role's workers read the checkpoint's weights: mock engines and running servers do not."""
-    return role.engine not in engine_names() or engine_kind(role.engine).has_weights
+    return engine_kind(role.engine).has_weights
 
 
 def _check_serves(card: ModelCard, directory: Path) -> None:

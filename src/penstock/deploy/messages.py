@@ -27,6 +27,7 @@ class WorkerJob(Wire, frozen=True, tag="worker"):
     differ after a change of role. `card` is the model it serves, from the files in `model_dir`. `index` is its number among
     its home's workers. `device` is the index of its first device on this machine. `core` is the CPU core of its engine, None
     for any. `ports` are for requests and KV transfers, none for any free ones. `adapters` are its LoRA adapters. `host_part` is its part of the memory that workers share for KV, None without.
+    `region` is the other region that it is the link to; empty for workers of this one.
     """
 
     worker_id: WorkerId
@@ -40,6 +41,7 @@ class WorkerJob(Wire, frozen=True, tag="worker"):
     adapters: tuple[str, ...] = ()
     host_part: HostPart | None = None
     home: Role | None = None
+    region: str = ""
 
 
 class FrontendJob(Wire, frozen=True, tag="frontend"):

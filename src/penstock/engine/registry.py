@@ -20,6 +20,8 @@ from penstock.engine.user_engine import check_user_engine_name, make_user_engine
 from penstock.engine.weights_digest import weights_digest, weights_stamp
 from penstock.seams import Engine
 
+LINK_ENGINE = "region"
+"""Engine of links to other regions, which no role has."""
 MOCK_BLOCKS = 4096
 """KV blocks of a mock engine where nobody says."""
 
@@ -111,7 +113,7 @@ def engine_kind(name: str) -> EngineKind:
             describe=partial(user_engine_launch, name),
             has_adapters=True,
         )
-    kind = _KINDS.get(name)
+    kind = _LINK if name == LINK_ENGINE else _KINDS.get(name)
     if kind is None:
         raise ConfigError(f"engine: there is no {name!r}{nearest(name, list(_KINDS))}")
     return kind
@@ -236,6 +238,16 @@ def _openai(spec: EngineSpec) -> Engine:
     return make_engine(spec)
 
 
+def _link(spec: EngineSpec) -> Engine:
+    from penstock.engine.openai.region.make import make_link  # noqa: PLC0415 - as above
+
+    return make_link(spec)
+
+
+def _describe_link(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:  # noqa: ARG001 - it takes nothing
+    return EngineLaunch(call="another region", arguments=dict(spec.args))
+
+
 def _describe_openai(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:  # noqa: ARG001 - it takes nothing
     from penstock.engine.openai.config import ServerConfig  # noqa: PLC0415
 
@@ -322,3 +334,10 @@ _KINDS = {
     "sglang": EngineKind(make=_sglang, describe=_describe_sglang, has_adapters=True),
     "trtllm": EngineKind(make=_trtllm, describe=_describe_trtllm),
 }
+_LINK = EngineKind(
+    make=_link,
+    describe=_describe_link,
+    modules=("penstock.engine.openai.region.make",),
+    has_weights=False,
+    is_elsewhere=True,
+)

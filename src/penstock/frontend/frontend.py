@@ -11,17 +11,18 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import RequestError
 from penstock.core.types.cards import ModelCard
-from penstock.core.types.load import ModelLoad
+from penstock.core.types.load import LINK_VERSION, DeploymentLoads
 from penstock.core.wire import token_list
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.embedding_run import EmbeddingRun
 from penstock.frontend.embeddings.bodies import of_input
-from penstock.frontend.errors import RateLimitError
+from penstock.frontend.errors import ApiKeyError, RateLimitError
 from penstock.frontend.limits.access import Access
 from penstock.frontend.limits.admission import Admission, Slot
 from penstock.frontend.limits.body import BodyReader
 from penstock.frontend.limits.headers import RequestOptions, named_tenant
 from penstock.frontend.limits.receive_budget import ReceiveBudget
+from penstock.frontend.limits.region_links import RegionLinks
 from penstock.frontend.metrics import FrontendMetrics
 from penstock.frontend.openai.answers import ModelEntry, ModelList
 from penstock.frontend.openai.bodies import ChatRequest, GenerationRequest, Message
@@ -107,6 +108,7 @@ class Frontend:
         access: Access | None = None,
         registry: CollectorRegistry | None = None,
         rng: random.Random | None = None,
+        region: str = "",
     ) -> None:
         """Create the parts.
 
@@ -117,12 +119,16 @@ class Frontend:
             access: checks keys; None leaves the API open and `/admin` closed.
             registry: shown by /metrics; pass the dispatcher's to show both; None creates one.
             rng: draws ids and seeds; None is seeded by the system.
+            region: where it is, for links of other regions.
         """
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they add one useless series per counter
         self.config = config
         self.dispatcher = dispatcher
         self.access = access or Access()
-        self.metrics = FrontendMetrics(registry if registry is not None else CollectorRegistry())
+        registry = CollectorRegistry() if registry is None else registry
+        self.metrics = FrontendMetrics(registry)
+        self.region_links = RegionLinks(registry)
+        self._region = region
         self.admission = Admission(
             inflight_max=config.inflight_max,
             request_timeout_s=config.request_timeout_s,
@@ -172,7 +178,11 @@ class Frontend:
             ApiKeyError: it lacks a key of this server.
             RequestError: it names a tenant by too long a name.
         """
-        tenant = self.access.tenant_of(headers)
+        try:
+            tenant = self.access.tenant_of(headers)
+        except ApiKeyError:
+            self.region_links.refused_key(headers)
+            raise
         if not tenant.name and self.config.trust_headers:
             tenant = BELIEVED
         if tenant.is_trusted:
@@ -357,11 +367,16 @@ class Frontend:
         """Raises: UnknownModelError: no worker serves it."""
         return _entry(self._models.card(name))
 
-    def loads(self) -> dict[str, ModelLoad]:
+    def loads(self) -> DeploymentLoads:
         """Give the load of each model that is served now; an adapter's is that of its model."""
         models = self.dispatcher.models()
         loads = {name: self.dispatcher.load(card.parent or name) for name, card in models.items()}
-        return {name: load for name, load in loads.items() if load is not None}
+        return DeploymentLoads(
+            models={name: load for name, load in loads.items() if load is not None},
+            region=self._region,
+            link_version=LINK_VERSION,
+            time_s=wall_time_s(),
+        )
 
     def unhealthy(self) -> str | None:
         """Give the reason why no request can be served now; None if one can."""

@@ -6,9 +6,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Prices, Role
 from penstock.engine.registry import MOCK_BLOCKS, engine_kind
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.graph.engine_prices import engine_prices, make_roofline
+from penstock.graph.engine_prices import engine_prices, make_roofline, with_step_size
 from penstock.graph.role import RoleSpec
-from penstock.graph.step_size import with_step_size
 from penstock.perf.model.hardware import Hardware, find_hardware
 from penstock.perf.model.model_config import load_shape
 from penstock.perf.model.parallel import Parallel

@@ -1,8 +1,10 @@
-"""Latency estimates of a role's workers, from the graph's profile, mock settings or hardware."""
+"""Latency estimates of a role's workers, from the graph's profile, mock settings or hardware, and the step size that follows from them."""
 
+from collections.abc import Callable
 from pathlib import Path
 
-from penstock.core.types.instances import Prices
+from penstock.core.errors import ConfigError
+from penstock.core.types.instances import Prices, Role
 from penstock.graph.role import RoleSpec
 from penstock.perf.latency import LatencyModel
 from penstock.perf.model.hardware import Dtype, find_hardware
@@ -13,6 +15,7 @@ from penstock.perf.profile.profile import Profile, ProfiledModel
 from penstock.perf.published import publish
 from penstock.perf.roofline.roofline import Roofline
 from penstock.perf.roofline.speculation import price_per_token
+from penstock.perf.step_size import saturating_tokens
 
 _NAMED = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 
@@ -76,3 +79,20 @@ def _frees_windows(role: RoleSpec) -> bool:
 
 def _dtype(name: str) -> Dtype | None:
     return None if name == "auto" else _NAMED.get(name) or Dtype(name)
+
+
+def with_step_size(role: Role, spec: RoleSpec, prices: Callable[[], Prices]) -> RoleSpec:
+    """Set the smallest step size at full utilization for prefill workers; other roles stay as they are.
+
+    Args:
+        role: the role of `spec`.
+        spec: the graph's settings.
+        prices: gives the workers' latency coefficients; on its ConfigError the engine's default stays.
+    """
+    if role is not Role.PREFILL or spec.max_batch_tokens is not None:
+        return spec
+    try:
+        tokens = saturating_tokens(prices())
+    except ConfigError:
+        return spec
+    return spec.model_copy(update={"max_batch_tokens": max(tokens, spec.max_running_requests or 0)})

@@ -19,6 +19,7 @@ from penstock.graph.frontend import FrontendSpec
 from penstock.graph.overrides import Overrides
 from penstock.graph.partners import check_partners, check_transfer
 from penstock.graph.planning import check_planner
+from penstock.graph.regions import REGIONS_MAX, RegionSpec, check_regions
 from penstock.graph.role import Roles, RoleSpec
 from penstock.graph.runtime import RuntimeSpec
 from penstock.graph.slo import Slo
@@ -52,6 +53,8 @@ class Graph(Config):
     """Routing, in each frontend process."""
     roles: Roles = Roles(aggregated=RoleSpec())
     """The workers by role."""
+    regions: tuple[RegionSpec, ...] = pydantic.Field(default=(), max_length=REGIONS_MAX)
+    """Other regions: deployments of their own, to which frontends of this one give requests where that is faster."""
     worker: WorkerConfig = WorkerConfig()
     """Load reports, KV transfer and draining of every worker."""
     slo: Slo | None = None
@@ -109,6 +112,11 @@ class Graph(Config):
         return self
 
     @pydantic.model_validator(mode="after")
+    def _check_links(self) -> Self:
+        check_regions(self.regions, self.router.location.region)
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _check_regions(self) -> Self:
         """Reject a topology pair with an unused region if the name looks like a typo of a used region without this pair.
 
@@ -120,6 +128,7 @@ class Graph(Config):
         if not all(place.region for place in places):
             return self  # processes may get their region from the environment
         regions = {place.region for place in (*places, self.router.location) if place.region}
+        regions |= {region.name for region in self.regions}
         pairs = [{pair.one, pair.other} for pair in self.router.topology.pairs]
         for index, pair in enumerate(pairs):
             for unknown in pair - regions:

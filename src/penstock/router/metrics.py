@@ -3,13 +3,14 @@
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Literal, Self, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock.core.log import get_logger
 from penstock.router.kv_tier_metrics import KvTierMetrics
+from penstock.router.link_metrics import LinkMetrics
 from penstock.router.refusal_metrics import RefusalMetrics
 from penstock.router.session_metrics import SessionMetrics
 
@@ -146,11 +147,11 @@ class RouterMetrics:
         self.kv_tiers = KvTierMetrics(
             lambda noun, text: gauge(noun, text, "worker", "tier", together="livemax")
         )
-        self.sessions = SessionMetrics(
-            lambda noun, text, *labels: gauge(noun, text, *labels, together="livemax")
-        )
-        self.refusals_by_workers = RefusalMetrics(
-            lambda noun, text, *labels: gauge(noun, text, *labels, together="livemax")
+        shown = partial(gauge, together="livemax")
+        self.sessions, self.links, self.refusals_by_workers = (
+            SessionMetrics(shown),
+            LinkMetrics(shown),
+            RefusalMetrics(shown),
         )
         self.connections_lost = counter("connections_lost", "Connections to workers that ended")
         self.connect_failures = counter(

@@ -310,7 +310,7 @@ class Worker:
             prices=self._prices,
             adapters=self._adapters,
             exchange=self._driver.exchange,
-            **identity.location.model_dump(),
+            **identity.place(),
         )
 
     # -- serving

@@ -1,53 +1,40 @@
-"""Two regions with 80 ms between them, each a deployment of its own that has the other as a worker: one loses its workers under streams."""
+"""Three regions with 80 ms between them, each a deployment of its own with links to the others: overflow, a region that is killed, and cut cables."""
 
 import os
 import signal
+import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.support.cable import bad_cable
 from tests.support.host import TOKENS, Host, text_of, until
+from tests.support.triangle import Triangle, triangle
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "curl", "namespaces")]
-GRAPH = str(Path(__file__).parents[3] / "examples" / "two_hosts.yaml")
-LINK = str(Path(__file__).parents[3] / "examples" / "regions.yaml")
+NAMES = ("us", "eu", "asia")
 STREAMS = 4
-CHECKS = "{interval_s: 0.3, timeout_s: 3, retry_s_max: 1}"
+DELAY_S = 0.04
 
 
 class Region:
-    """A deployment of one worker, and its link to the other region."""
+    """A deployment of one worker, with links to the others."""
 
-    def __init__(self, name: str, namespace: str, address: str, folder: Path, stack: ExitStack) -> None:
-        self.name, self.address = name, address
-        self.url = f"http://{address}:8000"
-        self.hub = f"tcp://{address}:7400"
-        self.host = Host(namespace, folder / name, stack)
-        self.link = Host(namespace, folder / f"link-of-{name}", stack)
-        self.host.up(GRAPH, *self.flags(f"runtime.hub={self.hub}"))
-        self.host.wait(r"^penstock +ready")
+    def __init__(self, number: int, laid: Triangle, folder: Path, stack: ExitStack) -> None:
+        self.number, self.name = number, NAMES[number]
+        self.url = "http://127.0.0.1:8000"
+        self._others = [(NAMES[n], laid.address(number, n)) for n in range(3) if n != number]
+        self.host = Host(laid.names[number], folder / self.name, stack)
 
-    def flags(self, *settings: str) -> list[str]:
-        all_settings = (
-            *settings, f"router.location.region={self.name}", "supervision.spare_processes=0",
-            "request_plane.heartbeat_interval_s=0.5", "request_plane.heartbeat_timeout_s=4",
-        )  # fmt: skip
-        words = [word for setting in all_settings for word in ("--set", setting)]
-        if len(settings) == 1:
-            words += ["--set", "roles.aggregated.engine=mock", "--set", "roles.aggregated.mock.speedup=0.5"]
-            words += ["--set", f"roles.aggregated.max_running_requests={STREAMS}"]
-        return words
-
-    def know(self, other: "Region") -> None:
-        """Have the other region as a worker."""
+    def up(self) -> None:
+        regions = ", ".join(f"{{name: {name}, urls: ['http://{at}:8000']}}" for name, at in self._others)
         settings = (
-            f"roles.aggregated.engine.args.url={other.url}", f"roles.aggregated.engine.args.health={CHECKS}",
-            f"roles.aggregated.locations=[{{region: {other.name}}}]",
+            f"regions=[{regions}]", f"router.location.region={self.name}", "frontend.host=0.0.0.0",
+            "roles.aggregated.engine=mock", "roles.aggregated.mock.speedup=0.5",
+            f"roles.aggregated.max_running_requests={STREAMS}", "supervision.spare_processes=0",
         )  # fmt: skip
-        self.link.up(LINK, "--join", self.hub, "--run", "aggregated", *self.flags(*settings))
-        self.link.wait(r"^penstock +ready +no frontend here")
+        words = [word for setting in settings for word in ("--set", setting)]
+        self.host.up(str(self.host.folder.parent / "graph.yaml"), *words)
 
     def workers(self) -> dict:
         return {each["name"]: each for each in self.host.get(f"{self.url}/admin/workers")["workers"]}
@@ -55,48 +42,59 @@ class Region:
     def ready(self) -> set[str]:
         return {name for name, each in self.workers().items() if each["condition"] == "ready"}
 
+    def sees(self, *regions: str) -> bool:
+        return self.ready() == {"worker-1", *(f"link-{name}" for name in regions)}
+
     def own_requests(self) -> int:
-        (own,) = (each for name, each in self.workers().items() if name.endswith(f"@{self.name}"))
-        return (own["load"] or {}).get("running_requests", 0)
+        return (self.workers()["worker-1"]["load"] or {}).get("running_requests", 0)
 
+    def streams(self, count: int) -> list:
+        return [self.host.stream(self.url, content=f"Tell me {index}") for index in range(count)]
 
-def test_regions_help_each_other_and_no_request_goes_round(tmp_path):
-    with bad_cable() as laid, ExitStack() as stack:
-        us, eu = (
-            Region(name, namespace, address, tmp_path, stack)
-            for name, namespace, address in zip(("us", "eu"), laid.names, laid.addresses, strict=True)
+    def kill(self) -> None:
+        """Kill every process of the region."""
+        done = subprocess.run(
+            ["ip", "netns", "pids", self.host.name], check=True, capture_output=True, text=True
         )
-        undisturbed = text_of(us.host.stream(us.url))
-        assert undisturbed[1] == TOKENS
-        laid.carry(delay_s=0.04)
-        us.know(eu)
-        eu.know(us)
-        until(lambda: us.ready() == {"worker-1@us", "worker-1@link-of-us"})
-        until(lambda: eu.ready() == {"worker-1@eu", "worker-1@link-of-eu"})
+        for pid in done.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
 
-        # An idle region keeps its requests: the other one is 80 ms away.
-        assert text_of(us.host.stream(us.url)) == undisturbed
-        assert eu.own_requests() == 0
 
-        # More than one worker's share goes to the other region, with the same tokens.
-        prompts = [f"Tell me {index}" for index in range(2 * STREAMS)]
-        streams = [us.host.stream(us.url, content=prompt) for prompt in prompts]
-        until(lambda: us.own_requests() and eu.own_requests())
+def test_three_regions_help_each_other(tmp_path):
+    (tmp_path / "graph.yaml").write_text("model: demo\n")
+    with triangle() as laid, ExitStack() as stack:
+        us, eu, asia = regions = [Region(number, laid, tmp_path, stack) for number in range(3)]
+        for one, other in laid.sides:
+            laid.carry(one, other, delay_s=DELAY_S)
+        for region in regions:
+            region.up()
+        for region in regions:
+            region.host.wait(r"^penstock +ready")
+        until(lambda: us.sees("eu", "asia") and eu.sees("us", "asia") and asia.sees("us", "eu"))
+
+        # An idle region keeps its requests: the others are 80 ms away.
+        alone = [text_of(us.host.stream(us.url, content=f"Tell me {n}")) for n in range(1)]
+        assert alone[0][1] == TOKENS
+        assert eu.own_requests() == asia.own_requests() == 0
+
+        # What is more than one worker's share goes to both others; eu is killed whole under it, and one way to asia is cut.
+        streams = us.streams(3 * STREAMS)
+        until(lambda: us.own_requests() and eu.own_requests() and asia.own_requests())
+        eu.kill()
+        laid.carry(0, 2, delay_s=DELAY_S, cut_from=2)
         texts = [text_of(stream) for stream in streams]
-        alone = [text_of(us.host.stream(us.url, content=prompt)) for prompt in prompts]
-        assert texts == alone
+        assert texts[0] == alone[0]
+        assert [tokens for _, tokens in texts] == [TOKENS] * len(texts)
+        until(lambda: us.sees() and asia.sees())
+        laid.carry(0, 2, delay_s=DELAY_S)
+        eu.up()
+        until(lambda: us.sees("eu", "asia") and asia.sees("us", "eu"))
 
-        # Its only worker is killed under streams, which go on in the other region.
-        streams = [us.host.stream(us.url) for _ in range(STREAMS)]
-        until(lambda: us.own_requests() == STREAMS)
-        (pid,) = (each["pid"] for name, each in us.workers().items() if name == "worker-1@us")
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: eu.own_requests() == STREAMS)
-        assert [text_of(stream) for stream in streams] == [undisturbed] * STREAMS
+        # The same requests undisturbed have the same tokens.
+        assert [text_of(stream) for stream in us.streams(3 * STREAMS)] == texts
 
-        # The network between them is cut, and heals.
-        laid.carry(delay_s=0.04, cut=0)
-        until(lambda: us.ready() == {"worker-1@us"} and eu.ready() == {"worker-1@eu"})
-        assert text_of(us.host.stream(us.url)) == undisturbed
-        laid.carry(delay_s=0.04)
-        until(lambda: len(us.ready()) == len(eu.ready()) == 2)
+        # Its only worker is killed under streams, which go on in other regions.
+        streams = us.streams(STREAMS)
+        until(lambda: us.own_requests())
+        os.kill(us.workers()["worker-1"]["pid"], signal.SIGKILL)
+        assert [text_of(stream) for stream in streams] == texts[:STREAMS]

@@ -4,8 +4,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Prices, Role
 from penstock.demo import MODEL_DIR
 from penstock.graph import RoleSpec
-from penstock.graph.engine_prices import engine_prices
-from penstock.graph.step_size import with_step_size
+from penstock.graph.engine_prices import engine_prices, with_step_size
 
 PRICES = Prices(1e-3, 1e-5, 0.0, 1e-3, 0.0, 0.0)
 

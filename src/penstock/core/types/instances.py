@@ -99,6 +99,13 @@ class Prices(Wire, frozen=True):
     error: float = 0.0
 
 
+class Distance(Wire, frozen=True):
+    """The way to a worker: seconds one way, and the bandwidth of one connection."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
 class InstanceState(StrEnum):
     READY = "ready"
     DRAINING = "draining"  # finishes what it has, takes nothing new
@@ -116,6 +123,7 @@ class Instance(Wire, frozen=True):
         problem: why its engine cannot serve for now; empty while it can.
         rank: the data-parallel rank that a router's connection is for; 0 in registrations.
         registered_id: of a rank, the id of its worker's registration.
+        distance: of a link, the way to the other region; None: routers know it by their topology.
     """
 
     worker_id: WorkerId
@@ -136,6 +144,7 @@ class Instance(Wire, frozen=True):
     problem: str = ""
     rank: int = 0
     registered_id: WorkerId | None = None
+    distance: Distance | None = None
 
     @property
     def registration(self) -> WorkerId:

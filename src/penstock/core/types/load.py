@@ -119,6 +119,45 @@ class ModelLoad(Wire, frozen=True):
     total_blocks: int = 0
 
 
+LINK_VERSION = 1
+"""Of what a region's link and the other region's frontends say to each other; neighbouring versions work together."""
+
+
+class DeploymentLoads(Wire, frozen=True):
+    """What a frontend says of its deployment to other regions: the answer to `GET /load`.
+
+    Attributes:
+        models: by the names that clients ask for.
+        region: where it is; empty where nobody says.
+        link_version: its `LINK_VERSION`; 0: of an older release.
+        time_s: Unix time there.
+    """
+
+    models: dict[str, ModelLoad]
+    region: str = ""
+    link_version: int = 0
+    time_s: float = 0.0
+
+
+class LinkReport(Wire, frozen=True):
+    """What a link reports of the region that it leads to.
+
+    Attributes:
+        region: its name.
+        frontends: that the link knows; `healthy` of them answer.
+        moved: requests that went on at another frontend, since start, as one failed.
+        refused: requests that the region had no room for, since start.
+        clock_skew_s: seconds by which its clock is ahead.
+    """
+
+    region: str
+    frontends: int
+    healthy: int
+    moved: int = 0
+    refused: int = 0
+    clock_skew_s: float = 0.0
+
+
 class RefusedFrontends(Wire, frozen=True):
     """How many connections of frontends a worker has not accepted since its start, for one reason."""
 
@@ -160,6 +199,7 @@ class WorkerLoad(Wire, frozen=True):
         number: counts a worker's reports, so that one that comes late by a broker is not taken for the newest; 0 where they
             come in order.
         refused_frontends: connections that were not accepted since start, by reason.
+        link: of a link to another region; None of other workers.
     """
 
     running_requests: int = 0
@@ -195,6 +235,7 @@ class WorkerLoad(Wire, frozen=True):
     peer_failures: int = 0
     number: int = 0
     refused_frontends: tuple[RefusedFrontends, ...] = ()
+    link: LinkReport | None = None
 
     @classmethod
     def of_ranks(cls, ranks: "Sequence[WorkerLoad]") -> "WorkerLoad":

@@ -39,6 +39,7 @@ class ProcessView(Wire, frozen=True):
         phase: what it does while it does not serve.
         age_s: seconds since it began to start or, once it is ready, since then.
         template: the same of workers that were started with the same settings and model.
+        region: where a link leads to; empty of others.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ProcessView(Wire, frozen=True):
     devices: tuple[int, ...] = ()
     core: int | None = None
     template: str = ""
+    region: str = ""
 
     @classmethod
     def of(cls, replica: Replica, pid: int | None) -> "ProcessView":

@@ -10,8 +10,7 @@ from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.spec import EngineSpec
 from penstock.graph import Graph, RoleSpec
-from penstock.graph.engine_prices import engine_prices
-from penstock.graph.step_size import with_step_size
+from penstock.graph.engine_prices import engine_prices, with_step_size
 from penstock.kv.host.memory import HostPart
 
 _VOCABULARY = 32_000  # assumed where the checkpoint has none
@@ -50,7 +49,8 @@ def engine_spec(
     present = graph.roles.present()
     model_dir = Path(graph.model) if checkpoint is None else checkpoint.path
     schedulers = {name: _scheduler(_sized(name, each, model_dir)) for name, each in present.items()}
-    own = next((name for name, each in present.items() if each is role), Role.AGGREGATED)
+    found = next((name for name, each in present.items() if each is role), None)
+    own = found or Role.AGGREGATED
     return EngineSpec(
         model=str(model_dir),
         block_size=graph.block_size,
@@ -72,7 +72,7 @@ def engine_spec(
         sharing_engines=_sharing(graph, role),
         max_batch_tokens=_sized(own, role, model_dir).max_batch_tokens,
         max_running_requests=role.max_running_requests,
-        scheduler=schedulers.get(own) or _scheduler(role),
+        scheduler=_scheduler(role) if found is None else schedulers[found],
         schedulers=schedulers,
         dtype=role.weight_dtype,
         kv_dtype=role.kv_dtype,

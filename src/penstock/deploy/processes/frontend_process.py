@@ -65,18 +65,25 @@ async def run_frontend(
         control.on_planned = PlannerMetrics(registry).take
     rng = random.Random()
     planes = Planes(graph, common, identity, rng=rng, registry=registry)
+    location = location_here(graph.router.location)
     dispatcher = Dispatcher(
         planes.discovery,
         planes.requests,
         rng=rng,
-        config=graph.router.model_copy(update={"location": location_here(graph.router.location)}),
+        config=graph.router.model_copy(update={"location": location}),
         hash_key=common.hash_key,
         registry=registry,
     )
     tenants = Tenants.read(config.api_key_file, secret=common.hash_key)
     access = Access(tenants=tenants, admin_token=common.admin_token)
     frontend = Frontend(
-        config, dispatcher, hash_key=common.hash_key, access=access, registry=registry, rng=rng
+        config,
+        dispatcher,
+        hash_key=common.hash_key,
+        access=access,
+        registry=registry,
+        rng=rng,
+        region=location.region,
     )
     async with tracing(graph.tracing, "penstock-frontend", assignment.name), planes, dispatcher:
         # Frontends share the port: one that listens before it knows a worker would refuse requests that others could serve.

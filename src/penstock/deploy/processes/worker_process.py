@@ -13,8 +13,9 @@ from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
 from penstock.core.types.changes import BecomeRole
-from penstock.core.types.instances import Prices, Role
+from penstock.core.types.instances import Distance, Prices, Role
 from penstock.core.types.kv.actions import KvReport
+from penstock.core.types.location import Location
 from penstock.deploy.location import location_here
 from penstock.deploy.messages import (
     Assignment,
@@ -39,6 +40,7 @@ from penstock.engine.registry import create_engine, engine_kind
 from penstock.engine.spec import EngineSpec
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.engine_prices import engine_prices
+from penstock.graph.regions import link_role
 from penstock.runtime.handshake import Identity
 from penstock.runtime.observations.gpu_meter import GpuMeter, gpu_names
 from penstock.seams import Engine, KvBlocks
@@ -62,7 +64,7 @@ async def run_worker(
     """
     common = _listening(assignment.common, job)
     graph = Graph.model_validate_json(common.graph_json)
-    role = graph.roles.present()[job.home or job.role]
+    role, location, distance = _place_of(graph, job)
     name = assignment.name
     identity = Identity(process=name, worker_id=job.worker_id, hash_key=common.hash_key, secret=common.secret)
     spec = engine_spec(
@@ -81,7 +83,6 @@ async def run_worker(
     engine = create_engine(role.engine, spec)
     check_peers(graph, role, engine)
     planes = Planes(graph, common, identity, rng=random.Random())
-    location = location_here(role.location_of(job.index))
     async with tracing(graph.tracing, "penstock-worker", name), planes:
         worker = Worker(
             engine,
@@ -89,11 +90,12 @@ async def run_worker(
             planes.requests,
             identity=WorkerIdentity(
                 worker_id=job.worker_id,
-                name=f"{name}@{location.host}" if graph.runtime.spans_hosts else name,
+                name=f"{name}@{location_here(location).host}" if graph.runtime.spans_hosts else name,
                 role=job.role,
                 pid=os.getpid(),
                 engine=role.engine,
                 location=location,
+                distance=distance,
             ),
             card=job.card,
             prices=_prices(role, Path(job.model_dir)),
@@ -116,6 +118,22 @@ async def run_worker(
                 telling.cancel()
                 observing.cancel()
                 obeying.cancel()
+
+
+def _place_of(graph: Graph, job: WorkerJob) -> tuple[RoleSpec, Location, Distance | None]:
+    """Give a worker's settings, where it is, and how far away where it says so itself: a link is in the region that it leads to."""
+    if not job.region:
+        role = graph.roles.present()[job.home or job.role]
+        return role, location_here(role.location_of(job.index)), None
+    region = next(each for each in graph.regions if each.name == job.region)
+    far = region.distance
+    said = (
+        None
+        if far is None
+        else Distance(latency_s=far.latency_s, bandwidth_bytes_per_s=far.bandwidth_bytes_per_s)
+    )
+    role = link_role(region, location_here(graph.router.location).region)
+    return role, Location(region=region.name), said
 
 
 def check_peers(graph: Graph, role: RoleSpec, engine: Engine) -> None:

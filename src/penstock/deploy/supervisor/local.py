@@ -32,6 +32,7 @@ from penstock.deploy.supervisor.common import create_shared
 from penstock.deploy.supervisor.frontends.frontends import Frontends
 from penstock.deploy.supervisor.frontends.port import Port, say_open
 from penstock.deploy.supervisor.group_guard import GroupGuard
+from penstock.deploy.supervisor.links.links import Links, LinkTemplate, check_links, link_templates
 from penstock.deploy.supervisor.local_part import LocalPart, runnable_roles
 from penstock.deploy.supervisor.member import Member
 from penstock.deploy.supervisor.output.log_file import LogFile
@@ -99,6 +100,8 @@ class LocalDeployment:
         self._part = part = part or LocalPart()
         self._roles = part.of(runnable_roles(graph))
         self.frontends = Frontends(graph.frontend.processes if part.has_frontends else 0)
+        if self.frontends.count:
+            check_links(graph)
         if graph.frontend.tls is not None:
             ServerTls(graph.frontend.tls)  # said before anything starts
         self.asks_for_keys = bool(read_tenants(graph.frontend.api_key_file))
@@ -130,8 +133,16 @@ class LocalDeployment:
             drain_s=worker_drain_s(graph),
         )
         """The workers; once entered, `add`, `retire` and `flip` change them."""
+        self.links = Links(self._link_member)
+        """To other regions, where frontends run."""
         self.applier = Applier(
-            graph, part=part, pool=self.pool, make_templates=self._templates, say=self._say
+            graph,
+            part=part,
+            pool=self.pool,
+            make_templates=self._templates,
+            links=self.links,
+            make_links=self._link_templates,
+            say=self._say,
         )
         """Changes them to those of another graph."""
         self.observations = ObservationStream()
@@ -152,11 +163,11 @@ class LocalDeployment:
 
     @property
     def members(self) -> list[Member]:
-        return [*self.pool.members, *self.frontends.members]
+        return [*self.pool.members, *self.links.members, *self.frontends.members]
 
     def processes(self) -> tuple[ProcessView, ...]:
         """Describe the processes, frontends first."""
-        return (*self.frontends.processes(), *self.pool.processes())
+        return (*self.frontends.processes(), *self.pool.processes(), *self.links.processes())
 
     def pids(self) -> dict[str, int]:
         """Return the running processes' ids by name."""
@@ -207,7 +218,7 @@ class LocalDeployment:
             await stack.enter_async_context(self._spares)
             self._common = common
             self.applier.use(model.templates(self.graph, self._roles, common))
-            self._create_members(common, port, scale_file)
+            await self._create_members(common, port, scale_file)
             planning = await self._make_planning(stack, model.path, directory / PLANNER_LOG)
             await stack.enter_async_context(
                 ControlServer(
@@ -228,8 +239,7 @@ class LocalDeployment:
             )
             try:
                 async with asyncio.TaskGroup() as group:
-                    self.pool.start(group)
-                    self.frontends.start(group)
+                    self._start(group)
                     try:
                         await self.frontends.started()
                         await self.pool.started()
@@ -246,10 +256,15 @@ class LocalDeployment:
                         self.kill()
                         raise
                     await self.frontends.drain(frontend_drain_s(self.graph))
+                    await self.links.drain(worker_drain_s(self.graph))
                     await self.pool.drain()
                     await self.pool.close()
             except BaseExceptionGroup as errors:
                 raise cause_of(errors) from None
+
+    def _start(self, group: asyncio.TaskGroup) -> None:
+        for part in (self.pool, self.frontends, self.links):
+            part.start(group)
 
     async def _make_planning(self, stack: AsyncExitStack, model_dir: Path, log: Path) -> Planning | None:
         """Make the planner where it runs here, and connect to it where it runs on another host; `stack` ends both."""
@@ -335,13 +350,13 @@ class LocalDeployment:
             if member.is_stopping or not member.ready.is_set()
         }
 
-    def _create_members(
+    async def _create_members(
         self,
         common: Common,
         port: Port | None,
         scale_file: ScaleFile,
     ) -> None:
-        """Create frontends, and the pool with the workers of the scale file or the graph.
+        """Create frontends, links, and the pool with the workers of the scale file or the graph.
 
         Raises:
             ConfigError: this machine lacks devices or cores for the graph's workers.
@@ -368,11 +383,25 @@ class LocalDeployment:
         except RequestError as error:
             raise ConfigError(f"roles: {error.message}") from error
         self.frontends.fill(frontend_member, port, Path(common.runtime_dir))
+        self.links.change(await self._link_templates(self.graph))
 
     async def _templates(self, graph: Graph, roles: Mapping[Role, RoleSpec]) -> dict[Role, WorkerTemplate]:
         """Make the templates of another graph's roles; raises ConfigError."""
         model = await read_model(graph, roles)
         return model.templates(graph, roles, self._common)
+
+    async def _link_templates(self, graph: Graph) -> dict[str, LinkTemplate]:
+        """Make the templates of another graph's links; raises ConfigError."""
+        if not self.frontends.count or not graph.regions:
+            return {}
+        check_links(graph)
+        return link_templates(graph, await read_model(graph, {}), self._common)
+
+    def _link_member(self, name: str, template: LinkTemplate) -> Member:
+        member = self._member(name, template.job, template.common, tuple, self._spares.start)
+        member.on_window = lambda _window: None  # its region's planner counts what it serves
+        member.on_ready = self.frontends.tell_failures
+        return member
 
     def _observe(self, name: str, window: Window) -> None:
         self.observations.put(name, window)

@@ -116,6 +116,8 @@ class Member:
         """Called when its worker has changed its role, or refuses to."""
         self.on_window: Callable[[Window], None] = lambda _window: None
         """Called with each window that its process sends."""
+        self.problem = ""
+        """Why a process that is ready cannot serve for now; empty while it can."""
         self.phase = "starts a process"
         """What a process that is not ready does, or why the last one ended."""
         self.since: float | None = None
@@ -234,6 +236,7 @@ class Member:
         started_at = loop.time()
         if not self.has_failed:
             self._note("starts a process")
+        self.problem = ""
         child = await self._start(self._assign())
         self._child = child
         if self._stopping.is_set():  # stopped while the process was starting
@@ -285,6 +288,7 @@ class Member:
                         self._say(self.name, "kv tier", line)
                     self.on_ready()
                 case Health(problem=problem):
+                    self.problem = problem
                     self._say(self.name, "unhealthy" if problem else "ready", problem or "serves again")
                 case Phase(what=what):
                     if not self.has_failed:

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
@@ -26,33 +28,25 @@ _RETRY_S_MAX = 60.0
 _REFUSED = {400, 413, 422}
 _KEY_WRONG = {401, 403}
 _BUSY = {429, 503}
+_KEPT_S = 50.0
+"""How long an unused connection is kept: frontends close theirs after 75 s by default, most proxies after 60."""
+_REST_S = 0.5
+_PROBE_S = 2
+AddressInfo = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[Any, ...]]
+"""As `socket.getaddrinfo` gives it."""
 _LINES_AT_ONCE = 512
 """Lines of an answer read before other tasks of the event loop run."""
 
 
-class Connection:
-    """Opens one TCP connection for each request, so that closing it aborts the request. One event loop owns it."""
+class HttpConnection(Protocol):
+    """HTTP to a server, whichever of its addresses answers. `name` names the server in errors, which clients may read."""
 
-    def __init__(self, url: str, limits: LimitsConfig, api_key: str | None = None) -> None:
-        """Make one; nothing is connected before the first request.
-
-        Args:
-            url: without a slash at its end.
-            limits: bounds of one request.
-            api_key: sent as a bearer token.
-        """
-        self.url = url
-        self._limits = limits
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._session: aiohttp.ClientSession | None = None
-        self._closed = False
+    @property
+    def name(self) -> str: ...
 
     async def close(self) -> None:
         """Close everything; later requests are refused. Safe twice."""
-        self._closed = True
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        ...
 
     async def get(self, path: str, *, timeout_s: float, bytes_max: int | None = None) -> bytes:
         """Get a whole answer, of `bytes_max` at most, or else `limits.answer_bytes_max`.
@@ -62,25 +56,89 @@ class Connection:
             NotThere: it has no such path (404, 405).
             EngineError: any other status.
         """
-        return await self._whole("GET", path, None, timeout_s, bytes_max=bytes_max)
+        ...
 
     async def post(
         self, path: str, body: Any, *, timeout_s: float, on_sent: Callable[[], None] | None = None
     ) -> bytes:
         """Post JSON and get a whole answer; `on_sent` is called when the request is on its way. Errors are those of `get` and `RequestError`."""
-        return await self._whole("POST", path, body, timeout_s, on_sent)
+        ...
 
-    @asynccontextmanager
-    async def stream(
+    def stream(
         self, path: str, body: Any, on_sent: Callable[[], None], headers: Mapping[str, str] | None = None
-    ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Post JSON, with more headers, and yield the lines of the answer; leaving the context closes the connection.
+    ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+        """Post JSON, with more headers, and yield the lines of the answer; leaving the context aborts the request.
 
         Raises:
             RequestError: the server refuses this request, in its own words.
             Overloaded: it is full (429, 503).
             StepFailed: it cannot be reached, fails (5xx), ends in a line, is silent, or sends a line that is too long.
         """
+        ...
+
+
+class Connection:
+    """Implements `HttpConnection` for one URL. One event loop owns it.
+
+    Each request has a TCP connection of its own, and closing it aborts the request. With `keeps`, connections whose answers were read
+    to their end serve further requests, which saves the round trips of opening them.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        limits: LimitsConfig,
+        api_key: str | None = None,
+        *,
+        name: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        tls: ssl.SSLContext | None = None,
+        keeps: bool = False,
+    ) -> None:
+        """Make one; nothing is connected before the first request.
+
+        Args:
+            url: without a slash at its end.
+            limits: bounds of one request.
+            api_key: sent as a bearer token.
+            name: of the server in errors; None: its URL.
+            headers: of every request.
+            tls: for https; None checks certificates by the system's authorities.
+            keeps: whether connections are kept, and closed by the kernel where the other host no longer answers.
+        """
+        self.url = url
+        self._name = name
+        self._limits = limits
+        self._headers = dict(headers or {})
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._tls = tls
+        self._keeps = keeps
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        return self.url if self._name is None else self._name
+
+    async def close(self) -> None:
+        self._closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def get(self, path: str, *, timeout_s: float, bytes_max: int | None = None) -> bytes:
+        return await self._whole("GET", path, None, timeout_s, bytes_max=bytes_max)
+
+    async def post(
+        self, path: str, body: Any, *, timeout_s: float, on_sent: Callable[[], None] | None = None
+    ) -> bytes:
+        return await self._whole("POST", path, body, timeout_s, on_sent)
+
+    @asynccontextmanager
+    async def stream(
+        self, path: str, body: Any, on_sent: Callable[[], None], headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=self._limits.connect_timeout_s, sock_read=self._limits.silence_s
         )
@@ -89,8 +147,12 @@ class Connection:
                 if response.status != 200:
                     raise self._refusal(path, response.status, response.headers, await self._read(response))
                 yield self._lines(response)
+                if self._keeps:
+                    await self._read_rest(response)
+        except (aiohttp.ClientConnectorError, ConnectionRefusedError) as error:
+            raise NoAnswer(f"{self.name}: {self._explain(error)}") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise StepFailed(f"{self.url}{path}: {self._explain(error)}") from error
+            raise NoAnswer(f"{self._place(path)}: {self._explain(error)}") from error
 
     # -- details
 
@@ -113,12 +175,12 @@ class Connection:
                 if response.status == 200:
                     return content
                 if response.status in {404, 405} and method == "GET":
-                    raise NotThere(f"{self.url}{path}: {response.status}")
+                    raise NotThere(f"{self._place(path)}: {response.status}")
                 raise self._refusal(path, response.status, response.headers, content)
         except (aiohttp.ClientConnectorError, ConnectionRefusedError) as error:
-            raise Unreachable(f"{self.url}: {self._explain(error)}") from error
+            raise Unreachable(f"{self.name}: {self._explain(error)}") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Unavailable(f"{self.url}{path}: {self._explain(error, timeout_s)}") from error
+            raise Unavailable(f"{self._place(path)}: {self._explain(error, timeout_s)}") from error
 
     @asynccontextmanager
     async def _request(
@@ -132,7 +194,7 @@ class Connection:
         more_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._closed:
-            raise Unavailable(f"{self.url}: the connection to it was closed here")
+            raise Unavailable(f"{self.name}: the connection to it was closed here")
         if self._session is None:
             self._session = self._make_session()
         headers = {"Content-Type": "application/json"} | dict(more_headers or {})
@@ -148,7 +210,7 @@ class Connection:
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding.lower() != "identity":
                 raise Unavailable(
-                    f"{self.url}{path}: answers with Content-Encoding {_one_line(encoding)!r}, which was not asked for; have the"
+                    f"{self._place(path)}: answers with Content-Encoding {_one_line(encoding)!r}, which was not asked for; have the"
                     " server, or the proxy in front of it, send plain bytes"
                 )
             yield response
@@ -162,7 +224,7 @@ class Connection:
 
         tracing.on_request_headers_sent.append(sent)
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            connector=self._make_connector(),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._headers,
             trace_configs=[tracing],
@@ -171,6 +233,25 @@ class Connection:
             trust_env=False,
         )
 
+    def _make_connector(self) -> aiohttp.TCPConnector:
+        tls = True if self._tls is None else self._tls
+        if not self._keeps:
+            return aiohttp.TCPConnector(limit=0, force_close=True, ssl=tls)
+        return aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_KEPT_S, ssl=tls, socket_factory=watched_socket
+        )
+
+    def _place(self, path: str) -> str:
+        """Name a path of the server; one with a name of its own is not asked by people, who need no path."""
+        return f"{self.url}{path}" if self._name is None else self._name
+
+    async def _read_rest(self, response: aiohttp.ClientResponse) -> None:
+        """Read what follows an answer's last token, which is its end mark, so that the connection can be kept."""
+        with suppress(TimeoutError, aiohttp.ClientError, OSError):
+            async with asyncio.timeout(_REST_S):
+                while await response.content.readany():
+                    pass
+
     async def _read(self, response: aiohttp.ClientResponse, bytes_max: int | None = None) -> bytes:
         content = bytearray()
         most = min(bytes_max or self._limits.answer_bytes_max, self._limits.answer_bytes_max)
@@ -178,7 +259,7 @@ class Connection:
             content += piece
             if len(content) > most:
                 raise Unavailable(
-                    f"{response.url}: the answer has more than {most} bytes"
+                    f"{self._place(response.url.path)}: the answer has more than {most} bytes"
                     f"{' (limits.answer_bytes_max)' if most == self._limits.answer_bytes_max else ''}"
                 )
         return bytes(content)
@@ -199,27 +280,28 @@ class Connection:
                     await asyncio.sleep(0)
             if len(rest) > self._limits.line_bytes_max:
                 raise StepFailed(
-                    f"{self.url}: sent a line of more than {self._limits.line_bytes_max} bytes (limits.line_bytes_max)"
+                    f"{self.name}: sent a line of more than {self._limits.line_bytes_max} bytes (limits.line_bytes_max)"
                 )
         if rest.strip():
             yield rest.strip()
 
     def _refusal(self, path: str, status: int, headers: Any, content: bytes) -> PenstockError:
         """Turn a status into an error."""
-        text = f"{self.url}{path}: {status}: {error_text(content)}"
+        text = f"{self._place(path)}: {status}: {error_text(content)}"
         if 300 <= status < 400:
             target = _one_line(headers.get("Location", "nowhere"))
             return Unavailable(
-                f"{self.url}{path}: {status}: redirects to {target}; redirects are not followed, give the server's own URL"
+                f"{self._place(path)}: {status}: redirects to {target}; redirects are not followed, give the server's own URL"
             )
         if status in _BUSY:
-            return Overloaded(text, retry_after_s=_retry_after_s(headers.get("Retry-After")))
+            kind = Overloaded if status == 429 else NotServing
+            return kind(text, retry_after_s=_retry_after_s(headers.get("Retry-After")))
         if status in _REFUSED:
             return RequestError(text, http_status=413 if status == 413 else 400)
         if status in _KEY_WRONG:
             return WrongServerError(f"{text}; give the server's key in a file (api_key_file)")
         if status >= 500:
-            return StepFailed(text)
+            return NoAnswer(text)
         return EngineError(text)
 
     def _explain(self, error: Exception, timeout_s: float | None = None) -> str:
@@ -228,8 +310,7 @@ class Connection:
         if isinstance(error, TimeoutError):
             return f"no answer within {timeout_s or self._limits.silence_s:g} s"
         if isinstance(error, aiohttp.ClientConnectorError):
-            number = error.os_error.errno
-            return f"no connection: {os.strerror(number) if number else error.os_error}".lower()
+            return _no_connection(error)
         if isinstance(error, aiohttp.ServerDisconnectedError):
             return "the connection was closed before an answer came"
         if isinstance(error, aiohttp.ClientPayloadError):
@@ -246,6 +327,35 @@ class NotThere(Unavailable):
 
 class Unreachable(Unavailable):
     """No connection could be made: nothing listens there."""
+
+
+class NotServing(Overloaded):
+    """It takes no requests for now (503): it drains, loads, or has no worker."""
+
+
+class NoAnswer(StepFailed):
+    """No answer came, or the rest of one did not: another address of the server may give it."""
+
+
+def watched_socket(address: AddressInfo) -> socket.socket:
+    """Make a TCP socket that fails within seconds where the other host no longer answers, as after a cut cable."""
+    made = socket.socket(address[0], address[1], address[2])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 3 * _PROBE_S * 1000)
+    return made
+
+
+def _no_connection(error: aiohttp.ClientConnectorError) -> str:
+    """Say why no connection was made; of a TLS handshake, what OpenSSL says of the certificates."""
+    if isinstance(error, (aiohttp.ClientSSLError, ssl.CertificateError)):
+        cause = getattr(error, "certificate_error", None) or error.__cause__ or error
+        reason = getattr(cause, "verify_message", "") or getattr(cause, "reason", "") or str(cause)
+        return f"no TLS connection: {_one_line(str(reason)).lower().replace('_', ' ')}"
+    number = error.os_error.errno
+    return f"no connection: {os.strerror(number) if number else error.os_error}".lower()
 
 
 def error_text(content: bytes) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -109,7 +110,7 @@ class ServerEngine:
             try:
                 check_block_size(self._outside.block_size, serving.block_size)
             except ConfigError as error:
-                raise WrongServerError(f"{self._server.url}: {error.message}") from error
+                raise WrongServerError(f"{self._server.name}: {error.message}") from error
         self._info = EngineInfo(
             block_size=serving.block_size,
             total_blocks=serving.kv_blocks or (tokens or 0) // self._outside.workers // serving.block_size,
@@ -156,7 +157,7 @@ class ServerEngine:
         """Yield what has come from the server, until `close`."""
         async with asyncio.TaskGroup() as group:
             self._group = group
-            tasks = [group.create_task(self._watch.run())]
+            tasks = [group.create_task(self._watch.run()), group.create_task(self._watch_server())]
             if self._subscriber is not None:
                 tasks.append(group.create_task(self._subscriber.run()))
             for stream in self._waiting:
@@ -174,6 +175,9 @@ class ServerEngine:
                 tasks += [stream.task for stream in self._streams.values() if stream.task is not None]
                 for task in tasks:
                     task.cancel()
+
+    async def _watch_server(self) -> None:
+        """Watch what the health of the whole server does not tell."""
 
     def announce(self, listener: Callable[[Sequence[RequestId]], None]) -> None:
         self._on_begun = listener
@@ -254,7 +258,7 @@ class ServerEngine:
         most = (info.max_running_requests + self._serving.max_waiting_requests) * self._outside.workers
         if len(self._streams) >= most:
             raise Overloaded(
-                f"{most} requests are under way at {self._server.url} (max_running_requests + max_waiting_requests)",
+                f"{most} requests are under way at {self._server.name} (max_running_requests + max_waiting_requests)",
                 retry_after_s=1.0,
             )
         sampling = checked_sampling(
@@ -265,6 +269,9 @@ class ServerEngine:
         request = msgspec.structs.replace(request, sampling=sampling)
         extra = fields_of(request.kv.payload) if request.kv is not None and request.kv.payload else {}
         self._server.api.body(request, "")  # refuses what the server has no field for
+        return self._stream_of(request, extra)
+
+    def _stream_of(self, request: Request, extra: dict[str, Any]) -> Stream:
         return Stream(request, self._serving.eos_token_ids, extra)
 
     def _begin(self, stream: Stream) -> None:
@@ -279,8 +286,8 @@ class ServerEngine:
         except PenstockError as error:
             self._fail(stream, error)
         except Exception as error:  # noqa: BLE001 - a bug must not end other requests
-            _log.exception("request_failed", request_id=request_id, url=self._server.url)
-            self._fail(stream, StepFailed(f"{self._server.url}: {error!r}"))
+            _log.exception("request_failed", request_id=request_id, server=self._server.name)
+            self._fail(stream, StepFailed(f"{self._server.name}: {error!r}"))
         else:
             self._watch.request_succeeded()
         stream.is_done = True
@@ -306,7 +313,7 @@ class ServerEngine:
         try:
             async with (
                 asyncio.timeout(silence_s) as silence,
-                self._server.answer(stream.request, stream.extra, self._begun(stream)) as pieces,
+                self._server.answer(stream.asked, stream.extra, self._begun(stream)) as pieces,
             ):
                 async for piece in pieces:
                     known = stream.num_tokens
@@ -321,7 +328,7 @@ class ServerEngine:
                         silence.reschedule(clock() + silence_s)
         except TimeoutError as error:
             raise StepFailed(
-                f"{self._server.url}: no answer within {silence_s:g} s: no token came (limits.silence_s)"
+                f"{self._server.name}: no answer within {silence_s:g} s: no token came (limits.silence_s)"
             ) from error
 
     def _begun(self, stream: Stream) -> Callable[[], None]:
@@ -364,6 +371,9 @@ class ServerEngine:
         if not isinstance(error, (RequestError, Overloaded)):
             self._totals = msgspec.structs.replace(self._totals, failed_steps=self._totals.failed_steps + 1)
             self._watch.request_failed(error.message)
+        self._end_with(stream, error)
+
+    def _end_with(self, stream: Stream, error: PenstockError) -> None:
         self._push(
             stream,
             Delta(
@@ -415,13 +425,6 @@ class ServerEngine:
         if problem is not None and is_silent:
             for stream in tuple(self._streams.values()):
                 if not stream.is_background:
-                    self._push(
-                        stream,
-                        Delta(
-                            request_id=stream.request.request_id,
-                            finish_reason=FinishReason.ERROR,
-                            error=StepFailed(problem).to_info(),
-                        ),
-                    )
+                    self._end_with(stream, StepFailed(problem))
                 if stream.task is not None:
                     stream.task.cancel()

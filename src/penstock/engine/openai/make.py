@@ -1,5 +1,7 @@
 """Makes the engine of one worker from the deployment's settings."""
 
+from dataclasses import replace
+
 from penstock.core.errors import ConfigError
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
@@ -24,11 +26,28 @@ def make_engine(spec: EngineSpec) -> ServerEngine:
         ConfigError: an argument is wrong, or there are fewer servers than workers.
     """
     config = ServerConfig.parse(dict(spec.args), source="engine openai").of_server(spec.index)
-    if spec.context_length is None:
-        raise ConfigError("context_length: must be given for engine openai")
     codec = TextCodec.open(spec.model)
     server = Server(config.url[0], config, (*spec.model_names, spec.model), codec, role=spec.role)
-    serving = Serving(
+    follow = followed(
+        config,
+        0,
+        card=spec.card or ModelCard(name="", context_length=1, block_size=spec.block_size, salt=b""),
+        adapters=spec.adapters,
+        hash_key=spec.hash_key,
+    )
+    kind = ServerEngine if spec.role is Role.AGGREGATED else PairedServerEngine
+    return kind(server, config, replace(serving_of(spec, codec), follow=follow))
+
+
+def serving_of(spec: EngineSpec, codec: TextCodec) -> Serving:
+    """Give the deployment's settings of a worker.
+
+    Raises:
+        ConfigError: the context's length is not known.
+    """
+    if spec.context_length is None:
+        raise ConfigError("context_length: must be given for engine openai")
+    return Serving(
         block_size=spec.block_size,
         context_length=spec.context_length,
         vocab_size=max(spec.vocab_size, codec.vocab_size),
@@ -37,16 +56,7 @@ def make_engine(spec: EngineSpec) -> ServerEngine:
         max_running_requests=_chosen(spec.scheduler, "max_running_requests", _RUNNING_REQUESTS),
         max_waiting_requests=spec.scheduler.max_waiting_requests,
         max_batch_tokens=_chosen(spec.scheduler, "max_batch_tokens", _BATCH_TOKENS),
-        follow=followed(
-            config,
-            0,
-            card=spec.card or ModelCard(name="", context_length=1, block_size=spec.block_size, salt=b""),
-            adapters=spec.adapters,
-            hash_key=spec.hash_key,
-        ),
     )
-    kind = ServerEngine if spec.role is Role.AGGREGATED else PairedServerEngine
-    return kind(server, config, serving)
 
 
 def _chosen(scheduler: SchedulerConfig, name: str, usual: int) -> int:

@@ -11,7 +11,7 @@ import msgspec
 from penstock.core.errors import Overloaded, PenstockError, StepFailed, Unavailable, WrongServerError
 from penstock.core.ids import RequestId
 from penstock.core.types.instances import Role
-from penstock.core.types.load import ModelLoad
+from penstock.core.types.load import DeploymentLoads, ModelLoad
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import pack_tokens, unpack_tokens
 from penstock.engine.openai.apis.api import UNREADABLE, Api, Piece
@@ -20,7 +20,7 @@ from penstock.engine.openai.apis.llamacpp import LlamaCpp
 from penstock.engine.openai.apis.ollama import Ollama
 from penstock.engine.openai.apis.sglang import SglangGenerate
 from penstock.engine.openai.config import ServerConfig
-from penstock.engine.openai.connection import Connection, NotThere
+from penstock.engine.openai.connection import Connection, HttpConnection, NotThere
 from penstock.engine.openai.metrics import ServerLoad, deployment_load, read_load
 from penstock.engine.openai.pairs import SGLANG_TRIAL, transfer_kind
 from penstock.engine.openai.text import TextCodec
@@ -31,7 +31,8 @@ _OWNERS = {
     "penstock": "penstock",
 }  # fmt: skip
 """APIs by `owned_by` in `/v1/models`."""
-_DEPLOYMENT = "penstock"
+DEPLOYMENT = "penstock"
+"""Owner of the models of another deployment of Penstock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Server:
         codec: TextCodec,
         *,
         role: Role = Role.AGGREGATED,
+        connection: HttpConnection | None = None,
     ) -> None:
         """Describe one; nothing is asked before `check`.
 
@@ -63,18 +65,24 @@ class Server:
             names: names that the model may have there, paths included.
             codec: the model's tokenizer.
             role: its own, of a prefill and decode pair or aggregated.
+            connection: to it; None makes one to `url`.
 
         Raises:
             ConfigError: the key file cannot be read.
         """
         self.url = url
-        self.connection = Connection(url, config.limits, config.api_key())
+        self.connection: HttpConnection = connection or Connection(url, config.limits, config.api_key())
         self._config = config
         self._names = tuple(names)
         self._codec = codec
         self._role = role
         self._api: Api | None = None
         self._served: ServedModel | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called in errors, which clients may read."""
+        return self.connection.name
 
     @property
     def api(self) -> Api:
@@ -105,8 +113,8 @@ class Server:
         except Overloaded as error:  # loading, or its engine is dead
             raise Unavailable(error.message) from error
         served = await self._find_model(timeout_s)
-        if served.owner == _DEPLOYMENT:
-            speaks = self._config.api in {"auto", _DEPLOYMENT}
+        if served.owner == DEPLOYMENT:
+            speaks = self._config.api in {"auto", DEPLOYMENT}
             served = await self._of_deployment(served) if speaks else replace(served, owner="")
         self._served = served
         return served
@@ -121,7 +129,7 @@ class Server:
         await self._find_api(served)
         if self._role is not Role.AGGREGATED and transfer_kind(self.api) is None:
             raise WrongServerError(
-                f"{self.url}: a prefill or decode server must be vLLM or SGLang; serve others with --url"
+                f"{self.name}: a prefill or decode server must be vLLM or SGLang; serve others with --url"
             )
 
     async def _find_api(self, served: ServedModel) -> None:
@@ -133,7 +141,7 @@ class Server:
                     await self._ask_for_one(api)
             except TimeoutError as error:
                 raise Unavailable(
-                    f"{self.url}: a trial request of one token got no answer within"
+                    f"{self.name}: a trial request of one token got no answer within"
                     f" {self._config.health.timeout_s:g} s (health.timeout_s)"
                 ) from error
             except Overloaded:  # it serves, and is full
@@ -145,7 +153,7 @@ class Server:
                 self._api = api
                 return
         assert problem is not None, "there is a candidate"
-        raise Unavailable(f"{self.url}: a trial request of one token failed: {problem.message}") from problem
+        raise Unavailable(f"{self.name}: a trial request of one token failed: {problem.message}") from problem
 
     async def load(self) -> ServerLoad | None:
         """Read its metrics; None where it has none.
@@ -153,7 +161,7 @@ class Server:
         Raises:
             Unavailable: it does not answer.
         """
-        if self._served is not None and self._served.owner == _DEPLOYMENT:
+        if self._served is not None and self._served.owner == DEPLOYMENT:
             return deployment_load(await self._deployment_load(self._served.name))
         try:
             content = await self.connection.get(
@@ -213,7 +221,7 @@ class Server:
                 )
             if piece.token_ids and not 0 <= min(piece.token_ids) <= max(piece.token_ids) < vocab_size:
                 raise StepFailed(
-                    f"{self.url}: sent token ids from {min(piece.token_ids)} to {max(piece.token_ids)}, but this model's"
+                    f"{self.name}: sent token ids from {min(piece.token_ids)} to {max(piece.token_ids)}, but this model's"
                     f" end at {self._codec.vocab_size - 1}"
                 )
             yield piece
@@ -223,7 +231,7 @@ class Server:
         try:
             models = _models.decode(content).data[:_MODELS_MAX]
         except UNREADABLE as error:
-            raise Unavailable(f"{self.url}/v1/models: no list of models as OpenAI's ({error})") from error
+            raise Unavailable(f"{self.name}/v1/models: no list of models as OpenAI's ({error})") from error
         wanted = (self._config.model,) if self._config.model is not None else self._names
         short = {_short(name) for name in wanted}
         for exactly in (True, False):
@@ -242,7 +250,7 @@ class Server:
                     return ServedModel(model.id, context_length, model.owned_by or "")
         served = ", ".join(repr(model.id[:_NAME_CHARACTERS_MAX]) for model in models[:8]) or "no model"
         raise WrongServerError(
-            f"{self.url}: serves {served}, expected {' or '.join(map(repr, dict.fromkeys(wanted)))}; if it is the same"
+            f"{self.name}: serves {served}, expected {' or '.join(map(repr, dict.fromkeys(wanted)))}; if it is the same"
             " model, give its name there: --engine-arg model=NAME (penstock router: --set servers.model=NAME)"
         )
 
@@ -257,8 +265,19 @@ class Server:
         except NotThere:
             return replace(served, owner="")
         if load.workers < 1:
-            raise Unavailable(f"{self.url}: no worker of its own serves {served.name!r} now")
+            raise Unavailable(f"{self.name}: no worker of its own serves {served.name!r} now")
         return served
+
+    def load_path(self) -> str:
+        """Give the path of another deployment's load."""
+        return "/load"
+
+    def take_loads(self, loads: DeploymentLoads) -> None:
+        """Look at what another deployment says of itself.
+
+        Raises:
+            WrongServerError: it is another one than it should be.
+        """
 
     async def _deployment_load(self, model: str) -> ModelLoad:
         """Ask another deployment of Penstock for a model's load; one without workers where it has none.
@@ -266,13 +285,15 @@ class Server:
         Raises:
             Unavailable: it does not answer, or with something else.
         """
-        content = await self.connection.get("/load", timeout_s=self._config.health.timeout_s)
+        content = await self.connection.get(self.load_path(), timeout_s=self._config.health.timeout_s)
         try:
-            load = _loads.decode(content).models.get(model, ModelLoad(workers=0, block_size=1))
+            loads = _loads.decode(content)
         except UNREADABLE as error:
-            raise Unavailable(f"{self.url}/load: no load of models ({error})") from error
+            raise Unavailable(f"{self.name}/load: no load of models ({error})") from error
+        self.take_loads(loads)
+        load = loads.models.get(model, ModelLoad(workers=0, block_size=1))
         if not 0 <= min(msgspec.structs.astuple(load)) <= max(msgspec.structs.astuple(load)) <= _LOAD_MAX:
-            raise Unavailable(f"{self.url}/load: {load!r:.200} has numbers that are no counts")
+            raise Unavailable(f"{self.name}/load: {load!r:.200} has numbers that are no counts")
         return load
 
     async def _slot_context(self, timeout_s: float) -> int | None:
@@ -303,7 +324,7 @@ class Server:
                 continue  # it has no such path, or another shape: the ids of its answers are checked at least
             if token_ids and token_ids != expected:
                 raise WrongServerError(
-                    f"{self.url}: its tokenizer gives other ids than the model's here ({token_ids[:8]} ..., expected"
+                    f"{self.name}: its tokenizer gives other ids than the model's here ({token_ids[:8]} ..., expected"
                     f" {expected[:8]} ...); give the MODEL that it serves"
                 )
             if token_ids:
@@ -382,15 +403,11 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class _Loads(msgspec.Struct):
-    models: dict[str, ModelLoad]
-
-
 class _Tokenized(msgspec.Struct):
     tokens: list[int] = []
 
 
 _props = msgspec.json.Decoder(_Props)
 _models = msgspec.json.Decoder(_Models)
-_loads = msgspec.json.Decoder(_Loads)
+_loads = msgspec.json.Decoder(DeploymentLoads)
 _tokenized = msgspec.json.Decoder(_Tokenized)

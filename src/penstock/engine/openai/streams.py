@@ -13,7 +13,7 @@ class Stream:
     """A request's state. One task feeds it."""
 
     __slots__ = (
-        "_finish", "_has_begun", "_held", "_held_logprobs", "_said_cached", "_stops", "cached_tokens", "extra", "is_background", "is_done", "is_over", "is_taken", "keeps",
+        "_finish", "_has_begun", "_held", "_held_logprobs", "_said_cached", "_stops", "asked", "cached_tokens", "extra", "is_background", "is_done", "is_over", "is_taken", "keeps",
         "num_tokens", "request", "task",
     )  # fmt: skip
 
@@ -26,6 +26,8 @@ class Stream:
             extra: fields to add to the server's request.
         """
         self.request = request
+        self.asked = request
+        """What the server is asked for: the rest of the request, where the answer has begun elsewhere."""
         self.extra = extra
         self.task: asyncio.Task[None] | None = None
         self.num_tokens = 0

@@ -74,6 +74,7 @@ class GenerationRoutes:
         """Receive and prepare a request; it counts as in flight once its body is complete."""
         frontend = self._frontend
         with frontend.budget.hold(slot.end) as received:
+            frontend.region_links.forwarded(request.headers)
             options = read_options(request.headers, self._config, self._tenant())
             traced = TracedRequest.begin(request.path, options, frontend.dispatcher)
             if traced is not None:

@@ -54,8 +54,9 @@ class InfoRoutes:
             return json_response(encode({"status": "unavailable", "reason": reason}), status=503)
         return json_response(encode({"status": "ok", "models": sorted(self._frontend.dispatcher.models())}))
 
-    async def _load(self, _: web.Request) -> web.Response:
-        return json_response(encode({"models": self._frontend.loads()}))
+    async def _load(self, request: web.Request) -> web.Response:
+        self._frontend.region_links.asked_load(request.query)
+        return json_response(encode(self._frontend.loads()))
 
     async def _live(self, _: web.Request) -> web.Response:
         return json_response(b'{"status":"live"}')

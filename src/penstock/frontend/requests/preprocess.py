@@ -200,7 +200,8 @@ class Preprocessor:
                         media=prompt.expanded,
                         trace=options.trace,
                         embeds=embeds,
-                        is_forwarded=options.is_forwarded,
+                        # A proxy may drop the header; what says how far the answer is, no client of a region sends.
+                        is_forwarded=options.is_forwarded or going_on is not None,
                     )
                 )
         prepared = PreparedRequest(

@@ -212,6 +212,7 @@ class Connector:
         self._metrics.kv_tiers.show(member.instance.name, load.kv_tiers)
         self._metrics.sessions.show(member.instance.name, load.sessions)
         self._metrics.refusals_by_workers.show(member.instance.name, load.refused_frontends)
+        self._metrics.links.show(member.instance.name, load.link)
         self.holders.note_tiers(member, load.kv_tiers)
 
     def _detach(self, member: Member, error: WorkerLost) -> None:
@@ -228,6 +229,7 @@ class Connector:
         self._metrics.kv_tiers.forget(member.instance.name)
         self._metrics.sessions.forget(member.instance.name)
         self._metrics.refusals_by_workers.forget(member.instance.name)
+        self._metrics.links.forget(member.instance.name)
         self._on_change(member)
         requests, member.requests = member.requests, {}
         for handler in requests.values():

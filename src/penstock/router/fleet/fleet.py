@@ -27,6 +27,7 @@ from penstock.router.fleet.ranks import Ranks
 from penstock.router.fleet.slots import WorkerSlots
 from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.index.indexer import Indexer
+from penstock.router.links.distances import path_to
 from penstock.router.links.link_bandwidths import LinkBandwidths
 from penstock.router.metrics import RouterMetrics
 from penstock.router.workers.loads import LoadTracker
@@ -335,7 +336,7 @@ class Fleet:
         self._indexer.expect(member.slot, engine.total_blocks + engine.lower_tier_blocks)
         location = Location.of(member.instance)
         self.link_bandwidths.put(member.slot, location)
-        path = self._config.topology.path(self._config.location, location)
+        path = path_to(member.instance, location, self._config)
         for changed in pool.put(member, path):
             self._note(changed)
         self._tell_soon()

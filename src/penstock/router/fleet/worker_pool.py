@@ -29,7 +29,7 @@ _FORMER_MAX = 4
 """Former canonical cards whose requests are recognized; a request waits for minutes at most."""
 _TEXT_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"})
 _Vote = tuple[ModelCard, bool]
-"""A member's card, and whether it stays. A draining member counts only while no member stays."""
+"""A member's card, and whether it stays. A draining member, or another deployment, counts only while no member stays."""
 
 
 class WorkerPool:
@@ -73,15 +73,17 @@ class WorkerPool:
         if self._roles.get(slot) is not instance.role:
             self.set_ready(slot, is_ready=False)
             self._roles[slot] = instance.role
-        (self._deployments.add if instance.engine.is_deployment else self._deployments.discard)(slot)
+        is_elsewhere = instance.engine.is_deployment
+        (self._deployments.add if is_elsewhere else self._deployments.discard)(slot)
         self.adapters.put(slot, instance, is_ready=bool(self.ready[slot]))
         self.pairs.put(slot, instance)
         self.prices.put(slot, instance, member.price_correction.factor, path)
         if member in self._votes:
             self._count(self._votes[member], -1)
-        self._votes[member] = instance.card, member.listed and instance.state is InstanceState.READY
+        stays = member.listed and instance.state is InstanceState.READY and not is_elsewhere
+        self._votes[member] = instance.card, stays
         self._count(self._votes[member], +1)
-        member.matching = member.identity == identity(self.card)
+        member.matching = self._matches(member)
         return self._keep_canonical() or (member,)
 
     def remove(self, member: Member) -> Sequence[Member]:
@@ -243,9 +245,7 @@ class WorkerPool:
         assert self._num_staying == sum(stays for _, stays in self._votes.values()), "how many stay"
         assert not self._votes or self._is_held(self.card), "the canonical card is a member's"
         for member in self._votes:
-            assert member.matching == (member.identity == identity(self.card)), (
-                f"{member.instance.name}: matches"
-            )
+            assert member.matching == self._matches(member), f"{member.instance.name}: matches"
 
     def _show(self, ready: NDArray[np.bool_]) -> None:
         self._ready = ready
@@ -281,8 +281,15 @@ class WorkerPool:
         self._former.append(self.card)
         self.card = holder.instance.card
         for member in self._votes:
-            member.matching = member.identity == identity(self.card)
+            member.matching = self._matches(member)
         return tuple(self._votes)
+
+    def _matches(self, member: Member) -> bool:
+        """Tell whether a worker may share requests with the others: another deployment keeps no KV of this one, and takes token ids."""
+        card = member.instance.card
+        if member.instance.engine.is_deployment:
+            return _text_of(card) == _text_of(self.card)
+        return member.identity == identity(self.card)
 
 
 def _is_of(request: Request, card: ModelCard) -> bool:

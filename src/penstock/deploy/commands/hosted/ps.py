@@ -163,7 +163,7 @@ def _process(process: ProcessView, *, shows_template: bool) -> str:
     return _row(
         process.name,
         process.state,
-        process.role or "frontend",
+        process.role or ("link" if process.region else "frontend"),
         [pid, age(process.age_s), process.phase, ", ".join(details)],
     )
 

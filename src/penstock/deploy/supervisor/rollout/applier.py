@@ -9,6 +9,7 @@ from penstock.core.log import cause, get_logger
 from penstock.core.types.instances import Role
 from penstock.deploy.card import check_model
 from penstock.deploy.control.messages import Difference, RolloutView
+from penstock.deploy.supervisor.links.links import Links, LinkTemplate
 from penstock.deploy.supervisor.local_part import LocalPart, runnable_roles
 from penstock.deploy.supervisor.rollout.differences import ALL, differences
 from penstock.deploy.supervisor.rollout.rollout import BY, Aim, Rollout
@@ -18,6 +19,7 @@ from penstock.deploy.supervisor.scaling.template import WorkerTemplate
 from penstock.deploy.supervisor.scaling.worker_pool import WAIT_S_MAX, WorkerPool
 from penstock.graph import Graph, RoleSpec
 
+MakeLinks = Callable[[Graph], Awaitable[dict[str, LinkTemplate]]]
 MakeTemplates = Callable[[Graph, Mapping[Role, RoleSpec]], Awaitable[dict[Role, WorkerTemplate]]]
 _LINES_MAX = 10_000
 _STOPPED = "stopped half-way, as the deployment stops; start it with the graph that it should have"
@@ -39,6 +41,8 @@ class Applier:
         part: LocalPart,
         pool: WorkerPool,
         make_templates: MakeTemplates,
+        links: Links,
+        make_links: MakeLinks,
         say: Callable[[str, str, str], None],
     ) -> None:
         """Have the graph that the deployment starts with; `open` lets others apply.
@@ -48,6 +52,8 @@ class Applier:
             part: what of it this host runs.
             pool: its workers here.
             make_templates: reads the model and makes the templates of roles.
+            links: to other regions.
+            make_links: makes the templates of links.
             say: called with (name, state, detail) at each step.
         """
         self.graph = graph
@@ -55,6 +61,8 @@ class Applier:
         self._part = part
         self._pool = pool
         self._make_templates = make_templates
+        self._links = links
+        self._make_links = make_links
         self._tell = say
         self._salts: dict[str, bytes] = {}
         """Salt of block hashes by the key of a template, of those that workers have."""
@@ -115,11 +123,12 @@ class Applier:
                     "roles: none of them runs here any more; penstock down ends this host's part"
                 )
             templates = await self._make_templates(graph, roles)
+            links = await self._make_links(graph)
             rollout, found = self._plan(graph, before, templates, found)
             rollout.check()
             if found and not dry_run:
                 begun = True
-                self._begin(graph, templates, rollout)
+                self._begin(graph, templates, links, rollout)
             return tuple(found)
         finally:
             if not begun:
@@ -184,11 +193,17 @@ class Applier:
             shown.append(Difference(role=ALL, field=what, old=names, new="", action=f"replace workers {how}"))
         return rollout, shown
 
-    def _begin(self, graph: Graph, templates: dict[Role, WorkerTemplate], rollout: Rollout) -> None:
+    def _begin(
+        self,
+        graph: Graph,
+        templates: dict[Role, WorkerTemplate],
+        links: dict[str, LinkTemplate],
+        rollout: Rollout,
+    ) -> None:
         assert self._group is not None, "open"
         self._lines = []
         self._view = RolloutView(number=self._view.number + 1, is_over=False)
-        self._task = self._group.create_task(self._run(graph, templates, rollout), name="apply")
+        self._task = self._group.create_task(self._run(graph, templates, links, rollout), name="apply")
         number = self._view.number
 
         def ended(_: asyncio.Task[None]) -> None:
@@ -198,7 +213,13 @@ class Applier:
 
         self._task.add_done_callback(ended)
 
-    async def _run(self, graph: Graph, templates: dict[Role, WorkerTemplate], rollout: Rollout) -> None:
+    async def _run(
+        self,
+        graph: Graph,
+        templates: dict[Role, WorkerTemplate],
+        links: dict[str, LinkTemplate],
+        rollout: Rollout,
+    ) -> None:
         former = self.templates
         error: PenstockError | None = None
         self._pool.hold(BY)
@@ -208,6 +229,7 @@ class Applier:
             if error is None or rollout.has_switched:
                 self.graph = graph
                 self.use(templates)
+                self._links.change(links)
                 if self._file is not None:
                     self._file.declare({role: each.spec.replicas for role, each in templates.items()})
             else:

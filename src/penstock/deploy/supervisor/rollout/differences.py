@@ -38,6 +38,7 @@ def differences(old: Graph, new: Graph, *, old_here: Roles, new_here: Roles) -> 
         new_here: the same of `new`.
     """
     yield from _of_graph(old, new)
+    yield from _of_regions(old, new)
     for role in Role:
         before, after = old_here.get(role), new_here.get(role)
         if before is None and after is None:
@@ -50,7 +51,9 @@ def differences(old: Graph, new: Graph, *, old_here: Roles, new_here: Roles) -> 
 
 
 def _of_graph(old: Graph, new: Graph) -> Iterator[Difference]:
-    before, after = (_flat(graph.model_dump(mode="json", exclude={"roles"})) for graph in (old, new))
+    before, after = (
+        _flat(graph.model_dump(mode="json", exclude={"roles", "regions"})) for graph in (old, new)
+    )
     if served_name(old) != served_name(new):
         yield _refused(
             ALL,
@@ -68,6 +71,20 @@ def _of_graph(old: Graph, new: Graph) -> Iterator[Difference]:
             yield _row(ALL, path, *values, "replace workers")
         else:
             yield _refused(ALL, path, *values, _AT_START.get(top, "it is read at the start"))
+
+
+def _of_regions(old: Graph, new: Graph) -> Iterator[Difference]:
+    """Yield the links that start, end or are replaced."""
+    before, after = ({each.name: each for each in graph.regions} for graph in (old, new))
+    for name in sorted({*before, *after}):
+        was, is_now = before.get(name), after.get(name)
+        if was == is_now:
+            continue
+        action = (
+            "start its link" if was is None else "drain its link" if is_now is None else "replace its link"
+        )
+        old_urls, new_urls = (_ABSENT if each is None else ", ".join(each.urls) for each in (was, is_now))
+        yield _row(ALL, f"regions.{name}", old_urls, new_urls, action)
 
 
 def _of_role(role: Role, before: RoleSpec, after: RoleSpec) -> Iterator[Difference]:

@@ -16,7 +16,9 @@ from penstock.deploy.card import make_card, open_checkpoint
 from penstock.deploy.messages import Common, WorkerJob
 from penstock.deploy.supervisor.local_part import expect_same_blocks
 from penstock.deploy.supervisor.scaling.pool_worker import PoolWorker
+from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.graph import Graph, RoleSpec
+from penstock.graph.regions import link_role
 from penstock.kv.host.memory import HostPart
 
 _NOT_OF_A_WORKER = {"replicas", "replicas_max"}
@@ -75,12 +77,21 @@ class OpenedModel:
     """A graph's model on this host.
 
     Attributes:
-        path: its directory.
+        checkpoint: its files.
         cards: the model card of each role.
     """
 
-    path: Path
+    checkpoint: Checkpoint
     cards: dict[Role, ModelCard]
+
+    @property
+    def path(self) -> Path:
+        """The directory."""
+        return self.checkpoint.path
+
+    def link_card(self, graph: Graph) -> ModelCard:
+        """Make the card of links to other regions, which read no weights."""
+        return make_card(self.checkpoint, graph, link_role(graph.regions[0], here=""))
 
     def templates(
         self, graph: Graph, roles: Mapping[Role, RoleSpec], common: Common
@@ -106,4 +117,4 @@ async def read_model(graph: Graph, roles: Mapping[Role, RoleSpec]) -> OpenedMode
     }
     if cards:
         expect_same_blocks(cards)
-    return OpenedModel(checkpoint.path, cards)
+    return OpenedModel(checkpoint, cards)

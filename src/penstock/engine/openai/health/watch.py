@@ -107,7 +107,7 @@ class HealthWatch:
             return
         was, self._told = self._told, problem
         if problem is None:
-            _log.info("server_recovered", url=self._server.url)
+            _log.info("server_recovered", server=self._server.name)
         elif was is None:
-            _log.warning("server_failed", url=self._server.url, reason=problem)
+            _log.warning("server_failed", server=self._server.name, reason=problem)
         self._on_change(problem, is_silent)

@@ -22,10 +22,18 @@ def test_a_change_that_is_cut_off_says_so_and_is_an_error(is_cut):
 
         pool = SimpleNamespace(hold=lambda _: None, let_go=lambda: None, define=lambda _: None, workers=[])
         graph = Graph.parse({"model": "demo"}, source="test")
-        applier = Applier(graph, part=None, pool=pool, make_templates=None, say=lambda *_: None)
+        applier = Applier(
+            graph,
+            part=None,
+            pool=pool,
+            make_templates=None,
+            links=SimpleNamespace(change=lambda _: None),
+            make_links=None,
+            say=lambda *_: None,
+        )
         async with asyncio.TaskGroup() as group:
             applier.open(group, None)
-            applier._begin(graph, {}, SimpleNamespace(run=run, has_switched=False))
+            applier._begin(graph, {}, {}, SimpleNamespace(run=run, has_switched=False))
             if is_cut != "before its first step":
                 await begun.wait()
             if is_cut:

@@ -1,0 +1,1 @@
+"""The links of this host to other regions: a process for each."""

@@ -1,0 +1,74 @@
+"""The engine `region`: a link, which gives requests to another region and has them go on at another of its frontends."""
+
+from typing import Any
+
+import msgspec
+
+from penstock.core.errors import Overloaded, PenstockError, Unavailable
+from penstock.core.types.load import LinkReport, WorkerLoad
+from penstock.core.types.requests import Request
+from penstock.engine.openai.connection import NoAnswer
+from penstock.engine.openai.engine import ServerEngine, Serving
+from penstock.engine.openai.region.config import LinkConfig
+from penstock.engine.openai.region.server import RegionServer
+from penstock.engine.openai.region.stream import MovableStream
+from penstock.engine.openai.streams import Stream
+
+
+class RegionEngine(ServerEngine):
+    """Implements `Engine` over another region. One event loop owns it."""
+
+    def __init__(self, server: RegionServer, config: LinkConfig, serving: Serving) -> None:
+        """Make an engine; `start` asks the region."""
+        super().__init__(server, config.server(), serving)
+        self._region = config.name
+        self._frontends = server.frontends
+        self._link = server
+        self._moved = self._refused = 0
+
+    def load(self) -> WorkerLoad:
+        link = LinkReport(
+            region=self._region,
+            frontends=len(self._frontends.frontends),
+            healthy=self._frontends.num_healthy if self._watch.breaker.problem is None else 0,
+            moved=self._moved,
+            refused=self._refused,
+            clock_skew_s=round(self._link.clock_skew_s, 1),
+        )
+        return msgspec.structs.replace(super().load(), link=link)
+
+    def _stream_of(self, request: Request, extra: dict[str, Any]) -> Stream:
+        assert not extra, "no KV is transferred between regions"
+        return MovableStream(request, self._serving.eos_token_ids)
+
+    async def _watch_server(self) -> None:
+        await self._frontends.watch()
+
+    async def _read_answer(self, stream: Stream) -> None:
+        """Read an answer, at another frontend where one breaks it, until all of them have without a token in between."""
+        assert isinstance(stream, MovableStream), "made above"
+        while True:
+            try:
+                await self._read_all(stream)
+            except NoAnswer:
+                stream.failed_in_a_row += 1
+                if stream.has_finished or stream.failed_in_a_row > len(self._frontends.frontends):
+                    raise
+                if stream.move():
+                    self._moved += 1
+                    continue
+            return
+
+    async def _read_all(self, stream: Stream) -> None:
+        await super()._read_answer(stream)
+        if not stream.has_finished:
+            raise NoAnswer(f"{self._server.name}: the connection was closed within an answer")
+
+    def _fail(self, stream: Stream, error: PenstockError) -> None:
+        """A region that has no room breaks no answer that has begun: its router asks again, or another worker."""
+        if isinstance(error, Overloaded):
+            self._refused += 1
+            if stream.request.num_emitted or stream.num_tokens:
+                self._end_with(stream, Unavailable(error.message, retry_after_s=error.retry_after_s))
+                return
+        super()._fail(stream, error)

@@ -1,0 +1,94 @@
+"""Links of other regions, as the frontends that they ask see them: who asks, how often, and why one is refused."""
+
+import math
+import re
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter
+
+from penstock.core.log import get_logger
+from penstock.core.types.load import LINK_VERSION
+
+REGION_HEADER = "X-Penstock-Region"
+"""The region of a link, in each of its requests. Anybody may send it: it is only counted."""
+_NAME = re.compile(r"[a-z0-9-]{1,40}")
+_REGIONS_MAX = 64
+_SKEW_S_MAX = 30.0
+_OTHER = "other"
+_FIXES = {
+    "key": "give the link of that region a key of this server's frontend.api_key_file (regions.N.api_key_file there)",
+    "version": "upgrade the older of the two deployments: at most one link version may lie between them",
+    "clock": "have both regions' hosts keep their time by NTP",
+}
+_log = get_logger()
+
+
+class RegionLinks:
+    """One frontend process's counts. One event loop owns it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register the counters."""
+        self._forwarded = Counter(
+            "penstock_frontend_forwarded_requests",
+            "Requests that came by the link of another region.",
+            ["region"],
+            registry=registry,
+        )
+        self._problems = Counter(
+            "penstock_frontend_link_problems",
+            "Questions of another region's link that have something wrong: its API key (key), its release (version), or its clock (clock).",
+            ["region", "problem"],
+            registry=registry,
+        )
+        self._regions: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
+
+    def forwarded(self, headers: Mapping[str, str]) -> None:
+        """Count a request, if it came by a link."""
+        if REGION_HEADER in headers:
+            self._forwarded.labels(self._region_of(headers[REGION_HEADER])).inc()
+
+    def asked_load(self, query: Mapping[str, str]) -> None:
+        """Look at what a link says of itself as it asks for the load; a question without a region is none of a link."""
+        if "region" not in query:
+            return
+        region = self._region_of(query["region"])
+        self._ended(region, "key")
+        version = _number(query.get("link", ""))
+        self._note(region, "version", is_there=version is None or abs(version - LINK_VERSION) > 1)
+        skew_s = _number(query.get("skew_s", ""))
+        self._note(region, "clock", is_there=skew_s is not None and abs(skew_s) > _SKEW_S_MAX)
+
+    def refused_key(self, headers: Mapping[str, str]) -> None:
+        """Note a request with a wrong API key, if it came by a link."""
+        if REGION_HEADER in headers:
+            self._note(self._region_of(headers[REGION_HEADER]), "key", is_there=True)
+
+    def _note(self, region: str, problem: str, *, is_there: bool) -> None:
+        if not is_there:
+            self._ended(region, problem)
+            return
+        self._problems.labels(region, problem).inc()
+        if (region, problem) not in self._told:
+            self._told.add((region, problem))
+            _log.warning("region_link_problem", region=region, problem=problem, fix=_FIXES[problem])
+
+    def _ended(self, region: str, problem: str) -> None:
+        self._told.discard((region, problem))
+
+    def _region_of(self, name: str) -> str:
+        """Give a region's name as a label: clients may send any, so few are kept."""
+        if name in self._regions:
+            return name
+        if not _NAME.fullmatch(name) or len(self._regions) >= _REGIONS_MAX:
+            return _OTHER
+        self._regions.add(name)
+        return name
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
