@@ -125,7 +125,7 @@ def text_of(stream: "subprocess.Popen[str]") -> tuple[str, int]:
     return text, events[-1]["usage"]["completion_tokens"]
 
 
-def until(holds: Callable[[], bool]) -> None:
+def until(holds: Callable[[], object]) -> None:
     """Wait until it holds."""
     deadline = time.monotonic() + TIMEOUT_S
     while not holds():

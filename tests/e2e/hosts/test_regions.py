@@ -95,6 +95,6 @@ def test_three_regions_help_each_other(tmp_path):
 
         # Its only worker is killed under streams, which go on in other regions.
         streams = us.streams(STREAMS)
-        until(lambda: us.own_requests())
+        until(us.own_requests)
         os.kill(us.workers()["worker-1"]["pid"], signal.SIGKILL)
         assert [text_of(stream) for stream in streams] == texts[:STREAMS]
