@@ -117,6 +117,10 @@ EXPERIMENTS = Benches(
             "benchmarks.simulated.recipes",
             "the recipes in examples/recipes, simulated under one load: TTFT, TPOT and goodput",
         ),
+        "regions": (
+            "benchmarks.regions",
+            "3 regions of 1,000 workers, simulated, one lost for a while: alone, asked in turn, linked by load, and by summaries of prefixes",
+        ),
         "request": (
             "benchmarks.micro.request",
             "a request's CPU time in the frontend, from the bytes of its HTTP request to those of its answer, without sockets",

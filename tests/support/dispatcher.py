@@ -9,10 +9,11 @@ from penstock.core.errors import RequestError
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.types.kv.actions import KvAction
+from penstock.core.types.kv.summary import PrefixSummary
 from penstock.core.types.load import ModelLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, FinishReason, Request
-from penstock.core.wire import pack_tokens, unpack_tokens
+from penstock.core.wire import pack_hashes, pack_tokens, unpack_tokens
 from penstock.seams import DeltaSink, DirectSink, RequestStream
 from tests.support.tokenizer import tiny_card, tiny_model_files
 
@@ -41,6 +42,7 @@ class ScriptedDispatcher:
         self.busy_s = 1.0
         self.away: set[str] = set()
         self.expanded: list[MediaPrompt] = []
+        self.asked_summaries: list[tuple[str, dict[int, int], float]] = []
         self.acted: list[tuple[KvAction, str | None]] = []
 
     def open(self, request: Request, *, beside: RequestStream | None = None) -> "ScriptedStream":
@@ -55,6 +57,17 @@ class ScriptedDispatcher:
 
     def load(self, model: str) -> ModelLoad | None:
         return ModelLoad(workers=1, block_size=16) if model in self.models() else None
+
+    def prefix_summary(
+        self, model: str, cache_salt: str, after: Mapping[int, int], interval_s: float
+    ) -> PrefixSummary | None:
+        """Tell of one chunk, which nobody has."""
+        self.asked_summaries.append((cache_salt, dict(after), interval_s))
+        if model not in self.models():
+            return None
+        return PrefixSummary(
+            origin=7, root=bytes(16), chunk_tokens=256, since=0, version=1, added=pack_hashes([42])
+        )
 
     def retry_after_s(self) -> float:
         return self.busy_s

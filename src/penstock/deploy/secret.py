@@ -34,6 +34,15 @@ def deployment_secret(spec: RuntimeSpec) -> bytes:
     return secrets.token_bytes(_RANDOM_BYTES)
 
 
+def has_secret(spec: RuntimeSpec) -> bool:
+    """Say whether a secret is given, which other hosts and regions may have too.
+
+    Raises:
+        ConfigError: it is too short or unreadable.
+    """
+    return _given(spec) is not None
+
+
 def shared_hash_key(secret: bytes, name: str) -> bytes:
     """Derive the key of block hashes of deployment `name`, equal on all hosts that share the secret."""
     return hmac.digest(secret, b"penstock hash key " + name.encode(), hashlib.sha256)[:KEY_BYTES]

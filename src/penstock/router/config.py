@@ -98,6 +98,15 @@ class QueueConfig(Config):
     """Share of a priority over that of the next lower one, while both have requests queued."""
 
 
+class PrefixSummaryConfig(Config):
+    """What other regions are told of the prefixes that workers here hold, once their links ask."""
+
+    bytes_per_s: int = pydantic.Field(default=64_000, ge=0, le=100_000_000)
+    """Hashes of prefixes that a link may read, in bytes a second; 0: none is told. The hottest prefixes come first."""
+    chunks_max: int = pydantic.Field(default=65_536, ge=1024, le=131_072)
+    """Chunks of 256 tokens that are told at once, 8 bytes each; the coldest leave first."""
+
+
 class RouterConfig(Config):
     """Routing in one frontend process."""
 
@@ -144,6 +153,8 @@ class RouterConfig(Config):
     """When prompts are computed by prefill workers."""
     explain: ExplainConfig = ExplainConfig()
     """Which decisions are kept for explanations."""
+    prefix_summary: PrefixSummaryConfig = PrefixSummaryConfig()
+    """What other regions are told of prefixes."""
 
     @pydantic.field_validator("policy")
     @classmethod

@@ -33,6 +33,9 @@ class LinkMetrics:
         self._skew = gauge(
             "link_clock_skew_seconds", "Seconds by which the other region's clock is ahead", *labels
         )
+        self.told_chunks = gauge(
+            "told_chunks", "Chunks of 256 tokens of which other regions tell that they hold them"
+        )
         self._shown: dict[str, LinkReport] = {}
 
     def show(self, worker: str, link: LinkReport | None) -> None:

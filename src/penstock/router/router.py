@@ -69,6 +69,8 @@ class Router:
         self.sessions = OpenSessions(config.sessions_max, config.session_idle_s)
         self.on_session_left: Callable[[WorkerId, Request], None] = lambda _worker_id, _request: None
         """Called with a worker that the session of this request goes away from."""
+        self.on_routed: Callable[[Request], None] = lambda _request: None
+        """Called with each request that workers were chosen for, once."""
         self._log_below = config.explain.logged_share * _HASHES if is_debugging() else 0.0
 
     @cached_property
@@ -105,7 +107,7 @@ class Router:
             eligible = np.arange(len(eligible)) == slot
         now_s = self._loop.time()
         hashes = unpack_hashes(request.block_hashes)[::2]
-        match = self.fleet.tree.match(hashes[: _usable_blocks(request, pool.card.block_size)])
+        match = self.fleet.match(pool, hashes[: _usable_blocks(request, pool.card.block_size)])
         context = self._context(request, pool, eligible, match, now_s)
         tie = tie_of(hashes, request.token_ids, context.block_size)
         if not follows:
@@ -213,6 +215,7 @@ class Router:
             routes[0] = msgspec.structs.replace(routes[0], peer=lender)
         if not again:
             self._count(candidates, parts[0].reason, routes[0])
+            self.on_routed(candidates.request)
         return Plan(routes[-1], prefill=routes[0] if len(routes) > 1 else None)
 
     def _route(self, context: RoutingContext, slot: int) -> Route:

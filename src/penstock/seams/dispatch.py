@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, Self
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.types.kv.actions import KvAction
+from penstock.core.types.kv.summary import PrefixSummary
 from penstock.core.types.load import ModelLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Request
@@ -115,6 +116,19 @@ class RequestDispatcher(Protocol):
 
     def load(self, model: str) -> ModelLoad | None:
         """Give the load of a model's ready workers together; None without any."""
+        ...
+
+    def prefix_summary(
+        self, model: str, cache_salt: str, after: Mapping[int, int], interval_s: float
+    ) -> PrefixSummary | None:
+        """Give the next changes of what another region is told of a model's prefixes here; None where none is told.
+
+        Args:
+            model: its name.
+            cache_salt: of the tenant that the link's key is of; empty: none.
+            after: the last version that the link has of each router's process.
+            interval_s: the time since the link asked last, for which it gets bytes.
+        """
         ...
 
     def retry_after_s(self) -> float:

@@ -13,7 +13,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.net.address import Address
 from penstock.deploy.messages import Common
 from penstock.deploy.planes import Planes
-from penstock.deploy.secret import deployment_secret, shared_hash_key
+from penstock.deploy.secret import deployment_secret, has_secret, shared_hash_key
 from penstock.deploy.state import RuntimeDirectory, load_hash_key, state_dir
 from penstock.deploy.supervisor.watchdog import tick_s
 from penstock.graph import Graph
@@ -44,9 +44,8 @@ async def create_shared(
     spec = graph.runtime
     secret = deployment_secret(spec)
     listen, advertise = worker_address(spec)
-    hash_key = (
-        shared_hash_key(secret, graph.name) if spec.spans_hosts else load_hash_key(state_dir(graph.name))
-    )
+    is_shared = spec.spans_hosts or (bool(graph.regions) and has_secret(spec))
+    hash_key = shared_hash_key(secret, graph.name) if is_shared else load_hash_key(state_dir(graph.name))
     directory = RuntimeDirectory()
     stack.callback(directory.remove)
     identity = Identity(process="supervisor", hash_key=hash_key, secret=secret)

@@ -31,7 +31,9 @@ from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.health.watch import HealthWatch
 from penstock.engine.openai.metrics import ServerLoad
 from penstock.engine.openai.pairs import fields_of
-from penstock.engine.openai.server import Server
+from penstock.engine.openai.prefixes.told import ToldPrefixes
+from penstock.engine.openai.prefixes.watch import PrefixWatch
+from penstock.engine.openai.server import DEPLOYMENT, Server
 from penstock.engine.openai.streams import Stream
 from penstock.engine.scheduling.sampling import checked_sampling
 
@@ -52,6 +54,8 @@ class Serving:
     max_running_requests: int
     max_waiting_requests: int
     max_batch_tokens: int
+    root: bytes = b""
+    """Parent of every first block hash of prompts without a salt, 16 bytes; empty: what another deployment holds is not asked for."""
     follow: Callable[[Publish], KvEventSubscriber] | None = None
     """Makes the subscriber to the server's KV events; None: routers predict what it has cached."""
 
@@ -75,6 +79,7 @@ class ServerEngine:
             on_load=self._on_load,
         )
         self._subscriber = None if serving.follow is None else serving.follow(self._on_events)
+        self._prefixes: PrefixWatch | None = None
         self._events: list[KvEvent] = []
         self._info: EngineInfo | None = None
         self._streams: dict[RequestId, Stream] = {}
@@ -104,6 +109,16 @@ class ServerEngine:
             load = await self._server.load()
         except PenstockError:  # only Penstock's own requests count for now
             load = None
+        is_deployment = described.owner == DEPLOYMENT
+        if is_deployment and self._serving.root:
+            self._prefixes = PrefixWatch(
+                ToldPrefixes(self._serving.root, self._serving.block_size),
+                self._server.connection,
+                described.name,
+                interval_s=self._config.load_interval_s,
+                timeout_s=self._config.health.timeout_s,
+                on_events=self._on_events,
+            )
         serving, tokens = self._serving, None if load is None else load.kv_tokens
         self._outside = load or ServerLoad()
         if self._subscriber is not None and self._outside.block_size is not None:
@@ -117,10 +132,10 @@ class ServerEngine:
             context_length=min(serving.context_length, described.context_length or serving.context_length),
             max_batch_tokens=serving.max_batch_tokens,
             max_running_requests=serving.max_running_requests,
-            kv_events=self._subscriber is not None,
+            kv_events=self._subscriber is not None or self._prefixes is not None,
             announces=True,
             structured_outputs=self._server.api.constrains,
-            is_deployment=described.owner == "penstock",
+            is_deployment=is_deployment,
             sampling_fields=("logit_bias", "allowed_token_ids") if self._server.api.constrains else (),
         )
         return self._info
@@ -158,8 +173,8 @@ class ServerEngine:
         async with asyncio.TaskGroup() as group:
             self._group = group
             tasks = [group.create_task(self._watch.run()), group.create_task(self._watch_server())]
-            if self._subscriber is not None:
-                tasks.append(group.create_task(self._subscriber.run()))
+            sources = [each for each in (self._subscriber, self._prefixes) if each is not None]
+            tasks += [group.create_task(source.run()) for source in sources]
             for stream in self._waiting:
                 self._begin(stream)
             self._waiting.clear()
@@ -422,6 +437,8 @@ class ServerEngine:
     def _on_health(self, problem: str | None, is_silent: bool) -> None:  # noqa: FBT001
         """Tell the worker, and fail the requests of a silent server: they go on elsewhere."""
         self._on_problem(problem)
+        if problem is not None and self._prefixes is not None:
+            self._prefixes.forget()
         if problem is not None and is_silent:
             for stream in tuple(self._streams.values()):
                 if not stream.is_background:

@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 from penstock.core.errors import ConfigError
+from penstock.core.hashing import root_hash
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.instances import Role
+from penstock.core.types.kv.summary import pack_root
 from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.engine import ServerEngine, Serving
 from penstock.engine.openai.events import followed
@@ -47,6 +49,7 @@ def serving_of(spec: EngineSpec, codec: TextCodec) -> Serving:
     """
     if spec.context_length is None:
         raise ConfigError("context_length: must be given for engine openai")
+    card = spec.card
     return Serving(
         block_size=spec.block_size,
         context_length=spec.context_length,
@@ -56,6 +59,7 @@ def serving_of(spec: EngineSpec, codec: TextCodec) -> Serving:
         max_running_requests=_chosen(spec.scheduler, "max_running_requests", _RUNNING_REQUESTS),
         max_waiting_requests=spec.scheduler.max_waiting_requests,
         max_batch_tokens=_chosen(spec.scheduler, "max_batch_tokens", _BATCH_TOKENS),
+        root=b"" if card is None else pack_root(root_hash(spec.block_size, card.salt, key=spec.hash_key)),
     )
 
 

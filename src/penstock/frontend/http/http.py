@@ -89,7 +89,7 @@ class HttpSurface:
         app.add_routes(
             [
                 *GenerationRoutes(self._frontend, _tenant.get, heads).routes(),
-                *InfoRoutes(self._frontend, lambda: self.draining).routes(),
+                *InfoRoutes(self._frontend, _tenant.get, lambda: self.draining).routes(),
                 web.get("/admin/workers", self._workers),
                 web.post("/admin/workers/{name}/role", self._change_role),
                 web.post("/admin/workers/{name}/sleep", self._sleep),

@@ -5,18 +5,24 @@ from collections.abc import Callable
 from aiohttp import web
 
 from penstock import __version__
+from penstock.core import wire
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.reference.openapi import openapi
 from penstock.frontend.http.reference.page import HEADERS, reference_page
 from penstock.frontend.http.replies import json_response
+from penstock.frontend.limits.prefix_query import PrefixQuery
 from penstock.frontend.openai.answers import encode
+from penstock.frontend.tenants.tenants import Tenant
 
 
 class InfoRoutes:
     """Handlers of one `Frontend`'s informative routes."""
 
-    def __init__(self, frontend: Frontend, is_draining: Callable[[], bool]) -> None:
+    def __init__(
+        self, frontend: Frontend, tenant: Callable[[], Tenant], is_draining: Callable[[], bool]
+    ) -> None:
         self._frontend = frontend
+        self._tenant = tenant
         self._is_draining = is_draining
         self._version = encode({"version": __version__})
         self._openapi: bytes | None = None
@@ -31,6 +37,7 @@ class InfoRoutes:
             web.get("/health", self._health),
             web.get("/live", self._live),
             web.get("/load", self._load),
+            web.get("/prefixes", self._prefixes),
             web.get("/ping", self._health),
             web.post("/ping", self._health),
             web.get("/version", self._show_version),
@@ -57,6 +64,15 @@ class InfoRoutes:
     async def _load(self, request: web.Request) -> web.Response:
         self._frontend.region_links.asked_load(request.query)
         return json_response(encode(self._frontend.loads()))
+
+    async def _prefixes(self, request: web.Request) -> web.Response:
+        asked = PrefixQuery.read(request.query)
+        summary = self._frontend.dispatcher.prefix_summary(
+            asked.model, self._tenant().cache_salt, asked.after, asked.interval_s
+        )
+        if summary is None:
+            return json_response(encode({"error": "no prefixes are told of this model"}), status=404)
+        return web.Response(body=wire.encode(summary), content_type="application/msgpack")
 
     async def _live(self, _: web.Request) -> web.Response:
         return json_response(b'{"status":"live"}')

@@ -18,6 +18,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.types.cards import CardFile, ModelCard
 from penstock.core.types.instances import Role
 from penstock.core.types.kv.actions import KvAction, KvUnpin
+from penstock.core.types.kv.summary import PrefixSummary
 from penstock.core.types.load import ModelLoad, PeerCount, TenantCount
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Request
@@ -35,6 +36,7 @@ from penstock.router.queue.fair_queue import retry_after_s
 from penstock.router.queue.request_queue import RequestQueue
 from penstock.router.retries.retry_guard import RetryGuard
 from penstock.router.router import Router
+from penstock.router.summaries import Summaries
 from penstock.router.workers.member import WorkerView
 from penstock.router.workers.tenant_counts import TenantCounting
 from penstock.seams import Discovery, RequestPlane, RequestStream
@@ -75,6 +77,8 @@ class Dispatcher:
             metrics=metrics,
             hash_key=hash_key,
         )
+        self._summaries = Summaries(fleet, config.prefix_summary, hash_key=hash_key, rng=rng)
+        self._shared.router.on_routed = self._summaries.note
         self._worker_changes = WorkerChanges(fleet)
         self._kv_actions = KvActions(fleet)
         self._tenant_counting = TenantCounting()
@@ -131,6 +135,12 @@ class Dispatcher:
             return None
         load, queued = pool.load(fleet.loads), self._shared.request_queue.num_queued_for(model)
         return msgspec.structs.replace(load, waiting_requests=load.waiting_requests + queued)
+
+    def prefix_summary(
+        self, model: str, cache_salt: str, after: Mapping[int, int], interval_s: float
+    ) -> PrefixSummary | None:
+        """Tell another region of the prefixes that workers here hold; see `Summaries.summary`."""
+        return self._summaries.summary(model, cache_salt, after, interval_s)
 
     def retry_after_s(self) -> float:
         """Predict the seconds until all queued requests have left."""
@@ -230,6 +240,7 @@ class Dispatcher:
         shared.router.check()
         shared.retry_guard.check()
         shared.request_queue.check()
+        self._summaries.check()
         in_fleet = sum(view.open_requests for view in shared.fleet.workers())
         at_most = 2 * len(shared.requests)  # on a prefill and on a decode worker
         assert in_fleet <= at_most, f"{in_fleet} requests are sent, {len(shared.requests)} open"

@@ -18,6 +18,7 @@ from penstock.core.types.load import KvRead
 from penstock.core.types.location import Location
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Prefetch, Request
+from penstock.core.wire import HashArray
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.card_files import fetch_file
 from penstock.router.fleet.change_notifier import ChangeNotifier
@@ -27,6 +28,7 @@ from penstock.router.fleet.ranks import Ranks
 from penstock.router.fleet.slots import WorkerSlots
 from penstock.router.fleet.worker_pool import WorkerPool
 from penstock.router.index.indexer import Indexer
+from penstock.router.index.radix import PrefixMatch
 from penstock.router.links.distances import path_to
 from penstock.router.links.link_bandwidths import LinkBandwidths
 from penstock.router.metrics import RouterMetrics
@@ -154,6 +156,18 @@ class Fleet:
     def slot_of(self, worker_id: WorkerId) -> int | None:
         member = self._members.get(worker_id)
         return None if member is None else member.slot
+
+    def match(self, pool: WorkerPool, hashes: HashArray) -> PrefixMatch:
+        """Give what each worker holds of a prefix; for other regions what they tell of it, or was sent there lately.
+
+        Args:
+            pool: of the model.
+            hashes: (n,) uint64, of full blocks.
+        """
+        match = self.tree.match(hashes)
+        if not pool.has_deployments:
+            return match
+        return self._indexer.regions.deepened(match, hashes, pool.card.block_size, pool.deployments)
 
     def submit(self, slot: int, request: Request | Prefetch, handler: DeltaHandler) -> Connection:
         """Send a request or a prefetch; its deltas go to `handler` until `finished`.

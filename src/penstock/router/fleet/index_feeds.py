@@ -36,9 +36,10 @@ class IndexFeeds:
             holder: the member itself, or what it shares with others.
         """
         block_size = member.instance.card.block_size
+        index = self._indexer.regions if member.instance.engine.is_deployment else self._indexer
 
         def apply(_: WorkerId, events: Sequence[KvEvent]) -> None:
-            left_out = self._indexer.apply(slot, events, block_size)
+            left_out = index.apply(slot, events, block_size)
             if left_out and subscriber.doubt():
                 _log.warning(
                     "kv_events_left_out",
@@ -51,7 +52,7 @@ class IndexFeeds:
                 )
 
         def replace(_: WorkerId, part: EventSnapshot) -> None:
-            self._indexer.replace(slot, part, block_size)
+            index.replace(slot, part, block_size)
 
         subscriber = EventSubscriber(
             feeds.connection,

@@ -5,7 +5,7 @@ share requests: one card is the canonical model card, and a worker that differs 
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -202,6 +202,11 @@ class WorkerPool:
     def has_deployments(self) -> bool:
         """Whether some of its workers are other deployments."""
         return bool(self._deployments)
+
+    @property
+    def deployments(self) -> Collection[int]:
+        """Slots of workers that are other deployments."""
+        return self._deployments
 
     def mismatch(self, member: Member) -> str | None:
         """Say why a worker's card does not match the canonical one; None where it does."""

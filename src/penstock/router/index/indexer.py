@@ -10,6 +10,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.index.gauges import IndexGauges
 from penstock.router.index.predictions import Predictions
 from penstock.router.index.radix import RadixTree
+from penstock.router.index.region_index import RegionIndex
 from penstock.router.metrics import RouterMetrics
 from penstock.runtime.events.subscriber import EventFault
 
@@ -35,6 +36,8 @@ class Indexer:
         self._predictions = Predictions(
             self.tree, ttl_s=config.predicted_s, blocks_max=min(_BLOCKS_MIN, self._blocks_max)
         )
+        self.regions = RegionIndex(metrics.links.told_chunks.set)
+        """What links to other regions tell."""
         self._expected: dict[int, int] = {}  # by slot, the blocks that a worker says it has
         self._expected_blocks = 0
         self._metrics = metrics
@@ -107,11 +110,13 @@ class Indexer:
         """Forget all blocks of a worker."""
         self._clear(slot)
         self._predictions.forget(slot)
+        self.regions.forget(slot)
         self._gauges.note()
 
     def check(self) -> None:
         """Raise AssertionError where a part is broken."""
         self.tree.check()
+        self.regions.check()
         assert self._expected_blocks == sum(self._expected.values()), "expected: summed up"
         self._predictions.check()
 

@@ -92,8 +92,8 @@ class Member:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether what the worker holds is guessed from what was sent there, as it sends no KV events."""
-        return not self.instance.engine.kv_events
+        """Whether what the worker holds is guessed from what was sent there: it sends no KV events, or those of a region's hottest prefixes."""
+        return not self.instance.engine.kv_events or self.instance.engine.is_deployment
 
     @property
     def kv_source(self) -> KvAccess:

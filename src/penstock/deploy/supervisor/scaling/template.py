@@ -90,8 +90,10 @@ class OpenedModel:
         return self.checkpoint.path
 
     def link_card(self, graph: Graph) -> ModelCard:
-        """Make the card of links to other regions, which read no weights."""
-        return make_card(self.checkpoint, graph, link_role(graph.regions[0], here=""))
+        """Make the card of links to other regions, which read no weights; by its salt they tell whether prefixes there are those of workers here."""
+        card = make_card(self.checkpoint, graph, link_role(graph.regions[0], here=""))
+        own = next((own for role, own in self.cards.items() if role is not Role.PREFILL), card)
+        return msgspec.structs.replace(card, salt=own.salt)
 
     def templates(
         self, graph: Graph, roles: Mapping[Role, RoleSpec], common: Common

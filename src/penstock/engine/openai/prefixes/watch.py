@@ -1,0 +1,117 @@
+"""Asks another deployment for the prefixes that it holds, at the pace of its load, and passes them on as KV events."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from urllib.parse import urlencode
+
+import msgspec
+
+from penstock.core.errors import PenstockError, ProtocolError, Unavailable
+from penstock.core.log import get_logger
+from penstock.core.types.events import KvEvent
+from penstock.core.types.kv.summary import PrefixSummary
+from penstock.engine.openai.apis.api import UNREADABLE
+from penstock.engine.openai.connection import HttpConnection, NotThere
+from penstock.engine.openai.prefixes.told import ToldPrefixes
+
+_UNTOLD_S = 10.0
+"""Pause where the other side tells none, or what cannot be used."""
+_BYTES_MAX = 1 << 20
+"""Of an answer: the chunks that one router may tell."""
+_log = get_logger()
+_summaries = msgspec.msgpack.Decoder(PrefixSummary)
+
+
+class PrefixWatch:
+    """Keeps what a region tells up to date. One task runs it."""
+
+    def __init__(
+        self,
+        told: ToldPrefixes,
+        connection: HttpConnection,
+        model: str,
+        *,
+        interval_s: float,
+        timeout_s: float,
+        on_events: Callable[[Sequence[KvEvent]], None],
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            told: what is known.
+            connection: to the other side.
+            model: its name there.
+            interval_s: between two questions.
+            timeout_s: longest wait for an answer.
+            on_events: called with the changes of what is held there.
+        """
+        self._told = told
+        self._connection = connection
+        self._model = model
+        self._interval_s, self._timeout_s = interval_s, timeout_s
+        self._on_events = on_events
+        self._problem = ""
+        self._times_forgotten = 0
+
+    def forget(self) -> None:
+        """Forget everything: the region is lost, and may come back with empty caches."""
+        self._times_forgotten += 1
+        self._pass_on(self._told.clear())
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        loop = asyncio.get_running_loop()
+        asked_s, pause_s = loop.time(), self._interval_s
+        while True:
+            await asyncio.sleep(pause_s)
+            now_s = loop.time()
+            passed_s, asked_s, pause_s = now_s - asked_s, now_s, self._interval_s
+            forgotten = self._times_forgotten
+            try:
+                summary = await self._ask(passed_s)
+            except PenstockError:  # health checks say what is wrong
+                summary = None
+            else:
+                is_stale = forgotten != self._times_forgotten
+                if not is_stale and (summary is None or not self._take(summary)):
+                    pause_s = _UNTOLD_S
+            self._pass_on(self._told.expire(loop.time()))
+
+    async def _ask(self, passed_s: float) -> PrefixSummary | None:
+        """Ask for changes, with bytes for so many seconds; None where none is told.
+
+        Raises:
+            Unavailable: there is no answer, or something else.
+        """
+        after = ",".join(f"{origin}-{version}" for origin, version in self._told.after.items())
+        query = urlencode({"model": self._model, "interval_s": f"{passed_s:.3f}", "after": after})
+        try:
+            content = await self._connection.get(
+                f"/prefixes?{query}", timeout_s=self._timeout_s, bytes_max=_BYTES_MAX
+            )
+            return _summaries.decode(content)
+        except NotThere:
+            return None
+        except UNREADABLE as error:
+            raise Unavailable(
+                f"{self._connection.name}: /prefixes: no summary of prefixes ({error})"
+            ) from error
+
+    def _take(self, summary: PrefixSummary) -> bool:
+        """Take an answer in; whether it could be used."""
+        try:
+            self._pass_on(self._told.take(summary, asyncio.get_running_loop().time()))
+        except ProtocolError as error:
+            self._pass_on(self._told.forget(summary.origin))
+            if error.message != self._problem:
+                self._problem = error.message
+                _log.warning("prefixes_unused", server=self._connection.name, reason=error.message)
+            return False
+        if self._problem:
+            self._problem = ""
+            _log.info("prefixes_used", server=self._connection.name)
+        return True
+
+    def _pass_on(self, events: Sequence[KvEvent]) -> None:
+        if events:
+            self._on_events(events)

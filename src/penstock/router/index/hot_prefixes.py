@@ -1,0 +1,238 @@
+"""The prefixes of which a router tells other regions: those of many recent prompts that workers here hold, within a number of bytes a second."""
+
+import heapq
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.types.kv.summary import blocks_per_chunk
+from penstock.core.wire import HashArray, PackedHashes, pack_hashes
+from penstock.router.config import PrefixSummaryConfig
+from penstock.router.index.radix import RadixTree
+
+_HASH_BYTES = 8
+_TURN_S = 0.2
+"""Links of several regions ask at their own times; what is told changes at most so often."""
+_NOTED_MAX, _CHUNKS_OF_A_PROMPT = 512, 256
+"""Prompts of one turn that count, the latest, and first chunks of each: 65,536 tokens."""
+_NOTED_CHUNKS_MAX = 8192
+"""Chunks of one turn that count: 2 ms on a shared AMD EPYC."""
+_CHECKED_MAX = 1024
+"""Told chunks that are looked up in the index in one turn, 2 ms with 1,000 workers: all 65,536 within a quarter of a minute."""
+_TRIES_MAX = 20
+"""Turns after which a chunk that nobody holds is forgotten; by then its prompt was computed, or went elsewhere."""
+_HALF_LIFE_S = 120.0
+"""A prompt counts half after so long."""
+_EXPONENT_MAX = 64.0
+_ADDED_SHARE = 0.75
+"""Of the bytes a second, what new changes may take: who comes anew catches up with the rest."""
+_COLD_SHARE = 0.25
+"""Of the chunks checked in a turn, how many leave while there is no room for others: the coldest."""
+_LOG_FACTOR = 4
+
+
+class SummaryChanges(NamedTuple):
+    """Changes after version `since` up to `version`; with `since` 0 all that holds."""
+
+    since: int
+    version: int
+    added: PackedHashes
+    removed: PackedHashes
+
+
+class HotPrefixes:
+    """Keeps the told chunks and a log of their changes. One event loop owns it.
+
+    Prompts raise the heat of their chunks. The hottest that a ready worker holds are told, parents before children, as many
+    as the bytes allow; chunks that nobody holds any more are taken back at once, and cost the room of new ones.
+
+    Source: forward decay of counts as in Cormode et al., "Forward decay", 2009.
+    """
+
+    def __init__(self, tree: RadixTree, block_size: int, config: PrefixSummaryConfig, now_s: float) -> None:
+        """Tell nothing yet.
+
+        Args:
+            tree: the index of workers of this region.
+            block_size: tokens of its blocks.
+            config: bounds.
+            now_s: the event loop's time.
+        """
+        self._tree = tree
+        self._blocks = blocks_per_chunk(block_size)
+        self._config = config
+        self._noted: deque[HashArray] = deque(maxlen=_NOTED_MAX)
+        self._heat: dict[int, float] = {}  # of `_told` and `_fresh`
+        self._heat_since_s = now_s
+        self._fresh: dict[int, int] = {}  # not told: how often nobody held it
+        self._told: dict[int, int] = {}  # the version that tells it
+        self._gone: dict[int, int] = {}  # the version that takes it back
+        self._log: list[int] = []  # chunk of each version from `_first` on; only its latest version counts
+        self._first = 1
+        self._unchecked: list[int] = []
+        self._turned_s = now_s
+        self._credit_bytes = 0.0
+
+    def __len__(self) -> int:
+        return len(self._told)
+
+    @property
+    def version(self) -> int:
+        """Number of the latest change."""
+        return self._first + len(self._log) - 1
+
+    def note(self, hashes: HashArray) -> None:
+        """Note a prompt that goes to a worker here.
+
+        Args:
+            hashes: (n,) uint64, of its full blocks.
+        """
+        chunks = hashes[self._blocks - 1 :: self._blocks][:_CHUNKS_OF_A_PROMPT]
+        if len(chunks):
+            self._noted.append(chunks.copy())
+
+    def changes(self, after: int, bytes_max: int, ready: NDArray[np.bool_], now_s: float) -> SummaryChanges:
+        """Give the oldest changes after a version, of `bytes_max` at most.
+
+        Args:
+            after: the last version that the asking side has; 0 for none.
+            bytes_max: of hashes.
+            ready: (num_slots,) bool, workers of this region whose blocks count.
+            now_s: the event loop's time.
+        """
+        self._turn(ready, now_s)
+        since = after if self._first - 1 <= after <= self.version else 0
+        added, removed = [], []
+        index, room = max(since - self._first + 1, 0), bytes_max // _HASH_BYTES
+        while index < len(self._log) and room > 0:
+            chunk, version = self._log[index], self._first + index
+            if self._told.get(chunk) == version:
+                added.append(chunk)
+                room -= 1
+            elif since and self._gone.get(chunk) == version:
+                removed.append(chunk)
+                room -= 1
+            index += 1
+        version = max(self._first + index - 1, since)
+        return SummaryChanges(since, version, pack_hashes(added), pack_hashes(removed))
+
+    def check(self) -> None:
+        """Raise AssertionError where a bound or the log is wrong."""
+        told, gone = self._told, self._gone
+        assert len(told) <= self._config.chunks_max, f"{len(told)} chunks are told: past the bound"
+        assert len(self._log) <= _LOG_FACTOR * self._config.chunks_max, f"{len(self._log)} changes are kept"
+        assert told.keys().isdisjoint(gone), "a chunk is told or taken back"
+        assert told.keys().isdisjoint(self._fresh), "a told chunk is not to be told"
+        assert self._heat.keys() == told.keys() | self._fresh.keys(), "heat: kept for these only"
+        for chunk, version in (*told.items(), *gone.items()):
+            assert self._log[version - self._first] == chunk, "the log has each one's latest version"
+
+    # -- one turn
+
+    def _turn(self, ready: NDArray[np.bool_], now_s: float) -> None:
+        """Take in what was noted, take back what nobody holds, and tell of the hottest others."""
+        passed_s = now_s - self._turned_s
+        if passed_s < _TURN_S:
+            return
+        self._turned_s = now_s
+        rate = _ADDED_SHARE * self._config.bytes_per_s
+        self._credit_bytes = min(self._credit_bytes + passed_s * rate, rate)
+        self._take_noted(now_s)
+        self._check_told(ready)
+        self._tell(ready)
+        self._trim()
+
+    def _take_noted(self, now_s: float) -> None:
+        weight = self._weight(now_s)
+        heat, told, fresh, left = self._heat, self._told, self._fresh, _NOTED_CHUNKS_MAX
+        while self._noted and left > 0:
+            chunks = self._noted.pop().tolist()  # the latest first
+            left -= len(chunks)
+            for chunk in chunks:
+                heat[chunk] = heat.get(chunk, 0.0) + weight
+                if chunk not in told:
+                    fresh[chunk] = 0
+        self._noted.clear()
+        most = self._config.chunks_max // 4
+        if len(fresh) > most:
+            for chunk in heapq.nsmallest(len(fresh) - most // 2, reversed(fresh), key=heat.__getitem__):
+                self._drop_fresh(chunk)
+
+    def _weight(self, now_s: float) -> float:
+        exponent = (now_s - self._heat_since_s) / _HALF_LIFE_S
+        if exponent <= _EXPONENT_MAX:
+            return float(2.0**exponent)
+        scale = float(2.0**-exponent)
+        self._heat = {chunk: heat * scale for chunk, heat in self._heat.items()}
+        self._heat_since_s = now_s
+        return 1.0
+
+    def _check_told(self, ready: NDArray[np.bool_]) -> None:
+        """Take back what nobody holds, and the coldest where there is no room for others."""
+        if not self._unchecked:
+            self._unchecked = list(
+                self._told
+            )  # taken from its end, children first: a prefix never lacks its beginning
+        batch = [self._unchecked.pop() for _ in range(min(_CHECKED_MAX, len(self._unchecked)))]
+        batch = [chunk for chunk in batch if chunk in self._told]
+        held = self._held(batch, ready)
+        for chunk, is_held in zip(batch, held, strict=True):
+            if not is_held:
+                self._take_back(chunk)
+        lacking = len(self._told) + len(self._fresh) - self._config.chunks_max
+        if self._fresh and lacking > 0:
+            kept = [chunk for chunk, is_held in zip(batch, held, strict=True) if is_held]
+            leaving = min(lacking, int(_COLD_SHARE * len(batch)) + 1)
+            for chunk in heapq.nsmallest(leaving, kept[::-1], key=self._heat.__getitem__):
+                self._take_back(chunk)
+
+    def _tell(self, ready: NDArray[np.bool_]) -> None:
+        room = min(
+            int(self._credit_bytes) // _HASH_BYTES, self._config.chunks_max - len(self._told), _CHECKED_MAX
+        )
+        if room <= 0 or not self._fresh:
+            return
+        hottest = heapq.nlargest(room, self._fresh, key=self._heat.__getitem__)  # of equals the first
+        for chunk, is_held in zip(hottest, self._held(hottest, ready), strict=True):
+            if is_held:
+                del self._fresh[chunk]
+                self._gone.pop(chunk, None)
+                self._told[chunk] = self._append(chunk)
+            elif self._fresh[chunk] + 1 >= _TRIES_MAX:
+                self._drop_fresh(chunk)
+            else:
+                self._fresh[chunk] += 1
+
+    def _held(self, chunks: list[int], ready: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """(n,) bool: a ready worker holds the chunk's last block, and so the blocks before it."""
+        if not chunks:
+            return np.zeros(0, dtype=np.bool_)
+        depths = self._tree.match_many([*np.array(chunks, dtype=np.uint64)[:, None]]).depths
+        held: NDArray[np.bool_] = np.any(depths[:, ready] > 0, axis=1)
+        return held
+
+    def _take_back(self, chunk: int) -> None:
+        del self._told[chunk], self._heat[chunk]
+        self._gone[chunk] = self._append(chunk)
+
+    def _drop_fresh(self, chunk: int) -> None:
+        del self._fresh[chunk], self._heat[chunk]
+
+    def _append(self, chunk: int) -> int:
+        self._log.append(chunk)
+        self._credit_bytes -= _HASH_BYTES
+        return self.version
+
+    def _trim(self) -> None:
+        """Shorten the log: what is told there is told again at its end, and who has not read so far begins anew."""
+        while len(self._log) > (_LOG_FACTOR - 1) * self._config.chunks_max:
+            cut = self._config.chunks_max
+            start, self._log = self._log[:cut], self._log[cut:]
+            first, self._first = self._first, self._first + cut
+            for version, chunk in enumerate(start, first):
+                if self._told.get(chunk) == version:
+                    self._told[chunk] = self._append(chunk)
+                elif self._gone.get(chunk) == version:
+                    del self._gone[chunk]
