@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.frontend.load import Load, Loaded, Prompts
 from benchmarks.frontend.model import make_model
 from benchmarks.frontend.servers import Server, ours, peer
-from benchmarks.frontend.usage import idle_cpu_share, resident_mb
+from benchmarks.frontend.usage import cpu_s, idle_cpu_share, resident_mb
 from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
 
@@ -24,7 +24,7 @@ _PACED_TOKENS = 250
 _WIDE = 256
 _BURST = 500
 _LONG_WORDS = 6_000
-_CASES = ("instant", "crowds", "paced", "long-prompts", "two", "memory")
+_CASES = ("instant", "crowds", "paced", "long-prompts", "unseen-prompts", "two", "memory")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,23 +187,38 @@ class _Bench:
         The workers have all of these prompts but the end, so that only the frontend's work on them counts: it decodes, tokenizes
         and routes them whole.
         """
-        streams = Prompts(_PACED_TOKENS)
-        long = Prompts(1, words=_LONG_WORDS, stream=False, number_last=True)
         with ours(self._model, speedup=0.5) as server:
-            self._run(server, long, 1, 4)
-            for _ in range(self._options.rounds):
-                alone = self._run(server, streams, 16, 16)
-                beside = self._load.start(server, long, 1, 1_000_000)
-                with_long = self._run(server, streams, 16, 16)
-                beside.kill()
-                self._note(
-                    server,
-                    {
-                        "gap_ms_p99_alone": alone.gap_ms_p99,
-                        "gap_ms_p99_long_prompts": with_long.gap_ms_p99,
-                        "gap_ms_p99_added_by_long_prompts": with_long.gap_ms_p99 - alone.gap_ms_p99,
-                    },
-                )
+            self._beside_long(
+                server, Prompts(1, words=_LONG_WORDS, stream=False, number_last=True), "long_prompts"
+            )
+
+    def unseen_prompts(self) -> None:
+        """The same, with 6,000 words of which the server saw none before, and workers that take no time for prompts.
+
+        The frontend tokenizes new words, and routes prompts, sends them and hears of their KV from the first block on.
+        """
+        with ours(self._model, speedup=0.5, free_prefill=True) as server:
+            long = Prompts(1, words=_LONG_WORDS, stream=False, unseen=True)
+            self._beside_long(server, long, "unseen_prompts")
+
+    def _beside_long(self, server: Server, long: Prompts, name: str) -> None:
+        streams = Prompts(_PACED_TOKENS)
+        self._run(server, long, 1, 4)
+        for _ in range(self._options.rounds):
+            alone = self._run(server, streams, 16, 16)
+            before_s, beside = cpu_s(server.pid), self._load.start(server, long, 1, 1_000_000)
+            with_long = self._run(server, streams, 16, 16)
+            beside.terminate()
+            done = self._load.loaded(server, beside, before_s)
+            self._note(
+                server,
+                {
+                    f"{name}_per_s": done.answers / done.seconds,
+                    f"gap_ms_p99_beside_no_{name}": alone.gap_ms_p99,
+                    f"gap_ms_p99_{name}": with_long.gap_ms_p99,
+                    f"gap_ms_p99_added_by_{name}": with_long.gap_ms_p99 - alone.gap_ms_p99,
+                },
+            )
 
     def two(self) -> None:
         """The throughput of two frontends over one's, on as many cores as the machine has."""

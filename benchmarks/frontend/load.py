@@ -40,17 +40,21 @@ _WORDS = [
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Chats of one shape; each begins with a number of its own, or ends with it, so that workers have all before it."""
+    """Chats of one shape; each begins with a number of its own, or ends with it, so that workers have all before it.
+
+    Words are twenty common ones, or `unseen`: new in every request.
+    """
 
     output_tokens: int
     words: int = 150
     stream: bool = True
     number_last: bool = False
+    unseen: bool = False
 
     def body(self, model: str) -> dict[str, Any]:
-        """Give a body, with a mark where each request gets its number."""
+        """Give a body, with marks where each request gets its number and unseen words."""
         rng = random.Random(self.words)
-        text = " ".join(rng.choice(_WORDS) for _ in range(self.words))
+        text = " ".join("########" if self.unseen else rng.choice(_WORDS) for _ in range(self.words))
         return {
             "model": model,
             "messages": [
@@ -67,6 +71,7 @@ class Prompts:
 class Loaded:
     """What the generator saw; `server_cpu_s` is the frontend's CPU time, `cpu_s` the generator's own."""
 
+    answers: int
     seconds: float
     cpu_s: float
     failures: int
@@ -109,7 +114,14 @@ class Load:
             Unavailable: nothing came for a minute.
         """
         before_s = cpu_s(server.pid)
-        process = self.start(server, prompts, connections, requests)
+        return self.loaded(server, self.start(server, prompts, connections, requests), before_s)
+
+    def loaded(self, server: Server, process: subprocess.Popen[str], before_s: float) -> Loaded:
+        """Wait for a started generator, the server's CPU seconds having been `before_s`.
+
+        Raises:
+            Unavailable: nothing came for a minute.
+        """
         out, _ = process.communicate(timeout=_TIMEOUT_S)
         if process.returncode:
             raise Unavailable(f"{server.name}: the load generator ended with exit code {process.returncode}")
@@ -118,7 +130,7 @@ class Load:
     def start(
         self, server: Server, prompts: Prompts, connections: int, requests: int
     ) -> subprocess.Popen[str]:
-        """Start to send requests; the caller ends the process."""
+        """Start to send requests; `loaded` takes what it saw, after a SIGTERM or at its end."""
         body = self._directory / f"body-{self._next}.json"
         body.write_text(json.dumps(prompts.body(server.model)))
         path = "/v1/chat/completions"

@@ -16,6 +16,12 @@ from penstock.core.errors import Unavailable
 
 _START_S_MAX = 60.0
 _STOP_S_MAX = 10.0
+_FREE_PREFILL = (
+    "max_batch_tokens=65536",
+    "mock.timing.prefill_s_per_token=0",
+    "mock.timing.prefill_s_per_token2=0",
+    "mock.timing.decode_s_per_context_token=0",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +35,13 @@ class Server:
 
 
 @contextlib.contextmanager
-def ours(model: Path, *, speedup: float = 1e6, frontends: int = 1) -> Iterator[Server]:
-    """Serve with two mock workers; `speedup` divides their step of 3.5 ms. `pid` is the first frontend's."""
+def ours(
+    model: Path, *, speedup: float = 1e6, frontends: int = 1, free_prefill: bool = False
+) -> Iterator[Server]:
+    """Serve with two mock workers; `speedup` divides their step of 3.5 ms. `pid` is the first frontend's.
+
+    With `free_prefill` a step takes any number of prompt tokens and is no longer for them.
+    """
     flags = [
         "--engine",
         "mock",
@@ -41,6 +52,8 @@ def ours(model: Path, *, speedup: float = 1e6, frontends: int = 1) -> Iterator[S
         "--frontend-processes",
         str(frontends),
     ]
+    for setting in _FREE_PREFILL if free_prefill else ():
+        flags += ["--set", f"roles.aggregated.{setting}"]
     with served(str(model), *flags) as deployment:
         children = Path(f"/proc/{deployment.pid}/task/{deployment.pid}/children").read_text().split()
         (pid,) = (
