@@ -89,6 +89,8 @@ _PACKAGES = {
     "promtool": "prometheus",
     "etcd": "etcd-server",
     "nats-server": "nats-server",
+    "fish": "fish",
+    "zsh": "zsh",
 }
 """Programs that tests run, and the Debian packages that have them: all among ci/packages.txt."""
 

@@ -93,10 +93,13 @@ def _lazy(kind: type[argparse.ArgumentParser]) -> type[argparse.ArgumentParser]:
     class LazyParser(kind):  # type: ignore[valid-type,misc]
         complete = False
 
-        def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        def load(self) -> None:
             if not self.complete:
                 self.complete = True
                 _bench(self.get_default("bench_module")).add_arguments(self)
+
+        def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+            self.load()
             return super().parse_known_args(args, namespace)
 
     return LazyParser

@@ -5,7 +5,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.cli.arguments.parser import Parser
+
 _SHELLS = ("bash", "zsh", "fish")
+_ZSH = """\
+(( $+functions[compdef] )) || { autoload -U +X compinit && compinit -i; }
+autoload -U +X bashcompinit && bashcompinit
+"""
+
+
+_NAMES = {
+    "--engine": ("paged", "mock", "vllm", "sglang", "trtllm", "openai"),
+    "--policy": ("kv", "session", "least-loaded", "power-of-two", "round-robin", "random"),
+}
+"""Built-in names for flags that take others as well."""
 
 
 @dataclass(slots=True)
@@ -15,7 +28,7 @@ class Node:
     path:     its words, without `penstock`
     commands: subcommands with their help
     flags:    flags with their help
-    values:   of flags that take one of a few values
+    values:   of flags that take one of a few values, or have built-in ones
     """
 
     path: tuple[str, ...]
@@ -24,14 +37,13 @@ class Node:
     values: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def adder(make_parser: Callable[[], argparse.ArgumentParser]) -> Callable[[Any], None]:
+def adder(make_parser: Callable[[], Parser]) -> Callable[[Any], None]:
     """Give what registers the subcommand; `make_parser` makes the parser of all commands."""
 
     def run(options: argparse.Namespace) -> int:
         nodes = list(nodes_of(make_parser()))
         made = _fish(nodes) if options.shell == "fish" else _bash(nodes)
-        start = "autoload -U +X bashcompinit && bashcompinit\n" if options.shell == "zsh" else ""
-        print(start + made, end="")  # noqa: T201 - command output
+        print((_ZSH if options.shell == "zsh" else "") + made, end="")  # noqa: T201 - command output
         return 0
 
     def add(commands: Any) -> None:
@@ -47,10 +59,11 @@ def adder(make_parser: Callable[[], argparse.ArgumentParser]) -> Callable[[Any],
     return add
 
 
-def nodes_of(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Iterator[Node]:
+def nodes_of(parser: Parser, path: tuple[str, ...] = ()) -> Iterator[Node]:
     """Walk a parser and those of its subcommands."""
     node = Node(path)
-    inner: dict[str, argparse.ArgumentParser] = {}
+    parser.load()
+    inner: dict[str, Parser] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             inner = dict(action.choices)
@@ -59,8 +72,8 @@ def nodes_of(parser: argparse.ArgumentParser, path: tuple[str, ...] = ()) -> Ite
         for flag in action.option_strings:
             if flag.startswith("--"):
                 node.flags[flag] = action.help or ""
-                if action.choices:
-                    node.values[flag] = tuple(map(str, action.choices))
+                if values := action.choices or _NAMES.get(flag):
+                    node.values[flag] = tuple(map(str, values))
     yield node
     for name, each in inner.items():
         yield from nodes_of(each, (*path, name))
@@ -80,7 +93,7 @@ def _bash(nodes: list[Node]) -> str:
         [
             "_penstock() {",
             '  local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD-1]}" path="" words="" word',
-            '  for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do',
+            '  for word in "${COMP_WORDS[@]:1:$((COMP_CWORD-1))}"; do',
             '    case "$path:$word" in',
             f'      {"|".join(parents)}) path="${{path:+$path }}$word" ;;',
             "    esac",

@@ -2,15 +2,12 @@
 
 import asyncio
 import json
-import os
-import pty
-import select
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
 
 import pytest
+
+from tests.support.terminal import terminal
 
 pytestmark = pytest.mark.slow
 
@@ -27,60 +24,6 @@ def say(*arguments, text=None):
         [*COMMAND, *arguments], input=text, capture_output=True, text=True, timeout=60, check=False
     )
     return done.returncode, done.stdout, done.stderr
-
-
-class Terminal:
-    """A command in a terminal of its own."""
-
-    def __init__(self, *arguments):
-        self._own, theirs = pty.openpty()
-        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "140", "LINES": "40"}
-        self._process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env=environment,
-            start_new_session=True,
-        )
-        os.close(theirs)
-        self.said = ""
-
-    def until(self, text):
-        until_s = time.monotonic() + 60
-        while text not in self.said:
-            ready, _, _ = select.select([self._own], [], [], max(until_s - time.monotonic(), 0))
-            assert ready, f"never said {text!r}: {self.said[-2000:]}"
-            self.said += os.read(self._own, 65536).decode(errors="replace")
-        before, _, self.said = self.said.partition(text)
-        return before
-
-    def type(self, text):
-        os.write(self._own, text.encode())
-
-    def code(self):
-        while self._process.poll() is None:  # what it still says must be read, or it waits
-            ready, _, _ = select.select([self._own], [], [], 0.05)
-            if ready:
-                try:
-                    os.read(self._own, 65536)
-                except OSError:
-                    break
-        return self._process.wait(timeout=60)
-
-    def close(self):
-        self._process.kill()
-        self._process.wait()
-        os.close(self._own)
-
-
-@contextmanager
-def terminal(*arguments):
-    opened = Terminal(*arguments)
-    try:
-        yield opened
-    finally:
-        opened.close()
 
 
 def test_top_shows_workers_and_requests_once_and_until_q(deploy):
@@ -102,7 +45,7 @@ def test_top_shows_workers_and_requests_once_and_until_q(deploy):
             assert text in said, said
         _, said, _ = say("top", "--url", url, "--json")
         assert json.loads(said)["num_workers"] == 2
-        with terminal("top", "--url", url) as top:
+        with terminal(*COMMAND, "top", "--url", url) as top:
             top.until("decode-1")
             top.until("requests/s")
             top.type("q")
@@ -121,7 +64,7 @@ def test_chat_streams_tells_where_answers_came_from_and_obeys(deploy):
         assert said.strip()
         code, _, problem = say("chat", "--url", url, "--model", "none", "hi")
         assert (code, "the server has penstock-demo" in problem) == (1, True)
-        with terminal("chat", "--url", url, "--max-tokens", "8") as talk:
+        with terminal(*COMMAND, "chat", "--url", url, "--max-tokens", "8") as talk:
             talk.until("penstock-demo> ")
             talk.type("what is a router\n")
             talk.until("by prefill-1 (prompt), decode-1")

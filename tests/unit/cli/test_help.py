@@ -1,12 +1,13 @@
 """`penstock --help` in groups, and completion of a shell: both know every command."""
 
-import shutil
 import subprocess
 
 import pytest
 
 from penstock import cli
 from penstock.cli.completion import nodes_of
+from penstock.engine.registry import engine_names
+from penstock.router.policy.policies import POLICIES
 
 
 def commands():
@@ -45,7 +46,9 @@ def test_help_lists_every_command_once_in_a_group(capsys):
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_bash_and_zsh_complete_commands_flags_and_values(shell, capsys):
     assert cli.main(["completion", shell]) == 0
-    script = "\n".join(line for line in capsys.readouterr().out.splitlines() if "autoload" not in line)
+    script = "\n".join(
+        line for line in capsys.readouterr().out.splitlines() if "autoload" not in line
+    )  # zsh's own
     assert set(complete(script, "")) >= set(commands())
     assert set(complete(script, "pla")) == {"plan", "planner"}
     assert complete(script, "planner", "lo") == ["log"]
@@ -66,5 +69,15 @@ def test_fish_has_a_line_for_every_command_and_flag(capsys):
         )
     assert any("__fish_seen_subcommand_from serve' -l max-workers" in line for line in lines)
     assert any("from planner; and __fish_seen_subcommand_from log' -l follow" in line for line in lines)
-    if shutil.which("fish"):
-        subprocess.run(["fish", "--no-execute"], input="\n".join(lines), text=True, check=True)
+
+
+def test_every_built_in_engine_and_policy_is_offered():
+    (serve,) = (node for node in nodes_of(cli.make_parser()) if node.path == ("serve",))
+    assert set(serve.values["--engine"]) == set(engine_names())
+    assert set(serve.values["--policy"]) == set(POLICIES)
+
+
+def test_flags_of_a_late_import_are_offered():
+    (bench,) = (node for node in nodes_of(cli.make_parser()) if node.path == ("bench", "serve"))
+    assert {"--url", "--rate", "--json"} <= bench.flags.keys()
+    assert set(bench.values["--endpoint"]) == {"chat", "completions"}
