@@ -55,7 +55,7 @@ export const legend = () => [h("span", {class: "swatch active"}), "in use", h("s
 export function workers(snapshot, kill) {
   const heads = ["Worker", "Role", "State", "Requests", "Speed", "KV by tier", "KV read from", ...(snapshot.can_kill ? ["Demo"] : [])];
   const rows = snapshot.workers.map((worker) => ({key: worker.name, cells: [
-    h("span", {title: `process ${worker.pid}${worker.host ? ` on ${worker.host}` : ""}`}, worker.name),
+    h("span", {class: "whole-words", title: `process ${worker.pid}${worker.host ? ` on ${worker.host}` : ""}`}, worker.name),
     h("span", {class: `role ${worker.role}`}, worker.role),
     worker.problem ? `${worker.condition}: ${worker.problem}` : worker.condition.replace("_", " "),
     `${worker.running} run, ${worker.waiting} wait${worker.sessions ? `, ${worker.sessions} sessions` : ""}${worker.preemptions ? `, ${whole(worker.preemptions)} preempted` : ""}`,
