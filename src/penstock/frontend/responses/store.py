@@ -8,6 +8,8 @@ from penstock.core.errors import RequestError
 from penstock.frontend.openai.bodies import ChatRequest, Message
 from penstock.frontend.openai.dialect import ParsedBody
 
+ENTRY_BYTES = 400
+"""Memory that a conversation takes beside its messages (CPython 3.11)."""
 _decode = msgspec.msgpack.Decoder(list[Message]).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -22,13 +24,14 @@ class ResponseStore:
 
     def put(self, tenant: str, response_id: str, messages: bytes) -> None:
         """Keep encoded messages; a conversation larger than the whole store is not kept."""
-        if len(messages) > self._bytes_max:
+        if len(messages) + ENTRY_BYTES > self._bytes_max:
             return
-        self._bytes += len(messages) - len(self._kept.pop((tenant, response_id), b""))
+        before = self._kept.pop((tenant, response_id), None)
+        self._bytes += len(messages) + ENTRY_BYTES - (0 if before is None else len(before) + ENTRY_BYTES)
         self._kept[tenant, response_id] = messages
         while self._bytes > self._bytes_max:
             _, dropped = self._kept.popitem(last=False)
-            self._bytes -= len(dropped)
+            self._bytes -= len(dropped) + ENTRY_BYTES
 
     def get(self, tenant: str, response_id: str) -> bytes:
         """Give the encoded messages of a conversation.

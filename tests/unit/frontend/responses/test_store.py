@@ -1,11 +1,13 @@
 """Kept conversations: bounded by bytes, each tenant's own."""
 
+import tracemalloc
+
 import pytest
 
 from penstock.core.errors import RequestError
 from penstock.frontend.openai.bodies import ChatRequest, Message
 from penstock.frontend.openai.dialect import ParsedBody
-from penstock.frontend.responses.store import ResponseStore, stored_messages, with_answer
+from penstock.frontend.responses.store import ENTRY_BYTES, ResponseStore, stored_messages, with_answer
 
 
 def body(*texts: str, instructions: int = 0, stores: bool = True) -> ParsedBody:
@@ -38,12 +40,12 @@ def test_a_conversation_goes_between_instructions_and_input() -> None:
 
 
 def test_the_oldest_unused_go_first_and_tenants_have_their_own() -> None:
-    store = ResponseStore(bytes_max=25)
+    store = ResponseStore(bytes_max=25 + 2 * ENTRY_BYTES)
     store.put("a", "r1", bytes(10))
     store.put("a", "r2", bytes(10))
     assert store.get("a", "r1") == bytes(10)
     store.put("a", "r3", bytes(10))  # r2 was used least recently
-    store.put("a", "huge", bytes(26))
+    store.put("a", "huge", bytes(26 + 2 * ENTRY_BYTES))
     assert store.get("a", "r1") == store.get("a", "r3") == bytes(10)
     for tenant, response_id in (("a", "r2"), ("a", "huge"), ("b", "r1")):
         with pytest.raises(RequestError) as caught:
@@ -52,8 +54,19 @@ def test_the_oldest_unused_go_first_and_tenants_have_their_own() -> None:
 
 
 def test_the_same_id_is_counted_once() -> None:
-    store = ResponseStore(bytes_max=25)
+    store = ResponseStore(bytes_max=25 + 2 * ENTRY_BYTES)
     for _ in range(5):
         store.put("a", "r1", bytes(10))
     store.put("a", "r2", bytes(10))
     assert store.get("a", "r1") == store.get("a", "r2") == bytes(10)
+
+
+def test_many_tiny_conversations_take_no_more_memory_than_the_bound() -> None:
+    bytes_max = 1 << 20
+    store = ResponseStore(bytes_max)
+    tracemalloc.start()
+    for number in range(10_000):
+        store.put(f"tenant-{number % 3}", f"resp_{number:024x}", number.to_bytes(40))
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert bytes_max / 2 < taken < bytes_max * 1.5
