@@ -47,17 +47,10 @@ class BatchStore:
 
     @classmethod
     def of(cls, config: BatchesConfig, tenant: str) -> "BatchStore":
-        """Open a tenant's store, and make it on first use.
-
-        Raises:
-            OSError: the directory cannot be written.
-        """
+        """Open a tenant's store; its folders are made with its first file."""
         name = hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
         assert config.directory is not None, "checked by callers"
-        store = cls(config, Path(config.directory) / f"tenant-{name}")
-        for folder in (store._files, store._batches, store._ended):
-            folder.mkdir(_OWNER_ONLY, parents=True, exist_ok=True)
-        return store
+        return cls(config, Path(config.directory) / f"tenant-{name}")
 
     @classmethod
     def all(cls, config: BatchesConfig) -> Iterator["BatchStore"]:
@@ -73,6 +66,7 @@ class BatchStore:
 
         Raises:
             RequestError: the tenant has as many files, or bytes, as it may have (413).
+            OSError: the directory cannot be written.
         """
         config = self.config
         files = list(self._files.glob("*.json"))
@@ -89,6 +83,8 @@ class BatchStore:
                 param="file",
                 http_status=413,
             )
+        for folder in (self._files, self._batches, self._ended):
+            folder.mkdir(_OWNER_ONLY, parents=True, exist_ok=True)
         path = self._files / f"{_UPLOAD}{secrets.token_hex(12)}"
         return path, path.open("xb")
 

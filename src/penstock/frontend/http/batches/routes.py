@@ -71,8 +71,7 @@ class BatchRoutes:
                     http_status=404,
                 )
             try:
-                store = await asyncio.to_thread(BatchStore.of, self._config, self._tenant().name)
-                return await handler(request, store)
+                return await handler(request, BatchStore.of(self._config, self._tenant().name))
             except (ConnectionError, TimeoutError):  # not of the disk
                 raise
             except OSError as error:
