@@ -200,10 +200,10 @@ class Frontend:
             try:
                 slot.use = tenant.usage.admit(asyncio.get_running_loop().time())
             except RateLimitError as error:
-                self.metrics.tenant_refused(tenant.name, error.limit)
+                self.metrics.tenant_refused(tenant.usage.tenant, error.limit)
                 raise
-            slot.tenant = tenant.name
-            self.metrics.tenant_began(tenant.name)
+            slot.tenant = tenant.usage.tenant  # a gateway may name any number of others
+            self.metrics.tenant_began(slot.tenant)
         self.admission.admit(slot)
         self.metrics.inflight(1)
 

@@ -102,7 +102,7 @@ class Tenants:
         return None
 
     def acting(self, gateway: Tenant, name: str) -> Tenant:
-        """Give the tenant that a trusted one names; one that the file does not know counts by its name, with the gateway's limits."""
+        """Give the tenant that a trusted one names; one that the file does not know waits by its name, with the gateway's limits."""
         if not name:
             return gateway
         known = self._by_name.get(name)

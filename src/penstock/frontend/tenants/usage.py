@@ -84,7 +84,8 @@ class Usage:
         self._peers = PeerCount()
         self._inflight_then = 0  # when `_peers` came
         self.mean_output_tokens = _OUTPUT_TOKENS_AT_FIRST
-        self._tenant = tenant
+        self.tenant = tenant
+        """Name in the key file."""
         self._config = TenantConfig()
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
@@ -174,7 +175,7 @@ class Usage:
         """Describe it for people."""
         config = self._config
         return TenantUse(
-            name=self._tenant,
+            name=self.tenant,
             inflight=self.inflight,
             concurrency=config.concurrency,
             requests_per_s=config.requests_per_s,
@@ -191,7 +192,7 @@ class Usage:
 
     def _refusal(self, limit: str, problem: str, value: float | None, wait_s: float) -> RateLimitError:
         return RateLimitError(
-            f"tenant {self._tenant!r}: {problem}, and its limit {limit} is {value:,g}; try again in {wait_s:.3g} s",
+            f"tenant {self.tenant!r}: {problem}, and its limit {limit} is {value:,g}; try again in {wait_s:.3g} s",
             limit=limit,
             retry_after_s=wait_s,
         )

@@ -152,6 +152,21 @@ def test_a_tenants_priority_is_its_highest() -> None:
     run(test)
 
 
+def test_names_that_a_gateway_makes_up_are_no_labels() -> None:
+    async def test() -> None:
+        async with serving(tenants=tenants(edge={"trusted": True, "requests_per_s": 3}, known={})) as site:
+            for name in ("u1", "u2", "known", "u3", "u4"):
+                await ask(site, "edge", f"X-Tenant-Id: {name}")
+            assert [request.tenant for request in site.dispatcher.opened] == ["u1", "u2", "known", "u3"]
+            inflight = await figures(site, "penstock_frontend_tenant_inflight_requests")
+            assert inflight == {'{tenant="edge"}': 0, '{tenant="known"}': 0}
+            assert await figures(site, "penstock_frontend_tenant_refusals_total") == {
+                '{limit="requests_per_s",tenant="edge"}': 1
+            }
+
+    run(test)
+
+
 @pytest.mark.slow
 def test_a_key_file_is_changed_under_real_processes(deploy, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
