@@ -9,6 +9,8 @@ import yaml
 from penstock.core.config import Path, section_of
 from penstock.core.errors import ConfigError
 
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time, where libyaml is there
+
 
 def parse_yaml(text: str, *, source: str, is_file: bool = True) -> Any:
     """Parse one YAML document to plain data.
@@ -33,9 +35,6 @@ def parse_yaml(text: str, *, source: str, is_file: bool = True) -> Any:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
-_Composer = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time, where libyaml is there
-
-
 def empty_section(text: str, config: type[pydantic.BaseModel]) -> Path | None:
     """Give the path of the first section of a document that is named and has nothing in it, such as `planner:` alone.
 
@@ -45,7 +44,7 @@ def empty_section(text: str, config: type[pydantic.BaseModel]) -> Path | None:
         text: a document that `parse_yaml` has read.
         config: the document's settings.
     """
-    return _empty_in(yaml.compose(text, Loader=_Composer), config)
+    return _empty_in(yaml.compose(text, Loader=_Loader), config)
 
 
 def _empty_in(node: yaml.Node | None, config: type[pydantic.BaseModel]) -> Path | None:
@@ -62,7 +61,7 @@ def _empty_in(node: yaml.Node | None, config: type[pydantic.BaseModel]) -> Path 
     return None
 
 
-class _StrictLoader(yaml.SafeLoader):
+class _StrictLoader(_Loader):  # type: ignore[misc]
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002 - as its base
         seen: dict[Any, int] = {}
         for key_node, _ in node.value:
@@ -80,4 +79,5 @@ class _StrictLoader(yaml.SafeLoader):
                     problem_mark=key_node.start_mark,
                 )
             seen[key_node.value] = line
-        return super().construct_mapping(node, deep)
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return mapping

@@ -133,7 +133,7 @@ def test_mistakes_in_flags_name_the_flag(capsys: pytest.CaptureFixture[str]) -> 
         "--set a.b: a: unknown key; known: "
     )
     assert complaint(capsys, "serve", "--demo", "--set", "frontend.port=[1") == (
-        "--set frontend.port: expected ',' or ']', but got '<stream end>'"
+        "--set frontend.port: did not find expected ',' or ']'"
     )
     assert complaint(capsys, "serve", "--demo", "--policy", "least_loaded") == (
         "--policy: router.policy: 'least_loaded' is unknown; did you mean 'least-loaded'?"

@@ -53,7 +53,7 @@ def test_keys_come_from_a_file_and_the_environment(monkeypatch: pytest.MonkeyPat
         ("tenants: {a: {priority: urgent}}", "tenants.a.priority: must be one of 'high', 'normal' or 'low'"),
         ("tenants: {'': {}}", "a name must have 1 to 256"),
         ("tenants: [", "keys.yaml"),
-        ("tenants: " + "[" * 5000, "nested too deeply"),
+        ("tenants: " + "[" * 5000, "exceeded maximum nesting depth"),
     ],
 )
 def test_wrong_files_are_named_and_no_key_is_shown(tmp_path: Path, content: str, says: str) -> None:
