@@ -157,6 +157,10 @@ EXPERIMENTS = Benches(
             "benchmarks.processes.start",
             "from the `penstock serve` command to its first answer, with the mock engine and with the demo model",
         ),
+        "tenants": (
+            "benchmarks.tenants",
+            "a tenant's TTFT beside another one that floods, over its TTFT alone: real processes, one frontend and two",
+        ),
         "transfer": (
             "benchmarks.transfer",
             "bytes moved by every transport between two processes, beside NIXL, memcpy and fio",
