@@ -55,11 +55,13 @@ Count JumpScheduler::share_by_rank(Count budget, std::vector<Share>& admitted) {
         prompts_.push_back({sequence, is_single ? 1 : 0});
     }
     std::ranges::stable_sort(ranked, {}, &Ranked::rank);
+    const Count prompt_budget = step_limits().second;
     for (const auto& [rank, index] : ranked) {
         budget = admit(budget, admitted, rank);
         Share& share = prompts_[index];
-        share.amount = std::min({budget, limits_.prompt_budget, share.sequence->lacking()});
+        share.amount = std::min({budget, prompt_budget, share.sequence->lacking()});
         budget -= share.amount;
+        waiting_.note(*share.sequence, share.sequence->lacking() - share.amount);
     }
     std::erase_if(prompts_, [](const Share& share) { return share.amount == 0; });
     return budget;
@@ -73,6 +75,7 @@ Count JumpScheduler::admit(Count budget, std::vector<Share>& admitted, std::opti
     }
     waiting_.rank_new([this](JumpSequence& sequence) { return lacking(sequence); });
     Count reserved = blocks_reserved(before ? 2 : 1);
+    const Count prompt_budget = step_limits().second;
     while (!waiting_.empty() && budget > 0 && batch_.num_running() < limits_.max_running) {
         JumpSequence& sequence = waiting_.first();
         if (before && sequence.rank && *sequence.rank >= *before) {
@@ -92,10 +95,11 @@ Count JumpScheduler::admit(Count budget, std::vector<Share>& admitted, std::opti
         }
         take_in(sequence, std::move(cached), windows);
         if (!is_loaded) {
-            const Count amount = std::min({budget, limits_.prompt_budget, sequence.lacking()});
+            const Count amount = std::min({budget, prompt_budget, sequence.lacking()});
             extend({{&sequence, blocks_of(sequence.computed + amount) - size_of(sequence.blocks)}});
             batch_.admit(sequence);
             budget -= amount;
+            waiting_.note(sequence, sequence.lacking() - amount);
             admitted.push_back({&sequence, amount});
         }
         reserved += 1 + blocks - size_of(sequence.blocks);

@@ -7,10 +7,16 @@ namespace penstock {
 
 void JumpQueue::reorder(std::optional<double> ageing) {
     ageing_ = ageing;
+    turns_.reset();
+    tenant_.reset();
+    rank_all();
+}
+
+void JumpQueue::rank_all() {
     by_rank_.clear();
     waiting_.sort([](const JumpSequence* one, const JumpSequence* other) { return one->number < other->number; });
     new_.clear();
-    if (is_shortest_first()) {
+    if (is_ranked()) {
         new_.assign(waiting_.begin(), waiting_.end());
     }
     for (JumpSequence* sequence : waiting_) {
@@ -19,16 +25,22 @@ void JumpQueue::reorder(std::optional<double> ageing) {
 }
 
 void JumpQueue::push(JumpSequence& sequence) {
+    const auto tenant = sequence.use.tenant;
+    if (!is_ranked() && tenant_.value_or(tenant) != tenant) {
+        turns_.emplace(*tenant_);
+        rank_all();
+    }
+    tenant_ = tenant;
     add(sequence, waiting_.end());
     sequence.rank.reset();
-    if (is_shortest_first()) {
+    if (is_ranked()) {
         new_.push_back(&sequence);
     }
 }
 
 void JumpQueue::push_front(JumpSequence& sequence) {
     add(sequence, waiting_.begin());
-    if (is_shortest_first()) {
+    if (is_ranked()) {
         place(sequence, -std::numeric_limits<double>::infinity());
     }
 }
@@ -37,7 +49,7 @@ void JumpQueue::remove(JumpSequence& sequence) {
     waiting_.erase(*sequence.place);
     sequence.place.reset();
     num_tokens_ -= sequence.known;
-    if (!is_shortest_first()) {
+    if (!is_ranked()) {
         return;
     }
     if (sequence.rank) {
@@ -47,7 +59,10 @@ void JumpQueue::remove(JumpSequence& sequence) {
     }
 }
 
-double JumpQueue::rank_of(const JumpSequence& sequence, Count lacking) const {
+double JumpQueue::rank_of(JumpSequence& sequence, Count lacking) {
+    if (turns_) {
+        return turns_->rank(sequence, lacking);
+    }
     return static_cast<double>(lacking) + *ageing_ * static_cast<double>(sequence.since_tokens);
 }
 
@@ -58,7 +73,7 @@ void JumpQueue::check() const {
         num_tokens += sequence->known;
     }
     require(num_tokens == num_tokens_, "waiting tokens: summed up");
-    if (!is_shortest_first()) {
+    if (!is_ranked()) {
         require(std::ranges::is_sorted(waiting_, {}, &JumpSequence::number), "waiting: the oldest first");
         return;
     }

@@ -1,6 +1,6 @@
-// The requests that wait for a simulated engine's batch, in order of turn: as they came, or the shortest first.
+// The requests that wait for a simulated engine's batch, in order of turn: as they came, tenants in turns, or the shortest first.
 //
-// The oracles are the Python references in src/penstock/engine/scheduling/queue.py and shortest_first_queue.py: equal calls give equal answers.
+// The oracles are the Python references in src/penstock/engine/scheduling/order: equal calls give equal answers.
 
 #pragma once
 
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "jump_sequence.hpp"
+#include "jump_turns.hpp"
 
 namespace penstock {
 
@@ -23,13 +24,16 @@ class JumpQueue {
     // Tokens that all of them have to compute, as far as no prefix is cached.
     Count num_tokens() const { return num_tokens_; }
 
-    // Whether the shortest is first.
-    bool is_shortest_first() const { return ageing_.has_value(); }
+    // Whether they have ranks: the shortest is first, or tenants take turns.
+    bool is_ranked() const { return ageing_.has_value() || turns_.has_value(); }
+
+    // Whether tenants take turns.
+    bool has_turns() const { return turns_.has_value(); }
 
     // The one whose turn it is; there must be one, and ranked.
-    JumpSequence& first() const { return is_shortest_first() ? *std::get<JumpSequence*>(*by_rank_.begin()) : *waiting_.front(); }
+    JumpSequence& first() const { return is_ranked() ? *std::get<JumpSequence*>(*by_rank_.begin()) : *waiting_.front(); }
 
-    // Have the shortest first from now on, less what waiting earns; nothing is as they came.
+    // Have the shortest first from now on, less what waiting earns; nothing is as they came, and turns once there are several tenants.
     void reorder(std::optional<double> ageing);
 
     void push(JumpSequence& sequence);
@@ -48,7 +52,7 @@ class JumpQueue {
     // Call `visit` with each in order of turn until it returns false; all must be ranked.
     template <class Visit>
     void visit_in_turn(const Visit& visit) const {
-        if (!is_shortest_first()) {
+        if (!is_ranked()) {
             for (JumpSequence* sequence : waiting_) {
                 if (!visit(*sequence)) {
                     return;
@@ -63,8 +67,15 @@ class JumpQueue {
         }
     }
 
-    // The rank of one that lacks so many tokens, whether it waits or runs; only where the shortest is first.
-    double rank_of(const JumpSequence& sequence, Count lacking) const;
+    // The rank of one that lacks so many tokens, whether it waits or runs; only where they have ranks.
+    double rank_of(JumpSequence& sequence, Count lacking);
+
+    // Note that a step leaves a prompt so many tokens to compute.
+    void note(const JumpSequence& sequence, Count left) {
+        if (turns_) {
+            turns_->note(sequence, left);
+        }
+    }
 
     // Throws Broken where the state contradicts itself.
     void check() const;
@@ -72,12 +83,15 @@ class JumpQueue {
   private:
     using Ranked = std::tuple<double, Count, JumpSequence*>;
 
+    void rank_all();
     void add(JumpSequence& sequence, std::list<JumpSequence*>::const_iterator before);
     void place(JumpSequence& sequence, double rank);
 
     std::list<JumpSequence*> waiting_;
     Count num_tokens_ = 0;
     std::optional<double> ageing_;
+    std::optional<JumpTurns> turns_;
+    std::optional<std::uint64_t> tenant_; // of the last one
     std::vector<JumpSequence*> new_; // what they lack is not known yet
     std::set<Ranked> by_rank_;           // (rank, number, itself) of the others
 };

@@ -24,7 +24,7 @@ void JumpScheduler::submit(Arrival arrival) {
     sequence->since_tokens = clock_tokens_;
     waiting_.push(*sequence);
     may_look_ = true;
-    if (waiting_.is_shortest_first()) {
+    if (waiting_.is_ranked()) {
         head_blocked_ = false; // it may be the first now
     }
     sequences_[arrival.number] = std::move(sequence);
@@ -50,14 +50,24 @@ void JumpScheduler::abort(Count number) {
 
 // ---- Plans
 
+// Most tokens of a step, and of one prompt in it; fewer while tenants take turns, since no prompt overtakes another within a step.
+std::pair<Count, Count> JumpScheduler::step_limits() const {
+    Count prompt = limits_.prompt_budget;
+    const Count at_once = std::max<Count>(limits_.max_batch_tokens / prompt, 1);
+    if (waiting_.has_turns()) {
+        prompt = std::min(prompt, std::max(JumpTurns::kTurnTokens, (2 * limits_.max_running + at_once - 1) / at_once));
+    }
+    return {prompt == limits_.prompt_budget ? limits_.max_batch_tokens : prompt * at_once, prompt};
+}
+
 std::optional<Jump> JumpScheduler::plan() {
     drop_aborted();
     take_arrived();
     prompts_.clear();
     std::vector<Share> admitted;
-    Count budget = limits_.max_batch_tokens - batch_.num_decoding();
+    Count budget = step_limits().first - batch_.num_decoding();
     if (!batch_.prefilling().empty()) {
-        budget = waiting_.is_shortest_first() ? share_by_rank(budget, admitted) : share_budget(budget);
+        budget = waiting_.is_ranked() ? share_by_rank(budget, admitted) : share_budget(budget);
     }
     const Count num_running = batch_.num_running();
     grow();

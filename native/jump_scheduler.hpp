@@ -144,6 +144,7 @@ class JumpScheduler {
   private:
     Count blocks_of(Count tokens) const { return (tokens + size_ - 1) / size_; }
     bool may_admit() const;
+    std::pair<Count, Count> step_limits() const;
     Count share_budget(Count budget);
     void grow();
     void extend(const std::vector<Share>& lacking);

@@ -52,6 +52,7 @@ struct JumpSequence {
     Count num_before = 0; // held blocks that were not loaded
     bool is_short = false; // its load has brought too few blocks: there is no second one while it waits
     Count num_taken = 0; // blocks that nothing else held when they were taken
+    std::optional<double> turn_end = {}; // where its prompt ends on its tenant's clock; nothing where tenants take no turns
     std::optional<double> rank = {}; // among those that wait; nothing before it is known what it lacks
 
     Count num_held() const { return static_cast<Count>(held.size() + targets.size()); }

@@ -145,6 +145,7 @@ class BatchedEngine:
             kv_bytes_per_block=runner.kv_bytes_per_block,
             kv_layout=runner.kv_layout,
             kv_by_chunk=True,
+            interleaves_tenants=True,
             lower_tier_blocks=0 if self._kv is None else self._kv.num_own,
             kv_holders=() if self._kv is None else self._kv.shared,
             embedding_size=runner.embedding_size,

@@ -83,7 +83,7 @@ def retention_of(number):
     return KvRetention(priority=number % 5 - 1, ttl_s=0.5 + number % 7) if number % 3 == 0 else None
 
 
-async def drive(engine, work, block_size, *, abort_every=0, disturb=(), retains=False):
+async def drive(engine, work, block_size, *, abort_every=0, disturb=(), retains=False, tenants=1):
     """Give {request: (first token's moment, last's, tokens, cached ones)} and what the engine says at the end."""
     loop = asyncio.get_running_loop()
     await engine.start()
@@ -105,7 +105,7 @@ async def drive(engine, work, block_size, *, abort_every=0, disturb=(), retains=
             block_hashes=pack_hashes(prompt.block_hashes(block_size, 0, len(tokens) // block_size)),
             retention=retention_of(number) if retains else None,
             follows_tool=retains and number % 4 == 1,
-            tenant=f"t{number % 3}" if retains else "",
+            tenant=f"t{min(number % 7, tenants - 1)}",
         )
         engine.submit(request)
         if abort_every and number % abort_every == 0:
@@ -147,7 +147,7 @@ async def drive(engine, work, block_size, *, abort_every=0, disturb=(), retains=
 
 def both(
     latency, *, num_blocks=512, block_size=16, scheduler=None, count=150, seed=1, abort_every=0,
-    disturb=lambda _: (), lower_tiers=(), retains=False, windows=ONE_TABLE, crowd_s=0.0, **fields,
+    disturb=lambda _: (), lower_tiers=(), retains=False, tenants=1, windows=ONE_TABLE, crowd_s=0.0, **fields,
 ):  # fmt: skip
     info = RunnerInfo(
         num_blocks=num_blocks, block_size=block_size, context_length=8192, vocab_size=1 << 16, windows=windows,
@@ -162,7 +162,13 @@ def both(
         pace = Pace()
         engine = ExactEngine(latency, info, scheduler, pace, lower_tiers=lower_tiers)
         return await drive(
-            engine, work, block_size, abort_every=abort_every, disturb=disturb(pace), retains=retains
+            engine,
+            work,
+            block_size,
+            abort_every=abort_every,
+            disturb=disturb(pace),
+            retains=retains,
+            tenants=tenants,
         )
 
     async def jump():
@@ -172,7 +178,13 @@ def both(
             lower_tiers=lower_tiers,
         )  # fmt: skip
         return await drive(
-            engine, work, block_size, abort_every=abort_every, disturb=disturb(pace), retains=retains
+            engine,
+            work,
+            block_size,
+            abort_every=abort_every,
+            disturb=disturb(pace),
+            retains=retains,
+            tenants=tenants,
         )
 
     return run_virtual(exact()), run_virtual(jump())
@@ -209,7 +221,7 @@ def test_they_agree_on_what_retention_keeps():
         "num_blocks": 1024, "rate_per_s": 12.0, "scheduler": SchedulerConfig(tenant_share=0.4),
     }  # fmt: skip
     without = both(H100, **fields)
-    exact, jump = both(H100, retains=True, **fields)
+    exact, jump = both(H100, retains=True, tenants=3, **fields)
     assert_equal(exact, jump)
     assert exact[1].prefix_hit_tokens != without[0][1].prefix_hit_tokens
 
@@ -276,6 +288,27 @@ def test_they_agree_where_a_prompt_runs_on_one_of_several_ranks():
     scheduler = SchedulerConfig.of_ranks(8, max_batch_tokens=128, max_running_requests=6)
     exact, jump = both(WIDE, scheduler=scheduler, input_tokens=900, output_tokens=60, num_blocks=4096)
     assert_equal(exact, jump)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_tokens": 800, "output_tokens": 1, "num_blocks": 2048, "rate_per_s": 60.0},
+        {"input_tokens": 300, "output_tokens": 200, "num_blocks": 300},
+        {
+            "input_tokens": 300, "output_tokens": 60, "shared_prefix_tokens": 1024, "prefix_groups": 20,
+            "lower_tiers": (LowerTier(Tier.HOST, 2048),), "rate_per_s": 12.0,
+        },
+    ],
+    ids=["prompts alone", "out of blocks", "tiers"],
+)  # fmt: skip
+def test_they_agree_where_tenants_take_turns(fields, seed):
+    scheduler = SchedulerConfig(max_batch_tokens=256, max_running_requests=24)
+    exact, jump = both(H100, scheduler=scheduler, seed=seed, count=80, tenants=3, **fields)
+    assert_equal(exact, jump)
+    as_they_came, _ = both(H100, scheduler=scheduler, seed=seed, count=80, **fields)
+    assert exact[0] != as_they_came[0]
 
 
 @pytest.mark.parametrize(("seed", "ageing"), [(0, 0.02), (1, 0.5)])

@@ -51,6 +51,7 @@ class EngineInfo(Wire, frozen=True):
         media: what it takes besides text; its worker refuses requests with anything else.
         embedding_size: values of an embedding (`Request.embeds`); 0: it makes none, and its worker refuses such requests.
         structured_outputs: whether it keeps to `SamplingParams.structured`; if not, its worker refuses such requests.
+        interleaves_tenants: whether a prompt overtakes those that the engine has begun, where its tenant was served less or it is shorter.
         is_deployment: whether it is another deployment, whose router chooses the worker; it gets no forwarded request.
         sampling_fields: which of `OPTIONAL_SAMPLING` it heeds; its worker refuses requests with the others.
     """
@@ -75,6 +76,7 @@ class EngineInfo(Wire, frozen=True):
     embedding_size: int = 0
     sampling_fields: tuple[str, ...] = ()
     is_deployment: bool = False
+    interleaves_tenants: bool = False
 
 
 class Prices(Wire, frozen=True):

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from penstock.core.ids import BlockId
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.order.waiting_queue import WaitingQueue
 from penstock.engine.scheduling.partial_blocks import PartialBlocks
 from penstock.engine.scheduling.prefixes import Cached, Prefixes
-from penstock.engine.scheduling.queue import WaitingQueue
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
 from penstock.engine.scheduling.slots import Slots
 from penstock.kv.manager.manager import KvManager
@@ -80,6 +80,7 @@ class Admission:
             return slots, counts
         self._waiting.rank_new(self.prefixes.lacking)
         reserved = self.blocks_reserved()
+        _, prompt_budget = self.config.step_limits(self._waiting.turn_tokens)
         while self._waiting and budget > 0 and self._slots.has_free:
             sequence = self._waiting.first
             if before is not None and sequence.rank is not None and sequence.rank >= before:
@@ -110,8 +111,10 @@ class Admission:
             if cached.runs:
                 slot = self._admit_loading(sequence, cached, windows)
             else:
-                count = min(budget, self.config.prompt_budget, known - len(hits) * size - lent_tokens)
+                lacking = known - len(hits) * size - lent_tokens
+                count = min(budget, prompt_budget, lacking)
                 slot = self._admit(sequence, cached, windows, lent_tokens, count)
+                self._waiting.note(sequence, lacking - count)
                 budget -= count
                 slots.append(slot)
                 counts.append(count)

@@ -93,6 +93,19 @@ class SchedulerConfig(Config):
         """Most tokens of one prompt in one step."""
         return self.max_prompt_tokens or self.max_batch_tokens
 
+    def step_limits(self, turn_tokens: int | None) -> tuple[int, int]:
+        """Give the most tokens of a step, and of one prompt in it.
+
+        Args:
+            turn_tokens: limit of one prompt while tenants take turns, since no prompt overtakes another within a step; None: they do not.
+        """
+        prompt = self.prompt_budget
+        if turn_tokens is not None:
+            prompt = min(prompt, max(turn_tokens, -(-2 * self.max_running_requests // self.prompts_at_once)))
+        if prompt == self.prompt_budget:
+            return self.max_batch_tokens, prompt
+        return prompt * self.prompts_at_once, prompt
+
     @property
     def prompts_at_once(self) -> int:
         """Prompts that one step computes in parallel, each with its own `prompt_budget`."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.core.ids import BlockId, RequestId
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.engine.scheduling.queue import WaitingQueue
+from penstock.engine.scheduling.order.waiting_queue import WaitingQueue
 from penstock.engine.scheduling.sequences import Sequence, SequenceLimits
 from penstock.kv.manager.loader import Arrival, ChosenPrefix
 from penstock.kv.manager.manager import KvManager

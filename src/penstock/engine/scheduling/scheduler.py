@@ -1,7 +1,7 @@
 """The scheduler: plans each step and applies its outcome to the requests.
 
 Continuous batching with chunked prefill: decode rows first, then prefill chunks, within a token budget per step. Prompts are
-served oldest first or shortest first (see `shortest_first_queue`). When blocks run out, the newest request is preempted and
+served oldest first or shortest first, those of several tenants in turns (see `order`). When blocks run out, the newest request is preempted and
 computed again later; its blocks stay cached, which makes that cheap. The oldest request always fits, so there is always
 progress. A step costs a few array operations over slots; Python runs per row only where a row fills a block or ends.
 """
@@ -24,9 +24,9 @@ from penstock.engine.scheduling.admission import Admission
 from penstock.engine.scheduling.budget import Budget
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.loading import Loading
-from penstock.engine.scheduling.queue import WaitingQueue
+from penstock.engine.scheduling.order.shortest_first import ShortestFirst
+from penstock.engine.scheduling.order.waiting_queue import WaitingQueue
 from penstock.engine.scheduling.sequences import Sampled, Sequence, SequenceLimits, SequenceTable, StepPlan
-from penstock.engine.scheduling.shortest_first_queue import ShortestFirstQueue
 from penstock.engine.scheduling.slots import Int32s, Slots
 from penstock.kv.groups.events import GroupEvents
 from penstock.kv.manager.manager import KvManager
@@ -94,7 +94,7 @@ class Scheduler:
     def assume(self, role: Role, config: SchedulerConfig) -> None:
         """Apply the token budget and queue order of a role; the number of slots stays the same."""
         self._config = self._admission.config = self._budget.config = self._prefixes.config = config
-        self._waiting.reorder(ShortestFirstQueue(config.ageing) if config.is_shortest_first(role) else None)
+        self._waiting.reorder(ShortestFirst(config.ageing) if config.is_shortest_first(role) else None)
         self._admission.look_again()
         self.sessions.clear()
 
@@ -122,7 +122,7 @@ class Scheduler:
         self._by_id[request.request_id] = sequence
         self._waiting.push(sequence)
         self._prefixes.look_again()
-        if self._waiting.shortest_first is not None:
+        if self._waiting.ranked is not None:
             self._admission.look_again()  # it may be the first now
 
     def abort(self, request_id: RequestId) -> None:
@@ -162,7 +162,7 @@ class Scheduler:
         num_new, new_slots, new_counts = self._budget.share(slots, remaining)
         kept = self._grow(slots, num_new)
         if kept == len(slots):
-            left = self._config.max_batch_tokens - int(num_new.sum()) - sum(new_counts)
+            left = self._budget.limits[0] - int(num_new.sum()) - sum(new_counts)
             more_slots, more_counts = self._admission.admit(left)
             new_slots += more_slots
             new_counts += more_counts
@@ -301,7 +301,7 @@ class Scheduler:
         assert known == len(self._slots.running) + len(self._waiting), "a request is lost"
         queued = [sequence for sequence in self._by_id.values() if sequence in self._waiting]
         assert all(sequence.slot is None for sequence in queued), "a waiting request has a slot"
-        if self._waiting and self._slots.running and self._waiting.shortest_first is None:
+        if self._waiting and self._slots.running and self._waiting.ranked is None:
             newest = self._slots.sequence(self._slots.running[-1])
             assert newest.arrival < self._waiting.first.arrival, (
                 "an older request waits while a newer one runs"

@@ -178,7 +178,8 @@ class Sequence:
     is_fresh:      no delta was sent yet
     has_begun:     a step has computed some of it, or the current one does
     since_tokens:  prompt tokens that the engine had computed in total when it arrived
-    rank:          order in a shortest-first queue; None otherwise
+    rank:          order in a ranked queue; None otherwise
+    turn_end:      where its prompt ends on its tenant's clock; None where tenants take no turns
     is_short:      a load of its prefix ended without all blocks; there is no second one
     reported:      leading prompt tokens whose logprobs were reported, or need not be
     """
@@ -196,6 +197,7 @@ class Sequence:
     has_begun: bool = False
     since_tokens: int = 0
     rank: float | None = None
+    turn_end: float | None = None
     is_short: bool = False
     reported: int = 0
 

@@ -56,7 +56,12 @@ class DecodeSide:
         self._member = fleet.slots.at(route.slot)
         self._connection = fleet.submit(route.slot, prefetch, self)
         self._reservation = fleet.loads.reserve(
-            route.slot, route.prefill_tokens, route.blocks, route.cached_tokens, is_expected=True
+            route.slot,
+            route.prefill_tokens,
+            route.blocks,
+            route.cached_tokens,
+            is_expected=True,
+            tenant=request.tenant,
         )
         self._is_open = True
 
@@ -139,7 +144,7 @@ class Attempt:
         part = Part.PREFILL if decode is not None else Part.WHOLE if source is None else Part.DECODE
         self.leg = Leg(self._member.instance.name, part, self._clock())
         self._reservation = fleet.loads.reserve(
-            route.slot, route.prefill_tokens, route.blocks, route.cached_tokens
+            route.slot, route.prefill_tokens, route.blocks, route.cached_tokens, tenant=request.tenant
         )
 
     @property

@@ -126,6 +126,10 @@ class _Lines:
             if len(self._left) > self._left_max:
                 self._left.popitem(last=False)
 
+    def is_behind(self, queued: QueuedRequest) -> bool:
+        """Say whether its tenant was served less than the tenant served last, also with this request."""
+        return self.by_tenant[queued.tenant].served + queued.tokens <= self._clock
+
     def check(self) -> None:
         lines = self.by_tenant
         assert self._order == sorted((line.served, tenant) for tenant, line in lines.items()), (
@@ -231,6 +235,10 @@ class FairQueue:
         near = list(islice((line for line in in_reach if lane in line.by_lane), looked_at))
         each = max(looked_at // len(near), 1)
         return [queued for line in near for queued in line.by_lane[lane][:each]]
+
+    def is_behind(self, queued: QueuedRequest) -> bool:
+        """Say whether a queued request's tenant is below its share, also with this request: it need not wait for prompts of others."""
+        return self._by_priority[_priority(queued.request)].is_behind(queued)
 
     def take(self, queued: QueuedRequest, now_s: float) -> None:
         """Release a candidate, and charge it to its tenant and its priority."""

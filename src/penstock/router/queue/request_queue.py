@@ -139,12 +139,12 @@ class RequestQueue:
         self._enqueue(ticket, candidates)
         return True
 
-    def _room(self, candidates: ScoredCandidates) -> NDArray[np.bool_]:
+    def _room(self, candidates: ScoredCandidates, *, overtakes: bool = False) -> NDArray[np.bool_]:
         """Mask (num_slots,) the eligible workers with room for a request.
 
         A worker has room within the threshold, or where its report says that no request waits there: so a worker that is faster
-        than predicted is never idle. With several tenants a worker that computes one prompt at a time must have no prompt left
-        either. Prefill workers have no room while no decode worker has.
+        than predicted is never idle. With several tenants a worker must have no prompt left either, or compute another one beside it,
+        unless the request `overtakes` others. Prefill workers have no room while no decode worker has.
         """
         context = candidates.context
         threshold_s = self._threshold_s(context.now_s)
@@ -160,9 +160,23 @@ class RequestQueue:
         nobody_waits = context.waiting_requests == 0
         nobody_waits &= self._fleet.loads.unreported_requests < prompts_at_once
         if self._tenants.are_several(context.now_s):
-            nobody_waits &= (context.queued_prefill_tokens == 0) | (prompts_at_once > 1)
+            is_parallel = (prompts_at_once > 1) & (self._fleet.loads.own_prompts < prompts_at_once)
+            nobody_waits &= (context.queued_prefill_tokens == 0) | is_parallel
         room |= nobody_waits
+        if overtakes:
+            room |= self._room_beside(candidates, threshold_s)
         room &= np.isfinite(candidates.choice.prices())
+        return room
+
+    def _room_beside(self, candidates: ScoredCandidates, threshold_s: float) -> NDArray[np.bool_]:
+        """Mask (num_slots,) the workers with other tenants' prompts, as many as they compute at once: the request overtakes these."""
+        context, (_, memory) = candidates.context, candidates.wait_terms
+        room = self._fleet.loads.has_room_beside_others(
+            candidates.request.tenant, context.prices.prompts_at_once
+        )
+        room &= self._fleet.pools[candidates.request.model].prices.interleaves_tenants
+        room &= (context.waiting_requests == 0) & (context.batch_wait_s() <= _SOON_S)
+        room &= candidates.choice.terms[memory] <= threshold_s
         return room
 
     def _threshold_s(self, now_s: float) -> float:
@@ -250,7 +264,7 @@ class RequestQueue:
             self._listening.enter_context(self._fleet.changes.telling(self._on_change))
         # It may be the first in turn, and the first for its workers.
         is_other = is_new_lane and 1 < len(queue.lanes) <= _LANES_LOOKED_AT_MAX
-        self._look_at(0.0 if is_other else self._next_s)
+        self._look_at(0.0 if is_other or queue.is_behind(queued) else self._next_s)
 
     def _leave_queue(self, model: str, ticket: Ticket, queued: QueuedRequest) -> None:
         """Note that a request has left its queue."""
@@ -336,7 +350,7 @@ class RequestQueue:
                 return queued, eligible
             if queued is in_turn[0]:
                 eligible = candidates.context.eligible
-            room = self._room(candidates)
+            room = self._room(candidates, overtakes=queue.is_behind(queued))
             if kept is not None:
                 room &= ~kept
             if not room.any():

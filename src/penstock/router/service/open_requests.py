@@ -129,7 +129,7 @@ class OpenRequests:
 
     def _hold(self, request: Request, route: Route) -> _Held:
         reservation = self._fleet.loads.reserve(
-            route.slot, route.prefill_tokens, route.blocks, route.cached_tokens
+            route.slot, route.prefill_tokens, route.blocks, route.cached_tokens, tenant=request.tenant
         )
         held = _Held(self._fleet.slots.at(route.slot).instance.name, route, reservation)
         self._fleet.submit(route.slot, request, held)

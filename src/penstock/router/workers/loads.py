@@ -8,7 +8,7 @@ The `own` columns ignore reports: unfinished requests of this router. The `peer`
 of the worker's last report.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -36,7 +36,8 @@ Column = NDArray[np.int64]
     _OWN_PREFILL,
     _OWN_PAIRS,
     _OWN_BLOCKS,
-) = range(16)
+    _OWN_PROMPTS,
+) = range(17)
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,7 @@ class Reservation:
     """What one request adds to a worker's load until a report covers it, and to the `own` columns until it ends.
 
     `number` counts the requests sent on the present connection, from 1. `is_expected`: a prefetch; the request follows.
+    `prefill_tokens` are 0 once its first token has come.
     """
 
     slot: int
@@ -52,6 +54,7 @@ class Reservation:
     blocks: int
     prefill_pairs: int = 0
     is_expected: bool = False
+    tenant: str = ""
     open: bool = True
     covered: bool = False
 
@@ -84,8 +87,9 @@ class LoadTracker:
     """
 
     def __init__(self, num_slots: int = 1) -> None:
-        self._show(np.zeros((_OWN_BLOCKS + 1, num_slots), dtype=np.int64))
+        self._show(np.zeros((_OWN_PROMPTS + 1, num_slots), dtype=np.int64))
         self._accounts = [_Account() for _ in range(num_slots)]
+        self._prompts: dict[str, Counter[int]] = {}  # of each tenant without a first token, by slot
         self.listener: Callable[[], None] | None = None
         """Called when a worker may have less to do."""
 
@@ -122,6 +126,8 @@ class LoadTracker:
         """Pairs of such a token and a token that it attends to."""
         self.own_blocks: Column = columns[_OWN_BLOCKS]
         """Blocks of their prompts, shared ones counted for each."""
+        self.own_prompts: Column = columns[_OWN_PROMPTS]
+        """Requests of this router with prompt tokens to compute and without a first token."""
 
     @property
     def num_slots(self) -> int:
@@ -148,6 +154,7 @@ class LoadTracker:
         cached_tokens: int = 0,
         *,
         is_expected: bool = False,
+        tenant: str = "",
     ) -> Reservation:
         """Reserve for a request that is sent now; call in the order of sending.
 
@@ -157,11 +164,12 @@ class LoadTracker:
             blocks: of its prompt.
             cached_tokens: prompt tokens before these.
             is_expected: only a prefetch is sent now; the request follows after its prefill elsewhere.
+            tenant: whose request it is.
         """
         account = self._accounts[slot]
         account.sent += 1
         pairs = prefill_tokens * cached_tokens + prefill_tokens * (prefill_tokens + 1) // 2
-        reservation = Reservation(slot, account.sent, prefill_tokens, blocks, pairs, is_expected)
+        reservation = Reservation(slot, account.sent, prefill_tokens, blocks, pairs, is_expected, tenant)
         account.uncovered.append(reservation)
         self._add_reserved(reservation, +1)
         rows = self._rows
@@ -169,6 +177,9 @@ class LoadTracker:
         rows[_OWN_PREFILL][slot] += prefill_tokens
         rows[_OWN_PAIRS][slot] += pairs
         rows[_OWN_BLOCKS][slot] += blocks
+        if prefill_tokens:
+            rows[_OWN_PROMPTS][slot] += 1
+            self._prompts.setdefault(tenant, Counter())[slot] += 1
         return reservation
 
     def report(self, slot: int, load: WorkerLoad) -> int:
@@ -216,7 +227,7 @@ class LoadTracker:
         if not reservation.covered:
             self._accounts[slot].reserved.prefill_tokens -= tokens
             self._rows[_QUEUED][slot] -= tokens
-        reservation.prefill_tokens = reservation.prefill_pairs = 0
+        self._end_prompt(reservation)
         if self.listener is not None:
             self.listener()
 
@@ -235,9 +246,17 @@ class LoadTracker:
         rows[_OWN_PREFILL][slot] -= reservation.prefill_tokens
         rows[_OWN_PAIRS][slot] -= reservation.prefill_pairs
         rows[_OWN_BLOCKS][slot] -= reservation.blocks
-        reservation.prefill_tokens = reservation.prefill_pairs = 0
+        self._end_prompt(reservation)
         if self.listener is not None:
             self.listener()
+
+    def has_room_beside_others(self, tenant: str, at_once: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Mask (num_slots,) the workers with prompts of other tenants, up to `at_once` from this router, and fewer of this tenant's."""
+        mask: NDArray[np.bool_] = (self.own_prompts > 0) & (self.own_prompts <= at_once)
+        for slot, count in self._prompts.get(tenant, {}).items():
+            others = self.own_prompts[slot] - count
+            mask[slot] = 0 < others <= at_once[slot] and count < at_once[slot]
+        return mask
 
     def open_requests(self, slot: int) -> int:
         """Count the requests sent to a worker that have not ended."""
@@ -299,12 +318,29 @@ class LoadTracker:
                 load.peer_prefill_pairs,
                 load.peers,
             ], f"slot {slot}: {columns}, {queued} and {peers} are not what was reported plus {sums}"
-            *own, pairs, blocks_of_prompts = self._table[_OWN:, slot].tolist()
+            *own, pairs, blocks_of_prompts, prompts = self._table[_OWN:, slot].tolist()
+            assert prompts == sum(by_slot[slot] for by_slot in self._prompts.values()), (
+                f"slot {slot}: {prompts} prompts are those of all tenants"
+            )
+            assert (prompts > 0) == (own[1] > 0), f"slot {slot}: {prompts} prompts of {own[1]} tokens"
             assert (pairs > 0) == (own[1] > 0), f"slot {slot}: {pairs} pairs of {own[1]} tokens to compute"
             own.append(blocks_of_prompts)
             assert all(part <= whole for part, whole in zip(sums[:3], own, strict=True)), (
                 f"slot {slot}: what is reserved, {sums}, is part of what is open, {own}"
             )
+
+    def _end_prompt(self, reservation: Reservation) -> None:
+        """Forget the prompt of a request that has its first token, or is over."""
+        if not reservation.prefill_tokens:
+            return
+        reservation.prefill_tokens = reservation.prefill_pairs = 0
+        slot, by_slot = reservation.slot, self._prompts[reservation.tenant]
+        self._rows[_OWN_PROMPTS][slot] -= 1
+        by_slot[slot] -= 1
+        if not by_slot[slot]:
+            del by_slot[slot]
+        if not by_slot:
+            del self._prompts[reservation.tenant]
 
     def _set_total(self, slot: int, total_blocks: int) -> None:
         """Write a number of blocks; it is clipped, as it comes from another process."""

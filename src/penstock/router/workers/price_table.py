@@ -49,6 +49,8 @@ class PriceTable:
         self._table = np.zeros((_TIERS + len(Tier), num_slots))
         self._known = np.zeros(num_slots, dtype=np.bool_)
         self._factors = np.ones(num_slots)
+        self.interleaves_tenants = np.zeros(num_slots, dtype=np.bool_)
+        """(num_slots,) as in `EngineInfo`."""
         self._filled = self._table
         self._columns: PriceColumns | None = None
 
@@ -71,6 +73,7 @@ class PriceTable:
         self._table[_BATCH, slot] = max(instance.engine.max_batch_tokens, 1)
         self._table[_ROUND_TRIP, slot] = 0.0 if path is None else 2 * path.latency_s
         self._table[_BYTE, slot] = 0.0 if path is None else 1 / path.bandwidth_bytes_per_s
+        self.interleaves_tenants[slot] = instance.engine.interleaves_tenants
         self._table[_AT_ONCE, slot] = instance.engine.prompts_at_once
         self._table[_PLACES, slot] = instance.engine.max_running_requests or _PLACES_UNKNOWN
 
@@ -97,6 +100,7 @@ class PriceTable:
         more = num_slots - len(self._known)
         self._table = np.pad(self._table, ((0, 0), (0, more)))
         self._known = np.pad(self._known, (0, more))
+        self.interleaves_tenants = np.pad(self.interleaves_tenants, (0, more))
         self._factors = np.pad(self._factors, (0, more), constant_values=1.0)
         self._columns = None
 

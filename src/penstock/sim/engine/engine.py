@@ -92,6 +92,7 @@ class JumpEngine:
             kv_bytes_per_block=info.kv_bytes_per_block,
             kv_layout=info.kv_layout,
             kv_by_chunk=True,
+            interleaves_tenants=True,
             lower_tier_blocks=0 if self.kv is None else self.kv.num_own,
             kv_holders=() if self.kv is None else self.kv.shared,
         )

@@ -198,6 +198,7 @@ def make_request(
     choice: int = 0,
     num_emitted: int = 0,
     sampling: SamplingParams | None = None,
+    tenant: str = "",
 ) -> Request:
     """Make a request; greedy and with `ignore_eos` unless `sampling` says otherwise."""
     return Request(
@@ -208,6 +209,7 @@ def make_request(
         salt=salt,
         choice=choice,
         num_emitted=num_emitted,
+        tenant=tenant,
     )
 
 

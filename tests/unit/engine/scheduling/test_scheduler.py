@@ -5,6 +5,7 @@ from penstock.core.errors import ConfigError, EngineError, RequestError
 from penstock.core.types.instances import Role
 from penstock.core.types.requests import FinishReason, SamplingParams
 from penstock.engine.scheduling.config import SchedulerConfig
+from penstock.engine.scheduling.order import tenant_turns
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.sequences import Sampled, SequenceLimits
 from penstock.kv.pool.pool import BlockPool
@@ -239,6 +240,68 @@ def test_a_short_prompt_overtakes_a_long_one_that_is_under_way():
     assert rows(scheduler, plan) == [("long", 1, False), ("shorter", 5, True), ("short", 10, True)]
     plan, _ = step(scheduler)
     assert rows(scheduler, plan) == [("short", 1, True), ("shorter", 1, True), ("long", 14, False)]
+
+
+def computed_by_step(scheduler, steps):
+    """Take steps, and give the prompt tokens that each request computes in them."""
+    computed = []
+    for _ in range(steps):
+        plan = scheduler.plan()
+        computed.append({name: tokens for name, tokens, _ in rows(scheduler, plan)})
+        scheduler.commit(plan, Sampled(np.where(plan.samples, 1, -1).astype(np.int32)))
+    return computed
+
+
+def test_a_prompt_of_a_tenant_that_was_served_less_overtakes_one_that_is_under_way():
+    scheduler = make_scheduler(num_blocks=200, context_length=400)
+    scheduler.submit(make_request("long", prompt(100), max_tokens=1, tenant="flood"))
+    scheduler.submit(make_request("next", prompt(40, 200), max_tokens=1, tenant="flood"))
+    assert computed_by_step(scheduler, 2) == [{"long": 16}, {"long": 16}]
+    scheduler.submit(make_request("quiet", prompt(24, 300), max_tokens=1, tenant="quiet"))
+    assert computed_by_step(scheduler, 6) == [
+        {"quiet": 16}, {"quiet": 8, "long": 8}, {"long": 16}, {"long": 16}, {"long": 16}, {"long": 12, "next": 4},
+    ]  # fmt: skip
+    scheduler.check()
+
+
+def test_a_tenant_overtakes_others_by_no_more_than_its_credit(monkeypatch):
+    monkeypatch.setattr(tenant_turns, "CREDIT_TOKENS", 32)
+    scheduler = make_scheduler(num_blocks=200, context_length=400)
+    scheduler.submit(make_request("first", prompt(100), max_tokens=1, tenant="a"))
+    step(scheduler)
+    scheduler.submit(make_request("second", prompt(200, 200), max_tokens=1, tenant="b"))
+    turns = [next(iter(each)) for each in computed_by_step(scheduler, 6)]
+    assert turns == ["second", "second", "first", "second", "first", "second"], (
+        "two steps ahead, then in turns"
+    )
+
+
+def test_steps_are_short_while_tenants_take_turns(monkeypatch):
+    monkeypatch.setattr(tenant_turns.TenantTurns, "turn_tokens", 10)
+    scheduler = make_scheduler(num_blocks=200, context_length=400)
+    scheduler.submit(make_request("long", prompt(100), max_tokens=1, tenant="flood"))
+    assert computed_by_step(scheduler, 1) == [{"long": 16}]
+    scheduler.submit(make_request("quiet", prompt(4, 300), max_tokens=1, tenant="quiet"))
+    assert computed_by_step(scheduler, 2) == [{"quiet": 4, "long": 6}, {"long": 10}]
+
+
+def test_step_limits_keep_prompts_in_parallel():
+    ranks = SchedulerConfig.of_ranks(4, max_batch_tokens=8192, max_running_requests=256)
+    assert ranks.step_limits(None) == (32768, 8192)
+    assert ranks.step_limits(2048) == (8192, 2048)
+    assert ranks.step_limits(100) == (2048, 512), "a token for each that runs, and as many for prompts"
+    assert SchedulerConfig(max_batch_tokens=512).step_limits(2048) == (512, 512)
+
+
+def test_prompts_of_one_tenant_are_computed_as_they_come():
+    alone, known = make_scheduler(num_blocks=200), make_scheduler(num_blocks=200)
+    known.submit(make_request("other", prompt(4, 500), max_tokens=1, tenant="other"))
+    step(known)
+    for scheduler in (alone, known):
+        for number, length in enumerate((50, 10, 40, 3)):
+            name = f"r{number}"
+            scheduler.submit(make_request(name, prompt(length, 60 * number), max_tokens=1, tenant="t"))
+    assert computed_by_step(alone, 7) == computed_by_step(known, 7)
 
 
 def test_what_is_cached_does_not_count_as_long():

@@ -58,6 +58,14 @@ class Computing(ManualEngine):
         return msgspec.structs.replace(super().load(), queued_prefill_tokens=3 * len(self.requests))
 
 
+class Interleaving(Computing):
+    """Lets a tenant's prompt overtake another's that it has begun."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.info = msgspec.structs.replace(self.info, interleaves_tenants=True)
+
+
 class Setting:
     def __init__(
         self, cluster: MemoryCluster, dispatcher: Dispatcher, engines: dict[str, ManualEngine]
@@ -530,3 +538,24 @@ def test_no_prompt_waits_behind_another_tenants_in_a_worker_that_computes_one_at
             await asyncio.sleep(0.1)
 
     run_scenario(scene, make_engine=Computing)
+
+
+def test_a_tenant_below_its_share_gets_in_beside_one_prompt_of_another():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        for name, tenant in (("z0", "z"), ("z1", "z"), ("b0", "b"), ("c0", "c"), ("b1", "b"), ("z2", "z")):
+            group.create_task(setting.read(name, tenant=tenant))
+            await asyncio.sleep(0.1)
+        assert setting.running() == {"z0", "z1"}
+        for done, running in (
+            ("z0", {"z1", "b0"}),
+            ("z1", {"b0", "c0"}),  # b1 does not overtake its own tenant's
+            ("b0", {"c0", "b1"}),
+            ("b1", {"c0", "z2"}),
+            ("z2", {"c0"}),
+            ("c0", set()),
+        ):
+            setting.finish(done)
+            await asyncio.sleep(0.1)
+            assert setting.running() == running
+
+    run_scenario(scene, make_engine=Interleaving)

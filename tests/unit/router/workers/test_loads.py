@@ -1,5 +1,6 @@
 """Reservations: each request counts once, from the decision until its worker's own report."""
 
+import numpy as np
 import pytest
 
 from penstock.core.types.load import WorkerLoad
@@ -143,4 +144,22 @@ def test_one_that_is_expected_waits_and_does_not_run():
     other = loads.reserve(0, 1, 3, is_expected=True)
     loads.release(other)
     assert (loads.waiting_requests[0], loads.open_requests(0)) == (1, 0)
+    loads.check()
+
+
+def test_which_workers_have_room_beside_other_tenants_prompts() -> None:
+    loads, one = LoadTracker(4), np.ones(4)
+    first = loads.reserve(0, 40, 3, tenant="a")
+    loads.reserve(1, 40, 3, tenant="a")
+    second = loads.reserve(1, 40, 3, tenant="b")
+    loads.reserve(2, 0, 3, tenant="a")  # all of it is cached
+    assert loads.has_room_beside_others("b", one).tolist() == [True, False, False, False]
+    assert loads.has_room_beside_others("a", one).tolist() == [False] * 4
+    assert loads.has_room_beside_others("c", 2 * one).tolist() == [True, True, False, False]
+    assert loads.has_room_beside_others("a", 2 * one).tolist() == [False, True, False, False]
+    loads.prefill_done(first)
+    loads.release(second)
+    loads.check()
+    assert loads.has_room_beside_others("b", one).tolist() == [False, True, False, False]
+    loads.release(first)
     loads.check()
