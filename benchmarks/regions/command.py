@@ -2,11 +2,8 @@
 
 import argparse
 import random
-import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
 
@@ -14,7 +11,7 @@ import numpy as np
 
 from benchmarks.regions.traffic import Traffic, questions
 from benchmarks.regions.world import HEALTH, ROUND_TRIP_S, TURNED_S, Federation, Loss, Outcome, World
-from benchmarks.runner import default_jobs, expect_at_least
+from benchmarks.runner import Cache, Figures, Runner, default_jobs, expect_at_least
 from penstock.bench.report import Report
 from penstock.core import log
 from penstock.core.types.requests import Request
@@ -24,16 +21,16 @@ from penstock.sim.deployment import plan_deployment
 from penstock.sim.loop.loop import run as run_simulated
 from penstock.sim.simulate import _rare_collections
 
-GRAPH = Path("examples/graphs/70b-h100-fp8-tp2-x8.yaml")
+GRAPH = Path("examples/graphs/70b-h100-tp4-x4.yaml")
 REGIONS = 3
 FEDERATIONS = {
     "alone": Federation(links=False),
-    "in_turn": Federation(links=False, in_turn=True),
+    "summary_64k": Federation(bytes_per_s=64_000),
     "load": Federation(),
     "summary_1k": Federation(bytes_per_s=1000),
-    "summary_8k": Federation(bytes_per_s=8000),
-    "summary_64k": Federation(bytes_per_s=64_000),
+    "in_turn": Federation(links=False, in_turn=True),
     "summary_1m": Federation(bytes_per_s=1_000_000),
+    "summary_8k": Federation(bytes_per_s=8000),
 }
 _SEED = 1
 _DECISIONS, _BATCH = 400, 50
@@ -65,14 +62,17 @@ class Size:
         return Loss(REGIONS - 1, self.lost_from * self.day_s, self.lost_until * self.day_s)
 
 
-_WHOLE = Size(workers=1000, per_worker_s=0.35, day_s=40.0, documents=8000)
-_QUICK = Size(workers=20, per_worker_s=0.35, day_s=30.0, documents=160)
+_WHOLE = Size(workers=1000, per_worker_s=0.17, day_s=64.0, documents=5000)
+_QUICK = Size(workers=20, per_worker_s=0.17, day_s=64.0, documents=100)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="of each region (default 1000)")
     parser.add_argument(
         "--jobs", type=int, default=default_jobs(), metavar="N", help="runs at once (default: one a core)"
+    )
+    parser.add_argument(
+        "--state", type=Path, metavar="FILE", help="keep finished runs here, and go on from it"
     )
 
 
@@ -89,13 +89,9 @@ def run(options: argparse.Namespace) -> Report:
         size = Size(options.workers, size.per_worker_s, size.day_s, documents)
     expect_at_least(options, jobs=1)
     figures: dict[str, float] = {}
-    context = get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, mp_context=context, max_tasks_per_child=1) as executor:
-        running = {name: executor.submit(measure, name, size) for name in FEDERATIONS}
-        for name, future in running.items():
-            found = future.result()
-            sys.stderr.write(f"{name}: {found}\n")
-            figures |= {f"{name}_{key}": value for key, value in found.items()}
+    with Runner(options.jobs, Cache(options.state)) as runner:
+        for day, found in runner.run_many([Day(name, size) for name in FEDERATIONS]):
+            figures |= {f"{day.name}_{key}": value for key, value in found.items()}
     return Report(
         name="regions",
         config={
@@ -107,8 +103,23 @@ def run(options: argparse.Namespace) -> Report:
             "graph": str(GRAPH),
             "quick": options.quick,
         },
-        figures=figures,
+        figures={key: figures[key] for key in sorted(figures)},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Day:
+    """A job: one federation through the day."""
+
+    name: str
+    size: Size
+
+    @property
+    def key(self) -> str:
+        return f"regions {self.name} {asdict(self.size)}"
+
+    def __call__(self) -> Figures:
+        return measure(self.name, self.size)
 
 
 def measure(name: str, size: Size) -> dict[str, float]:
@@ -116,6 +127,7 @@ def measure(name: str, size: Size) -> dict[str, float]:
     log.configure("error", process="bench")
     settings = [
         f"roles.aggregated.replicas={size.workers}",
+        "roles.aggregated.hardware=a100",
         f"router.workers_max={max(1024, size.workers + REGIONS)}",
         "router.indexed_blocks_max=200000000",
     ]

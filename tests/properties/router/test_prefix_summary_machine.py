@@ -146,7 +146,9 @@ class Summaries(RuleBasedStateMachine):
         assert told == {chunk for chunk in self.ever if chunk in self.told}
         assert len(told) == len(self.told)
         for hot in self.hot.values():
-            assert not [chunk for chunk in hot._fresh if chunk in held], "all that is held and hot is told"
+            for chunks, looks in hot._waiting:
+                lacking = [chunk for chunk in chunks.tolist() if chunk in held and chunk not in hot._told]
+                assert not lacking or looks == 0, "all that is held and was noted is told"
 
     # -- the router that is told
 

@@ -17,15 +17,19 @@ _TURN_S = 0.2
 """Links of several regions ask at their own times; what is told changes at most so often."""
 _NOTED_MAX, _CHUNKS_OF_A_PROMPT = 512, 256
 """Prompts of one turn that count, the latest, and first chunks of each: 65,536 tokens."""
-_NOTED_CHUNKS_MAX = 8192
-"""Chunks of one turn that count: 2 ms on a shared AMD EPYC."""
+_NOTED_CHUNKS_MAX = 32_768
+"""Chunks of one turn that count: 5 ms on a shared AMD EPYC."""
+_WAITING_MAX, _LOOKED_AT_MAX = 4096, 256
+"""Prompts that wait until a worker has computed them, and how many are looked up in the index in one turn."""
+_LOOKS_MAX = 40
+"""Times that one is looked up; by then its prompt was computed, or went elsewhere."""
 _CHECKED_MAX = 1024
-"""Told chunks that are looked up in the index in one turn, 2 ms with 1,000 workers: all 65,536 within a quarter of a minute."""
-_TRIES_MAX = 20
-"""Turns after which a chunk that nobody holds is forgotten; by then its prompt was computed, or went elsewhere."""
+"""Told chunks that are looked up in one turn, 2 ms with 1,000 workers: all 65,536 within a quarter of a minute."""
 _HALF_LIFE_S = 120.0
 """A prompt counts half after so long."""
 _EXPONENT_MAX = 64.0
+_HEAT_FACTOR = 4
+"""Counts that are kept, over the chunks that are told; half of them leave at once, the lowest first."""
 _ADDED_SHARE = 0.75
 """Of the bytes a second, what new changes may take: who comes anew catches up with the rest."""
 _COLD_SHARE = 0.25
@@ -64,9 +68,10 @@ class HotPrefixes:
         self._blocks = blocks_per_chunk(block_size)
         self._config = config
         self._noted: deque[HashArray] = deque(maxlen=_NOTED_MAX)
-        self._heat: dict[int, float] = {}  # of `_told` and `_fresh`
+        self._heat: dict[int, float] = {}  # of `_told` and of others
         self._heat_since_s = now_s
-        self._fresh: dict[int, int] = {}  # not told: how often nobody held it
+        self._waiting: deque[tuple[HashArray, int]] = deque(maxlen=_WAITING_MAX)
+        """Chunks of prompts that are not all told, and how often each was looked up."""
         self._told: dict[int, int] = {}  # the version that tells it
         self._gone: dict[int, int] = {}  # the version that takes it back
         self._log: list[int] = []  # chunk of each version from `_first` on; only its latest version counts
@@ -124,8 +129,10 @@ class HotPrefixes:
         assert len(told) <= self._config.chunks_max, f"{len(told)} chunks are told: past the bound"
         assert len(self._log) <= _LOG_FACTOR * self._config.chunks_max, f"{len(self._log)} changes are kept"
         assert told.keys().isdisjoint(gone), "a chunk is told or taken back"
-        assert told.keys().isdisjoint(self._fresh), "a told chunk is not to be told"
-        assert self._heat.keys() == told.keys() | self._fresh.keys(), "heat: kept for these only"
+        assert told.keys() <= self._heat.keys(), "heat: of all that is told"
+        assert len(self._heat) <= _HEAT_FACTOR * self._config.chunks_max, (
+            f"{len(self._heat)} chunks are counted"
+        )
         for chunk, version in (*told.items(), *gone.items()):
             assert self._log[version - self._first] == chunk, "the log has each one's latest version"
 
@@ -145,20 +152,19 @@ class HotPrefixes:
         self._trim()
 
     def _take_noted(self, now_s: float) -> None:
-        weight = self._weight(now_s)
-        heat, told, fresh, left = self._heat, self._told, self._fresh, _NOTED_CHUNKS_MAX
+        weight, left = self._weight(now_s), _NOTED_CHUNKS_MAX
+        heat = self._heat
         while self._noted and left > 0:
-            chunks = self._noted.pop().tolist()  # the latest first
+            chunks = self._noted.pop()  # the latest first
             left -= len(chunks)
-            for chunk in chunks:
+            for chunk in chunks.tolist():
                 heat[chunk] = heat.get(chunk, 0.0) + weight
-                if chunk not in told:
-                    fresh[chunk] = 0
+            self._waiting.append((chunks, 0))
         self._noted.clear()
-        most = self._config.chunks_max // 4
-        if len(fresh) > most:
-            for chunk in heapq.nsmallest(len(fresh) - most // 2, reversed(fresh), key=heat.__getitem__):
-                self._drop_fresh(chunk)
+        if len(heat) > _HEAT_FACTOR * self._config.chunks_max:
+            others = [chunk for chunk in heat if chunk not in self._told]
+            for chunk in heapq.nsmallest(len(heat) - len(heat) // 2, others, key=heat.__getitem__):
+                del heat[chunk]
 
     def _weight(self, now_s: float) -> float:
         exponent = (now_s - self._heat_since_s) / _HALF_LIFE_S
@@ -181,29 +187,34 @@ class HotPrefixes:
         for chunk, is_held in zip(batch, held, strict=True):
             if not is_held:
                 self._take_back(chunk)
-        lacking = len(self._told) + len(self._fresh) - self._config.chunks_max
-        if self._fresh and lacking > 0:
+        if self._waiting and len(self._told) + len(batch) > self._config.chunks_max:
             kept = [chunk for chunk, is_held in zip(batch, held, strict=True) if is_held]
-            leaving = min(lacking, int(_COLD_SHARE * len(batch)) + 1)
-            for chunk in heapq.nsmallest(leaving, kept[::-1], key=self._heat.__getitem__):
+            leaving = int(_COLD_SHARE * len(batch)) + 1
+            for chunk in heapq.nsmallest(leaving, kept, key=self._heat.__getitem__):
                 self._take_back(chunk)
 
     def _tell(self, ready: NDArray[np.bool_]) -> None:
-        room = min(
-            int(self._credit_bytes) // _HASH_BYTES, self._config.chunks_max - len(self._told), _CHECKED_MAX
-        )
-        if room <= 0 or not self._fresh:
+        """Tell of the hottest chunks of prompts that wait, as far as a worker has computed them."""
+        room = min(int(self._credit_bytes) // _HASH_BYTES, self._config.chunks_max - len(self._told))
+        if room <= 0:
             return
-        hottest = heapq.nlargest(room, self._fresh, key=self._heat.__getitem__)  # of equals the first
-        for chunk, is_held in zip(hottest, self._held(hottest, ready), strict=True):
-            if is_held:
-                del self._fresh[chunk]
-                self._gone.pop(chunk, None)
-                self._told[chunk] = self._append(chunk)
-            elif self._fresh[chunk] + 1 >= _TRIES_MAX:
-                self._drop_fresh(chunk)
-            else:
-                self._fresh[chunk] += 1
+        looked_at: list[tuple[HashArray, int, list[int]]] = []
+        candidates: dict[int, float] = {}
+        for _ in range(min(len(self._waiting), _LOOKED_AT_MAX)):
+            chunks, looks = self._waiting.popleft()
+            depth = int(self._tree.match(chunks).depths[ready].max(initial=0))
+            names = chunks.tolist()
+            looked_at.append((chunks, looks + 1, names))
+            candidates.update(
+                (name, self._heat.get(name, 0.0)) for name in names[:depth] if name not in self._told
+            )
+        for chunk in heapq.nlargest(room, candidates, key=candidates.__getitem__):  # of equals the first
+            self._gone.pop(chunk, None)
+            self._heat.setdefault(chunk, 0.0)
+            self._told[chunk] = self._append(chunk)
+        for chunks, looks, names in looked_at:
+            if looks < _LOOKS_MAX and names[-1] not in self._told:
+                self._waiting.append((chunks, looks))
 
     def _held(self, chunks: list[int], ready: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """(n,) bool: a ready worker holds the chunk's last block, and so the blocks before it."""
@@ -214,11 +225,8 @@ class HotPrefixes:
         return held
 
     def _take_back(self, chunk: int) -> None:
-        del self._told[chunk], self._heat[chunk]
+        del self._told[chunk]
         self._gone[chunk] = self._append(chunk)
-
-    def _drop_fresh(self, chunk: int) -> None:
-        del self._fresh[chunk], self._heat[chunk]
 
     def _append(self, chunk: int) -> int:
         self._log.append(chunk)
