@@ -28,13 +28,15 @@ class Pods:
         self.server, self.client, self.connector = server, client, connector
         self.pods: dict[Role, dict[str, asyncio.Event]] = {}
         self.is_stateful = False
+        self.is_paused = False
+        """Nothing starts and nothing ends: who makes the pods is away."""
         self._made = 0
 
     async def run(self) -> None:
         """Follow the objects until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
-                for role, pods in self.pods.items():
+                for role, pods in () if self.is_paused else self.pods.items():
                     spec: dict[str, Any] = (await self.client.get(ROLES, f"{GRAPH}-{role}"))["spec"]
                     while len(pods) < spec["replicas"]:
                         name = f"{GRAPH}-{role}-{len(pods) if self.is_stateful else f'x-{self._made}'}"

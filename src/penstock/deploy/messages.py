@@ -179,6 +179,7 @@ class Planned(Wire, frozen=True, tag="planned"):
         have: workers that count; `wanted` those that are aimed at.
         changes: workers by change: add, retire or flip.
         lost: rounds that the planner's log could not keep since the last message.
+        refused_hosts: connections of hosts that the planner refused since the last message.
         gpu_watts: what the GPUs of a role's workers draw, where NVML tells; `gpu_utilization` is their mean share of busy time.
     """
 
@@ -192,6 +193,7 @@ class Planned(Wire, frozen=True, tag="planned"):
     lost: int = 0
     gpu_watts: dict[Role, float] = msgspec.field(default_factory=dict)
     gpu_utilization: dict[Role, float] = msgspec.field(default_factory=dict)
+    refused_hosts: int = 0
 
 
 News = ProcessFailed | ChangeRole | Planned | Drain

@@ -11,7 +11,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
 from penstock.planner.act.actor import Actor, ActorConfig, Look
-from penstock.planner.config import PlannerConfig
+from penstock.planner.config import PlannerConfig, kinds_of
 from penstock.planner.damp.damping import Damped
 from penstock.planner.damp.warm import warm
 from penstock.planner.decide.capacity import Capacity
@@ -169,8 +169,7 @@ class Planner:
             watts=self._watts.measured if self._watts else {},
         )
         if not recent.frontends:
-            held = "no frontend has sent what it sees, so nothing is known of the demand"
-            record = msgspec.structs.replace(record, held=held)
+            record = await self._act_blind(record, look)
         else:
             counts = {role: sum(view.role is role for view in views) for role in self._estimator.factors}
             self._warm = counts if len(views) == len(recent.workers) else None
@@ -187,6 +186,26 @@ class Planner:
         self._say(record)
         self._on_record(record)
         return record
+
+    async def _act_blind(self, record: DecisionRecord, look: Look) -> DecisionRecord:
+        """Change nothing, as nothing is known of the demand; only where no worker could serve, the fewest start: no frontend is ready before."""
+        held = "no frontend has sent what it sees, so nothing is known of the demand"
+        have = {role: look.now.get(role, 0) for role in self._estimator.factors}
+        kinds = kinds_of(have.keys())
+        if look.held or any(all(have[role] for role in kind) for kind in kinds):
+            return msgspec.structs.replace(record, held=held)
+        begun = max(kinds, key=lambda kind: sum(have[role] > 0 for role in kind))
+        target = {role: max(have[role], self._config.bounds(role)[0]) for role in have if role in begun}
+        outcome = await self._actor.carry_out(target, look=look, is_dry=self._config.act.dry_run)
+        return msgspec.structs.replace(
+            record,
+            target=have | target,
+            adds=dict(outcome.plan.adds),
+            retires=outcome.plan.retires,
+            refused=outcome.refused,
+            held=f"{held}; no worker could answer it, so the fewest start",
+            waits=outcome.waits,
+        )
 
     async def _act(
         self, record: DecisionRecord, look: Look, recent: Observation, decision: Decision

@@ -13,6 +13,7 @@ from penstock.deploy.hosts import host_link
 from penstock.deploy.hosts.connector import HostsConnector
 from penstock.deploy.hosts.messages import Order
 from penstock.deploy.hosts.planner_server import PlannerServer
+from penstock.deploy.messages import Planned
 from penstock.planner.observe.stream import ObservationStream
 from penstock.runtime.observations.windows import RequestWindow
 from penstock.testing.loop import run_async
@@ -52,6 +53,31 @@ def test_windows_arrive_under_the_name_of_their_host_and_a_lost_host_is_said():
     run_async(main())
 
 
+def test_sources_of_a_host_that_was_given_up_are_silent_no_more():
+    async def main():
+        connector, seen = (
+            HostsConnector(settle_s=0.0, lost_after_s=0.0, hold_s=0.2),
+            ObservationStream(silent_after_s=0.0),
+        )
+        async with (
+            pool_of({A: 1}) as pool,
+            PlannerServer("tcp://127.0.0.1:0", identity(), connector, seen) as server,
+            link(server, "b", pool) as host,
+        ):
+            await until(lambda: "b" in server.linked)
+            host.window("worker-1", RequestWindow(seconds=1.0, arrivals=7))
+            await until(lambda: seen.observe(10).silent == ("frontend-1@b", "worker-1@b"))
+            host._keeper.cancel()
+            server.linked["b"]._channel.abort("the cable is cut")
+            await until(lambda: not server.linked)
+            assert seen.observe(10).silent == ("frontend-1@b", "worker-1@b"), "it may come back"
+            await asyncio.sleep(0.3)
+            await connector.scale()
+            assert seen.observe(10).silent == ()
+
+    run_async(main())
+
+
 @pytest.mark.parametrize(
     ("name", "secret", "reason"),
     [
@@ -68,6 +94,9 @@ def test_who_is_refused_hears_why_at_both_ends_and_is_not_scaled(name, secret, r
             async with stranger:
                 await until(lambda: {"host_refused", "planner_unreachable"} <= {e["event"] for e in said})
             assert set(server.linked) == {"b"}
+            counted = server.with_refused(Planned(outcome="kept", seconds=0.1))
+            assert counted.refused_hosts == len([each for each in said if each["event"] == "host_refused"])
+            assert server.with_refused(counted).refused_hosts == 0, "each is told once"
 
     with structlog.testing.capture_logs() as said:
         run_async(main())

@@ -155,7 +155,7 @@ def command(path, text):
 
 
 def test_a_job_of_slurm_answers_from_two_nodes_and_ends_by_its_signal(tmp_path):
-    port, hub = free_port(), free_port()
+    port, hub, planner = free_port(), free_port(), free_port()
     graph = build(
         {
             "name": "job",
@@ -164,8 +164,11 @@ def test_a_job_of_slurm_answers_from_two_nodes_and_ends_by_its_signal(tmp_path):
             "runtime": {"hub": f"tcp://127.0.0.1:{hub}"},
             "roles": {"aggregated": {"engine": "mock", "replicas": 3}},
             "supervision": {"spare_processes": 0},
+            "planner": {
+                "min_workers": 4, "react_period_s": 0.5, "floor_period_s": 1, "address": f"tcp://127.0.0.1:{planner}",
+            },
         }
-    )
+    )  # fmt: skip
     script = tmp_path / "job.sh"
     script.write_text(slurm_script(graph, RenderOptions(nodes=2)))
     programs = tmp_path / "programs"
@@ -199,10 +202,11 @@ exec "$@"
     job = subprocess.Popen(["bash", script], env=environment, cwd=tmp_path)
     try:
         url = f"http://127.0.0.1:{port}"
-        workers = until(lambda: (found := ready_workers(url)) and len(found) == 3 and found)
+        workers = until(lambda: (found := ready_workers(url)) and len(found) == 4 and found)
         assert sorted(each["name"] for each in workers) == [
             "worker-1@node-127.0.0.1", "worker-1@node-127.0.0.2", "worker-2@node-127.0.0.1",
-        ]  # fmt: skip
+            "worker-2@node-127.0.0.2",
+        ], "the planner has started the fourth on the second node"  # fmt: skip
         status, answer = chat(url)
         assert (status, answer["usage"]["completion_tokens"]) == (200, 5)
         started = psutil.Process(job.pid).children(recursive=True)

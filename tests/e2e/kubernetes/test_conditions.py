@@ -95,3 +95,26 @@ def test_many_pods_with_one_problem_are_counted(site):
         await here.until(all_told)
 
     site(scenario)
+
+
+@pytest.mark.parametrize(
+    ("part", "change"), [("planner", {"planner": {"max_workers": 4}}), ("picker", {"model": "org/model"})]
+)
+def test_a_planner_or_a_picker_that_does_not_run_is_said_and_stops_nothing(site, part, change):
+    async def scenario(here):
+        here.cluster.troubles[part] = "image"
+        options = {"image": "r/penstock:1"} | ({"gateway": "entry"} if part == "picker" else {})
+        await here.apply(options=options, **change)
+        assert (await here.is_true("Degraded", "ImagePullFailed")).startswith(f"chat-{part}-")
+
+        async def is_ready():
+            return (await here.condition("Ready"))["status"] == "True"
+
+        await here.until(is_ready)
+        status = await here.status()
+        assert status["workers"] == "3/3"
+        assert {each["name"]: each["ready"] for each in status["parts"]}[part] == 0
+        here.cluster.troubles.clear()
+        await here.serves()
+
+    site(scenario)

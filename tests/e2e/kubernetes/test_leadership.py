@@ -1,19 +1,24 @@
 """Of several operators one acts; another goes on when it ends, dies or cannot reach the API server."""
 
 import asyncio
+import random
 
 import pytest
 from aiohttp import ClientSession
 
+from penstock.deploy.operator.cache import DEPLOYMENTS
+from penstock.deploy.operator.definitions import GRAPHS
 from penstock.deploy.operator.http import OperatorHttp
+from penstock.deploy.operator.operator import Operator, lease_name
 from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.kubernetes.client import LEASES, KubernetesClient, KubernetesError
 
 pytestmark = pytest.mark.slow
+LEASE = lease_name("default")
 
 
 async def holder(here):
-    lease = await here.leases.find(LEASES, "penstock-operator")
+    lease = await here.leases.find(LEASES, LEASE)
     return (lease or {}).get("spec", {}).get("holderIdentity")
 
 
@@ -40,7 +45,7 @@ async def is_holder(here, name):
 def test_a_lease_that_nobody_renews_is_taken_after_its_time(site):
     async def scenario(here):
         lease = {
-            "apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "penstock-operator"},
+            "apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": LEASE},
             "spec": {"holderIdentity": "dead", "leaseDurationSeconds": 1, "renewTime": "2099-01-01T00:00:00.000000Z"},
         }  # fmt: skip
         await here.leases.create(LEASES, lease)
@@ -57,7 +62,7 @@ def test_a_leader_whose_lease_was_taken_stops(site):
         here.start_operator("first")
         await here.until(lambda: is_holder(here, "first"))
         await here.leases.patch(
-            LEASES, "penstock-operator", {"spec": {"holderIdentity": "other", "leaseDurationSeconds": 60}}
+            LEASES, LEASE, {"spec": {"holderIdentity": "other", "leaseDurationSeconds": 60}}
         )
         await here.until(lambda: not here.server._handlers)  # its watches have ended
         await here.apply()
@@ -92,16 +97,12 @@ def test_no_pod_may_take_the_lead(site):
         await here.until(lambda: is_holder(here, "first"))
         await here.apply()
         await here.serves()
-        (role,) = here.objects("rbac.authorization.k8s.io/roles").values()
-        here.server.tokens.add("pod-token")
-        here.server.rules["pod-token"] = [
-            {**rule, "namespace": role["metadata"]["namespace"]} for rule in role["rules"]
-        ]
-        access = KubernetesAccess(here.server.url, namespace="penstock-operator", token="pod-token")
+        token = here.server.token_of("default", "chat")
+        access = KubernetesAccess(here.server.url, namespace="penstock-operator", token=token)
         async with KubernetesClient(access, timeout_s=10) as pod:
             for call in (
-                pod.patch(LEASES, "penstock-operator", {"spec": {"holderIdentity": "pod"}}),
-                pod.delete(LEASES, "penstock-operator"),
+                pod.patch(LEASES, LEASE, {"spec": {"holderIdentity": "pod"}}),
+                pod.delete(LEASES, LEASE),
             ):
                 with pytest.raises(KubernetesError) as caught:
                     await call
@@ -149,3 +150,44 @@ def test_probes_and_metrics_say_how_the_operator_is(site):
             await here.server.start()
 
     site(scenario, operator=False)
+
+
+def test_operators_of_two_namespaces_both_act(site):
+    async def scenario(here):
+        await here.until(lambda: is_holder(here, "first"))
+        access, leases = (
+            KubernetesAccess(here.server.url, namespace=namespace, token="suite-token")
+            for namespace in ("second", "penstock-operator")
+        )
+        operator = Operator(
+            access, rng=random.Random(2), identity="of the second", lease_access=leases, lease_s=5
+        )
+        running = here.group.create_task(operator.run())
+        async with KubernetesClient(access, timeout_s=10) as second:
+            graph = {"model": "demo", "roles": {"aggregated": {}}}
+            await second.create(
+                GRAPHS,
+                {"apiVersion": GRAPHS.api_version, "kind": GRAPHS.kind, "metadata": {"name": "chat"}, "spec": {"graph": graph}},
+            )  # fmt: skip
+            await here.apply()
+            await here.serves()
+            await here.until(lambda: second.find(DEPLOYMENTS, "chat-frontend"))
+        running.cancel()
+
+    site(scenario)
+
+
+def test_an_operator_without_the_lead_counts_no_graphs(site):
+    async def scenario(here):
+        def graphs():
+            return here.registry.get_sample_value("penstock_operator_graphs")
+
+        await here.apply()
+        await here.serves()
+        assert graphs() == 1.0
+        await here.leases.patch(
+            LEASES, LEASE, {"spec": {"holderIdentity": "other", "leaseDurationSeconds": 3600}}
+        )
+        await here.until(lambda: graphs() == 0.0)
+
+    site(scenario)

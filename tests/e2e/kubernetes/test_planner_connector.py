@@ -1,6 +1,7 @@
 """A planner's connector by PenstockRoles: others who scale, an API server that is away, pods that are lost or chosen to end."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -8,10 +9,13 @@ from penstock.core.errors import RequestError, Unavailable
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState
 from penstock.deploy.hosts.kubernetes_connector import KubernetesConnector
+from penstock.deploy.hosts.planner_server import PlannerServer
 from penstock.deploy.hosts.roles import ROLES
 from penstock.planner.act.actor import Actor
+from penstock.planner.observe.stream import ObservationStream
 from penstock.testing.loop import run_async
 from tests.support.kubernetes.resources import Object
+from tests.support.linked_hosts import identity, link
 from tests.support.pods_of_roles import GRAPH, pods_of_roles
 
 A = Role.AGGREGATED
@@ -193,5 +197,172 @@ def test_a_number_that_is_set_between_look_and_write_stays():
             with pytest.raises(RequestError, match="aggregated: not scaled"):
                 await pods.connector.add(A, by="planner")
             assert (await read(ROLES, NAME))["spec"]["replicas"] == 5
+
+    run_async(main())
+
+
+@asynccontextmanager
+async def surge_pod(pods, name=f"{GRAPH}-{A}-y-0"):
+    """Have one pod more than wanted, as a roll-out has."""
+    ends = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(pods._run_pod(A, name, ends))
+        await until(lambda: joined(pods, name))
+        yield ends
+        ends.set()
+
+
+async def joined(pods, name):
+    return name in pods.connector._pods
+
+
+def test_the_new_pod_of_a_roll_out_is_not_one_too_many():
+    async def main():
+        async with pods_of_roles({A: 2}) as pods, surge_pod(pods) as ends:
+            scale = await pods.connector.scale()
+            assert len(scale.of(A)) == 2
+            assert "more pods than are wanted" in next(
+                each.phase for each in scale.replicas if each.state is ReplicaState.DRAINING
+            )
+            outcome = await Actor(pods.connector).carry_out({A: 2})
+            assert outcome.plan.is_empty
+            assert (await pods.client.get(ROLES, NAME))["spec"]["replicas"] == 2
+            await pods.connector.retire([min(await ready(pods))], by="planner")
+            assert (await pods.client.get(ROLES, NAME))["spec"]["replicas"] == 1
+            ends.set()
+            await until(lambda: is_ready(pods, 1))
+
+    run_async(main())
+
+
+def test_the_last_worker_that_serves_stays_where_a_stateful_set_would_end_it():
+    async def main():
+        async with pods_of_roles({A: 1}) as pods:
+            connector = KubernetesConnector(pods.client, GRAPH, [A], settle_s=0.0)
+            await pods.client.patch(ROLES, NAME, {"spec": {"replicas": 2}})
+            (pod,) = pods.connector._pods.values()
+            connector.join(f"{GRAPH}-{A}-1", pod.host, await pod.host.scale())
+            scale = await connector.scale()
+            states = {each.name: each.state for each in scale.replicas}
+            assert states == {"aggregated-1": ReplicaState.READY, "aggregated-2": ReplicaState.STARTING}
+            with pytest.raises(RequestError, match="aggregated-1 is the last worker"):
+                await connector.retire(["aggregated-2"], by="planner")
+
+    run_async(main())
+
+
+def test_of_a_stateful_set_the_last_pod_ends_also_while_it_starts_or_drains():
+    async def main():
+        async with pods_of_roles({A: 1}) as pods:
+            connector = KubernetesConnector(pods.client, GRAPH, [A], settle_s=0.0)
+            (pod,) = pods.connector._pods.values()
+            await pods.client.patch(ROLES, NAME, {"spec": {"replicas": 4}})
+            for number in (0, 1, 2):  # the fourth has not come yet
+                connector.join(f"{GRAPH}-{A}-{number}", pod.host, await pod.host.scale())
+            await connector.scale()
+            await connector.retire(["aggregated-1"], by="planner")
+            slots = {slot.name: slot for slot in connector._roles[A].slots}
+            assert sorted(slots) == ["aggregated-1", "aggregated-2", "aggregated-3"]
+            await connector.retire(["aggregated-1"], by="planner")
+            assert [name for name, slot in slots.items() if slot.is_leaving] == ["aggregated-3"]
+
+    run_async(main())
+
+
+def test_a_pod_that_was_to_end_and_stayed_is_not_named_with_the_next_one():
+    async def main():
+        async with pods_of_roles({A: 3}) as pods:
+            next_one = pod_of(pods, "aggregated-2")
+            pods.is_paused = True
+            await pods.connector.retire(["aggregated-1"], by="planner")
+            await pods.client.patch(ROLES, NAME, {"spec": {"replicas": 3}}, "scale")
+            assert await ready(pods) == {"aggregated-1", "aggregated-2", "aggregated-3"}
+            pods.is_paused = False
+            await pods.connector.retire(["aggregated-2"], by="planner")
+            assert (await pods.client.get(ROLES, NAME))["spec"]["leaving"] == [next_one]
+            await until(lambda: is_ready(pods, 2))
+            assert await ready(pods) == {"aggregated-1", "aggregated-3"}
+
+    run_async(main())
+
+
+def test_a_change_whose_answer_is_lost_is_the_planners_own():
+    async def main():
+        async with pods_of_roles({A: 1}) as pods:
+            actor = Actor(pods.connector)
+            await actor.look()
+            patch, read = pods.client.patch, pods.client.get
+
+            async def lost(*args):
+                await patch(*args)
+                pods.client.get = away  # and the server is away for a moment
+                raise Unavailable("no answer")
+
+            async def away(*args):
+                raise Unavailable("no answer")
+
+            pods.client.patch = lost
+            with pytest.raises(Unavailable):
+                await actor.carry_out({A: 2})
+            pods.client.patch, pods.client.get = patch, read
+            look = await actor.look()
+            assert look.held == ""
+            assert look.scale.changed_by == "planner"
+            assert look.now == {A: 2}
+            await pods.client.patch(ROLES, NAME, {"spec": {"replicas": 3}}, "scale")
+            assert "has set 3 aggregated" in (await actor.look()).held
+
+    run_async(main())
+
+
+def test_a_change_that_did_not_come_about_hides_nobody_elses():
+    async def main():
+        async with pods_of_roles({A: 1}) as pods:
+            actor = Actor(pods.connector)
+            await actor.look()
+            patch = pods.client.patch
+
+            async def lost(*args):
+                raise Unavailable("no answer")
+
+            pods.client.patch = lost
+            assert (await actor.carry_out({A: 2})).refused == ("no answer",)
+            await patch(ROLES, NAME, {"spec": {"replicas": 3}}, "scale")
+            assert "has set 3 aggregated" in (await actor.look()).held
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("owned", [Role.PREFILL, Role.DECODE])
+def test_no_worker_changes_to_or_from_a_role_of_an_autoscaler(owned):
+    async def main():
+        async with pods_of_roles({Role.PREFILL: 2, Role.DECODE: 2}) as pods:
+            await pods.client.patch(
+                ROLES, f"{GRAPH}-{owned}", {"status": {"scaledBy": "keda-hpa-chat"}}, "status"
+            )
+            with pytest.raises(RequestError, match=f"{owned}: keda-hpa-chat decides"):
+                await pods.connector.flip("prefill-1", Role.DECODE, by="somebody")
+
+    run_async(main())
+
+
+def test_a_worker_that_was_heard_before_it_had_its_name_is_one_source_and_ends_as_one():
+    async def main():
+        async with pods_of_roles({A: 1}) as pods:
+            seen = ObservationStream(silent_after_s=0.0)
+            async with PlannerServer("tcp://127.0.0.1:0", identity(), pods.connector, seen) as server:
+                (pod,) = pods.connector._pods.values()
+                pods.is_paused = True
+                await pods.client.patch(ROLES, NAME, {"spec": {"replicas": 2}})
+                of_worker = link(server, f"{GRAPH}-{A}-z-1", pod.host)
+                of_worker._frontends = tuple
+                async with of_worker:
+                    await until(lambda: sources(seen, f"worker-1@{GRAPH}-{A}-z-1"))
+                    await until(lambda: is_ready(pods, 2))
+                    await until(lambda: sources(seen, "aggregated-2"))
+                await until(lambda: sources(seen))
+
+    async def sources(seen, *names):
+        return seen.observe(10).silent == names
 
     run_async(main())

@@ -9,11 +9,11 @@ import socket
 import aiohttp
 import pytest
 
+from penstock.deploy.manifests.kubernetes.access import DISCOVERY_RULES
 from penstock.deploy.operator.definitions import GRAPHS
 from penstock.runtime.kubernetes.client import Resource
 from tests.support.kubernetes.eviction import is_ready
 from tests.support.kubernetes.kubelet import Nodes, endpoints
-from tests.support.kubernetes.thread import write_config
 from tests.support.streams import Load
 
 pytestmark = pytest.mark.slow
@@ -47,16 +47,7 @@ async def deployed(here, tmp_path, *, drain_s=0.5, **graph):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    here.server.rules["pod-token"] = []
-    here.server.tokens.add("pod-token")
-    config = write_config(here.server, tmp_path / "config", token="pod-token")
-    here.cluster.nodes = Nodes(
-        here.server.store,
-        tmp_path,
-        here.group,
-        secrets={"secret": "a secret of the test"},
-        environment={"KUBECONFIG": str(config)},
-    )
+    here.cluster.nodes = Nodes(here.server, tmp_path, here.group, secrets={"secret": "a secret of the test"})
     usual = {"roles": {"aggregated": {"engine": "mock", "replicas": 2, "mock": {"speedup": 0.5}}}}
     await here.apply(
         frontend={"port": port, "processes": 2},
@@ -101,10 +92,8 @@ async def streaming(here, service, *, tokens=TOKENS):
 
 
 async def settle(here):
-    """Play controllers; pods may do what their own role says, and no more."""
+    """Play controllers."""
     while True:
-        for role in here.objects("rbac.authorization.k8s.io/roles").values():
-            here.server.rules["pod-token"] = role["rules"]
         here.cluster.settle()
         await asyncio.sleep(0.05)
 
@@ -185,7 +174,7 @@ def test_a_killed_pod_loses_no_stream(site, tmp_path):
             await load.more(len(PROMPTS))
             await here.serves()
             (container,) = here.objects("pods")[pod]["status"]["containerStatuses"]
-            assert (container["restartCount"], container["lastState"]["terminated"]["exitCode"]) == (1, -9)
+            assert (container["restartCount"], container["lastState"]["terminated"]["exitCode"]) == (1, 137)
             assert await migrations(here) > 0, "streams were under way"
 
     site(scenario, operator=False, timeout_s=400)
@@ -236,3 +225,26 @@ def test_a_changed_graph_rolls_and_loses_no_stream(site, tmp_path, change, drain
             assert not old & {pod["metadata"]["name"] for pod in here.cluster.pods()}
 
     site(scenario, operator=False, timeout_s=400)
+
+
+def test_pods_with_too_few_rights_do_not_become_ready_and_say_why(site, tmp_path, monkeypatch):
+    short = [
+        {**rule, "verbs": [verb for verb in rule["verbs"] if verb != "create"]} for rule in DISCOVERY_RULES
+    ]
+    monkeypatch.setattr("penstock.deploy.manifests.kubernetes.access.DISCOVERY_RULES", short)
+
+    async def scenario(here):
+        async def refused():
+            logs = [path.read_text() for path in tmp_path.glob("chat-aggregated-*/log")]
+            return any(
+                'User "system:serviceaccount:default:chat" cannot create resource "leases"' in log
+                for log in logs
+            )
+
+        deployment = deployed(here, tmp_path, roles={"aggregated": {"engine": "mock", "replicas": 1}})
+        starting = here.group.create_task(deployment.__aenter__())
+        await here.until(refused)
+        assert (await here.condition("Ready"))["status"] == "False"
+        starting.cancel()
+
+    site(scenario, operator=False, timeout_s=120)

@@ -19,11 +19,12 @@ from typing import Any, Self
 from aiohttp import web
 
 from tests.support.kubernetes import fields
+from tests.support.kubernetes.access import Access, Rules
 from tests.support.kubernetes.eviction import PODS, evict
 from tests.support.kubernetes.faults import Faults
 from tests.support.kubernetes.fields import Manager
 from tests.support.kubernetes.problems import Refused
-from tests.support.kubernetes.requests import failed, manager_of, merge, object_of, verb_of
+from tests.support.kubernetes.requests import failed, manager_of, merge, object_of, token_in, verb_of
 from tests.support.kubernetes.resources import Kind, Object
 from tests.support.kubernetes.scale import edited_scale, scale_of
 from tests.support.kubernetes.selectors import Selector
@@ -47,8 +48,8 @@ class ApiServer:
         self.faults = faults or Faults()
         self.forbidden: set[tuple[str, str]] = set()
         """Verbs and plurals that are answered 403, such as `("list", "leases")`."""
-        self.rules: dict[str, list[Object]] = {}
-        """Rules of roles, by token; `namespace` of a rule is its role's, all without. A token without an entry may do everything."""
+        self.access = Access(self.store)
+        """Of whom a token is; one of nobody may do everything."""
         self.bookmark_s = 60.0
         self.port = 0
         self.requests: list[tuple[str, str]] = []
@@ -60,6 +61,17 @@ class ApiServer:
         self._handlers: set[asyncio.Task[Any]] = set()
         self._is_paused = False
         self._resumed = asyncio.Event()
+
+    @property
+    def rules(self) -> dict[str, Rules]:
+        """Rules of tokens that are of no service account."""
+        return self.access.rules
+
+    def token_of(self, namespace: str, account: str) -> str:
+        """Make a token of a service account."""
+        token = self.access.token_of(namespace, account)
+        self.tokens.add(token)
+        return token
 
     @property
     def url(self) -> str:
@@ -150,8 +162,7 @@ class ApiServer:
         return response
 
     def _authenticate(self, request: web.Request) -> None:
-        kind, _, token = request.headers.get("Authorization", "").partition(" ")
-        if kind != "Bearer" or not any(secrets.compare_digest(token, each) for each in self.tokens):
+        if not any(secrets.compare_digest(token_in(request), each) for each in self.tokens):
             raise Refused(401, "Unauthorized", "Unauthorized")
 
     async def _route(self, request: web.Request) -> web.StreamResponse:
@@ -194,22 +205,10 @@ class ApiServer:
         return await self._one(request, verb, kind, (namespace, name), subresource)
 
     def _authorize(self, request: web.Request, verb: str, kind: Kind, subresource: str, name: Name) -> None:
-        rules = self.rules.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
-        resource = f"{kind.plural}/{subresource}" if subresource else kind.plural
-        is_allowed = rules is None or any(
-            kind.group in rule["apiGroups"]
-            and resource in rule["resources"]
-            and verb in rule["verbs"]
-            and name[0] == rule.get("namespace", name[0])
-            and name[1] in rule.get("resourceNames", [name[1]])
-            for rule in rules
-        )
-        if not is_allowed or (verb, kind.plural) in self.forbidden:
+        self.access.check(token_in(request), verb, kind, subresource, name)
+        if (verb, kind.plural) in self.forbidden:
             raise Refused(
-                403,
-                "Forbidden",
-                f'{resource}{"." + kind.group if kind.group else ""} is forbidden: User "system:serviceaccount:suite:penstock"'
-                f' cannot {verb} resource "{resource}" in API group "{kind.group}" in the namespace "{name[0]}"',
+                403, "Forbidden", f'{kind.plural} is forbidden: the test forbids to {verb} "{name[1]}"'
             )
 
     async def _one(  # noqa: PLR0911 - one for each verb
@@ -227,6 +226,8 @@ class ApiServer:
             options |= {key: value for key, value in request.query.items() if key == "propagationPolicy"}
             return web.json_response(self.store.delete(kind, name, options).shown())
         body = object_of(await request.read())
+        if not subresource:
+            self.access.check_gift(token_in(request), kind, name[0], body)
         if subresource == "eviction":
             evict(self.store, kind, name, body)
             return web.json_response({"kind": "Status", "apiVersion": "v1", "status": "Success"}, status=201)

@@ -1,6 +1,6 @@
 """Nodes whose pods are processes of this host: each has an address of its own on the loopback interface.
 
-Kept of a kubelet: environment and arguments of the pod's only container, files of its ConfigMap, startup and readiness probes, preStop,
+Kept of a kubelet: environment and arguments of the pod's only container, files of its ConfigMap, its service account's token, startup and readiness probes, preStop,
 SIGTERM at the deletion and SIGKILL after the grace period, restarts with a pause. Not kept: images, volumes, cgroups, liveness.
 """
 
@@ -16,10 +16,12 @@ from typing import Any
 import aiohttp
 import psutil
 
+from tests.support.kubernetes.api_server import ApiServer
 from tests.support.kubernetes.eviction import is_ready
 from tests.support.kubernetes.fields import Manager
 from tests.support.kubernetes.resources import Kind, Object
 from tests.support.kubernetes.store import Store, now
+from tests.support.kubernetes.thread import write_config
 
 NETWORK = f"127.{1 + os.getpid() % 250}.{os.getpid() // 250 % 250}"
 """Of loopback addresses that no other run of the tests has."""
@@ -73,30 +75,28 @@ class Nodes:
 
     def __init__(
         self,
-        store: Store,
+        server: ApiServer,
         folder: Path,
         group: asyncio.TaskGroup,
         *,
         secrets: Mapping[str, str],
-        environment: Mapping[str, str],
         names: tuple[str, ...] = ("node-1", "node-2"),
     ) -> None:
         """Have nodes without pods.
 
         Args:
-            store: of the API server.
+            server: the API server, to which pods have the tokens of their service accounts.
             folder: for pods' files.
             group: runs pods.
             secrets: what Secrets have, by key.
-            environment: variables of each container, for the way to the API server.
             names: of the nodes.
         """
-        self._store, self._folder, self._group = store, folder, group
-        self._secrets, self._environment = secrets, environment
+        self._server, self._store, self._folder, self._group = server, server.store, folder, group
+        self._secrets = secrets
         self._pods: dict[str, _RunningPod] = {}
         self._started = 0
         for name in names:
-            store.create(self._kind("nodes"), "", {"metadata": {"name": name}, "spec": {}}, _SCHEDULER)
+            self._store.create(self._kind("nodes"), "", {"metadata": {"name": name}, "spec": {}}, _SCHEDULER)
 
     def sync(self, pod: Object) -> None:
         """Go on with one pod: place it, start it, or have it end."""
@@ -117,7 +117,9 @@ class Nodes:
                     name = (pod["metadata"]["namespace"], volume["configMap"]["name"])
                     files |= self._store.get(self._kind("configmaps"), name).body["data"]
             self._pods[uid] = running = _RunningPod(self, pod, address, files)
-            self._group.create_task(running.run(self._folder, self._secrets, self._environment))
+            folder = self._folder / pod["metadata"]["name"]
+            folder.mkdir()
+            self._group.create_task(running.run(folder, self._secrets, self._way_to_api(pod, folder)))
 
     def pods_on(self, node: str) -> list[str]:
         return [
@@ -155,6 +157,13 @@ class Nodes:
 
         name = (pod["metadata"]["namespace"], pod["metadata"]["name"])
         self._store.change(self._kind("pods"), name, edit, _KUBELET, subresource="status")
+
+    def _way_to_api(self, pod: Object, folder: Path) -> dict[str, str]:
+        """Give the variables by which a pod asks the API, as its service account may; without a token it asks nothing."""
+        if not pod["spec"]["automountServiceAccountToken"]:
+            return {}
+        token = self._server.token_of(pod["metadata"]["namespace"], pod["spec"]["serviceAccountName"])
+        return {"KUBECONFIG": str(write_config(self._server, folder / "config", token=token))}
 
     def _place(self, pod: Object) -> str | None:
         """Choose the free node with the fewest pods; None, with a condition, where there is none."""
@@ -212,8 +221,6 @@ class _RunningPod:
                     each.kill()
 
     async def run(self, folder: Path, secrets: Mapping[str, str], environment: Mapping[str, str]) -> None:
-        folder = folder / self.name
-        folder.mkdir()
         words, own = command_of(self._pod, self._address, self._files, folder, secrets)
         while not self.ending.is_set():
             with (folder / "log").open("ab") as log:
@@ -230,7 +237,10 @@ class _RunningPod:
                     await process.wait()
             if not self.ending.is_set():
                 self._restarts += 1
-                self._last = {"terminated": {"exitCode": process.returncode}}
+                status = process.returncode or 0
+                self._last = {
+                    "terminated": {"exitCode": 128 - status if status < 0 else status}
+                }  # as a shell counts
                 self._say({"waiting": {"reason": "CrashLoopBackOff"}}, is_ready=False)
                 await _first(self.ending.wait(), asyncio.sleep(min(_RESTART_S_MAX, 0.1 * 2**self._restarts)))
         self._nodes.remove(self._pod)

@@ -51,6 +51,11 @@ def manager_of(request: web.Request, subresource: str) -> Manager:
     return Manager(request.query.get("fieldManager", agent), "Update", subresource)
 
 
+def token_in(request: web.Request) -> str:
+    kind, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token if kind == "Bearer" else ""
+
+
 def object_of(data: bytes) -> Object:
     try:
         body = json.loads(data)

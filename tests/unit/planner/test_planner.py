@@ -378,3 +378,33 @@ def test_a_scale_in_is_rehearsed_and_refused_if_the_rest_would_miss_the_slo(monk
         assert replayed.target[A] >= kept
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("replicas", "started"),
+    [({A: 0}, {A: 2}), ({P: 1, D: 0}, {P: 2, D: 2}), ({A: 0, P: 0, D: 1}, {A: 0, P: 2, D: 2})],
+)
+def test_where_no_worker_could_answer_the_fewest_start_so_that_frontends_become_ready(replicas, started):
+    async def main():
+        world = World(replicas, min_workers=2)
+        world.frontends = ()
+        async with running(world):
+            await asyncio.sleep(60)
+            assert await world.counts() == started
+            assert "no worker could answer it, so the fewest start" in world.records[0].explain()
+            await asyncio.sleep(60)
+            assert await world.counts() == started
+            assert not world.records[-1].is_change
+
+    run_virtual(main())
+
+
+def test_workers_that_serve_stay_while_no_frontend_is_heard():
+    async def main():
+        world = World({A: 1, P: 1, D: 0}, min_workers=2)
+        world.frontends = ()
+        async with running(world):
+            await asyncio.sleep(60)
+            assert await world.counts() == {A: 1, P: 1, D: 0}
+
+    run_virtual(main())

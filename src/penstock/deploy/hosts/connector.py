@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.core.errors import PenstockError, RequestError
+from penstock.core.errors import PenstockError, RequestError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import Replica, ReplicaState, RoleLimit, Scale
@@ -18,6 +18,7 @@ from penstock.deploy.hosts.host import Host
 
 _WAIT_S_MAX = 20.0
 _REASONS_MAX = 3
+_FRONTENDS_HOLD_S = 60.0
 _log = get_logger()
 _T = TypeVar("_T")
 
@@ -34,6 +35,8 @@ class _Member:
     """Orders that it has not answered yet."""
     lost_s: float | None = None
     """Since when it does not answer; None while it does."""
+    unanswered_by: str = ""
+    """Who gave the last order, where its answer was lost; it may have been obeyed."""
 
     def replicas(self) -> Iterator[Replica]:
         for replica in self.scale.replicas:
@@ -55,6 +58,7 @@ class HostsConnector:
             lost_after_s: workers of a host that does not answer count for so long; frontends may still reach them.
             hold_s: while a host was lost less than so long ago, no worker leaves or changes its role.
         """
+        self.given_up: Callable[[str], None] = lambda _name: None
         self._settle_s = settle_s
         self._lost_after_s = lost_after_s
         self._hold_s = hold_s
@@ -186,13 +190,16 @@ class HostsConnector:
             if not member.pending and member.scale.revision != member.known:
                 if member.scale.revision > member.known:
                     self._revision += 1
-                    self._changed_by = f"{member.scale.changed_by or 'somebody'} at {member.name}"
-                member.known = member.scale.revision
+                    by, is_next = member.scale.changed_by, member.scale.revision == member.known + 1
+                    is_late = is_next and by != "" and by == member.unanswered_by
+                    self._changed_by = by if is_late else f"{by or 'somebody'} at {member.name}"
+                member.known, member.unanswered_by = member.scale.revision, ""
         now_s = asyncio.get_running_loop().time()
         for member in tuple(self._lost.values()):
-            if self._lost_for(member, now_s) >= self._hold_s:
+            if self._lost_for(member, now_s) >= self._hold_of(member):
                 _log.warning("host_given_up", host=member.name, workers=len(member.scale.replicas))
                 del self._lost[member.name]
+                self.given_up(member.name)
         replicas = [
             replica
             for member in (*self._members.values(), *self._lost.values())
@@ -249,7 +256,12 @@ class HostsConnector:
         if not self._lost:
             return ""
         names = ", ".join(sorted(self._lost))
-        return f"{names}: no answer, and its workers may still serve; nothing is taken away until it is back, or for {self._hold_s:.0f} s"
+        longest_s = max(map(self._hold_of, self._lost.values()))
+        return f"{names}: no answer, and it may still serve; nothing is taken away until it is back, or for {longest_s:.0f} s"
+
+    def _hold_of(self, member: _Member) -> float:
+        """Give how long nothing is taken away for a lost host; clients of its frontends, where it has nothing else, soon ask others."""
+        return self._hold_s if member.scale.replicas else min(self._hold_s, _FRONTENDS_HOLD_S)
 
     def _shares(self, role: Role, count: int) -> list[tuple[_Member, int]]:
         """Choose hosts for new workers, one after another: where most room is left, then where fewest have the role."""
@@ -307,6 +319,7 @@ class HostsConnector:
             PenstockError: it was refused, or nobody knows.
         """
         member.pending += 1
+        member.unanswered_by = ""
         try:
             made = await change(revision=member.known)
         except asyncio.CancelledError:
@@ -317,6 +330,8 @@ class HostsConnector:
             if scale.revision == member.known + 1 and scale.changed_by == by:
                 member.known += 1
                 raise _AcceptedError(error) from error
+            if isinstance(error, Unavailable):
+                member.unanswered_by = by
             raise
         else:
             member.known += 1

@@ -1,6 +1,6 @@
 """What scales the workers of one host of several."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.core.types.instances import Role
@@ -40,7 +40,13 @@ class Host(Protocol):
 
 
 class Hosts(Protocol):
-    """Takes hosts as they come and go."""
+    """Takes hosts as they come and go.
+
+    Attributes:
+        given_up: called with the name of each host that was lost and is no longer waited for.
+    """
+
+    given_up: Callable[[str], None]
 
     def join(self, name: str, host: Host, scale: Scale) -> None:
         """Take a host, whose workers are as `scale` says.

@@ -1,74 +1,24 @@
 """Scales a deployment of pods by the operator's PenstockRoles; pods' supervisors tell how their workers are."""
 
 import asyncio
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from penstock.core.errors import RequestError, Unavailable
-from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import Replica, ReplicaState, RoleLimit, Scale
 from penstock.deploy.hosts.checks import check_serving, conflict, find, ready_roles
 from penstock.deploy.hosts.host import Host
+from penstock.deploy.hosts.role_slots import Pod, RoleSlots, Slot, Write
 from penstock.deploy.hosts.roles import ROLES
 from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Object
 
 _WAIT_S_MAX = 20.0
-_POLL_S = 1.0
+_POLL_S = 0.5
+"""Between two looks of a caller that waits for a change: the API server is asked for each role."""
 _ATTEMPTS = 3
-_log = get_logger()
-
-
-@dataclass(slots=True, eq=False)
-class _Pod:
-    """A pod whose supervisor is connected, or was lost a moment ago; `home` is the role that it is a pod of."""
-
-    name: str
-    host: Host
-    scale: Scale
-    home: Role | None
-    lost_s: float | None = None
-
-    @property
-    def worker(self) -> Replica | None:
-        """Its worker; None of frontends, and of a pod whose worker has ended."""
-        return next(iter(self.scale.replicas), None)
-
-    @property
-    def ends(self) -> bool:
-        """Whether it drains, as one that was told to end."""
-        return self.home is not None and (self.worker is None or self.worker.state is ReplicaState.DRAINING)
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """A worker by the name that it keeps, from before its pod is there; `pod` is None until one is."""
-
-    name: str
-    since_s: float
-    pod: str | None = None
-    is_leaving: bool = False
-
-
-@dataclass(slots=True)
-class _Kept:
-    """What is known of one role."""
-
-    body: Object
-    generation: int
-    slots: list[_Slot] = field(default_factory=list)
-    start_s: float | None = None
-
-    @property
-    def wanted(self) -> int:
-        return int(self.body["spec"]["replicas"])
-
-    @property
-    def owner(self) -> str:
-        return str((self.body.get("status") or {}).get("scaledBy") or "")
+_ROOM = 4096
 
 
 class KubernetesConnector:
@@ -98,13 +48,14 @@ class KubernetesConnector:
             lost_after_s: the worker of a pod that does not answer counts for so long; then the role waits for another pod.
             hold_s: while a pod was lost less than so long ago, no worker leaves or changes its role.
         """
+        self.given_up: Callable[[str], None] = lambda _name: None
         self._client = client
         self._graph = graph
         self._names = tuple(roles)
         self._settle_s, self._lost_after_s, self._hold_s = settle_s, lost_after_s, hold_s
         self._begun_s: float | None = None
-        self._roles: dict[Role, _Kept] = {}
-        self._pods: dict[str, _Pod] = {}
+        self._roles: dict[Role, RoleSlots] = {}
+        self._pods: dict[str, Pod] = {}
         self._lost_s: float | None = None
         """When a pod was lost last."""
         self._lock = asyncio.Lock()
@@ -117,7 +68,7 @@ class KubernetesConnector:
 
     def join(self, name: str, host: Host, scale: Scale) -> None:
         home = scale.limits[0].role if scale.limits else None
-        self._pods[name] = _Pod(name, host, scale, home)
+        self._pods[name] = Pod(name, host, scale, home)
 
     def leave(self, name: str, *, on_purpose: bool) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -140,7 +91,7 @@ class KubernetesConnector:
         deadline_s = loop.time() + _WAIT_S_MAX
         scale = await self._look()
         while after is not None and scale.sequence <= after and loop.time() < deadline_s:
-            await asyncio.sleep(_POLL_S / 10)
+            await asyncio.sleep(_POLL_S)
             scale = await self._look()
         return scale
 
@@ -160,36 +111,34 @@ class KubernetesConnector:
             if limit.room is not None and count > limit.room:
                 raise conflict(f"{role}: {count} more cannot be added, {limit.room} can: {limit.why}")
             kept = self._roles[role]
-            await self._write(role, kept.wanted + count, (), by)
+            await self._write(kept, kept.wanted + count, (), by)
             before = {slot.name for slot in kept.slots}
-            self._fit(role, kept)
+            kept.fit(self._pods, asyncio.get_running_loop().time())
             return tuple(slot.name for slot in kept.slots if slot.name not in before)
 
     async def retire(self, names: Sequence[str], *, by: str, revision: int | None = None) -> None:
         async with self._lock:
             scale = await self._seen(revision)
             leaving = [find(scale, name) for name in dict.fromkeys(names)]
+            chosen: dict[Role, list[Slot]] = {}
             for replica in leaving:
                 if replica.state is ReplicaState.DRAINING:
                     raise conflict(f"{replica.name} drains already; it ends by itself")
-            check_serving(scale, {replica.name for replica in leaving})
+                kept, slot = self._slot_called(replica.name)
+                chosen.setdefault(kept.role, []).append(slot)
+            ending = {role: self._roles[role].ending(slots) for role, slots in chosen.items()}
+            check_serving(scale, {slot.name for slots in ending.values() for slot in slots})
             if scale.held:
                 raise conflict(scale.held)
-            chosen: dict[Role, list[_Slot]] = {}
-            for replica in leaving:
-                role, slot = self._slot_called(replica.name)
-                chosen.setdefault(role, []).append(slot)
             for role in chosen:
-                if owner := self._roles[role].owner:
-                    raise conflict(f"{role}: {owner} decides how many there are")
+                self._check_owner(role)
             for role, slots in chosen.items():
                 kept = self._roles[role]
-                ending = self._ending(role, kept, slots)
-                pods = [slot.pod for slot in ending if slot.pod is not None]
-                await self._write(role, kept.wanted - len(ending), pods, by)
-                for slot in ending:
+                pods = [slot.pod for slot in ending[role] if slot.pod is not None]
+                await self._write(kept, kept.wanted - len(slots), pods, by)
+                for slot in ending[role]:
                     slot.is_leaving = True
-                self._fit(role, kept)
+                kept.fit(self._pods, asyncio.get_running_loop().time())
 
     async def flip(self, name: str, role: Role, *, by: str, revision: int | None = None) -> None:
         async with self._lock:
@@ -205,7 +154,9 @@ class KubernetesConnector:
                 check_serving(scale, {name})
             if scale.held:
                 raise conflict(scale.held)
-            _, slot = self._slot_called(name)
+            kept, slot = self._slot_called(name)
+            self._check_owner(kept.role)
+            self._check_owner(role)
             pod = self._pods.get(slot.pod or "")
             if pod is None or pod.worker is None or pod.lost_s is not None:
                 raise conflict(f"{name} does not answer; choose another worker")
@@ -238,18 +189,19 @@ class KubernetesConnector:
         now_s = asyncio.get_running_loop().time()
         if self._begun_s is None:
             self._begun_s = now_s
-        for role in self._names:
-            self._take(role, await self._read(role))
+        for body in [await self._read(role) for role in self._names]:
+            self._take(body)
         for pod in tuple(self._pods.values()):
             if pod.lost_s is None:
                 pod.scale = await pod.host.scale()
             elif now_s - pod.lost_s >= self._lost_after_s:
                 del self._pods[pod.name]
+                self.given_up(pod.name)
         replicas = []
         for role in self._names:
             kept = self._roles[role]
-            self._fit(role, kept)
-            replicas += [self._describe(role, kept, slot, now_s) for slot in kept.slots]
+            kept.fit(self._pods, now_s)
+            replicas += [self._describe(kept, slot, now_s) for slot in kept.slots]
         held = self._held(now_s)
         limits = tuple(self._limit(role, now_s) for role in self._names)
         view = (
@@ -273,78 +225,45 @@ class KubernetesConnector:
                 raise Unavailable(f"PenstockRole {name} is not there yet; the operator makes it") from error
             raise
 
-    def _take(self, role: Role, body: Object) -> None:
-        """Take a role's object; somebody else has changed it if its generation has grown."""
-        generation = int(body["metadata"].get("generation", 0))
+    def _take(self, body: Object) -> None:
+        """Take a role's object, and note who else has changed its number."""
+        role = Role(body["spec"]["role"])
         kept = self._roles.get(role)
         if kept is None:
-            self._roles[role] = _Kept(body, generation)
-            return
-        if generation != kept.generation and int(body["spec"]["replicas"]) != kept.wanted:
-            self._revision += 1
-            self._changed_by = _writer(body)
-        kept.body, kept.generation = body, generation
+            named = set(body["spec"].get("leaving") or ())
+            generation = int(body["metadata"].get("generation", 0))
+            self._roles[role] = RoleSlots(role, f"{self._graph}-{role}", body, generation, named)
+        elif (by := kept.take(body)) is not None:
+            self._accept(by)
 
-    def _fit(self, role: Role, kept: _Kept) -> None:
-        """Match workers' names with the pods that are there and those that are still to come."""
-        now_s = asyncio.get_running_loop().time()
-        pods = {pod.name: pod for pod in self._pods.values() if pod.home is role}
-        for slot in kept.slots:
-            if slot.pod is not None and slot.pod not in pods:
-                slot.pod, slot.since_s = None, now_s
-        kept.slots = [slot for slot in kept.slots if slot.pod is not None or not slot.is_leaving]
-        bound = {slot.pod for slot in kept.slots}
-        for name in sorted(pods.keys() - bound):
-            free = next((each for each in kept.slots if each.pod is None), None)
-            slot = free or self._new_slot(role, kept, now_s)
-            slot.pod = name
-            _log.info("worker_has_pod", worker=slot.name, pod=name)
-        named = set(kept.body["spec"].get("leaving") or ())
-        staying = [slot for slot in kept.slots if not self._ends(slot)]
-        excess = max(0, len([slot for slot in staying if slot.pod is not None]) - kept.wanted)
-        for slot in staying:
-            slot.is_leaving = excess > 0 and slot.pod is not None and (slot.is_leaving or slot.pod in named)
-            excess -= slot.is_leaving
-        active = [slot for slot in staying if not slot.is_leaving]
-        for slot in reversed([each for each in active if each.pod is None]):
-            if len(active) > kept.wanted:
-                active.remove(slot)
-                kept.slots.remove(slot)
-        for _ in range(kept.wanted - len(active)):
-            self._new_slot(role, kept, now_s)
-
-    def _new_slot(self, role: Role, kept: _Kept, now_s: float) -> _Slot:
-        used = {slot.name for slot in kept.slots}
-        name = next(f"{role}-{n}" for n in range(1, len(used) + 2) if f"{role}-{n}" not in used)
-        slot = _Slot(name, now_s)
-        kept.slots.append(slot)
-        return slot
-
-    def _ends(self, slot: _Slot) -> bool:
-        pod = self._pods.get(slot.pod or "")
-        return pod is not None and pod.ends
-
-    def _slot_of(self, pod: _Pod) -> _Slot | None:
+    def _slot_of(self, pod: Pod) -> Slot | None:
         kept = None if pod.home is None else self._roles.get(pod.home)
         return None if kept is None else next((slot for slot in kept.slots if slot.pod == pod.name), None)
 
-    def _slot_called(self, name: str) -> tuple[Role, _Slot]:
-        return next(
-            (role, slot) for role, kept in self._roles.items() for slot in kept.slots if slot.name == name
-        )
+    def _slot_called(self, name: str) -> tuple[RoleSlots, Slot]:
+        return next((kept, slot) for kept in self._roles.values() for slot in kept.slots if slot.name == name)
 
-    def _describe(self, role: Role, kept: _Kept, slot: _Slot, now_s: float) -> Replica:
+    def _describe(self, kept: RoleSlots, slot: Slot, now_s: float) -> Replica:
         pod = self._pods.get(slot.pod or "")
         worker = None if pod is None else pod.worker
         if worker is None:
             state = ReplicaState.STARTING if pod is None else ReplicaState.DRAINING
             return Replica(
-                name=slot.name, role=role, state=state, phase="waits for its pod", age_s=now_s - slot.since_s
+                name=slot.name,
+                role=kept.role,
+                state=state,
+                phase="waits for its pod",
+                age_s=now_s - slot.since_s,
             )
         if worker.state is ReplicaState.READY and slot.since_s:
             kept.start_s = max(0.0, now_s - worker.age_s - slot.since_s) or kept.start_s
             slot.since_s = 0.0
-        changed = {"state": ReplicaState.DRAINING} if slot.is_leaving else {}
+        changed: dict[str, object] = {}
+        if slot.is_leaving and worker.state is not ReplicaState.DRAINING:
+            changed = {
+                "state": ReplicaState.DRAINING,
+                "phase": "one of more pods than are wanted, which end soon",
+            }
         return msgspec.structs.replace(worker, name=slot.name, **changed)
 
     def _limit(self, role: Role, now_s: float) -> RoleLimit:
@@ -373,37 +292,35 @@ class KubernetesConnector:
 
     # -- writing
 
-    def _ending(self, role: Role, kept: _Kept, slots: list[_Slot]) -> list[_Slot]:
-        """Give the workers that end instead of `slots`: a StatefulSet always ends its last pods."""
-        ordinal = re.compile(rf"{re.escape(self._graph)}-{role}-(\d{{1,4}})")
-        ordinals = {
-            slot: int(found[1])
-            for slot in kept.slots
-            if slot.pod is not None and not slot.is_leaving and (found := ordinal.fullmatch(slot.pod))
-        }
-        bound = [slot for slot in slots if slot.pod is not None]
-        if not bound or not all(slot in ordinals for slot in bound):
-            return slots
-        last = sorted(ordinals, key=lambda slot: -ordinals[slot])[: len(bound)]
-        return [*(slot for slot in slots if slot.pod is None), *last]
+    def _check_owner(self, role: Role) -> None:
+        if (kept := self._roles.get(role)) is not None and kept.owner:
+            raise conflict(f"{role}: {kept.owner} decides how many there are")
 
-    async def _write(self, role: Role, replicas: int, leaving: Sequence[str], by: str) -> None:
-        """Set a role's number, and which pods end first, in one write, unless somebody else has changed it."""
-        kept = self._roles[role]
-        before = [name for name in kept.body["spec"].get("leaving") or () if name in self._pods]
-        change: Object = {"spec": {"replicas": replicas, "leaving": list(dict.fromkeys([*before, *leaving]))}}
+    async def _write(self, kept: RoleSlots, replicas: int, chosen: Sequence[str], by: str) -> None:
+        """Set a role's number, and which pods end first, in one write, unless somebody else has changed it.
+
+        Raises:
+            RequestError: somebody else has, or the API server refuses.
+            Unavailable: its answer was lost; the next look tells whether it was done.
+        """
+        spec: Object = {"replicas": replicas, "leaving": kept.leaving(replicas, chosen)}
         for attempt in range(_ATTEMPTS):
-            change["metadata"] = {"resourceVersion": kept.body["metadata"]["resourceVersion"]}
+            change = {"metadata": {"resourceVersion": kept.body["metadata"]["resourceVersion"]}, "spec": spec}
+            kept.unanswered = Write(spec=spec, by=by)
             try:
                 body = await self._client.patch(ROLES, kept.body["metadata"]["name"], change)
             except KubernetesError as error:
-                live = await self._read(role)
+                if error.status >= 500:
+                    raise
+                kept.unanswered = None
+                live = await self._read(kept.role)
                 is_status = int(live["metadata"].get("generation", 0)) == kept.generation
                 if error.status != 409 or not is_status or attempt + 1 == _ATTEMPTS:
-                    raise conflict(f"{role}: not scaled: {error.message}") from error
+                    raise conflict(f"{kept.role}: not scaled: {error.message}") from error
                 kept.body = live
             else:
                 kept.body, kept.generation = body, int(body["metadata"].get("generation", 0))
+                kept.named, kept.unanswered = set(spec["leaving"]), None
                 break
         self._accept(by)
 
@@ -413,14 +330,3 @@ class KubernetesConnector:
 
 
 _ROOM = 4096
-
-
-def _writer(body: Object) -> str:
-    """Give who has set a role's number last."""
-    found: list[tuple[str, str]] = []
-    managed: Sequence[Mapping[str, object]] = body["metadata"].get("managedFields") or ()
-    for entry in managed:
-        spec = msgspec.to_builtins(entry.get("fieldsV1") or {}).get("f:spec") or {}
-        if "f:replicas" in spec:
-            found.append((str(entry.get("time") or ""), str(entry.get("manager") or "")))
-    return max(found, default=("", ""))[1] or "somebody"

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError, Unavailable, from_info
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
@@ -74,6 +76,9 @@ class PlannerServer:
         self.sessions: set[_Session] = set()
         self.address = Address.parse(address, source="planner.address")
         self._own_name = own_name
+        self._lost: dict[str, LinkedHost] = {}
+        self._refused = 0
+        hosts.given_up = self._give_up
         self._tls = tls
         self._listener: Listener | None = None
 
@@ -100,7 +105,17 @@ class PlannerServer:
         """Send a round to one host with a frontend, whose metrics have it; without, it is not counted."""
         host = next((each for each in self.linked.values() if each.frontends), None)
         if host is not None:
-            host.tell(planned)
+            host.tell(self.with_refused(planned))
+
+    def with_refused(self, planned: Planned) -> Planned:
+        """Give a round with the connections that were refused since the last one."""
+        refused, self._refused = self._refused, 0
+        return msgspec.structs.replace(planned, refused_hosts=refused)
+
+    def refuse(self, host: str, peer: str, error: str) -> None:
+        """Count and log a connection that is not taken."""
+        self._refused += 1
+        _log.warning("host_refused", host=host, peer=peer, error=error)
 
     def take(self, session: "_Session", state: State) -> "LinkedHost":
         """Take a host by its first state.
@@ -120,28 +135,49 @@ class PlannerServer:
         host = LinkedHost(name, session.channel, state)
         self.hosts.join(name, host, state.scale)
         self.linked[name] = host
+        if (before := self._lost.pop(name, None)) is not None:
+            host.labels = before.labels
         _log.info("host_joined", host=name, workers=len(state.scale.replicas))
         self.hear(host, state)
         return host
 
     def hear(self, host: "LinkedHost", state: State) -> None:
         """Take a host's state."""
-        before = host.sources
         host.put(state)
-        for process in before - host.sources:
-            self.observations.forget(self.hosts.label(host.name, process))
+        for process in host.labels.keys() - host.sources:
+            self._forget(host, process)
         for process in host.ready:
-            self.observations.expect(self.hosts.label(host.name, process))
+            self.observations.expect(self.label(host, process))
+
+    def label(self, host: "LinkedHost", process: str) -> str:
+        """Name a source; a pod's worker has another name before it is known whose place it takes, which is then no source any more."""
+        label, before = self.hosts.label(host.name, process), host.labels.get(process)
+        if before not in {None, label}:
+            self._forget(host, process)
+        host.labels[process] = label
+        return label
+
+    def _forget(self, host: "LinkedHost", process: str) -> None:
+        """Drop a source, unless another host's process has its name now."""
+        label = host.labels.pop(process)
+        if not any(label in other.labels.values() for other in self.linked.values()):
+            self.observations.forget(label)
 
     def lose(self, host: "LinkedHost", reason: str, *, on_purpose: bool) -> None:
         """Note that a host's connection has ended."""
         del self.linked[host.name]
         host.end(reason)
+        self._lost[host.name] = host
         if on_purpose:
-            for process in host.sources:
-                self.observations.forget(self.hosts.label(host.name, process))
+            self._give_up(host.name)
         self.hosts.leave(host.name, on_purpose=on_purpose)
         _log.warning("host_left" if on_purpose else "host_lost", host=host.name, reason=reason)
+
+    def _give_up(self, name: str) -> None:
+        """Expect no more of a host that has ended."""
+        if (host := self._lost.pop(name, None)) is not None:
+            for process in tuple(host.labels):
+                self._forget(host, process)
 
 
 class LinkedHost:
@@ -151,6 +187,8 @@ class LinkedHost:
         """Take the host's first state."""
         self.name = name
         self.frontends: tuple[str, ...] = ()
+        self.labels: dict[str, str] = {}
+        """Names of its processes as sources of windows."""
         self._channel = channel
         self._state = state
         self._sequence = 0
@@ -290,7 +328,7 @@ class _Session:
 
     def channel_opened(self) -> None:
         if len(self._server.sessions) >= HOSTS_MAX:
-            _log.warning("host_refused", error=f"{HOSTS_MAX} hosts are connected already")
+            self._server.refuse("", self.channel.peer, f"{HOSTS_MAX} hosts are connected already")
             self.channel.abort("too many hosts")
             return
         self._server.sessions.add(self)
@@ -310,7 +348,7 @@ class _Session:
                 self._server.hear(self._host, message)
             case Seen(source=source, window=window) if self._host is not None:
                 if source in self._host.sources:
-                    self._server.observations.put(self._server.hosts.label(self._host.name, source), window)
+                    self._server.observations.put(self._server.label(self._host, source), window)
             case Done() if self._host is not None:
                 self._host.answer(message)
             case _:
@@ -355,5 +393,5 @@ class _Session:
         self.channel.send(Taken())
 
     def _refuse(self, name: str, error: ErrorInfo) -> None:
-        _log.warning("host_refused", host=name, peer=self.channel.peer, error=error.message)
+        self._server.refuse(name, self.channel.peer, error.message)
         self.channel.close(error.message)

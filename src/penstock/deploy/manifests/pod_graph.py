@@ -150,8 +150,8 @@ def _of_one_machine(graph: Graph) -> Iterator[str]:
         yield "worker.own_cores: true: a pod has the cores that its node gives it; leave it out, and set cpu limits"
     if graph.planner is not None and graph.planner.scales != "pods":
         yield (
-            "planner: (a mapping): in pods it scales PenstockRoles, which the operator makes; apply the graph as a PenstockGraph, or leave"
-            " it out: kubectl scale or an autoscaler scales pods"
+            "planner: (a mapping): nothing here would start the pods or containers that it wants; apply the graph as a PenstockGraph, whose"
+            " operator does, or leave it out and scale by an autoscaler, kubectl scale or docker compose up --scale"
         )
 
 

@@ -1,4 +1,4 @@
-"""A batch script of Slurm: the first node has the registry and the frontends, the others join it."""
+"""A batch script of Slurm: the first node has the registry, the frontends and the planner, the others join it."""
 
 import math
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.net.address import Address
 from penstock.deploy.drain import frontend_drain_s, worker_drain_s
 from penstock.deploy.manifests.options import RenderOptions
-from penstock.deploy.manifests.pod_graph import pods_of, workers_per_pod
+from penstock.deploy.manifests.pod_graph import PLANNER_PORT, pods_of, workers_per_pod
 from penstock.deploy.manifests.yaml_text import dump
 from penstock.deploy.secret import SECRET_VARIABLE
 from penstock.deploy.supervisor.local_part import runnable_roles
@@ -53,11 +53,14 @@ def slurm_script(graph: Graph, options: RenderOptions) -> str:
     document = graph.model_dump(mode="json", exclude_unset=True)
     runtime = document.get("runtime", {})
     runtime.pop("hub", None)
+    (document.get("planner") or {}).pop("address", None)
     has_hub = spans and graph.runtime.discovery == "local"
+    has_planner = graph.planner is not None and (spans or graph.runtime.discovery != "local")
     port = _hub_port(graph)
     text = dump(document)
     drain_s = math.ceil(frontend_drain_s(graph) + worker_drain_s(graph) + _GRACE_S)
-    parts = [",".join(filter(None, ("frontend", placed[0].run))), *(node.run for node in placed[1:])]
+    first = ("frontend", "planner" if has_planner else "", placed[0].run)
+    parts = [",".join(filter(None, first)), *(node.run for node in placed[1:])]
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={graph.name}",
@@ -74,6 +77,7 @@ def slurm_script(graph: Graph, options: RenderOptions) -> str:
             graph=text,
         ),
         _ADDRESSES.format(port=port) if has_hub else _NO_HUB,
+        *([_PLANNER.format(port=_planner_port(graph))] if has_planner else []),
         _RUN.format(
             wrapper=_NIXL if spans and _has_vllm(graph) else "",
             await_hub=_AWAIT_HUB.format(port=port) if has_hub else "",
@@ -151,6 +155,8 @@ def _of_one_node(graph: Graph) -> Iterator[str]:
     runtime = graph.runtime
     if runtime.discovery == "kubernetes":
         yield "runtime.discovery: kubernetes: nodes of Slurm are no pods; leave it out"
+    if graph.planner is not None and graph.planner.scales == "pods":
+        yield "planner.scales: pods: nodes of Slurm are no pods; leave it out"
     for name in ("join", "listen", "advertise"):
         if (value := getattr(runtime, name)) is not None:
             yield f"runtime.{name}: {value}: nodes are known when the job runs; leave it out, or set it to null by --set"
@@ -163,6 +169,11 @@ def _of_one_node(graph: Graph) -> Iterator[str]:
 
 def _hub_port(graph: Graph) -> int:
     return _HUB_PORT if graph.runtime.hub is None else Address.parse(graph.runtime.hub).port
+
+
+def _planner_port(graph: Graph) -> int:
+    address = None if graph.planner is None else graph.planner.address
+    return PLANNER_PORT if address is None else Address.parse(address).port or PLANNER_PORT
 
 
 def _has_vllm(graph: Graph) -> bool:
@@ -208,6 +219,11 @@ others=(--join "tcp://${{nodes[0]}}:{port}")
 _NO_HUB = """\
 first=()
 others=()
+"""
+_PLANNER = """\
+# The planner starts and ends workers on all nodes of the job.
+first+=(--set "planner.address=tcp://0.0.0.0:{port}")
+others+=(--set "planner.address=tcp://${{nodes[0]}}:{port}")
 """
 _RUN = """\
 pids=()

@@ -22,6 +22,7 @@ def write_chart(graph: Graph, options: RenderOptions, directory: Path) -> int:
     Raises:
         ConfigError: the graph has what no pod could have, or the directory has something else or cannot be written.
     """
+    _refuse_operators(graph)
     files = helm_chart(graph, options)
     try:
         if directory.exists() and any(directory.iterdir()) and not (directory / "Chart.yaml").is_file():
@@ -38,12 +39,26 @@ def write_chart(graph: Graph, options: RenderOptions, directory: Path) -> int:
     return len(files)
 
 
+def _refuse_operators(graph: Graph) -> None:
+    """Refuse a planner that scales by the operator's objects, which are none of a manifest.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if graph.planner is not None and graph.planner.scales == "pods":
+        raise ConfigError(
+            "planner.scales: pods: sets numbers of PenstockRoles, which the operator makes of a PenstockGraph, and no manifest has; apply"
+            " the graph as a PenstockGraph, or leave planner out and scale by an autoscaler or kubectl scale"
+        )
+
+
 def manifest(target: str, graph: Graph, options: RenderOptions) -> str:
     """Write what runs a graph there: kubernetes, compose or slurm.
 
     Raises:
         ConfigError: there is no such target, or the graph has what nothing there could have.
     """
+    _refuse_operators(graph)
     match target:
         case "kubernetes":
             return dump_all(kubernetes_objects(graph, options))

@@ -15,6 +15,18 @@ DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
 STATEFUL_SETS = Resource("apps", "v1", "statefulsets", "StatefulSet")
 PODS = Resource("", "v1", "pods", "Pod")
 AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
+_RBAC = "rbac.authorization.k8s.io"
+KEPT = (
+    Resource("", "v1", "serviceaccounts", "ServiceAccount"),
+    Resource("", "v1", "configmaps", "ConfigMap"),
+    Resource("", "v1", "services", "Service"),
+    Resource(_RBAC, "v1", "roles", "Role"),
+    Resource(_RBAC, "v1", "rolebindings", "RoleBinding"),
+    Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
+    Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
+)
+"""Of these it is known which are there, so that one that somebody deletes comes back at once."""
+GRAPH_LABEL = "penstock.dev/graph"
 OURS = "app.kubernetes.io/name=penstock"
 INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 _log = get_logger()
@@ -37,6 +49,7 @@ class ClusterCache:
         self.stateful_sets = Copy(STATEFUL_SETS, self._about)
         self.pods = Copy(PODS, self._about)
         self.autoscalers = Copy(AUTOSCALERS, self._about)
+        self.names = {resource.kind: Names(resource, wake) for resource in KEPT}
 
     async def run(self) -> None:
         """Keep the copies until cancelled."""
@@ -48,11 +61,18 @@ class ClusterCache:
                     self._client, copy.resource, labels, copy, pace=self._pace, rng=self._rng
                 )
                 group.create_task(reflector.run())
+            for names in self.names.values():
+                reflector = Reflector(
+                    self._client, names.resource, GRAPH_LABEL, names, pace=self._pace, rng=self._rng
+                )
+                group.create_task(reflector.run())
 
     async def synced(self) -> None:
         """Wait until everything has been listed once."""
         for copy in self._copies:
             await copy.is_listed.wait()
+        for names in self.names.values():
+            await names.is_listed.wait()
 
     def workload(self, graph: str, part: str) -> Object | None:
         """Give the Deployment or StatefulSet of a part."""
@@ -70,11 +90,12 @@ class ClusterCache:
         ]
 
     def roles_of(self, graph: str) -> dict[str, Object]:
-        """Give a graph's PenstockRoles by role."""
+        """Give a graph's PenstockRoles by role; one of another name is nobody's."""
         return {
-            body["spec"]["role"]: body
+            role: body
             for body in self.roles.objects.values()
             if body["spec"].get("graph") == graph
+            and body["metadata"]["name"] == f"{graph}-{(role := str(body['spec'].get('role')))}"
         }
 
     def autoscaler_of(self, kind: str, name: str) -> str:
@@ -133,15 +154,53 @@ class Copy:
         pass
 
     def lost(self, error: Unavailable) -> None:
-        if isinstance(error, KubernetesError) and error.status in {403, 404}:
-            _log.error(
-                "objects_not_readable",
-                kind=self.resource.kind,
-                error=error.message,
-                fix="apply deploy/kubernetes/crd.yaml and operator.yaml",
-            )
-        else:
-            _log.warning("api_server_unreachable", kind=self.resource.kind, error=error.message)
+        _say_lost(self.resource, error)
+
+
+class Names:
+    """A follower that keeps which objects of one kind there are, and wakes the graph of each that goes."""
+
+    def __init__(self, resource: Resource, wake: Callable[[str], None]) -> None:
+        self.resource = resource
+        self.found: dict[str, str] = {}
+        """Graphs of objects, by the objects' names."""
+        self.is_listed = asyncio.Event()
+        self._wake = wake
+
+    def listed(self, objects: list[Object]) -> None:
+        gone = self.found
+        self.found = {}
+        for body in objects:
+            self.put(body)
+            gone.pop(body["metadata"]["name"], None)
+        self.is_listed.set()
+        for graph in gone.values():
+            self._wake(graph)
+
+    def put(self, body: Object) -> None:
+        self.found[body["metadata"]["name"]] = _labels(body).get(GRAPH_LABEL, "")
+
+    def deleted(self, body: Object) -> None:
+        self.found.pop(body["metadata"]["name"], None)
+        self._wake(_labels(body).get(GRAPH_LABEL, ""))
+
+    def connected(self) -> None:
+        pass
+
+    def lost(self, error: Unavailable) -> None:
+        _say_lost(self.resource, error)
+
+
+def _say_lost(resource: Resource, error: Unavailable) -> None:
+    if isinstance(error, KubernetesError) and error.status in {403, 404}:
+        _log.error(
+            "objects_not_readable",
+            kind=resource.kind,
+            error=error.message,
+            fix="apply deploy/kubernetes/crd.yaml and operator.yaml of this release",
+        )
+    else:
+        _log.warning("api_server_unreachable", kind=resource.kind, error=error.message)
 
 
 def _labels(body: Object) -> dict[str, str]:

@@ -11,13 +11,12 @@ from penstock.core.types.instances import Role
 from penstock.deploy.manifests.kubernetes import kubernetes_objects
 from penstock.deploy.manifests.options import RenderOptions
 from penstock.deploy.manifests.pod_graph import PLANNER_PORT
-from penstock.deploy.operator.cache import COMPONENT
+from penstock.deploy.operator.cache import COMPONENT, GRAPH_LABEL
 from penstock.deploy.operator.definitions import GRAPHS
 from penstock.deploy.supervisor.local_part import PLANNER
 from penstock.graph import Graph, RoleSpec
 from penstock.runtime.kubernetes.client import Object
 
-GRAPH_LABEL = "penstock.dev/graph"
 WORKLOADS = ("Deployment", "StatefulSet")
 
 
@@ -44,6 +43,8 @@ class Desired:
         """
         name = body["metadata"]["name"]
         wanted = body.get("spec") or {}
+        if not isinstance(wanted.get("options") or {}, dict):
+            raise ConfigError(f"spec.options: must be a mapping, got {wanted['options']!r}")
         graph = Graph.parse(_named(wanted.get("graph"), name), source="spec.graph")
         options = RenderOptions.parse(
             (wanted.get("options") or {}) | {"namespace": body["metadata"]["namespace"]},
@@ -59,6 +60,11 @@ class Desired:
         owner = owner_of(body)
         objects = [_owned(each, name, owner) for each in kubernetes_objects(graph, options)]
         return cls(name, owner, graph.roles.present(), objects)
+
+    @property
+    def parts(self) -> list[str]:
+        """Name what runs as pods: frontends, roles, and the planner and the endpoint picker where there are any."""
+        return [each["metadata"]["labels"][COMPONENT] for each in self.objects if each["kind"] in WORKLOADS]
 
     def with_replicas(self, replicas: Mapping[str, int]) -> list[Object]:
         """Give the objects, with this number of pods for each part that is named."""

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from penstock.core.types.instances import Role
+from penstock.deploy.manifests.kubernetes.deployed import FRONTEND
 from penstock.runtime.kubernetes.client import Object
 
 _IMAGE = {"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
@@ -21,7 +23,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Part:
-    """Frontends, or one role's workers.
+    """Frontends, one role's workers, the planner, or the endpoint picker.
 
     Attributes:
         wanted: pods.
@@ -39,6 +41,10 @@ class Part:
     scaled_by: str = ""
     problems: list[Problem] = field(default_factory=list)
     ending: list[str] = field(default_factory=list)
+
+    @property
+    def is_role(self) -> bool:
+        return self.name in set(Role)
 
 
 def part_of(name: str, workload: Object | None, pods: Iterable[Object]) -> Part:
@@ -105,13 +111,13 @@ def conditions_of(parts: Sequence[Part]) -> dict[str, tuple[bool, str, str]]:
 
 
 def _ready(parts: Sequence[Part]) -> tuple[bool, str, str]:
-    by_name = {part.name: part for part in parts}
+    by_name = {part.name: part for part in parts if part.is_role or part.name == FRONTEND}
     has = {name: part.ready > 0 for name, part in by_name.items()}
-    if not has.get("frontend"):
+    if not has.get(FRONTEND):
         return False, "NoFrontend", "no frontend is ready, so that clients reach none"
     if has.get("aggregated") or (has.get("prefill") and has.get("decode")):
-        return True, "Serving", f"{_counts(parts)} ready"
-    missing = [part.name for part in parts if part.name != "frontend" and not part.ready]
+        return True, "Serving", f"{_counts(by_name.values())} ready"
+    missing = [part.name for part in parts if part.is_role and not part.ready]
     return (
         False,
         "NoWorkers",
@@ -145,7 +151,7 @@ def _degraded(problems: Sequence[Problem]) -> tuple[bool, str, str]:
     return True, sorted_[0].reason, "; ".join(_some(texts))
 
 
-def _counts(parts: Sequence[Part]) -> str:
+def _counts(parts: Iterable[Part]) -> str:
     return ", ".join(f"{part.name} {part.ready}/{part.wanted}" for part in parts)
 
 

@@ -64,7 +64,10 @@ class OperatorHttp:
     async def _readiness(self, _: web.Request) -> web.Response:
         if self._is_ready():
             return web.Response(text="ok\n")
-        return web.Response(status=503, text="the API server does not answer\n")
+        return web.Response(
+            status=503,
+            text="the API server does not answer, or does not show all kinds of objects: the log says which\n",
+        )
 
     async def _metrics(self, _: web.Request) -> web.Response:
         text = generate_latest(self._registry)

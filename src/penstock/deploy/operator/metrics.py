@@ -22,7 +22,11 @@ class OperatorMetrics:
         self.queued = Gauge(
             "penstock_operator_queued_graphs", "Graphs that wait to be worked on.", registry=registry
         )
-        self.graphs = Gauge("penstock_operator_graphs", "PenstockGraphs of the namespace.", registry=registry)
+        self.graphs = Gauge(
+            "penstock_operator_graphs",
+            "PenstockGraphs of the namespace, 0 while another operator acts.",
+            registry=registry,
+        )
         self.leads = Gauge(
             "penstock_operator_leader", "1 while this operator acts, 0 while another does.", registry=registry
         )

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import socket
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry
@@ -21,10 +22,16 @@ from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.kubernetes.client import KubernetesClient
 from penstock.runtime.kubernetes.reflector import Pace
 
-LEASE = "penstock-operator"
 _CALL_S = 10.0
 _RESYNC_S = 600.0
+_FAILURES_SAID = 4
+"""So many in a row, within about 8 s, are said in the graph's status: fewer pass by themselves."""
 _log = get_logger()
+
+
+def lease_name(namespace: str) -> str:
+    """Name the Lease of the operators of a namespace: those of several may have one namespace themselves."""
+    return f"penstock-operator-{namespace}"
 
 
 class Operator:
@@ -59,9 +66,13 @@ class Operator:
         self._client = KubernetesClient(access, timeout_s=_CALL_S)
         self._rng = rng
         self._identity = identity or f"{socket.gethostname()}-{os.getpid()}-{rng.getrandbits(32):08x}"
-        self._leadership = Leadership(self._lease_client, LEASE, self._identity, duration_s=lease_s, rng=rng)
+        self._leadership = Leadership(
+            self._lease_client, lease_name(access.namespace), self._identity, duration_s=lease_s, rng=rng
+        )
         self._pace = pace or Pace(probe_s=30.0, retry_s=0.2, retry_s_max=10.0)
         self._resync_s = resync_s
+        self._is_blind = False
+        """It leads, and has not seen all objects yet."""
 
     async def run(self) -> None:
         """Wait for the lead, and operate while this process has it, until cancelled."""
@@ -69,8 +80,8 @@ class Operator:
             await self._leadership.run(self._operate)
 
     def is_ready(self) -> bool:
-        """Whether the API server has answered lately."""
-        return self._leadership.has_answered()
+        """Whether the API server has answered lately, and shown all that is to be operated where this process leads."""
+        return self._leadership.has_answered() and not self._is_blind
 
     async def _operate(self) -> None:
         queue = WorkQueue(self._rng)
@@ -84,8 +95,10 @@ class Operator:
         try:
             async with asyncio.TaskGroup() as group:
                 metrics.leads.set(1)
+                self._is_blind = True
                 group.create_task(cache.run())
                 await cache.synced()
+                self._is_blind = False
                 _log.info(
                     "operator_started", namespace=self._client.namespace, graphs=len(cache.graphs.objects)
                 )
@@ -101,12 +114,14 @@ class Operator:
                         _log.warning(
                             "graph_not_reconciled", graph=name, error=error.message, retry_s=round(pause_s, 1)
                         )
+                        if queue.failures(name) >= _FAILURES_SAID:
+                            await self._say(name, reconciler.say_failed(name, error))
                         continue
                     except Exception as error:  # noqa: BLE001 - one graph must not end the operator of all
                         metrics.reconciles.labels("crashed").inc()
                         pause_s = queue.failed(name)
                         _log.error("graph_crashed", graph=name, retry_s=round(pause_s, 1), **cause(error))
-                        await self._say_crashed(reconciler, name, error)
+                        await self._say(name, reconciler.say_crashed(name, error))
                         continue
                     metrics.reconciles.labels("done").inc()
                     if name not in cache.graphs.objects:
@@ -118,11 +133,14 @@ class Operator:
                     queue.done(name, again_s=max(0.0, due_s[name] - loop.time()))
         finally:
             metrics.leads.set(0)
+            self._is_blind = False
+            for gauge in (metrics.queued, metrics.graphs):
+                gauge.set_function(lambda: 0)  # what another operator sees now
             queue.close()
 
-    async def _say_crashed(self, reconciler: Reconciler, name: str, error: Exception) -> None:
+    async def _say(self, name: str, saying: Coroutine[None, None, None]) -> None:
         try:
-            await reconciler.say_crashed(name, error)
+            await saying
         except Exception as second:  # noqa: BLE001 - as above; the log has said it
             _log.warning("status_not_written", graph=name, **cause(second))
 

@@ -3,24 +3,28 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Role
 from penstock.deploy.hosts.roles import ROLES
 from penstock.deploy.manifests.kubernetes.deployed import FRONTEND
+from penstock.deploy.manifests.kubernetes.gateway import PICKER
 from penstock.deploy.manifests.pod_graph import pods_max, pods_of
 from penstock.deploy.operator.cache import (
     COMPONENT,
     DEPLOYMENTS,
+    GRAPH_LABEL,
     INSTANCE,
+    KEPT,
     PODS,
     STATEFUL_SETS,
     ClusterCache,
     Copy,
 )
-from penstock.deploy.operator.desired import GRAPH_LABEL, WORKLOADS, Desired, digest_of
+from penstock.deploy.operator.desired import WORKLOADS, Desired, digest_of
 from penstock.deploy.operator.health import Part, part_of
 from penstock.deploy.operator.status import Conditions, graph_status, write_graph_status, write_role_status
+from penstock.deploy.supervisor.local_part import PLANNER
 from penstock.graph import RoleSpec
 from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Object, Resource
 
@@ -28,20 +32,13 @@ MANAGER = "penstock-operator"
 NUMBER = "penstock.dev/graph-replicas"
 """Annotation: the graph's number of workers when it was last given to the role."""
 DELETION_COST, FIRST_TO_END = "controller.kubernetes.io/pod-deletion-cost", "-1000"
-_RBAC = "rbac.authorization.k8s.io"
 _KINDS = {
     resource.kind: resource
     for resource in (
         DEPLOYMENTS,
         STATEFUL_SETS,
-        Resource("", "v1", "serviceaccounts", "ServiceAccount"),
-        Resource("", "v1", "configmaps", "ConfigMap"),
-        Resource("", "v1", "services", "Service"),
+        *KEPT,
         Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim"),
-        Resource(_RBAC, "v1", "roles", "Role"),
-        Resource(_RBAC, "v1", "rolebindings", "RoleBinding"),
-        Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget"),
-        Resource("networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy"),
         Resource("monitoring.coreos.com", "v1", "servicemonitors", "ServiceMonitor"),
         Resource("inference.networking.k8s.io", "v1", "inferencepools", "InferencePool"),
         Resource("gateway.networking.k8s.io", "v1", "httproutes", "HTTPRoute"),
@@ -58,6 +55,7 @@ class _Applied:
 
     digest: str = ""
     generations: dict[tuple[str, str], int] = field(default_factory=dict)
+    names: set[tuple[str, str]] = field(default_factory=set)
     is_clean: bool = False
 
 
@@ -94,17 +92,34 @@ class Reconciler:
         except KubernetesError as error:
             if error.status in _PASSING or error.status >= 500:
                 raise
-            parts = self._parts(name, dict.fromkeys((FRONTEND, *(role.value for role in desired.roles)), ""))
+            parts = self._parts(name, dict.fromkeys(desired.parts, ""))
             failed = {"Degraded": (True, "ApplyFailed", error.message)}
             await write_graph_status(self._client, body, graph_status(body, parts, failed))
             raise
-        parts = self._parts(name, {FRONTEND: "", **scaled_by})
+        parts = self._parts(name, {part: scaled_by.get(part, "") for part in desired.parts})
         await self._tidy(desired, parts)
         for part in parts:
             if (role := self._cache.roles_of(name).get(part.name)) is not None:
                 selector = f"app.kubernetes.io/name=penstock,{INSTANCE}={name},{COMPONENT}={part.name}"
                 await write_role_status(self._client, role, part, selector)
         await write_graph_status(self._client, body, graph_status(body, parts))
+
+    async def say_failed(self, name: str, error: Unavailable) -> None:
+        """Say in a graph's status that it could not be applied for a while, once: news of a change wake the graph.
+
+        Raises:
+            Unavailable: the API server does not answer, or refuses.
+        """
+        body = self._cache.graphs.objects.get(name)
+        if body is None:
+            return
+        generation, said = body["metadata"].get("generation", 1), (body.get("status") or {}).get("conditions")
+        for each in said or ():
+            is_said = each["status"] == "True" and each["reason"] == "ApplyFailed"
+            if is_said and each.get("observedGeneration") == generation:
+                return
+        text = f"tried several times: {error.message}; what is applied of it stays, and it tries again"
+        await self._write_failed(body, {"Degraded": (True, "ApplyFailed", text)})
 
     async def say_crashed(self, name: str, error: Exception) -> None:
         """Say in a graph's status that the operator failed at it, in words that stay the same: news of a change wake the graph.
@@ -146,10 +161,14 @@ class Reconciler:
             return scaled_by
         applied.digest, applied.is_clean = "", False
         applied.generations.clear()
+        applied.names.clear()
         for each in objects:
             made = await self._client.apply(_KINDS[each["kind"]], each, manager=MANAGER)
+            name = each["metadata"]["name"]
+            if (known := self._cache.names.get(each["kind"])) is not None:
+                applied.names.add((each["kind"], name))
+                known.put(made)  # the watch is behind
             if each["kind"] in WORKLOADS:
-                name = each["metadata"]["name"]
                 applied.generations[each["kind"], name] = made["metadata"].get("generation", 0)
                 self._copy_of(each["kind"]).objects[name] = made  # the watch is behind
         await self._remove(desired, objects, keep=("ConfigMap",))
@@ -240,7 +259,9 @@ class Reconciler:
                     _log.info("object_removed", graph=desired.name, kind=kind, name=metadata["name"])
 
     def _has_drifted(self, applied: _Applied) -> bool:
-        """Whether somebody changed or deleted a workload since it was applied."""
+        """Whether somebody changed or deleted a workload since it was applied, or deleted another object."""
+        if any(name not in self._cache.names[kind].found for kind, name in applied.names):
+            return True
         for (kind, name), generation in applied.generations.items():
             live = self._copy_of(kind).objects.get(name)
             if live is None or live["metadata"].get("generation", 0) > generation:
@@ -266,4 +287,8 @@ class Reconciler:
 
     def _known_parts(self, name: str) -> list[str]:
         """Give the parts that run, of a graph that cannot be read."""
-        return [part for part in (FRONTEND, *Role) if self._cache.workload(name, part) is not None]
+        return [
+            part
+            for part in (FRONTEND, *Role, PLANNER, PICKER)
+            if self._cache.workload(name, part) is not None
+        ]

@@ -18,7 +18,7 @@ def graph_status(body: Object, parts: Sequence[Part], failed: Conditions | None 
 
     Args:
         body: as it is, whose transition times stay where a condition does.
-        parts: frontends and roles.
+        parts: all that runs as pods.
         failed: conditions that say otherwise than the pods: the graph is wrong, or an object was refused.
     """
     conditions = conditions_of(parts) | (failed or {})
@@ -35,7 +35,7 @@ def graph_status(body: Object, parts: Sequence[Part], failed: Conditions | None 
                 "lastTransitionTime": since, "observedGeneration": generation,
             }
         )  # fmt: skip
-    workers = [part for part in parts if part.name != "frontend"]
+    workers = [part for part in parts if part.is_role]
     return {
         "observedGeneration": generation,
         "workers": f"{sum(part.ready for part in workers)}/{sum(part.wanted for part in workers)}",

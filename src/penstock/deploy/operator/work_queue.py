@@ -47,6 +47,10 @@ class WorkQueue:
         if again_s is not None:
             self._later(name, again_s)
 
+    def failures(self, name: str) -> int:
+        """Count how often in a row work on a name has failed."""
+        return self._failures.get(name, 0)
+
     def failed(self, name: str) -> float:
         """Have a name worked on again after a pause, in which `add` may come first; returns the pause in seconds."""
         count = self._failures[name] = self._failures.get(name, 0) + 1

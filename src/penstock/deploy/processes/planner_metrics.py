@@ -38,6 +38,11 @@ class PlannerMetrics:
         self._lost = Counter(
             "penstock_planner_lost_log_lines", "Rounds that the log could not keep.", registry=registry
         )
+        self._refused = Counter(
+            "penstock_planner_refused_hosts",
+            "Connections of hosts that the planner refused, such as one with another secret; its log says why.",
+            registry=registry,
+        )
         self._wanted = gauge("wanted_workers", "Workers that the planner aims at.", "role")
         self._have = gauge("workers", "Workers that serve, or start in time.", "role")
         self._forecast = gauge("forecast", "Mean that is expected of a series of the demand.", "series")
@@ -54,6 +59,7 @@ class PlannerMetrics:
         self._rounds.labels(planned.outcome).inc()
         self._seconds.observe(planned.seconds)
         self._lost.inc(planned.lost)
+        self._refused.inc(planned.refused_hosts)
         for change, count in planned.changes.items():
             self._changes.labels(change).inc(count)
         if planned.outcome == "failed":

@@ -63,8 +63,10 @@ class PlannerPlace:
 
     def tell(self, planned: Planned) -> None:
         """Send a round to one frontend, of this host if it has any."""
-        if self._frontends.count or self._server is None:
+        if self._server is None:
             self._frontends.tell_planned(planned)
+        elif self._frontends.count:
+            self._frontends.tell_planned(self._server.with_refused(planned))
         else:
             self._server.tell(planned)
 

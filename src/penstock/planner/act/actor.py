@@ -181,8 +181,10 @@ class Actor:
         return Outcome(plan=plan, refused=tuple(refused), waits=waits)
 
     def _notice(self, scale: Scale, now_s: float) -> None:
-        """Hold still if somebody else has changed the workers since the last time."""
-        if self._revision is not None and scale.revision != self._revision:
+        """Hold still if somebody else has changed the workers since the last time, and not where a change made here has come about late."""
+        is_own = self._revision is not None and scale.revision == self._revision + 1
+        is_own = is_own and scale.changed_by == self._by
+        if self._revision is not None and scale.revision != self._revision and not is_own:
             self._held_until_s = now_s + self._config.hold_s
             counts = ", ".join(f"{len(scale.of(limit.role))} {limit.role}" for limit in scale.limits)
             self._held_why = f"{scale.changed_by or 'somebody'} has set {counts}"

@@ -204,3 +204,52 @@ def test_a_host_that_somebody_scales_between_look_and_order_refuses_the_order():
             assert (await connector.scale()).changed_by == "a person at b"
 
     run_virtual(main())
+
+
+def test_an_order_whose_answer_is_late_is_the_planners_own():
+    class Late:
+        """A host that obeys and does not answer in time."""
+
+        def __init__(self, pool):
+            self._pool, self.is_late = pool, True
+            self._before = None
+
+        async def scale(self, after=None):
+            return (self._before if self.is_late else None) or await self._pool.scale(after)
+
+        async def add(self, *args, **changes):
+            self._before = await self._pool.scale()
+            await self._pool.add(*args, **changes)
+            raise Unavailable("b: no answer in 30 s; look again")
+
+    async def main():
+        connector = HostsConnector(settle_s=0.0)
+        async with pool_of({A: 1}, 4) as pool:
+            host = Late(pool)
+            connector.join("b", host, await pool.scale())
+            actor = Actor(connector)
+            assert (await actor.carry_out({A: 2})).refused == ("b: no answer in 30 s; look again",)
+            host.is_late = False
+            look = await actor.look()
+            assert (look.held, look.now) == ("", {A: 2})
+            await pool.add(A, by="somebody")
+            assert "somebody at b has set 3 aggregated" in (await actor.look()).held
+
+    run_virtual(main())
+
+
+def test_a_lost_host_without_workers_holds_scale_in_for_a_minute_alone():
+    async def main():
+        async with two_hosts({A: 2}, {A: 0}) as (connector, *_):
+            given_up = []
+            connector.given_up = given_up.append
+            connector.leave("b", on_purpose=False)
+            assert "b: no answer" in (await connector.scale()).held
+            await asyncio.sleep(59)
+            assert "for 60 s" in (await connector.scale()).held
+            assert not given_up
+            await asyncio.sleep(1)
+            assert (await connector.scale()).held == ""
+            assert given_up == ["b"]
+
+    run_virtual(main())

@@ -6,6 +6,7 @@ import yaml
 from penstock.core.errors import ConfigError
 from penstock.deploy.manifests.kubernetes import kubernetes_objects
 from penstock.deploy.manifests.options import RenderOptions
+from penstock.deploy.manifests.targets import manifest
 from penstock.deploy.operator.desired import Desired
 from penstock.graph import Graph
 
@@ -64,3 +65,26 @@ def test_without_the_operator_a_planner_is_refused():
     )
     with pytest.raises(ConfigError, match="apply the graph as a PenstockGraph"):
         kubernetes_objects(graph, RenderOptions())
+
+
+@pytest.mark.parametrize("target", ["kubernetes", "compose"])
+def test_a_manifest_has_no_roles_that_a_planner_of_the_operator_could_scale(target):
+    planner = {"scales": "pods", "address": "tcp://chat-planner:7404"}
+    runtime = {"discovery": "etcd", "urls": ["http://etcd:2379"]}
+    graph = Graph.parse(
+        {"name": "chat", "model": "demo", "roles": {"aggregated": {"engine": "mock"}}, "planner": planner, "runtime": runtime},
+        source="graph",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"planner.scales: pods: .*; apply the graph as a PenstockGraph"):
+        manifest(target, graph, RenderOptions())
+
+
+@pytest.mark.parametrize(
+    ("url", "port"), [("http://prometheus.monitoring:9090", 9090), ("https://prometheus.example", 443)]
+)
+def test_the_planners_policy_lets_it_ask_its_prometheus(url, port):
+    policies = by_name(desired(planner={"prometheus": {"url": url}}).objects, "NetworkPolicy")
+    egress = policies["chat-planner"]["spec"]["egress"]
+    assert any({"protocol": "TCP", "port": port} in rule["ports"] and "to" not in rule for rule in egress)
+    workers = [port for rule in policies["chat-workers"]["spec"]["egress"] for port in rule["ports"]]
+    assert {"protocol": "TCP", "port": 9090} not in workers

@@ -82,6 +82,22 @@ def test_text_of_the_graph_is_not_run(tmp_path: Path) -> None:
     assert load(tmp_path / "graph.yaml").served_name == hostile, end
 
 
+def test_a_planner_runs_on_the_first_node_and_scales_all(tmp_path: Path) -> None:
+    roles = {"aggregated": {"engine": "mock", "replicas": 2}}
+    text = script({"nodes": 2}, roles=roles, planner={"max_workers": 4})
+    assert parts(text) == ["frontend,planner,aggregated=1", "aggregated=1"]
+    assert 'first+=(--set "planner.address=tcp://0.0.0.0:7404")' in text
+    assert 'others+=(--set "planner.address=tcp://${nodes[0]}:7404")' in text
+    check(text, tmp_path)
+    hub = {"hub": "tcp://10.0.0.1:7400"}
+    for nodes, spans in ((2, True), (1, False)):
+        planner = {"max_workers": 4, "address": "tcp://10.0.0.1:7410"}
+        text = script({"nodes": nodes}, roles=roles, planner=planner, runtime=hub)
+        assert ("planner.address=tcp://0.0.0.0:7410" in text) is spans
+        assert "10.0.0.1" not in text, "nodes are known when the job runs"
+        check(text, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("options", "changes", "line"),
     [
@@ -90,6 +106,7 @@ def test_text_of_the_graph_is_not_run(tmp_path: Path) -> None:
         ({"gpus_per_node": 2}, {"model": "o/m", "roles": {"aggregated": VLLM}}, "roles.aggregated: 4 GPUs: a worker is on one node, and a node has 2"),
         ({}, {"model": "o/m", "roles": {"aggregated": VLLM | {"hardware": "l40s", "tensor_parallel": 1}}}, "roles.aggregated.hardware: l40s: nodes with it differ"),
         ({}, {"runtime": {"discovery": "kubernetes"}}, "runtime.discovery: kubernetes: nodes of Slurm are no pods"),
+        ({}, {"runtime": {"discovery": "etcd", "urls": ["http://e:2379"]}, "planner": {"scales": "pods", "address": "tcp://a:1"}}, "planner.scales: pods: nodes of Slurm"),
         ({}, {"runtime": {"listen": "tcp://10.0.0.1:0"}}, "runtime.listen: tcp://10.0.0.1:0: nodes are known when the job runs"),
         ({}, {"roles": {"aggregated": {"engine": "mock", "locations": [{"zone": "a"}, {"zone": "b"}]}}}, "roles.aggregated.locations: 2 places"),
     ],

@@ -87,7 +87,7 @@ def network_policies(deployed: Deployed) -> Iterator[dict[str, Any]]:
             PLANNER,
             deployed.selector(PLANNER),
             ingress=[_from(deployed.selector(), _tcp(port)), {"ports": _tcp(probes)}],
-            egress=[*_outside(_common_ports(deployed) | {_HTTPS, _API_SERVER})],
+            egress=[*_outside(_planner_ports(deployed))],
         )
 
 
@@ -137,6 +137,13 @@ def _common_ports(deployed: Deployed) -> set[int]:
 def _frontend_ports(deployed: Deployed) -> set[int]:
     fetched = deployed.graph.frontend.media.fetch.places
     return _common_ports(deployed) | {port for _, port in fetched}
+
+
+def _planner_ports(deployed: Deployed) -> set[int]:
+    planner = deployed.graph.planner
+    prometheus = None if planner is None else planner.prometheus
+    observed = set() if prometheus is None else {port_of(prometheus.url)}
+    return _common_ports(deployed) | {_HTTPS, _API_SERVER} | observed
 
 
 def _worker_ports(deployed: Deployed) -> set[int]:
