@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from penstock.core.hashing import root_hash
 from penstock.core.types.cards import request_salt
@@ -19,6 +20,15 @@ _ASKED_S = 60.0
 _INTERVAL_S_MAX = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What is told of a model's prompts with a salt; `origin` names the numbers of its changes."""
+
+    hot: HotPrefixes
+    salt: bytes
+    origin: int
+
+
 class Summaries:
     """Notes prompts of models that a link asks about. One event loop owns it.
 
@@ -32,16 +42,15 @@ class Summaries:
         self._fleet = fleet
         self._config = config
         self._hash_key = hash_key
-        self._origin = rng.getrandbits(63)
-        self._hot: dict[str, HotPrefixes] = {}
-        self._salts: dict[str, bytes] = {}  # of these models
+        self._rng = rng
+        self._told: dict[str, _Told] = {}  # by model
         self._asked_s = -math.inf
 
     def note(self, request: Request) -> None:
         """Note a request that was routed; costs nothing while no link asks."""
-        hot = self._hot.get(request.model)
-        if hot is not None and request.salt == self._salts[request.model] and not request.embeds:
-            hot.note(unpack_hashes(request.block_hashes)[::2])
+        told = self._told.get(request.model)
+        if told is not None and request.salt == told.salt and not request.embeds:
+            told.hot.note(unpack_hashes(request.block_hashes)[::2])
 
     def summary(
         self, model: str, cache_salt: str, after: Mapping[int, int], interval_s: float
@@ -59,7 +68,7 @@ class Summaries:
         """
         now_s = asyncio.get_running_loop().time()
         if now_s - self._asked_s > _ASKED_S:
-            self._hot.clear()
+            self._told.clear()
         pool = self._fleet.pools.get(model)
         if pool is None or not self._config.bytes_per_s:
             return None
@@ -68,16 +77,15 @@ class Summaries:
             return None
         self._asked_s = now_s
         card = pool.card
-        hot = self._hot.get(model)
-        if hot is None or self._salts[model] != card.salt:
-            hot = self._hot[model] = HotPrefixes(self._fleet.tree, card.block_size, self._config, now_s)
-            self._salts[model] = card.salt
-            after = {}
+        told = self._told.get(model)
+        if told is None or told.salt != card.salt:
+            hot = HotPrefixes(self._fleet.tree, card.block_size, self._config, now_s)
+            told = self._told[model] = _Told(hot, card.salt, self._rng.getrandbits(63))
         bytes_max = int(self._config.bytes_per_s * min(max(interval_s, 0.0), _INTERVAL_S_MAX))
-        changes = hot.changes(after.get(self._origin, 0), 0 if cache_salt else bytes_max, ready, now_s)
+        changes = told.hot.changes(after.get(told.origin, 0), 0 if cache_salt else bytes_max, ready, now_s)
         salt = request_salt(card.salt, cache_salt or None)
         return PrefixSummary(
-            origin=self._origin,
+            origin=told.origin,
             root=pack_root(root_hash(card.block_size, salt, key=self._hash_key)),
             chunk_tokens=blocks_per_chunk(card.block_size) * card.block_size,
             since=changes.since,
@@ -88,5 +96,5 @@ class Summaries:
 
     def check(self) -> None:
         """Raise AssertionError where a part is broken."""
-        for hot in self._hot.values():
-            hot.check()
+        for told in self._told.values():
+            told.hot.check()
