@@ -137,6 +137,10 @@ EXPERIMENTS = Benches(
             "benchmarks.simulated.routers",
             "several frontends against one on the same requests, simulated: how much TTFT grows",
         ),
+        "routers-served": (
+            "benchmarks.scale.served",
+            "one frontend against four over the same 8 mock workers, real processes: TTFT and prefix hits",
+        ),
         "scale": (
             "benchmarks.scale.routers",
             "8 routers over 1,000 workers with 100,000 streams at once, simulated: what reaches each, a restart, how alike they choose",
