@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ class Up:
     def __init__(self, folder: Path, runtime_dir: Path) -> None:
         """Keep graphs in `folder`."""
         self.folder = folder
+        self.python: str | Path = sys.executable
+        """Runs the commands."""
         self.environment = os.environ | {
             "XDG_RUNTIME_DIR": str(runtime_dir),
             "PENSTOCK_STATE_DIR": str(folder / "state"),
@@ -87,11 +90,12 @@ class Up:
     def wait(self, pattern: str) -> str:
         """Wait for a line of what was started last."""
         deadline = time.monotonic() + TIMEOUT_S
-        while (line := self._lines.get(timeout=max(0.1, deadline - time.monotonic()))) is not None:
-            self.lines.append(line.rstrip())
-            if re.search(pattern, line):
-                return line
-        raise AssertionError(f"ended without {pattern!r}: {self.lines}")
+        with suppress(queue.Empty):
+            while (line := self._lines.get(timeout=max(0.1, deadline - time.monotonic()))) is not None:
+                self.lines.append(line.rstrip())
+                if re.search(pattern, line):
+                    return line
+        raise AssertionError(f"ended or waited without {pattern!r}: {self.lines}")
 
     def ps(self, name: str | None = None) -> list[dict[str, Any]]:
         """Give what `penstock ps --json` says."""
@@ -122,4 +126,4 @@ class Up:
                     process.stdout.close()
 
     def _command(self, *arguments: str | Path) -> list[str]:
-        return [sys.executable, "-m", "penstock", *map(str, arguments)]
+        return [str(self.python), "-m", "penstock", *map(str, arguments)]
