@@ -7,12 +7,14 @@ import signal
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from penstock.core.errors import ConfigError, Overloaded, Unavailable
 from penstock.core.types.instances import InstanceState
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.hub import LocalHub
 from penstock.runtime.discovery.local import LocalDiscovery
+from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.handshake import Identity
 from penstock.testing.loop import run_async
 from penstock.testing.planes.discovery import DiscoverySuite, LocalDiscoveryHarness, Watcher
@@ -174,6 +176,36 @@ def test_another_secret_is_refused():
                 await intruder.register(scripted_instance("tcp://127.0.0.1:1"))
         assert "guess" not in str(refused.value)
         assert len(harness.hub.table) == 0
+
+    run_scenario(scenario, DiscoveryConfig(connect_timeout_s=0.3))
+
+
+def test_those_that_watch_count_who_is_refused():
+    async def scenario(harness):
+        registry = CollectorRegistry()
+        refused = lambda: registry.get_sample_value("penstock_runtime_hub_refused_clients")  # noqa: E731
+        config = harness.config
+        member = LocalDiscovery(
+            harness.hub.address,
+            harness.hub.identity,
+            rng=random.Random(1),
+            config=config,
+            metrics=RegistryMetrics(registry),
+        )
+        async with member:
+            watcher = Watcher(member)
+            await watcher.synced()
+            for secret in (b"guess", b"another"):
+                intruder = LocalDiscovery(
+                    harness.hub.address, Identity(secret=secret), rng=random.Random(1), config=config
+                )
+                async with intruder:
+                    with pytest.raises(Unavailable):
+                        await intruder.connect()
+            assert harness.hub.refused_clients >= 2
+            async with asyncio.timeout(30):
+                while refused() != harness.hub.refused_clients:  # noqa: ASYNC110 - the hub tells
+                    await asyncio.sleep(0.01)
 
     run_scenario(scenario, DiscoveryConfig(connect_timeout_s=0.3))
 

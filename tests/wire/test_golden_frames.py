@@ -327,6 +327,7 @@ HUB = {
     "renew": messages.Renew(worker_ids=(7, 8)),
     "lapsed": messages.Lapsed(worker_ids=(8,)),
     "withdraw": messages.Withdraw(worker_id=7),
+    "refusals": messages.Refusals(count=3),
     "watch": messages.Watch(),
     "change_put": messages.Change(change=InstancePut(instance=INSTANCE)),
     "change_removed": messages.Change(change=InstanceRemoved(worker_id=7, reason="gone")),

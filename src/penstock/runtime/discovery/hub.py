@@ -23,6 +23,7 @@ from penstock.runtime.discovery.messages import (
     Change,
     HubMessage,
     Lapsed,
+    Refusals,
     Register,
     Registered,
     Renew,
@@ -34,6 +35,8 @@ from penstock.runtime.discovery.table import InstanceTable, TableCursor
 from penstock.runtime.tls import PlaneTls
 
 _CLOSE_TIMEOUT_S = 0.5
+_REFUSALS_EVERY_S = 1.0
+"""Refused clients are told of at most this often: their number is the senders' choice."""
 _log = get_logger()
 
 
@@ -73,6 +76,9 @@ class LocalHub:
         self.table = InstanceTable(watchers_max=self.config.connections_max)
         self.table.mark_synced()
         self.clients: set[_Client] = set()
+        self.refused_clients = 0
+        """Clients whose secret, hash key or release is another."""
+        self._refusals_timer: asyncio.TimerHandle | None = None
         self._leases: dict[WorkerId, _Lease] = {}
         self._bound = _checked(Address.parse(listen, source="hub"), identity)
         self._tls = tls
@@ -104,6 +110,8 @@ class LocalHub:
         sockets, self._sockets = self._sockets, None
         sockets.close()
         remove_socket(self._bound)
+        if self._refusals_timer is not None:
+            self._refusals_timer.cancel()
         await sockets.wait_closed()  # every accepted connection is in `clients` now
         for lease in self._leases.values():
             lease.timer.cancel()
@@ -157,6 +165,18 @@ class LocalHub:
                 self._drop(worker_id, "its process closed")
             else:
                 self._lease(worker_id, owner, self.config.linger_s, f"its process is gone: {reason}")
+
+    def refused(self) -> None:
+        """Count a client that was refused; those that watch are told soon."""
+        self.refused_clients += 1
+        if self._refusals_timer is None:
+            loop = asyncio.get_running_loop()
+            self._refusals_timer = loop.call_later(_REFUSALS_EVERY_S, self._tell_refusals)
+
+    def _tell_refusals(self) -> None:
+        self._refusals_timer = None
+        for client in self.clients:
+            client.tell_refusals()
 
     def check(self) -> None:
         assert self._leases.keys() == set(self.table), "hub: an instance for every lease, and no other"
@@ -223,8 +243,14 @@ class _Client:
                 if self._cursor is None:
                     self._cursor = self._hub.table.cursor(self._send_changes)
                     self._send_changes()
+                    self.tell_refusals()
             case _:
                 raise ProtocolError(f"{type(message).__name__}: a client of the hub does not send this")
+
+    def tell_refusals(self) -> None:
+        """Tell a client that watches how many were refused."""
+        if self._cursor is not None and self.channel.writable:
+            self.channel.send(Refusals(count=self._hub.refused_clients))
 
     def unknown_received(self, tag: str) -> None:
         """Ignore it: a newer client works without an answer."""
@@ -251,6 +277,7 @@ class _Client:
         if reply.error is not None:
             _log.warning("client_refused", process=message.process, error=reply.error.message)
             self.channel.close(reply.error.message)
+            self._hub.refused()
             return
         self._accepted = True
         self.channel.accept_frames(self._hub.config.frame_bytes_max)

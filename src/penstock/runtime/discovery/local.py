@@ -26,6 +26,7 @@ from penstock.runtime.discovery.messages import (
     Change,
     HubMessage,
     Lapsed,
+    Refusals,
     Register,
     Registered,
     Renew,
@@ -327,11 +328,10 @@ class _Session:
                 registration = self._discovery._registrations.get(worker_id)
                 if registration is not None:
                     registration.answered(message)
+            case Refusals(count=count):
+                self._discovery._metrics.refused_clients.set(count)
             case Lapsed(worker_ids=worker_ids):
-                for worker_id in worker_ids:
-                    registration = self._discovery._registrations.get(worker_id)
-                    if registration is not None:
-                        registration.send()
+                self._on_lapsed(worker_ids)
             case Challenge():
                 self._hello = (message, handshake.hello(self._identity, message))
                 self.channel.send(self._hello[1])
@@ -367,6 +367,13 @@ class _Session:
             raise ProtocolError(f"the hub refused us: {reply.error.message}")
         handshake.check_reply(self._identity, *self._hello, reply)
         self._trusted = True
+
+    def _on_lapsed(self, worker_ids: tuple[WorkerId, ...]) -> None:
+        """Register again those that are still ours."""
+        for worker_id in worker_ids:
+            registration = self._discovery._registrations.get(worker_id)
+            if registration is not None:
+                registration.send()
 
     def _on_change(self, change: InstanceChange) -> None:
         if self._present is not None:

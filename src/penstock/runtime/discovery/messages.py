@@ -49,9 +49,15 @@ class Change(Wire, frozen=True, tag="change"):
     change: InstanceChange
 
 
+class Refusals(Wire, frozen=True, tag="refusals"):
+    """Sent to clients that watch: `count` clients were refused since the hub's start, for another secret, hash key or release."""
+
+    count: int
+
+
 HubMessage = (
     Challenge | Hello | HelloReply | Welcome | Register | Registered | Renew | Lapsed | Withdraw | Watch | Change
-    | Ping | Pong | Goodbye
+    | Refusals | Ping | Pong | Goodbye
 )  # fmt: skip
 
 CODEC: FrameCodec[HubMessage] = FrameCodec(HubMessage)

@@ -20,6 +20,12 @@ class RegistryMetrics:
             "Times that a registry which had answered no longer did.",
             registry=registry,
         )
+        self.refused_clients = Gauge(
+            "penstock_runtime_hub_refused_clients",
+            "Processes that the hub has not accepted since its start: their secret, hash key or release is another.",
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
         self.refused = Counter(
             "penstock_runtime_registrations_refused",
             "Registrations that this process cannot use: damaged, of another version, secret or hash_key.",
