@@ -88,6 +88,7 @@ _PACKAGES = {
     "prometheus": "prometheus",
     "promtool": "prometheus",
     "etcd": "etcd-server",
+    "faketime": "faketime",
     "nats-server": "nats-server",
     "fish": "fish",
     "zsh": "zsh",

@@ -1,6 +1,6 @@
 """Two hosts whose network is slow and loses frames, or carries them in one direction only: no token is wrong or missing.
 
-The second host's clocks are a day ahead.
+The second host's clocks are ahead: by a day since its start, by an hour of the date.
 """
 
 import subprocess
@@ -12,17 +12,19 @@ import pytest
 from tests.support.cable import bad_cable
 from tests.support.host import TOKENS, Host, text_of, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "curl", "namespaces")]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "curl", "namespaces", "faketime")]
 GRAPH = Path(__file__).parents[3] / "examples" / "two_hosts.yaml"
 BOTH = {"worker-1@host-a", "worker-1@host-b"}
 STREAMS = 4
 
 
 def skewed():
-    """Begin a command so that the clocks of its processes are a day ahead, on kernels that can (5.6)."""
+    """Begin a command so that its processes' monotonic clocks are a day ahead, on kernels that can (5.6), and their date an hour."""
+    (library,) = Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")
+    date = ("env", f"LD_PRELOAD={library}", "FAKETIME=+3600s", "FAKETIME_DONT_FAKE_MONOTONIC=1")
     words = ("unshare", "--time", "--monotonic", "86400", "--boottime", "86400")
     works = subprocess.run([*words, "true"], check=False, capture_output=True).returncode == 0
-    return words if works else ()
+    return (*(words if works else ()), *date)
 
 
 def test_streams_go_on_over_a_bad_network(tmp_path):
@@ -32,6 +34,11 @@ def test_streams_go_on_over_a_bad_network(tmp_path):
             for name, letter in zip(laid.names, "ab", strict=True)
         )
         second.clock = skewed()
+        dates = [
+            int(subprocess.run([*clock, "date", "+%s"], check=True, capture_output=True).stdout)
+            for clock in ((), second.clock)
+        ]
+        assert dates[1] - dates[0] >= 3600
         hub = f"tcp://{laid.addresses[0]}:7400"
         settings = [
             "roles.aggregated.engine=mock", "roles.aggregated.mock.speedup=0.5", "supervision.spare_processes=0",
