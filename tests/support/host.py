@@ -46,11 +46,18 @@ class Host:
 
     def up(self, *arguments: str, secret: str = "a secret of both hosts") -> "subprocess.Popen[str]":
         """Start `penstock up`; `wait` reads what it says."""
+        return self.start(*self.clock, sys.executable, "-m", "penstock", "up", *arguments, secret=secret)
+
+    def start(
+        self, *words: str, secret: str = "a secret of both hosts", cwd: Path | None = None
+    ) -> "subprocess.Popen[str]":
+        """Start a command; `wait` reads what it says."""
         process = subprocess.Popen(
-            self.command(*self.clock, sys.executable, "-m", "penstock", "up", *arguments),
+            self.command(*words),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            cwd=cwd,
             env=self.environment(secret),
         )
         self._stack.callback(self._end, process)
