@@ -82,6 +82,14 @@ class Supervisor:
         """CPU seconds of all its processes that live."""
         return sum(cpu_s(pid) for pid in (self._process.pid, *self.pids().values()))
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """Kill it by SIGKILL; its processes end with it."""
+        self._process.kill()
+
     def close(self) -> None:
         """End it. Safe twice."""
         if self._process.poll() is None:
