@@ -24,7 +24,7 @@ class TenantConfig(Config):
 
     keys: tuple[str, ...] = ()
     """`sha256:HEX` of each key; a key is replaced by two of them until all clients have the new one."""
-    requests_per_s: float | None = pydantic.Field(default=None, gt=0)
+    requests_per_s: float | None = pydantic.Field(default=None, ge=1e-6)
     """Requests a second; as many as come in one second, and at least one, may come at once. Past it 429."""
     tokens_per_min: int | None = pydantic.Field(default=None, ge=1)
     """Prompt and output tokens a minute; all of a minute's may be used at once. Past it 429."""
