@@ -127,11 +127,89 @@ SEEDS: dict[str, dict[str, Any]] = {
         "metadata": {"a": "b"},
     },
 }
+HI = [{"role": "user", "content": "hi"}]
+TOOL_SCHEMA = {
+    "type": "object",
+    "$defs": {"a": {"type": "string"}},
+    "properties": {"x": {"$ref": "#/$defs/a"}, "y": {"items": {"enum": ["a", "b"]}}},
+    "required": ["x"],
+}
+MORE: list[tuple[str, dict[str, Any]]] = [
+    (
+        "/v1/chat/completions",
+        {
+            "messages": HI,
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "weather", "strict": True, "parameters": TOOL_SCHEMA},
+                }
+            ],
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": HI,
+            "structured_outputs": {"regex": "[a-z]{3}"},
+            "logit_bias": {"5": 1.5},
+            "allowed_token_ids": [5, 6, 7],
+            "bad_words": ["x"],
+            "stop_token_ids": [3],
+            "min_tokens": 1,
+            "top_k": 5,
+            "min_p": 0.1,
+            "repetition_penalty": 1.1,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "cache_salt": "s",
+            "nvext": {"annotations": ["token_ids"], "agent_hints": {"osl": 3}},
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [*HI, {"role": "assistant", "content": [{"type": "text", "text": "so"}]}],
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+            "documents": [{"title": "a", "text": "b"}],
+            "prompt_logprobs": 1,
+        },
+    ),
+    ("/v1/completions", {"prompt": [5, 6, 7], "continuation": {"num_emitted": 1, "choice": 0}, "seed": 1}),
+    (
+        "/v1/completions",
+        {"prompt": [[5, 6], [7]], "max_tokens": 0, "echo": True, "logprobs": 2, "n": 2, "best_of": 2},
+    ),
+    ("/v1/completions", {"prompt": "x", "guided_json": TOOL_SCHEMA}),
+    ("/v1/completions", {"prompt": "x", "guided_grammar": 'root ::= "a" | "b"'}),
+    (
+        "/v1/messages",
+        {
+            "max_tokens": 4,
+            "messages": HI,
+            "tools": [{"name": "weather", "input_schema": TOOL_SCHEMA}],
+            "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True},
+        },
+    ),
+    ("/tokenize", {"prompt": "x", "add_special_tokens": True}),
+]
+"""Bodies with other fields than those of `SEEDS`; each gets its model."""
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 3.5, 4.0, 1e308, -1e-300, 1 << 31, 1 << 63, -(1 << 64), "", "x", "auto", "none", "\x00", "\ud7ff",
     "é" * 50, "a" * 70_000, [], {}, [[]], [None], {"": None}, {"type": "text"}, {"type": "function"}, ["a", 1], {"a": {"b": [1]}}, [5] * 300,
+    1.0, 1e15, 1 << 53, [1.0], [True], [-1], [1 << 62], {"-1": 1}, {"5": None}, {"5": 1e300}, [""], ["a"] * 1000, "\u202e", "{{ 7 * 7 }}",
+    "(a+)+$", "[a-z]{1,100000}", 'root ::= root "a"', {"$ref": "#"}, {"$defs": 5}, {"$defs": [1]}, {"type": []}, {"enum": list(range(2000))},
+    {"properties": {"a": {"$ref": 5}}}, "data:image/png;base64,", "http://169.254.169.254/",
 ]  # fmt: skip
+
+
+def seeds() -> list[tuple[str, dict[str, Any]]]:
+    """Give sound bodies with their paths."""
+    return [*SEEDS.items(), *((path, {"model": "tiny"} | fields) for path, fields in MORE)]
 
 
 def places(node: Any) -> list[tuple[Any, Any]]:
@@ -169,7 +247,7 @@ def mutated(rng: random.Random, seed: dict[str, Any]) -> bytes:
                 rng.choice(("utf-16", "utf-32", "utf-8-sig")), "replace"
             )
         case 3:
-            depth = rng.choice((50, 2000))
+            depth = rng.choice((50, 300, 700, 900, 960, 980, 2000))
             raw = raw[:-1] + b',"deep":' + b"[" * depth + b"]" * depth + b"}"
     return raw
 
@@ -187,9 +265,9 @@ async def tried(folder: Path, **config: Any) -> AsyncIterator[tuple[Site, aiohtt
         form.add_field("file", b'{"custom_id": "1"}', filename="in.jsonl")
         async with http.post("/v1/files", data=form) as answer:
             SEEDS["/v1/batches"]["input_file_id"] = (await answer.json())["id"]
-        for path, seed in SEEDS.items():
+        for path, seed in seeds():
             async with http.post(path, json=seed) as answer:
-                assert answer.status == 200, (path, await answer.text())
+                assert answer.status == 200, (path, seed, await answer.text())
         async with loop_not_blocked(cpu_s_max=LOOP_CPU_S_MAX, blocked_s_max=math.inf):
             yield site, http
 
@@ -217,10 +295,10 @@ def test_damaged_bodies_are_answered_or_refused(tmp_path: Path) -> None:
         statuses: dict[int, int] = {}
         async with tried(tmp_path) as (_, http):
             for _ in range(BODIES):
-                path = rng.choice(list(SEEDS))
+                path, seed = rng.choice(seeds())
                 streams = rng.random() < 0.3 and path in GENERATING
                 status = await status_of(
-                    http, path, mutated(rng, dict(SEEDS[path], stream=True) if streams else SEEDS[path])
+                    http, path, mutated(rng, dict(seed, stream=True) if streams else seed)
                 )
                 statuses[status] = statuses.get(status, 0) + 1
         print(statuses)
