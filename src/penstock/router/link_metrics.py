@@ -34,7 +34,7 @@ class LinkMetrics:
             "link_clock_skew_seconds", "Seconds by which the other region's clock is ahead", *labels
         )
         self.told_chunks = gauge(
-            "told_chunks", "Chunks of 256 tokens of which other regions tell that they hold them"
+            "told_chunks", "Chunks of prefixes of which other regions tell that they hold them"
         )
         self._shown: dict[str, LinkReport] = {}
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.types.kv.summary import blocks_per_chunk
+from penstock.core.types.kv.summary import chunk_hashes
 from penstock.core.wire import HashArray, PackedHashes, pack_hashes
 from penstock.router.config import PrefixSummaryConfig
 from penstock.router.index.radix import RadixTree
@@ -15,8 +15,8 @@ from penstock.router.index.radix import RadixTree
 _HASH_BYTES = 8
 _TURN_S = 0.2
 """Links of several regions ask at their own times; what is told changes at most so often."""
-_NOTED_MAX, _CHUNKS_OF_A_PROMPT = 512, 256
-"""Prompts of one turn that count, the latest, and first chunks of each: 65,536 tokens."""
+_NOTED_MAX = 512
+"""Prompts of one turn that count, the latest."""
 _NOTED_CHUNKS_MAX = 32_768
 """Chunks of one turn that count: 5 ms on a shared AMD EPYC."""
 _WAITING_MAX, _LOOKED_AT_MAX = 4096, 256
@@ -65,7 +65,7 @@ class HotPrefixes:
             now_s: the event loop's time.
         """
         self._tree = tree
-        self._blocks = blocks_per_chunk(block_size)
+        self._block_size = block_size
         self._config = config
         self._noted: deque[HashArray] = deque(maxlen=_NOTED_MAX)
         self._heat: dict[int, float] = {}  # of `_told` and of others
@@ -94,9 +94,9 @@ class HotPrefixes:
         Args:
             hashes: (n,) uint64, of its full blocks.
         """
-        chunks = hashes[self._blocks - 1 :: self._blocks][:_CHUNKS_OF_A_PROMPT]
+        chunks = chunk_hashes(hashes, self._block_size)
         if len(chunks):
-            self._noted.append(chunks.copy())
+            self._noted.append(chunks)
 
     def changes(self, after: int, bytes_max: int, ready: NDArray[np.bool_], now_s: float) -> SummaryChanges:
         """Give the oldest changes after a version, of `bytes_max` at most.

@@ -1,4 +1,4 @@
-"""Which prefixes other regions hold, as their summaries say: by slot of the link to each, in chunks of 256 tokens."""
+"""Which prefixes other regions hold, as their summaries say: by slot of the link to each, in chunks."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, EventSnapshot, KvEvent
-from penstock.core.types.kv.summary import blocks_per_chunk, chunk_hashes
+from penstock.core.types.kv.summary import blocks_per_chunk, chunk_ends, chunk_hashes
 from penstock.core.wire import HashArray, unpack_hashes
 from penstock.router.index.radix import PrefixMatch, RadixTree
 
@@ -86,7 +86,7 @@ class RegionIndex:
         chunks = self._tree.match(chunk_hashes(hashes, block_size)).depths
         told: NDArray[np.int32] = np.zeros_like(match.depths)
         known = [slot for slot in slots if slot < len(chunks)]
-        told[known] = chunks[known] * blocks_per_chunk(block_size)
+        told[known] = np.concatenate(([0], chunk_ends(block_size)))[chunks[known]]
         if not (told > match.depths).any():
             return match
         tiers = match.tiers.copy()
