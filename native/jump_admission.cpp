@@ -111,7 +111,7 @@ Count JumpScheduler::admit(Count budget, std::vector<Share>& admitted, std::opti
 Count JumpScheduler::window_blocks(Count tokens, Count step_tokens) const {
     Count in_layers = 0;
     for (const auto& [window, layers] : limits_.windows) {
-        in_layers += layers * std::min(blocks_of(tokens), blocks_of(window - 2 + step_tokens) + 1);
+        in_layers += layers * std::min(blocks_of(tokens), blocks_of(window - 1) + blocks_of(step_tokens - 1) + 1);
     }
     return (in_layers + limits_.whole_layers - 1) / limits_.whole_layers;
 }

@@ -15,7 +15,9 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 
 from penstock.core.hashing import block_hashes
 from penstock.core.types.events import BlockRemoved, BlockStored, Tier
+from penstock.core.types.requests import SamplingParams
 from penstock.core.wire import pack_hashes
+from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.kv.groups.group import GroupKind, KvGroup
 from penstock.kv.groups.groups import KvGroups
@@ -131,12 +133,15 @@ class Grouped:
 
     @invariant()
     def routers_hear_of_usable_prefixes(self):
-        """What was told of the device are blocks that lead to one where each group holds the window that ends there."""
+        """What was told of the device are blocks that lead to one where each group holds the window that ends there.
+
+        Each one is told that a request can begin with. Behind a block that the first group lacks, some may not be.
+        """
         if self.plan is not None or not hasattr(self, "groups"):
             return
         self.read(self.scheduler.take_step())
         held = {tuple(each) for each in self.scheduler._pool.resident_hashes().tolist()}
-        usable = set()
+        usable, reached = set(), set()
         for low in [low for low, _ in held if low in self.parents]:
             chain = [low]
             while (parent := self.parents[chain[0]]) is not None:
@@ -147,9 +152,13 @@ class Grouped:
                 for place in self.groups.others
                 for each in names[place.start(len(names)) :]
             ):
-                while chain and self.highs[chain[-1]] in held:
-                    usable.add(chain.pop())
-        assert self.resident == usable
+                first = len(chain)
+                while first and self.highs[chain[first - 1]] in held:
+                    first -= 1
+                usable.update(chain[first:])
+                if not first:
+                    reached.update(chain)
+        assert reached <= self.resident <= usable
 
     def compute(self, plan):
         table = self.scheduler.table
@@ -249,7 +258,7 @@ class GroupedTieredMachine(Grouped, TieredSchedulerMachine):
 
     @invariant()
     def the_longest_prefix_is_chosen(self):
-        """Equal to a search through all lengths, over what the device and the tier have."""
+        """Equal to a search through all lengths, over what the device has, and from its first gap on the tier."""
         if self.plan is not None or not hasattr(self, "kv"):
             return
         device = {tuple(each) for each in self.scheduler._pool.resident_hashes().tolist()}
@@ -265,8 +274,12 @@ class GroupedTieredMachine(Grouped, TieredSchedulerMachine):
 
         num_hits = len(self.scheduler._pool.match(hashes))
         here = max(end for end in range(num_hits + 1) if device.issuperset(needed(end)))
-        there = max(end for end in range(9) if both.issuperset(needed(end)))
-        is_whole = set(self.tier.kept).issuperset(needed(there, min(num_hits, there)))
+        kept = set(self.tier.kept)
+        found = max(
+            end for end in range(num_hits, 9) if kept.issuperset(map(tuple, hashes[num_hits:end].tolist()))
+        )
+        there = max(end for end in range(found + 1) if both.issuperset(needed(end)))
+        is_whole = kept.issuperset(needed(there, min(num_hits, there)))
         chosen = self.kv.choose_prefix(hashes, num_hits, 36)
         assert chosen.end == (there if is_whole else here)
         assert bool(chosen.runs) == (chosen.end > here)
@@ -278,6 +291,40 @@ for machine in (GroupedSchedulerMachine, GroupedTieredMachine):
     )
 TestGroupedSchedulerMachine = GroupedSchedulerMachine.TestCase
 TestGroupedTieredMachine = GroupedTieredMachine.TestCase
+
+
+def test_blocks_behind_one_that_was_evicted_are_told_once_a_request_can_begin_with_them():
+    """A request whose blocks were cached already when it computed them leaves a gap where the cached ones are evicted."""
+    machine = GroupedSchedulerMachine()
+
+    def submit(length, families=1, moved=0, max_tokens=1):
+        machine.submit(
+            families, length, SamplingParams(max_tokens=max_tokens), moved, prefill_only=False, has_tail=False
+        )
+
+    hashes = block_hashes([7 * index % VOCAB for index in range(24)], BLOCK_SIZE)
+
+    def told():
+        machine.routers_hear_of_usable_prefixes()
+        return [low in machine.resident for low in hashes[:, 0].tolist()]
+
+    machine.start(SchedulerConfig(max_batch_tokens=10, max_running_requests=4), (17, 2))
+    submit(8, families=2)
+    machine.run_steps(2)
+    machine.pin(0, 1)
+    machine.pin(1, 2)
+    submit(21, moved=3, max_tokens=4)
+    machine.begin_step()
+    submit(25)
+    machine.run_steps(4)
+    has_block = [bool(machine.scheduler._pool.match(hashes[end : end + 1])) for end in range(6)]
+    assert has_block == [True, False, False, True, True, True]
+    assert told() == [True] + [False] * 5
+    machine.unpin_all()
+    for _ in range(4):
+        submit(25)
+        machine.run_steps(4)
+    assert told() == [True] * 6
 
 
 def as_one_chain(self, first, end):

@@ -32,7 +32,8 @@ class ReachableBlocks:
     """Follows what is stored and removed, by the low halves of the prompts' block hashes. Not thread-safe.
 
     A block leads on if the first group has it, and a prefix that ends with it or goes on from it has all that the other groups
-    need. To note that a block is stored or removed takes as many steps as the largest window has blocks, at most.
+    need. Behind a block that the first group lacks, where no request can go on, it may count as leading nowhere until that block is
+    back. To note that a block is stored or removed takes as many steps as the largest window has blocks, at most.
     """
 
     def __init__(self, needed: Sequence[int | None] = ()) -> None:

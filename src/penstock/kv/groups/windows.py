@@ -22,14 +22,15 @@ class Windows:
 
         Args:
             tokens: most tokens of the request.
-            step_tokens: most of its tokens in one step, from 1 on: the first of them sees a whole window, and all are kept.
+            step_tokens: most of its tokens in one step, from 1 on: all are kept, and the window before the block that the step
+                begins in, which is cached for later requests.
             block_size: tokens in a block.
         """
         if not self.layers:
             return 0
         whole = -(-tokens // block_size)
         in_layers = sum(
-            count * min(whole, -(-(window - 2 + step_tokens) // block_size) + 1)
+            count * min(whole, -(-(window - 1) // block_size) - (1 - step_tokens) // block_size + 1)
             for window, count in self.layers
         )
         return -(-in_layers // self.whole_layers)

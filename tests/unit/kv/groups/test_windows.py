@@ -8,8 +8,8 @@ GPT_OSS = Windows(((128, 18),), 18)
 
 
 def kept(window, start, end, block_size):
-    """Blocks with a token that a step of tokens `start` to `end` reads or writes, in a layer with a window."""
-    first = max(0, start - window + 1)
+    """Blocks that a step of tokens `start` to `end` writes, or that are of the window before its first block, in one layer."""
+    first = max(0, start // block_size * block_size - window + 1)
     return len({token // block_size for token in range(first, end)})
 
 
@@ -48,5 +48,8 @@ def test_no_step_of_a_request_needs_more(layers, data):
 @given(st.integers(1, 20), st.integers(1, 60), st.integers(1, 80))
 def test_some_step_needs_as_much(block_size, window, step):
     most = Windows(((window, 1),), 1).blocks(1000, step, block_size)
-    seen = max(kept(window, start, start + step, block_size) for start in range(window, window + block_size))
+    seen = max(
+        kept(window, start, start + step, block_size)
+        for start in range(window + block_size, window + 2 * block_size)
+    )
     assert seen == most
