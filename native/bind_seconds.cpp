@@ -83,7 +83,10 @@ Column<Element> column(nb::handle source, const char* name, std::size_t slots, s
 }
 
 Terms price(nb::handle context, double itl_weight, double ttft_target_s, double itl_target_s, double busy_period,
-            double delayed_max, double token_s_min, double request_bytes) {
+            double delayed_max, double token_s_min, double request_bytes, std::size_t kernel) {
+    if (kernel >= price_kernels().size()) {
+        throw nb::value_error("kernel: must be an index of price_kernels()");
+    }
     const auto number = [&](const char* name) { return nb::cast<std::int64_t>(context.attr(name)); };
     const Asked asked{
         .request_tokens = number("request_tokens"),
@@ -159,7 +162,7 @@ Terms price(nb::handle context, double itl_weight, double ttft_target_s, double 
         .byte_s = byte_s.data(),
     };
     auto terms = std::make_unique_for_overwrite<double[]>(kTerms * slots);
-    predicted_seconds(asked, columns, terms.get());
+    predicted_seconds(asked, columns, terms.get(), price_kernels()[kernel]);
     double* data = terms.release();
     const nb::capsule owner(data, [](void* pointer) noexcept { delete[] static_cast<double*>(pointer); });
     return Terms(data, {kTerms, slots}, owner);
@@ -178,7 +181,14 @@ std::size_t choose(nb::handle terms, nb::handle eligible, std::uint64_t request_
 
 void bind_seconds(nb::module_& module) {
     module.def("predicted_seconds", &price, "context"_a, "itl_weight"_a, "ttft_target_s"_a, "itl_target_s"_a,
-               "busy_period"_a, "delayed_max"_a, "token_s_min"_a, "request_bytes"_a);
+               "busy_period"_a, "delayed_max"_a, "token_s_min"_a, "request_bytes"_a, "kernel"_a = 0);
+    module.def("price_kernels", [] {
+        nb::list names;
+        for (const auto& kernel : price_kernels()) {
+            names.append(kernel.name);
+        }
+        return names;
+    });
     module.def("cheapest", &choose, "terms"_a, "eligible"_a, "request_hash"_a);
 }
 

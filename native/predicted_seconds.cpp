@@ -105,8 +105,6 @@ double past_target(double predicted_s, double target_s) { return std::min(std::m
     }
 }
 
-using PriceEach = void (*)(const Asked&, const Columns&, std::size_t, double*, double*);
-
 void price_portably(const Asked& asked, const Columns& columns, std::size_t slots, double* terms, double* use) {
     price_any(asked, columns, slots, terms, use);
 }
@@ -116,21 +114,26 @@ void price_portably(const Asked& asked, const Columns& columns, std::size_t slot
                                                                           std::size_t slots, double* terms, double* use) {
     price_any(asked, columns, slots, terms, use);
 }
-
-PriceEach choose_price_each() {
-    const bool has_them = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
-    return has_them ? price_by_eight : price_portably;
-}
-#else
-PriceEach choose_price_each() { return price_portably; }
 #endif
-
-const PriceEach price_each = choose_price_each();
 
 }  // namespace
 
-void predicted_seconds(const Asked& asked, const Columns& columns, double* terms) {
+std::span<const PriceKernel> price_kernels() {
+    static const std::vector<PriceKernel> runnable = [] {
+        std::vector<PriceKernel> found;
+#if defined(__x86_64__)
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+            __builtin_cpu_supports("avx512bw")) {
+            found.push_back({"avx512", price_by_eight});
+        }
+#endif
+        found.push_back({"portable", price_portably});
+        return found;
+    }();
+    return runnable;
+}
+
+void predicted_seconds(const Asked& asked, const Columns& columns, double* terms, const PriceKernel& kernel) {
     const std::size_t slots = columns.eligible.size();
     const auto speed_of = [&](std::size_t i) {
         return (columns.eligible[i] ? columns.prompts_at_once[i] : 0.0) / std::max(columns.prefill_token_s[i], asked.token_s_min);
@@ -144,7 +147,7 @@ void predicted_seconds(const Asked& asked, const Columns& columns, double* terms
     const double speeds_min_1 = std::max(speeds, 1.0);
     const auto row = [&](Term term) { return terms + static_cast<std::size_t>(term) * slots; };
     std::vector<double> use(slots);  // of memory
-    price_each(asked, columns, slots, terms, use.data());
+    kernel.price_each(asked, columns, slots, terms, use.data());
 
     std::vector<double> waits(slots);  // of those eligible: for queue and KV memory, for KV memory alone; and its use there
     std::vector<double> kv_waits(slots);

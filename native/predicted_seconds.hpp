@@ -65,7 +65,17 @@ struct Columns {
     const double* byte_s;
 };
 
+// One of several loops over the slots, which give equal numbers.
+struct PriceKernel {
+    const char* name;
+    void (*price_each)(const Asked& asked, const Columns& columns, std::size_t slots, double* terms, double* use);
+};
+
+// Those that this machine runs, the fastest first and the portable one last.
+std::span<const PriceKernel> price_kernels();
+
 // Write (kTerms, slots) seconds, in the order of `Term`.
-void predicted_seconds(const Asked& asked, const Columns& columns, double* terms);
+void predicted_seconds(const Asked& asked, const Columns& columns, double* terms,
+                       const PriceKernel& kernel = price_kernels().front());
 
 }  // namespace penstock

@@ -44,7 +44,9 @@ def predicted_seconds(
     delayed_max: float,
     token_s_min: float,
     request_bytes: float,
+    kernel: int = 0,
 ) -> NDArray[np.float64]: ...
+def price_kernels() -> list[str]: ...
 def cheapest(terms: NDArray[np.float64], eligible: NDArray[np.bool_], request_hash: int) -> int: ...
 def copy_ranges(
     targets: NDArray[np.uint64],

@@ -1,6 +1,7 @@
 """The `kv` policy's prices: native against its Python reference."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,22 @@ from penstock.testing.routing_policy import make_context, make_prices, some_cont
 pytestmark = pytest.mark.skipif(native is None, reason="installed with PENSTOCK_NATIVE=OFF")
 
 
+@pytest.fixture(
+    params=[] if native is None else range(len(native.price_kernels())),
+    ids=lambda number: native.price_kernels()[number],
+)
+def kernel(request, monkeypatch):
+    """Have the policy use each of the loops that this machine runs: with the widest vectors, and without."""
+    monkeypatch.setattr(native, "predicted_seconds", partial(native.predicted_seconds, kernel=request.param))
+
+
+def test_every_machine_has_the_portable_kernel():
+    assert native.price_kernels()[-1] == "portable"
+    with pytest.raises(ValueError, match="kernel: must be an index"):
+        native.predicted_seconds(next(some_contexts()), *[1.0] * 7, kernel=9)
+
+
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("seed", range(10))
 def test_native_and_twin_give_equal_seconds(seed):
     for context in some_contexts(seed):
@@ -31,6 +48,7 @@ def test_columns_of_other_lengths_are_refused():
         PredictedSeconds().terms(make_context(3, prices=make_prices(3, onboard_token_s=[[0.0] * 3])))
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("num_slots", [1023, 1024, 1025, 5000])
 @pytest.mark.parametrize("order", ["random", "rising", "falling", "waves", "equal", "few"])
 def test_medians_of_many_workers_are_exact(num_slots, order):
