@@ -109,6 +109,12 @@ class Graph(Config):
                     f"planner.address: {self.planner.address}: all is on one host; leave it out, or set runtime.hub or"
                     " runtime.discovery"
                 )
+            for field in ("hub", "join"):
+                if self.planner.address is not None and self.planner.address == getattr(self.runtime, field):
+                    raise wrong(
+                        f"planner.address: {self.planner.address} is runtime.{field} too, where the registry listens; give the planner"
+                        " another port"
+                    )
         return self
 
     @pydantic.model_validator(mode="after")

@@ -69,6 +69,16 @@ def test_leases_in_kubernetes_are_longer_unless_set():
         ({"address": "tcp://10.0.0.1:0"}, {}, "planner.address: must be tcp://HOST:PORT with a port"),
         ({"address": "unix:///run/planner"}, {}, "planner.address: must be tcp://HOST:PORT with a port"),
         ({"address": "10.0.0.1"}, {}, "planner.address: "),
+        (
+            {"address": "tcp://10.0.0.1:7400"},
+            {"hub": "tcp://10.0.0.1:7400"},
+            "planner.address: tcp://10.0.0.1:7400 is runtime.hub too",
+        ),
+        (
+            {"address": "tcp://10.0.0.1:7400"},
+            {"join": "tcp://10.0.0.1:7400"},
+            "planner.address: tcp://10.0.0.1:7400 is runtime.join too",
+        ),
     ],
 )
 def test_a_planner_of_many_hosts_says_where_it_listens_and_no_other_one(planner, runtime, problem):
