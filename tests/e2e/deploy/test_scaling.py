@@ -262,5 +262,5 @@ def test_a_killed_supervisor_comes_back_with_its_scale():
         serve.process.wait(timeout=TIMEOUT_S)
         assert "no deployment" in scale_of("aggregated", "4").stderr
     with Serve() as serve:
-        assert any("3 aggregated, as scaled before by penstock scale" in line for line in serve.lines)
+        assert any("3 aggregated: set by penstock scale before the restart" in line for line in serve.lines)
         assert serve.workers() == ["worker-1", "worker-2", "worker-3"]

@@ -109,7 +109,7 @@ def test_load_starts_workers_on_the_other_host_and_its_end_takes_them_away_also_
         until(lambda: workers() == {"worker-1@host-a"})
         load.more(AT_ONCE)
         there = start_second()
-        assert any("3 aggregated, as scaled before by planner" in line for line in second.lines)
+        assert any("3 aggregated: set by planner before the restart" in line for line in second.lines)
         until(lambda: workers() == {"worker-1@host-a", *on_b})
         load.more(AT_ONCE)
     one = first.stream(url, 600)

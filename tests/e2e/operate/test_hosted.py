@@ -9,6 +9,7 @@ import aiohttp
 import psutil
 import pytest
 
+from tests.support.registries import free_port
 from tests.support.streams import Load
 from tests.support.up import TIMEOUT_S, Up
 
@@ -150,3 +151,29 @@ def test_a_supervisor_that_hangs_is_said_to_be_silent_and_killed_in_time(up):
     assert process.wait(timeout=TIMEOUT_S) == -signal.SIGKILL
     until(lambda: not running(pids))
     assert up.ps() == []
+
+
+def test_parts_of_one_deployment_on_one_host_are_told_apart(up):
+    """As where one host runs two parts of a graph: both have its name, its file and its directory."""
+    hub = f"tcp://127.0.0.1:{free_port()}"
+    up.environment["PENSTOCK_SECRET"] = "a secret of both parts, long enough"
+    graph = up.graph(name="chat", runtime={"hub": hub})
+    whole = up.up(graph)
+    other = Up(up.folder, up.environment["XDG_RUNTIME_DIR"])
+    other.environment |= {"PENSTOCK_SECRET": up.environment["PENSTOCK_SECRET"], "PENSTOCK_HOST": "second"}
+    part = other.up(graph, "--join", hub, "--run", "aggregated")
+    try:
+        for command in (["scale"], ["logs"], ["down"], ["apply", graph]):
+            refused = up.run(*command, "--name", "chat", check=False)
+            assert refused.returncode == 2
+            assert f"--part all, or {whole.pid}" in refused.stderr
+            assert f"--part aggregated, or {part.pid}" in refused.stderr
+        up.run("scale", "aggregated", "2", "--part", "aggregated")
+        assert "worker-2    ready" in up.run("logs", "worker-2", "--part", str(part.pid)).stdout
+        assert up.run("logs", "worker-2", "--part", "all", check=False).returncode == 2, "it has one worker"
+        assert "nothing differs" in up.run("apply", graph, "--part", "all").stdout
+        up.run("down", "--name", "chat", "--part", "aggregated")
+        assert part.wait(timeout=TIMEOUT_S) == 0
+        assert [each["pid"] for each in up.ps()] == [whole.pid]
+    finally:
+        other.end()

@@ -97,6 +97,6 @@ def test_a_killed_supervisor_comes_back_with_four_workers_and_scales_in():
         planned.process.wait(timeout=TIMEOUT_S)
         assert command("planner", "log", "--name", "default", "-n", "1000").startswith(log[:40])
     with serving(*MOCK, **FEW) as planned:
-        assert any("4 aggregated, as scaled before by planner" in line for line in planned.lines)
+        assert any("4 aggregated: set by planner before the restart" in line for line in planned.lines)
         run(idle(planned.url))
         assert re.search(r"did +retires worker-", command("planner", "why"))

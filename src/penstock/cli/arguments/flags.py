@@ -24,6 +24,18 @@ def add_url(parser: Any) -> None:
     )
 
 
+def add_deployment(parser: Any, *, has_url: bool = False) -> None:
+    """Add what chooses one of several deployments of this host: `--name`, `--part`, and `--url` where the command takes it."""
+    parser.add_argument("--name", metavar="NAME", help="the graph's name, where several deployments run")
+    parser.add_argument(
+        "--part",
+        metavar="PART",
+        help="where parts of one deployment run: what --run of penstock up said, all without it, or the pid of penstock ps",
+    )
+    if has_url:
+        parser.add_argument("--url", metavar="URL", help="the deployment's URL, where several run")
+
+
 def add_log_level(parser: Any) -> None:
     """Add `--log-level`."""
     parser.add_argument(

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.arguments.flags import add_set
+from penstock.cli.arguments.flags import add_deployment, add_set
 from penstock.core.errors import ConfigError
 
 _LINES = 100
@@ -33,7 +33,7 @@ def add_watching(commands: Any) -> None:
     logs.add_argument(
         "-f", "--follow", action="store_true", help="go on until the deployment ends, or Ctrl-C"
     )
-    _add_name(logs)
+    add_deployment(logs)
     logs.set_defaults(run=_run_logs)
 
 
@@ -50,7 +50,7 @@ def add_changing(commands: Any) -> None:
     change.add_argument("file", type=Path, metavar="FILE", help="YAML, or Python that sets `graph`")
     change.add_argument("--dry-run", action="store_true", help="print what differs, and change nothing")
     add_set(change, "set a field, as for up")
-    _add_name(change)
+    add_deployment(change)
     change.set_defaults(run=_run_apply)
     down = commands.add_parser(
         "down",
@@ -59,7 +59,7 @@ def add_changing(commands: Any) -> None:
         " remove what it left. Without arguments the only one is ended, or the one that was started in this directory.",
     )
     down.add_argument("file", nargs="?", metavar="FILE", help="the graph's file that it was started from")
-    _add_name(down)
+    add_deployment(down)
     down.add_argument("--now", action="store_true", help="end requests in flight too")
     down.add_argument(
         "--timeout",
@@ -68,10 +68,6 @@ def add_changing(commands: Any) -> None:
         help="seconds until it is killed (default: what its graph allows for draining, and 10)",
     )
     down.set_defaults(run=_run_down)
-
-
-def _add_name(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", metavar="NAME", help="the graph's name, where several deployments run")
 
 
 def _run_ps(options: argparse.Namespace) -> int:
@@ -86,14 +82,14 @@ def _run_logs(options: argparse.Namespace) -> int:
 
     if options.n < 0:
         raise ConfigError(f"-n: must be >= 0, got {options.n}")
-    show_logs(options.process, name=options.name, last=options.n, follow=options.follow)
+    show_logs(options.process, name=options.name, part=options.part, last=options.n, follow=options.follow)
     return 0
 
 
 def _run_apply(options: argparse.Namespace) -> int:
     from penstock.deploy.commands.hosted.apply import apply_graph  # noqa: PLC0415
 
-    apply_graph(options.file, options.set, name=options.name, dry_run=options.dry_run)
+    apply_graph(options.file, options.set, name=options.name, part=options.part, dry_run=options.dry_run)
     return 0
 
 
@@ -103,5 +99,5 @@ def _run_down(options: argparse.Namespace) -> int:
     if options.timeout is not None and not (options.timeout >= 0 and math.isfinite(options.timeout)):
         raise ConfigError(f"--timeout: must be a number of seconds >= 0, got {options.timeout}")
     file = None if options.file is None else Path(options.file)
-    take_down(file, name=options.name, now=options.now, timeout_s=options.timeout)
+    take_down(file, name=options.name, part=options.part, now=options.now, timeout_s=options.timeout)
     return 0

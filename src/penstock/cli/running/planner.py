@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.arguments.flags import add_set
+from penstock.cli.arguments.flags import add_deployment, add_set
 from penstock.core.errors import ConfigError
 
 _LAST = 20
@@ -46,8 +46,7 @@ def add(commands: Any) -> None:
     why.set_defaults(run=_run_why)
     for each in (log, why):
         each.add_argument("--file", type=Path, metavar="FILE", help="read a log instead, planner.jsonl")
-        each.add_argument("--name", metavar="NAME", help="the graph's name, where several deployments run")
-        each.add_argument("--url", metavar="URL", help="the deployment's URL, where several run")
+        add_deployment(each, has_url=True)
         each.add_argument("--json", action="store_true", help="print the log's lines unchanged")
     again = actions.add_parser(
         "replay",
@@ -69,7 +68,7 @@ def _run_log(options: argparse.Namespace) -> int:
 
     if options.n < 1:
         raise ConfigError(f"-n: must be >= 1, got {options.n}")
-    path = find_log(name=options.name, url=options.url, file=options.file)
+    path = find_log(name=options.name, url=options.url, part=options.part, file=options.file)
     show_log(path, last=options.n, follow=options.follow, as_json=options.json)
     return 0
 
@@ -77,7 +76,7 @@ def _run_log(options: argparse.Namespace) -> int:
 def _run_why(options: argparse.Namespace) -> int:
     from penstock.deploy.commands.planner.log import find_log, show_why  # noqa: PLC0415
 
-    path = find_log(name=options.name, url=options.url, file=options.file)
+    path = find_log(name=options.name, url=options.url, part=options.part, file=options.file)
     show_why(path, options.which, as_json=options.json)
     return 0
 

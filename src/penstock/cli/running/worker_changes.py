@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from penstock.cli.arguments.flags import add_deployment
 from penstock.core.errors import ConfigError
 
 
@@ -22,8 +23,7 @@ def _add_scale(commands: Any) -> None:
     )
     parser.add_argument("role", nargs="?", metavar="ROLE", help="prefill, decode or aggregated; without, all")
     parser.add_argument("count", nargs="?", metavar="N", help="its workers from now on; without, shows them")
-    parser.add_argument("--name", metavar="NAME", help="the graph's name, where several deployments run")
-    parser.add_argument("--url", metavar="URL", help="the deployment's URL, where several run")
+    add_deployment(parser, has_url=True)
     parser.add_argument(
         "--no-wait", action="store_true", help="do not wait until workers are ready or have ended"
     )
@@ -87,6 +87,7 @@ def _run_scale(options: argparse.Namespace) -> int:
         None if options.count is None else int(options.count),
         name=options.name,
         url=options.url,
+        part=options.part,
         wait=not options.no_wait,
     )
     return 0

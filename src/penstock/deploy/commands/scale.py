@@ -15,7 +15,15 @@ _BY = "penstock scale"
 _SEEN_S = 60.0
 
 
-def run_scale(role: Role | None, count: int | None, *, name: str | None, url: str | None, wait: bool) -> None:
+def run_scale(
+    role: Role | None,
+    count: int | None,
+    *,
+    name: str | None = None,
+    url: str | None = None,
+    part: str | None = None,
+    wait: bool,
+) -> None:
     """Show the workers, or change their number and wait until it is so.
 
     Args:
@@ -23,6 +31,7 @@ def run_scale(role: Role | None, count: int | None, *, name: str | None, url: st
         count: its workers from now on; None shows them.
         name: the graph's name, where several deployments run.
         url: their URL, likewise.
+        part: which part of the deployment, where several run here.
         wait: wait until added workers are ready and retired ones have ended.
 
     Raises:
@@ -30,13 +39,13 @@ def run_scale(role: Role | None, count: int | None, *, name: str | None, url: st
         RequestError: the deployment refuses, with the reason.
         Unavailable: no deployment runs, or it ended meanwhile.
     """
-    asyncio.run(_run(role, count, name=name, url=url, wait=wait))
+    asyncio.run(_run(role, count, name=name, url=url, part=part, wait=wait))
 
 
 async def _run(
-    role: Role | None, count: int | None, *, name: str | None, url: str | None, wait: bool
+    role: Role | None, count: int | None, *, name: str | None, url: str | None, part: str | None, wait: bool
 ) -> None:
-    connector = await find_deployment(name=name, url=url)
+    connector = await find_deployment(name=name, url=url, part=part)
     scale = await connector.scale()
     if count is None or role is None:
         _write(_table(scale, role))

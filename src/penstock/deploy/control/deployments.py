@@ -1,15 +1,20 @@
 """Finds the running deployments of this user on this machine."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.core.errors import ConfigError, Overloaded, PenstockError, Unavailable
+from penstock.deploy.control.hosted import describe_part, is_part
 from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import SOCKET_NAME, Deployment
+from penstock.deploy.control.record import DeploymentRecord, read_record
 from penstock.deploy.state import runtime_directories
 
 
-async def find_deployment(*, name: str | None = None, url: str | None = None) -> LocalConnector:
-    """Return a connector of the only running deployment, or of the one with this name or URL.
+async def find_deployment(
+    *, name: str | None = None, url: str | None = None, part: str | None = None
+) -> LocalConnector:
+    """Return a connector of the only running deployment, or of the one with this name, URL and part.
 
     Raises:
         Unavailable: none runs, or none fits.
@@ -18,24 +23,38 @@ async def find_deployment(*, name: str | None = None, url: str | None = None) ->
     """
     running = await _running()
     fitting = [
-        (deployment, connector)
-        for deployment, connector in running
-        if (name is None or deployment.name == name) and (url is None or deployment.url == url.rstrip("/"))
+        each
+        for each in running
+        if (name is None or each.deployment.name == name)
+        and (url is None or each.deployment.url == url.rstrip("/"))
+        and (part is None or is_part(each.record, part))
     ]
-    listed = ", ".join(f"{deployment.name} at {deployment.url}" for deployment, _ in running)
+    listed = ", ".join(str(each) for each in fitting or running)
     if not fitting:
-        wanted = "".join(f" {flag} {value}" for flag, value in (("--name", name), ("--url", url)) if value)
+        flags = (("--name", name), ("--url", url), ("--part", part))
+        wanted = "".join(f" {flag} {value}" for flag, value in flags if value)
         raise Unavailable(
             f"no deployment{wanted} of this user runs on this machine"
             + (f"; running: {listed}" if listed else "; start one with penstock serve")
         )
     if len(fitting) > 1:
-        raise ConfigError(f"several deployments run: {listed}; choose one with --name or --url")
-    return fitting[0][1]
+        raise ConfigError(f"several deployments run: {listed}; choose one with --name, --url or --part")
+    return fitting[0].connector
 
 
-async def _running() -> list[tuple[Deployment, LocalConnector]]:
-    found: list[tuple[Deployment, LocalConnector]] = []
+@dataclass(frozen=True, slots=True)
+class _Running:
+    deployment: Deployment
+    connector: LocalConnector
+    record: DeploymentRecord | None
+
+    def __str__(self) -> str:
+        at = f" at {self.deployment.url}" if self.deployment.url else " without frontends"
+        return f"{self.deployment.name}{at}{describe_part(self.record)}"
+
+
+async def _running() -> list[_Running]:
+    found: list[_Running] = []
     full: Overloaded | None = None
     for directory in runtime_directories():
         connector = LocalConnector(Path(directory, SOCKET_NAME))
@@ -47,7 +66,7 @@ async def _running() -> list[tuple[Deployment, LocalConnector]]:
             if connector.deployment is None:
                 continue  # its supervisor has ended, or has no room to say who it is
         if connector.deployment is not None:
-            found.append((connector.deployment, connector))
+            found.append(_Running(connector.deployment, connector, read_record(Path(directory))))
     if full is not None and not found:
         raise full
     return found

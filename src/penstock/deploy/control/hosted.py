@@ -14,6 +14,9 @@ from penstock.deploy.control.record import DeploymentRecord, read_record
 from penstock.deploy.group_file import end_groups, living_groups
 from penstock.deploy.state import LOCK_NAME, is_locked, orphan, runtime_directories
 
+_WHOLE = "all"
+"""What `--part` calls a deployment that was started without `--run`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Hosted:
@@ -61,16 +64,19 @@ def hosted() -> list[Hosted]:
     return sorted(found, key=lambda each: (not each.is_live, each.name, _file(each), str(each.directory)))
 
 
-def choose(found: list[Hosted], *, file: Path | None = None, name: str | None = None) -> Hosted:
-    """Choose the only one; else the only one of this graph file or name, or that was started in this directory.
+def choose(
+    found: list[Hosted], *, file: Path | None = None, name: str | None = None, part: str | None = None
+) -> Hosted:
+    """Choose the only one; else the only one of this graph file, name and part, or that was started in this directory.
 
     Raises:
         Unavailable: there is none.
         ConfigError: several fit; the text names them.
     """
-    fitting = [each for each in found if _fits(each, file, name)]
+    fitting = [each for each in found if _fits(each, file, name, part)]
     if not fitting:
         wanted = f" of {file}" if file is not None else f" called {name}" if name is not None else ""
+        wanted += "" if part is None else f" with --part {part}"
         known = ", ".join(_named(each) for each in found)
         raise Unavailable(
             f"no deployment{wanted} of this user runs on this host" + (f"; there is {known}" if known else "")
@@ -79,13 +85,36 @@ def choose(found: list[Hosted], *, file: Path | None = None, name: str | None = 
     for several in (fitting, here):
         if len(several) == 1:
             return several[0]
-    listed = ", ".join(_named(each) for each in fitting)
-    raise ConfigError(f"{len(fitting)} deployments fit: {listed}; name its graph file, or --name")
+    listed = ", ".join(f"{_named(each)}{describe_part(each.record)}" for each in fitting)
+    raise ConfigError(
+        f"{len(fitting)} deployments fit: {listed}; choose one by its graph file, --name or --part"
+    )
 
 
-def _fits(each: Hosted, file: Path | None, name: str | None) -> bool:
+def is_part(record: DeploymentRecord | None, part: str) -> bool:
+    """Tell whether `--part` names a deployment: by what `penstock up --run` said, `all` without it, or its process number."""
+    return record is not None and (part == str(record.pid) or _roles(part) == _roles(_part(record)))
+
+
+def describe_part(record: DeploymentRecord | None) -> str:
+    """Say what `--part` can name it by, for a text that lists several."""
+    return "" if record is None else f" (--part {_part(record)}, or {record.pid})"
+
+
+def _part(record: DeploymentRecord) -> str:
+    return _WHOLE if record.origin is None or record.origin.part is None else record.origin.part
+
+
+def _roles(part: str) -> set[str]:
+    """Read the roles of `frontend,decode=2`: numbers do not count."""
+    return {item.partition("=")[0].strip() for item in part.split(",")} - {""}
+
+
+def _fits(each: Hosted, file: Path | None, name: str | None, part: str | None) -> bool:
     record = each.record
     if name is not None and (record is None or record.name != name):
+        return False
+    if part is not None and not is_part(record, part):
         return False
     if file is None:
         return True

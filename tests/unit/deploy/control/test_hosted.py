@@ -1,6 +1,7 @@
 """Which deployment of a host a command means, and which of them lives."""
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -42,8 +43,8 @@ def place(short_path, monkeypatch):
         directory.remove()
 
 
-def origin(name, directory="/elsewhere"):
-    return Origin(file=f"/graphs/{name}.yaml", directory=directory)
+def origin(name, directory="/elsewhere", part=None):
+    return Origin(file=f"/graphs/{name}.yaml", directory=directory, part=part)
 
 
 def test_the_living_come_first_and_the_killed_are_told_by_their_lock(place):
@@ -77,9 +78,26 @@ def test_one_is_chosen_by_its_file_its_name_or_this_directory(place):
         choose(found, name="red")
     place("green", origin("green2", str(Path.cwd())))
     with pytest.raises(
-        ConfigError, match=r"2 deployments fit: green of /graphs/green.yaml, green of /graphs/green2"
+        ConfigError, match=r"2 deployments fit: green of /graphs/green.yaml .*, green of /graphs/green2"
     ):
         choose(hosted(), name="green")
+
+
+def test_parts_of_one_deployment_are_told_apart(place):
+    paths = [
+        place("chat", origin("chat", str(Path.cwd()), part))
+        for part in (None, "aggregated=2", "prefill, decode")
+    ]
+    found = hosted()
+    parts = ["all", "aggregated", "decode,prefill"]
+    assert [choose(found, name="chat", part=part).directory for part in parts] == paths
+    listed = f"chat of /graphs/chat.yaml (--part aggregated=2, or {os.getpid()})"
+    with pytest.raises(ConfigError, match=re.escape(listed)):
+        choose(found, name="chat")
+    with pytest.raises(ConfigError, match="3 deployments fit"):
+        choose(found, part=str(os.getpid()))
+    with pytest.raises(Unavailable, match="called chat with --part decode of this user"):
+        choose(found, name="chat", part="decode")
 
 
 def test_a_program_of_somebodys_own_gets_no_signal(place):

@@ -16,13 +16,16 @@ _COLUMNS = ("role", "field", "old", "new", "action")
 _FLAG = "penstock up"
 
 
-def apply_graph(file: Path, settings: Sequence[str], *, name: str | None, dry_run: bool) -> None:
+def apply_graph(
+    file: Path, settings: Sequence[str], *, name: str | None, part: str | None, dry_run: bool
+) -> None:
     """Print what differs, and unless `dry_run` change it and wait until that is done.
 
     Args:
         file: the graph.
         settings: of `--set`; what `penstock up` was given counts too, where these do not set the same.
         name: the deployment; None is the one that was started from this file, else the one with the graph's name.
+        part: which part of the deployment, where several run here.
         dry_run: change nothing.
 
     Raises:
@@ -30,7 +33,7 @@ def apply_graph(file: Path, settings: Sequence[str], *, name: str | None, dry_ru
         RequestError: another `penstock apply` is under way, or there is no room for a new worker.
         Unavailable: no deployment runs, or the change failed.
     """
-    found = _find(file, settings, name)
+    found = _find(file, settings, name, part)
     graph = _graph_for(found, file, settings)
     if found.record is not None and graph.name != found.record.name:
         raise ConfigError(
@@ -39,14 +42,14 @@ def apply_graph(file: Path, settings: Sequence[str], *, name: str | None, dry_ru
     asyncio.run(_apply(LocalConnector(found.directory / SOCKET_NAME), graph, dry_run=dry_run))
 
 
-def _find(file: Path, settings: Sequence[str], name: str | None) -> Hosted:
+def _find(file: Path, settings: Sequence[str], name: str | None, part: str | None) -> Hosted:
     living = [each for each in hosted() if each.is_live]
     if name is not None:
-        return choose(living, name=name)
+        return choose(living, name=name, part=part)
     try:
-        return choose(living, file=file)
+        return choose(living, file=file, part=part)
     except Unavailable:
-        return choose(living, name=load(file, Overrides(settings)).name)
+        return choose(living, name=load(file, Overrides(settings)).name, part=part)
 
 
 def _graph_for(found: Hosted, file: Path, settings: Sequence[str]) -> Graph:

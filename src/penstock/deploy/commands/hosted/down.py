@@ -16,12 +16,15 @@ _REPEAT_S = 1.0
 _KILLED_S = 10.0
 
 
-def take_down(file: Path | None, *, name: str | None, now: bool, timeout_s: float | None) -> None:
+def take_down(
+    file: Path | None, *, name: str | None, part: str | None, now: bool, timeout_s: float | None
+) -> None:
     """End a deployment and wait until it is gone.
 
     Args:
         file: the graph's file that it was started from.
         name: its name; None, with no file: the only one of this host, or the one started in this directory.
+        part: which part of the deployment, where several run here.
         now: end requests in flight instead of finishing them.
         timeout_s: seconds until it is killed; None is as long as its graph says that draining may take.
 
@@ -31,7 +34,7 @@ def take_down(file: Path | None, *, name: str | None, now: bool, timeout_s: floa
     """
     found = hosted()
     living, killed = [each for each in found if each.is_live], [each for each in found if not each.is_live]
-    left = [each for each in killed if _is_meant(each, file, name)]
+    left = [each for each in killed if _is_meant(each, file, name, part)]
     for each in left:
         ended = each.clean()
         if ended is None:
@@ -39,14 +42,14 @@ def take_down(file: Path | None, *, name: str | None, now: bool, timeout_s: floa
         groups = "1 process group" if ended == 1 else f"{ended} process groups"
         said = f"ended {groups} that it had left, and " if ended else ""
         _say(each, "removed", f"was killed before: {said}removed {each.directory}")
-    if left and not any(_is_meant(each, file, name) for each in living):
+    if left and not any(_is_meant(each, file, name, part) for each in living):
         return
-    asyncio.run(_end(choose(living, file=file, name=name), now=now, timeout_s=timeout_s))
+    asyncio.run(_end(choose(living, file=file, name=name, part=part), now=now, timeout_s=timeout_s))
 
 
-def _is_meant(each: Hosted, file: Path | None, name: str | None) -> bool:
+def _is_meant(each: Hosted, file: Path | None, name: str | None, part: str | None) -> bool:
     try:
-        choose([each], file=file, name=name)
+        choose([each], file=file, name=name, part=part)
     except Unavailable:
         return False
     return True

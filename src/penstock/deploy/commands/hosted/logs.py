@@ -21,12 +21,13 @@ _STAMP_WORDS = 2
 """Words before the process's name: date and time."""
 
 
-def show_logs(process: str | None, *, name: str | None, last: int, follow: bool) -> None:
+def show_logs(process: str | None, *, name: str | None, part: str | None, last: int, follow: bool) -> None:
     """Print the last lines, of one process or of all, and with `follow` those that come until the deployment ends.
 
     Args:
         process: such as `worker-1`; None for all.
         name: the deployment's; None for the only one of this host.
+        part: which part of the deployment, where several run here.
         last: lines.
         follow: go on.
 
@@ -34,7 +35,7 @@ def show_logs(process: str | None, *, name: str | None, last: int, follow: bool)
         Unavailable: there is no such deployment, or it has printed nothing yet.
         ConfigError: several fit, or the process has printed nothing.
     """
-    path, found = find_output(name)
+    path, found = find_output(name, part)
     with closing(_Follower(path)) as follower:
         lines = deque(_of(process, follower.lines()), maxlen=last)
         if process is not None and not lines and last:
@@ -50,7 +51,7 @@ def show_logs(process: str | None, *, name: str | None, last: int, follow: bool)
             time.sleep(_POLL_S)
 
 
-def find_output(name: str | None) -> tuple[Path, Hosted | None]:
+def find_output(name: str | None, part: str | None) -> tuple[Path, Hosted | None]:
     """Give the log of a deployment, and the deployment where it lives.
 
     Raises:
@@ -59,9 +60,9 @@ def find_output(name: str | None) -> tuple[Path, Hosted | None]:
     """
     living = [each for each in hosted() if each.is_live]
     try:
-        found = choose(living, name=name)
+        found = choose(living, name=name, part=part)
     except Unavailable:
-        if name is not None and (kept := state_dir(name) / OUTPUT_LOG).exists():
+        if name is not None and part is None and (kept := state_dir(name) / OUTPUT_LOG).exists():
             return kept, None
         raise
     if found.record is None or not Path(found.record.log).exists():

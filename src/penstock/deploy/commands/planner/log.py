@@ -28,7 +28,7 @@ _RACING = 64
 _TIME = re.compile(r"(?:(\d{4}-\d{2}-\d{2})[T ])?(\d{1,2}):(\d{2})(?::(\d{2}))?")
 
 
-def find_log(*, name: str | None, url: str | None, file: Path | None) -> Path:
+def find_log(*, name: str | None, url: str | None, part: str | None, file: Path | None) -> Path:
     """Give the file; else that of the running deployment, or of the one called `name` that has ended.
 
     Raises:
@@ -38,9 +38,14 @@ def find_log(*, name: str | None, url: str | None, file: Path | None) -> Path:
     if file is not None:
         return file
     try:
-        connector = asyncio.run(find_deployment(name=name, url=url))
+        connector = asyncio.run(find_deployment(name=name, url=url, part=part))
     except Unavailable:
-        if name is not None and url is None and (kept := state_dir(name) / PLANNER_LOG).exists():
+        if (
+            name is not None
+            and url is None
+            and part is None
+            and (kept := state_dir(name) / PLANNER_LOG).exists()
+        ):
             return kept
         raise
     deployment = connector.deployment

@@ -427,7 +427,7 @@ class WorkerPool:
     def _describe_restored(self) -> str:
         counts = {role: sum(worker.role is role for worker in self._workers) for role in Role}
         listed = ", ".join(f"{count} {role}" for role, count in counts.items() if count)
-        return f"{listed}, as scaled before by {self._changed_by}; penstock scale ROLE N changes it"
+        return f"{listed}: set by {self._changed_by} before the restart; penstock scale ROLE N changes it"
 
 
 def _counted(count: int) -> str:

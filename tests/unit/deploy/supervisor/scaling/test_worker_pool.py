@@ -312,7 +312,7 @@ def test_a_restarted_deployment_has_the_workers_it_was_scaled_to(tmp_path):
                     "prefill-3": Role.PREFILL,
                 }
                 assert scale.revision == 3
-                assert scene.restored.startswith("3 prefill, 1 decode, as scaled before by test")
+                assert scene.restored.startswith("3 prefill, 1 decode: set by test before the restart")
 
     run_virtual(first())
     run_virtual(second())
