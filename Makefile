@@ -92,8 +92,8 @@ test-vllm: venv $(VLLM_STAMP)
 	$(VLLM_PYTEST) --durations=10 || { test $$? -eq 1 && tools/retry_failed $(VLLM_PYTEST); }
 
 # The longest first. Each waits part of its time, for sleeping processes and the disk: more jobs than cores end sooner.
-CHECKS = test-unit-2 test-unit-1 test-conformance test-other test-engine types lint floors
-CHECK_JOBS ?= 3
+CHECKS = test-conformance test-other test-unit-2 test-unit-1 test-engine types lint floors
+CHECK_JOBS ?= 4
 check: venv
 	@$(MAKE) --no-print-directory --output-sync=target -j $(CHECK_JOBS) $(CHECKS)
 

@@ -1,7 +1,11 @@
 """Example graphs as they can be rendered, and what is asked of rendered objects."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import kubernetes_validate
+from kubernetes_validate import utils
 
 from penstock.deploy.manifests.kubernetes import kubernetes_objects
 from penstock.deploy.manifests.options import RenderOptions
@@ -21,6 +25,16 @@ ELSEWHERE = {
     "8b-h100-three-regions.yaml": ("roles.aggregated.locations=[]",),
 }
 """What else of an example is of its machines, by file name."""
+
+
+utils.schema_contents = cache(utils.schema_contents)
+utils.all_versions = cache(utils.all_versions)
+"""Else each object is validated by files that are read and parsed anew, of 2 MB together."""
+
+
+def validate(body: Json, version: str) -> None:
+    """Raise `kubernetes_validate.ValidationError` where an object is not one of this version of Kubernetes, or has unknown fields."""
+    kubernetes_validate.validate(body, version, strict=True)
 
 
 def example(path: Path, *assignments: str) -> Graph:

@@ -90,6 +90,7 @@ def forged_number(rng: random.Random, number: int) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_replay", [False, True], ids=["no replay", "replay"])
 def test_forged_events_leave_the_subscriber_sound(tmp_path: Path, *, has_replay: bool) -> None:
     rng = random.Random(18)

@@ -57,6 +57,7 @@ def most_hits(prompts, num_blocks, resident=frozenset()):
     return hits + max(most_hits(rest, num_blocks, choice) for choice in after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workloads_are_sorted_and_the_same_for_a_seed(name):
     rows = WORKLOADS[name](0)

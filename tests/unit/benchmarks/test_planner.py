@@ -130,6 +130,7 @@ def test_gpu_hours_count_workers_that_start_and_drain():
     assert still.changes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -128,6 +128,7 @@ def test_what_a_killed_supervisor_left_is_removed(parent: Path) -> None:
     kept.remove()
 
 
+@pytest.mark.slow
 def test_many_that_start_at_once_over_what_was_left_neither_fail_nor_disturb_each_other(parent: Path) -> None:
     for number in range(200):
         left = parent / f"penstock-{number}-x"

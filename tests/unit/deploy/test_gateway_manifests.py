@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
 from penstock.cli.arguments.parser import Parser
 from penstock.cli.router import add
 from penstock.frontend.endpoint_picker.pool import POOLS
+from tests.support.rendered import validate
 
 FILE = Path(__file__).parents[3] / "deploy" / "gateway" / "picker.yaml"
 OBJECTS = list(yaml.safe_load_all(FILE.read_text()))
@@ -25,7 +25,7 @@ def named(kind: str) -> Any:
 
 @pytest.mark.parametrize("body", BUILT_IN, ids=lambda body: str(body["kind"]))
 def test_built_in_objects_are_valid(body: Any) -> None:
-    kubernetes_validate.validate(body, "1.31", strict=True)
+    validate(body, "1.31")
 
 
 def test_pool_route_service_and_pods_name_each_other() -> None:

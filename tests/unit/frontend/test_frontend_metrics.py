@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from penstock.frontend.metrics import FrontendMetrics
@@ -31,6 +32,7 @@ def test_all_of_the_registry_is_shown() -> None:
     assert 'penstock_frontend_requests_total{code="200",route="/health"} 1.0' in text
 
 
+@pytest.mark.slow
 def test_several_processes_answer_for_each_other(tmp_path: Path) -> None:
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     for count in (1, 2):

@@ -185,6 +185,7 @@ def test_an_slo_out_of_reach_runs_at_max_and_says_so():
     run_virtual(main())
 
 
+@pytest.mark.slow
 def test_an_slo_out_of_reach_now_and_then_is_said_once_until_it_was_in_reach_for_a_cool_down():
     async def main():
         world = World({A: 1}, max_workers=2, cool_down_s=600, floor_period_s=10)

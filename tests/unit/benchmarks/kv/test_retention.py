@@ -83,6 +83,7 @@ def test_the_clock_makes_calls_in_order_and_drops_cancelled_ones():
     assert clock.time() == 3
 
 
+@pytest.mark.slow
 def test_a_quick_run_has_a_figure_for_each_case():
     report = retention.run(argparse.Namespace(blocks=[500], seeds=1, quick=True))
     saved = {name: report.figures[key_of("mixture", name, AGENTS, 500)] for name in CASES}

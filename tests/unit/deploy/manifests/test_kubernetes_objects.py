@@ -14,7 +14,7 @@ from penstock.deploy.manifests.options import Cache
 from penstock.deploy.manifests.yaml_text import dump_all
 from penstock.deploy.supervisor.local_part import LocalPart
 from penstock.graph import Graph, Overrides, build, load
-from tests.support.rendered import EXAMPLES, by_kind, example, objects_of, pods
+from tests.support.rendered import EXAMPLES, by_kind, example, objects_of, pods, validate
 
 OF_SEVERAL_NODES = {"deepseek-r1-gb200-sglang.yaml", "deepseek-r1-gb200-trtllm.yaml"}
 ON_NODES = [path for path in EXAMPLES if path.name not in OF_SEVERAL_NODES]
@@ -37,17 +37,17 @@ def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
 
 def test_every_object_is_valid(graph: Graph) -> None:
     for each in objects_of(graph):
-        kubernetes_validate.validate(each, NEWEST, strict=True)
+        validate(each, NEWEST)
 
 
 def test_older_clusters_take_them_and_a_misspelt_field_would_be_found() -> None:
     objects = objects_of(example(ON_NODES[0]))
     for each in objects:
-        kubernetes_validate.validate(each, OLDEST, strict=True)
+        validate(each, OLDEST)
     policy = objects[-1]
     policy["spec"]["ingres"] = policy["spec"].pop("ingress")
     with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(policy, NEWEST, strict=True)
+        validate(policy, NEWEST)
 
 
 def test_the_same_graph_gives_the_same_text_and_yaml_reads_it_back(graph: Graph) -> None:
@@ -240,7 +240,7 @@ def test_a_cache_of_the_node_is_given_to_the_pods_user() -> None:
     for kind, count in (("host:/data/cache", 1), ("pod", 0), ("size:1Gi", 0), ("claim:c", 0)):
         objects = objects_of(graph, cache=Cache.read(kind))
         for each in objects:
-            kubernetes_validate.validate(each, NEWEST, strict=True)
+            validate(each, NEWEST)
         for template in pods(objects).values():
             made = template["spec"].get("initContainers", [])
             assert len(made) == count

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import kubernetes_validate
 import pytest
 import yaml
 from hypothesis import given
@@ -14,7 +13,7 @@ from penstock.core.errors import ConfigError
 from penstock.deploy.manifests.options import Cache, Mount
 from penstock.deploy.manifests.yaml_text import dump, dump_all
 from penstock.graph import build
-from tests.support.rendered import by_kind, objects_of, pods
+from tests.support.rendered import by_kind, objects_of, pods, validate
 
 BASE = {"name": "chat", "model": "demo"}
 VLLM = {"engine": "vllm", "hardware": "h100", "tensor_parallel": 4, "replicas": 2}
@@ -56,7 +55,7 @@ def test_a_disk_tier_has_a_volume_of_each_worker() -> None:
     role = {"engine": "paged", "replicas": 2, "kv": {"disk": "/var/lib/kv/blocks:10GiB", "host": "4GiB"}}
     objects = objects_of(graph(roles={"aggregated": role}))
     (stateful,) = by_kind(objects, "StatefulSet").values()
-    kubernetes_validate.validate(stateful, "1.37", strict=True)
+    validate(stateful, "1.37")
     (claim,) = stateful["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "11265Mi"
     (container,) = stateful["spec"]["template"]["spec"]["containers"]
@@ -77,7 +76,7 @@ def test_a_disk_tier_has_a_volume_of_each_worker() -> None:
 def test_where_weights_are_kept(cache: str, volume: dict) -> None:
     objects = objects_of(graph(model="org/model"), cache=Cache.read(cache))
     for each in objects:
-        kubernetes_validate.validate(each, "1.37", strict=True)
+        validate(each, "1.37")
     for template in pods(objects).values():
         assert {"name": "cache", **volume} in template["spec"]["volumes"]
     assert ("chat-cache" in by_kind(objects, "PersistentVolumeClaim")) is (cache == "size:200Gi")
@@ -112,7 +111,7 @@ def test_files_of_the_graph_are_mounted_and_others_are_refused() -> None:
         "the supervisor's port has no certificate"
     )
     for each in objects:
-        kubernetes_validate.validate(each, "1.37", strict=True)
+        validate(each, "1.37")
 
 
 def test_profiles_go_along(tmp_path: Path) -> None:

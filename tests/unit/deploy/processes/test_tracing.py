@@ -24,6 +24,7 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
     assert not spans.is_recording()
 
 
+@pytest.mark.slow
 def test_without_the_setting_no_module_of_opentelemetry_is_imported():
     script = (
         "import asyncio, sys\n"

@@ -259,6 +259,7 @@ def _field(name: str, value: bytes) -> bytes:
     return b"\x92\x00\x91" + event + msgspec.msgpack.encode(name) + value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("payload", "what"),
     [

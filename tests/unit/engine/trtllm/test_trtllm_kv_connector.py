@@ -81,6 +81,7 @@ def test_adapters_salts_and_images_are_set_apart(executor: Any, fields: dict[str
     executor.settle()
 
 
+@pytest.mark.slow
 def test_a_corrupt_block_is_never_promised(executor: Any, connector: Any) -> None:
     tokens = list(range(24))
     executor.run(request(1, tokens))

@@ -52,6 +52,7 @@ def replayed(world, entries, slo=SLO, **settings):
     return again, list(again.run(entries))
 
 
+@pytest.mark.slow
 def test_equal_settings_decide_the_same(recorded):
     world, path = recorded
     again, found = replayed(world, read_entries(path))

@@ -92,6 +92,7 @@ def test_what_has_no_place_waits_at_the_router_and_no_place_is_empty_meanwhile()
     run_scenario(scene)
 
 
+@pytest.mark.slow
 def test_an_urgent_request_gets_the_next_place_and_a_flood_takes_no_other_tenants() -> None:
     async def scene(crowd: Crowd, group: asyncio.TaskGroup) -> None:
         for number in range(60):
@@ -108,6 +109,7 @@ def test_an_urgent_request_gets_the_next_place_and_a_flood_takes_no_other_tenant
     run_scenario(scene)
 
 
+@pytest.mark.slow
 def test_a_refusal_says_how_long_those_that_wait_will_take() -> None:
     async def scene(crowd: Crowd, group: asyncio.TaskGroup) -> None:
         crowd.dispatcher._shared.fleet.pools["tiny"].traffic.ended(TOKENS, asyncio.get_running_loop().time())

@@ -94,6 +94,7 @@ print(order)
 """
 
 
+@pytest.mark.slow
 def test_a_group_cancels_its_tasks_in_the_same_order_in_every_process():
     outputs = {
         subprocess.run(

@@ -204,6 +204,7 @@ def test_prompts_held_for_prefill_workers_go_on_when_these_are_gone():
     run_scenario(scene, ("p0", "p1", "d0"), queue=QueueConfig(threshold_s=0.3))
 
 
+@pytest.mark.slow
 def test_prompts_are_not_computed_ahead_of_workers_whose_places_are_all_taken():
     """Four places for answers of 2 s each, and a prefill worker that would be through with all prompts at once."""
 

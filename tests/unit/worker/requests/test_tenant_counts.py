@@ -57,6 +57,7 @@ def test_a_frontend_that_has_gone_or_is_silent_has_nothing_in_flight() -> None:
     assert counter.count({}, B) == {"t": PeerCount(requests=1, inflight=4, frontends=1)}
 
 
+@pytest.mark.slow
 def test_a_million_names_of_one_frontend_are_bounded() -> None:
     counter = TenantCounter(Clock())
     counter.count({"mine": TenantCount(requests=1, inflight=1)}, A)

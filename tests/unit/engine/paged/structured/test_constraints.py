@@ -111,6 +111,7 @@ def test_a_sequence_from_elsewhere_that_does_not_match_ends_with_an_error(engine
     assert manual.scheduler.load().running_requests == 0
 
 
+@pytest.mark.slow
 def test_preempted_sequences_stay_valid(engine, tokenizer):
     structured = constraint("json", PERSON)
     requests = [constrained(f"s{seed}", structured, seed=seed) for seed in range(8)]
