@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from tests.support.clients import ROOT
-from tests.support.envoy import free_port
+from tests.support.registries import free_port
 
 _START_S = 60.0
 _END_S = 30.0

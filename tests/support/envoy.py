@@ -3,23 +3,17 @@
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.support.clients import ROOT
+from tests.support.registries import free_port
 
 ENVOY = ROOT / "envoy" / "envoy" / "_bin" / "envoy"
 """Installed by `make test` beside the clients of the API."""
 _START_S = 60.0
 _TYPE = "type.googleapis.com/envoy."
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 def configuration(

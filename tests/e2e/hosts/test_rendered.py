@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -23,17 +22,12 @@ from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from penstock.graph import build
 from tests.support.kubernetes.kubelet import NETWORK, command_of
 from tests.support.kubernetes.thread import ApiServerThread
+from tests.support.registries import free_port
 from tests.support.rendered import by_kind, pods
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 120.0
 SECRET, TOKEN = "a secret of the test", "t" * 40
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def get(url, body=None, token=TOKEN):
