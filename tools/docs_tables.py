@@ -25,6 +25,7 @@ from tables import (
     planner,
     policies,
     readme,
+    regions,
     results,
     scale,
 )
@@ -55,6 +56,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = (
     | eviction.TABLES
     | hosts.TABLES
     | recipes.TABLES
+    | regions.TABLES
     | scale.TABLES
 )
 """What makes each table, line by line, by its name."""
