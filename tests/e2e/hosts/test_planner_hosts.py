@@ -123,3 +123,25 @@ def test_load_starts_workers_on_the_other_host_and_its_end_takes_them_away_also_
     assert len(retired & on_b) >= 2, "the last three of four; one of host a's may be among them"
     until(lambda: 'penstock_planner_workers{role="aggregated"} 1.0' in first.text(f"{url}/metrics"))
     assert 'penstock_planner_rounds_total{outcome="failed"}' not in first.text(f"{url}/metrics")
+
+
+def test_a_deployment_without_workers_is_started_by_its_planner(hosts):
+    laid, first, second = hosts
+    hub = f"tcp://{laid.addresses[0]}:7400"
+    settings = FAST | {
+        "roles.aggregated.engine": "mock", "planner.min_workers": 2, "planner.max_workers": 4,
+        "planner.address": f"tcp://{laid.addresses[0]}:7410", "roles.aggregated.replicas_max": 1,
+    }  # fmt: skip
+    flags = [flag for name, value in settings.items() for flag in ("--set", f"{name}={value}")]
+    first.up(str(GRAPH), "--set", f"runtime.hub={hub}", *flags, "--run", "frontend,planner,aggregated=0")
+    first.wait(r"^planner +starting")
+    second.up(str(GRAPH), "--join", hub, "--run", "aggregated=0", *flags)
+    second.wait(r"^penstock +ready +no frontend here")
+    first.wait(r"^penstock +ready")
+    url = f"http://{laid.addresses[0]}:8000"
+
+    def workers():
+        found = first.get(f"{url}/admin/workers")["workers"]
+        return {each["name"] for each in found if each["condition"] == "ready"}
+
+    until(lambda: workers() == {"worker-1@host-a", "worker-1@host-b"})

@@ -241,13 +241,13 @@ class LocalDeployment:
                 async with asyncio.TaskGroup() as group:
                     self._start(group)
                     try:
-                        await self.frontends.started()
                         await self.pool.started()
+                        self.pool.open()  # before frontends: they wait for a first worker, which may be the planner's to start
+                        rounds = group.create_task(planning.run(), name="planner") if planning else None
+                        await self.frontends.started()
                         self.frontends.open()
-                        self.pool.open()
                         self.applier.open(group, scale_file)
                         self._spares.refill()
-                        rounds = group.create_task(planning.run(), name="planner") if planning else None
                         yield
                         self.applier.close()
                         if rounds is not None:

@@ -49,7 +49,8 @@ def check_one_node(deployed: Deployed) -> None:
         if most is not None and gpus > most:
             raise ConfigError(
                 f"roles.{name}: {gpus} GPUs: a worker here is one pod, and a machine with {role.hardware} has {most}; start such"
-                " workers as servers of their engine, and name these by engine openai (docs/recipes.md), or lower the parallelism"
+                " workers as servers of their engine, such as by deploy/kubernetes/leaderworkerset.yaml, and name these by engine openai, or"
+                " lower the parallelism"
             )
 
 
