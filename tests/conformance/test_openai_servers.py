@@ -303,6 +303,19 @@ def test_a_name_given_for_the_server_is_used() -> None:
     run(main())
 
 
+def test_a_server_whose_api_the_graph_names_is_no_deployment_whoever_owns_its_models() -> None:
+    async def main() -> None:
+        async with fake_of("vllm") as fake:
+            fake.models = msgspec.json.encode({"data": [{"id": MODEL_NAME, "owned_by": "penstock"}]})
+            async with driven(fake, api="vllm") as case:
+                assert not (await case.engine.start()).is_deployment
+                await case.ask(max_tokens=3, ignore_eos=True)
+                assert case.tokens("a") == fake.continuation(PROMPT, 3)
+                assert not any("/load" in path for path in fake.paths)
+
+    run(main())
+
+
 def test_another_tokenizer_is_refused() -> None:
     other = FakeServer(Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json")))
     error = start_error(other)
