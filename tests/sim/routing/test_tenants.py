@@ -69,17 +69,19 @@ def ttfts_s(
         async with SimCluster(deployment.cluster_spec(streams), rng) as cluster:
             for number in range(2):
                 await cluster.start(f"worker-{number}")
-            (dispatcher,) = cluster.dispatchers
-            await dispatcher.serving()
+            dispatchers = cluster.dispatchers
+            for dispatcher in dispatchers:
+                await dispatcher.serving()
             await asyncio.sleep(1.0)
-            await ask(dispatcher, "quiet", 0)  # there is more than one tenant
+            await ask(dispatchers[0], "quiet", 0)  # there is more than one tenant
             async with asyncio.TaskGroup() as group:
                 for number in range(flood):
-                    group.create_task(ask(dispatcher, "flood", number))
+                    group.create_task(ask(dispatchers[number % len(dispatchers)], "flood", number))
                 for number in range(1, quiet):
                     await asyncio.sleep(rng.expovariate(rate_per_s))
-                    group.create_task(ask(dispatcher, "quiet", number))
-            dispatcher.check()
+                    group.create_task(ask(dispatchers[number % len(dispatchers)], "quiet", number))
+            for dispatcher in dispatchers:
+                dispatcher.check()
 
     run(main, 1)
     assert (len(waits_s["flood"]), len(waits_s["quiet"])) == (flood, quiet)
@@ -153,3 +155,11 @@ def test_a_flood_of_long_prompts_moves_anothers_p99_little_where_workers_compute
     alone_s = np.percentile(ttfts_s(ranks, flood=0, quiet=45)["quiet"], 99)
     waits_s = ttfts_s(*LARGE_QUEUE, ranks, flood=125, tokens=32_000, quiet=45)
     assert np.percentile(waits_s["quiet"], 99) < 1.4 * alone_s
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, 32_000])
+def test_a_flood_over_two_frontends_moves_anothers_p99_little(tokens: int) -> None:
+    waits_s = ttfts_s(
+        *LARGE_QUEUE, "frontend.processes=2", flood=4_000_000 // tokens, tokens=tokens, quiet=45
+    )
+    assert np.percentile(waits_s["quiet"], 99) < 1.5 * alone_p99_s()
