@@ -143,8 +143,8 @@ class RequestQueue:
         """Mask (num_slots,) the eligible workers with room for a request.
 
         A worker has room within the threshold, or where its report says that no request waits there: so a worker that is faster
-        than predicted is never idle. With several tenants a worker must have no prompt left either, or compute another one beside it,
-        unless the request `overtakes` others. Prefill workers have no room while no decode worker has.
+        than predicted is never idle. With several tenants a worker must also have fewer of this router's prompts than it computes at
+        once, unless the request `overtakes` them; other routers' do not count, since these might send the next one for ever. Prefill workers have no room while no decode worker has.
         """
         context = candidates.context
         threshold_s = self._threshold_s(context.now_s)
@@ -160,8 +160,7 @@ class RequestQueue:
         nobody_waits = context.waiting_requests == 0
         nobody_waits &= self._fleet.loads.unreported_requests < prompts_at_once
         if self._tenants.are_several(context.now_s):
-            is_parallel = (prompts_at_once > 1) & (self._fleet.loads.own_prompts < prompts_at_once)
-            nobody_waits &= (context.queued_prefill_tokens == 0) | is_parallel
+            nobody_waits &= self._fleet.loads.own_prompts < prompts_at_once
         room |= nobody_waits
         if overtakes:
             room |= self._room_beside(candidates, threshold_s)
@@ -175,7 +174,7 @@ class RequestQueue:
             candidates.request.tenant, context.prices.prompts_at_once
         )
         room &= self._fleet.pools[candidates.request.model].prices.interleaves_tenants
-        room &= (context.waiting_requests == 0) & (context.batch_wait_s() <= _SOON_S)
+        room &= context.batch_wait_s() <= _SOON_S
         room &= candidates.choice.terms[memory] <= threshold_s
         return room
 

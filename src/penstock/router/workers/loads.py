@@ -251,11 +251,10 @@ class LoadTracker:
             self.listener()
 
     def has_room_beside_others(self, tenant: str, at_once: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Mask (num_slots,) the workers with prompts of other tenants, up to `at_once` from this router, and fewer of this tenant's."""
-        mask: NDArray[np.bool_] = (self.own_prompts > 0) & (self.own_prompts <= at_once)
+        """Mask (num_slots,) the workers with up to `at_once` prompts of other tenants from this router, and fewer of this tenant's."""
+        mask: NDArray[np.bool_] = self.own_prompts <= at_once
         for slot, count in self._prompts.get(tenant, {}).items():
-            others = self.own_prompts[slot] - count
-            mask[slot] = 0 < others <= at_once[slot] and count < at_once[slot]
+            mask[slot] = self.own_prompts[slot] - count <= at_once[slot] and count < at_once[slot]
         return mask
 
     def open_requests(self, slot: int) -> int:

@@ -153,13 +153,14 @@ def test_which_workers_have_room_beside_other_tenants_prompts() -> None:
     loads.reserve(1, 40, 3, tenant="a")
     second = loads.reserve(1, 40, 3, tenant="b")
     loads.reserve(2, 0, 3, tenant="a")  # all of it is cached
-    assert loads.has_room_beside_others("b", one).tolist() == [True, False, False, False]
-    assert loads.has_room_beside_others("a", one).tolist() == [False] * 4
-    assert loads.has_room_beside_others("c", 2 * one).tolist() == [True, True, False, False]
-    assert loads.has_room_beside_others("a", 2 * one).tolist() == [False, True, False, False]
+    assert loads.has_room_beside_others("a", one).tolist() == [False, False, True, True]
+    assert loads.has_room_beside_others("b", one).tolist() == [True, False, True, True]
+    assert loads.has_room_beside_others("c", one).tolist() == [True, False, True, True]
+    assert loads.has_room_beside_others("c", 2 * one).tolist() == [True] * 4
     loads.prefill_done(first)
     loads.release(second)
     loads.check()
-    assert loads.has_room_beside_others("b", one).tolist() == [False, True, False, False]
+    assert loads.has_room_beside_others("a", one).tolist() == [True, False, True, True]
+    assert loads.has_room_beside_others("c", one).tolist() == [True] * 4
     loads.release(first)
     loads.check()
