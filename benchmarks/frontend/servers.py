@@ -16,8 +16,9 @@ from penstock.core.errors import Unavailable
 
 _START_S_MAX = 60.0
 _STOP_S_MAX = 10.0
+_BATCH = {"max_running_requests": 256, "max_batch_tokens": 8192}
+"""Limits of a worker's batch: what Dynamo's mocker has by default."""
 _FREE_PREFILL = (
-    "max_batch_tokens=65536",
     "mock.timing.prefill_s_per_token=0",
     "mock.timing.prefill_s_per_token2=0",
     "mock.timing.decode_s_per_context_token=0",
@@ -40,7 +41,7 @@ def ours(
 ) -> Iterator[Server]:
     """Serve with two mock workers; `speedup` divides their step of 3.5 ms. `pid` is the first frontend's.
 
-    With `free_prefill` a step takes any number of prompt tokens and is no longer for them.
+    With `free_prefill` a step takes 65,536 prompt tokens and is no longer for them.
     """
     flags = [
         "--engine",
@@ -52,7 +53,9 @@ def ours(
         "--frontend-processes",
         str(frontends),
     ]
-    for setting in _FREE_PREFILL if free_prefill else ():
+    batch = _BATCH | ({"max_batch_tokens": 65_536} if free_prefill else {})
+    settings = [f"{name}={value}" for name, value in batch.items()]
+    for setting in (*settings, *(_FREE_PREFILL if free_prefill else ())):
         flags += ["--set", f"roles.aggregated.{setting}"]
     with served(str(model), *flags) as deployment:
         children = Path(f"/proc/{deployment.pid}/task/{deployment.pid}/children").read_text().split()
