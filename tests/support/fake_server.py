@@ -6,6 +6,8 @@ The next token depends on the tokens before it (and on the seed) only, so an ans
 import asyncio
 import hashlib
 import json
+import ssl
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Self
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer
 Fault = Callable[["FakeServer", web.StreamResponse, int], Awaitable[None]]
 OWNERS = {
     "vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm", "llamacpp": "llamacpp", "ollama": "library", "text": "somebody",
+    "penstock": "penstock",
 }  # fmt: skip
 _FORBIDDEN = {"return_token_ids", "cache_salt", "return_tokens_as_token_ids"}
 _FAKE_HOST = "2.2.2.2"
@@ -69,6 +72,12 @@ class FakeServer:
         """Whether it accepts connections and answers nothing, as a stopped process does."""
         self.metrics = ""
         """Answer to `/metrics`; empty: 404, `broken`: 500."""
+        self.told: dict[str, Any] = {}
+        """What another deployment says of itself otherwise than it should, in its answer to `/load`."""
+        self.load_queries: list[dict[str, str]] = []
+        self.ports: set[int] = set()
+        """Of clients, one for each TCP connection."""
+        self.tls: ssl.SSLContext | None = None
         self.models: bytes | None = None
         """Answer to `/v1/models`; None: the model."""
         self.key: str | None = None
@@ -96,6 +105,7 @@ class FakeServer:
             web.get("/v1/models", self._models),
             web.get("/metrics", self._metrics),
             web.get("/props", self._props),
+            web.get("/load", self._load),
             web.post("/tokenize", self._tokenize),
             web.post("/v1/completions", self._completions),
             web.post("/generate", self._generate),
@@ -104,10 +114,10 @@ class FakeServer:
         ])  # fmt: skip
         self._runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, ssl_context=self.tls)
         await site.start()
         self._port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.url = f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self._port}"
         return self.url
 
     async def stop(self) -> None:
@@ -148,6 +158,8 @@ class FakeServer:
     # -- what is no answer
 
     async def _gate(self, request: web.Request) -> None:
+        if request.transport is not None:
+            self.ports.add(request.transport.get_extra_info("peername")[1])
         while self.silent:  # noqa: ASYNC110 - tests set it
             await asyncio.sleep(0.01)
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -184,6 +196,15 @@ class FakeServer:
             raise web.HTTPInternalServerError
         return web.Response(text=self.metrics)
 
+    async def _load(self, request: web.Request) -> web.Response:
+        await self._gate(request)
+        if self.api != "penstock":
+            raise web.HTTPNotFound
+        self.load_queries.append(dict(request.query))
+        load = {"workers": 1, "block_size": 16, "total_blocks": 512}
+        told = {"models": {self.model: load}, "region": "eu", "link_version": 1, "time_s": time.time()}
+        return web.json_response(told | self.told)
+
     async def _props(self, _request: web.Request) -> web.Response:
         return web.json_response({"default_generation_settings": {"n_ctx": self.context_length}})
 
@@ -205,7 +226,7 @@ class FakeServer:
             return web.json_response({"message": f"Extra inputs: {_FORBIDDEN & body.keys()}"}, status=422)
         if self.api == "text" and ids:
             return web.json_response({"error": {"message": "prompt: must be a string"}}, status=400)
-        gives_ids = (self.api == "vllm" and body.get("return_token_ids")) or (
+        gives_ids = (self.api in {"vllm", "penstock"} and body.get("return_token_ids")) or (
             self.api == "trtllm" and not body.get("detokenize", True)
         )
         params = body.get("kv_transfer_params")

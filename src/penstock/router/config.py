@@ -32,7 +32,7 @@ class RetryConfig(Config):
     refusals_max: int = pydantic.Field(default=3, ge=0)
     """Times that one refused request is tried elsewhere."""
     unavailable_max: int = pydantic.Field(default=8, ge=0)
-    """Times that one request is tried again, at a worker that has not failed it where there is one, after workers could not serve it for now."""
+    """Times that a request without a token is tried again, at a worker that has not failed it where there is one, after workers could not serve it for now. One with tokens is bounded by `migrations.stalled_s_max`."""
     stale_routes_max: int = pydantic.Field(default=8, ge=0)
     """Times that workers may return one request because other frontends' requests arrived first; then it stays."""
     burst: int = pydantic.Field(default=1024, ge=1)

@@ -359,7 +359,8 @@ class OpenRequest:
             elif isinstance(error, (StepFailed, WorkerLost)):
                 retry_state.on_loss(worker_id, is_suspect=attempt.is_early)
             elif isinstance(error, Unavailable):
-                retry_state.on_unavailable(worker_id, error)
+                has_begun = self.output_tokens > self.request.num_emitted
+                retry_state.on_unavailable(worker_id, error, has_begun=has_begun)
             else:
                 if isinstance(error, RequestError):
                     self._shared.router.sessions.refused(self.request)

@@ -18,7 +18,7 @@ class RetryState:
     """One request's losses and refusals. A method that ends the request raises the error that its reader gets.
 
     After a loss the request goes on elsewhere, however often, as long as it makes progress. A refusal before any token costs
-    one of `refusals_max` and one retry of the budget; `unavailable_max` answers in a row that a worker cannot serve for now end it. Consecutive losses that the request may have caused lead to isolation,
+    one of `refusals_max` and one retry of the budget; `unavailable_max` answers in a row that a worker cannot serve it for now end it before its first token. Consecutive losses that the request may have caused lead to isolation,
     and then to quarantine of its content.
     """
 
@@ -71,8 +71,8 @@ class RetryState:
         if is_suspect:
             self._suspicions += 1
 
-    def on_unavailable(self, worker_id: WorkerId, problem: Unavailable) -> None:
-        """Note that a worker cannot serve it for now.
+    def on_unavailable(self, worker_id: WorkerId, problem: Unavailable, *, has_begun: bool = False) -> None:
+        """Note that a worker cannot serve it for now. An answer that `has_begun` is bounded by `migrate` alone.
 
         Raises:
             Unavailable: too many in a row could not.
@@ -80,7 +80,7 @@ class RetryState:
         self.lost.add(worker_id)
         self._unavailable += 1
         self.last_problem = problem
-        if self._unavailable > self._retry_guard.config.unavailable_max:
+        if not has_begun and self._unavailable > self._retry_guard.config.unavailable_max:
             self._retry_guard.metrics.migrations.labels("unavailable").inc()
             raise Unavailable(
                 f"request {self._request.request_id}: {self._unavailable} workers in a row could not serve it"

@@ -64,11 +64,19 @@ class RegionEngine(ServerEngine):
         if not stream.has_finished:
             raise NoAnswer(f"{self._server.name}: the connection was closed within an answer")
 
+    def submit(self, request: Request) -> None:
+        try:
+            super().submit(request)
+        except Overloaded as error:
+            raise self._no_room(error) from error
+
     def _fail(self, stream: Stream, error: PenstockError) -> None:
-        """A region that has no room breaks no answer that has begun: its router asks again, or another worker."""
         if isinstance(error, Overloaded):
-            self._refused += 1
-            if stream.request.num_emitted or stream.num_tokens:
-                self._end_with(stream, Unavailable(error.message, retry_after_s=error.retry_after_s))
-                return
-        super()._fail(stream, error)
+            self._end_with(stream, self._no_room(error))
+        else:
+            super()._fail(stream, error)
+
+    def _no_room(self, error: Overloaded) -> Unavailable:
+        """Count a refusal. It ends no request, as a refusal of the last worker would: workers here may be about to come back."""
+        self._refused += 1
+        return Unavailable(error.message, retry_after_s=error.retry_after_s)
