@@ -65,6 +65,9 @@ def _addresses(graph: Graph) -> Iterator[tuple[str, str]]:
             yield f"runtime.{field}.{index}", url
     if graph.tracing is not None:
         yield "tracing.endpoint", graph.tracing.endpoint
+    for region in graph.regions:
+        for index, url in enumerate(region.urls):
+            yield f"regions.{region.name}.urls.{index}", url
     for name, role in graph.roles.present().items():
         if (endpoint := role.kv.object.options.get("endpoint")) is not None:
             yield f"roles.{name}.kv.object.options.endpoint", endpoint
@@ -77,10 +80,13 @@ def _read_paths(graph: Graph) -> Iterator[tuple[str, str, bool]]:
         "frontend.api_key_file": graph.frontend.api_key_file,
         "runtime.secret_file": graph.runtime.secret_file,
     }
+    for region in graph.regions:
+        given[f"regions.{region.name}.api_key_file"] = region.api_key_file
     for section, tls in (
         ("frontend.tls", graph.frontend.tls),
         ("runtime.tls", graph.runtime.tls),
         ("worker.kv_transfer.transfer.tls", graph.worker.kv_transfer.transfer.tls),
+        *((f"regions.{region.name}.tls", region.tls) for region in graph.regions),
     ):
         for field in ("certificate", "key", "authority"):
             given[f"{section}.{field}"] = getattr(tls, field, None)

@@ -235,6 +235,22 @@ def test_pods_may_reach_the_stores_that_the_graph_names_and_ports_that_are_asked
     assert allowed(frontend, "to", None, 16443)
 
 
+def test_frontends_reach_the_ports_of_other_regions() -> None:
+    regions = [{"name": "eu", "urls": ["http://10.0.1.1:8123", "https://eu.example"]}]
+    graph = build({
+        "name": "chat",
+        "model": "demo",
+        "roles": {"aggregated": {"engine": "paged"}},
+        "router": {"location": {"region": "us"}},
+        "regions": regions,
+    })  # fmt: skip
+    policies = by_kind(objects_of(graph), "NetworkPolicy")
+    frontend, workers = (policies[f"chat-{part}"]["spec"]["egress"] for part in ("frontend", "workers"))
+    assert allowed(frontend, "to", None, 8123)
+    assert allowed(frontend, "to", None, 443)
+    assert not allowed(workers, "to", None, 8123)
+
+
 def test_a_cache_of_the_node_is_given_to_the_pods_user() -> None:
     graph = build({"name": "chat", "model": "org/m", "roles": {"aggregated": {}}})
     for kind, count in (("host:/data/cache", 1), ("pod", 0), ("size:1Gi", 0), ("claim:c", 0)):

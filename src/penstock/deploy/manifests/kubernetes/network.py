@@ -135,8 +135,10 @@ def _common_ports(deployed: Deployed) -> set[int]:
 
 
 def _frontend_ports(deployed: Deployed) -> set[int]:
-    fetched = deployed.graph.frontend.media.fetch.places
-    return _common_ports(deployed) | {port for _, port in fetched}
+    """Give the ports of servers with media and of other regions, to which frontends run the links."""
+    graph = deployed.graph
+    ports = _common_ports(deployed) | {port for _, port in graph.frontend.media.fetch.places}
+    return ports | {port_of(url) for region in graph.regions for url in region.urls}
 
 
 def _planner_ports(deployed: Deployed) -> set[int]:
