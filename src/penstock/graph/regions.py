@@ -5,12 +5,10 @@ from collections.abc import Sequence
 import pydantic
 
 from penstock.core.config import wrong
-from penstock.core.errors import ConfigError
 from penstock.core.types.location import Location
 from penstock.engine.openai.region.config import RegionConfig
 from penstock.engine.registry import LINK_ENGINE
-from penstock.graph.role import RoleSpec
-from penstock.perf.model.hardware import find_hardware
+from penstock.graph.role import HardwareName, RoleSpec
 from penstock.perf.topology import NetworkPath
 
 REGIONS_MAX = 64
@@ -25,16 +23,8 @@ class RegionSpec(RegionConfig):
     """Most requests in the batch of one of its workers; null: 256, or what its role here has."""
     max_waiting_requests: int | None = pydantic.Field(default=None, ge=1)
     """Most requests that wait in one of its workers."""
-    hardware: str = "cpu"
+    hardware: HardwareName = "cpu"
     """Device type of its workers, by which requests there are priced; cpu: nobody says."""
-
-    @pydantic.field_validator("hardware")
-    @classmethod
-    def _check_hardware(cls, hardware: str) -> str:
-        try:
-            return find_hardware(hardware).name
-        except ConfigError as error:
-            raise wrong(error.message.removeprefix("hardware: ")) from error
 
 
 def check_regions(regions: Sequence[RegionSpec], here: str) -> None:

@@ -3,7 +3,7 @@
 import math
 import re
 from itertools import chain
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import pydantic
 
@@ -29,6 +29,17 @@ _UNFOLDED = {"name": "engine", "args": "engine_args"}
 """Fields of a role by their names in the mapping `engine`."""
 
 
+def _known_hardware(name: str) -> str:
+    try:
+        return find_hardware(name).name
+    except ConfigError as error:
+        raise wrong(error.message.removeprefix("hardware: ")) from error
+
+
+HardwareName = Annotated[str, pydantic.AfterValidator(_known_hardware)]
+"""A device type, by its name in `penstock.perf.model.hardware`."""
+
+
 class RoleSpec(Config):
     """The workers of one role, all alike."""
 
@@ -46,7 +57,7 @@ class RoleSpec(Config):
     """`paged` runs the model in PyTorch; `mock` generates synthetic text at a modelled speed; `vllm` runs it in vLLM; `openai` is a running server (docs/engines.md); `sglang` and `trtllm` run it in SGLang and TensorRT-LLM, on GPUs; `package.module:make` is an engine of your own. A mapping `{name, args, ...}` sets `engine`, `engine_args` and other fields of the role, such as `tensor_parallel`."""
     engine_args: dict[str, Any] = pydantic.Field(default_factory=dict)
     """Arguments of the engine by its own names, as vLLM's `gpu_memory_utilization`; the engine refuses those that it does not know."""
-    hardware: str = "cpu"
+    hardware: HardwareName = "cpu"
     """Device type of a worker, by its name in `penstock.perf.model.hardware`."""
     usd_per_hour: float | None = pydantic.Field(default=None, gt=0, le=1000)
     """Price of one device in US dollars per hour; None is the catalogue's. For simulations and the planner's budget."""
@@ -204,14 +215,6 @@ class RoleSpec(Config):
                     f"too many lists and mappings within each other; at most {_ARGS_PARTS_MAX} of a level"
                 )
         raise wrong(f"nested too deeply; at most {_ARGS_DEPTH_MAX} levels go to an engine")
-
-    @pydantic.field_validator("hardware")
-    @classmethod
-    def _check_hardware(cls, hardware: str) -> str:
-        try:
-            return find_hardware(hardware).name
-        except ConfigError as error:
-            raise wrong(error.message.removeprefix("hardware: ")) from error
 
     @pydantic.field_validator("tokens_per_step")
     @classmethod
