@@ -19,8 +19,8 @@ from penstock.engine.openai.region.config import LinkConfig
 from penstock.engine.openai.region.engine import RegionEngine
 from penstock.engine.openai.region.server import RegionServer
 from penstock.engine.openai.text import TextCodec
-from tests.conformance.test_openai_servers import PROMPT, SERVING, TOKENIZER, Driven, make_request, run
 from tests.support.certificates import make_authority, make_certificate
+from tests.support.driven_engine import PROMPT, SERVING, TOKENIZER, Driven, make_request, run, started
 from tests.support.fake_server import FakeServer, after, cut, says
 
 FAULTS = {
@@ -44,18 +44,8 @@ def link_of(*urls: str, **fields: Any) -> RegionEngine:
 @asynccontextmanager
 async def linked(*fakes: FakeServer, **fields: Any) -> AsyncIterator[Driven]:
     engine = link_of(*(fake.url for fake in fakes), **fields)
-    try:
-        await engine.start()
-        case = Driven(engine)
-        async with asyncio.TaskGroup() as group:
-            reading = group.create_task(case.read())
-            try:
-                yield case
-            finally:
-                await engine.close()
-                await reading
-    finally:
-        await engine.close()
+    async with started(engine) as case:
+        yield case
 
 
 @asynccontextmanager
