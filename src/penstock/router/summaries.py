@@ -16,7 +16,7 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.index.hot_prefixes import HotPrefixes
 
 _ASKED_S = 60.0
-"""Nothing is noted once no link has asked for so long."""
+"""After so long without a question, a link that asks begins anew."""
 _INTERVAL_S_MAX = 1.0
 
 
