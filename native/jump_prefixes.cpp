@@ -36,15 +36,23 @@ void JumpScheduler::hold_next() {
     may_look_ = false;
     waiting_.rank_new([this](JumpSequence& sequence) { return lacking(sequence); });
     Count free = static_cast<Count>(pool_.num_available()) - blocks_reserved();
-    Count number = 0;
+    std::vector<JumpSequence*> upcoming;
+    waiting_.visit_in_turn([&](JumpSequence& sequence) {
+        upcoming.push_back(&sequence);
+        return size_of(upcoming) < limits_.prefetched;
+    });
     std::optional<Ahead> ahead;
     Ahead passed;
-    waiting_.visit_in_turn([&](JumpSequence& sequence) {
+    for (JumpSequence* each : upcoming) {
+        JumpSequence& sequence = *each;
         free -= sequence.known / size_ + 1 - sequence.num_held() + windows_of(sequence, sequence.num_held());
-        if (free < 0 || number++ == limits_.prefetched) {
-            return false;
+        if (free < 0) {
+            break;
         }
         if (!sequence.is_held) {
+            if (size_of(holding_) == limits_.prefetched) {
+                end_overtaken(upcoming);
+            }
             ahead = ahead ? ahead : prompts_left();
             Ahead before = *ahead;
             before.insert(before.end(), passed.begin(), passed.end());
@@ -52,8 +60,17 @@ void JumpScheduler::hold_next() {
         }
         const Count cached = sequence.num_held() * size_;
         passed.emplace_back(sequence.known - cached, cached);
-        return true;
-    });
+    }
+}
+
+// End the newest prefetch of a sequence that is no longer among the next: others that came later are before it.
+void JumpScheduler::end_overtaken(const std::vector<JumpSequence*>& upcoming) {
+    for (auto at = holding_.rbegin(); at != holding_.rend(); ++at) {
+        if (std::find(upcoming.begin(), upcoming.end(), *at) == upcoming.end()) {
+            end_hold(**at);
+            return;
+        }
+    }
 }
 
 void JumpScheduler::hold(JumpSequence& sequence, const Ahead& ahead) {

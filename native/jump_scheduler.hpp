@@ -167,6 +167,7 @@ class JumpScheduler {
     Ahead prompts_left() const;
     void hold_next();
     void hold(JumpSequence& sequence, const Ahead& ahead);
+    void end_overtaken(const std::vector<JumpSequence*>& upcoming);
     std::vector<BlockId> pass_on(JumpSequence& sequence);
     void end_hold(JumpSequence& sequence);
     bool give_way(const JumpSequence* first = nullptr);

@@ -428,6 +428,15 @@ def test_it_is_fetched_while_its_request_waits_for_longer():
     assert exact[1].onboarded_tokens[0] > 0
 
 
+def test_they_agree_where_shorter_prompts_overtake_one_whose_prefix_comes():
+    one_ahead = SchedulerConfig(
+        max_batch_tokens=512, max_running_requests=4, prefetched_requests=1, order="shortest"
+    )
+    exact, jump = both(SLOW_HOST, lower_tiers=HOST, scheduler=one_ahead, **SHARED)
+    assert_equal(exact, jump)
+    assert exact[1].onboarded_tokens[0] > 0
+
+
 def set_factor(pace, factor):
     pace.factor = factor
 

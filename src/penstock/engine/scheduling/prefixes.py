@@ -167,7 +167,8 @@ class Prefixes:
         self._waiting.rank_new(self.lacking)
         ahead: list[tuple[int, int]] | None = None
         passed: list[tuple[int, int]] = []
-        for sequence in islice(self._waiting, self._ahead_max):
+        upcoming = list(islice(self._waiting, self._ahead_max))
+        for sequence in upcoming:
             known = len(sequence.token_ids)
             held = self._held.get(sequence.request.request_id)
             num_held = 0 if held is None else held.num_blocks
@@ -175,6 +176,8 @@ class Prefixes:
             if free < 0:
                 break
             if held is None:
+                if len(self._held) == self._ahead_max:
+                    self._end_overtaken(upcoming)
                 ahead = running() if ahead is None else ahead
                 held = self._begin(sequence, [*ahead, *passed])
             cached = held.num_blocks * size
@@ -231,6 +234,12 @@ class Prefixes:
                 self.end(held.sequence)
                 return True
         return False
+
+    def _end_overtaken(self, upcoming: SequenceOf[Sequence]) -> None:
+        """End the newest prefetch of a request that is no longer among the next: others that came later are before it."""
+        names = {sequence.request.request_id for sequence in upcoming}
+        overtaken = next(name for name in reversed(self._held) if name not in names)
+        self.end(self._held[overtaken].sequence)
 
     def holders(self) -> Counter[BlockId]:
         """Count its references to each block."""

@@ -206,3 +206,16 @@ def test_only_the_next_requests_are_looked_at():
     stage.scheduler.abort("a")
     stage.step()
     assert [load.is_cancelled for load in stage.tier.loads] == [True, False]
+
+
+def test_a_request_that_others_have_overtaken_gives_its_place_to_them():
+    stage = Stage(prefetched_requests=1, order="shortest")
+    stage.submit("a", PROMPT)
+    stage.step()
+    stage.submit("b", OTHER[:13])
+    stage.step()
+    assert [load.is_cancelled for load in stage.tier.loads] == [True, False]
+    assert stage.counts[1] == 7
+    stage.scheduler.abort("b")
+    stage.step()
+    assert [load.is_cancelled for load in stage.tier.loads] == [True, True, False]
