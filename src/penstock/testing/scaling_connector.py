@@ -132,10 +132,8 @@ class ScalingConnectorSuite:
         async def check(connector: ScalingConnector) -> None:
             _, name = await _names(connector, Role.DECODE)
             await connector.retire([name], by="suite")
-            scale = await connector.scale()
-            if any(replica.name == name for replica in scale.replicas):
-                await _refused(connector.retire([name], by="suite"), 409)
-                await _refused(connector.flip(name, Role.PREFILL, by="suite"), 409)
+            await _refused_while_it_drains(connector, name, connector.retire([name], by="suite"))
+            await _refused_while_it_drains(connector, name, connector.flip(name, Role.PREFILL, by="suite"))
 
         self._run(_PAIR, check)
 
@@ -175,6 +173,16 @@ async def _refused(attempt: Awaitable[object], status: int) -> RequestError:
         await attempt
     assert caught.value.http_status == status, caught.value.message
     return caught.value
+
+
+async def _refused_while_it_drains(
+    connector: ScalingConnector, name: str, attempt: Awaitable[object]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        await attempt
+    if caught.value.http_status != 409:  # it has ended by now
+        assert caught.value.http_status == 404, caught.value.message
+        assert all(replica.name != name for replica in (await connector.scale()).replicas)
 
 
 async def _names(connector: ScalingConnector, role: Role) -> list[str]:
