@@ -396,11 +396,13 @@ def test_a_flood_waits_at_the_publisher(address: PublisherAddress) -> None:
 
     async def scenario() -> None:
         where = without_replay(address)
-        with zmq.Context() as context, context.socket(zmq.PUB) as flood:
+        with zmq.Context() as context, context.socket(zmq.XPUB) as flood:
             flood.linger, flood.sndhwm = 0, 1
             flood.setsockopt(zmq.XPUB_NODROP, 1)
             flood.bind(where.endpoint)
             async with watching(where) as watcher:
+                subscribed = await asyncio.to_thread(flood.poll, 30_000)
+                assert subscribed, "what is sent before is lost"
                 sent = 0
                 while not watcher.subscriber.batches:
                     await asyncio.sleep(0.01)
