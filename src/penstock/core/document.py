@@ -27,12 +27,19 @@ def parse_yaml(text: str, *, source: str, is_file: bool = True) -> Any:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - derived from SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark and is_file else source
+        place = f"{source}:{_place(mark, text)}" if mark and is_file else source
         raise ConfigError(f"{place}: {error.problem or error.context or 'not valid YAML'}") from error
     except RecursionError as error:
         raise ConfigError(f"{source}: nested too deeply; expected a few levels") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. the date 2026-02-30
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _place(mark: yaml.Mark, text: str) -> str:
+    lines = text.split("\n")
+    if mark.line < len(lines):
+        return f"{mark.line + 1}:{mark.column + 1}"
+    return f"{len(lines)}:{len(lines[-1]) + 1}"  # libyaml counts a line break at the end where there is none
 
 
 def empty_section(text: str, config: type[pydantic.BaseModel]) -> Path | None:
