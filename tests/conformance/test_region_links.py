@@ -17,6 +17,7 @@ from penstock.core.types.requests import FinishReason
 from penstock.demo import MODEL_NAME
 from penstock.engine.openai.region.config import LinkConfig
 from penstock.engine.openai.region.engine import RegionEngine
+from penstock.engine.openai.region.round_trip import RoundTrip
 from penstock.engine.openai.region.server import RegionServer
 from penstock.engine.openai.text import TextCodec
 from tests.support.certificates import make_authority, make_certificate
@@ -97,6 +98,35 @@ def test_an_abort_closes_its_connection() -> None:
             assert case.tokens("b") == fake.continuation(PROMPT, 12)
 
     run(main())
+
+
+def test_the_way_is_measured_on_open_connections_and_pauses_do_not_count() -> None:
+    async def main() -> None:
+        async with region(2) as fakes, linked(*fakes) as case:
+
+            def measured_s() -> float:
+                return 0.0 if case.load.link is None else case.load.link.round_trip_s
+
+            assert case.engine.load().link.round_trip_s > 0, "asked at its start, before any request"
+            for fake in fakes:
+                fake.answer_s = 0.3
+            await case.until(lambda: measured_s() >= 0.3)
+            for fake in fakes:
+                fake.answer_s = 0.0
+            await case.until(lambda: 0 < measured_s() < 0.3)
+
+    run(main())
+
+
+def test_the_median_of_the_latest_answers_is_the_way() -> None:
+    way = RoundTrip()
+    assert way.seconds == 0.0
+    for index in range(100):
+        way.note(5.0 if index % 3 == 0 else 0.08)  # a third of the answers are late
+    assert way.seconds == 0.08
+    for _ in range(8):
+        way.note(0.12)
+    assert way.seconds == 0.12
 
 
 @pytest.mark.parametrize("name", FAULTS)

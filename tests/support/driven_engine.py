@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from penstock.core.ids import RequestId
 from penstock.core.types.events import KvEvent
+from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import Delta, Request, SamplingParams
 from penstock.core.wire import pack_tokens, token_list
 from penstock.demo import MODEL_NAME
@@ -40,6 +41,8 @@ class Driven:
         self.deltas: dict[str, list[Delta]] = {}
         self.begun: list[str] = []
         self.events: list[KvEvent] = []
+        self.load = WorkerLoad()
+        """As the latest step tells routers."""
         self.problems: list[str | None] = []
         self._news = asyncio.Event()
         engine.announce(self.begun.extend)
@@ -48,6 +51,7 @@ class Driven:
     async def read(self) -> None:
         async for step in self.engine.steps():
             self.events += step.events
+            self.load = step.load or self.load
             for delta in step.deltas:
                 self.deltas.setdefault(delta.request_id, []).append(delta)
             self._news.set()

@@ -70,6 +70,8 @@ class FakeServer:
         """Health checks that are answered as by a server that loads its model."""
         self.silent = False
         """Whether it accepts connections and answers nothing, as a stopped process does."""
+        self.answer_s = 0.0
+        """Seconds until anything is answered, as over a long way."""
         self.metrics = ""
         """Answer to `/metrics`; empty: 404, `broken`: 500."""
         self.told: dict[str, Any] = {}
@@ -160,6 +162,7 @@ class FakeServer:
     async def _gate(self, request: web.Request) -> None:
         if request.transport is not None:
             self.ports.add(request.transport.get_extra_info("peername")[1])
+        await asyncio.sleep(self.answer_s)
         while self.silent:  # noqa: ASYNC110 - tests set it
             await asyncio.sleep(0.01)
         if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":

@@ -91,6 +91,14 @@ class Host:
         command = self.command("curl", "-sS", "-H", header, url)
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
+    def penstock(self, *arguments: str) -> str:
+        """Run a command of Penstock to its end; give what it printed."""
+        words = self.command(sys.executable, "-m", "penstock", *arguments)
+        done = subprocess.run(
+            words, check=True, capture_output=True, text=True, env=self.environment("a secret of both hosts")
+        )
+        return done.stdout
+
     def stream(self, url: str, max_tokens: int = TOKENS, content: str = "Tell me") -> "subprocess.Popen[str]":
         """Begin a seeded stream."""
         body = {

@@ -1,6 +1,7 @@
 """Three regions with 80 ms between them, each a deployment of its own with links to the others: overflow, a region that is killed, and cut cables."""
 
 import os
+import re
 import signal
 import subprocess
 from contextlib import ExitStack
@@ -45,6 +46,15 @@ class Region:
     def sees(self, *regions: str) -> bool:
         return self.ready() == {"worker-1", *(f"link-{name}" for name in regions)}
 
+    def link(self, other: str) -> dict:
+        return self.workers()[f"link-{other}"]["load"]["link"]
+
+    def gauge(self, noun: str, other: str) -> float:
+        """Give a metric of the link to another region."""
+        start = f'penstock_router_link_{noun}{{region="{other}"'
+        lines = self.host.text(f"{self.url}/metrics").splitlines()
+        return max((float(line.split()[-1]) for line in lines if line.startswith(start)), default=-1.0)
+
     def own_requests(self) -> int:
         return (self.workers()["worker-1"]["load"] or {}).get("running_requests", 0)
 
@@ -71,6 +81,12 @@ def test_three_regions_help_each_other(tmp_path):
         for region in regions:
             region.host.wait(r"^penstock +ready")
         until(lambda: us.sees("eu", "asia") and eu.sees("us", "asia") and asia.sees("us", "eu"))
+
+        # Each measures the way, which the graphs do not say, and shows it.
+        for one, other in ((us, "eu"), (eu, "asia"), (asia, "us")):
+            until(lambda one=one, other=other: 2 * DELAY_S <= one.link(other)["round_trip_s"] < 3 * DELAY_S)
+            until(lambda one=one, other=other: one.gauge("round_trip_seconds", other) >= 2 * DELAY_S)
+            assert re.search(rf"link-{other} .* \d+\.\d ms away, 1 of 1 frontends", one.host.penstock("ps"))
 
         # An idle region keeps its requests: the others are 80 ms away.
         alone = [text_of(us.host.stream(us.url, content=f"Tell me {n}")) for n in range(1)]

@@ -148,6 +148,9 @@ class LinkReport(Wire, frozen=True):
         moved: requests that went on at another frontend, since start, as one failed.
         refused: requests that the region had no room for, since start.
         clock_skew_s: seconds by which its clock is ahead.
+        round_trip_s: measured time there and back; 0 before the first answer.
+        told_chunks: chunks of prefixes that it tells it holds.
+        told_at_s: when it told last, by the link's clock, seconds since 1970; 0: never.
     """
 
     region: str
@@ -156,6 +159,9 @@ class LinkReport(Wire, frozen=True):
     moved: int = 0
     refused: int = 0
     clock_skew_s: float = 0.0
+    round_trip_s: float = 0.0
+    told_chunks: int = 0
+    told_at_s: float = 0.0
 
 
 class RefusedFrontends(Wire, frozen=True):

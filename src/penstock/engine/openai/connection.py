@@ -1,6 +1,7 @@
 """HTTP to one server: whole answers and streamed lines, each bounded in size and silence, and errors in Penstock's words."""
 
 import asyncio
+import math
 import os
 import socket
 import ssl
@@ -94,6 +95,7 @@ class Connection:
         headers: Mapping[str, str] | None = None,
         tls: ssl.SSLContext | None = None,
         keeps: bool = False,
+        on_round_trip: Callable[[float], None] | None = None,
     ) -> None:
         """Make one; nothing is connected before the first request.
 
@@ -105,6 +107,7 @@ class Connection:
             headers: of every request.
             tls: for https; None checks certificates by the system's authorities.
             keeps: whether connections are kept, and closed by the kernel where the other host no longer answers.
+            on_round_trip: called at each whole answer with the seconds from its request, sent on an open connection, to its head.
         """
         self.url = url
         self._name = name
@@ -114,6 +117,7 @@ class Connection:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._tls = tls
         self._keeps = keeps
+        self._on_round_trip = on_round_trip
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -169,8 +173,18 @@ class Connection:
         timeout = aiohttp.ClientTimeout(
             total=timeout_s, sock_connect=min(self._limits.connect_timeout_s, timeout_s)
         )
+        loop, sent_s = asyncio.get_running_loop(), math.nan
+
+        def sent() -> None:
+            nonlocal sent_s
+            sent_s = loop.time()
+            if on_sent is not None:
+                on_sent()
+
         try:
-            async with self._request(method, path, body, timeout, on_sent) as response:
+            async with self._request(method, path, body, timeout, sent) as response:
+                if self._on_round_trip is not None and method == "GET":
+                    self._on_round_trip(loop.time() - sent_s)
                 content = await self._read(response, bytes_max)
                 if response.status == 200:
                     return content

@@ -46,6 +46,23 @@ class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+class RegionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The region that a worker is the link to.
+
+    Attributes:
+        round_trip_s: measured time there and back; None before the first answer.
+        healthy: of its `frontends`, those that answer.
+        told_age_s: seconds since it told last of its prefixes; None where it tells none.
+    """
+
+    name: str
+    round_trip_s: float | None
+    frontends: int
+    healthy: int
+    told_chunks: int
+    told_age_s: float | None
+
+
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """A worker: figures of its last report, totals since its start."""
 
@@ -66,6 +83,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     speed: Speed | None
     tiers: tuple[TierRow, ...]
     links: tuple[LinkRow, ...]
+    region: RegionRow | None = None
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +184,19 @@ def _row(view: WorkerView, names: dict[int, str], speed: Speed | None) -> Worker
             )
             for read in load.get("kv_reads", ())
         ),
+        region=None if load.get("link") is None else _region(load["link"]),
+    )
+
+
+def _region(link: dict[str, Any]) -> RegionRow:
+    told_at_s = link["told_at_s"]
+    return RegionRow(
+        name=link["region"],
+        round_trip_s=link["round_trip_s"] or None,
+        frontends=link["frontends"],
+        healthy=link["healthy"],
+        told_chunks=link["told_chunks"],
+        told_age_s=max(wall_time_s() - told_at_s, 0.0) if told_at_s else None,
     )
 
 

@@ -46,6 +46,7 @@ class Connector:
         rng: random.Random,
         on_change: Callable[[Member], None],
         on_price_correction: Callable[[Member], None],
+        on_round_trip: Callable[[Member], None],
         on_arrivals: Callable[[Member, int], None],
         on_kv_reads: Callable[[Member, Sequence[KvRead]], None],
     ) -> None:
@@ -62,6 +63,7 @@ class Connector:
             rng: for jitter.
             on_change: called when a member was connected or lost, and at the first failure to reach it.
             on_price_correction: called when a member's price factor has changed.
+            on_round_trip: called when a link has measured another time to its region and back.
             on_arrivals: called with the number of requests that other routers have sent to a member.
             on_kv_reads: called with the totals that a member has read of others' KV.
         """
@@ -75,6 +77,7 @@ class Connector:
         self._rng = rng
         self._on_change = on_change
         self._on_price_correction = on_price_correction
+        self._on_round_trip = on_round_trip
         self._on_arrivals = on_arrivals
         self._on_kv_reads = on_kv_reads
 
@@ -213,6 +216,9 @@ class Connector:
         self._metrics.sessions.show(member.instance.name, load.sessions)
         self._metrics.refusals_by_workers.show(member.instance.name, load.refused_frontends)
         self._metrics.links.show(member.instance.name, load.link)
+        if load.link is not None and load.link.round_trip_s != member.round_trip_s:
+            member.round_trip_s = load.link.round_trip_s
+            self._on_round_trip(member)
         self.holders.note_tiers(member, load.kv_tiers)
 
     def _detach(self, member: Member, error: WorkerLost) -> None:

@@ -84,6 +84,7 @@ class Fleet:
             rng=rng,
             on_change=self._note_connection,
             on_price_correction=self._note_price_correction,
+            on_round_trip=self._note_round_trip,
             on_arrivals=self._note_arrivals,
             on_kv_reads=self._note_kv_reads,
         )
@@ -348,10 +349,8 @@ class Fleet:
             pool = self.pools[model] = WorkerPool(member, self.loads.num_slots, self._config.adapters_max)
         engine = member.instance.engine
         self._indexer.expect(member.slot, engine.total_blocks + engine.lower_tier_blocks)
-        location = Location.of(member.instance)
-        self.link_bandwidths.put(member.slot, location)
-        path = path_to(member.instance, location, self._config)
-        for changed in pool.put(member, path):
+        self.link_bandwidths.put(member.slot, Location.of(member.instance))
+        for changed in pool.put(member, path_to(member.instance, self._config, member.round_trip_s)):
             self._note(changed)
         self._tell_soon()
 
@@ -382,6 +381,11 @@ class Fleet:
         """Apply a worker's changed price correction."""
         self.pools[member.instance.card.name].prices.correct(member.slot, member.price_correction.factor)
         self._show_price_factors()
+
+    def _note_round_trip(self, member: Member) -> None:
+        """Price the way to another region as its link has measured it."""
+        path = path_to(member.instance, self._config, member.round_trip_s)
+        self.pools[member.instance.card.name].prices.move(member.slot, path)
 
     async def _tidy_up(self) -> None:
         """Forget what is old, and choose canonical cards anew where no worker answers."""

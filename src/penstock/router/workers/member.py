@@ -63,6 +63,7 @@ class Member:
     requests: sent and not ended
     closing:  ends the present connection
     noted:    the condition under which the fleet counts it
+    round_trip_s: of a link, the time to its region and back as it has measured it; 0: not yet
     """
 
     instance: Instance
@@ -77,6 +78,7 @@ class Member:
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     connections: int = 0
     noted: Condition | None = None
+    round_trip_s: float = 0.0
     price_correction: PriceCorrection = field(init=False)
 
     def __post_init__(self) -> None:
@@ -161,7 +163,8 @@ class Member:
 def _shown(load: WorkerLoad) -> dict[str, Any]:
     """Give all fields of a load, also those that are 0, which messages leave out."""
     tiers = [msgspec.structs.asdict(counts) for counts in load.kv_tiers]
-    return {**msgspec.structs.asdict(load), "kv_tiers": tiers}
+    link = None if load.link is None else msgspec.structs.asdict(load.link)
+    return {**msgspec.structs.asdict(load), "kv_tiers": tiers, "link": link}
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):

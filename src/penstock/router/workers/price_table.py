@@ -71,8 +71,7 @@ class PriceTable:
         if prices is not None:
             self._table[:, slot] = _row(prices)
         self._table[_BATCH, slot] = max(instance.engine.max_batch_tokens, 1)
-        self._table[_ROUND_TRIP, slot] = 0.0 if path is None else 2 * path.latency_s
-        self._table[_BYTE, slot] = 0.0 if path is None else 1 / path.bandwidth_bytes_per_s
+        self.move(slot, path)
         self.interleaves_tenants[slot] = instance.engine.interleaves_tenants
         self._table[_AT_ONCE, slot] = instance.engine.prompts_at_once
         self._table[_PLACES, slot] = instance.engine.max_running_requests or _PLACES_UNKNOWN
@@ -88,6 +87,13 @@ class PriceTable:
             self._filled[:_CORRECTED, slot] = self._table[:_CORRECTED, slot] * _applied(
                 self._factors[slot : slot + 1]
             )
+
+    def move(self, slot: int, path: NetworkPath | None) -> None:
+        """Take the network path from this router to a worker; None costs nothing."""
+        row = (0.0, 0.0) if path is None else (2 * path.latency_s, 1 / path.bandwidth_bytes_per_s)
+        self._table[[_ROUND_TRIP, _BYTE], slot] = row
+        if self._columns is not None:
+            self._filled[[_ROUND_TRIP, _BYTE], slot] = row
 
     def remove(self, slot: int) -> None:
         """Forget a worker."""

@@ -4,8 +4,9 @@ import asyncio
 
 import msgspec
 
+from penstock.core.clock import wall_time_s
 from penstock.core.types.instances import InstanceState, Role
-from penstock.core.types.load import KvRead, KvTierCounts, WorkerLoad
+from penstock.core.types.load import KvRead, KvTierCounts, LinkReport, WorkerLoad
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.watch.snapshot import ALERTS_MAX, WORKERS_MAX, take_snapshot
@@ -98,3 +99,18 @@ def test_tiers_and_links_of_a_worker_are_shown():
     assert tiers == [("device", 60, 10, 250, False), ("host", 20, 0, 100, False), ("disk", 90, 0, 50, True)]
     assert [link.source for link in first.links] == ["worker-0002", "a worker that left"]
     assert {alert.key for alert in found.alerts} == {f"off worker-000{n}: KV tier disk" for n in (1, 2)}
+
+
+def test_a_link_shows_how_far_its_region_is_and_when_it_told_last():
+    def row(**link):
+        load = WorkerLoad(link=LinkReport(region="eu", frontends=2, healthy=1, **link))
+        (found,) = snapshot_of([msgspec.structs.replace(worker(1), load=_shown(load))]).workers
+        return found.region
+
+    told = row(round_trip_s=0.081, told_chunks=12, told_at_s=wall_time_s() - 5)
+    assert (told.name, told.frontends, told.healthy) == ("eu", 2, 1)
+    assert (told.round_trip_s, told.told_chunks) == (0.081, 12)
+    assert 5 <= told.told_age_s < 60
+    untold = row()
+    assert (untold.round_trip_s, untold.told_age_s) == (None, None)
+    assert snapshot_of([worker(1)]).workers[0].region is None

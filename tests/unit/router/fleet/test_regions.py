@@ -8,7 +8,9 @@ import numpy as np
 from penstock.core.hashing import block_hashes, root_hash
 from penstock.core.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from penstock.core.types.kv.summary import CHUNK_TOKENS, PrefixSummary, chunk_hashes, pack_root
+from penstock.core.types.load import LinkReport, WorkerLoad
 from penstock.core.wire import PackedHashes, pack_hashes, unpack_hashes
+from penstock.perf.topology import NetworkPath, Topology
 from penstock.router.config import PrefixSummaryConfig, RouterConfig
 from penstock.router.dispatch.dispatcher import Dispatcher
 from penstock.router.index.region_index import RegionIndex
@@ -148,3 +150,43 @@ def test_nothing_is_told_where_that_is_off() -> None:
         assert dispatcher.prefix_summary("tiny", "", {}, 1.0) is None
 
     run_big(scene, RouterConfig(prefix_summary=PrefixSummaryConfig(bytes_per_s=0)))
+
+
+class Link(ManualEngine):
+    """Measures what a test says."""
+
+    round_trip_s = 0.0
+
+    def load(self) -> WorkerLoad:
+        link = LinkReport(region="eu", frontends=1, healthy=1, round_trip_s=self.round_trip_s)
+        return msgspec.structs.replace(super().load(), link=link)
+
+
+def test_the_way_to_a_region_costs_what_its_link_has_measured() -> None:
+    async def main() -> None:
+        far = Topology(same_host=NetworkPath(latency_s=0.5, bandwidth_bytes_per_s=1e8))
+        async with (
+            MemoryCluster() as cluster,
+            cluster.dispatcher(config=RouterConfig(topology=far)) as dispatcher,
+        ):
+            link = Link()
+            link.info = engine(is_deployment=True).info
+            await cluster.start("link", link)
+            await cluster.start("here", engine())
+            await asyncio.sleep(0.01)
+            fleet = dispatcher._shared.fleet
+
+            def round_trips() -> dict[str, float]:
+                columns = fleet.pools["tiny"].prices.columns()
+                return {m.instance.name: columns.round_trip_s[m.slot] for m in fleet.slots.now() if m}
+
+            assert round_trips() == {"link": 1.0, "here": 1.0}, "as the graph says, until it is measured"
+            for measured_s, priced_s in ((0.09, 0.09), (0.25, 0.25), (1000.0, 120.0), (0.03, 0.03)):
+                await route(dispatcher, f"r{measured_s}")  # prices that are in use change, too
+                link.round_trip_s = measured_s
+                link.step()
+                await asyncio.sleep(2.0)  # load reports have a pace
+                assert round_trips() == {"link": priced_s, "here": 1.0}
+                dispatcher.check()
+
+    run_virtual(main())

@@ -12,7 +12,7 @@ from penstock.core.errors import PenstockError, Unavailable
 from penstock.deploy.commands.admin import ask
 from penstock.deploy.control.hosted import Hosted, hosted
 from penstock.deploy.control.local_connector import LocalConnector
-from penstock.deploy.control.messages import SOCKET_NAME, Deployment, ProcessView
+from penstock.deploy.control.messages import SOCKET_NAME, ProcessView
 
 _ENTRY_S = 1.0
 _KEY_SHOWN = 6
@@ -27,6 +27,16 @@ class Remote(msgspec.Struct, frozen=True):
     condition: str
     host: str
     address: str
+
+
+class Link(msgspec.Struct, frozen=True):
+    """What a frontend of this host knows of a link to another region; `round_trip_s` is measured, 0 before the first answer."""
+
+    region: str
+    condition: str
+    round_trip_s: float
+    frontends: int
+    healthy: int
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -47,6 +57,7 @@ class Listed(msgspec.Struct, frozen=True):
     graph: str = ""
     processes: tuple[ProcessView, ...] = ()
     remote: tuple[Remote, ...] = ()
+    links: tuple[Link, ...] = ()
     left: int = 0
     problem: str = ""
 
@@ -92,27 +103,24 @@ def _look(each: Hosted) -> Listed:
         )
     deployment = connector.deployment
     assert deployment is not None, "it has answered"
-    remote, problem = _elsewhere(deployment, processes)
-    return msgspec.structs.replace(
-        listed,
-        state="running",
-        url=deployment.url,
-        processes=processes,
-        remote=remote,
-        problem=problem,
-    )
-
-
-def _elsewhere(deployment: Deployment, processes: Sequence[ProcessView]) -> tuple[tuple[Remote, ...], str]:
-    """Ask a frontend of this host for the workers of others; gives what is not known, and why."""
-    if not deployment.spans_hosts:
-        return (), ""
+    listed = msgspec.structs.replace(listed, state="running", url=deployment.url, processes=processes)
+    has_links = any(process.region for process in processes)
+    if not deployment.spans_hosts and not (has_links and deployment.url):
+        return listed
     if not deployment.url:
-        return (), "no frontend runs here: workers of other hosts are seen where one does"
+        problem = "no frontend runs here: workers of other hosts are seen where one does"
+        return msgspec.structs.replace(listed, problem=problem)
     try:
         workers: list[dict[str, Any]] = msgspec.json.decode(ask(deployment.url, "/admin/workers"))["workers"]
     except (PenstockError, msgspec.DecodeError, KeyError) as error:
-        return (), f"workers of other hosts are not known: {error}"
+        what = "workers of other hosts are" if deployment.spans_hosts else "the way to other regions is"
+        return msgspec.structs.replace(listed, problem=f"{what} not known: {error}")
+    remote = _elsewhere(workers, processes) if deployment.spans_hosts else ()
+    return msgspec.structs.replace(listed, remote=remote, links=_links(workers))
+
+
+def _elsewhere(workers: Sequence[dict[str, Any]], processes: Sequence[ProcessView]) -> tuple[Remote, ...]:
+    """Give the workers of other hosts."""
     here = {(process.name, process.pid) for process in processes}
     return tuple(
         Remote(
@@ -124,7 +132,23 @@ def _elsewhere(deployment: Deployment, processes: Sequence[ProcessView]) -> tupl
         )
         for worker in workers
         if (worker["name"].partition("@")[0], worker["pid"]) not in here
-    ), ""
+    )
+
+
+def _links(workers: Sequence[dict[str, Any]]) -> tuple[Link, ...]:
+    """Give what links say of their regions."""
+    found = ((worker, (worker.get("load") or {}).get("link")) for worker in workers)
+    return tuple(
+        Link(
+            region=link["region"],
+            condition=worker["condition"],
+            round_trip_s=link["round_trip_s"],
+            frontends=link["frontends"],
+            healthy=link["healthy"],
+        )
+        for worker, link in found
+        if link is not None
+    )
 
 
 def table(listed: Sequence[Listed]) -> Iterator[str]:
@@ -138,8 +162,10 @@ def table(listed: Sequence[Listed]) -> Iterator[str]:
             parts = [f"{left}penstock down removes {each.directory}"]
         yield _row(each.name, each.state, age(each.age_s) if each.pid is not None else "", parts)
         templates = {process.template for process in each.processes if process.template}
+        links = {link.region: link for link in each.links}
         for process in each.processes:
-            yield f"  {_process(process, shows_template=len(templates) > len(_roles(each)))}"
+            shows_template = len(templates) > len(_roles(each))
+            yield f"  {_process(process, links.get(process.region), shows_template=shows_template)}"
         for worker in each.remote:
             yield "  " + _row(
                 worker.name, worker.condition, worker.role, [f"host {worker.host}", worker.address]
@@ -152,13 +178,16 @@ def _roles(each: Listed) -> set[str]:
     return {process.role for process in each.processes if process.role is not None}
 
 
-def _process(process: ProcessView, *, shows_template: bool) -> str:
-    """Format a process; with its template where workers of one role have several, as during `penstock apply`."""
+def _process(process: ProcessView, link: Link | None, *, shows_template: bool) -> str:
+    """Format a process, of a link with what it says of its region; with its template where workers of one role have several, as during `penstock apply`."""
     details = [f"GPU {device}" for device in process.devices]
     if shows_template and process.template:
         details.append(f"settings {process.template[:_KEY_SHOWN]}")
     if process.core is not None:
         details.append(f"core {process.core}")
+    if link is not None and link.round_trip_s:
+        details.append(f"{link.round_trip_s * 1e3:.1f} ms away")
+        details.append(f"{link.healthy} of {link.frontends} frontends")
     pid = "" if process.pid is None else f"pid {process.pid}"
     return _row(
         process.name,

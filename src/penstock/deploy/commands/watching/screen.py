@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.frontend.watch.overview import Overview, Percentiles
-from penstock.frontend.watch.snapshot import Snapshot, TierRow, WorkerRow
+from penstock.frontend.watch.snapshot import RegionRow, Snapshot, TierRow, WorkerRow
 from penstock.router.dispatch.journeys import Journey
 
 _BAR = 12
@@ -91,9 +91,18 @@ def _workers(workers: Sequence[WorkerRow]) -> Table:
             step,
             "-" if speed is None else f"{speed.generated_tokens_per_s:,.0f}",
             "-" if speed is None else f"{speed.prefilled_tokens_per_s:,.0f}",
-            Text("  ").join(_bar(tier) for tier in worker.tiers),
+            Text("  ").join(_bar(tier) for tier in worker.tiers)
+            if worker.region is None
+            else _far(worker.region),
         )
     return table
+
+
+def _far(region: RegionRow) -> Text:
+    """Say how far another region is, and what of it answers."""
+    away = "never reached" if region.round_trip_s is None else f"{seconds(region.round_trip_s)} away"
+    told = "" if region.told_age_s is None else f", told {seconds(region.told_age_s)} ago"
+    return Text(f"{region.name} {away}, {region.healthy} of {region.frontends} frontends{told}")
 
 
 def _bar(tier: TierRow) -> Text:

@@ -6,6 +6,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
+from penstock.core.clock import wall_time_s
 from penstock.core.errors import PenstockError, ProtocolError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.types.events import KvEvent
@@ -52,6 +53,13 @@ class PrefixWatch:
         self._on_events = on_events
         self._problem = ""
         self._times_forgotten = 0
+        self.told_at_s = 0.0
+        """When the other side told last, in seconds since 1970; 0: never."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that the other side tells it holds."""
+        return len(self._told)
 
     def forget(self) -> None:
         """Forget everything: the region is lost, and may come back with empty caches."""
@@ -107,6 +115,7 @@ class PrefixWatch:
                 self._problem = error.message
                 _log.warning("prefixes_unused", server=self._connection.name, reason=error.message)
             return False
+        self.told_at_s = wall_time_s()
         if self._problem:
             self._problem = ""
             _log.info("prefixes_used", server=self._connection.name)

@@ -9,6 +9,7 @@ from penstock.core.types.load import LinkReport, WorkerLoad
 from penstock.core.types.requests import Request
 from penstock.engine.openai.connection import NoAnswer
 from penstock.engine.openai.engine import ServerEngine, Serving
+from penstock.engine.openai.metrics import ServerLoad
 from penstock.engine.openai.region.config import LinkConfig
 from penstock.engine.openai.region.server import RegionServer
 from penstock.engine.openai.region.stream import MovableStream
@@ -25,6 +26,7 @@ class RegionEngine(ServerEngine):
         self._frontends = server.frontends
         self._link = server
         self._moved = self._refused = 0
+        self._reported: LinkReport | None = None
 
     def load(self) -> WorkerLoad:
         link = LinkReport(
@@ -34,8 +36,18 @@ class RegionEngine(ServerEngine):
             moved=self._moved,
             refused=self._refused,
             clock_skew_s=round(self._link.clock_skew_s, 1),
+            round_trip_s=round(self._frontends.round_trip.seconds, 4),
+            told_chunks=0 if self._prefixes is None else self._prefixes.num_chunks,
+            told_at_s=0.0 if self._prefixes is None else round(self._prefixes.told_at_s),
         )
         return msgspec.structs.replace(super().load(), link=link)
+
+    def _on_load(self, load: ServerLoad) -> None:
+        super()._on_load(load)
+        link = self.load().link
+        if link != self._reported:
+            self._reported = link
+            self._changed()
 
     def _stream_of(self, request: Request, extra: dict[str, Any]) -> Stream:
         assert not extra, "no KV is transferred between regions"

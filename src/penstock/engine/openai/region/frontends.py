@@ -11,6 +11,7 @@ from penstock.core.errors import Overloaded, PenstockError, Unavailable
 from penstock.core.log import get_logger
 from penstock.engine.openai.connection import Connection, NoAnswer, NotServing, NotThere, Unreachable
 from penstock.engine.openai.region.config import RegionConfig
+from penstock.engine.openai.region.round_trip import RoundTrip
 
 _log = get_logger()
 
@@ -46,11 +47,21 @@ class RegionFrontends:
         self.name = f"region {config.name}"
         self._region = config.name
         self._config = config
+        self.round_trip = RoundTrip()
         tls = None if config.tls is None else config.tls.context(f"regions.{config.name}.tls")
         key = config.server().api_key()
         self.frontends = tuple(
             RegionFrontend(
-                Connection(url, config.limits, key, name=self.name, headers=headers, tls=tls, keeps=True)
+                Connection(
+                    url,
+                    config.limits,
+                    key,
+                    name=self.name,
+                    headers=headers,
+                    tls=tls,
+                    keeps=True,
+                    on_round_trip=self.round_trip.note,
+                )
             )
             for url in config.urls
         )

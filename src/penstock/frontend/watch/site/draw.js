@@ -20,8 +20,8 @@ export function spark(values, target) {
 const DRAWN_MAX = 12;
 
 export function topology(snapshot, transfers) {
-  const groups = ["prefill", "aggregated", "decode"]
-    .map((role) => [role, snapshot.workers.filter((worker) => worker.role === role)])
+  const groups = ["prefill", "aggregated", "decode", "other regions"]
+    .map((group) => [group, snapshot.workers.filter((worker) => (worker.region ? "other regions" : worker.role) === group)])
     .filter(([, workers]) => workers.length);
   const nodes = [], places = new Map();
   let y = 10;
@@ -31,7 +31,8 @@ export function topology(snapshot, transfers) {
     for (const worker of workers.slice(0, DRAWN_MAX)) {
       places.set(worker.name, y + 16);
       nodes.push(box(270, y, 180, worker.name, `${worker.running} run, ${worker.waiting} wait`,
-        serves(worker) ? role : "bad"));
+        serves(worker) ? worker.role : "bad"));
+      if (worker.region) nodes.push(...far(worker, y));
       y += 40;
     }
     if (workers.length > DRAWN_MAX) {
@@ -56,10 +57,18 @@ export function topology(snapshot, transfers) {
       nodes.push(h("text", {x: 492, y: (from + at) / 2 + 4, class: "soft"}, `${link.transport} ${speed ? `${bytes(speed)}/s` : bytes(link.num_bytes)}`));
     }
   }
-  const said = groups.map(([role, workers]) => `${workers.length} ${role} workers`).join(", ") || "no workers";
+  const said = groups.map(([group, workers]) => (group === "other regions" ? `${workers.length} ${group}` : `${workers.length} ${group} workers`)).join(", ") || "no workers";
   return h("svg", {viewBox: `0 0 600 ${height}`, width: "100%", role: "img", "aria-label": `Clients reach ${frontends} frontends with a router, and these ${said}.`},
     edges, box(4, middle, 100, frontends === 1 ? "frontend" : `${frontends} frontends`, `${snapshot.queued} queued`, ""),
     box(124, middle, 98, "router", counted(snapshot.models.length, "model"), ""), nodes);
+}
+
+function far(worker, y) {
+  const {name, round_trip_s: away, frontends, healthy, told_age_s: age} = worker.region;
+  const state = !serves(worker) ? worker.condition.replace("_", " ") : away === null ? "not measured" : `${time(away)} away`;
+  return [h("text", {x: 458, y: y + 14}, `${state}, ${healthy}/${frontends} up`,
+    h("title", null, `region ${name}: ${healthy} of ${frontends} frontends answer; the time there and back is measured`)),
+    h("text", {x: 458, y: y + 27, class: "soft"}, age === null ? "tells no prefixes" : `told prefixes ${time(age)} ago`)];
 }
 
 const serves = (worker) => worker.condition === "ready" || worker.condition === "prefill_only";
