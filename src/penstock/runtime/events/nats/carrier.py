@@ -15,7 +15,6 @@ from typing import Self
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from penstock.core.errors import ProtocolError
 from penstock.core.ids import WorkerId
@@ -91,7 +90,9 @@ class NatsCarrier:
         self._followers: defaultdict[WorkerId, list[_Follower]] = defaultdict(list)
         self._worker_id: WorkerId | None = None
         self._outgoing = Outgoing(
-            self._config.batches_max, on_dropped=self._metrics.dropped.labels("unsent").inc
+            self._config.batches_max,
+            linger_s=self._config.linger_s,
+            on_dropped=self._metrics.dropped.labels("unsent").inc,
         )
         self._is_wanted = asyncio.Event()
         self._has_refused = False
@@ -175,7 +176,7 @@ class NatsCarrier:
         """Send what this process's worker tells, as long as the connection lasts."""
         self._outgoing.drop()  # what is old has been asked for
         while True:
-            await self._outgoing.wait(self._config.linger_s)
+            await self._outgoing.wait()
             worker_id = self._worker_id
             assert worker_id is not None, "it tells something"
             subject = f"{self._subject}{worker_id:016x}"
@@ -190,17 +191,25 @@ class NatsCarrier:
     async def _listen(self, client: Client) -> None:
         """Take what workers tell, once this process follows any."""
         await self._is_wanted.wait()
-        subscription: Subscription = await uncancelled(
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        async def take(message: Msg) -> None:
+            self._metrics.received.inc()
+            try:
+                self._take(message.data)
+            except Exception as error:  # noqa: BLE001 - the client would only report it
+                if not failed.done():
+                    failed.set_exception(error)
+
+        await uncancelled(
             client.subscribe(
                 self._subject + "*",
+                cb=take,  # `next_msg` makes a task and a timeout for each message
                 pending_msgs_limit=_UNREAD_MESSAGES_MAX,
                 pending_bytes_limit=_UNREAD_BYTES_MAX,
             )
         )
-        while True:
-            message: Msg = await uncancelled(subscription.next_msg(timeout=None))
-            self._metrics.received.inc()
-            self._take(message.data)
+        await failed
 
     def _take(self, data: bytes) -> None:
         try:
