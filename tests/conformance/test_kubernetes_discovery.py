@@ -287,8 +287,13 @@ def test_two_deployments_under_one_name_are_said_at_both_ends():
     async def scenario(harness):
         _, _, watcher, metrics = await known(harness)
         other = await harness.client(Identity(secret=b"of another deployment"))
-        with pytest.raises(ConfigError, match=r"namespace suite: .* two deployments share one"):
-            await other.connect()
+        with capture_logs() as logs:
+            with pytest.raises(ConfigError, match=r"namespace suite: .* two deployments share one"):
+                await other.connect()
+            await until(lambda: value(metrics, "refused_starts_total", reason="secret") == 1)
+        (line,) = [line for line in logs if line["event"] == "start_refused"]
+        assert line["reason"] == "secret"
+        assert "runtime.namespace of its own" in line["fix"]
         with capture_logs() as logs:
             await other.register(scripted_instance("tcp://127.0.0.1:2"))
             await until(lambda: value(metrics, "registrations_refused_total", reason="secret") == 1)

@@ -211,8 +211,13 @@ def test_two_deployments_in_one_namespace_are_said_at_both_ends(registry):
     async def scenario(harness):
         _, _, watcher, metrics = await known(harness)
         other = await harness.client(Identity(secret=b"of another deployment"))
-        with pytest.raises(ConfigError, match=r"namespace suite: .* two deployments share one"):
-            await other.connect()
+        with capture_logs() as logs:
+            with pytest.raises(ConfigError, match=r"namespace suite: .* two deployments share one"):
+                await other.connect()
+            await until(metrics, "refused_starts_total", 1, reason="secret")
+        (line,) = [line for line in logs if line["event"] == "start_refused"]
+        assert line["reason"] == "secret"
+        assert "runtime.namespace of its own" in line["fix"]
         with capture_logs() as logs:
             await other.register(scripted_instance("tcp://127.0.0.1:2"))
             await until(metrics, "registrations_refused_total", 1, reason="secret")

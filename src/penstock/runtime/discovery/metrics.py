@@ -32,3 +32,9 @@ class RegistryMetrics:
             ["reason"],
             registry=registry,
         )
+        self.refused_starts = Counter(
+            "penstock_runtime_refused_starts",
+            "Starts of other deployments or releases in this namespace of the registry that were given up there.",
+            ["reason"],
+            registry=registry,
+        )

@@ -17,10 +17,18 @@ from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Instance, InstanceChange
 from penstock.runtime.config import DiscoveryConfig
-from penstock.runtime.discovery.kubernetes.lease import DEPLOYMENT_LABEL, Seen, lease_name, lease_of, now
+from penstock.runtime.discovery.kubernetes.lease import (
+    DEPLOYMENT_LABEL,
+    Seen,
+    lease_name,
+    lease_of,
+    now,
+    start_lease,
+)
 from penstock.runtime.discovery.kubernetes.watcher import LeaseWatcher
 from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.discovery.record import RecordError, Records
+from penstock.runtime.discovery.refused_start import refused_start, start_key
 from penstock.runtime.discovery.registrations import Registrations, StoredRegistration
 from penstock.runtime.discovery.view import RegistryView
 from penstock.runtime.handshake import Identity
@@ -135,10 +143,20 @@ class KubernetesDiscovery:
             try:
                 self._records.decode(seen.record)
             except RecordError as error:
+                await self._tell_refused(error.reason)
                 raise ConfigError(
                     f"Kubernetes at {self._client.access.server}: namespace {self._namespace}: worker {seen.worker_id:x} is"
                     f" registered there, and {error.message}"
                 ) from error
+
+    async def _tell_refused(self, reason: str) -> None:
+        """Tell the deployment that runs here that this process gives up its start: its watches see the Lease come and go."""
+        lease = start_lease(start_key(), refused_start(reason), deployment=self._namespace, pod=self._pod)
+        try:
+            await self._client.create(LEASES, lease)
+            await self._client.delete(LEASES, lease["metadata"]["name"])
+        except Unavailable as error:
+            _log.debug("refused_start_not_told", error=error.message)
 
     async def register(self, instance: Instance) -> StoredRegistration:
         return await self._registrations.register(instance)

@@ -18,7 +18,9 @@ from penstock.runtime.kubernetes.pod import Pod
 
 DEPLOYMENT_LABEL = "penstock.dev/deployment"
 RECORD = "penstock.dev/registration"
+REFUSED_START = "penstock.dev/refused-start"
 _NAME = "penstock-worker-"
+_START = "penstock-start-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def lease_of(
         "annotations": {RECORD: base64.b64encode(record).decode()},
     }
     if pod is not None:
-        metadata["ownerReferences"] = [{"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}]
+        metadata["ownerReferences"] = [_owner(pod)]
     return {
         "apiVersion": LEASES.api_version,
         "kind": LEASES.kind,
@@ -107,6 +109,33 @@ def lease_of(
             "renewTime": now(),
         },
     }
+
+
+def start_lease(key: str, data: bytes, *, deployment: str, pod: Pod | None) -> Object:
+    """Make the Lease of a start that is given up: nobody holds it, and its process deletes it at once."""
+    metadata: Object = {
+        "name": f"{_START}{key}",
+        "labels": {DEPLOYMENT_LABEL: deployment, "app.kubernetes.io/managed-by": "penstock"},
+        "annotations": {REFUSED_START: base64.b64encode(data).decode()},
+    }
+    if pod is not None:
+        metadata["ownerReferences"] = [_owner(pod)]
+    return {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": metadata, "spec": {}}
+
+
+def start_of(body: Object) -> bytes | None:
+    """Give what such a Lease says; None for others."""
+    text = (body["metadata"].get("annotations") or {}).get(REFUSED_START, "")
+    if not body["metadata"]["name"].startswith(_START):
+        return None
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def _owner(pod: Pod) -> Object:
+    return {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}
 
 
 def now() -> str:

@@ -10,8 +10,9 @@ import math
 from penstock.core.errors import Unavailable
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
-from penstock.runtime.discovery.kubernetes.lease import Seen, lease_name
+from penstock.runtime.discovery.kubernetes.lease import Seen, lease_name, start_of
 from penstock.runtime.discovery.metrics import RegistryMetrics
+from penstock.runtime.discovery.refused_start import RefusedStarts
 from penstock.runtime.discovery.view import RegistryView
 from penstock.runtime.kubernetes.client import LEASES, KubernetesClient, KubernetesError, Object
 
@@ -37,6 +38,7 @@ class LeaseWatcher:
         self._client = client
         self._labels = labels
         self._ttl_s = ttl_s
+        self._refused_starts = RefusedStarts(metrics)
         self._seen: dict[WorkerId, Seen] = {}
         self._renewed_s: dict[WorkerId, float] = {}
         self._lost_at_s: float | None = None
@@ -52,6 +54,8 @@ class LeaseWatcher:
         self._view.sync(present)
 
     def put(self, body: Object) -> None:
+        if (start := start_of(body)) is not None:
+            self._refused_starts.note(body["metadata"]["name"], start)
         seen = Seen.of(body)
         if seen is not None:
             self._take(seen)

@@ -25,15 +25,14 @@ from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.discovery.nats.leases import Leases
 from penstock.runtime.discovery.record import RecordError, Records
+from penstock.runtime.discovery.refused_start import KEPT_LEASES, RefusedStarts, refused_start, start_key
 from penstock.runtime.discovery.registrations import Registrations, StoredRegistration
 from penstock.runtime.discovery.view import RegistryView
 from penstock.runtime.handshake import Identity
-from penstock.runtime.nats.connection import NatsConnection, uncancelled
+from penstock.runtime.nats.connection import ERRORS, NatsConnection, uncancelled
 from penstock.runtime.tls import PlaneTlsConfig
 
-_WORKER, _BEAT = "worker.", "beat."
-_KEPT_LEASES = 3
-"""The bucket forgets a key after so many lease times."""
+_WORKER, _BEAT, _START = "worker.", "beat.", "start."
 _log = get_logger()
 
 
@@ -87,6 +86,7 @@ class NatsDiscovery:
             watchers_max=self._config.connections_max,
             is_reachable=lambda: self._is_watching,
         )
+        self._refused_starts = RefusedStarts(self._metrics)
         self._seen: dict[WorkerId, bytes] = {}
         self._registrations = Registrations(
             self._config,
@@ -125,16 +125,25 @@ class NatsDiscovery:
                 for key in await bucket.keys():
                     with suppress(nats.js.errors.KeyNotFoundError):
                         if key.startswith(_WORKER):
-                            self._check(key, (await bucket.get(key)).value or b"")
+                            await self._check(bucket, key)
 
-    def _check(self, key: str, data: bytes) -> None:
+    async def _check(self, bucket: KeyValue, key: str) -> None:
+        data = (await bucket.get(key)).value or b""
         try:
             self._records.decode(data)
         except RecordError as error:
+            await self._tell_refused(bucket, error.reason)
             raise ConfigError(
                 f"NATS at {self._connection.place}: namespace {self._namespace}: worker {key.removeprefix(_WORKER)} is registered"
                 f" there, and {error.message}"
             ) from error
+
+    async def _tell_refused(self, bucket: KeyValue, reason: str) -> None:
+        """Tell the deployment that runs here that this process gives up its start."""
+        try:
+            await bucket.put(_START + start_key(), refused_start(reason))
+        except ERRORS as error:
+            _log.debug("refused_start_not_told", error=str(error))
 
     async def register(self, instance: Instance) -> StoredRegistration:
         return await self._registrations.register(instance)
@@ -173,7 +182,7 @@ class NatsDiscovery:
         try:
             return await stream.key_value(self._bucket)
         except nats.js.errors.NotFoundError:
-            ttl_s = _KEPT_LEASES * self._config.lease_ttl_s
+            ttl_s = KEPT_LEASES * self._config.lease_ttl_s  # of each key
             return await stream.create_key_value(bucket=self._bucket, ttl=ttl_s, storage=StorageType.MEMORY)
 
     async def _keep_registered(self, bucket: KeyValue) -> None:
@@ -226,6 +235,8 @@ class NatsDiscovery:
                     self._metrics.connected.set(1)
                     _log.info("registry_connected", registry=self._connection.place, workers=len(self._view))
                 self._take_beat(loop.time())
+            elif entry.key.startswith(_START):
+                self._refused_starts.note(entry.key, entry.value or b"")
             elif (worker_id := _worker_id(entry.key)) is not None:
                 self._apply(worker_id, entry, present)
 

@@ -1,0 +1,90 @@
+"""What a process leaves in a registry when it gives up its start there, so that the deployment that runs there learns of it.
+
+Nothing proves it: its process has another secret or release. So those who read it say no more than its host's name and reason.
+"""
+
+import secrets
+import socket
+from collections import OrderedDict
+
+import msgspec
+
+from penstock.core.log import get_logger
+from penstock.core.wire import WIRE_VERSION, Wire
+from penstock.runtime.discovery.metrics import RegistryMetrics
+
+KEPT_LEASES = 3
+"""It is forgotten after so many lease times."""
+_HOST_CHARACTERS_MAX = 64
+_KNOWN_MAX = 1024
+_SEPARATE = (
+    "give each deployment a runtime.namespace of its own, and all hosts of one the same secret and graph name"
+)
+_FIXES = {
+    "secret": _SEPARATE,
+    "hash_key": _SEPARATE,
+    "version": "update the older side: releases up to one wire version apart work together",
+    "damaged": "something else writes into this namespace of the registry; give it a place of its own",
+}
+_encoder = msgspec.msgpack.Encoder()
+_log = get_logger()
+
+
+class RefusedStart(Wire, frozen=True, tag="refused_start"):
+    """One start that was given up. All releases read it, so its fields stay as they are.
+
+    Attributes:
+        host: of the process.
+        reason: why it cannot use a registration that is there: `secret`, `hash_key`, `version` or `damaged`.
+        wire_version: of the process.
+    """
+
+    host: str
+    reason: str
+    wire_version: int
+
+
+_decoder: msgspec.msgpack.Decoder[RefusedStart] = msgspec.msgpack.Decoder(RefusedStart)
+
+
+def refused_start(reason: str) -> bytes:
+    """Encode that this process gives up its start."""
+    host = socket.gethostname()[:_HOST_CHARACTERS_MAX]
+    return _encoder.encode(RefusedStart(host=host, reason=reason, wire_version=WIRE_VERSION))
+
+
+def start_key() -> str:
+    """Give a random name under which to leave it."""
+    return secrets.token_hex(8)
+
+
+class RefusedStarts:
+    """Says each start that was given up once. One event loop owns it."""
+
+    def __init__(self, metrics: RegistryMetrics) -> None:
+        """Know of none."""
+        self._metrics = metrics
+        self._known: OrderedDict[str, None] = OrderedDict()
+
+    def note(self, key: str, data: bytes) -> None:
+        """Log and count it, unless that was done. Bytes that are none are ignored."""
+        if key in self._known:
+            return
+        self._known[key] = None
+        if len(self._known) > _KNOWN_MAX:
+            self._known.popitem(last=False)
+        try:
+            start = _decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return
+        reason = start.reason if start.reason in _FIXES else "other"
+        self._metrics.refused_starts.labels(reason).inc()
+        _log.warning(
+            "start_refused",
+            host=start.host[:_HOST_CHARACTERS_MAX],
+            reason=reason,
+            wire_version=start.wire_version,
+            own_wire_version=WIRE_VERSION,
+            error="a process of another deployment or release found this one's workers, and gave up its start",
+            fix=_FIXES.get(reason, _SEPARATE),
+        )
