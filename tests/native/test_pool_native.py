@@ -181,7 +181,10 @@ for pair in (
 
 
 @pytest.mark.parametrize("tenant_blocks", [pytest.param(400, marks=pytest.mark.slow), 120])
-@pytest.mark.parametrize("policy", ["lru", "lfu", "arc", "s3-fifo", "seconds"])
+@pytest.mark.parametrize(
+    "policy",
+    ["lru", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfu", "arc", "s3-fifo", "seconds"))],
+)
 def test_policies_evict_alike_through_thousands_of_requests(policy, tenant_blocks):
     """Chats, one-shot prompts behind shared prefixes and scans: enough that `seconds` learns and forgets."""
     rng = np.random.default_rng(0)

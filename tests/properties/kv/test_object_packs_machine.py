@@ -143,5 +143,5 @@ class ObjectPacksMachine(RuleBasedStateMachine):
         self.runner.close()
 
 
-ObjectPacksMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+ObjectPacksMachine.TestCase.settings = settings(stateful_step_count=30, deadline=None)
 TestObjectPacksMachine = pytest.mark.slow(ObjectPacksMachine.TestCase)

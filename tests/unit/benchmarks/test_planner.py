@@ -83,7 +83,9 @@ def conversations(count: int, turns: int) -> Workload:
         pytest.param(steady(44.0, 40.0, seed=1), {Role.AGGREGATED: 2}, marks=pytest.mark.slow),
         pytest.param(longer(steady(8.0, 40.0, seed=1), 6.0), {Role.AGGREGATED: 2}, marks=pytest.mark.slow),
         pytest.param(steady(30.0, 30.0, seed=1), {Role.PREFILL: 1, Role.DECODE: 2}, marks=pytest.mark.slow),
-        (longer(steady(9.0, 30.0, seed=1), 6.0), {Role.PREFILL: 2, Role.DECODE: 1}),
+        pytest.param(
+            longer(steady(9.0, 30.0, seed=1), 6.0), {Role.PREFILL: 2, Role.DECODE: 1}, marks=pytest.mark.slow
+        ),
         pytest.param(conversations(30, 6), {Role.AGGREGATED: 2}, marks=pytest.mark.slow),
     ],
     ids=["one", "two", "long prompts", "disaggregated", "disaggregated, long prompts", "prefixes"],

@@ -102,6 +102,7 @@ def test_there_are_twenty_questions_with_expected_phrases():
     assert all(phrase for item in items for phrase in item["expected"])
 
 
+@pytest.mark.slow
 def test_no_held_out_question_is_in_the_training_text(corpus_module):
     held_out = [corpus_module.normalise(question) for question in corpus_module.heldout_questions(QUESTIONS)]
     corpus = corpus_module.Corpus(7, {"PARAMS": "2.5", "MEGABYTES": "5"})

@@ -127,7 +127,8 @@ class CachingEngineSuite(EngineCase):
         size = self.setup.block_size
         rng = random.Random(3)
         vocab_size = self.vocab_size
-        workload = make_workload(rng, requests=40, vocab_size=vocab_size, tokens_max=20 * size)
+        requests = 15 if self.events_delay_s else 40  # after each, events are waited for
+        workload = make_workload(rng, requests=requests, vocab_size=vocab_size, tokens_max=20 * size)
 
         async def main() -> None:
             total = 0

@@ -283,6 +283,7 @@ def test_what_is_too_long_is_refused_before_it_is_decoded(
     assert gc.get_stats()[0]["collections"] - before < 10
 
 
+@pytest.mark.slow
 def test_a_large_message_comes_in_parts(harness: Harness) -> None:
     """A prompt of a million tokens, an event for each block, as SGLang tells it."""
     num_blocks = 40_000

@@ -67,7 +67,7 @@ TEXTS = st.lists(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 @given(TEXTS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples // 2, deadline=None)
 def test_pieces_of_text_detokenize_to_the_same_text(name, texts):
     codec, detokenizer = made(name)
     decoder = detokenizer.stream(begins_text=False)

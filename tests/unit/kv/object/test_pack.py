@@ -91,7 +91,7 @@ def test_blocks_of_another_size_are_refused():
         parse(HEAD, block_bytes=4096)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples, deadline=None)
 @given(
     changes=st.lists(st.tuples(st.integers(0, len(HEAD) - 1), st.binary(min_size=1, max_size=9)), max_size=4),
     cut=st.integers(0, len(HEAD)) | st.none(),
@@ -109,7 +109,7 @@ def test_any_other_bytes_under_the_name_are_one_error(changes, cut, rest):
             parse(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples, deadline=None)
 @given(
     count=st.integers(0, 20) | st.integers(0, 2**32 - 1), rows=st.integers(0, 8), size=st.integers(0, 2**63)
 )
