@@ -4,6 +4,7 @@ import os
 import pty
 import select
 import subprocess
+import termios
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ class Terminal:
 
     def __init__(self, command: tuple[str, ...], environment: Mapping[str, str]) -> None:
         self._own, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (40, 140))
         self._process = subprocess.Popen(
             command,
             stdin=theirs,

@@ -46,8 +46,15 @@ def test_top_shows_workers_and_requests_once_and_until_q(deploy):
         _, said, _ = say("top", "--url", url, "--json")
         assert json.loads(said)["num_workers"] == 2
         with terminal(*COMMAND, "top", "--url", url) as top:
-            top.until("decode-1")
             top.until("requests/s")
+            top.until("decode-1")
+            top.type("\r")
+            top.until("decode-1: decode worker of penstock-demo")
+            top.until("400 blocks")  # of its log
+            top.type("\x1b")
+            top.until("prefill-1")
+            top.type("4")
+            top.until("prefill-1 > decode-1")
             top.type("q")
             assert top.code() == 0
 

@@ -11,8 +11,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "top",
         help="watch a running deployment in the terminal",
-        description="Show workers, KV by tier, latencies, alerts and the latest requests of a running `penstock serve`, once a second;"
-        " q ends. The live page at its URL shows more. See docs/watching.md.",
+        description="Show workers with their KV, models, tenants, requests with their way, routing decisions and the planner's rounds of a"
+        " running `penstock serve`, once a second. Sort, filter, and choose a row for its details, a worker's log too; q ends."
+        " See docs/watching.md.",
     )
     add_url(parser)
     parser.add_argument("--once", action="store_true", help="show it once, as where stdout is no terminal")

@@ -67,6 +67,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """A worker: figures of its last report, totals since its start."""
 
     name: str
+    model: str
     role: str
     condition: str
     problem: str | None
@@ -160,6 +161,7 @@ def _row(view: WorkerView, names: dict[int, str], speed: Speed | None) -> Worker
     sessions = load.get("sessions")
     return WorkerRow(
         name=view.name,
+        model=view.model,
         role=view.role,
         condition=view.condition,
         problem=view.problem,

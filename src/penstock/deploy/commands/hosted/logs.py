@@ -36,10 +36,10 @@ def show_logs(process: str | None, *, name: str | None, part: str | None, last: 
         ConfigError: several fit, or the process has printed nothing.
     """
     path, found = find_output(name, part)
-    with closing(_Follower(path)) as follower:
+    with closing(Follower(path)) as follower:
         lines = deque(_of(process, follower.lines()), maxlen=last)
         if process is not None and not lines and last:
-            known = sorted({_process_of(line) for line in _whole(path)} - {""})
+            known = sorted({process_of(line) for line in _whole(path)} - {""})
             if process not in known:
                 raise ConfigError(f"PROCESS: {process!r} has printed nothing{nearest(process, known)}")
         _write(lines)
@@ -70,7 +70,7 @@ def find_output(name: str | None, part: str | None) -> tuple[Path, Hosted | None
     return Path(found.record.log), found
 
 
-class _Follower:
+class Follower:
     """Reads whole lines of a log from its beginning on, and goes on in the next file when the log is renamed."""
 
     def __init__(self, path: Path) -> None:
@@ -105,16 +105,17 @@ class _Follower:
 
 
 def _whole(path: Path) -> Iterator[str]:
-    with closing(_Follower(path)) as follower:
+    with closing(Follower(path)) as follower:
         yield from follower.lines()
 
 
 def _of(process: str | None, lines: Iterable[str]) -> Iterator[str]:
-    wanted: Callable[[str], bool] = lambda line: process is None or _process_of(line) == process  # noqa: E731
+    wanted: Callable[[str], bool] = lambda line: process is None or process_of(line) == process  # noqa: E731
     return filter(wanted, lines)
 
 
-def _process_of(line: str) -> str:
+def process_of(line: str) -> str:
+    """Give the name of the process that printed a line of a deployment's log; empty where it has none."""
     words = line.split(maxsplit=_STAMP_WORDS + 1)
     return words[_STAMP_WORDS] if len(words) > _STAMP_WORDS else ""
 

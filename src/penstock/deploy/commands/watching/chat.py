@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.core.errors import PenstockError, RequestError
 from penstock.deploy.commands.admin import ask, ask_stream, base_of
-from penstock.deploy.commands.watching.screen import seconds
+from penstock.deploy.commands.watching.words import printable, seconds
 from penstock.deploy.state import state_dir
 from penstock.router.dispatch.journeys import Journey, Part
 
@@ -151,11 +151,13 @@ def run_chat(url: str, model: str | None, system: str, max_tokens: int | None, q
 
 
 def _say(chat: Conversation, question: str) -> None:
+    is_terminal = sys.stdout.isatty()
+
     def show(text: str) -> None:
-        _write(text)
+        _write(printable(text) if is_terminal else text)  # a model may write what a terminal obeys
 
     about = chat.answer(question, show)
-    _write(f"\n\x1b[2m{about}\x1b[0m\n" if sys.stdout.isatty() else "\n")
+    _write(f"\n\x1b[2m{about}\x1b[0m\n" if is_terminal else "\n")
 
 
 def _obey(chat: Conversation, line: str) -> bool:

@@ -1,0 +1,34 @@
+"""What a server's snapshot says, typed."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.core.errors import ConfigError
+from penstock.frontend.watch.snapshot import Snapshot
+from penstock.router.dispatch.journeys import Journey
+from penstock.router.explain.explanation import Explanation
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A snapshot with the latest requests, and the latest decisions oldest first."""
+
+    snapshot: Snapshot
+    requests: list[Journey]
+    decisions: list[Explanation]
+
+    @classmethod
+    def read(cls, body: bytes) -> "Seen":
+        """Decode it; raises ConfigError for what is none."""
+        try:
+            snapshot = msgspec.json.decode(body, type=Snapshot)
+            return cls(
+                snapshot,
+                msgspec.convert(snapshot.requests, list[Journey]),
+                msgspec.convert(snapshot.decisions, list[Explanation]),
+            )
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ConfigError(
+                f"--url: the answer is not Penstock's, or another version's: {error}"
+            ) from error
