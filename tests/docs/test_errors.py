@@ -1,7 +1,11 @@
 """The page of errors has every code of the API, every event that asks somebody to act, and messages as they are in the code."""
 
+import ast
 import importlib
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +53,40 @@ def test_each_message_of_a_command_is_in_the_code(cells):
 def test_every_event_that_asks_somebody_to_act_is_listed():
     listed = {event for cells in rows(LOG) for event in re.findall(r"`(\w+)`", cells[0])}
     assert listed == set(re.findall(r'_log\.error\(\s*"(\w+)"', SOURCES))
+
+
+REFERENCE = runpy.run_path(str(ROOT / "tools" / "errors_reference.py"))
+
+
+def test_the_page_of_every_message_is_current():
+    done = subprocess.run([sys.executable, ROOT / "tools" / "errors_reference.py", "--check"], check=False)
+    assert done.returncode == 0, "run python tools/errors_reference.py"
+
+
+def test_every_message_in_the_code_is_listed_with_its_fix():
+    found = REFERENCE["messages"]()
+    assert len(found) > 700
+    assert [said.text for said in found if not said.cells[1]] == [], (
+        "say in the message what to do, after '; ', or add a line to FIXES of tools/errors_reference.py"
+    )
+
+
+def test_no_fix_is_left_of_a_message_that_is_gone():
+    texts = [said.text for said in REFERENCE["messages"]() if "; " not in said.text]
+    fixes = REFERENCE["FIXES"]
+    used = {next((words for words in fixes if re.search(words, text)), None) for text in texts}
+    assert [words for words in fixes if words not in used] == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "texts"),
+    [
+        ('f"{path}: {self.name!r} is wrong; mend it"', ["PATH: 'NAME' is wrong; mend it"]),
+        ('"a" if x else f"b {len(y)}"', ["a", "b …"]),
+        ('f"no {what}" + hint(x)', ["no WHAT…"]),
+        ('"is there " + ("one" if x else "none")', ["is there one", "is there none"]),
+        ("str(error)", []),
+    ],
+)
+def test_a_message_is_read_from_its_expression(expression, texts):
+    assert list(REFERENCE["_texts"](ast.parse(expression, mode="eval").body)) == texts

@@ -1,0 +1,162 @@
+"""Write docs/messages.md: every message of the package's errors, from its source; `--check` only compares."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "src" / "penstock"
+PAGE = ROOT / "docs" / "messages.md"
+KINDS = {"ConfigError", "RequestError", "Unavailable", "PenstockError"}
+AREAS = {
+    "Commands and their flags": ("cli", "bench", "plan", "profiling", "sim", "doctor", "demo"),
+    "Deployments and the host": ("core", "deploy"),
+    "Graphs, planner and predictions": ("graph", "planner", "perf"),
+    "Engines and KV": ("engine", "kv", "worker", "transfer"),
+    "Requests, routing and registries": ("frontend", "router", "runtime"),
+}
+HEAD = """# Every message
+
+Generated from the source by `python tools/errors_reference.py`: the messages of commands and of answers to requests, without those that
+pass another's text on (a field's mistake found by its type, an operating system's reason). Capitals and … stand for values. [Errors and
+their fix](errors.md) has codes, log events and the most frequent ones.
+"""
+"""Says what the page is."""
+FIXES = {
+    r"^(Kubernetes|NATS|etcd) at .*registered": "give each worker its own name or namespace",
+    r"^(Kubernetes|NATS|etcd)( at |: )": "look at the registry: it is away, slow or refuses; Penstock goes on and tries again",
+    r"runs within a program": "end it there",
+    r"of a gateway": "leave it out: requests go through a gateway's own servers",
+    r"takes no (images|MODALITY)": "leave them out, or use a model that takes them",
+    r"got one of": "use only characters that the message names",
+    r"required, but missing|not a URL|unknown field|refuses them|no valid form|not valid JSON|not a valid HTTP|body cannot be read": "mend the request's field that the message names",
+    r"^(roles\.ROLE\.)?kv\.|^kv_layout|^worker\.kv_transfer|^NAME/|^kv: the (payload|weights)": "mend what the message names: a size, a path or a server of another version",
+    r"^--api-key: ": "give a key of that server, or set `PENSTOCK_API_KEY`",
+    r"^--model ?.*(: URL has no|answers)": "use a model of the server's `GET /v1/models`",
+    r"^--burst: |first request failed|a trial request of one token failed|/v1/models in |no whole answer in ": "the reason is the server's: look at its log, then run it again",
+    r"a trial request of one token got no answer": "look at the server's log, or raise `health.timeout_s`",
+    r"cannot be written|cannot be read|access_log|not JSON|no UTF-8|not valid YAML|^(FILE|SOURCE|WHERE): line ": "mend that file, or its permissions, or name another",
+    r"give one of|serve one of|name one of": "leave the others out",
+    r"unknown flag|[Tt]here is no|unknown|is none of|not of|has no '|neither a URL|have printed|has printed nothing|no model|, which has|the server has|does not exist|no round's": "use one that the message or `--help` lists",
+    r"^(PATH|FLAG): no round|has no graph|no time": "give a planner's log of this version with rounds, and a time such as 14:05",
+    r"blocks of BLOCK_SIZE tokens do not fit|^kv_blocks: ": "lower it, or leave it out to have it chosen",
+    r"does not come up|ended while it became|was stopped while it started|has ended|the connection ended|connection to it was closed|client is closed|Envoy sent more": "look at its log (`penstock logs`): it says why it ended",
+    r"is of another host or user": "run that command there",
+    r"pip install": "install it, or leave it out",
+    r"no deployment": "start one with `penstock serve`, or name one that the message lists",
+    r"no graph of this version|is of another version|no summary of prefixes|no list of models|no load of models|no counts|cannot be read: ERROR$": "run the same version on both sides",
+    r"supervisor failed": "a defect: report it with the supervisor's log",
+    r"kills no workers|takes no other graph|may not control": "run it as the deployment's user; `frontend.page.kills_workers` allows kills",
+    r"takes no |are not allowed|at most .* allowed|adapters: at most|more than MOST|larger than|more than BODY": "send less or fewer",
+    r"after DRAIN_TIMEOUT_S": "raise `drain_timeout_s`, or send the request again",
+    r"not a tokenizer|chat template|tokenizer_config|weights cannot be|^engine vllm: MODEL|head_dim|layer_types": "mend the model's file that the message names, or download it again",
+    r"api_key_file|endpoint_picker.tls": "name a file that can be read",
+    r"cannot sleep": "leave the worker awake, or start it with what the message names",
+    r"engine_args: ": "the message has the engine's own reason: set the argument so",
+    r"serves '|no adapters by name": "name a model that the server serves",
+    r"^(sglang|trtllm) refuses|cannot be sent": "change the request as the engine's reason says",
+    r"do not fit into the context|tokens: at most": "shorten the prompt",
+    r"can only be set in a mapping": "set the whole mapping instead",
+    r"\.profile: ": "measure the profile again with `penstock profile`",
+    r"the engine placed": "use a model whose engine takes these media, or send other ones",
+    r"may get this request|no server is known|counts what tenants|has not (answered|counted)": "start or undrain a worker; look at `GET /admin/workers`",
+    r"it could not be made": "give the policy's class defaults for its arguments",
+}
+"""What to do about messages that do not say it themselves, by what is in them; the first that fits."""
+_SAYS = re.compile(
+    r", or |expected |must |needs |only (?:with|by|for|where)|try again|known: |known here|see "
+)
+
+
+@dataclass(frozen=True, order=True)
+class Said:
+    """A message as a template, and the area it belongs to."""
+
+    area: str
+    text: str
+
+    @property
+    def cells(self) -> tuple[str, str]:
+        """Give (what happened, what to do)."""
+        happened, separator, fix = self.text.partition("; ")
+        if separator:
+            return happened, fix
+        if _SAYS.search(self.text):
+            return self.text, "as it says"
+        return self.text, next((fix for words, fix in FIXES.items() if re.search(words, self.text)), "")
+
+
+def messages() -> list[Said]:
+    """Find all of them, each once, by area and text."""
+    areas = {folder: area for area, folders in AREAS.items() for folder in folders}
+    found = set()
+    for path in SOURCES.rglob("*.py"):
+        if (area := areas.get(path.relative_to(SOURCES).parts[0])) is None:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and node.args and _name(node.func) in KINDS:
+                found.update(
+                    Said(area, " ".join(text.split())) for text in _texts(node.args[0]) if _is_one(text)
+                )
+    return sorted(found)
+
+
+def _is_one(text: str) -> bool:
+    """Tell whether a template says something itself, beside the values in it."""
+    return len(re.findall(r"[a-z]{2,}", text)) > 1
+
+
+def _name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _texts(node: ast.expr) -> Iterator[str]:
+    """Give the templates that an expression may have as its value."""
+    match node:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.JoinedStr(values=parts):
+            yield "".join(_part(part) for part in parts)
+        case ast.IfExp(body=body, orelse=orelse):
+            yield from _texts(body)
+            yield from _texts(orelse)
+        case ast.BinOp(left=left, right=right, op=ast.Add()):
+            for first in _texts(left):
+                yield from (first + then for then in list(_texts(right)) or ["…"])
+
+
+def _part(part: ast.expr) -> str:
+    match part:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.FormattedValue(value=value, conversion=conversion):
+            name = _name(value).strip("_").upper()
+            known = name if re.fullmatch("[A-Z][A-Z_]{2,}", name) else "…"
+            return f"'{known}'" if conversion == ord("r") else known
+    return "…"
+
+
+def page() -> str:
+    """Write the page."""
+    parts, found = [HEAD], messages()
+    for area in AREAS:
+        rows = [said.cells for said in found if said.area == area]
+        parts += [f"\n## {area}\n\n| message | fix |\n|---|---|\n"]
+        parts += [f"| {_cell(happened)} | {_cell(fix)} |\n" for happened, fix in rows]
+    return "".join(parts)
+
+
+def _cell(text: str) -> str:
+    """Escape what Markdown would read, outside of code."""
+    parts = re.split("(`[^`]*`)", text.replace("|", "\\|"))
+    parts[::2] = (re.sub(r"([\\*_<])(?!\|)", r"\\\1", part) for part in parts[::2])
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(PAGE.read_text(encoding="utf-8") != page())
+    PAGE.write_text(page(), encoding="utf-8")
