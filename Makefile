@@ -8,8 +8,9 @@ TORCH_INDEX ?=
 PENSTOCK_NATIVE = $(shell include=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))') && \
 	$(CXX) -std=c++20 -I"$$include" -include Python.h -include span -fsyntax-only -x c++ /dev/null 2>/dev/null && \
 	echo ON || echo OFF)
-# Processes that share the tests of `make test`.
-JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 4 ? cores : 4)))
+CORES := $(shell nproc 2>/dev/null || echo 2)
+# Processes that share the tests of `make test`: more than cores, for most of the time they wait for processes and time limits.
+JOBS ?= $(shell echo $$(($(CORES) < 4 ? 2 * $(CORES) : 8)))
 FUZZ_RUNS ?= 5000
 FUZZ_SEED ?= 1
 WIRE_SECONDS ?= 300

@@ -12,7 +12,7 @@ import pytest
 from tests.support.cable import bad_cable
 from tests.support.host import TOKENS, Host, text_of, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "curl", "namespaces", "faketime")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("ip", "curl", "namespaces", "faketime")]
 GRAPH = Path(__file__).parents[3] / "examples" / "two_hosts.yaml"
 BOTH = {"worker-1@host-a", "worker-1@host-b"}
 STREAMS = 4

@@ -12,7 +12,7 @@ from tests.e2e.helpers.planned import FAST
 from tests.support.cable import cable
 from tests.support.host import Host, text_of, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "curl", "namespaces")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("ip", "curl", "namespaces")]
 GRAPH = Path(__file__).parents[3] / "examples" / "two_hosts.yaml"
 STREAM_TOKENS = 60
 AT_ONCE = 8

@@ -34,6 +34,15 @@ async def until(holds):
         await asyncio.sleep(0.01)
 
 
+def host_sends(host, *sources):
+    """Send a window of each once the host, too, knows that it is connected: until then they are lost."""
+    if host._session is None:
+        return False
+    for source in sources:
+        host.window(source, RequestWindow(seconds=1.0, arrivals=7))
+    return True
+
+
 def test_windows_arrive_under_the_name_of_their_host_and_a_lost_host_is_said():
     async def main():
         connector, seen = HostsConnector(settle_s=0.0), ObservationStream()
@@ -42,9 +51,7 @@ def test_windows_arrive_under_the_name_of_their_host_and_a_lost_host_is_said():
             PlannerServer("tcp://127.0.0.1:0", identity(), connector, seen) as server,
             link(server, "b", pool) as host,
         ):
-            await until(lambda: "b" in server.linked)
-            host.window("frontend-1", RequestWindow(seconds=1.0, arrivals=7))
-            host.window("stranger", RequestWindow(seconds=1.0, arrivals=7))
+            await until(lambda: "b" in server.linked and host_sends(host, "stranger", "frontend-1"))
             await until(lambda: seen.observe(10).frontends)
             assert seen.observe(10).frontends == ("frontend-1@b",)
             assert (await connector.scale()).replicas[0].name == "worker-1@b"
@@ -64,8 +71,7 @@ def test_sources_of_a_host_that_was_given_up_are_silent_no_more():
             PlannerServer("tcp://127.0.0.1:0", identity(), connector, seen) as server,
             link(server, "b", pool) as host,
         ):
-            await until(lambda: "b" in server.linked)
-            host.window("worker-1", RequestWindow(seconds=1.0, arrivals=7))
+            await until(lambda: "b" in server.linked and host_sends(host, "worker-1"))
             await until(lambda: seen.observe(10).silent == ("frontend-1@b", "worker-1@b"))
             host._keeper.cancel()
             server.linked["b"]._channel.abort("the cable is cut")

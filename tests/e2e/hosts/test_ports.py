@@ -8,7 +8,7 @@ import yaml
 from tests.support.cable import cable
 from tests.support.host import Host, text_of, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "curl", "namespaces")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("ip", "curl", "namespaces")]
 RANGE = range(7500, 7506)
 PROMPT = "Tell me what a penstock is, and which of its parts decides where a prompt is computed. " * 4
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.cable import bad_cable
 from tests.support.host import Host, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "curl", "namespaces")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("ip", "curl", "namespaces")]
 URL = "http://127.0.0.1:8000"
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 100
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.host import TOKENS, Host, text_of, until
 from tests.support.triangle import Triangle, triangle
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "curl", "namespaces")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("ip", "curl", "namespaces")]
 NAMES = ("us", "eu", "asia")
 STREAMS = 4
 DELAY_S = 0.04

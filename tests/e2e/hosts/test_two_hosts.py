@@ -8,7 +8,7 @@ import pytest
 from tests.support.cable import cable
 from tests.support.host import TIMEOUT_S, TOKENS, Host, text_of, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "curl", "namespaces")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("ip", "curl", "namespaces")]
 GRAPH = Path(__file__).parents[3] / "examples" / "two_hosts.yaml"
 
 

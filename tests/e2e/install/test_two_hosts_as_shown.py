@@ -17,7 +17,7 @@ import pytest
 from tests.support.cable import Cable, cable, ip
 from tests.support.host import Host
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.needs("ip", "curl", "namespaces")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("ip", "curl", "namespaces")]
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "many-machines.md").read_text()

@@ -5,7 +5,7 @@ import pytest
 from penstock.deploy.hosts.roles import ROLES
 from tests.e2e.kubernetes.test_streams import PROMPTS, deployed, streaming
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 PLANNER = {
     "max_workers": 3, "react_period_s": 0.5, "floor_period_s": 2, "cool_down_s": 3, "cold_s": 1,
 }  # fmt: skip
