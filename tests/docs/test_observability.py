@@ -52,6 +52,25 @@ def test_there_is_a_panel_or_an_alert_for_what_an_operator_must_know():
     assert all(rule["annotations"]["summary"] and rule["labels"]["severity"] for rule in RULES)
 
 
+def test_every_alert_has_a_series_that_raises_it():
+    (tests,) = yaml.safe_load((FOLDER / "penstock-alerts-test.yaml").read_text())["tests"]
+    raised = {case["alertname"] for case in tests["alert_rule_test"] if case["exp_alerts"]}
+    assert raised == {rule["alert"] for rule in RULES}
+
+
+def test_the_page_and_the_rules_raise_the_same_alerts_but_for_those_that_are_named():
+    section = (ROOT / "docs" / "watching.md").read_text().partition("### Alerts")[2].partition("\n##")[0]
+    rows = [
+        [cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"(?m)^\| .*$", section)
+    ]
+    rules = re.findall(r"Penstock\w+", section)
+    assert sorted(rules) == sorted(rule["alert"] for rule in RULES)
+    source = (ROOT / "src" / "penstock" / "frontend" / "watch" / "alerts.py").read_text()
+    # One kind of alert for each name that a key begins with: key=f"worker ...", _error("no-worker", ...).
+    kinds = set(re.findall(r'(?:key=|_error\(|_warning\(\s*)f?"([a-z-]+)', source))
+    assert {kind for row in rows for kind in re.findall(r"`([a-z-]+)`", row[0])} == kinds
+
+
 @pytest.mark.needs("promtool")
 def test_prometheus_takes_the_rules_and_they_raise_what_they_should():
     promtool("check", "rules", "penstock-alerts.yaml")

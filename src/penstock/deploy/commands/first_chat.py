@@ -1,16 +1,14 @@
-"""`--first-chat`: sends one chat to the started deployment and prints what to try next."""
+"""`--first-chat`: sends one chat to the started deployment."""
 
 import aiohttp
 import msgspec
-
-from penstock.deploy.state import admin_token_path
 
 QUESTION = "What is Penstock?"
 _TIMEOUT_S = 120.0
 
 
 async def chat_once(url: str, model: str, api_key: str | None = None) -> None:
-    """Send one question, print the answer as it streams, then the next steps.
+    """Send one question, and print the answer as it streams.
 
     A failure is printed, not raised: the deployment keeps running.
     """
@@ -32,7 +30,7 @@ async def chat_once(url: str, model: str, api_key: str | None = None) -> None:
                 print(_text_of(line), end="", flush=True)  # noqa: T201
     except (aiohttp.ClientError, TimeoutError) as error:
         print(f"(no answer: {error or type(error).__name__})", end="")  # noqa: T201
-    print(f"\n{what_next(url, model, asks_key=api_key is not None)}", flush=True)  # noqa: T201
+    print(flush=True)  # noqa: T201
 
 
 def _text_of(line: bytes) -> str:
@@ -44,23 +42,3 @@ def _text_of(line: bytes) -> str:
     if "error" in event:
         return f"(no answer: {event['error']['message']})"
     return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-
-
-def what_next(url: str, model: str, *, asks_key: bool = False) -> str:
-    """Format commands to try next; with `asks_key` they have a placeholder KEY for the API key."""
-    key = " -H 'Authorization: Bearer KEY'" if asks_key else ""
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What does the router do?"}}]}}'
-    return f"""
-Try next, in another terminal:
-
-  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'
-
-  from openai import OpenAI          # pip install openai
-  client = OpenAI(base_url="{url}/v1", api_key="{"KEY" if asks_key else "none"}")
-  question = [{{"role": "user", "content": "What is a KV cache?"}}]
-  for chunk in client.chat.completions.create(model="{model}", messages=question, stream=True):
-      print(chunk.choices[0].delta.content or "", end="")
-
-  curl -H "Authorization: Bearer $(cat {admin_token_path()})" {url}/admin/workers   # who serves, and with what load
-  curl {url}/metrics                 # Prometheus
-"""

@@ -4,12 +4,13 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 
 import uvloop
 
 from penstock.core import log
 from penstock.deploy.card import served_name
-from penstock.deploy.commands.admin import DEFAULT_URL
+from penstock.deploy.commands.to_try import ToTry
 from penstock.deploy.control.record import Origin
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.deploy.supervisor.local_part import LocalPart
@@ -48,9 +49,12 @@ async def _serve(
                 f"{deployment.url or 'no frontend here'}  model {served_name(graph)}{share}  Ctrl-C stops",
             )
             if deployment.url:
-                say("penstock", "try", _to_try(graph, deployment.url))
-            if first_chat:
-                await _chat_until(stopping.requested, deployment)
+                to_try = _to_try(deployment)
+                say("penstock", "try", to_try.commands())
+                if first_chat:
+                    await _chat_until(stopping.requested, deployment, to_try)
+                else:
+                    say("penstock", "try", to_try.curl())
             await stopping.requested.wait()
             say("penstock", "stopping", "finishes requests in flight; Ctrl-C again ends them at once")
     except asyncio.CancelledError:
@@ -59,28 +63,32 @@ async def _serve(
     say("penstock", "stopped")
 
 
-def _to_try(graph: Graph, url: str) -> str:
-    """Name what shows the deployment: its page, and the commands of a terminal."""
-    flag = "" if url == DEFAULT_URL else f" --url {url}"
-    page = f"{url}/ in a browser, " if graph.frontend.page.enabled else ""
-    return f"{page}penstock chat{flag}, penstock top{flag}"
+def _to_try(deployment: LocalDeployment) -> ToTry:
+    frontend = deployment.graph.frontend
+    return ToTry(
+        url=deployment.url,
+        model=served_name(deployment.graph),
+        asks_key=deployment.asks_for_keys,
+        has_key=deployment.asks_for_keys and deployment.api_key is not None,
+        certificate=None if frontend.tls is None else Path(frontend.tls.certificate).resolve(),
+        has_page=frontend.page.enabled,
+    )
 
 
-async def _chat_until(requested: asyncio.Event, deployment: LocalDeployment) -> None:
-    """Send the first chat; a signal cancels it."""
-    from penstock.deploy.commands.first_chat import chat_once, what_next  # noqa: PLC0415 - imports an HTTP client
+async def _chat_until(requested: asyncio.Event, deployment: LocalDeployment, to_try: ToTry) -> None:
+    """Send the first chat, where a key and trust in the certificate are not asked for; a signal cancels it."""
+    has_no_key = to_try.asks_key and not to_try.has_key  # the file has hashes only
+    if not has_no_key and to_try.certificate is None:
+        from penstock.deploy.commands.first_chat import chat_once  # noqa: PLC0415 - imports an HTTP client
 
-    model = served_name(deployment.graph)
-    has_no_key = deployment.asks_for_keys and deployment.api_key is None  # the file has hashes only
-    if has_no_key or deployment.url.startswith("https:"):  # whom the certificate is for is not known here
-        print(what_next(deployment.url, model, asks_key=True), flush=True)  # noqa: T201
-        return
-    chat = chat_once(deployment.url, model, deployment.api_key)
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(chat), group.create_task(requested.wait())]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
+        chat = chat_once(to_try.url, to_try.model, deployment.api_key)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(chat), group.create_task(requested.wait())]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+    if not requested.is_set():
+        print(to_try.more(), flush=True)  # noqa: T201 - command output
 
 
 class _Stopping:

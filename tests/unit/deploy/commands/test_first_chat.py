@@ -1,4 +1,4 @@
-from penstock.deploy.commands.first_chat import _text_of, what_next
+from penstock.deploy.commands.first_chat import _text_of
 
 
 def test_text_is_taken_out_of_the_stream() -> None:
@@ -10,15 +10,3 @@ def test_text_is_taken_out_of_the_stream() -> None:
 
 def test_an_error_shows_its_own_message() -> None:
     assert _text_of(b'{"error":{"message":"no worker is ready"}}') == "(no answer: no worker is ready)"
-
-
-def test_what_to_try_next_can_be_pasted() -> None:
-    text = what_next("http://127.0.0.1:9", "m")
-    assert "curl http://127.0.0.1:9/v1/chat/completions" in text
-    code = [
-        line.strip()
-        for line in text.splitlines()
-        if "client" in line or "question =" in line or "OpenAI" in line
-    ]
-    compile("\n".join(code).replace("stream=True):", "stream=True): pass"), "next", "exec")
-    assert 'model="m"' in text
