@@ -8,8 +8,15 @@ const KEPT = 180;
 const history = [];
 let chosen = null, isChosen = false, status = "";
 
-function say(text) {
+function say(text, isLost) {
   if (text !== status) byId("status").textContent = status = text;
+  document.body.classList.toggle("stale", Boolean(isLost && history.length));
+}
+
+// What is shown is of then, once no snapshots come.
+function lost(text, isLost) {
+  const last = history[history.length - 1];
+  say(isLost && last ? `${text}; below is what was seen at ${new Date(last.time_s * 1000).toLocaleTimeString()}` : text, isLost);
 }
 
 function transfers() {
@@ -85,7 +92,7 @@ function setTheme(theme) {
 
 const stream = new Stream({
   onSnapshot: (snapshot) => { history.push(snapshot); if (history.length > KEPT) history.shift(); show(); },
-  onStatus: say,
+  onStatus: lost,
   onKeyNeeded: () => signIn("This page asks for the admin token."),
 });
 const chat = new Chat(() => signIn("This server asks for an API key."));

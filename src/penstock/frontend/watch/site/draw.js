@@ -73,9 +73,11 @@ function far(worker, y) {
 
 const serves = (worker) => worker.condition === "ready" || worker.condition === "prefill_only";
 
+const short = (name, most) => (name.length > most ? `${name.slice(0, most - 1)}…` : name);
+
 function box(x, y, width, name, below, kind) {
-  return h("g", null, h("rect", {class: `box ${kind}`, x, y, width, height: 32, rx: 5, "stroke-width": 1.6}),
-    h("text", {x: x + 8, y: y + 14}, name), h("text", {x: x + 8, y: y + 27, class: "soft"}, below));
+  return h("g", null, h("title", null, name), h("rect", {class: `box ${kind}`, x, y, width, height: 32, rx: 5, "stroke-width": 1.6}),
+    h("text", {x: x + 8, y: y + 14}, short(name, Math.floor(width / 7))), h("text", {x: x + 8, y: y + 27, class: "soft"}, below));
 }
 
 const CELLS = 40;
@@ -107,14 +109,15 @@ export function shares(parts, label) {
 
 export function timeline(journey) {
   const total = journey.seconds || 1e-6, x = (seconds) => (680 * Math.min(seconds, total)) / total;
+  const at = (leg) => short(leg.worker, 40);
   const spans = [["wait", "router queue", 0, journey.queued_s]];
   journey.legs.forEach((leg, index) => {
     const end = leg.ended_s ?? total, first = leg.first_token_s;
     const before = journey.legs[index - 1];
-    if (leg.part === "prefill") spans.push(["prefill", `prefill at ${leg.worker}`, leg.sent_s, end]);
+    if (leg.part === "prefill") spans.push(["prefill", `prefill at ${at(leg)}`, leg.sent_s, end]);
     else if (leg.part === "decode" && before) {
-      spans.push(["transfer", `KV to ${leg.worker}, first step`, leg.sent_s, first ?? end], ["decode", `decode at ${leg.worker}`, first ?? end, end]);
-    } else spans.push(["wait", `until ${leg.worker}'s first token`, leg.sent_s, first ?? end], [leg.part, `decode at ${leg.worker}`, first ?? end, end]);
+      spans.push(["transfer", `KV to ${at(leg)}, first step`, leg.sent_s, first ?? end], ["decode", `decode at ${at(leg)}`, first ?? end, end]);
+    } else spans.push(["wait", `until ${at(leg)}'s first token`, leg.sent_s, first ?? end], [leg.part, `decode at ${at(leg)}`, first ?? end, end]);
   });
   const shown = spans.filter(([, , from, to]) => to > from);
   return h("svg", {viewBox: `0 0 700 ${shown.length * 22 + 4}`, width: "100%", role: "img", "aria-label": shown.map(([, name, from, to]) => `${name}: ${time(to - from)}`).join("; ") || "nothing yet"},

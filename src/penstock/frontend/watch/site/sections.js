@@ -91,7 +91,7 @@ export function way(journey, decision) {
   const cached = journey.cached_tokens === null ? "" : `${whole(journey.cached_tokens)} of ${whole(journey.prompt_tokens)} prompt tokens were cached. `;
   return [h("p", null, h("code", null, journey.request_id)),
     h("ol", {class: "steps"}, steps.map(([name, below]) => h("li", null, h("b", null, name), h("span", null, below)))),
-    timeline(journey),
+    h("div", {class: "scrolls", tabindex: 0, role: "group", "aria-label": "Its time"}, timeline(journey)),
     h("p", null, `${cached}${whole(journey.output_tokens)} tokens of output, ${journey.outcome || "under way"}${journey.migrations ? `, moved ${journey.migrations} times as workers were lost` : ""}.`),
     decision ? reasons(decision) : null];
 }
@@ -134,7 +134,7 @@ export function decisions(snapshot) {
 export function planner(overview) {
   if (!overview || overview.planner === null) return h("p", {class: "hint"}, "No planner: penstock serve --max-workers N starts one.");
   if (!overview.planner.length) return h("p", {class: "hint"}, "It has not decided yet.");
-  return h("ul", {class: "scrolls"}, overview.planner.map((round) => h("li", {key: round.number},
+  return h("ul", null, overview.planner.map((round) => h("li", {key: round.number},
     h("b", null, `${new Date(round.time_s * 1000).toLocaleTimeString()} ${round.outcome.replace("_", " ")}`), ` ${round.text}`,
     round.terms.length ? h("details", null, h("summary", null, "Terms"), table(`Terms of round ${round.number}`, ["Role", "#now", "#floor", "#reaction", "#keep", "#choice"],
       round.terms.map((term) => ({key: term.role, cells: [term.role, ...[term.now, term.floor, term.reaction, term.keep, term.choice].map(whole)]})))) : null)));

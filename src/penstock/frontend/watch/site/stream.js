@@ -60,7 +60,7 @@ export class Stream {
         throw new Error("the server has ended the stream");
       } catch (error) {
         if (this.aborter !== aborter) return;
-        this.onStatus(`lost: ${error.message}; tries again`);
+        this.onStatus(`lost: ${error.message}; tries again`, true);
         await new Promise((resolve) => setTimeout(resolve, delay * 1000));
         delay = Math.min(2 * delay, 10);
       }
