@@ -7,6 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from penstock import __version__
 from penstock.deploy.manifests.kubernetes.pods import NIXL_PORT, USER
@@ -54,3 +56,23 @@ def test_it_is_what_the_manifests_expect(path: Path) -> None:
 def test_the_cuda_image_has_the_vllm_that_the_adapter_drives() -> None:
     (version,) = re.findall(r"vllm==(\S+)", (ROOT / "deploy/images/Containerfile.cuda").read_text())
     assert version.startswith(f"{VERSIONS}.")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_an_image_pins_each_python_package_to_a_version_that_the_package_takes(path: Path) -> None:
+    text = path.read_text()
+    (constraints,) = re.findall(r"(?m)^ENV PIP_CONSTRAINT=/source/(\S+)$", text)
+    assert f"deploy/images/{constraints} ./" in text, "it is copied where pip looks"
+    lines = (path.parent / constraints).read_text().splitlines()[1:]
+    pinned = dict(line.split("==") for line in lines)
+    (extras,) = re.findall(r"(?m)^ARG EXTRAS=(\S+)$", text)
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [*package["project"]["dependencies"], *package["build-system"]["requires"]]
+    for extra in extras.split(","):
+        wanted += package["project"]["optional-dependencies"][extra]
+    wanted += re.findall(r"[a-z0-9-]+==[0-9.]+", "\n".join(re.findall(r"pip install (.*)", text)))
+    for requirement in map(Requirement, wanted):
+        name = canonicalize_name(requirement.name)
+        assert pinned[name] in requirement.specifier, (
+            f"{requirement}: tools/image_constraints.sh makes {constraints} anew"
+        )
