@@ -54,6 +54,23 @@ def configure(level: str = "info", *, process: str, stream: TextIO | None = None
         logger_factory=structlog.PrintLoggerFactory(out),
     )
     structlog.contextvars.bind_contextvars(process=process)
+    asyncio_log = logging.getLogger("asyncio")
+    asyncio_log.handlers = [_AsyncioRecords()]
+    asyncio_log.propagate = False
+
+
+class _AsyncioRecords(logging.Handler):
+    """Gives what asyncio and uvloop log the form of the other lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if (
+            "eof_received() has no effect when using ssl" in text
+        ):  # each TLS connection of a stream reader has it
+            return
+        error = record.exc_info[1] if record.exc_info else None
+        line = get_logger().error if record.levelno >= logging.ERROR else get_logger().warning
+        line("asyncio_reported", message=text.split("\n", 1)[0], **(cause(error) if error else {}))
 
 
 class WarningLimit:

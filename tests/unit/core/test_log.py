@@ -1,4 +1,5 @@
 import io
+import logging
 
 import pytest
 import structlog
@@ -52,7 +53,10 @@ def test_only_warnings_are_limited(method):
 
 @pytest.fixture
 def unconfigured():
+    asyncio_log = logging.getLogger("asyncio")
+    handlers, propagates = asyncio_log.handlers, asyncio_log.propagate
     yield
+    asyncio_log.handlers, asyncio_log.propagate = handlers, propagates
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
 
@@ -74,3 +78,20 @@ def test_a_cause_is_one_line_and_its_traceback_for_debugging(unconfigured, level
 
 def test_a_cause_need_not_have_been_raised_and_is_not_long():
     assert log.cause(ValueError("x" * 5000)) == {"error": f"ValueError: {'x' * 988}"}
+
+
+def test_what_asyncio_logs_has_the_form_of_the_other_lines(unconfigured):
+    out = io.StringIO()
+    log.configure(process="worker-1", stream=out)
+    asyncio_log = logging.getLogger("asyncio")
+    asyncio_log.warning("returning true from eof_received() has no effect when using ssl")
+    asyncio_log.warning("socket.send() raised exception.")
+    asyncio_log.error("Task exception was never retrieved\nfuture: ...", exc_info=ValueError("a\nb"))
+    warned, failed = out.getvalue().splitlines()
+    assert "warning" in warned
+    assert "asyncio_reported" in warned
+    assert "socket.send() raised exception." in warned
+    assert "error" in failed
+    assert "Task exception was never retrieved" in failed
+    assert "ValueError: a b" in failed
+    assert "future: ..." not in failed
