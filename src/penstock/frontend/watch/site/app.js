@@ -7,6 +7,7 @@ import {keys, refusal, Stream, watchHeaders} from "./stream.js";
 const KEPT = 180;
 const history = [];
 let chosen = null, isChosen = false, status = "";
+let why = {}; // the decision about the chosen request, which leaves the latest ones before the request does
 
 function say(text, isLost) {
   if (text !== status) byId("status").textContent = status = text;
@@ -56,18 +57,21 @@ function showRequests(snapshot) {
   patch(byId("requests"), sections.requests(snapshot, chosen, choose));
   const journey = snapshot.requests.find((each) => each.request_id === chosen);
   if (!journey && isChosen) return; // it has left the list: what was shown of it stays
-  patch(byId("way"), sections.way(journey, [...snapshot.decisions].reverse().find((each) => each.request_id === chosen)));
+  const decision = snapshot.decisions.findLast((each) => each.request_id === chosen);
+  if (decision || why.request_id !== chosen) why = {request_id: chosen, decision};
+  patch(byId("way"), sections.way(journey, why.decision));
 }
 
 async function choose(id) {
   [chosen, isChosen] = [id, true];
   const snapshot = history[history.length - 1];
   showRequests(snapshot);
-  if (snapshot.decisions.some((each) => each.request_id === id)) return;
+  if (why.decision) return;
   const response = await fetch(`/watch/requests/${encodeURIComponent(id)}`, {headers: watchHeaders()});
   if (!response.ok || chosen !== id) return;
   const {journeys, decisions} = await response.json();
-  patch(byId("way"), sections.way(journeys[0], decisions[decisions.length - 1]));
+  why = {request_id: id, decision: decisions[decisions.length - 1]};
+  patch(byId("way"), sections.way(journeys[0], why.decision));
 }
 
 async function kill(name) {
