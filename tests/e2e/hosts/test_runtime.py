@@ -9,6 +9,8 @@ from penstock.deploy.secret import SECRET_VARIABLE
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.graph import Graph
 from tests.support.certificates import make_authority, make_certificate
+from tests.support.registries import free_port
+from tests.support.up import Up
 
 pytestmark = pytest.mark.slow
 
@@ -44,3 +46,28 @@ def test_without_a_secret_no_worker_listens_for_others(runtime_dir, monkeypatch)
 
     with pytest.raises(ConfigError, match="no secret is given"):
         asyncio.run(enter())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        ((), {"PENSTOCK_HOST": "a@b"}, "PENSTOCK_HOST: must be a printable name"),
+        (
+            ("--set", "runtime.advertise=nobody.invalid"),
+            {},
+            "runtime.advertise: 'nobody.invalid' cannot be resolved here: ",
+        ),
+        (("--run", "aggregated=99999"), {}, "99,999 workers here, but a router knows at most 1,024"),
+    ],
+)
+def test_what_a_host_cannot_do_is_said_before_anything_starts(
+    runtime_dir, tmp_path, arguments, variables, said
+):
+    host = Up(tmp_path, runtime_dir)
+    host.environment |= {SECRET_VARIABLE: "a secret of the test", **variables}
+    host.graph(runtime={"hub": f"tcp://127.0.0.1:{free_port()}"})
+    refused = host.run("up", "graph.yaml", *arguments, check=False)
+    assert refused.returncode == 2, refused
+    assert said in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert "worker-1" not in refused.stdout

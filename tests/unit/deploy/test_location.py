@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from penstock.core.errors import ConfigError
 from penstock.core.types.location import Location
 from penstock.deploy.location import location_here
 from penstock.graph import build
@@ -25,6 +26,23 @@ def test_the_environment_overrides_the_graph(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PENSTOCK_REGION", "us ")
     monkeypatch.setenv("PENSTOCK_RACK", "")
     assert location_here(Location(rack="r1", region="eu")) == Location(host="node-1", rack="r1", region="us")
+
+
+@pytest.mark.parametrize("name", ["a@b", "a\nb", "a\x1b[2Jb", "a" * 254])
+def test_a_host_that_cannot_name_workers_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("PENSTOCK_HOST", name)
+    with pytest.raises(ConfigError, match=r"^PENSTOCK_HOST: must be a printable name .* without '@', got 'a"):
+        location_here(Location())
+    with pytest.raises(ConfigError, match=r"router.location.host: must be a printable name"):
+        build({"model": "demo", "router": {"location": {"host": name}}})
+
+
+def test_a_region_may_have_any_printable_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_REGION", "a@b")
+    assert location_here(Location()).region == "a@b"
+    monkeypatch.setenv("PENSTOCK_REGION", "a\x07b")
+    with pytest.raises(ConfigError, match=r"^PENSTOCK_REGION: "):
+        location_here(Location())
 
 
 def test_workers_are_dealt_out_to_a_roles_locations_in_turn() -> None:

@@ -2,8 +2,21 @@
 
 from typing import Self
 
-from penstock.core.config import Config
+import pydantic
+
+from penstock.core.config import Config, wrong
 from penstock.core.types.instances import Instance
+
+LABEL_LENGTH_MAX = 253
+"""As of a name of DNS."""
+
+
+def label_problem(name: str, *, is_host: bool) -> str:
+    """Say why a label cannot be used; empty if it can. Workers are named `worker-1@HOST`, so a host has no '@'."""
+    if len(name) > LABEL_LENGTH_MAX or not name.isprintable() or (is_host and "@" in name):
+        without = " without '@'" if is_host else ""
+        return f"must be a printable name of up to {LABEL_LENGTH_MAX} characters{without}, got {name[:80]!r}"
+    return ""
 
 
 class Location(Config):
@@ -17,6 +30,13 @@ class Location(Config):
     """Racks in one building or campus."""
     region: str = ""
     """Zones with fast links between them."""
+
+    @pydantic.field_validator("host", "rack", "zone", "region")
+    @classmethod
+    def _check_label(cls, name: str, field: pydantic.ValidationInfo) -> str:
+        if problem := label_problem(name, is_host=field.field_name == "host"):
+            raise wrong(problem)
+        return name
 
     @classmethod
     def of(cls, instance: Instance) -> Self:

@@ -15,6 +15,7 @@ from penstock.core.net.channel import FrameChannel
 from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
 from penstock.core.net.listening import Listener, listen
 from penstock.core.types.instances import Role
+from penstock.core.types.location import label_problem
 from penstock.core.types.scaling import ReplicaState, Scale
 from penstock.deploy.control.messages import Add, Flip, Retire
 from penstock.deploy.hosts.host import Hosts
@@ -41,7 +42,6 @@ _HELLO_S = 10.0
 _ANSWER_S = 30.0
 _FLIP_S = 900.0  # the worker drains first
 _WAIT_S_MAX = 20.0
-_NAME_LENGTH_MAX = 253
 _log = get_logger()
 
 
@@ -124,10 +124,8 @@ class PlannerServer:
             PenstockError: it has no good name, or another host has it.
         """
         name = state.host
-        if not 1 <= len(name) <= _NAME_LENGTH_MAX or not name.isprintable() or "@" in name:
-            raise ProtocolError(
-                f"host: must be a printable name without '@', got {name[:80]!r}; set PENSTOCK_HOST"
-            )
+        if problem := label_problem(name, is_host=True) if name else "it has no name":
+            raise ProtocolError(f"host: {problem}; set PENSTOCK_HOST")
         if name in self.linked or name == self._own_name:
             raise ProtocolError(
                 f"host: {name} is connected already; if that is another machine, set PENSTOCK_HOST of one of them"

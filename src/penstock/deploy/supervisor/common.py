@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from penstock.core.errors import ConfigError
 from penstock.core.net.address import Address
+from penstock.deploy.location import location_here
 from penstock.deploy.messages import Common
 from penstock.deploy.planes import Planes
 from penstock.deploy.secret import deployment_secret, has_secret, shared_hash_key
@@ -22,6 +23,8 @@ from penstock.runtime.discovery.hub import LocalHub
 from penstock.runtime.handshake import Identity
 from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.tls import PlaneTls
+
+_RESOLVE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,17 @@ async def create_shared(
     """Create it; `stack` ends it.
 
     Raises:
-        ConfigError: a secret is missing, a file is unreadable or an address cannot be listened on.
+        ConfigError: a secret is missing, a file is unreadable, an address cannot be listened on, or a name cannot be resolved
+            or used.
         Unavailable: the registry of another host does not answer or refuses this one.
     """
     spec = graph.runtime
     secret = deployment_secret(spec)
     listen, advertise = worker_address(spec)
+    location_here(graph.router.location)  # said before anything starts
+    await _expect_resolvable("runtime.advertise", advertise)
+    transfer = graph.worker.kv_transfer.transfer
+    await _expect_resolvable("worker.kv_transfer.transfer.advertise", transfer.advertise or "")
     is_shared = spec.spans_hosts or (bool(graph.regions) and has_secret(spec))
     hash_key = shared_hash_key(secret, graph.name) if is_shared else load_hash_key(state_dir(graph.name))
     directory = RuntimeDirectory()
@@ -132,6 +140,25 @@ def _own_host(spec: RuntimeSpec) -> str:
             f"{field}: {there}: {error.strerror or error}; expected an address that this host reaches"
         ) from error
     return host
+
+
+async def _expect_resolvable(field: str, host: str) -> None:
+    """Check that a name that other hosts shall use has an address.
+
+    Raises:
+        ConfigError: it has none, as far as this host knows.
+    """
+    if not host:
+        return
+    try:
+        async with asyncio.timeout(_RESOLVE_S):
+            await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(
+            f"{field}: {host!r} cannot be resolved here: {why or f'no answer within {_RESOLVE_S:g} s'}; expected an address,"
+            " or a host name that all hosts resolve"
+        ) from error
 
 
 def _is_any(host: str) -> bool:

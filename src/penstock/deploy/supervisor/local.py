@@ -33,7 +33,7 @@ from penstock.deploy.supervisor.frontends.frontends import Frontends
 from penstock.deploy.supervisor.frontends.port import Port, say_open
 from penstock.deploy.supervisor.group_guard import GroupGuard
 from penstock.deploy.supervisor.links.links import Links, LinkTemplate, check_links, link_templates
-from penstock.deploy.supervisor.local_part import LocalPart, runnable_roles
+from penstock.deploy.supervisor.local_part import LocalPart, roles_here, runnable_roles
 from penstock.deploy.supervisor.member import Member
 from penstock.deploy.supervisor.output.log_file import LogFile
 from penstock.deploy.supervisor.output.process_output import ProcessOutput
@@ -98,7 +98,7 @@ class LocalDeployment:
             ConfigError: the graph has a setting that only simulations support.
         """
         self._part = part = part or LocalPart()
-        self._roles = part.of(runnable_roles(graph))
+        self._roles = roles_here(part, graph)
         self.frontends = Frontends(graph.frontend.processes if part.has_frontends else 0)
         if self.frontends.count:
             check_links(graph)

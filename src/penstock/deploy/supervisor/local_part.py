@@ -1,5 +1,6 @@
 """The part of a deployment that one host runs: some roles, and the frontends or none; and what roles a host can run."""
 
+import os
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,6 +14,8 @@ from penstock.graph.partners import check_counts
 
 FRONTEND = "frontend"
 PLANNER = "planner"
+_WORKER_BYTES = 48 << 20
+"""A worker's process takes at least so much memory: the mock engine's 80 MB, of which 30 are shared (Python 3.11)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,38 @@ class LocalPart:
             if role in self.roles
             for count in (self.roles[role],)
         }
+
+
+def roles_here(part: LocalPart, graph: Graph) -> dict[Role, RoleSpec]:
+    """Check and return the roles that this host runs, with their numbers of workers.
+
+    Raises:
+        ConfigError: the graph has a setting that only simulations support, or this host cannot hold so many workers.
+    """
+    roles = part.of(runnable_roles(graph))
+    for role, spec in roles.items():
+        if spec.replicas_max is not None and spec.replicas > spec.replicas_max:
+            raise ConfigError(
+                f"--run {role}={spec.replicas}: roles.{role}.replicas_max is {spec.replicas_max}; raise it or run fewer"
+            )
+    workers, known = sum(spec.replicas for spec in roles.values()), graph.router.workers_max
+    names = ", ".join(f"{role}={spec.replicas}" for role, spec in roles.items())
+    if workers > known:
+        raise ConfigError(
+            f"{names}: {workers:,} workers here, but a router knows at most {known:,} (router.workers_max); run fewer or"
+            " raise it"
+        )
+    unbounded = {role: spec.replicas for role, spec in roles.items() if spec.replicas_max is None}
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = max(1, memory // _WORKER_BYTES)
+    if (count := sum(unbounded.values())) > most:
+        largest = max(unbounded, key=lambda role: unbounded[role])
+        raise ConfigError(
+            f"{names}: {count:,} worker processes take {count * _WORKER_BYTES / 1e9:.1f} GB at the least, and this host has"
+            f" {memory / 1e9:.1f} GB, enough for {most:,}; run fewer here, or set roles.{largest}.replicas_max to start them"
+            " all the same"
+        )
+    return roles
 
 
 def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:

@@ -2,7 +2,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
-from penstock.deploy.supervisor.local_part import LocalPart
+from penstock.deploy.supervisor.local_part import LocalPart, roles_here
 from penstock.graph import Graph, RoleSpec
 
 ROLES = {Role.PREFILL: RoleSpec(engine="mock", replicas=2), Role.DECODE: RoleSpec(engine="mock", replicas=3)}
@@ -67,3 +67,29 @@ def test_by_default_a_host_runs_all():
 def test_what_is_none_of_the_graph_is_refused(text, error):
     with pytest.raises(ConfigError, match=error):
         LocalPart.parse(text, ROLES)
+
+
+def many(text, **aggregated):
+    described = {"engine": "mock", **aggregated}
+    fields = {"model": "demo", "router": {"workers_max": 10**9}, "roles": {"aggregated": described}}
+    graph = Graph.parse(fields, source="graph")
+    return roles_here(LocalPart.parse(text, graph.roles.present()), graph)[Role.AGGREGATED].replicas
+
+
+def test_more_workers_than_the_hosts_memory_holds_are_refused_unless_they_are_asked_for():
+    with pytest.raises(
+        ConfigError,
+        match=r"aggregated=9999999: 9,999,999 worker .* set roles.aggregated.replicas_max to start",
+    ):
+        many("aggregated=9999999")
+    assert many("aggregated=9999999", replicas_max=9_999_999) == 9_999_999
+    with pytest.raises(ConfigError, match=r"--run aggregated=5: roles.aggregated.replicas_max is 4"):
+        many("aggregated=5", replicas_max=4)
+    assert many("aggregated=4", replicas_max=4) == 4
+
+
+def test_more_workers_than_a_router_knows_are_refused():
+    graph = Graph.parse({"model": "demo", "roles": {"aggregated": {"engine": "mock"}}}, source="graph")
+    part = LocalPart.parse("aggregated=1025", graph.roles.present())
+    with pytest.raises(ConfigError, match=r"1,025 workers here, .* at most 1,024 \(router.workers_max\)"):
+        roles_here(part, graph)

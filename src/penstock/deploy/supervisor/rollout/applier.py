@@ -10,7 +10,7 @@ from penstock.core.types.instances import Role
 from penstock.deploy.card import check_model
 from penstock.deploy.control.messages import Difference, RolloutView
 from penstock.deploy.supervisor.links.links import Links, LinkTemplate
-from penstock.deploy.supervisor.local_part import LocalPart, runnable_roles
+from penstock.deploy.supervisor.local_part import LocalPart, roles_here
 from penstock.deploy.supervisor.rollout.differences import ALL, differences
 from penstock.deploy.supervisor.rollout.rollout import BY, Aim, Rollout
 from penstock.deploy.supervisor.scaling.retirement import conflict
@@ -113,7 +113,7 @@ class Applier:
             except ValueError as error:
                 raise ConfigError(f"no graph of this version: {error}") from error
             check_model(graph)
-            roles = self._part.of(runnable_roles(graph))
+            roles = roles_here(self._part, graph)
             before = self._part.of(self.graph.roles.present())
             found = [*differences(self.graph, graph, old_here=before, new_here=roles)]
             if any(each.refusal for each in found):
