@@ -15,6 +15,7 @@ from penstock.engine.paged.config import PagedConfig
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from penstock.engine.paged.model import weights  # noqa: E402
 from penstock.engine.paged.runner import PagedRunner  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -52,6 +53,18 @@ def test_a_good_one_says_what_it_is(checkpoint):
     assert info.kv_bytes_per_block == 1 * 2 * 4 * 2 * 16 * 4, (
         "a layer over the whole context, and as many with a window"
     )
+
+
+def test_large_weights_show_how_far_they_are_and_small_ones_nothing(checkpoint, monkeypatch, capsys):
+    def said() -> str:
+        PagedRunner(PagedConfig(model=str(checkpoint("gemma3")), kv_blocks=8, block_size=4)).start()
+        return capsys.readouterr().err
+
+    assert said() == ""
+    monkeypatch.setattr(weights, "_SHOWN_BYTES_MIN", 1)
+    shown = said()
+    assert shown.startswith("\rLoading weights:   0%|")
+    assert "100%|" in shown
 
 
 def test_no_config(tmp_path):

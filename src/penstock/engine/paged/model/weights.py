@@ -13,6 +13,8 @@ from penstock.engine.paged.model.models import PagedModel, one_line, unsupported
 from penstock.engine.paged.model.rotary import pin_rotary
 
 _LATENT = ("kv_lora_rank", "q_lora_rank")
+_SHOWN_BYTES_MIN = 1 << 30
+"""Weights of so many bytes show a bar on stderr as they load; fewer take about a second."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -56,7 +58,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
 def load_model(
     checkpoint: Checkpoint, config: Any, dtype: Dtype, device: torch.device, *, context_length: int
 ) -> PagedModel:
-    """Load a model onto a device.
+    """Load a model onto a device; large ones show how far they are.
 
     Args:
         checkpoint: the files.
@@ -73,8 +75,11 @@ def load_model(
         raise ConfigError(
             f"device: {device} is not there: this PyTorch ({torch.__version__}) sees no GPU; use cpu"
         )
-    checkpoint.weight_files()
-    transformers.utils.logging.disable_progress_bar()
+    size_bytes = sum(file.stat().st_size for file in checkpoint.weight_files())
+    if size_bytes >= _SHOWN_BYTES_MIN:
+        transformers.utils.logging.enable_progress_bar()
+    else:
+        transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # one error below says the same more briefly
     try:
         module, info = transformers.AutoModelForCausalLM.from_pretrained(
