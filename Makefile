@@ -59,7 +59,7 @@ ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests/unit 
 .DEFAULT_GOAL = help
 # The tests start hundreds of processes: without kept bytecode each compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help venv clients demo test test-clients test-vllm check lint types floors test-unit-1 test-unit-2 test-engine test-other test-conformance fuzz fuzz-wire sanitize bench format clean
+.PHONY: help venv clients demo test test-clients test-vllm check lint types floors test-unit-1 test-unit-2 test-engine test-other test-conformance-1 test-conformance-2 fuzz fuzz-wire sanitize bench format clean
 
 help:
 	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
@@ -93,8 +93,8 @@ test-vllm: venv $(VLLM_STAMP)
 	$(VLLM_PYTEST) --durations=10 || { test $$? -eq 1 && tools/retry_failed $(VLLM_PYTEST); }
 
 # The longest first. Each waits part of its time, for sleeping processes and the disk: more jobs than cores end sooner.
-CHECKS = test-conformance test-other test-unit-2 test-unit-1 test-engine types lint floors
-CHECK_JOBS ?= 4
+CHECKS = test-other test-unit-2 test-conformance-1 test-conformance-2 test-unit-1 test-engine types lint floors
+CHECK_JOBS ?= 5
 check: venv
 	@$(MAKE) --no-print-directory --output-sync=target -j $(CHECK_JOBS) $(CHECKS)
 
@@ -122,8 +122,11 @@ test-engine: venv
 test-other: venv
 	$(BIN)/pytest $(QUICK) $(OTHER_FAST_TESTS) $(ENGINE_TESTS:%=--ignore=%)
 
-test-conformance: venv
-	$(BIN)/pytest $(QUICK) tests/conformance $(ENGINE_TESTS:%=--ignore=%)
+test-conformance-1: venv
+	$(BIN)/pytest $(QUICK) $(filter-out $(ENGINE_TESTS),$(wildcard tests/conformance/test_[a-m]*.py))
+
+test-conformance-2: venv
+	$(BIN)/pytest $(QUICK) $(filter-out $(ENGINE_TESTS),$(wildcard tests/conformance/test_[!a-m]*.py))
 
 fuzz: venv
 	@$(BIN)/pip install -q 'cmake>=3.24' ninja

@@ -82,7 +82,7 @@ def test_a_reader_that_stalls_holds_back_its_own_stream_only() -> None:
             loop = asyncio.get_running_loop()
             stalled = await stall(site)
             before = -1
-            while before != taken["stalled"]:  # until it stands still
+            while not taken["stalled"] or before != taken["stalled"]:  # until it has begun and stands still
                 before = taken["stalled"]
                 await asyncio.sleep(0.1)
             assert 0 < taken["stalled"] < 5000  # of some 200 bytes each
