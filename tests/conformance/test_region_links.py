@@ -118,6 +118,28 @@ def test_the_way_is_measured_on_open_connections_and_pauses_do_not_count() -> No
     run(main())
 
 
+def test_what_is_wrong_with_a_region_is_reported_by_its_kind() -> None:
+    async def main() -> None:
+        async with region(1) as (fake,), linked(fake) as case:
+
+            def problem() -> str:
+                return case.engine.load().link.problem
+
+            assert problem() == ""
+            fake.key = "another"
+            await case.until(lambda: problem() == "key")
+            fake.key = None
+            await case.until(lambda: problem() == "")
+            fake.told = {"region": "asia"}
+            await case.until(lambda: problem() == "other_server")
+            fake.told = {}
+            await case.until(lambda: problem() == "")
+            fake.health_status = 500
+            await case.until(lambda: case.load.link is not None and case.load.link.problem == "unreachable")
+
+    run(main())
+
+
 def test_the_median_of_the_latest_answers_is_the_way() -> None:
     way = RoundTrip()
     assert way.seconds == 0.0

@@ -20,6 +20,7 @@ from penstock.frontend.errors import ApiKeyError, RateLimitError
 from penstock.frontend.limits.access import Access
 from penstock.frontend.limits.admission import Admission, Slot
 from penstock.frontend.limits.body import BodyReader
+from penstock.frontend.limits.certificate import RefusedHandshakes
 from penstock.frontend.limits.headers import RequestOptions, named_tenant
 from penstock.frontend.limits.receive_budget import ReceiveBudget
 from penstock.frontend.limits.region_links import RegionLinks
@@ -128,6 +129,7 @@ class Frontend:
         registry = CollectorRegistry() if registry is None else registry
         self.metrics = FrontendMetrics(registry)
         self.region_links = RegionLinks(registry)
+        self.refused_handshakes = RefusedHandshakes(registry)
         self._region = region
         self.admission = Admission(
             inflight_max=config.inflight_max,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from prometheus_client import Gauge
 
-from penstock.core.types.load import LinkReport
+from penstock.core.types.load import LinkProblem, LinkReport
 
 _GAUGES: tuple[tuple[str, str, Callable[[LinkReport], float]], ...] = (
     ("link_frontends", "Frontends of another region that its link knows", lambda link: link.frontends),
@@ -51,23 +51,59 @@ class LinkMetrics:
         self.told_chunks = gauge(
             "told_chunks", "Chunks of prefixes of which other regions tell that they hold them"
         )
+        self._problems = gauge(
+            "link_problem",
+            "1 for what keeps requests from another region (unreachable, certificate, key, other_server), or its prefixes from"
+            " counting (secret)",
+            "worker",
+            "region",
+            "problem",
+        )
+        self._told_share = gauge(
+            "link_told_share",
+            "Share of what another region tells of its prefixes that counts, as its answers confirm it; without answers 1",
+            "worker",
+            "region",
+        )
         self._shown: dict[str, LinkReport] = {}
 
     def show(self, worker: str, link: LinkReport | None) -> None:
         """Show what a link reports; nothing of other workers."""
         if link is None or self._shown.get(worker) == link:
             return
+        before = self._shown.get(worker)
         self._shown[worker] = link
+        if before is not None and before.problem and before.problem != link.problem:
+            self._problems.labels(worker, link.region, before.problem).set(0)
+        if link.problem:
+            self._problems.labels(worker, link.region, link.problem).set(1)
+        if before is None:
+            self._told_share.labels(worker, link.region).set(1)
         for gauge, value_of in self._gauges:
             gauge.labels(worker, link.region).set(value_of(link))
+
+    def show_told_share(self, worker: str, share: float) -> None:
+        """Show what counts of what a region tells; nothing of a link that has not reported."""
+        link = self._shown.get(worker)
+        if link is not None:
+            self._told_share.labels(worker, link.region).set(share)
+
+    def expect(self, worker: str, region: str, frontends: int) -> None:
+        """Show a link that has not come so far, so that one that cannot start is seen, too."""
+        self.show(worker, LinkReport(region, frontends, 0, problem=LinkProblem.UNREACHABLE))
 
     def forget(self, worker: str) -> None:
         """Remove a link's series; no error if there are none."""
         link = self._shown.pop(worker, None)
         if link is None:
             return
-        for gauge, _ in self._gauges:
+        series: list[tuple[Gauge, tuple[str, ...]]]
+        series = [(gauge, (worker, link.region)) for gauge, _ in self._gauges]
+        series.append((self._told_share, (worker, link.region)))
+        if link.problem:
+            series.append((self._problems, (worker, link.region, link.problem)))
+        for gauge, labels in series:
             if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # files of several processes: none can be removed
-                gauge.labels(worker, link.region).set(0)
+                gauge.labels(*labels).set(0)
             else:
-                gauge.remove(worker, link.region)
+                gauge.remove(*labels)

@@ -79,6 +79,13 @@ def _run_scale(options: argparse.Namespace) -> int:
 
     known = [role.value for role in Role]
     if options.role is not None and options.role not in known:
+        region, slash, role = options.role.removeprefix("link-").partition("/")
+        if slash or region != options.role:
+            role = role if role in known else "ROLE"
+            raise ConfigError(
+                f"ROLE: {options.role!r} is of region {region!r}, a deployment of its own that nobody scales from here; run"
+                f" penstock scale {role} {options.count or 'N'} on one of its hosts"
+            )
         raise ConfigError(f"ROLE: unknown {options.role!r}{nearest(options.role, known)}")
     if options.count is not None and not (options.count.isascii() and options.count.isdecimal()):
         raise ConfigError(f"N: must be a number of workers >= 0, got {options.count!r}")

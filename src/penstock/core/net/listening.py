@@ -42,7 +42,7 @@ class Listener:
         tls: ssl.SSLContext | Callable[[], ssl.SSLContext] | None = None,
         handshake_timeout_s: float = 10.0,
         tells_refused: bool = False,
-        on_refused: Callable[[], None] = lambda: None,
+        on_refused: Callable[[str, OSError], None] = lambda _peer, _error: None,
     ) -> None:
         """Start to accept.
 
@@ -53,7 +53,7 @@ class Listener:
             tls: for TLS on all connections, or what gives it for each new one; None for none.
             handshake_timeout_s: longest time of a TLS handshake; then the connection is closed.
             tells_refused: whether failed TLS handshakes are logged, at most one in 10 s, for a port that only this deployment uses.
-            on_refused: called for each of these.
+            on_refused: called with each peer whose TLS handshake failed, and why.
         """
         self._loop = asyncio.get_running_loop()
         self._sockets = list(sockets)
@@ -120,12 +120,13 @@ class Listener:
             await self._loop.connect_accepted_socket(self._factory, connection, **self._handshake())
         except OSError as error:  # the client has gone meanwhile, or a TLS handshake failed
             connection.close()
+            if self._tls is not None:
+                self._on_refused(peer, error)
             if self._tells_refused:
                 self._note_refused(peer, error)
 
     def _note_refused(self, peer: str, error: OSError) -> None:
         self.refused += 1
-        self._on_refused()
         now_s = self._loop.time()
         if self._refused_logged_s is None or now_s >= self._refused_logged_s + _LOG_EVERY_S:
             self._refused_logged_s = now_s
@@ -174,7 +175,7 @@ async def listen(
     on_failure: Callable[[OSError], None] | None = None,
     tls: Callable[[], ssl.SSLContext] | None = None,
     handshake_timeout_s: float = 10.0,
-    on_refused: Callable[[], None] = lambda: None,
+    on_refused: Callable[[str, OSError], None] = lambda _peer, _error: None,
 ) -> tuple[Listener, Address]:
     """Listen on an address; only this user may connect to a Unix socket.
 

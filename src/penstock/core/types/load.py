@@ -1,6 +1,7 @@
 """A worker's load report, and what frontends count of their tenants through a worker."""
 
 from collections.abc import Sequence
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -139,6 +140,16 @@ class DeploymentLoads(Wire, frozen=True):
     time_s: float = 0.0
 
 
+class LinkProblem(StrEnum):
+    """What keeps requests from another region, or its prefixes from counting, as its link sees it."""
+
+    UNREACHABLE = "unreachable"  # or it does not answer, or has no worker
+    CERTIFICATE = "certificate"  # it is not trusted here
+    KEY = "key"  # it knows another API key
+    OTHER_SERVER = "other_server"  # another region or model, or a release too far apart
+    SECRET = "secret"  # noqa: S105 - it has other block hashes, so that nothing it tells of prefixes counts
+
+
 class LinkReport(Wire, frozen=True):
     """What a link reports of the region that it leads to.
 
@@ -151,6 +162,7 @@ class LinkReport(Wire, frozen=True):
         round_trip_s: measured time there and back; 0 before the first answer.
         told_chunks: chunks of prefixes that it tells it holds.
         told_at_s: when it told last, by the link's clock, seconds since 1970; 0: never.
+        problem: a `LinkProblem`; empty where all is well.
     """
 
     region: str
@@ -162,6 +174,7 @@ class LinkReport(Wire, frozen=True):
     round_trip_s: float = 0.0
     told_chunks: int = 0
     told_at_s: float = 0.0
+    problem: str = ""
 
 
 class RefusedFrontends(Wire, frozen=True):

@@ -74,6 +74,9 @@ async def run_frontend(
         hash_key=common.hash_key,
         registry=registry,
     )
+    for region in graph.regions:
+        here = f"@{location.host}" if graph.runtime.spans_hosts else ""
+        dispatcher.expect_link(f"link-{region.name}{here}", region.name, len(region.urls))
     tenants = Tenants.read(config.api_key_file, secret=common.hash_key)
     access = Access(tenants=tenants, admin_token=common.admin_token)
     frontend = Frontend(

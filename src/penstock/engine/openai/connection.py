@@ -192,7 +192,9 @@ class Connection:
                     raise NotThere(f"{self._place(path)}: {response.status}")
                 raise self._refusal(path, response.status, response.headers, content)
         except (aiohttp.ClientConnectorError, ConnectionRefusedError) as error:
-            raise Unreachable(f"{self.name}: {self._explain(error)}") from error
+            is_tls = isinstance(error, (aiohttp.ClientSSLError, ssl.CertificateError))
+            kind = UntrustedError if is_tls else Unreachable
+            raise kind(f"{self.name}: {self._explain(error)}") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise Unavailable(f"{self._place(path)}: {self._explain(error, timeout_s)}") from error
 
@@ -313,7 +315,7 @@ class Connection:
         if status in _REFUSED:
             return RequestError(text, http_status=413 if status == 413 else 400)
         if status in _KEY_WRONG:
-            return WrongServerError(f"{text}; give the server's key in a file (api_key_file)")
+            return WrongKeyError(f"{text}; give the server's key in a file (api_key_file)")
         if status >= 500:
             return NoAnswer(text)
         return EngineError(text)
@@ -341,6 +343,14 @@ class NotThere(Unavailable):
 
 class Unreachable(Unavailable):
     """No connection could be made: nothing listens there."""
+
+
+class WrongKeyError(WrongServerError):
+    """It knows another key (401, 403)."""
+
+
+class UntrustedError(Unreachable):
+    """Its certificate is not trusted, or ours not by it."""
 
 
 class NotServing(Overloaded):

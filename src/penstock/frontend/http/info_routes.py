@@ -72,6 +72,7 @@ class InfoRoutes:
         )
         if summary is None:
             return json_response(encode({"error": "no prefixes are told of this model"}), status=404)
+        self._frontend.region_links.asked_prefixes(request.headers, asked.root, summary.root)
         return web.Response(body=wire.encode(summary), content_type="application/msgpack")
 
     async def _live(self, _: web.Request) -> web.Response:

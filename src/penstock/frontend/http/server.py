@@ -70,6 +70,7 @@ class FrontendServer:
             on_failure=self._frontend.metrics.accept_failed,
             tls=None if self._tls is None else self._tls.context,
             handshake_timeout_s=config.receive.timeout_s,
+            on_refused=self._frontend.refused_handshakes.note,
         )
         host, port = listener.getsockname()[:2]
         _log.info("frontend_listening", host=host, port=port)

@@ -1,9 +1,53 @@
-"""TLS of the listening port; a renewed certificate is read without a restart."""
+"""TLS of the listening port: a renewed certificate is read without a restart, and clients that refuse it are told of."""
 
+import asyncio
+import math
 import ssl
 
+from prometheus_client import CollectorRegistry, Counter
+
+from penstock.core.log import get_logger
 from penstock.core.net.certificates import CertificateFiles, load_pair
 from penstock.frontend.config import ServerTlsConfig
+
+_LOG_EVERY_S = 10.0
+_log = get_logger()
+
+
+class RefusedHandshakes:
+    """Counts TLS handshakes that failed, and tells of clients that do not trust the certificate. One event loop owns it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Register the counter."""
+        self._counter = Counter(
+            "penstock_frontend_tls_refused",
+            "TLS handshakes that failed: the client, such as another region's link, does not trust this port's certificate"
+            " (certificate), or spoke no TLS, or left (other).",
+            ["reason"],
+            registry=registry,
+        )
+        self._logged_s = -math.inf
+
+    def note(self, peer: str, error: OSError) -> None:
+        """Count a handshake; at most one certificate in 10 s is logged.
+
+        Args:
+            peer: the client's address.
+            error: why it failed.
+        """
+        reason = getattr(error, "reason", None) or ""
+        is_certificate = "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason)
+        self._counter.labels("certificate" if is_certificate else "other").inc()
+        now_s = asyncio.get_running_loop().time()
+        if is_certificate and now_s >= self._logged_s + _LOG_EVERY_S:
+            self._logged_s = now_s
+            _log.warning(
+                "certificate_refused",
+                peer=peer,
+                reason=reason.lower().replace("_", " "),
+                fix="the client does not trust frontend.tls.certificate: give it the authority that signed it (a region's link:"
+                " regions.N.tls.authority there), or a certificate of the name that it asks for",
+            )
 
 
 class ServerTls(CertificateFiles):

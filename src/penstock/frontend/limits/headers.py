@@ -76,7 +76,7 @@ def read_options(headers: Mapping[str, str], config: FrontendConfig, tenant: Ten
         priority_max=tenant.priority_max,
         cache_salt=tenant.cache_salt,
         trace=read_trace(headers),
-        is_forwarded=headers.get(FORWARDED_HEADER, "").strip() == "1",
+        is_forwarded=tenant.is_link or headers.get(FORWARDED_HEADER, "").strip() == "1",
     )
 
 

@@ -1,6 +1,7 @@
 """The query of `GET /prefixes`, by which a link asks for the next changes of what a region tells of its prefixes."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -8,15 +9,21 @@ from penstock.core.errors import RequestError
 
 _ORIGINS_MAX = 64
 _DIGITS_MAX = 19
+_ROOT_BYTES = 16
+_HEX = re.compile(r"([0-9a-f]{2})*")
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixQuery:
-    """What a link asks: of a model, after these versions by router's process, with bytes for this many seconds."""
+    """What a link asks: of a model, after these versions by router's process, with bytes for this many seconds.
+
+    `root` is the parent of its first block hashes; empty where it does not say.
+    """
 
     model: str
     after: Mapping[int, int]
     interval_s: float
+    root: bytes = b""
 
     @classmethod
     def read(cls, query: Mapping[str, str]) -> "PrefixQuery":
@@ -41,7 +48,10 @@ class PrefixQuery:
             raise RequestError(
                 f"interval_s: must be >= 0 seconds, got {query['interval_s'][:40]!r}", param="interval_s"
             )
-        return cls(model, dict(map(_versioned, pairs)), interval_s)
+        root = query.get("root", "")
+        if len(root) > 2 * _ROOT_BYTES or not _HEX.fullmatch(root):
+            raise RequestError(f"root: must be {_ROOT_BYTES} bytes in hex, got {root[:40]!r}", param="root")
+        return cls(model, dict(map(_versioned, pairs)), interval_s, bytes.fromhex(root))
 
 
 def _versioned(pair: str) -> tuple[int, int]:

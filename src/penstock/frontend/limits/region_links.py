@@ -18,6 +18,8 @@ _OTHER = "other"
 _FIXES = {
     "key": "give the link of that region a key of this server's frontend.api_key_file (regions.N.api_key_file there)",
     "version": "upgrade the older of the two deployments: at most one link version may lie between them",
+    "secret": "give both regions the same secret (PENSTOCK_SECRET), name, model and block_size, and the link's API key no cache_salt"
+    " of its own: until then neither uses what the other tells of its prefixes",
     "clock": "have both regions' hosts keep their time by NTP",
 }
 _log = get_logger()
@@ -36,7 +38,7 @@ class RegionLinks:
         )
         self._problems = Counter(
             "penstock_frontend_link_problems",
-            "Questions of another region's link that have something wrong: its API key (key), its release (version), or its clock (clock).",
+            "Questions of another region's link that have something wrong: its API key (key), its release (version), its clock (clock), or the secret of its block hashes (secret).",
             ["region", "problem"],
             registry=registry,
         )
@@ -58,6 +60,11 @@ class RegionLinks:
         self._note(region, "version", is_there=version is None or abs(version - LINK_VERSION) > 1)
         skew_s = _number(query.get("skew_s", ""))
         self._note(region, "clock", is_there=skew_s is not None and abs(skew_s) > _SKEW_S_MAX)
+
+    def asked_prefixes(self, headers: Mapping[str, str], asked: bytes, told: bytes) -> None:
+        """Compare the parents of the first block hashes of a link that asks for prefixes, and of this region."""
+        if REGION_HEADER in headers and asked:
+            self._note(self._region_of(headers[REGION_HEADER]), "secret", is_there=asked != told)
 
     def refused_key(self, headers: Mapping[str, str]) -> None:
         """Note a request with a wrong API key, if it came by a link."""

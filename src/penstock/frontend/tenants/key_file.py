@@ -34,6 +34,8 @@ class TenantConfig(Config):
     """Priority of its requests, and the highest that they may ask for."""
     cache_salt: str | None = pydantic.Field(default=None, max_length=NAME_CHARACTERS_MAX)
     """Tenants with the same one share cached prompts; None: the tenant's name, so it shares none; empty: shares those of requests without keys."""
+    link: bool = False
+    """Whether it is the link of another region: its requests go to workers of this region alone, whatever their headers say."""
     trusted: bool = False
     """Whether it is a gateway, whose requests may name another tenant and any priority in headers."""
 

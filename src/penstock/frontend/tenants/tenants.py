@@ -33,6 +33,7 @@ class Tenant:
         is_trusted: its requests may name another tenant and any priority in headers.
         cache_salt: begins the salt of its prompts' block hashes; empty: that of requests without keys.
         usage: of its limits; None without limits.
+        is_link: its requests go to no other region.
     """
 
     name: str = ""
@@ -41,6 +42,7 @@ class Tenant:
     is_trusted: bool = False
     cache_salt: str = ""
     usage: Usage | None = None
+    is_link: bool = False
 
 
 ANONYMOUS = Tenant()
@@ -171,6 +173,7 @@ class Tenants:
                 is_trusted=config.trusted,
                 cache_salt=self._salt(name if config.cache_salt is None else config.cache_salt),
                 usage=usage,
+                is_link=config.link,
             )
             for key in config.keys:
                 digest = stored_digest(key)

@@ -189,6 +189,9 @@ class Attempt:
             guessed = self.route.overlap_blocks * block_size
             metrics.predicted_hit_tokens.inc(guessed)
             metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
+            if self._member.instance.engine.is_deployment:
+                share = self._fleet.regions.found(self.route.slot, guessed, cached_tokens)
+                metrics.links.show_told_share(self._member.instance.name, share)
 
     def grant(self, taken_from: int, taken_to: int) -> None:
         """Grant the worker credit for the tokens of its own that the reader took.

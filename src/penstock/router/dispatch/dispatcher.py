@@ -136,6 +136,10 @@ class Dispatcher:
         load, queued = pool.load(fleet.loads), self._shared.request_queue.num_queued_for(model)
         return msgspec.structs.replace(load, waiting_requests=load.waiting_requests + queued)
 
+    def expect_link(self, worker: str, region: str, frontends: int) -> None:
+        """Count a link to another region as one that has reached nothing, until it reports."""
+        self._shared.metrics.links.expect(worker, region, frontends)
+
     def prefix_summary(
         self, model: str, cache_salt: str, after: Mapping[int, int], interval_s: float
     ) -> PrefixSummary | None:

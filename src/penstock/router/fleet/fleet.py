@@ -66,7 +66,7 @@ class Fleet:
         rng: random.Random,
     ) -> None:
         self._indexer = Indexer(config, metrics)
-        self.tree = self._indexer.tree
+        self.tree, self.regions = self._indexer.tree, self._indexer.regions
         self.loads = LoadTracker()
         self.link_bandwidths = LinkBandwidths(config, self.loads.num_slots)
         self.slot_followers: list[SlotFollower] = []
@@ -168,7 +168,7 @@ class Fleet:
         match = self.tree.match(hashes)
         if not pool.has_deployments:
             return match
-        return self._indexer.regions.deepened(match, hashes, pool.card.block_size, pool.deployments)
+        return self.regions.deepened(match, hashes, pool.card.block_size, pool.deployments)
 
     def submit(self, slot: int, request: Request | Prefetch, handler: DeltaHandler) -> Connection:
         """Send a request or a prefetch; its deltas go to `handler` until `finished`.

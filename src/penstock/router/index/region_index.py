@@ -1,5 +1,7 @@
 """Which prefixes other regions hold, as their summaries say: by slot of the link to each, in chunks."""
 
+import asyncio
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -12,6 +14,30 @@ from penstock.router.index.radix import PrefixMatch, RadixTree
 
 _CHUNKS_MAX = 1_000_000
 _HASH_BYTES = 8
+_WEIGHT = 0.25
+"""Of an answer: after three that found nothing, less than half counts of what its region tells."""
+_FORGIVEN_S = 60.0
+
+
+class ToldShare:
+    """How much of what a region tells is there when a request comes. One event loop owns it."""
+
+    def __init__(self, now_s: float) -> None:
+        """Believe everything."""
+        self._share = 1.0
+        self._learnt_s = now_s
+
+    def at(self, now_s: float) -> float:
+        """Give the share; doubts halve in each `_FORGIVEN_S`, since a region without requests could not dispel them."""
+        return 1.0 - (1.0 - self._share) * math.exp2((self._learnt_s - now_s) / _FORGIVEN_S)
+
+    def learn(self, expected_tokens: int, cached_tokens: int, now_s: float) -> None:
+        """Take an answer, whose expected tokens were this share of those told."""
+        if expected_tokens <= 0:
+            return
+        share = self.at(now_s)
+        seen = min(share * cached_tokens / expected_tokens, 1.0)
+        self._share, self._learnt_s = share + _WEIGHT * (seen - share), now_s
 
 
 class RegionIndex:
@@ -20,10 +46,16 @@ class RegionIndex:
     The events of a link are of chunks: `block_size` is that of a chunk.
     """
 
-    def __init__(self, on_count: Callable[[int], object] = lambda _: None) -> None:
-        """Know nothing yet; `on_count` is called with `num_chunks` after each change."""
+    def __init__(
+        self,
+        on_count: Callable[[int], object] = lambda _: None,
+        clock: Callable[[], float] = lambda: asyncio.get_running_loop().time(),
+    ) -> None:
+        """Know nothing yet; `on_count` is called with `num_chunks` after each change, and `clock` gives seconds."""
         self._tree = RadixTree(_CHUNKS_MAX)
         self._on_count = on_count
+        self._clock = clock
+        self._shares: dict[int, ToldShare] = {}  # by slot; whole without one
 
     @property
     def num_chunks(self) -> int:
@@ -66,8 +98,25 @@ class RegionIndex:
             self._tree.clear(slot)
         self.apply(slot, part.events, block_size)
 
+    def found(self, slot: int, expected_tokens: int, cached_tokens: int) -> float:
+        """Learn from an answer how much of what a region tells is there.
+
+        Args:
+            slot: of its link.
+            expected_tokens: that were taken to be cached there, with what was learnt before.
+            cached_tokens: that the region says it found.
+
+        Returns:
+            The share of what it tells that counts from now on.
+        """
+        now_s = self._clock()
+        share = self._shares.setdefault(slot, ToldShare(now_s))
+        share.learn(expected_tokens, cached_tokens, now_s)
+        return share.at(now_s)
+
     def forget(self, slot: int) -> None:
         """Forget a link."""
+        self._shares.pop(slot, None)
         if slot < self._tree.num_slots:
             self._tree.clear(slot)
             self._on_count(self.num_chunks)
@@ -76,6 +125,8 @@ class RegionIndex:
         self, match: PrefixMatch, hashes: HashArray, block_size: int, slots: Collection[int]
     ) -> PrefixMatch:
         """Give a match in which links have the leading blocks that their regions told, where these are more.
+
+        Of what a region told only the share counts that its answers have confirmed.
 
         Args:
             match: of the tree of blocks.
@@ -87,6 +138,9 @@ class RegionIndex:
         told: NDArray[np.int32] = np.zeros_like(match.depths)
         known = [slot for slot in slots if slot < len(chunks)]
         told[known] = np.concatenate(([0], chunk_ends(block_size)))[chunks[known]]
+        for slot, share in self._shares.items():
+            if slot < len(told):
+                told[slot] = int(told[slot] * share.at(self._clock()))
         if not (told > match.depths).any():
             return match
         tiers = match.tiers.copy()

@@ -69,7 +69,7 @@ class TcpPlane:
             self._listen,
             tls=None if tls is None else lambda: tls.server,
             handshake_timeout_s=self._config.connect_timeout_s,
-            on_refused=lambda: service.refused("tls"),
+            on_refused=lambda _peer, _error: service.refused("tls"),
         )
         address = replace(bound, host=self._advertise_host or bound.host)
         return TcpServer(sockets, peers, bound, str(address), self._config.close_timeout_s)

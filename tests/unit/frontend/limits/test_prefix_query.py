@@ -10,6 +10,7 @@ def test_a_query_is_read() -> None:
     asked = PrefixQuery.read({"model": "m", "after": "7-3,9-0", "interval_s": "0.5"})
     assert (asked.model, asked.after, asked.interval_s) == ("m", {7: 3, 9: 0}, 0.5)
     assert PrefixQuery.read({"model": "m"}).after == {}
+    assert PrefixQuery.read({"model": "m", "root": "0aff"}).root == b"\x0a\xff"
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,9 @@ def test_a_query_is_read() -> None:
         ({"model": "m", "after": "-1-2"}, "after"),
         ({"model": "m", "after": "1-" + "9" * 20}, "after"),
         ({"model": "m", "after": "\u0661-1"}, "after"),
+        ({"model": "m", "root": "xy"}, "root"),
+        ({"model": "m", "root": "a"}, "root"),
+        ({"model": "m", "root": "a" * 34}, "root"),
         ({"model": "m", "after": ",".join(f"{n}-1" for n in range(65))}, "after"),
     ],
 )

@@ -40,7 +40,7 @@ class ToldPrefixes:
             root: parent of every first block hash here, 16 bytes.
             block_size: tokens of a block.
         """
-        self._root = root
+        self.root = root
         self._chunk_tokens = blocks_per_chunk(block_size) * block_size
         self._origins: dict[int, _Origin] = {}
         self._claims: Counter[int] = Counter()  # by how many processes each chunk is told
@@ -112,7 +112,7 @@ class ToldPrefixes:
             assert len(known.chunks) <= CHUNKS_MAX, f"{len(known.chunks)} chunks: past the bound"
 
     def _check(self, summary: PrefixSummary) -> None:
-        if summary.root != self._root:
+        if summary.root != self.root:
             raise ProtocolError(
                 "its block hashes are others: give both regions the same secret (PENSTOCK_SECRET), name, model and block_size,"
                 " and the link's API key no cache_salt of its own"

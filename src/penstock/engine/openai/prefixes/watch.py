@@ -51,7 +51,8 @@ class PrefixWatch:
         self._model = model
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._on_events = on_events
-        self._problem = ""
+        self.problem = ""
+        """Why the latest answer was not used; empty where it was."""
         self._times_forgotten = 0
         self.told_at_s = 0.0
         """When the other side told last, in seconds since 1970; 0: never."""
@@ -92,7 +93,13 @@ class PrefixWatch:
             Unavailable: there is no answer, or something else.
         """
         after = ",".join(f"{origin}-{version}" for origin, version in self._told.after.items())
-        query = urlencode({"model": self._model, "interval_s": f"{passed_s:.3f}", "after": after})
+        asked = {
+            "model": self._model,
+            "interval_s": f"{passed_s:.3f}",
+            "after": after,
+            "root": self._told.root.hex(),
+        }
+        query = urlencode(asked)
         try:
             content = await self._connection.get(
                 f"/prefixes?{query}", timeout_s=self._timeout_s, bytes_max=_BYTES_MAX
@@ -111,13 +118,13 @@ class PrefixWatch:
             self._pass_on(self._told.take(summary, asyncio.get_running_loop().time()))
         except ProtocolError as error:
             self._pass_on(self._told.forget(summary.origin))
-            if error.message != self._problem:
-                self._problem = error.message
+            if error.message != self.problem:
+                self.problem = error.message
                 _log.warning("prefixes_unused", server=self._connection.name, reason=error.message)
             return False
         self.told_at_s = wall_time_s()
-        if self._problem:
-            self._problem = ""
+        if self.problem:
+            self.problem = ""
             _log.info("prefixes_used", server=self._connection.name)
         return True
 

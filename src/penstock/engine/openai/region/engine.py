@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import Overloaded, PenstockError, Unavailable
-from penstock.core.types.load import LinkReport, WorkerLoad
+from penstock.core.types.load import LinkProblem, LinkReport, WorkerLoad
 from penstock.core.types.requests import Request
 from penstock.engine.openai.connection import NoAnswer
 from penstock.engine.openai.engine import ServerEngine, Serving
@@ -39,11 +39,25 @@ class RegionEngine(ServerEngine):
             round_trip_s=round(self._frontends.round_trip.seconds, 4),
             told_chunks=0 if self._prefixes is None else self._prefixes.num_chunks,
             told_at_s=0.0 if self._prefixes is None else round(self._prefixes.told_at_s),
+            problem=self._problem(),
         )
         return msgspec.structs.replace(super().load(), link=link)
 
+    def _problem(self) -> str:
+        if self._watch.breaker.problem is not None:
+            return self._link.problem or LinkProblem.UNREACHABLE
+        has_secret = self._prefixes is None or not self._prefixes.problem
+        return "" if has_secret else LinkProblem.SECRET
+
     def _on_load(self, load: ServerLoad) -> None:
         super()._on_load(load)
+        self._report_region()
+
+    def _on_health(self, problem: str | None, is_silent: bool) -> None:  # noqa: FBT001
+        super()._on_health(problem, is_silent)
+        self._report_region()
+
+    def _report_region(self) -> None:
         link = self.load().link
         if link != self._reported:
             self._reported = link

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from penstock.core.errors import Overloaded, PenstockError, Unavailable
 from penstock.core.log import get_logger
 from penstock.engine.openai.connection import Connection, NoAnswer, NotServing, NotThere, Unreachable
 from penstock.engine.openai.region.config import RegionConfig
+from penstock.engine.openai.region.refusal import send_refusal
 from penstock.engine.openai.region.round_trip import RoundTrip
 
 _log = get_logger()
@@ -49,6 +51,7 @@ class RegionFrontends:
         self._config = config
         self.round_trip = RoundTrip()
         tls = None if config.tls is None else config.tls.context(f"regions.{config.name}.tls")
+        self._tls = tls
         key = config.server().api_key()
         self.frontends = tuple(
             RegionFrontend(
@@ -100,6 +103,13 @@ class RegionFrontends:
         async with asyncio.TaskGroup() as group:
             for frontend in self.frontends:
                 group.create_task(self._watch(frontend))
+
+    async def send_refusals(self) -> None:
+        """Tell the frontends that their certificates are not trusted here, so that the other side sees why nothing comes."""
+        tls, timeout_s = self._tls or ssl.create_default_context(), self._config.health.timeout_s
+        async with asyncio.TaskGroup() as group:
+            for url in self._config.urls:
+                group.create_task(send_refusal(url, tls, timeout_s))
 
     @property
     def num_healthy(self) -> int:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from urllib.parse import urlencode
 
 from penstock.core.clock import wall_time_s
-from penstock.core.errors import WrongServerError
+from penstock.core.errors import PenstockError, WrongServerError
 from penstock.core.log import get_logger
-from penstock.core.types.load import LINK_VERSION, DeploymentLoads
+from penstock.core.types.load import LINK_VERSION, DeploymentLoads, LinkProblem
+from penstock.engine.openai.connection import UntrustedError, WrongKeyError
 from penstock.engine.openai.region.config import LinkConfig
 from penstock.engine.openai.region.frontends import RegionFrontends
 from penstock.engine.openai.server import DEPLOYMENT, ServedModel, Server
@@ -32,8 +33,21 @@ class RegionServer(Server):
         self.clock_skew_s = 0.0
         """Seconds by which the region's clock is ahead of ours, half a round trip more or less."""
         self._says_skew = False
+        self.problem = ""
+        """Of the latest check."""
 
     async def check(self) -> ServedModel:
+        try:
+            served = await self._check()
+        except PenstockError as error:
+            self.problem = _problem_of(error)
+            if self.problem is LinkProblem.CERTIFICATE:
+                await self.frontends.send_refusals()
+            raise
+        self.problem = ""
+        return served
+
+    async def _check(self) -> ServedModel:
         served = await super().check()
         if served.owner != DEPLOYMENT:
             raise WrongServerError(
@@ -78,3 +92,11 @@ class RegionServer(Server):
                 fix="have both regions' hosts keep their time by NTP",
             )
         self._says_skew = is_far
+
+
+def _problem_of(error: PenstockError) -> LinkProblem:
+    if isinstance(error, UntrustedError):
+        return LinkProblem.CERTIFICATE
+    if isinstance(error, WrongKeyError):
+        return LinkProblem.KEY
+    return LinkProblem.OTHER_SERVER if isinstance(error, WrongServerError) else LinkProblem.UNREACHABLE
