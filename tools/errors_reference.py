@@ -3,14 +3,18 @@
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "penstock"
 PAGE = ROOT / "docs" / "messages.md"
-KINDS = {"ConfigError", "RequestError", "Unavailable", "PenstockError"}
+ERRORS = ROOT / "docs" / "errors.md"
+ROOT_KIND = "PenstockError"
+OWN_FIX = {"ConfigError", "RequestError", "Unavailable", ROOT_KIND}
+"""Errors of so many causes that each message has to say its fix; those of the others share the fix of their code."""
 AREAS = {
     "Commands and their flags": ("cli", "bench", "plan", "profiling", "sim", "doctor", "demo"),
     "Deployments and the host": ("core", "deploy"),
@@ -21,7 +25,8 @@ AREAS = {
 HEAD = """# Every message
 
 Generated from the source by `python tools/errors_reference.py`: the messages of commands and of answers to requests, without those that
-pass another's text on (a field's mistake found by its type, an operating system's reason). Capitals and … stand for values. [Errors and
+pass another's text on (a field's mistake found by its type, an operating system's reason). Capitals and … stand for values; a code before a fix says that it
+is that of all errors with this code. [Errors and
 their fix](errors.md) has codes, log events and the most frequent ones.
 """
 """Says what the page is."""
@@ -63,6 +68,10 @@ FIXES = {
     r"\.profile: ": "measure the profile again with `penstock profile`",
     r"the engine placed": "use a model whose engine takes these media, or send other ones",
     r"may get this request|no server is known|counts what tenants|has not (answered|counted)": "start or undrain a worker; look at `GET /admin/workers`",
+    r"not scaled|cannot be added|finds no room|decides how many": "free hosts or GPUs, raise `--max-workers`, or ask for fewer",
+    r" already$": "nothing: it is so",
+    r"is not ready|does not drain": "wait until it is ready, or choose another worker",
+    r"vLLM refuses|token ids$": "change the request as the message says",
     r"it could not be made": "give the policy's class defaults for its arguments",
 }
 """What to do about messages that do not say it themselves, by what is in them; the first that fits."""
@@ -77,6 +86,8 @@ class Said:
 
     area: str
     text: str
+    code: str = ""
+    """Whose fix it shares; empty for a message that has its own."""
 
     @property
     def cells(self) -> tuple[str, str]:
@@ -86,27 +97,75 @@ class Said:
             return happened, fix
         if _SAYS.search(self.text):
             return self.text, "as it says"
+        if self.code:
+            return self.text, f"`{self.code}`: {_fixes_by_code().get(self.code, '')}"
         return self.text, next((fix for words, fix in FIXES.items() if re.search(words, self.text)), "")
+
+
+@cache
+def _fixes_by_code() -> dict[str, str]:
+    """Read the fixes of the answers' codes."""
+    rows = (
+        row.strip("|").split("|") for row in re.findall(r"(?m)^\| `.*$", ERRORS.read_text(encoding="utf-8"))
+    )
+    return {code: cells[-1].strip() for cells in rows for code in re.findall(r"`(\w+)`", cells[0])}
 
 
 def messages() -> list[Said]:
     """Find all of them, each once, by area and text."""
     areas = {folder: area for area, folders in AREAS.items() for folder in folders}
-    found = set()
-    for path in SOURCES.rglob("*.py"):
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCES.rglob("*.py"))}
+    codes = _codes(trees.values())
+    found: dict[tuple[str, str], Said] = {}
+    for path, tree in trees.items():
         if (area := areas.get(path.relative_to(SOURCES).parts[0])) is None:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and node.args and _name(node.func) in KINDS:
-                found.update(
-                    Said(area, " ".join(text.split())) for text in _texts(node.args[0]) if _is_one(text)
-                )
-    return sorted(found)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and node.args and (kind := _name(node.func)) in codes:
+                for text in (" ".join(text.split()) for text in _texts(node.args[0])):
+                    said = Said(area, text, "" if kind in OWN_FIX else codes[kind])
+                    if _is_one(text):
+                        found[area, text] = min(said, found.get((area, text), said))
+    return sorted(found.values())
+
+
+def _codes(trees: Iterable[ast.Module]) -> dict[str, str]:
+    """Give the code of each error by its class, and of functions that make one of a message: those have their own fixes."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    codes, before = {ROOT_KIND: "internal_error"}, 0
+    while len(codes) > before:
+        before = len(codes)
+        for each in classes:
+            if (
+                base := next((codes[_name(base)] for base in each.bases if _name(base) in codes), None)
+            ) is not None:
+                codes.setdefault(each.name, _own_code(each) or base)
+    for each in nodes:
+        if isinstance(each, ast.FunctionDef) and each.returns is not None and _name(each.returns) in codes:
+            first = next((argument.arg for argument in each.args.args if argument.arg != "self"), "")
+            codes.update({each.name: ""} if first == "message" else {})
+    return codes
+
+
+def _own_code(node: ast.ClassDef) -> str:
+    for each in node.body:
+        target = (
+            each.target
+            if isinstance(each, ast.AnnAssign)
+            else each.targets[0]
+            if isinstance(each, ast.Assign)
+            else None
+        )
+        value = each.value if isinstance(each, ast.AnnAssign | ast.Assign) else None
+        if isinstance(target, ast.Name) and target.id == "code" and isinstance(value, ast.Constant):
+            return str(value.value)
+    return ""
 
 
 def _is_one(text: str) -> bool:
     """Tell whether a template says something itself, beside the values in it."""
-    return len(re.findall(r"[a-z]{2,}", text)) > 1
+    return " " in text and len(re.findall(r"[a-z]{2,}", text)) > 1
 
 
 def _name(node: ast.expr) -> str:
