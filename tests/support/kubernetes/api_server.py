@@ -149,6 +149,11 @@ class ApiServer:
                 refused = Refused(429, "TooManyRequests", "too many requests, please try again later")
                 headers = {"Retry-After": str(self.faults.retry_after_s)}
                 return web.json_response(refused.status(), status=429, headers=headers)
+            if self.faults.hits(self.faults.unavailable):
+                away = Refused(
+                    503, "ServiceUnavailable", "the server is currently unable to handle the request"
+                )
+                return web.json_response(away.status(), status=away.code)
             fails = self.faults.hits(self.faults.error)
             if fails and self.faults.rng.random() < 0.5:
                 return failed()

@@ -14,6 +14,8 @@ class Faults:
     too_many: float = 0.0
     """Answers 429 with Retry-After."""
     retry_after_s: int = 1
+    unavailable: float = 0.0
+    """Answers 503, as a proxy before a server that is away."""
     drop: float = 0.0
     """Closes the connection without an answer, after the request has had its effect."""
     drop_watch: float = 0.0
