@@ -77,6 +77,13 @@ class JumpQueue {
         }
     }
 
+    // Note that no prompt waits or is under way.
+    void level() {
+        if (turns_) {
+            turns_->level();
+        }
+    }
+
     // Throws Broken where the state contradicts itself.
     void check() const;
 

@@ -64,6 +64,9 @@ std::optional<Jump> JumpScheduler::plan() {
     drop_aborted();
     take_arrived();
     prompts_.clear();
+    if (waiting_.empty() && std::ranges::all_of(batch_.prefilling(), [](const JumpSequence* each) { return each->lacking() == 1; })) {
+        waiting_.level();
+    }
     std::vector<Share> admitted;
     Count budget = step_limits().first - batch_.num_decoding();
     if (!batch_.prefilling().empty()) {

@@ -24,10 +24,9 @@ class JumpTurns {
     double rank(JumpSequence& sequence, Count lacking) {
         const auto tokens = static_cast<double>(lacking);
         if (!sequence.turn_end) {
-            double start = ahead_ - kCreditTokens;
-            if (const auto found = clocks_.find(sequence.use.tenant); found != clocks_.end()) {
-                start = std::max(start, found->second->second);
-            }
+            const auto found = clocks_.find(sequence.use.tenant);
+            const double clock = found == clocks_.end() ? floor_ : found->second->second;
+            const double start = std::max(clock, ahead_ - kCreditTokens);
             sequence.turn_end = start + tokens;
             set(sequence.use.tenant, start + tokens);
         }
@@ -39,6 +38,16 @@ class JumpTurns {
         if (sequence.turn_end) {
             ahead_ = std::max(ahead_, *sequence.turn_end - static_cast<double>(left));
         }
+    }
+
+    // Set all clocks to the one that is ahead: no prompt is left.
+    void level() {
+        for (const Clock& clock : moved_) {
+            ahead_ = std::max(ahead_, clock.second);
+        }
+        floor_ = moved_.empty() ? floor_ : ahead_;
+        clocks_.clear();
+        moved_.clear();
     }
 
   private:
@@ -60,6 +69,7 @@ class JumpTurns {
     std::list<Clock> moved_; // the one that moved last is the last
     std::unordered_map<std::uint64_t, std::list<Clock>::iterator> clocks_;
     double ahead_ = 0;
+    double floor_ = 0; // where the clock of a tenant begins that has none
 };
 
 }  // namespace penstock

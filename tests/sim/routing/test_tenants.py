@@ -34,8 +34,12 @@ def ttfts_s(
     adapters: int = 0,
     quiet: int = QUIET,
     rate_per_s: float = 1.0,
+    before: int = 1,
 ) -> dict[str, list[float]]:
-    """Have one tenant send so many prompts at once, for so many adapters, and another one a prompt a second; give what each waits."""
+    """Have one tenant send so many prompts at once, for so many adapters, and another one a prompt a second; give what each waits.
+
+    The other one has sent some before, one after the other.
+    """
     names = [f"adapter-{number}" for number in range(adapters)]
     listed = [f"roles.aggregated.adapters=[{', '.join(names)}]"] if adapters else []
     graph = load(GRAPH, Overrides(["roles.aggregated.replicas=2", *listed, *settings]))
@@ -73,11 +77,12 @@ def ttfts_s(
             for dispatcher in dispatchers:
                 await dispatcher.serving()
             await asyncio.sleep(1.0)
-            await ask(dispatchers[0], "quiet", 0)  # there is more than one tenant
+            for number in range(before):
+                await ask(dispatchers[0], "quiet", number)
             async with asyncio.TaskGroup() as group:
                 for number in range(flood):
                     group.create_task(ask(dispatchers[number % len(dispatchers)], "flood", number))
-                for number in range(1, quiet):
+                for number in range(before, quiet):
                     await asyncio.sleep(rng.expovariate(rate_per_s))
                     group.create_task(ask(dispatchers[number % len(dispatchers)], "quiet", number))
             for dispatcher in dispatchers:
@@ -148,6 +153,11 @@ def test_a_flood_moves_anothers_p99_little_however_many_adapters_it_asks_for(
     """
     waits_s = ttfts_s(*LARGE_QUEUE, flood=4_000_000 // tokens, tokens=tokens, adapters=adapters, quiet=45)
     assert np.percentile(waits_s["quiet"], 99) < 1.25 * alone_p99_s()
+
+
+def test_a_flood_that_begins_is_not_ahead_of_a_tenant_that_asks_all_the_time() -> None:
+    waits_s = ttfts_s(*LARGE_QUEUE, flood=12, tokens=32_000, quiet=30, before=25, rate_per_s=4.0)
+    assert max(waits_s["quiet"][25:]) < 2 * alone_p99_s(), "each prompt of the flood takes more than a second"
 
 
 def test_a_flood_of_long_prompts_moves_anothers_p99_little_where_workers_compute_several_at_once() -> None:

@@ -53,6 +53,8 @@ class Budget:
         new_slots: list[int] = []
         new_counts: list[int] = []
         lacking = [(row, int(remaining[row])) for row in np.flatnonzero(remaining > 1).tolist()]
+        if not lacking and not self._waiting:
+            order.level()
         sequences = [self._slots.sequence(int(slots[row])) for row, _ in lacking]
         ranks = [
             (order.rank(sequence, tokens), row, tokens, sequence)

@@ -10,7 +10,7 @@ tenant has one share of the model's workers, however many adapters it asks for.
 import math
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
@@ -85,6 +85,7 @@ class _Lines:
         self._clock = (
             0.0  # `served` of the tenant served last: a new tenant begins less than `_credit` before
         )
+        self._ahead = 0.0  # the most that any tenant was served
         self._order: list[tuple[float, str]] = []  # (served, tenant), sorted
         self._left: OrderedDict[str, float] = OrderedDict()  # `served` of tenants with nothing waiting
         self._left_max = config.requests_max
@@ -117,18 +118,28 @@ class _Lines:
             self._clock = max(self._clock, line.served)
             self.served += queued.tokens / self.weight
             line.served += queued.tokens
+            self._ahead = max(self._ahead, line.served)
         if line.by_lane:
             insort(self._order, (line.served, line.tenant))
             return
         del self.by_tenant[queued.tenant]
-        if line.served > self._clock - self._credit:
-            self._left[queued.tenant] = line.served
-            if len(self._left) > self._left_max:
-                self._left.popitem(last=False)
+        self._remember(queued.tenant, line.served)
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Charge a tenant that has nothing waiting for prompts that were sent before anything waited."""
+        served = self._left.pop(tenant, self._clock - self._credit) + tokens
+        self._ahead = max(self._ahead, served)
+        self._remember(tenant, served)
 
     def is_behind(self, queued: QueuedRequest) -> bool:
-        """Say whether its tenant was served less than the tenant served last, also with this request."""
-        return self.by_tenant[queued.tenant].served + queued.tokens <= self._clock
+        """Say whether its tenant was served less than some other one, also with this request."""
+        return self.by_tenant[queued.tenant].served + queued.tokens <= self._ahead
+
+    def _remember(self, tenant: str, served: float) -> None:
+        if served > self._clock - self._credit:
+            self._left[tenant] = served
+            if len(self._left) > self._left_max:
+                self._left.popitem(last=False)
 
     def check(self) -> None:
         lines = self.by_tenant
@@ -149,12 +160,21 @@ class _Lines:
 class FairQueue:
     """The queued requests of one model, bounded. Not thread-safe; one event loop owns it."""
 
-    def __init__(self, config: QueueConfig) -> None:
+    def __init__(self, config: QueueConfig, sent_tokens: Mapping[str, int] | None = None) -> None:
+        """Begin without requests.
+
+        Args:
+            config: of the queue.
+            sent_tokens: prompt tokens by tenant that workers have still to compute; each tenant is charged for its own.
+        """
         self._config = config
         self._by_priority = {
             priority: _Lines(config.priority_factor**priority, config)
             for priority in reversed(_PRIORITIES)  # of equally served ones the highest goes first
         }
+        for lines in self._by_priority.values():
+            for tenant, tokens in (sent_tokens or {}).items():
+                lines.charge(tenant, tokens)
         self._num_queued = self._num_seen = 0
         self._share_s = 0.0
         self._of_tenant: dict[str, int] = {}

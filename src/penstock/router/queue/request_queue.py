@@ -6,7 +6,7 @@ a ticket, and wakes the request's reader, which sends the request.
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -245,7 +245,7 @@ class RequestQueue:
             wait_s=float(candidates.waits_s()[eligible].min()),
             share_s=candidates.share_s(),
         )
-        queue = self._queues.get(request.model) or FairQueue(self._config)
+        queue = self._queues.get(request.model) or FairQueue(self._config, self._sent_tokens(request.model))
         is_new_lane = queued.lane not in queue.lanes
         try:
             queue.put(queued)
@@ -264,6 +264,11 @@ class RequestQueue:
         # It may be the first in turn, and the first for its workers.
         is_other = is_new_lane and 1 < len(queue.lanes) <= _LANES_LOOKED_AT_MAX
         self._look_at(0.0 if is_other or queue.is_behind(queued) else self._next_s)
+
+    def _sent_tokens(self, model: str) -> Mapping[str, int]:
+        """Give each tenant's prompt tokens that the model's workers have still to compute."""
+        pool = self._fleet.pools[model]
+        return self._fleet.loads.tokens_by_tenant(pool.ready | pool.ready_prefill)
 
     def _leave_queue(self, model: str, ticket: Ticket, queued: QueuedRequest) -> None:
         """Note that a request has left its queue."""

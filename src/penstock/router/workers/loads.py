@@ -9,7 +9,7 @@ of the worker's last report.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -90,6 +90,7 @@ class LoadTracker:
         self._show(np.zeros((_OWN_PROMPTS + 1, num_slots), dtype=np.int64))
         self._accounts = [_Account() for _ in range(num_slots)]
         self._prompts: dict[str, Counter[int]] = {}  # of each tenant without a first token, by slot
+        self._prompt_tokens: dict[str, Counter[int]] = {}  # of these, to compute
         self.listener: Callable[[], None] | None = None
         """Called when a worker may have less to do."""
 
@@ -180,6 +181,7 @@ class LoadTracker:
         if prefill_tokens:
             rows[_OWN_PROMPTS][slot] += 1
             self._prompts.setdefault(tenant, Counter())[slot] += 1
+            self._prompt_tokens.setdefault(tenant, Counter())[slot] += prefill_tokens
         return reservation
 
     def report(self, slot: int, load: WorkerLoad) -> int:
@@ -257,6 +259,14 @@ class LoadTracker:
             mask[slot] = self.own_prompts[slot] - count <= at_once[slot] and count < at_once[slot]
         return mask
 
+    def tokens_by_tenant(self, mask: NDArray[np.bool_]) -> Mapping[str, int]:
+        """Sum each tenant's prompt tokens to compute on some workers, (num_slots,), of requests of this router without a first token."""
+        sums = {
+            tenant: sum(tokens for slot, tokens in by_slot.items() if mask[slot])
+            for tenant, by_slot in self._prompt_tokens.items()
+        }
+        return {tenant: tokens for tenant, tokens in sums.items() if tokens}
+
     def open_requests(self, slot: int) -> int:
         """Count the requests sent to a worker that have not ended."""
         return int(self.own_requests[slot])
@@ -322,6 +332,9 @@ class LoadTracker:
                 f"slot {slot}: {prompts} prompts are those of all tenants"
             )
             assert (prompts > 0) == (own[1] > 0), f"slot {slot}: {prompts} prompts of {own[1]} tokens"
+            assert own[1] == sum(by_slot[slot] for by_slot in self._prompt_tokens.values()), (
+                f"slot {slot}: {own[1]} prompt tokens are those of all tenants"
+            )
             assert (pairs > 0) == (own[1] > 0), f"slot {slot}: {pairs} pairs of {own[1]} tokens to compute"
             own.append(blocks_of_prompts)
             assert all(part <= whole for part, whole in zip(sums[:3], own, strict=True)), (
@@ -332,14 +345,16 @@ class LoadTracker:
         """Forget the prompt of a request that has its first token, or is over."""
         if not reservation.prefill_tokens:
             return
-        reservation.prefill_tokens = reservation.prefill_pairs = 0
-        slot, by_slot = reservation.slot, self._prompts[reservation.tenant]
+        slot, tenant = reservation.slot, reservation.tenant
+        by_slot, tokens_by_slot = self._prompts[tenant], self._prompt_tokens[tenant]
         self._rows[_OWN_PROMPTS][slot] -= 1
         by_slot[slot] -= 1
+        tokens_by_slot[slot] -= reservation.prefill_tokens
+        reservation.prefill_tokens = reservation.prefill_pairs = 0
         if not by_slot[slot]:
-            del by_slot[slot]
+            del by_slot[slot], tokens_by_slot[slot]
         if not by_slot:
-            del self._prompts[reservation.tenant]
+            del self._prompts[tenant], self._prompt_tokens[tenant]
 
     def _set_total(self, slot: int, total_blocks: int) -> None:
         """Write a number of blocks; it is clipped, as it comes from another process."""

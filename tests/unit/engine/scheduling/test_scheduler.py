@@ -259,7 +259,7 @@ def test_a_prompt_of_a_tenant_that_was_served_less_overtakes_one_that_is_under_w
     assert computed_by_step(scheduler, 2) == [{"long": 16}, {"long": 16}]
     scheduler.submit(make_request("quiet", prompt(24, 300), max_tokens=1, tenant="quiet"))
     assert computed_by_step(scheduler, 6) == [
-        {"quiet": 16}, {"quiet": 8, "long": 8}, {"long": 16}, {"long": 16}, {"long": 16}, {"long": 12, "next": 4},
+        {"long": 16}, {"quiet": 16}, {"long": 16}, {"quiet": 8, "long": 8}, {"long": 16}, {"long": 12, "next": 4},
     ]  # fmt: skip
     scheduler.check()
 
@@ -268,12 +268,25 @@ def test_a_tenant_overtakes_others_by_no_more_than_its_credit(monkeypatch):
     monkeypatch.setattr(tenant_turns, "CREDIT_TOKENS", 32)
     scheduler = make_scheduler(num_blocks=200, context_length=400)
     scheduler.submit(make_request("first", prompt(100), max_tokens=1, tenant="a"))
-    step(scheduler)
+    scheduler.submit(make_request("quiet", prompt(4, 500), max_tokens=1, tenant="b"))
+    computed_by_step(scheduler, 5)
     scheduler.submit(make_request("second", prompt(200, 200), max_tokens=1, tenant="b"))
-    turns = [next(iter(each)) for each in computed_by_step(scheduler, 6)]
-    assert turns == ["second", "second", "first", "second", "first", "second"], (
-        "two steps ahead, then in turns"
-    )
+    turns = [next(iter(each)) for each in computed_by_step(scheduler, 5)]
+    assert turns == ["second", "second", "first", "second", "first"], "two steps ahead, then in turns"
+
+
+def test_a_tenant_that_begins_a_flood_is_not_ahead_of_one_that_asks_all_the_time():
+    scheduler = make_scheduler(num_blocks=200, context_length=400)
+    for number, tenant in enumerate(("other", *["steady"] * 3)):
+        request = make_request(f"r{number}", prompt(30, 40 * number), max_tokens=1, tenant=tenant)
+        scheduler.submit(request)
+        if number:
+            computed_by_step(scheduler, 4 if number == 1 else 2)
+            assert scheduler.plan() is None
+    scheduler.submit(make_request("flood", prompt(200, 200), max_tokens=1, tenant="flood"))
+    assert computed_by_step(scheduler, 1) == [{"flood": 16}]
+    scheduler.submit(make_request("next", prompt(20, 500), max_tokens=1, tenant="steady"))
+    assert computed_by_step(scheduler, 3) == [{"next": 16}, {"flood": 16}, {"next": 4, "flood": 12}]
 
 
 def test_steps_are_short_while_tenants_take_turns(monkeypatch):
@@ -282,7 +295,7 @@ def test_steps_are_short_while_tenants_take_turns(monkeypatch):
     scheduler.submit(make_request("long", prompt(100), max_tokens=1, tenant="flood"))
     assert computed_by_step(scheduler, 1) == [{"long": 16}]
     scheduler.submit(make_request("quiet", prompt(4, 300), max_tokens=1, tenant="quiet"))
-    assert computed_by_step(scheduler, 2) == [{"quiet": 4, "long": 6}, {"long": 10}]
+    assert computed_by_step(scheduler, 2) == [{"long": 10}, {"quiet": 4, "long": 6}]
 
 
 def test_step_limits_keep_prompts_in_parallel():

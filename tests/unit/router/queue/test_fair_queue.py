@@ -290,3 +290,25 @@ def test_a_burst_is_earned_again_by_using_less():
         queue.take(candidates(queue)[0], 0.0)
         queue.check()
     assert waited == 0, "it asks for a third, and its share is a half"
+
+
+def test_prompts_that_were_sent_before_any_waited_are_charged():
+    queue = FairQueue(QueueConfig(tenant_burst_tokens=40), {"a": 100})
+    first, other = queued("a0", tenant="a"), queued("b0", tenant="b")
+    for one in (first, other):
+        queue.put(one)
+        queue.check()
+    assert [queue.is_behind(one) for one in (first, other)] == [False, True]
+    assert drained(queue) == ["b0", "a0"]
+
+
+def test_a_tenant_is_behind_until_its_share_is_that_of_the_most_served():
+    queue = queue_of(*(queued(f"a{n}", tokens=30, tenant="a") for n in range(2)), work_weight=0)
+    queue.take(candidates(queue)[0], 0.0)
+    behind = []
+    for number in range(4):
+        one = queued(f"b{number}", tenant="b")
+        queue.put(one)
+        behind.append(queue.is_behind(one))
+        queue.take(one, 0.0)
+    assert behind == [True, True, True, False]

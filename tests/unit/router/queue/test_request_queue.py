@@ -559,3 +559,20 @@ def test_a_tenant_below_its_share_gets_in_beside_one_prompt_of_another():
             assert setting.running() == running
 
     run_scenario(scene, make_engine=Interleaving)
+
+
+def test_a_tenant_whose_prompts_fill_the_workers_is_not_first_when_others_begin_to_wait():
+    async def scene(setting: Setting, group: asyncio.TaskGroup) -> None:
+        group.create_task(setting.read("b0", tenant="b"))
+        await asyncio.sleep(0.1)
+        setting.finish("b0")
+        for name, tenant in (("a0", "a"), ("a1", "a"), ("b1", "b")):
+            await asyncio.sleep(0.1)
+            group.create_task(setting.read(name, tenant=tenant))
+        await asyncio.sleep(0.1)
+        assert setting.running() == {"a0", "b1"}, "it goes before a1, and beside a0"
+        for done in ("b1", "a0", "a1"):
+            setting.finish(done)
+            await asyncio.sleep(0.1)
+
+    run_scenario(scene, make_engine=Interleaving)

@@ -157,9 +157,13 @@ def test_which_workers_have_room_beside_other_tenants_prompts() -> None:
     assert loads.has_room_beside_others("b", one).tolist() == [True, False, True, True]
     assert loads.has_room_beside_others("c", one).tolist() == [True, False, True, True]
     assert loads.has_room_beside_others("c", 2 * one).tolist() == [True] * 4
+    some = np.array([True, True, False, True])
+    assert loads.tokens_by_tenant(some) == {"a": 80, "b": 40}
+    assert loads.tokens_by_tenant(~some) == {}, "cached prompts are not computed"
     loads.prefill_done(first)
     loads.release(second)
     loads.check()
+    assert loads.tokens_by_tenant(some) == {"a": 40}
     assert loads.has_room_beside_others("a", one).tolist() == [True, False, True, True]
     assert loads.has_room_beside_others("c", one).tolist() == [True] * 4
     loads.release(first)

@@ -40,6 +40,10 @@ class PromptOrder(Protocol):
         """Note that a step leaves a prompt so many tokens to compute."""
         ...
 
+    def level(self) -> None:
+        """Note that no prompt waits or is under way."""
+        ...
+
 
 S = TypeVar("S", bound=Ranked)
 
