@@ -28,6 +28,7 @@ from tables import (
     regions,
     results,
     scale,
+    tenants,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +59,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = (
     | recipes.TABLES
     | regions.TABLES
     | scale.TABLES
+    | tenants.TABLES
 )
 """What makes each table, line by line, by its name."""
 

@@ -23,3 +23,9 @@ def idle_cpu_share(pid: int, seconds: float) -> float:
     before_s, began_s = cpu_s(pid), time.perf_counter()
     time.sleep(seconds)
     return (cpu_s(pid) - before_s) / (time.perf_counter() - began_s)
+
+
+def machine_idle_s() -> float:
+    """Give the seconds that all cores together have been idle so far."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return (int(fields[4]) + int(fields[5])) / _TICKS_PER_S

@@ -3,16 +3,19 @@
 import argparse
 import asyncio
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 
 import numpy as np
 import uvloop
 
 from benchmarks.frontend.model import make_model
+from benchmarks.frontend.usage import machine_idle_s
 from benchmarks.processes.served import Served, served
 from benchmarks.runner import expect_at_least
 from benchmarks.tenants.load import Client, Flooded, Prompts, session
@@ -96,9 +99,10 @@ def run(options: argparse.Namespace) -> Report:
             for number in range(options.rounds):
                 with _deployment(directory, frontends) as (server, keys):
                     halves = uvloop.run(_round(server, keys, options.floods, options.seconds, number))
-                for half, (ttfts_s, flooded) in halves.items():
+                for half, (ttfts_s, flooded, busy_cores) in halves.items():
                     prefix = f"{_FRONTENDS[frontends]}_{half}"
                     samples.setdefault(f"{prefix}_ttft_s", []).extend(ttfts_s)
+                    figures.setdefault(f"{prefix}_busy_cores", []).append(busy_cores)
                     for figure, value in figures_of(ttfts_s, halves["alone"][0], flooded).items():
                         figures.setdefault(f"{prefix}_{figure}", []).append(value)
     return Report(
@@ -137,29 +141,39 @@ def figures_of(ttfts_s: list[float], alone_s: list[float], flooded: Flooded | No
 
 async def _round(
     server: Served, keys: Mapping[str, str], floods: list[str], seconds: float, seed: int
-) -> dict[str, tuple[list[float], Flooded | None]]:
+) -> dict[str, tuple[list[float], Flooded | None, float]]:
     """Measure the modest tenant alone, before any other one was seen, and then beside each flood."""
-    halves: dict[str, tuple[list[float], Flooded | None]] = {}
+    halves: dict[str, tuple[list[float], Flooded | None, float]] = {}
     async with session(keeps=False) as own, session(keeps=True) as others:
         modest = Client(server, own, keys["modest"], Prompts(tokens=_TOKENS, output_tokens=_OUTPUT_TOKENS))
         await modest.ask_at(_RATE_PER_S, _WARM_S, seed)  # imports and first connections
-        halves["alone"] = (await modest.ask_at(_RATE_PER_S, seconds, seed), None)
+        halves["alone"] = await _measured(modest, None, seconds, seed)
         for name in floods:
             flood, flooded = _FLOODS[name], Flooded()
             prompts = Prompts(tokens=flood.tokens, output_tokens=_OUTPUT_TOKENS, adapters=flood.adapters)
             client = Client(server, others, keys["flooding"], prompts)
             flooding = asyncio.create_task(client.flood(_CONNECTIONS, flooded))
             await asyncio.sleep(_CALM_S)
-            ttfts_s = await modest.ask_at(_RATE_PER_S, seconds, seed)
+            half = await _measured(modest, flooded, seconds, seed)
             if flooding.done():
                 flooding.result()  # says what went wrong
             flooding.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await flooding
-            halves[f"flood_{name}"] = (ttfts_s, flooded)
+            halves[f"flood_{name}"] = half
             await asyncio.sleep(_CALM_S)
             await modest.ask()
     return halves
+
+
+async def _measured(
+    modest: Client, flooded: Flooded | None, seconds: float, seed: int
+) -> tuple[list[float], Flooded | None, float]:
+    """Have the modest tenant ask, and give with its TTFTs how many cores were busy."""
+    began_s, idle_s = perf_counter(), machine_idle_s()
+    ttfts_s = await modest.ask_at(_RATE_PER_S, seconds, seed)
+    idle_cores = (machine_idle_s() - idle_s) / (perf_counter() - began_s)
+    return ttfts_s, flooded, (os.cpu_count() or 1) - idle_cores
 
 
 @contextlib.contextmanager
