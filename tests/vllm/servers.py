@@ -20,6 +20,13 @@ BLOCK = 32
 START_S = 240.0
 
 
+def own_cores() -> list[int]:
+    """List the cores, those first that the tests of this process shall use: each process that shares them begins elsewhere."""
+    cores = sorted(os.sched_getaffinity(0))
+    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % len(cores)
+    return cores[first:] + cores[:first]
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -80,7 +87,7 @@ def running_servers(
     model_dir: Path, logs: Path, settings: Sequence[tuple[Sequence[str], Mapping[str, str]]]
 ) -> Iterator[list[VllmServer]]:
     """Run a server for each pair of flags and environment, each on a core of its own as far as there are."""
-    cores = sorted(os.sched_getaffinity(0))
+    cores = own_cores()
     started = [
         start_server(model_dir, cores[number % len(cores)], logs / f"{number}.log", flags, environment)
         for number, (flags, environment) in enumerate(settings)

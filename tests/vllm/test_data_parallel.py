@@ -55,7 +55,9 @@ class Ranks:
 
 def test_ranks_are_routed_to_as_workers_are(spec_of: Callable[..., EngineSpec]) -> None:
     async def main() -> None:
-        engine = create_engine("vllm", spec_of(data_parallel=2, kv_blocks=BLOCKS, context_length=256))
+        engine = create_engine(
+            "vllm", spec_of(device="cpu:0", data_parallel=2, kv_blocks=BLOCKS, context_length=256)
+        )
         config = RouterConfig(policy="kv")
         async with (
             asyncio.timeout(TIMEOUT_S),
