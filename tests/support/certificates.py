@@ -17,12 +17,12 @@ def make_authority(folder: Path, name: str) -> Path:
     return certificate
 
 
-def make_certificate(folder: Path, name: str, authority: Path) -> TlsConfig:
-    """Make an agent's certificate, signed by an authority."""
+def make_certificate(folder: Path, name: str, authority: Path, *, days: str = _DAYS) -> TlsConfig:
+    """Make an agent's certificate, signed by an authority; one of -1 days has expired."""
     key, request, signed = (str(folder / f"{name}.{end}") for end in ("key", "csr", "pem"))
     _openssl("req", *_NEW_KEY, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
     signer = ("-CA", str(authority), "-CAkey", str(authority.with_suffix(".key")), "-CAcreateserial")
-    _openssl("x509", "-req", "-in", request, *signer, "-out", signed, "-days", _DAYS)
+    _openssl("x509", "-req", "-in", request, *signer, "-out", signed, "-days", days)
     return TlsConfig(certificate=signed, key=key, authority=str(authority))
 
 

@@ -166,5 +166,5 @@ def _check_hashes(identity: Identity, version: int, fingerprint: str) -> None:
     if fingerprint != identity.key_fingerprint:
         raise ProtocolError(
             f"hash key: the peer's has the fingerprint {fingerprint}, ours {identity.key_fingerprint}; "
-            "start both processes with the hash_key of the same deployment"
+            "it comes from the secret and the graph's name: give all hosts of a deployment a graph of one name"
         )

@@ -2,14 +2,19 @@
 
 import asyncio
 import random
+import re
 
 import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from penstock.core.errors import Unavailable
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.metrics import RouterMetrics
+from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.discovery.hub import LocalHub
+from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.discovery.memory import MemoryDiscovery
 from penstock.runtime.handshake import Identity
 from penstock.runtime.requests.tcp import TcpPlane
@@ -62,18 +67,69 @@ def test_another_hash_key():
     run_async(scenario())
 
 
+def tls_of(files):
+    return PlaneTls(PlaneTlsConfig(certificate=files.certificate, key=files.key, authority=files.authority))
+
+
 @pytest.mark.needs("openssl")
 def test_a_certificate_of_another_authority(tmp_path):
     def tls(name):
-        files = make_certificate(tmp_path, f"{name}-host", make_authority(tmp_path, name))
-        return PlaneTls(
-            PlaneTlsConfig(certificate=files.certificate, key=files.key, authority=files.authority)
-        )
+        return tls_of(make_certificate(tmp_path, f"{name}-host", make_authority(tmp_path, name)))
 
     async def scenario():
         server, client = (TcpPlane(OURS, tls=tls(name)) for name in ("ours", "others"))
         logs = await refused(server, client, "tls")
         assert "certificate" in logs["worker_unreachable"]["error"]
         assert "tls_refused" in logs
+
+    run_async(scenario())
+
+
+async def joined(hub, identity, tls=None):
+    """Have a host with these join a hub; return what it is told, and the logs of both."""
+    config = DiscoveryConfig(connect_timeout_s=5)
+    with capture_logs() as logs:
+        await hub.start()
+        discovery = LocalDiscovery(hub.address, identity, rng=random.Random(1), tls=tls, config=config)
+        async with discovery:
+            with pytest.raises(Unavailable) as told:
+                await discovery.connect()
+        await hub.close()
+    return told.value.message, logs
+
+
+@pytest.mark.parametrize(
+    ("identity", "why"),
+    [
+        (Identity(secret=b"another secret"), "the two secrets differ"),
+        (Identity(secret=OURS.secret, hash_key=b"another key 1234"), "give all hosts .* a graph of one name"),
+    ],
+    ids=["secret", "name"],
+)
+def test_a_host_that_the_hub_refuses_is_told_once_and_at_once(identity, why):
+    async def scenario():
+        told, logs = await joined(LocalHub(OURS), identity)
+        assert re.search(why, told)
+        assert "is the supervisor running" not in told
+        refusals = [log["error"] for log in logs if log["event"] == "client_refused"]
+        assert len(refusals) == 1
+        assert re.search(why, refusals[0])
+
+    run_async(scenario())
+
+
+@pytest.mark.needs("openssl")
+def test_a_host_whose_certificate_has_expired_is_told_so_at_both_ends(tmp_path):
+    authority = make_authority(tmp_path, "ours")
+    hub_tls = tls_of(make_certificate(tmp_path, "hub", authority))
+    host_tls = tls_of(make_certificate(tmp_path, "host", authority, days="-1"))
+
+    async def scenario():
+        hub = LocalHub(OURS, tls=hub_tls, config=DiscoveryConfig(connect_timeout_s=10))
+        told, logs = await joined(hub, OURS, host_tls)
+        assert "it may not trust this host's runtime.tls.certificate" in told
+        assert "is the supervisor running" not in told
+        refused = next(log for log in logs if log["event"] == "tls_refused")
+        assert refused["error"] == "certificate has expired"
 
     run_async(scenario())

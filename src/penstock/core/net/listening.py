@@ -133,9 +133,9 @@ class Listener:
             _log.warning(
                 "tls_refused",
                 peer=peer,
-                error=getattr(error, "reason", None) or str(error) or type(error).__name__,
+                error=_why(error),
                 refused=self.refused,
-                fix="give both sides certificates of the same authority, or neither",
+                fix="give both sides certificates of the same authority that have not expired, or neither",
             )
 
     def _handshake(self) -> dict[str, Any]:
@@ -274,6 +274,12 @@ def _bind(family: int, socket_address: Any) -> socket.socket:
         opened.close()
         raise
     return opened
+
+
+def _why(error: OSError) -> str:
+    """Say why a TLS handshake failed; what is wrong with a certificate, in OpenSSL's words, such as `certificate has expired`."""
+    verification = getattr(error, "verify_message", None)
+    return verification or getattr(error, "reason", None) or str(error) or type(error).__name__
 
 
 def _name_of(listening: socket.socket) -> str:

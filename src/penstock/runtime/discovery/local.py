@@ -83,6 +83,8 @@ class LocalDiscovery:
         self._session: _Session | None = None
         self._connected = asyncio.Event()
         self._last_error = "it does not answer"
+        self._refusal: ProtocolError | None = None  # of the last try to connect
+        self._answered = asyncio.Event()  # set when the hub has accepted or refused this client
         self._watching = False
         self._hub_id = ""  # hub of the last sync
         self._absent: set[WorkerId] = set()  # known, but not registered with the restarted hub yet
@@ -110,10 +112,13 @@ class LocalDiscovery:
         """Wait until the hub has accepted this client.
 
         Raises:
-            Unavailable: not within `connect_timeout_s`; the text says why.
+            Unavailable: it refuses this client, or has not answered within `connect_timeout_s`; the text says why.
         """
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
+                await self._answered.wait()
+                if self._refusal is not None:
+                    raise Unavailable(f"hub at {self._address}: {self._refusal.message}")
                 await self._connected.wait()
         except TimeoutError as error:
             raise self._unavailable() from error
@@ -133,9 +138,10 @@ class LocalDiscovery:
         return registration
 
     def _unavailable(self) -> Unavailable:
+        ask = "" if "certificate" in self._last_error else ": is the supervisor running?"
         return Unavailable(
-            f"hub at {self._address}: {self._last_error}; waited {self._config.connect_timeout_s:g} s "
-            "(connect_timeout_s): is the supervisor running?"
+            f"hub at {self._address}: {self._last_error}; waited {self._config.connect_timeout_s:g} s"
+            f" (connect_timeout_s){ask}"
         )
 
     def watch(self) -> AsyncIterator[InstanceChange]:
@@ -166,6 +172,9 @@ class LocalDiscovery:
                 tries = 0
             except (OSError, TimeoutError, PenstockError) as error:
                 self._last_error = str(error) or self._last_error
+                self._refusal = error if isinstance(error, ProtocolError) else None
+                if self._refusal is not None:
+                    self._answered.set()
                 if tries == 0:
                     _log.warning("hub_unreachable", address=str(self._address), error=self._last_error)
             await asyncio.sleep(self._config.retry_delay_s(tries, self._rng))
@@ -187,6 +196,8 @@ class LocalDiscovery:
                 welcome = await session.welcomed
             _log.info("hub_connected", address=str(self._address), hub_id=welcome.hub_id)
             self._session = session
+            self._refusal = None
+            self._answered.set()
             self._connected.set()
             self._metrics.connected.set(1)
             session.begin(welcome, tuple(self._registrations.values()), watch=self._watching)
@@ -357,15 +368,26 @@ class _Session:
     def channel_closed(self, reason: str) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if not self.welcomed.done():
-            self.welcomed.set_exception(Unavailable(f"the connection ended: {reason}"))
+        if self.welcomed.done():
+            return
+        said_nothing = self._hello is None and self._discovery._tls is not None
+        distrust = (
+            "; with TLS, it may not trust this host's runtime.tls.certificate: its log says tls_refused then"
+        )
+        self.welcomed.set_exception(
+            Unavailable(f"the connection ended: {reason}{distrust if said_nothing else ''}")
+        )
 
     def _on_reply(self, reply: handshake.HelloReply) -> None:
         if self._hello is None or self._trusted:
             raise ProtocolError("hello reply: not asked for; the peer is no hub")
-        if reply.error is not None:
-            raise ProtocolError(f"the hub refused us: {reply.error.message}")
-        handshake.check_reply(self._identity, *self._hello, reply)
+        try:
+            _check_accepted(reply)
+            handshake.check_reply(self._identity, *self._hello, reply)
+        except ProtocolError as error:  # it ends the channel, and who waits hears why
+            if not self.welcomed.done():
+                self.welcomed.set_exception(error)
+            raise
         self._trusted = True
 
     def _on_lapsed(self, worker_ids: tuple[WorkerId, ...]) -> None:
@@ -393,3 +415,8 @@ class _Session:
         if worker_ids and self.channel.writable:
             self.channel.send(Renew(worker_ids=worker_ids))
         self._timer = asyncio.get_running_loop().call_later(interval_s, self._renew, interval_s)
+
+
+def _check_accepted(reply: handshake.HelloReply) -> None:
+    if reply.error is not None:
+        raise ProtocolError(f"the hub refused us: {reply.error.message}")
