@@ -23,6 +23,18 @@ def add(commands: Any) -> None:
         help="the runtime.hub of another host, as tcp://10.0.0.1:7400; with etcd all hosts have the same graph instead",
     )
     parser.add_argument(
+        "--leader",
+        metavar="ADDRESS",
+        help="of a worker over several nodes: where its first node listens for the others, as tcp://10.0.0.1:7405",
+    )
+    parser.add_argument(
+        "--node-rank",
+        metavar="N",
+        type=int,
+        default=0,
+        help="this host's number among the nodes of the worker of --run; 0 leads (default), others have to reach --leader",
+    )
+    parser.add_argument(
         "--run",
         dest="part",
         metavar="ROLES",
@@ -36,6 +48,7 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from penstock.core import log  # noqa: PLC0415
     from penstock.core.native import warn_if_disabled  # noqa: PLC0415
+    from penstock.deploy.commands.follow import follow  # noqa: PLC0415
     from penstock.deploy.commands.serve import serve  # noqa: PLC0415
     from penstock.deploy.control.record import Origin  # noqa: PLC0415
     from penstock.deploy.supervisor.local_part import LocalPart  # noqa: PLC0415
@@ -45,10 +58,15 @@ def _run(options: argparse.Namespace) -> int:
     if options.join is not None:
         overrides.assign("runtime.join", options.join, flag="--join")
         overrides.assign("runtime.hub", None, flag="--join")  # the graph's is of the other host
+    if options.leader is not None:
+        overrides.assign("runtime.leader", options.leader, flag="--leader")
     graph = load(options.file, overrides)
     part = LocalPart() if options.part is None else LocalPart.parse(options.part, graph.roles.present())
     log.configure(options.log_level, process="supervisor")
     warn_if_disabled()
+    if options.node_rank:
+        follow(graph, part, options.node_rank, log_level=options.log_level)
+        return 0
     origin = Origin(
         file=str(Path(options.file).resolve()),
         directory=str(Path.cwd()),

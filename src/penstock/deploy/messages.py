@@ -55,7 +55,23 @@ class FrontendJob(Wire, frozen=True, tag="frontend"):
     metrics_dir: str = ""
 
 
-Job = WorkerJob | FrontendJob
+class FollowerJob(Wire, frozen=True, tag="follower"):
+    """Job of a process on a node that follows: it runs the engine's processes of this node.
+
+    Attributes:
+        role: of the worker.
+        rank: of this node among the worker's, from 1.
+        model_dir: the model's files here.
+        device: index of the first of its devices on this machine.
+    """
+
+    role: Role
+    rank: int
+    model_dir: str
+    device: int = 0
+
+
+Job = WorkerJob | FrontendJob | FollowerJob
 
 
 class Common(Wire, frozen=True):

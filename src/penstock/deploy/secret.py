@@ -25,8 +25,8 @@ def deployment_secret(spec: RuntimeSpec) -> bytes:
     given = _given(spec)
     if given is not None:
         return given
-    if spec.spans_hosts or spec.listen is not None:
-        where = spec.hub or spec.join or spec.listen
+    if spec.spans_hosts or spec.listen is not None or spec.leader is not None:
+        where = spec.hub or spec.join or spec.listen or spec.leader
         raise ConfigError(
             f"runtime: {where}: other hosts may connect there, and no secret is given, so that anyone could send requests;"
             f" set runtime.secret_file or {SECRET_VARIABLE} to the same secret on each host ({_MAKE_ONE})"

@@ -3,10 +3,13 @@
 `ThisHost` takes it. `SymbolicHost` gives each such value a name instead, for `penstock graph render`.
 """
 
+import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import socket
+import struct
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -19,6 +22,7 @@ _PARENT_BYTES_MAX = 60
 """A Unix socket's path has at most 107 bytes."""
 _TRIES = 200
 _PORTS = 1 << 16
+_SIOCGIFADDR = 0x8915
 _NO_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -147,6 +151,17 @@ def own_address() -> str:
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Name the network interface of this host that has an IPv4 address; empty for none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == address:
+                    return name
+    return ""
 
 
 def _bind(address: str, port: int) -> int | None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from threading import Event
 from typing import Any
 
 from penstock.core.config import nearest
@@ -11,7 +12,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.engine.kv_tiers import TierMaker, tier_maker
 from penstock.engine.launch import EngineLaunch
-from penstock.engine.launch_host import LaunchHost
+from penstock.engine.launch_host import LaunchHost, ThisHost
 from penstock.engine.mock.engine import mock_engine
 from penstock.engine.mock.ranks import MockRanks
 from penstock.engine.runner import RunnerInfo
@@ -41,6 +42,8 @@ class EngineKind:
         has_kv_tiers: whether it keeps KV in tiers below its device.
         has_weights: whether it computes the model, on a device or core of its own.
         is_elsewhere: whether the model runs outside of the worker's machine, whose hardware then says nothing of its speed.
+        follow: takes part in a worker of several nodes on a node that does not lead: starts the engine's processes of this node, calls
+            its second argument once they take part, and blocks until they end; None: a worker is on one node.
         count_workers: how many workers the engine's arguments are for, None where they do not say; None: any number.
     """
 
@@ -54,6 +57,7 @@ class EngineKind:
     has_kv_tiers: bool = False
     has_weights: bool = True
     is_elsewhere: bool = False
+    follow: Callable[[EngineSpec, Callable[[], None]], None] | None = None
     count_workers: Callable[[Mapping[str, Any]], int | None] | None = None
 
 
@@ -175,6 +179,11 @@ def _mock(spec: EngineSpec) -> Engine:
     return engine
 
 
+def _mock_follows(spec: EngineSpec, ready: Callable[[], None]) -> None:  # noqa: ARG001 - it computes nothing
+    ready()
+    Event().wait()
+
+
 def _mock_ranks(spec: EngineSpec, shape: RunnerInfo) -> Engine:
     """Make a mock engine of several data-parallel ranks, which share its blocks and its batch limits."""
     if spec.role is not Role.AGGREGATED or spec.kv.present():
@@ -279,6 +288,15 @@ def _describe_vllm(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
     return engine_launch(spec, host)
 
 
+def _vllm_follows(spec: EngineSpec, ready: Callable[[], None]) -> None:
+    from penstock.engine.vllm.engine_launch import engine_launch  # noqa: PLC0415 - only where it is used
+    from penstock.engine.vllm.launch.arguments import check_version  # noqa: PLC0415
+    from penstock.engine.vllm.launch.follower import follow  # noqa: PLC0415
+
+    check_version()
+    follow(spec, engine_launch(spec, ThisHost()), ready)
+
+
 def _sglang(spec: EngineSpec) -> Engine:
     from penstock.engine.sglang.engine import SglangEngine  # noqa: PLC0415 - only where it is used
 
@@ -311,6 +329,7 @@ _KINDS = {
         has_adapters=True,
         has_kv_tiers=True,
         has_weights=False,
+        follow=_mock_follows,
     ),
     "paged": EngineKind(
         make=_paged,
@@ -330,7 +349,9 @@ _KINDS = {
         is_elsewhere=True,
         count_workers=_count_urls,
     ),
-    "vllm": EngineKind(make=_vllm, describe=_describe_vllm, has_adapters=True, has_kv_tiers=True),
+    "vllm": EngineKind(
+        make=_vllm, describe=_describe_vllm, has_adapters=True, has_kv_tiers=True, follow=_vllm_follows
+    ),
     "sglang": EngineKind(make=_sglang, describe=_describe_sglang, has_adapters=True),
     "trtllm": EngineKind(make=_trtllm, describe=_describe_trtllm),
 }

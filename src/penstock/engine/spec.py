@@ -14,6 +14,25 @@ from penstock.kv.host.memory import HostPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroup:
+    """The nodes over which one worker spans, as one of them sees it.
+
+    Attributes:
+        size: number of nodes.
+        rank: number of this node; node 0 leads, and has the worker.
+        master_addr: address of the leader, as this node reaches it.
+        master_port: port of the leader, where the engine's processes of all nodes meet; a name where nothing is started.
+        address: address of this node, by which the others reach it.
+    """
+
+    size: int
+    rank: int
+    master_addr: str
+    master_port: int | str
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """A deployment's settings for an engine of any kind.
 
@@ -61,7 +80,15 @@ class EngineSpec:
     pipeline_parallel: int = 1
     data_parallel: int = 1
     expert_parallel: int = 1
+    nodes: NodeGroup | None = None
+    """The nodes over which the worker spans; None: one node."""
     adapters: tuple[str, ...] = ()
     """Names of the worker's LoRA adapters."""
     hash_key: bytes = DEFAULT_KEY
     mock: MockConfig = field(default_factory=MockConfig)
+
+    @property
+    def local_devices(self) -> int:
+        """Devices of the worker on this node."""
+        devices = self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return devices if self.nodes is None else devices // self.nodes.size

@@ -3,6 +3,7 @@
 from penstock.core.config import nearest, wrong
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
+from penstock.engine.registry import engine_kind
 from penstock.graph.role import Roles
 from penstock.transfer.config import SAME_HOST, TransferConfig
 from penstock.transfer.default_transports import BETWEEN_PROCESSES, NAMES
@@ -28,6 +29,12 @@ def check_partners(roles: Roles) -> None:
         raise wrong("decode needs prefill: nobody would run its prompts; describe roles.prefill as well")
     if not prefill:
         return
+    for role, spec in roles.present().items():
+        if spec.nodes > 1 and engine_kind(spec.engine).has_weights:
+            raise wrong(
+                f"{role}.nodes: a worker of engine {spec.engine!r} over {spec.nodes} nodes transfers no KV, which prefill needs;"
+                " describe roles.aggregated alone"
+            )
     answering = {role: spec for role, spec in roles.present().items() if role is not Role.PREFILL}
     for role, spec in answering.items():
         both = [(field, getattr(prefill, field), getattr(spec, field)) for field in _SAME]

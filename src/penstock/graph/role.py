@@ -71,6 +71,8 @@ class RoleSpec(Config):
     """Copies of attention and dense layers in one worker, each with its own sequences and KV; routers choose among these ranks as among workers."""
     expert_parallel: int = pydantic.Field(default=1, ge=1)
     """Devices of a stage over which whole experts are distributed; a multiple of `tensor_parallel` that divides tensor x data parallel. 1: each expert is split by `tensor_parallel`."""
+    nodes: int = pydantic.Field(default=1, ge=1, le=64)
+    """Nodes over which one worker spans, as vLLM's `nnodes`, with as many of its devices on each; engines `vllm` and `mock`. Each node runs `penstock up` (docs/many-machines.md)."""
     weight_dtype: Dtype = "auto"
     """Number format of the weights: float32 (or fp32), bfloat16 (bf16), float16 (fp16), fp8, int8, mxfp4, nvfp4, as far as the engine supports it; auto is the checkpoint's."""
     expert_dtype: Dtype = "auto"
@@ -112,6 +114,11 @@ class RoleSpec(Config):
     def devices(self) -> int:
         """Devices of one worker."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices of one worker on each of its nodes."""
+        return self.devices // self.nodes
 
     @property
     def replicas_most(self) -> int:
@@ -160,6 +167,32 @@ class RoleSpec(Config):
         if self.replicas_max is not None and self.replicas_max < self.replicas:
             raise wrong(
                 f"replicas_max: must be >= replicas {self.replicas}, got {self.replicas_max}; raise it or lower replicas"
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _check_nodes(self) -> Self:
+        if self.nodes == 1:
+            return self
+        spanning = [name for name in engine_names() if engine_kind(name).follow is not None]
+        if self.engine not in spanning:
+            raise wrong(
+                f"nodes: a worker of engine {self.engine!r} is on one node, got {self.nodes}; use {' or '.join(spanning)}, or start"
+                " such workers as servers of their engine and name these by engine openai"
+            )
+        if self.devices % self.nodes:
+            raise wrong(
+                f"nodes: {self.devices} devices (tensor x pipeline parallel) are no equal parts on {self.nodes} nodes; set"
+                f" tensor_parallel or pipeline_parallel so that {self.nodes} divides their product"
+            )
+        if self.data_parallel > 1:
+            raise wrong(
+                f"nodes: data-parallel ranks of one worker are on one node, got data_parallel {self.data_parallel} on {self.nodes}"
+                " nodes; use replicas"
+            )
+        if self.kv.present():
+            raise wrong(
+                f"nodes: KV tiers ({', '.join(self.kv.present())}) are of one node, got {self.nodes} nodes; leave kv out"
             )
         return self
 

@@ -30,6 +30,8 @@ class RuntimeSpec(Config):
     """`tcp://HOST:0` where each worker listens for requests; null is a private Unix socket or, with other hosts, the address by which this host reaches them."""
     advertise: str | None = None
     """Host name or address under which other hosts reach the workers of this one; null is that of `listen`."""
+    leader: str | None = None
+    """`tcp://HOST:PORT` of the node that leads a worker of several (`nodes` of its role), where the others join it; `penstock up --leader` sets it on each."""
     ports: str | None = None
     """`FIRST-LAST`, such as 7500-7599, where workers of this host listen, so that a firewall can let them through: two ports for each worker, one for requests and one for KV transfers, and two more for a worker that takes another's place. null is any free port. NIXL has ports of its own."""
     secret_file: str | None = None
@@ -57,7 +59,7 @@ class RuntimeSpec(Config):
             return data
         return {**data, "registry": {"lease_ttl_s": _KUBERNETES_LEASE_S, **registry}}
 
-    @pydantic.field_validator("hub", "join", "probes")
+    @pydantic.field_validator("hub", "join", "probes", "leader")
     @classmethod
     def _check_hub(cls, address: str | None) -> str | None:
         if address is not None and not _tcp(address).port:

@@ -12,6 +12,7 @@ from typing import Any
 from tests.support.kubernetes.autoscaler import autoscale
 from tests.support.kubernetes.eviction import is_ready
 from tests.support.kubernetes.fields import Manager
+from tests.support.kubernetes.groups import groups_of, roll_groups
 from tests.support.kubernetes.kubelet import Nodes
 from tests.support.kubernetes.resources import Kind, Object
 from tests.support.kubernetes.store import Store, Stored, now
@@ -75,6 +76,8 @@ class Cluster:
         for plural in ("apps/deployments", "apps/statefulsets"):
             for stored in self.store.all(self.kind(plural), self.namespace):
                 self._roll(self.kind(plural), stored)
+        for stored in groups_of(self.store, self.namespace):
+            roll_groups(self, stored)
         if self.metrics:
             autoscale(self.store, self.namespace, self.metrics)
 

@@ -126,6 +126,12 @@ class FrameChannel(asyncio.Protocol, Generic[M]):
         return self.is_open and not self._paused
 
     @property
+    def local_host(self) -> str:
+        """Address of this end; empty without a connection, or over a Unix socket."""
+        name = self._transport.get_extra_info("sockname") if self._transport else None
+        return str(name[0]) if isinstance(name, tuple) else ""
+
+    @property
     def peer_certificate(self) -> bytes | None:
         """The peer's certificate in DER; None without TLS."""
         secure = self._transport.get_extra_info("ssl_object") if self._transport else None

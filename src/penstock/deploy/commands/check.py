@@ -1,7 +1,7 @@
 """What `penstock serve` refuses of a graph before anything starts."""
 
 from penstock.deploy.card import check_checkpoint, check_model, open_checkpoint
-from penstock.deploy.supervisor.local_part import expect_same_blocks, runnable_roles
+from penstock.deploy.supervisor.local_part import check_nodes, expect_same_blocks, runnable_roles
 from penstock.deploy.supervisor.planning import capacities_of
 from penstock.deploy.supervisor.resources.devices import expect_one_machine
 from penstock.graph import Graph
@@ -15,6 +15,7 @@ def check_serve(graph: Graph) -> None:
     """
     roles = runnable_roles(graph)
     check_model(graph)
+    check_nodes(graph, roles)
     expect_one_machine(roles)
     if cards := check_checkpoint(graph, roles):
         expect_same_blocks(cards)

@@ -59,6 +59,12 @@ def compose_file(graph: Graph, options: RenderOptions) -> str:
         raise ConfigError(
             f"--cache size:{options.cache.name}: volumes of compose have no size; use claim:NAME or host:/DIRECTORY"
         )
+    for role, spec in graph.roles.present().items():
+        if spec.nodes > 1:
+            raise ConfigError(
+                f"roles.{role}.nodes: {spec.nodes}: containers of compose are on one host; leave it out, or use --target kubernetes or"
+                " slurm"
+            )
     expect_one_machine(graph.roles.present())
     pods = make_pod_graph(graph, options, {}, processes=graph.frontend.processes)
     volumes: dict[str, Any] = {}

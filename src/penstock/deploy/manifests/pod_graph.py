@@ -22,6 +22,8 @@ KV_PORT = 7402
 """Where workers read each other's KV."""
 PLANNER_PORT = 7404
 """Where the planner's supervisor listens for those of other pods."""
+LEADER_PORT = 7405
+"""Where the first node of a worker over several gathers the others."""
 PROBE_PORT = 7403
 """Where supervisors answer probes; `runtime.probes` names another."""
 PICKER_PORT = 9002
@@ -136,7 +138,7 @@ def _of_one_machine(graph: Graph) -> Iterator[str]:
     runtime = graph.runtime
     if graph.frontend.host not in _LOOPBACK:
         yield f"frontend.host: {graph.frontend.host}: no pod has this address; leave it out"
-    for field in ("hub", "join", "listen", "advertise"):
+    for field in ("hub", "join", "listen", "advertise", "leader"):
         if (value := getattr(runtime, field)) is not None:
             yield f"runtime.{field}: {value}: pods have addresses of their own; leave it out, or set it to null by --set"
     yield from _refused_ports(graph)
@@ -158,7 +160,7 @@ def _of_one_machine(graph: Graph) -> Iterator[str]:
 def _refused_ports(graph: Graph) -> Iterator[str]:
     ports = {"frontend.port": frontend_port(graph), "runtime.probes": probe_port(graph)}
     for field, port in ports.items():
-        if port in {REQUEST_PORT, KV_PORT} or list(ports.values()).count(port) > 1:
+        if port in {REQUEST_PORT, KV_PORT, LEADER_PORT} or list(ports.values()).count(port) > 1:
             yield f"{field}: {port}: is a port that pods use otherwise; choose another"
         if port < 1024:
             yield f"{field}: {port}: needs root, which pods have not; choose one above 1023: the Service may have any"

@@ -8,12 +8,12 @@ from penstock.core.errors import ConfigError
 from penstock.core.net.address import Address
 from penstock.deploy.drain import frontend_drain_s, worker_drain_s
 from penstock.deploy.manifests.options import RenderOptions
-from penstock.deploy.manifests.pod_graph import PLANNER_PORT, pods_of, workers_per_pod
+from penstock.deploy.manifests.pod_graph import LEADER_PORT, PLANNER_PORT, pods_of, workers_per_pod
 from penstock.deploy.manifests.yaml_text import dump
 from penstock.deploy.secret import SECRET_VARIABLE
 from penstock.deploy.supervisor.local_part import runnable_roles
 from penstock.deploy.supervisor.resources.devices import devices_of
-from penstock.graph import Graph
+from penstock.graph import Graph, RoleSpec
 from penstock.perf.model.hardware import find_hardware
 
 _HUB_PORT = 7400
@@ -23,10 +23,19 @@ _GRACE_S = 5
 
 @dataclass(slots=True)
 class _Node:
-    """What one node runs: workers by role, and the GPUs that they take."""
+    """What one node runs: workers by role, and the GPUs that they take.
+
+    Attributes:
+        group: of the worker over several nodes that it is part of: number of the leading node, and rank of this one.
+    """
 
     gpus: int = 0
     workers: dict[str, int] = field(default_factory=dict)
+    group: tuple[int, int] | None = None
+
+    @property
+    def follows(self) -> bool:
+        return self.group is not None and self.group[1] > 0
 
     def add(self, role: str, workers: int, gpus: int) -> None:
         self.workers[role] = self.workers.get(role, 0) + workers
@@ -77,10 +86,12 @@ def slurm_script(graph: Graph, options: RenderOptions) -> str:
             graph=text,
         ),
         _ADDRESSES.format(port=port) if has_hub else _NO_HUB,
+        *([_groups(placed)] if any(node.group for node in placed) else []),
         *([_PLANNER.format(port=_planner_port(graph))] if has_planner else []),
         _RUN.format(
             wrapper=_NIXL if spans and _has_vllm(graph) else "",
             await_hub=_AWAIT_HUB.format(port=port) if has_hub else "",
+            group=_GROUP if any(node.group for node in placed) else "",
         ),
     ]
     return "\n".join(lines)
@@ -92,11 +103,14 @@ def _place(graph: Graph, nodes: int | None, per_node: int) -> list[_Node]:
     for name, role in graph.roles.present().items():
         gpus = devices_of(role)
         for index in range(pods_of(role)):
-            node = _with_room(placed, gpus, per_node, index, may_add=nodes is None)
+            if role.nodes > 1:
+                node = _with_group(placed, name.value, role, gpus, may_add=nodes is None)
+            else:
+                node = _with_room(placed, gpus, per_node, index, may_add=nodes is None)
             if node is None:
                 raise ConfigError(
-                    f"--nodes {nodes}: roles.{name}: worker {index + 1} of {role.replicas} needs {gpus} GPUs, and of the"
-                    f" {per_node} of each node too few are left; raise --nodes or lower replicas"
+                    f"--nodes {nodes}: roles.{name}: worker {index + 1} of {role.replicas} needs {gpus} GPUs"
+                    f"{f' on each of {role.nodes} nodes' if role.nodes > 1 else ''}, and of the {per_node} of each node too few are left; raise --nodes or lower replicas"
                 )
             node.add(name.value, workers_per_pod(role), gpus)
     if idle := [number for number, node in enumerate(placed) if number and not node.workers]:
@@ -107,15 +121,53 @@ def _place(graph: Graph, nodes: int | None, per_node: int) -> list[_Node]:
 
 
 def _with_room(placed: list[_Node], gpus: int, per_node: int, index: int, *, may_add: bool) -> _Node | None:
+    able = [node for node in placed if not node.follows]
     if not gpus:
-        return placed[index % len(placed)]
-    for node in placed:
+        return able[index % len(able)]
+    for node in able:
         if node.gpus + gpus <= per_node:
             return node
     if not may_add or len(placed) == _NODES_MAX:
         return None
     placed.append(_Node())
     return placed[-1]
+
+
+def _with_group(placed: list[_Node], role: str, spec: RoleSpec, gpus: int, *, may_add: bool) -> _Node | None:
+    """Give the node that leads a worker of several, and the others their ranks; each of them runs nothing else."""
+    leader = next((number for number, node in enumerate(placed) if not node.group and not node.gpus), None)
+    free = [
+        number
+        for number, node in enumerate(placed)
+        if number not in {0, leader} and not node.workers and not node.group
+    ]
+    missing = spec.nodes - 1 - len(free) + (leader is None)
+    if missing > 0 and (not may_add or len(placed) + missing > _NODES_MAX):
+        return None
+    for _ in range(missing):
+        free.append(len(placed))
+        placed.append(_Node())
+    if leader is None:
+        leader = free.pop(0)
+    for rank, number in enumerate(free[: spec.nodes - 1], start=1):
+        placed[number].add(role, 1, gpus)
+        placed[number].group = (leader, rank)
+    placed[leader].group = (leader, 0)
+    return placed[leader]
+
+
+def _groups(placed: list[_Node]) -> str:
+    """Say by flags which nodes run one worker together."""
+    lines = []
+    for node in placed:
+        flags = ""
+        if node.group is not None:
+            leader, rank = node.group
+            flags = f"--leader tcp://${{nodes[{leader}]}}:{LEADER_PORT}" + (
+                f" --node-rank {rank}" if rank else ""
+            )
+        lines.append(f'  "{flags}"\n')
+    return f"# Of workers over several nodes: which one leads, and the others' ranks.\ngroups=(\n{''.join(lines)})\n"
 
 
 def _gpus_per_node(graph: Graph, given: int | None) -> int:
@@ -135,8 +187,8 @@ def _gpus_per_node(graph: Graph, given: int | None) -> int:
             )
         if devices_of(role) > per_node:
             raise ConfigError(
-                f"roles.{name}: {devices_of(role)} GPUs: a worker is on one node, and a node has {per_node}; start such workers as"
-                " servers of their engine, and name these by engine openai (docs/recipes.md), or lower the parallelism"
+                f"roles.{name}: {devices_of(role)} GPUs on a node, and a node has {per_node}; raise roles.{name}.nodes with engine vllm,"
+                " start such workers as servers of their engine, and name these by engine openai (docs/recipes.md), or lower the parallelism"
             )
     return per_node
 
@@ -157,7 +209,7 @@ def _of_one_node(graph: Graph) -> Iterator[str]:
         yield "runtime.discovery: kubernetes: nodes of Slurm are no pods; leave it out"
     if graph.planner is not None and graph.planner.scales == "pods":
         yield "planner.scales: pods: nodes of Slurm are no pods; leave it out"
-    for name in ("join", "listen", "advertise"):
+    for name in ("join", "listen", "advertise", "leader"):
         if (value := getattr(runtime, name)) is not None:
             yield f"runtime.{name}: {value}: nodes are known when the job runs; leave it out, or set it to null by --set"
     for role, spec in graph.roles.present().items():
@@ -230,7 +282,7 @@ pids=()
 start() {{
   local node=$1
   shift
-  srun --nodes=1 --ntasks=1 --nodelist="$node" --cpu-bind=none --wait=0 \\
+{group}  srun --nodes=1 --ntasks=1 --nodelist="$node" --cpu-bind=none --wait=0 \\
     {wrapper}"${{penstock[@]}}" up "$graph" "$@" &
   pids+=($!)
 }}
@@ -260,6 +312,13 @@ _NIXL = """\
 bash -c 'export VLLM_NIXL_SIDE_CHANNEL_HOST=$(hostname -I | cut -d" " -f1) && exec "$@"' penstock \\
     """
 """vLLM's connector is reached by the node's address."""
+_GROUP = """\
+  local i flags=()
+  for i in "${!nodes[@]}"; do
+    [[ ${nodes[i]} != "$node" ]] || read -r -a flags <<<"${groups[i]}"
+  done
+  set -- "$@" ${flags[@]+"${flags[@]}"}
+"""
 _AWAIT_HUB = """\
 # This script runs on the first node, whose registry listens once the model is there.
 until (exec 3<>/dev/tcp/127.0.0.1/{port}) 2>/dev/null; do

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from penstock.core.errors import Unavailable
 from penstock.core.log import get_logger
 from penstock.deploy.hosts.roles import ROLES
+from penstock.deploy.manifests.kubernetes.leader_worker_set import KIND as LEADER_WORKER_SET
 from penstock.deploy.operator.definitions import GRAPHS
 from penstock.runtime.kubernetes.client import KubernetesClient, KubernetesError, Object, Resource
 from penstock.runtime.kubernetes.reflector import Pace, Reflector
 
 DEPLOYMENTS = Resource("apps", "v1", "deployments", "Deployment")
 STATEFUL_SETS = Resource("apps", "v1", "statefulsets", "StatefulSet")
+LEADER_WORKER_SETS = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", LEADER_WORKER_SET)
+"""Of clusters that have it: a role whose workers span nodes needs it."""
 PODS = Resource("", "v1", "pods", "Pod")
 AUTOSCALERS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
 _RBAC = "rbac.authorization.k8s.io"
@@ -47,6 +50,7 @@ class ClusterCache:
         self.roles = Copy(ROLES, self._about)
         self.deployments = Copy(DEPLOYMENTS, self._about)
         self.stateful_sets = Copy(STATEFUL_SETS, self._about)
+        self.leader_worker_sets = Copy(LEADER_WORKER_SETS, self._about, is_optional=True)
         self.pods = Copy(PODS, self._about)
         self.autoscalers = Copy(AUTOSCALERS, self._about)
         self.names = {resource.kind: Names(resource, wake) for resource in KEPT}
@@ -75,8 +79,8 @@ class ClusterCache:
             await names.is_listed.wait()
 
     def workload(self, graph: str, part: str) -> Object | None:
-        """Give the Deployment or StatefulSet of a part."""
-        for copy in (self.deployments, self.stateful_sets):
+        """Give the Deployment, StatefulSet or LeaderWorkerSet of a part."""
+        for copy in (self.deployments, self.stateful_sets, self.leader_worker_sets):
             for body in copy.objects.values():
                 if _labels(body).get(INSTANCE) == graph and _labels(body).get(COMPONENT) == part:
                     return body
@@ -109,7 +113,8 @@ class ClusterCache:
     @property
     def _copies(self) -> tuple["Copy", ...]:
         return (
-            self.graphs, self.roles, self.deployments, self.stateful_sets, self.pods, self.autoscalers,
+            self.graphs, self.roles, self.deployments, self.stateful_sets, self.leader_worker_sets, self.pods,
+            self.autoscalers,
         )  # fmt: skip
 
     def _about(self, body: Object) -> None:
@@ -127,10 +132,13 @@ class ClusterCache:
 
 
 class Copy:
-    """A follower that keeps the objects of one kind by name."""
+    """A follower that keeps the objects of one kind by name; of one that is optional there are none where the cluster has no such kind."""
 
-    def __init__(self, resource: Resource, changed: Callable[[Object], None]) -> None:
+    def __init__(
+        self, resource: Resource, changed: Callable[[Object], None], *, is_optional: bool = False
+    ) -> None:
         self.resource = resource
+        self.is_optional = is_optional
         self.objects: dict[str, Object] = {}
         self.is_listed = asyncio.Event()
         self._changed = changed
@@ -154,6 +162,9 @@ class Copy:
         pass
 
     def lost(self, error: Unavailable) -> None:
+        if self.is_optional and isinstance(error, KubernetesError) and error.status == 404:
+            self.is_listed.set()
+            return
         _say_lost(self.resource, error)
 
 

@@ -9,6 +9,7 @@ from penstock.core.types.instances import Role
 from penstock.deploy.hosts.roles import ROLES
 from penstock.deploy.manifests.kubernetes.deployed import FRONTEND
 from penstock.deploy.manifests.kubernetes.gateway import PICKER
+from penstock.deploy.manifests.kubernetes.leader_worker_set import INDEX_LABEL
 from penstock.deploy.manifests.pod_graph import pods_max, pods_of
 from penstock.deploy.operator.cache import (
     COMPONENT,
@@ -16,6 +17,7 @@ from penstock.deploy.operator.cache import (
     GRAPH_LABEL,
     INSTANCE,
     KEPT,
+    LEADER_WORKER_SETS,
     PODS,
     STATEFUL_SETS,
     ClusterCache,
@@ -37,6 +39,7 @@ _KINDS = {
     for resource in (
         DEPLOYMENTS,
         STATEFUL_SETS,
+        LEADER_WORKER_SETS,
         *KEPT,
         Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim"),
         Resource("monitoring.coreos.com", "v1", "servicemonitors", "ServiceMonitor"),
@@ -101,6 +104,8 @@ class Reconciler:
         for part in parts:
             if (role := self._cache.roles_of(name).get(part.name)) is not None:
                 selector = f"app.kubernetes.io/name=penstock,{INSTANCE}={name},{COMPONENT}={part.name}"
+                if desired.roles[Role(part.name)].nodes > 1:
+                    selector += f",{INDEX_LABEL}=0"  # a worker is counted by its leader
                 await write_role_status(self._client, role, part, selector)
         await write_graph_status(self._client, body, graph_status(body, parts))
 
@@ -163,7 +168,7 @@ class Reconciler:
         applied.generations.clear()
         applied.names.clear()
         for each in objects:
-            made = await self._client.apply(_KINDS[each["kind"]], each, manager=MANAGER)
+            made = await self._apply_object(each)
             name = each["metadata"]["name"]
             if (known := self._cache.names.get(each["kind"])) is not None:
                 applied.names.add((each["kind"], name))
@@ -175,6 +180,20 @@ class Reconciler:
         applied.digest = digest
         _log.info("graph_applied", graph=desired.name, objects=len(objects), **replicas)
         return scaled_by
+
+    async def _apply_object(self, body: Object) -> Object:
+        """Apply an object; says of a LeaderWorkerSet what a cluster without the kind lacks."""
+        try:
+            return await self._client.apply(_KINDS[body["kind"]], body, manager=MANAGER)
+        except KubernetesError as error:
+            if error.status != 404 or body["kind"] != LEADER_WORKER_SETS.kind:
+                raise
+            raise KubernetesError(
+                f"{body['metadata']['name']}: the cluster has no LeaderWorkerSets, which roles with nodes need; install them"
+                " (https://lws.sigs.k8s.io)",
+                status=error.status,
+                reason=error.reason,
+            ) from error
 
     async def _mark_leaving(self, name: str) -> None:
         """Have the pods that the planner chose end first where there are fewer; others lose the mark."""
@@ -269,7 +288,8 @@ class Reconciler:
         return False
 
     def _copy_of(self, kind: str) -> Copy:
-        return self._cache.deployments if kind == DEPLOYMENTS.kind else self._cache.stateful_sets
+        copies = (self._cache.deployments, self._cache.stateful_sets, self._cache.leader_worker_sets)
+        return next(copy for copy in copies if copy.resource.kind == kind)
 
     def _autoscaler(self, graph: str, role: Role) -> str:
         name = f"{graph}-{role}"

@@ -8,7 +8,7 @@ from penstock.core.types.instances import Role
 from penstock.deploy.card import served_name
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.scheduling.config import SchedulerConfig
-from penstock.engine.spec import EngineSpec
+from penstock.engine.spec import EngineSpec, NodeGroup
 from penstock.graph import Graph, RoleSpec
 from penstock.graph.engine_prices import engine_prices, with_step_size
 from penstock.kv.host.memory import HostPart
@@ -28,6 +28,7 @@ def engine_spec(
     adapters: tuple[str, ...] = (),
     hash_key: bytes = DEFAULT_KEY,
     host_part: HostPart | None = None,
+    nodes: NodeGroup | None = None,
 ) -> EngineSpec:
     """Make the engine spec of a role's workers.
 
@@ -42,6 +43,7 @@ def engine_spec(
         adapters: the worker's LoRA adapters.
         hash_key: the deployment's key of block hashes.
         host_part: the worker's part of the memory that its host's workers share for KV.
+        nodes: those of a worker that spans several; None names them, as only a start finds them.
 
     Raises:
         ConfigError: the checkpoint lacks a field that the engine needs, or the engine does not support the role's settings.
@@ -81,9 +83,18 @@ def engine_spec(
         pipeline_parallel=role.pipeline_parallel,
         data_parallel=role.data_parallel,
         expert_parallel=role.expert_parallel,
+        nodes=nodes or _named_nodes(role),
         adapters=adapters,
         hash_key=hash_key,
         mock=role.mock,
+    )
+
+
+def _named_nodes(role: RoleSpec) -> NodeGroup | None:
+    if role.nodes == 1:
+        return None
+    return NodeGroup(
+        size=role.nodes, rank=0, master_addr="<leader>", master_port="<leader's port>", address="<node>"
     )
 
 

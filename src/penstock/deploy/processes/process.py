@@ -21,7 +21,7 @@ import uvloop
 from penstock.core import log
 from penstock.core.errors import PenstockError
 from penstock.deploy.causes import cause_of
-from penstock.deploy.messages import Assignment, FrontendJob, Ready, Report, Tell, WorkerJob
+from penstock.deploy.messages import Assignment, FollowerJob, FrontendJob, Ready, Report, Tell, WorkerJob
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.report import report_of
 
@@ -127,6 +127,10 @@ async def _run(assignment: Assignment, control: Control, tell: Tell) -> None:
                 from penstock.deploy.processes.frontend_process import run_frontend  # noqa: PLC0415
 
                 await run_frontend(assignment, job, stopping, tell, control)
+            case FollowerJob() as job:
+                from penstock.deploy.processes.nodes.follower_process import run_follower  # noqa: PLC0415
+
+                await run_follower(assignment, job, stopping, tell)
         beating.cancel()
 
 

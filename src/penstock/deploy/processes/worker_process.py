@@ -1,6 +1,7 @@
 """The worker process: one engine driven by a `Worker`, listening on a socket in the runtime directory."""
 
 import asyncio
+import dataclasses
 import os
 import random
 from functools import partial
@@ -32,6 +33,7 @@ from penstock.deploy.messages import (
 from penstock.deploy.planes import Planes
 from penstock.deploy.processes.control import Control
 from penstock.deploy.processes.engine_spec import engine_spec
+from penstock.deploy.processes.nodes.group import gather_nodes
 from penstock.deploy.processes.report import report_of
 from penstock.deploy.processes.tracing import tracing
 from penstock.engine.batched import BatchedEngine
@@ -67,10 +69,11 @@ async def run_worker(
     role, location, distance = _place_of(graph, job)
     name = assignment.name
     identity = Identity(process=name, worker_id=job.worker_id, hash_key=common.hash_key, secret=common.secret)
+    checkpoint = Checkpoint.open(job.model_dir)
     spec = engine_spec(
         graph,
         role,
-        Checkpoint.open(job.model_dir),
+        checkpoint,
         card=job.card,
         index=job.index,
         device_index=job.device,
@@ -79,11 +82,16 @@ async def run_worker(
         hash_key=common.hash_key,
         host_part=job.host_part,
     )
-    tell(Phase(what="loads the engine"))
-    engine = create_engine(role.engine, spec)
-    check_peers(graph, role, engine)
     planes = Planes(graph, common, identity, rng=random.Random())
-    async with tracing(graph.tracing, "penstock-worker", name), planes:
+    async with (
+        gather_nodes(graph, job.home or job.role, checkpoint, identity, tell) as gathered,
+        tracing(graph.tracing, "penstock-worker", name),
+        planes,
+    ):
+        tell(Phase(what="loads the engine"))
+        spec = dataclasses.replace(spec, nodes=gathered.nodes)
+        engine = create_engine(role.engine, spec)
+        check_peers(graph, role, engine)
         worker = Worker(
             engine,
             planes.discovery,
@@ -109,15 +117,18 @@ async def run_worker(
         control.on_drain = worker.stop
         control.on_change_role = partial(_change_role, worker, job.role, tell)
         async with asyncio.TaskGroup() as group:
-            telling = group.create_task(_tell_ready(worker, engine, role, tell, control))
-            observing = group.create_task(_observe(worker, control, _gpu_meter(spec, role, job.device)))
-            obeying = group.create_task(_stop_when(stopping, worker))
+            beside = [
+                group.create_task(_tell_ready(worker, engine, role, tell, control)),
+                group.create_task(_observe(worker, control, _gpu_meter(spec, role, job.device))),
+                group.create_task(_stop_when(stopping, worker)),
+                group.create_task(gathered.watch(worker.stop)),
+            ]
             try:
                 await worker.run()
             finally:
-                telling.cancel()
-                observing.cancel()
-                obeying.cancel()
+                for task in beside:
+                    task.cancel()
+        gathered.check_left()
 
 
 def _place_of(graph: Graph, job: WorkerJob) -> tuple[RoleSpec, Location, Distance | None]:
@@ -213,7 +224,7 @@ def _gpu_meter(spec: EngineSpec, role: RoleSpec, first: int) -> GpuMeter | None:
     """Open the meter of the worker's GPUs; None where it computes on none."""
     if not spec.device.startswith("cuda") or not engine_kind(role.engine).has_weights:
         return None
-    return GpuMeter.open(gpu_names(first, role.devices, os.environ))
+    return GpuMeter.open(gpu_names(first, role.devices_per_node, os.environ))
 
 
 def _note_role(worker: Worker, tell: Tell, role: Role) -> None:

@@ -52,7 +52,7 @@ async def create_shared(
     await _expect_resolvable("runtime.advertise", advertise)
     transfer = graph.worker.kv_transfer.transfer
     await _expect_resolvable("worker.kv_transfer.transfer.advertise", transfer.advertise or "")
-    is_shared = spec.spans_hosts or (bool(graph.regions) and has_secret(spec))
+    is_shared = spec.spans_hosts or spec.leader is not None or (bool(graph.regions) and has_secret(spec))
     hash_key = shared_hash_key(secret, graph.name) if is_shared else load_hash_key(state_dir(graph.name))
     directory = RuntimeDirectory()
     stack.callback(directory.remove)

@@ -100,6 +100,7 @@ def roles_here(part: LocalPart, graph: Graph) -> dict[Role, RoleSpec]:
             raise ConfigError(
                 f"--run {role}={spec.replicas}: roles.{role}.replicas_max is {spec.replicas_max}; raise it or run fewer"
             )
+    check_nodes(graph, roles)
     workers, known = sum(spec.replicas for spec in roles.values()), graph.router.workers_max
     names = ", ".join(f"{role}={spec.replicas}" for role, spec in roles.items())
     if workers > known:
@@ -140,6 +141,53 @@ def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:
             )
     check_counts(graph.roles, graph.router.workers_max)
     return roles
+
+
+def check_nodes(graph: Graph, roles: dict[Role, RoleSpec]) -> None:
+    """Check that this host may lead each worker of several nodes among `roles`, which run here.
+
+    Raises:
+        ConfigError: there are two, or nobody says where the others join.
+    """
+    spanning = {role: spec for role, spec in roles.items() if spec.nodes > 1 and spec.replicas}
+    for role, spec in spanning.items():
+        ranks = "1" if spec.nodes == 2 else f"1 to {spec.nodes - 1}"
+        if graph.runtime.leader is None:
+            raise ConfigError(
+                f"roles.{role}.nodes: {spec.nodes}: each node of a worker runs `penstock up` of its own; start it here with"
+                f" --run {role}=1 --leader tcp://ADDRESS_OF_THIS_HOST:7405, on the others --run {role} --node-rank {ranks} with the"
+                " same --leader (docs/many-machines.md)"
+            )
+        if spec.replicas > 1 or len(spanning) > 1:
+            raise ConfigError(
+                f"roles.{role}: {spec.replicas} workers over {spec.nodes} nodes: a host leads one; run {role}=1 here, and each of the"
+                " others by a `penstock up` on another host, with a --leader of its own"
+            )
+
+
+def followed_role(graph: Graph, part: LocalPart, rank: int) -> Role:
+    """Give the role of the worker that this host follows.
+
+    Raises:
+        ConfigError: `part` names none of several nodes, or `rank` is none of its followers.
+    """
+    spanning = {role: spec for role, spec in part.of(runnable_roles(graph)).items() if spec.nodes > 1}
+    if len(spanning) != 1 or part.has_frontends or part.has_planner:
+        named = "none" if not spanning else "more than that"
+        raise ConfigError(
+            f"--node-rank {rank}: a node follows one worker of several nodes and runs nothing else, and --run names {named}; name the"
+            " role alone, as --run decode, and give it nodes in the graph"
+        )
+    ((role, spec),) = spanning.items()
+    if not 1 <= rank < spec.nodes:
+        raise ConfigError(
+            f"--node-rank {rank}: roles.{role} has nodes {spec.nodes}, of which 0 leads; give 1 to {spec.nodes - 1}"
+        )
+    if graph.runtime.leader is None:
+        raise ConfigError(
+            f"--node-rank {rank}: nothing says where node 0 of roles.{role} is; add its --leader, as tcp://10.0.0.1:7405"
+        )
+    return role
 
 
 def expect_same_blocks(cards: dict[Role, ModelCard]) -> None:

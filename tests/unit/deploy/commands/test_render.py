@@ -180,3 +180,22 @@ def test_mistakes_are_one_line(
 
 def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert refusal(capsys, str(tmp_path / "none.yaml")).endswith("none.yaml: no such file or directory")
+
+
+def test_a_worker_of_several_nodes_has_the_gpus_of_its_first_and_names_for_what_a_start_finds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    wide = VLLM.replace("tensor_parallel: 2", "tensor_parallel: 16, nodes: 2").replace("replicas: 2, ", "")
+    document = rendered(capsys, write(tmp_path, wide))
+    (worker,) = document["workers"]
+    assert worker["devices"] == list(range(8))
+    found = {
+        name: worker["arguments"][name] for name in ("nnodes", "node_rank", "master_addr", "master_port")
+    }
+    assert found == {
+        "nnodes": 2,
+        "node_rank": 0,
+        "master_addr": "<leader>",
+        "master_port": "<leader's port>",
+    }
+    assert any("each node of a worker runs `penstock up`" in note for note in document["notes"])

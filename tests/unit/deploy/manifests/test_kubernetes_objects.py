@@ -213,7 +213,8 @@ def test_network_policies_let_through_what_the_processes_need_and_nothing_else(g
 )
 def test_workers_of_several_nodes_are_refused(path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"roles\.\w+: \d+ GPUs: a worker here is one pod, and a machine with gb200 has 4"
+        ConfigError,
+        match=r"roles\.\w+: \d+ GPUs on a node: a machine with gb200 has 4; start such workers as servers",
     ):
         objects_of(example(path))
 

@@ -162,7 +162,7 @@ def test_servers_elsewhere_have_one_pod_of_all_their_workers() -> None:
         ({"roles": {"aggregated": VLLM | {"engine_args": {"hf_token": "hf_x"}}}, "model": "o/m"}, "roles.aggregated.engine_args.hf_token: (not shown)"),
         ({"roles": {"aggregated": VLLM | {"engine_args": {"download_dir": "/data"}}}, "model": "o/m"}, "roles.aggregated.engine_args.download_dir: /data: no pod"),
         ({"roles": {"aggregated": {"engine": "openai", "engine_args": {"url": ["http://127.0.0.1:8001"]}}}}, "roles.aggregated.engine_args.url.0: http://127.0.0.1:8001: each pod has a loopback"),
-        ({"roles": {"aggregated": VLLM | {"tensor_parallel": 16}}, "model": "o/m"}, "roles.aggregated: 16 GPUs: a worker here is one pod"),
+        ({"roles": {"aggregated": VLLM | {"tensor_parallel": 16}}, "model": "o/m"}, "roles.aggregated: 16 GPUs on a node: a machine with h100 has 8; set roles.aggregated.nodes: 2"),
     ],
 )  # fmt: skip
 def test_what_no_pod_could_have(changes: dict, line: str) -> None:

@@ -103,7 +103,7 @@ def test_a_planner_runs_on_the_first_node_and_scales_all(tmp_path: Path) -> None
     [
         ({"nodes": 3}, {}, "--nodes 3: 2 of them would run nothing"),
         ({"nodes": 1}, {"model": "o/m", "roles": {"aggregated": VLLM}}, "--nodes 1: roles.aggregated: worker 3 of 3 needs 4 GPUs"),
-        ({"gpus_per_node": 2}, {"model": "o/m", "roles": {"aggregated": VLLM}}, "roles.aggregated: 4 GPUs: a worker is on one node, and a node has 2"),
+        ({"gpus_per_node": 2}, {"model": "o/m", "roles": {"aggregated": VLLM}}, "roles.aggregated: 4 GPUs on a node, and a node has 2"),
         ({}, {"model": "o/m", "roles": {"aggregated": VLLM | {"hardware": "l40s", "tensor_parallel": 1}}}, "roles.aggregated.hardware: l40s: nodes with it differ"),
         ({}, {"runtime": {"discovery": "kubernetes"}}, "runtime.discovery: kubernetes: nodes of Slurm are no pods"),
         ({}, {"runtime": {"discovery": "etcd", "urls": ["http://e:2379"]}, "planner": {"scales": "pods", "address": "tcp://a:1"}}, "planner.scales: pods: nodes of Slurm"),

@@ -81,6 +81,10 @@ def network_policies(deployed: Deployed) -> Iterator[dict[str, Any]]:
         ],
         egress=[_to(workers, among), *to_planner, *_outside(_worker_ports(deployed))],
     )
+    for name, role in deployed.roles.items():
+        if role.nodes > 1:  # engines choose the ports between their nodes
+            own = deployed.selector(name.value)
+            yield _policy(deployed, f"{name}-nodes", own, ingress=[_from(own, None)], egress=[_to(own, None)])
     if port is not None:
         yield _policy(
             deployed,

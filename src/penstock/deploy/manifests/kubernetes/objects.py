@@ -11,6 +11,7 @@ from penstock.deploy.manifests.kubernetes.deployed import (
     check_replicas,
 )
 from penstock.deploy.manifests.kubernetes.gateway import check_gateway, gateway
+from penstock.deploy.manifests.kubernetes.leader_worker_set import KIND
 from penstock.deploy.manifests.kubernetes.network import network_policies, services
 from penstock.deploy.manifests.kubernetes.planner import planner_objects
 from penstock.deploy.manifests.kubernetes.volumes import cache_claim
@@ -51,6 +52,14 @@ def kubernetes_objects(graph: Graph, options: RenderOptions) -> list[dict[str, A
         *(gateway(deployed, options.gateway) if options.gateway is not None else ()),
         *([_service_monitor(deployed)] if options.service_monitor else []),
     ]
+
+
+def pod_templates(workload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Give the templates of a workload's pods: of a LeaderWorkerSet that of leaders and that of followers."""
+    if workload["kind"] == KIND:
+        group = workload["spec"]["leaderWorkerTemplate"]
+        return [group["leaderTemplate"], group["workerTemplate"]]
+    return [workload["spec"]["template"]]
 
 
 def _service_monitor(deployed: Deployed) -> dict[str, Any]:

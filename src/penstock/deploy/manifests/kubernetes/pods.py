@@ -12,6 +12,7 @@ from penstock.deploy.manifests.paths import weights_from_hub
 from penstock.deploy.manifests.pod_graph import (
     GRAPH_FILE,
     KV_PORT,
+    LEADER_PORT,
     REQUEST_PORT,
     frontend_port,
     probe_port,
@@ -58,11 +59,7 @@ def planner_pod(deployed: Deployed, port: int) -> dict[str, Any]:
 
 def worker_pod(deployed: Deployed, name: Role, role: RoleSpec) -> dict[str, Any]:
     """Give the pod template of a role's workers."""
-    gpus = deployed.gpus(role)
-    run = f"{name}={workers_per_pod(role)}"
-    container = _container(
-        deployed, name.value, run=run, image=deployed.options.gpu_image if gpus else deployed.options.image
-    )
+    container = _worker_container(deployed, name, role, run=f"{name}={workers_per_pod(role)}")
     if workers_per_pod(role) == 1:
         container["args"] += ["--set", f"runtime.listen=tcp://$(POD_IP):{REQUEST_PORT}"]
         container["args"] += [
@@ -73,11 +70,30 @@ def worker_pod(deployed: Deployed, name: Role, role: RoleSpec) -> dict[str, Any]
             {"name": "requests", "containerPort": REQUEST_PORT},
             {"name": "kv", "containerPort": KV_PORT},
         ]
+    if role.nodes > 1:
+        container["args"] += ["--leader", f"tcp://$(POD_IP):{LEADER_PORT}"]
+        container["ports"].insert(0, {"name": "leader", "containerPort": LEADER_PORT})
     if role.engine == "vllm":
         container["env"] += [
             {"name": "VLLM_NIXL_SIDE_CHANNEL_HOST", "value": "$(POD_IP)"},
             {"name": "VLLM_NIXL_SIDE_CHANNEL_PORT", "value": str(NIXL_PORT)},
         ]
+    return _worker_template(deployed, name, role, container)
+
+
+def follower_pod(deployed: Deployed, name: Role, role: RoleSpec) -> dict[str, Any]:
+    """Give the pod template of the nodes that follow, of a role whose workers span several; LeaderWorkerSet sets the variables."""
+    container = _worker_container(deployed, name, role, run=name.value)
+    container["args"] += ["--node-rank", "$(LWS_WORKER_INDEX)"]
+    container["args"] += ["--leader", f"tcp://$(LWS_LEADER_ADDRESS):{LEADER_PORT}"]
+    return _worker_template(deployed, name, role, container)
+
+
+def _worker_container(deployed: Deployed, name: Role, role: RoleSpec, *, run: str) -> dict[str, Any]:
+    """Give the container of one node of a worker, with the GPUs of that node."""
+    gpus = deployed.gpus(role)
+    image = deployed.options.gpu_image if gpus else deployed.options.image
+    container = _container(deployed, name.value, run=run, image=image)
     container["readinessProbe"] = _http("/ready", "probes", period_s=5, failures=2)
     requests = {"cpu": "1", "memory": _memory(role)}
     container["resources"] = {"requests": requests}
@@ -86,10 +102,16 @@ def worker_pod(deployed: Deployed, name: Role, role: RoleSpec) -> dict[str, Any]
             "requests": requests | {"nvidia.com/gpu": str(gpus)},
             "limits": {"nvidia.com/gpu": str(gpus)},
         }
+    return container
+
+
+def _worker_template(
+    deployed: Deployed, name: Role, role: RoleSpec, container: dict[str, Any]
+) -> dict[str, Any]:
     grace_s = worker_drain_s(deployed.graph) + _GRACE_S
     template = pod_template(deployed, name.value, role, container, grace_s)
     template["metadata"]["labels"][WORKER_LABEL] = "true"
-    if gpus:
+    if deployed.gpus(role):
         template["metadata"]["labels"][HARDWARE_LABEL] = role.hardware
         template["spec"]["tolerations"] = [
             {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}

@@ -6,9 +6,11 @@ from typing import Any
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.deploy.manifests.kubernetes.deployed import FRONTEND, Deployed
+from penstock.deploy.manifests.kubernetes.leader_worker_set import leader_worker_set
 from penstock.deploy.manifests.kubernetes.pods import frontend_pod, worker_pod
 from penstock.deploy.manifests.kubernetes.volumes import disk_claim
 from penstock.deploy.manifests.pod_graph import pods_of
+from penstock.engine.registry import engine_kind
 from penstock.graph import RoleSpec
 from penstock.perf.model.hardware import find_hardware
 
@@ -24,7 +26,9 @@ def workloads(deployed: Deployed) -> Iterator[dict[str, Any]]:
     )
     for name, role in deployed.roles.items():
         pod = worker_pod(deployed, name, role)
-        if deployed.has_own_disk(role):
+        if role.nodes > 1:
+            yield leader_worker_set(deployed, name, role, pod)
+        elif deployed.has_own_disk(role):
             yield _stateful_set(deployed, name, role, pod)
         else:
             has_spare = not deployed.gpus(role)
@@ -39,18 +43,23 @@ def budgets(deployed: Deployed) -> Iterator[dict[str, Any]]:
 
 
 def check_one_node(deployed: Deployed) -> None:
-    """Check that each worker's GPUs are on one node.
+    """Check that the GPUs of each pod are on one node.
 
     Raises:
-        ConfigError: a worker has more GPUs than a machine of its hardware.
+        ConfigError: a worker has more GPUs on a node than a machine of its hardware.
     """
     for name, role in deployed.roles.items():
         most, gpus = find_hardware(role.hardware).host_devices, deployed.gpus(role)
         if most is not None and gpus > most:
+            nodes = -(-role.devices // most)
+            spans = engine_kind(role.engine).follow is not None
+            fix = (
+                f"set roles.{name}.nodes: {nodes}"
+                if spans
+                else "start such workers as servers of their engine, and name these by engine openai"
+            )
             raise ConfigError(
-                f"roles.{name}: {gpus} GPUs: a worker here is one pod, and a machine with {role.hardware} has {most}; start such"
-                " workers as servers of their engine, such as by deploy/kubernetes/leaderworkerset.yaml, and name these by engine openai, or"
-                " lower the parallelism"
+                f"roles.{name}: {gpus} GPUs on a node: a machine with {role.hardware} has {most}; {fix}, or lower the parallelism"
             )
 
 

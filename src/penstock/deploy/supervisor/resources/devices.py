@@ -74,8 +74,8 @@ class Devices:
 
 
 def devices_of(spec: RoleSpec) -> int:
-    """Count the GPUs of one worker; 0 for mock engines, servers elsewhere and workers on CPUs."""
-    return 0 if spec.hardware == "cpu" or not engine_kind(spec.engine).has_weights else spec.devices
+    """Count the GPUs of one worker on each of its nodes; 0 for mock engines, servers elsewhere and workers on CPUs."""
+    return 0 if spec.hardware == "cpu" or not engine_kind(spec.engine).has_weights else spec.devices_per_node
 
 
 def expect_one_machine(roles: Mapping[Role, RoleSpec]) -> None:

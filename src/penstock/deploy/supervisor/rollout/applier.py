@@ -123,6 +123,7 @@ class Applier:
                     "roles: none of them runs here any more; penstock down ends this host's part"
                 )
             templates = await self._make_templates(graph, roles)
+            self._check_nodes(templates)
             links = await self._make_links(graph)
             rollout, found = self._plan(graph, before, templates, found)
             rollout.check()
@@ -133,6 +134,21 @@ class Applier:
         finally:
             if not begun:
                 self._is_busy = False
+
+    def _check_nodes(self, templates: dict[Role, WorkerTemplate]) -> None:
+        """Check that no worker of several nodes would be replaced: its other nodes keep what they were started with.
+
+        Raises:
+            ConfigError: one would.
+        """
+        for role, new in templates.items():
+            old = self.templates.get(role)
+            nodes = max(new.spec.nodes, 1 if old is None else old.spec.nodes)
+            if nodes > 1 and old is not None and old.key != new.key:
+                raise ConfigError(
+                    f"roles.{role}: a worker of {nodes} nodes would be replaced, and its other nodes keep the graph that they were started"
+                    " with; end penstock up on all of its nodes, and start it with the new graph"
+                )
 
     async def watch(self, after: int) -> RolloutView:
         """Describe the last rollout, once it has more lines than `after` or has ended."""

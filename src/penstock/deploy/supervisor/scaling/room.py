@@ -79,6 +79,10 @@ class Room:
         counter = engine_kind(spec.engine).count_workers
         if counter is not None and (most := counter(spec.engine_args)) is not None:
             return most - count, f"engine {spec.engine!r} has one worker for each url, {most}; add urls"
+        if spec.nodes > 1:
+            return 1 - count, (
+                f"a worker has {spec.nodes} nodes and this host leads one; run penstock up --leader on another host"
+            )
         if spec.replicas_max is not None:
             return (
                 spec.replicas_max - count,

@@ -11,7 +11,7 @@ import pydantic
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
-from penstock.engine.launch_host import LaunchHost
+from penstock.engine.launch_host import LaunchHost, interface_of
 from penstock.engine.spec import EngineSpec
 from penstock.engine.streams.package import numbers
 from penstock.engine.vllm.launch.adapters import LORA_MODULES, lora_arguments, lora_paths
@@ -27,7 +27,8 @@ _QUANTIZATION = {"fp8": "fp8", "mxfp4": "mxfp4", "nvfp4": "modelopt_fp4"}
 _OWN = {
     "block_size": "block_size", "max_model_len": "context_length", "num_gpu_blocks_override": "kv_blocks",
     "tensor_parallel_size": "tensor_parallel", "pipeline_parallel_size": "pipeline_parallel",
-    "data_parallel_size": "data_parallel", "model": "model",
+    "data_parallel_size": "data_parallel", "model": "model", "nnodes": "nodes", "node_rank": "nodes", "master_addr": "nodes",
+    "master_port": "nodes",
 }  # fmt: skip
 """Arguments set by fields of the graph, since Penstock needs their values too."""
 
@@ -75,17 +76,22 @@ def environment(spec: EngineSpec, host: LaunchHost) -> dict[str, str]:
     """Give the variables to set for vLLM's processes. Variables that only tune stay as the user has set them."""
     present = host.variables
     tuned = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    if (nodes := spec.nodes) is not None:
+        tuned["VLLM_HOST_IP"] = nodes.address
+        name = host.read("network interface of the node's address", lambda: interface_of(nodes.address))
+        if name:  # gloo would ask for the host's name, which may be of a loopback address
+            tuned["GLOO_SOCKET_IFNAME"] = name
     kind, _, index = spec.device.partition(":")
     forced = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy the worker's sockets and threads
     if kind == "cuda":
-        count = spec.tensor_parallel * spec.pipeline_parallel * spec.data_parallel
-        wanted = range(int(index or 0), int(index or 0) + count)
+        wanted = range(int(index or 0), int(index or 0) + spec.local_devices)
         visible = [name for name in present.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         names = [visible[number] if number < len(visible) else str(number) for number in wanted]
         forced["CUDA_VISIBLE_DEVICES"] = ",".join(names)
     elif index:
-        ranks = spec.tensor_parallel * spec.pipeline_parallel * spec.data_parallel
-        forced["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(int(index) + rank) for rank in range(ranks))
+        forced["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(int(index) + rank) for rank in range(spec.local_devices)
+        )
     elif spec.sharing_engines > 1:  # vLLM would bind every engine to all cores
         share = host.read(f"cores / {spec.sharing_engines}", lambda: _share_of_cores(spec.sharing_engines))
         tuned |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": share}
@@ -137,6 +143,14 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     if spec.device.startswith("cpu"):
         ours["kv_cache_memory_bytes"] = _CPU_KV_BYTES
         ours["worker_extension_cls"] = "penstock.engine.vllm.launch.amx.AmxTiles"
+    if (nodes := spec.nodes) is not None:
+        ours |= {
+            "nnodes": nodes.size,
+            "node_rank": nodes.rank,
+            "master_addr": nodes.master_addr,
+            "master_port": nodes.master_port,
+            "distributed_executor_backend": "mp",
+        }
     ours |= lora_arguments(lora_paths(spec), on_cpu=spec.device.startswith("cpu"))
     return {name: value for name, value in ours.items() if value is not None} | args
 

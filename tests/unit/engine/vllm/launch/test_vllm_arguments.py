@@ -8,7 +8,7 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.engine.launch_host import ThisHost
 from penstock.engine.registry import create_engine
-from penstock.engine.spec import EngineSpec
+from penstock.engine.spec import EngineSpec, NodeGroup
 from penstock.engine.vllm.launch import arguments
 from penstock.engine.vllm.launch.arguments import (
     check_platform,
@@ -157,3 +157,19 @@ def test_the_device_must_be_of_the_kind_that_vllm_was_built_for() -> None:
         check_platform("cuda:0", "")
     with pytest.raises(ConfigError, match="hardware cpu: the vLLM installed here is a build for cuda"):
         check_platform("cpu", "cuda")
+
+
+def test_a_node_of_several_has_its_rank_its_gpus_and_its_address() -> None:
+    nodes = NodeGroup(size=2, rank=1, master_addr="10.0.0.1", master_port=4711, address="127.0.0.1")
+    of = spec(device="cuda:2", tensor_parallel=4, nodes=nodes)
+    given = engine_arguments(of)
+    assert (given["nnodes"], given["node_rank"], given["tensor_parallel_size"]) == (2, 1, 4)
+    assert (given["master_addr"], given["master_port"]) == ("10.0.0.1", 4711)
+    found = variables(of)
+    assert found["CUDA_VISIBLE_DEVICES"] == "2,3", "of this node"
+    assert (found["VLLM_HOST_IP"], found["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
+    assert variables(of, {"GLOO_SOCKET_IFNAME": "ib0"}).get("GLOO_SOCKET_IFNAME") is None, "the user's stays"
+    on_cpu = spec(device="cpu:0", tensor_parallel=4, nodes=nodes)
+    assert variables(on_cpu)["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
+    with pytest.raises(ConfigError, match="node_rank is set by the graph's nodes"):
+        engine_arguments(spec(args={"node_rank": 1}))

@@ -1,0 +1,53 @@
+"""`penstock up --node-rank`: a node that follows, in the foreground, until Ctrl-C or SIGTERM."""
+
+import asyncio
+import signal
+import sys
+
+import uvloop
+
+from penstock.core import log
+from penstock.core.types.instances import Role
+from penstock.deploy.commands.serve import say
+from penstock.deploy.supervisor.local_part import LocalPart, followed_role
+from penstock.deploy.supervisor.nodes.follower_host import FollowerHost
+from penstock.graph import Graph
+
+_SUPERVISOR = "supervisor"
+
+
+def follow(graph: Graph, part: LocalPart, rank: int, *, log_level: str) -> None:
+    """Follow until a signal; a second signal does not wait for the leader's requests.
+
+    Raises:
+        ConfigError: `part` names no worker of several nodes, or this node cannot run its processes.
+    """
+    role = followed_role(graph, part, rank)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_follow(graph, role, rank, log_level))
+
+
+async def _follow(graph: Graph, role: Role, rank: int, log_level: str) -> None:
+    host = FollowerHost(graph, role, rank, log_level=log_level, say=say)
+    log.configure(log_level, process=_SUPERVISOR, stream=host.output.tee(_SUPERVISOR, sys.stderr))
+    requested, task = asyncio.Event(), asyncio.current_task()
+    has_started = False
+
+    def on_signal() -> None:
+        if requested.is_set():
+            host.kill()
+        requested.set()
+        if not has_started and task is not None:
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    try:
+        async with host.running():
+            has_started = True
+            await requested.wait()
+            say("penstock", "stopping", "the leader finishes its requests first; Ctrl-C again ends at once")
+    except asyncio.CancelledError:
+        if not requested.is_set():
+            raise
+    say("penstock", "stopped")

@@ -1,0 +1,81 @@
+"""The workload of a role whose workers span several nodes: a LeaderWorkerSet, a group of pods for each worker."""
+
+from typing import Any
+
+from penstock.core.types.instances import Role
+from penstock.deploy.manifests.kubernetes.deployed import Deployed
+from penstock.deploy.manifests.kubernetes.pods import follower_pod
+from penstock.deploy.manifests.pod_graph import pods_of
+from penstock.graph import RoleSpec
+
+API, KIND = "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"
+INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
+"""Of a pod in its group; 0 leads."""
+_GROUP = "leaderworkerset.sigs.k8s.io/group-key"
+_ZONE = "topology.kubernetes.io/zone"
+
+
+def leader_worker_set(
+    deployed: Deployed, name: Role, role: RoleSpec, leader: dict[str, Any]
+) -> dict[str, Any]:
+    """Make it; its replicas are workers.
+
+    Args:
+        deployed: whose it is.
+        name: of the role.
+        role: its settings.
+        leader: template of the pods with the workers.
+    """
+    follower = follower_pod(deployed, name, role)
+    leader["spec"]["topologySpreadConstraints"] = [_spread_leaders(deployed, name)]
+    del follower["spec"]["topologySpreadConstraints"]  # they are where their leader is
+    for template in (leader, follower):
+        template["spec"]["affinity"] = _together(deployed, name)
+    return deployed.object(
+        API,
+        KIND,
+        deployed.part_name(name),
+        name.value,
+        spec={
+            "replicas": pods_of(role),
+            "startupPolicy": "LeaderCreated",
+            "networkConfig": {"subdomainPolicy": "Shared"},
+            "rolloutStrategy": {
+                "type": "RollingUpdate",
+                "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},  # GPUs are seldom free
+            },
+            "leaderWorkerTemplate": {
+                "size": role.nodes,
+                "restartPolicy": "RecreateGroupOnPodRestart",
+                "leaderTemplate": leader,
+                "workerTemplate": follower,
+            },
+        },
+    )
+
+
+def _spread_leaders(deployed: Deployed, name: Role) -> dict[str, Any]:
+    """Spread groups over zones, where there is room."""
+    return {
+        "labelSelector": {"matchLabels": deployed.selector(name.value) | {INDEX_LABEL: "0"}},
+        "maxSkew": 1,
+        "topologyKey": _ZONE,
+        "whenUnsatisfiable": "ScheduleAnyway",
+    }
+
+
+def _together(deployed: Deployed, name: Role) -> dict[str, Any]:
+    """Keep a group in one zone, and its pods on nodes of their own."""
+    selector = {"matchLabels": deployed.selector(name.value)}
+    term = {"labelSelector": selector, "matchLabelKeys": [_GROUP]}
+    own_nodes = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}
+    return {
+        "podAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [
+                {"weight": 100, "podAffinityTerm": term | {"topologyKey": _ZONE}}
+            ]
+        },
+        "podAntiAffinity": {
+            "preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 50, "podAffinityTerm": own_nodes}]
+        },
+    }

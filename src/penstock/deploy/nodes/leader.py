@@ -1,0 +1,246 @@
+"""The leading node's side: gathers the followers of its worker, and learns when one ends."""
+
+import asyncio
+import contextlib
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from penstock.core.errors import ConfigError, PenstockError, ProtocolError, Unavailable
+from penstock.core.log import get_logger
+from penstock.core.net.address import Address
+from penstock.core.net.channel import FrameChannel
+from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
+from penstock.core.net.listening import Listener, listen
+from penstock.deploy.nodes.messages import (
+    CODEC,
+    FRAME_BYTES_MAX,
+    HEARTBEAT_S,
+    SILENT_S,
+    Join,
+    Joined,
+    Leaving,
+    Message,
+    Start,
+)
+from penstock.runtime import handshake
+from penstock.runtime.tls import PlaneTls
+
+_HELLO_S = 10.0
+_CONNECTIONS_MAX = 256
+_CLOSE_S = 1.0
+_log = get_logger()
+
+
+class NodeLeader:
+    """Listens for followers while its context is entered. One event loop owns it."""
+
+    def __init__(
+        self,
+        address: str,
+        identity: handshake.Identity,
+        *,
+        nodes: int,
+        arguments: dict[str, Any],
+        tls: PlaneTls | None = None,
+    ) -> None:
+        """Make it; entering the context listens.
+
+        Args:
+            address: `tcp://HOST:PORT` of this node.
+            identity: has the deployment's secret.
+            nodes: number of nodes, this one included.
+            arguments: of the engine, which followers have to have, too.
+            tls: certificates; None for no TLS.
+        """
+        self.address = Address.parse(address, source="runtime.leader")
+        self.identity = identity
+        self.arguments = arguments
+        self.sessions: set[_Session] = set()
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Has the reason once a follower has ended after the start."""
+        self.leaving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once a follower is told to end: the worker should drain."""
+        self._nodes = nodes
+        self._tls = tls
+        self._followers: dict[int, _Session] = {}
+        self._changed = asyncio.Event()
+        self._has_started = False
+        self._listener: Listener | None = None
+
+    async def __aenter__(self) -> Self:
+        tls = self._tls
+        self._listener, self.address = await listen(
+            lambda: _Session(self).channel,
+            self.address,
+            tls=None if tls is None else lambda: tls.server,
+            handshake_timeout_s=_HELLO_S,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._listener is not None, "entered"
+        self._listener.close()
+        await self._listener.wait_closed()
+        sessions = tuple(self.sessions)
+        for session in sessions:
+            session.channel.close("the leading node's worker ends")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                for session in sessions:
+                    await session.channel.closed.wait()
+
+    async def gather(self, timeout_s: float) -> None:
+        """Wait until every follower has joined.
+
+        Raises:
+            Unavailable: one has not within `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.missing:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            ranks = " and ".join(str(rank) for rank in self.missing)
+            raise Unavailable(
+                f"node {ranks} of {self._nodes} (0 is this one) did not join {self.address} within {timeout_s:g} s; see that"
+                f" penstock up --node-rank {self.missing[0]} --leader {self.address} runs there and reaches this node"
+            ) from error
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks of nodes that have not joined."""
+        return [rank for rank in range(1, self._nodes) if rank not in self._followers]
+
+    def start(self, master_port: int) -> None:
+        """Have all followers start their processes; from now on the end of one is the worker's."""
+        self._has_started = True
+        for session in self._followers.values():
+            session.channel.send(Start(master_port=master_port))
+
+    def take(self, session: "_Session", join: Join) -> None:
+        """Take a follower.
+
+        Raises:
+            PenstockError: it has another graph, or a rank that none or another has.
+        """
+        if not 1 <= join.rank < self._nodes:
+            raise ConfigError(
+                f"--node-rank {join.rank}: the leader's graph has {self._nodes} nodes for this worker; give followers 1 to"
+                f" {self._nodes - 1}"
+            )
+        if (other := self._followers.get(join.rank)) is not None:
+            raise Unavailable(
+                f"--node-rank {join.rank}: {other.channel.peer} has joined with it; give each node a rank of its own"
+            )
+        theirs = msgspec.json.decode(join.arguments, type=dict[str, Any])
+        if different := [
+            f"{name} {theirs.get(name)!r} there and {self.arguments.get(name)!r} on the leader"
+            for name in sorted({*theirs, *self.arguments})
+            if theirs.get(name) != self.arguments.get(name)
+        ]:
+            raise ConfigError(
+                f"node {join.rank} would run the engine with other arguments: {'; '.join(different[:3])}; start all nodes with"
+                " the same graph"
+            )
+        self._followers[join.rank] = session
+        session.rank = join.rank
+        self._changed.set()
+        _log.info("node_joined", rank=join.rank, peer=session.channel.peer)
+
+    def leave(self, session: "_Session") -> None:
+        """Note that a follower is told to end."""
+        _log.info("node_leaves", rank=session.rank, peer=session.channel.peer)
+        if not self.leaving.done():
+            self.leaving.set_result(None)
+
+    def lose(self, session: "_Session", reason: str) -> None:
+        """Note that a follower's connection has ended."""
+        del self._followers[session.rank]
+        text = f"node {session.rank} of {self._nodes} ({session.channel.peer}) is lost: {reason}"
+        if self._has_started and not self.lost.done():
+            self.lost.set_result(text)
+        elif not self._has_started:
+            _log.warning("node_lost", rank=session.rank, peer=session.channel.peer, reason=reason)
+
+
+class _Session:
+    """One connection of a follower."""
+
+    def __init__(self, leader: NodeLeader) -> None:
+        self.channel: FrameChannel[Message] = FrameChannel(
+            CODEC,
+            self,
+            frame_bytes_max=UNAUTHENTICATED_FRAME_BYTES_MAX,
+            write_buffer_bytes=64 << 10,
+            write_bytes_max=FRAME_BYTES_MAX,
+            heartbeat_interval_s=HEARTBEAT_S,
+            heartbeat_timeout_s=SILENT_S,
+        )
+        self.rank = 0
+        self._leader = leader
+        self._challenge = handshake.challenge()
+        self._is_trusted = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def channel_opened(self) -> None:
+        if len(self._leader.sessions) >= _CONNECTIONS_MAX:
+            self.channel.abort("too many connections")
+            return
+        self._leader.sessions.add(self)
+        self.channel.send(self._challenge)
+        self._timer = asyncio.get_running_loop().call_later(
+            _HELLO_S, self.channel.abort, f"not taken within {_HELLO_S:g} s"
+        )
+
+    def message_received(self, message: Message) -> None:
+        match message:
+            case handshake.Hello() if not self._is_trusted:
+                reply = handshake.reply(self._leader.identity, self._challenge, message)
+                self.channel.send(reply)
+                if reply.error is not None:
+                    self._refuse(reply.error.message)
+                    return
+                self._is_trusted = True
+                self.channel.accept_frames(FRAME_BYTES_MAX)
+            case Join() if self._is_trusted and not self.rank:
+                self._on_join(message)
+            case Leaving() if self.rank:
+                self._leader.leave(self)
+            case _:
+                raise ProtocolError(
+                    f"{type(message).__name__}: a follower does not send this now; update the older side"
+                )
+
+    def unknown_received(self, tag: str) -> None:
+        """Ignore it: a message of a newer follower."""
+
+    def channel_writable(self) -> None:
+        pass
+
+    def channel_closed(self, reason: str) -> None:
+        self._leader.sessions.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.rank:
+            self._leader.lose(self, reason)
+
+    def _on_join(self, join: Join) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            self._leader.take(self, join)
+        except (PenstockError, msgspec.MsgspecError) as error:
+            wrong = error if isinstance(error, PenstockError) else ProtocolError(f"join: {error}")
+            self.channel.send(Joined(error=wrong.to_info()))
+            self._refuse(wrong.message)
+            return
+        self.channel.send(Joined())
+
+    def _refuse(self, error: str) -> None:
+        _log.warning("node_refused", peer=self.channel.peer, error=error)
+        self.channel.close(error)

@@ -1,0 +1,174 @@
+"""A worker of two nodes as processes: each node killed or told to end under streams, and nodes that never come."""
+
+import json
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.deploy.secret import SECRET_VARIABLE
+from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
+from tests.support.registries import free_port
+from tests.support.up import Up
+
+pytestmark = pytest.mark.slow
+TIMEOUT_S = 90.0
+TOKENS, STREAMS = 300, 3
+TOKEN = "a" * 40
+ONE_NODE = ("--set", "roles.aggregated.nodes=1", "--set", "roles.aggregated.tensor_parallel=1")
+
+
+@pytest.fixture
+def node(tmp_path: Path):
+    """Make nodes, each with directories of its own."""
+    made: list[Up] = []
+
+    def make(name: str) -> Up:
+        folder = tmp_path / name
+        (folder / "run").mkdir(parents=True)
+        up = Up(folder, folder / "run")
+        up.environment |= {
+            SECRET_VARIABLE: "a secret of all nodes", ADMIN_TOKEN_VARIABLE: TOKEN, "PENSTOCK_HOST": name,
+        }  # fmt: skip
+        made.append(up)
+        return up
+
+    yield make
+    for up in reversed(made):
+        up.end()
+
+
+def graph_of(up: Up, *, start_timeout_s: float = 600.0, speedup: float = 0.25) -> Path:
+    role = {"engine": "mock", "nodes": 2, "tensor_parallel": 2, "mock": {"speedup": speedup}}
+    supervision = {
+        "spare_processes": 0, "restart_delay_s": 0.1, "restart_delay_max_s": 0.5, "start_timeout_s": start_timeout_s,
+    }  # fmt: skip
+    router = {"policy": "round-robin"}  # streams are on both workers
+    return up.graph(roles={"aggregated": role}, supervision=supervision, router=router)
+
+
+def until(holds):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def get(url: str, path: str):
+    words = ["curl", "-sS", "-m", "20", "-H", f"Authorization: Bearer {TOKEN}", url + path]
+    return json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+
+
+def stream(url: str) -> "subprocess.Popen[str]":
+    body = {
+        "model": "penstock-demo", "messages": [{"role": "user", "content": "Tell me"}], "seed": 7, "max_tokens": TOKENS,
+        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    words = ["curl", "-sSN", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
+    return subprocess.Popen([*words, f"{url}/v1/chat/completions"], stdout=subprocess.PIPE, text=True)
+
+
+def text_of(process: "subprocess.Popen[str]") -> tuple[str, int]:
+    out, _ = process.communicate(timeout=TIMEOUT_S)
+    events = [json.loads(line[6:]) for line in out.splitlines() if line.startswith("data: {")]
+    assert events, out
+    assert all("error" not in event for event in events), out[-500:]
+    text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+    return text, events[-1]["usage"]["completion_tokens"]
+
+
+def child(supervisor: "subprocess.Popen[str]", name: str) -> psutil.Process | None:
+    children = psutil.Process(supervisor.pid).children()
+    return next((each for each in children if name in each.cmdline()), None)
+
+
+@pytest.mark.needs("curl")
+def test_streams_outlive_each_node_and_the_group_comes_back_whole(node) -> None:
+    leader, follower, other = node("lead"), node("follow"), node("other")
+    hub, address = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    graph = graph_of(leader)
+    second = follower.start("up", graph, "--run", "aggregated", "--node-rank", "1", "--leader", address)
+    follower.wait(r"^penstock +starting +model penstock-demo  node 1 of 2")  # the follower first
+    first = leader.start("up", graph, "--set", f"runtime.hub={hub}", "--leader", address)
+    url = re.search(r"http://\S+", leader.wait(r"^penstock +ready"))[0]
+    follower.wait(r"^follower-1 +ready +mock  node 1 of 2")
+    undisturbed = text_of(stream(url))
+    assert undisturbed[1] == TOKENS
+    other.start("up", graph, "--join", hub, "--run", "aggregated=1", *ONE_NODE)
+    other.wait(r"^penstock +ready")
+
+    def workers():
+        return {each["name"]: each for each in get(url, "/admin/workers")["workers"]}
+
+    def ready():
+        return {name for name, each in workers().items() if each["condition"] == "ready"}
+
+    def running(name: str) -> int:
+        return (workers().get(name, {}).get("load") or {}).get("running_requests", 0)
+
+    both = {"worker-1@lead", "worker-1@other"}
+    until(lambda: ready() == both)
+    for supervisor, name, said in (
+        (second, "follower-1", r"worker-1 +failed +node 1 of 2 .* is lost"),
+        (first, "worker-1", None),
+    ):
+        streams = [stream(url) for _ in range(STREAMS)]
+        until(lambda: running("worker-1@lead"))
+        before = child(first, "worker-1").pid
+        child(supervisor, name).kill()
+        if said:
+            leader.wait(said)
+        assert [text_of(each) for each in streams] == [undisturbed] * STREAMS
+        until(lambda before=before: (new := child(first, "worker-1")) is not None and new.pid != before)
+        until(lambda: ready() == both and child(second, "follower-1") is not None)
+    streams = [stream(url) for _ in range(STREAMS)]
+    until(lambda: running("worker-1@lead"))
+    second.send_signal(signal.SIGTERM)  # told to end: the worker finishes its requests first
+    assert [text_of(each) for each in streams] == [undisturbed] * STREAMS
+    assert second.wait(timeout=TIMEOUT_S) == 0
+    leader.wait(r"^worker-1 +failed +a node of this worker is told to end; the worker has drained")
+    until(lambda: ready() == {"worker-1@other"})
+    assert text_of(stream(url)) == undisturbed
+
+
+def test_a_node_that_never_comes_is_named_at_both_ends_and_may_come_later(node) -> None:
+    leader, follower = node("lead"), node("follow")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    graph = graph_of(leader, start_timeout_s=12.0)
+    follow = ("up", graph, "--run", "aggregated", "--node-rank", "1", "--leader", address)
+    alone = follower.start(*follow)
+    follower.wait(
+        rf"^follower-1 +failed +node 0 did not take this one at {address} within 12 s: .*; starts again"
+    )
+    alone.terminate()
+    follower.wait(r"^penstock +stopped")
+    leader.start("up", graph, "--leader", address)
+    leader.wait(
+        rf"^worker-1 +failed +node 1 of 2 \(0 is this one\) did not join {address} within 12 s; .*starts again"
+    )
+    follower.start(*follow)
+    leader.wait(r"^penstock +ready")
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ((), r"roles\.aggregated\.nodes: 2: each node of a worker runs `penstock up` of its own; start it here with --run aggregated=1 --leader"),
+        (("--node-rank", "1", "--run", "aggregated"), r"--node-rank 1: nothing says where node 0 of roles\.aggregated is"),
+        (("--node-rank", "2", "--run", "aggregated", "--leader", "tcp://127.0.0.1:1"), r"--node-rank 2: roles\.aggregated has nodes 2"),
+        (("--node-rank", "1", "--leader", "tcp://127.0.0.1:1"), r"--node-rank 1: a node follows one worker"),
+        (("--run", "aggregated=2", "--leader", "tcp://127.0.0.1:1"), r"roles\.aggregated: 2 workers over 2 nodes: a host leads one"),
+        (("--set", "roles.aggregated.nodes=3"), r"roles\.aggregated: nodes: 2 devices .* are no equal parts on 3 nodes"),
+        (("--set", "roles.aggregated.engine=paged"), r"roles\.aggregated: nodes: a worker of engine 'paged' is on one node"),
+    ],
+)  # fmt: skip
+def test_what_no_node_could_run_ends_in_one_line(node, flags: tuple[str, ...], line: str) -> None:
+    up = node("lead")
+    said = up.run("up", graph_of(up), *flags, check=False)
+    assert said.returncode == 2
+    (last,) = said.stderr.strip().splitlines()
+    assert re.search(line, last), last
