@@ -11,6 +11,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from penstock.deploy.operator.definitions import GRAPHS, ROLES, definitions
+from penstock.deploy.operator.leading.claim import CLAIM
 from penstock.deploy.operator.operator import Operator
 from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.kubernetes.client import KubernetesClient, Resource
@@ -110,9 +111,11 @@ class Site:
         await self.until(check)
 
     def objects(self, plural):
+        """Give those of graphs: not the operators' own claim."""
         return {
             stored.body["metadata"]["name"]: stored.body
             for stored in self.server.store.all(self.cluster.kind(plural))
+            if stored.body["metadata"]["name"] != CLAIM or plural != "configmaps"
         }
 
     async def evict(self, pod):

@@ -5,6 +5,8 @@ import random
 
 import pytest
 from aiohttp import ClientSession
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from penstock.deploy.operator.cache import DEPLOYMENTS
 from penstock.deploy.operator.definitions import GRAPHS
@@ -175,6 +177,45 @@ def test_operators_of_two_namespaces_both_act(site):
         running.cancel()
 
     site(scenario)
+
+
+def test_operators_of_two_namespaces_never_act_on_one(site):
+    async def scenario(here):
+        first = here.start_operator("first", lease_s=4)
+        await here.apply()
+        await here.serves()
+        leases = KubernetesAccess(here.server.url, namespace="others", token="suite-token")
+        access = KubernetesAccess(here.server.url, namespace="default", token="suite-token")
+        registry = CollectorRegistry()
+        second = Operator(
+            access,
+            rng=random.Random(2),
+            identity="second",
+            lease_access=leases,
+            lease_s=2,
+            registry=registry,
+        )
+        with capture_logs() as logs:
+            running = here.group.create_task(second.run())
+            await here.until(lambda: registry.get_sample_value("penstock_operator_conflict") == 1.0)
+            await asyncio.sleep(6)  # longer than the claim lasts
+            assert registry.get_sample_value("penstock_operator_conflict") == 1.0, "the first one renews it"
+            assert registry.get_sample_value("penstock_operator_leader") == 0.0
+            assert not second.is_ready()
+        said = [line for line in logs if line["event"] == "namespace_operated_by_another"]
+        assert {(line["operator_of"], line["own_namespace"]) for line in said} == {
+            ("penstock-operator", "others")
+        }
+        await here.apply(block_size=32)
+        await here.serves()
+        first.cancel()
+        await here.until(lambda: registry.get_sample_value("penstock_operator_leader") == 1.0)
+        assert registry.get_sample_value("penstock_operator_conflict") == 0.0
+        await here.apply(block_size=16)
+        await here.serves()
+        running.cancel()
+
+    site(scenario, operator=False)
 
 
 def test_an_operator_without_the_lead_counts_no_graphs(site):

@@ -14,7 +14,8 @@ from penstock.core.errors import Unavailable
 from penstock.core.log import cause, get_logger
 from penstock.deploy.operator.cache import ClusterCache
 from penstock.deploy.operator.http import OperatorHttp
-from penstock.deploy.operator.leadership import Leadership
+from penstock.deploy.operator.leading.claim import Claim
+from penstock.deploy.operator.leading.leadership import Leadership
 from penstock.deploy.operator.metrics import OperatorMetrics
 from penstock.deploy.operator.reconciler import Reconciler
 from penstock.deploy.operator.work_queue import WorkQueue
@@ -69,6 +70,13 @@ class Operator:
         self._leadership = Leadership(
             self._lease_client, lease_name(access.namespace), self._identity, duration_s=lease_s, rng=rng
         )
+        self._claim = Claim(
+            self._client,
+            self._lease_client.namespace,
+            duration_s=lease_s,
+            rng=rng,
+            on_conflict=self._metrics.conflict.set,
+        )
         self._pace = pace or Pace(probe_s=30.0, retry_s=0.2, retry_s_max=10.0)
         self._resync_s = resync_s
         self._is_blind = False
@@ -77,11 +85,24 @@ class Operator:
     async def run(self) -> None:
         """Wait for the lead, and operate while this process has it, until cancelled."""
         async with self._client, self._lease_client:
-            await self._leadership.run(self._operate)
+            await self._leadership.run(self._operate_claimed)
 
     def is_ready(self) -> bool:
         """Whether the API server has answered lately, and shown all that is to be operated where this process leads."""
         return self._leadership.has_answered() and not self._is_blind
+
+    async def _operate_claimed(self) -> None:
+        """Operate while no operator of another namespace does."""
+        while True:
+            self._is_blind = True
+            try:
+                await self._claim.acquire()
+                async with asyncio.TaskGroup() as group:
+                    operating = group.create_task(self._operate())
+                    await self._claim.keep()
+                    operating.cancel()
+            finally:
+                self._is_blind = False
 
     async def _operate(self) -> None:
         queue = WorkQueue(self._rng)
