@@ -1,5 +1,6 @@
 """Kept conversations: bounded by bytes, each tenant's own."""
 
+import random
 import tracemalloc
 
 import pytest
@@ -51,6 +52,37 @@ def test_the_oldest_unused_go_first_and_tenants_have_their_own() -> None:
         with pytest.raises(RequestError) as caught:
             store.get(tenant, response_id)
         assert (caught.value.http_status, caught.value.param) == (404, "previous_response_id")
+
+
+def test_a_tenant_pushes_out_its_own_conversations_and_no_smaller_tenants() -> None:
+    store = ResponseStore(bytes_max=20 * (100 + ENTRY_BYTES))
+    for number in range(4):
+        store.put("quiet", f"q{number}", bytes(100))
+        store.put("small", f"s{number}", bytes(10))
+    for number in range(1000):
+        store.put("flood", f"f{number}", bytes(100))
+    for number in range(4):
+        assert store.get("quiet", f"q{number}") == bytes(100)
+        assert store.get("small", f"s{number}") == bytes(10)
+    assert store.get("flood", "f999") == bytes(100)
+    with pytest.raises(RequestError):
+        store.get("flood", "f0")
+    for number in range(20):  # another one that comes later gets as much as the largest
+        store.put("late", f"l{number}", bytes(100))
+    assert store.get("late", "l19") == bytes(100)
+    assert store.get("late", "l15") == bytes(100)
+    assert store.get("quiet", "q0") == bytes(100)
+
+
+def test_a_store_of_many_tenants_stays_within_its_bound() -> None:
+    rng = random.Random(3)
+    bytes_max = 50 * ENTRY_BYTES
+    store = ResponseStore(bytes_max)
+    for number in range(20_000):
+        tenant = f"t{min(rng.randrange(200), rng.randrange(200))}"
+        store.put(tenant, f"r{rng.randrange(30)}", bytes(rng.randrange(300)))
+        if number % 100 == 0:
+            store.check()
 
 
 def test_the_same_id_is_counted_once() -> None:
