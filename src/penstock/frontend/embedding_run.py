@@ -58,7 +58,8 @@ class EmbeddingRun:
             failed = False
             raise
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+            with self._prepared.fields:
+                raise errors.exceptions[0] from errors
         finally:
             self._timer.finish(self.usage(), asyncio.get_running_loop().time(), failed=failed)
 

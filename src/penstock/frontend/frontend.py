@@ -13,9 +13,9 @@ from penstock.core.errors import RequestError
 from penstock.core.types.cards import ModelCard
 from penstock.core.types.load import LINK_VERSION, DeploymentLoads
 from penstock.core.wire import token_list
+from penstock.frontend.client_fields import SAME, ClientFields
 from penstock.frontend.config import FrontendConfig
 from penstock.frontend.embedding_run import EmbeddingRun
-from penstock.frontend.embeddings.bodies import of_input
 from penstock.frontend.errors import ApiKeyError, RateLimitError
 from penstock.frontend.limits.access import Access
 from penstock.frontend.limits.admission import Admission, Slot
@@ -42,7 +42,7 @@ from penstock.frontend.requests.encoding import Prompt
 from penstock.frontend.requests.media import PromptMedia
 from penstock.frontend.requests.next_turns import NextTurns
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
-from penstock.frontend.responses.store import ResponseStore, stored_messages, with_answer
+from penstock.frontend.responses.store import ResponseStore, fields_after, stored_messages, with_answer
 from penstock.frontend.tenants.tenants import ANONYMOUS, BELIEVED, Tenant
 from penstock.frontend.text.models import ModelCache, ServedModel
 from penstock.frontend.tokens.bodies import TokenizerInfo, parse_detokenize
@@ -95,6 +95,7 @@ class _Decoded(msgspec.Struct, frozen=True):
     previous: str | None = None
     messages: bytes | None = None
     embedding: EmbeddingOptions | None = None
+    fields: ClientFields = SAME
 
 
 class Frontend:
@@ -228,8 +229,9 @@ class Frontend:
         )
         decoded = await self._decode(body, metadata.size_bytes, options, dialect)
         request, model = decoded.request, decoded.model
-        prompts = await self._media.complete(decoded.prompts, request, model, slot)
-        prepared = self._preprocessor.prepared(request, model, metadata, prompts)
+        with decoded.fields:
+            prompts = await self._media.complete(decoded.prompts, request, model, slot)
+            prepared = self._preprocessor.prepared(request, model, metadata, prompts, fields=decoded.fields)
         return self._pending(prepared, slot, decoded, metadata.size_bytes, dialect)
 
     async def embed(self, body: Sequence[bytes], slot: Slot, options: RequestOptions) -> PendingEmbeddings:
@@ -241,13 +243,11 @@ class Frontend:
         metadata = RequestMetadata(
             f"{EMBEDDINGS.id_prefix}{self.new_id()}", sum(map(len, body)), slot.deadline, options
         )
-        try:
-            decoded = await self._decode(body, metadata.size_bytes, options, EMBEDDINGS)
+        decoded = await self._decode(body, metadata.size_bytes, options, EMBEDDINGS)
+        with decoded.fields as fields:
             prepared = self._preprocessor.prepared(
-                decoded.request, decoded.model, metadata, decoded.prompts, embeds=True
+                decoded.request, decoded.model, metadata, decoded.prompts, embeds=True, fields=fields
             )
-        except RequestError as error:
-            raise of_input(error) from error
         assert decoded.embedding is not None, "of this dialect"
         timer = self.metrics.timer(decoded.model.card.name, slot.arrived, prepared.prompt_tokens)
         run = EmbeddingRun(prepared, self.dispatcher, timer, decoded.embedding)
@@ -265,7 +265,8 @@ class Frontend:
             PenstockError: it cannot be tokenized; the text says why.
         """
         decoded = await self._decode(body, sum(map(len, body)), options, dialect)
-        prompts = await self._media.complete(decoded.prompts, decoded.request, decoded.model, slot)
+        with decoded.fields:
+            prompts = await self._media.complete(decoded.prompts, decoded.request, decoded.model, slot)
         return [token for prompt in prompts for token in token_list(prompt.token_ids)], decoded.model
 
     async def detokenize(self, body: Sequence[bytes]) -> str:
@@ -290,32 +291,35 @@ class Frontend:
         def history(response_id: str) -> bytes:
             return self._responses.get(options.tenant, response_id)
 
+        async def model_of(name: str) -> ServedModel:
+            if dialect is TOKENIZE and not name:
+                return await self.served_model(None)
+            return await self._models.get(name, options.cache_salt)
+
         if size_bytes > LARGE_BYTES:
             encoded = await self._encoders.encode(
-                body, dialect=dialect.name, cache_salt=options.cache_salt, history=history
+                body, dialect=dialect.name, model_of=model_of, history=history
             )
-            chat = body if dialect is CHAT else None
             return _Decoded(
                 encoded.request,
                 encoded.model,
                 encoded.prompts,
-                chat,
-                encoded.previous,
-                encoded.messages,
-                encoded.embedding,
+                body if dialect is CHAT else None,
+                *(encoded.previous, encoded.messages, encoded.embedding, encoded.fields),
             )
         parsed = dialect.parse(b"".join(body))
-        dialect.check(parsed, self.config.choices_max)
+        with parsed.fields:
+            dialect.check(parsed, self.config.choices_max)
         before = b"" if parsed.previous is None else history(parsed.previous)
         messages = stored_messages(parsed, before) if before or parsed.stores else None
-        request = parsed.request
-        if dialect is TOKENIZE and not request.model:
-            model = await self.served_model(None)
-        else:
-            model = await self._models.get(request.model, options.cache_salt)
-        prompts = await self._preprocessor.encode(request, model, size_bytes + len(before))
+        request, fields = parsed.request, fields_after(parsed)
+        model = await model_of(request.model)
+        with fields:
+            prompts = await self._preprocessor.encode(request, model, size_bytes + len(before))
         chat_request = request if isinstance(request, ChatRequest) else None
-        return _Decoded(request, model, prompts, chat_request, parsed.previous, messages, parsed.embedding)
+        return _Decoded(
+            request, model, prompts, chat_request, parsed.previous, messages, parsed.embedding, fields
+        )
 
     async def close(self) -> None:
         """End the encoder processes, connections for media, and what is computed ahead. Safe twice."""

@@ -25,7 +25,7 @@ from tests.support.tool_talk import SAID, says
         ("chat/completions", chat(temperature=3), 400, "temperature", "must be >= 0 and <= 2, got 3"),
         ("chat/completions", chat(n=1000), 400, "n", "must be >= 1 and <= 128, got 1000"),
         ("chat/completions", chat(logit_bias={"a": 2}), 400, "logit_bias", "token ids as keys"),
-        ("chat/completions", chat(tools=[{"type": "function"}]), 400, "tools[0].function.name", "must be a string of 1 to 256"),
+        ("chat/completions", chat(tools=[{"type": "function"}]), 400, "tools[0].function", "required, but missing"),
         ("chat/completions", chat(max_tokns=1), 400, "max_tokns", "did you mean 'max_tokens'?"),
         ("chat/completions", chat(messages=[]), 400, "messages", "at least one message"),
         ("chat/completions", chat(messages=[{"role": "user", "content": "a" * 2000}]), 400, "messages", "context of 512"),

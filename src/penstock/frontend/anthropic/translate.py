@@ -16,11 +16,21 @@ from penstock.frontend.anthropic.bodies import (
     decode_count,
     decode_messages,
 )
+from penstock.frontend.client_fields import ClientFields, Origin
 from penstock.frontend.openai.bodies import ChatRequest, Message, parse_body
-from penstock.frontend.openai.dialect import ParsedBody
+from penstock.frontend.openai.dialect import ParsedBody, names_of
 from penstock.frontend.openai.media import ContentPart, MediaUrl
 from penstock.frontend.openai.validation import check_chat
 
+_NAMES = {
+    "prompt": "messages",
+    "token_ids": "messages",
+    "stop": "stop_sequences",
+    "continue_final_message": "messages",
+    "reasoning_effort": "output_config.effort",
+    "tool_choice.function.name": "tool_choice.name",
+    "tool_choice": "tool_choice",
+}
 _ROLES = ("user", "assistant")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -32,13 +42,13 @@ def parse_messages(body: bytes) -> ParsedBody:
         RequestError: it is malformed.
     """
     given = parse_body(body, MessagesRequest, decode_messages)
-    request = _chat(given)
+    request, origins = _chat(given)
     request.max_tokens = given.max_tokens
     request.stream = given.stream
     request.temperature, request.top_p = given.temperature, given.top_p
     request.stop = given.stop_sequences
     given.extend(request)
-    return ParsedBody(request)
+    return ParsedBody(request, fields=_fields(given, request, origins))
 
 
 def parse_count(body: bytes) -> ParsedBody:
@@ -47,7 +57,9 @@ def parse_count(body: bytes) -> ParsedBody:
     Raises:
         RequestError: it is malformed.
     """
-    return ParsedBody(_chat(parse_body(body, CountRequest, decode_count)))
+    given = parse_body(body, CountRequest, decode_count)
+    request, origins = _chat(given)
+    return ParsedBody(request, fields=_fields(given, request, origins))
 
 
 def check_messages(parsed: ParsedBody, choices_max: int) -> None:
@@ -56,10 +68,25 @@ def check_messages(parsed: ParsedBody, choices_max: int) -> None:
     check_chat(parsed.request, choices_max)
 
 
-def _chat(given: CountRequest) -> ChatRequest:
+def _fields(given: CountRequest, request: ChatRequest, origins: Sequence[Origin]) -> ClientFields:
+    names = names_of(request) | _NAMES
+    if "response_format" not in names:
+        form = "output_format" if given.output_format is not None else "output_config.format"
+        names |= {"response_format.json_schema": form, "response_format": form}
+    return ClientFields(names=names, messages=tuple(origins), tools="input_schema")
+
+
+def _chat(given: CountRequest) -> tuple[ChatRequest, list[Origin]]:
+    """Give the request, and the origin of each of its messages."""
+    if not given.messages:
+        raise RequestError("messages: must hold at least one message, got none", param="messages")
     messages = [Message(role="system", content=_system(given.system))] if given.system else []
+    origins = [Origin(field="system", content="system")] * len(messages)
     for index, message in enumerate(given.messages):
-        messages += _messages(message, f"messages[{index}]")
+        where = f"messages[{index}]"
+        made = _messages(message, where)
+        messages += made
+        origins += [Origin(field=where, content=f"{where}.content")] * len(made)
     request = ChatRequest(model=given.model, messages=messages)
     if messages and messages[-1].role == "assistant" and messages[-1].content and not messages[-1].tool_calls:
         request.continue_final_message = True
@@ -86,8 +113,10 @@ def _chat(given: CountRequest) -> ChatRequest:
             request.chat_template_kwargs = {"enable_thinking": True, "thinking": True}
     form = given.output_format or (config.format if config is not None else None)
     if form is not None:
-        request.response_format = _format(form)
-    return request
+        request.response_format = _format(
+            form, "output_config.format" if given.output_format is None else "output_format"
+        )
+    return request, origins
 
 
 def _choose(request: ChatRequest, choice: AnthropicToolChoice | None) -> None:
@@ -96,6 +125,8 @@ def _choose(request: ChatRequest, choice: AnthropicToolChoice | None) -> None:
     if choice.disable_parallel_tool_use:
         request.parallel_tool_calls = False
     if choice.type == "tool":
+        if choice.name is None:
+            raise RequestError("tool_choice.name: required, but missing", param="tool_choice.name")
         request.tool_choice = {"type": "function", "function": {"name": choice.name}}
     elif choice.type in _CHOICES:
         request.tool_choice = _CHOICES[choice.type]
@@ -106,11 +137,10 @@ def _choose(request: ChatRequest, choice: AnthropicToolChoice | None) -> None:
         )
 
 
-def _format(form: OutputFormat) -> dict[str, Any]:
+def _format(form: OutputFormat, where: str) -> dict[str, Any]:
     if form.type != "json_schema" or form.schema is None:
         raise RequestError(
-            f"output_config.format: must be of type 'json_schema' with a schema, got {form.type[:40]!r}",
-            param="output_config.format",
+            f"{where}: must be of type 'json_schema' with a schema, got {form.type[:40]!r}", param=where
         )
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema}}
 

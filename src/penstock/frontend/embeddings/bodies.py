@@ -5,13 +5,14 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import RequestError
-from penstock.frontend.errors import ContextLengthError
+from penstock.frontend.client_fields import ClientFields
 from penstock.frontend.openai.bodies import Body, CompletionRequest, parse_body
 from penstock.frontend.openai.dialect import EmbeddingOptions, ParsedBody
 from penstock.frontend.openai.validation import check_completion
 
 INPUTS_MAX = 2048  # OpenAI's
 _FORMATS = ("float", "base64")
+_FIELDS = ClientFields(names={"prompt": "input", "token_ids": "input"})
 
 
 class EmbeddingsRequest(Body, kw_only=True):
@@ -75,7 +76,9 @@ def parse_embeddings(body: bytes) -> ParsedBody:
         add_special_tokens=given.add_special_tokens,
     )
     return ParsedBody(
-        request, embedding=EmbeddingOptions(given.encoding_format == "base64", given.dimensions)
+        request,
+        embedding=EmbeddingOptions(given.encoding_format == "base64", given.dimensions),
+        fields=_FIELDS,
     )
 
 
@@ -89,17 +92,4 @@ def check_embeddings(parsed: ParsedBody, _choices_max: int) -> None:
             f"input: at most {INPUTS_MAX} inputs are allowed, got {len(inputs)}; send several requests",
             param="input",
         )
-    try:
-        check_completion(request, INPUTS_MAX)
-    except RequestError as error:
-        raise of_input(error) from error
-
-
-def of_input(error: RequestError) -> RequestError:
-    """Name an error of a completion's prompt by the field of this API."""
-    if error.param != "prompt":
-        return error
-    text = error.message.replace("prompt", "input", 1)
-    if isinstance(error, ContextLengthError):
-        return ContextLengthError(text, param="input")
-    return RequestError(text, param="input", http_status=error.http_status)
+    check_completion(request, INPUTS_MAX)

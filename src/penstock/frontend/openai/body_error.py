@@ -76,7 +76,7 @@ def _value(body: bytes, path: str) -> Any:
         value = msgspec.json.decode(body)
         for part in re.findall(r"[^.\[\]]+", path):
             value = value[int(part) if isinstance(value, list) else part]
-    except (LookupError, ValueError, TypeError):  # a key with a dot
+    except (LookupError, ValueError, TypeError, RecursionError):  # a key with a dot, or nested too deeply
         return None
     return value
 

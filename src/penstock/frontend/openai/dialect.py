@@ -8,6 +8,7 @@ import msgspec
 
 from penstock.core.errors import PenstockError
 from penstock.core.wire import Wire
+from penstock.frontend.client_fields import SAME, ClientFields
 from penstock.frontend.openai.answers import Usage
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest, Message
 from penstock.frontend.openai.events import Envelope, TokenBytes
@@ -30,6 +31,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
         instructions: leading messages of `request` that stay in front and are not stored.
         stores: whether its messages and the answer are kept, so that another request can continue them.
         embedding: how embeddings are given, where the body asks for them.
+        fields: the client's names of the request's fields, for errors.
     """
 
     request: ChatRequest | CompletionRequest
@@ -37,6 +39,7 @@ class ParsedBody(msgspec.Struct, frozen=True):
     instructions: int = 0
     stores: bool = False
     embedding: EmbeddingOptions | None = None
+    fields: ClientFields = SAME
 
 
 class AnswerContext(msgspec.Struct, frozen=True):
@@ -85,6 +88,42 @@ class WholeBody(Protocol):
     def take(self, event: TextEvent) -> None: ...
 
     def body(self, usage: Usage) -> bytes: ...
+
+
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_SHARED = ("ignore_eos", "top_k", "repetition_penalty")
+_PROMPTS = ("prompt", "token_ids")
+"""What engines call what they are to continue."""
+_CHAT = dict.fromkeys(_PROMPTS, "messages") | {"max_tokens": "max_completion_tokens"}
+_COMPLETION = {"token_ids": "prompt"}
+
+
+def names_of(request: GenerationRequest) -> dict[str, str]:
+    """Give the client's names of fields that errors about a request may call otherwise, as in `ClientFields`."""
+    names = dict(_COMPLETION)
+    if isinstance(request, ChatRequest):
+        names = dict(_CHAT)
+        if request.max_tokens is not None:
+            del names["max_tokens"]
+        if request.tools and (request.tool_choice == "required" or isinstance(request.tool_choice, dict)):
+            names["response_format"] = "tools"
+    elif isinstance(request, CompletionRequest) and request.echo and request.prompt_logprobs is None:
+        names["prompt_logprobs"] = "logprobs"
+    if request.structured_outputs is not None:
+        names.setdefault("response_format", "structured_outputs")
+    peer = request.nvext
+    for name in _GUIDED:
+        if getattr(request, name) is not None:
+            ours = name if peer is None or getattr(peer, name) is None else f"nvext.{name}"
+            names.setdefault("response_format", ours)
+            names |= {"structured_outputs": ours, name: ours}
+    if peer is not None:
+        names |= {name: f"nvext.{name}" for name in _SHARED if getattr(peer, name) is not None}
+        if peer.greed_sampling:
+            names["temperature"] = "nvext.greed_sampling"
+        if peer.session_control is not None:
+            names["session.id"] = "nvext.session_control.session_id"
+    return names
 
 
 @dataclass(frozen=True, slots=True)

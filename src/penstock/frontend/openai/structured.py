@@ -20,17 +20,16 @@ def structured_of(request: GenerationRequest) -> bytes | None:
     Raises:
         RequestError: a field is malformed or too large, or two contradict each other.
     """
-    param = "tools" if isinstance(request, ChatRequest) and request.tools else "response_format"
     try:
         structured = _structured_of(request)
     except RecursionError as error:
         raise RequestError(
-            f"{param}: the schema is nested too deeply; make it flatter", param=param
+            "response_format: the schema is nested too deeply; make it flatter", param="response_format"
         ) from error
     if structured is not None and len(structured) > STRUCTURED_BYTES_MAX:
         raise RequestError(
-            f"{param}: the schema has {len(structured)} bytes, at most {STRUCTURED_BYTES_MAX} are allowed; make it smaller",
-            param=param,
+            f"response_format: the schema has {len(structured)} bytes, at most {STRUCTURED_BYTES_MAX} are allowed; make it smaller",
+            param="response_format",
         )
     return structured
 

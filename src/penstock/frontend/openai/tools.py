@@ -116,23 +116,22 @@ def _moved(schema: Any, number: int) -> Any:
 
 def _check_tool(tool: dict[str, Any], where: str) -> None:
     if tool.get("type") != "function":
-        raise RequestError(
-            f"{where}.type: must be 'function', got {str(tool.get('type'))[:40]!r}; this server runs no tools itself",
-            param=f"{where}.type",
-        )
+        raise _wrong(f"{where}.type", tool.get("type"), "'function', as this server runs no tools itself")
     function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict):
+        raise _wrong(f"{where}.function", function, "an object with the function's name and parameters")
+    name, parameters = function.get("name"), function.get("parameters") or {}
     if not isinstance(name, str) or not 1 <= len(name) <= NAME_CHARACTERS_MAX:
-        raise RequestError(
-            f"{where}.function.name: must be a string of 1 to {NAME_CHARACTERS_MAX} characters",
-            param=f"{where}.function.name",
-        )
-    assert isinstance(function, dict)
-    if not isinstance(function.get("parameters") or {}, dict):
-        raise RequestError(
-            f"{where}.function.parameters: must be an object, the JSON schema of the arguments",
-            param=f"{where}.function.parameters",
-        )
+        raise _wrong(f"{where}.function.name", name, f"a string of 1 to {NAME_CHARACTERS_MAX} characters")
+    if not isinstance(parameters, dict):
+        expected = "an object, the JSON schema of the arguments"
+        raise _wrong(f"{where}.function.parameters", parameters, expected)
+
+
+def _wrong(param: str, value: Any, expected: str) -> RequestError:
+    if value is None:
+        return RequestError(f"{param}: required, but missing; it must be {expected}", param=param)
+    return RequestError(f"{param}: must be {expected}, got {repr(value)[:40]}", param=param)
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:

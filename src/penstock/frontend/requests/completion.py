@@ -9,7 +9,7 @@ from functools import partial
 
 import msgspec
 
-from penstock.core.errors import EngineError
+from penstock.core.errors import EngineError, RequestError
 from penstock.core.types.requests import Delta, Request
 from penstock.core.wire import PackedTokens, num_tokens, token_list
 from penstock.frontend.metrics import RequestTimer
@@ -111,8 +111,12 @@ class Completion:
         except asyncio.CancelledError:
             failed = False
             raise
+        except RequestError as error:
+            prepared.fields.rename(error)
+            raise
         except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors
+            with prepared.fields:
+                raise errors.exceptions[0] from errors
         finally:
             self._timer.finish(self.usage(), asyncio.get_running_loop().time(), failed=failed)
 

@@ -2,9 +2,10 @@
 
 from penstock.frontend.anthropic.events import MESSAGES, MessageStream, WholeMessage
 from penstock.frontend.anthropic.translate import check_messages, parse_count
+from penstock.frontend.client_fields import ClientFields
 from penstock.frontend.embeddings.bodies import check_embeddings, parse_embeddings
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from penstock.frontend.openai.dialect import AnswerContext, Dialect, ParsedBody
+from penstock.frontend.openai.dialect import AnswerContext, Dialect, ParsedBody, names_of
 from penstock.frontend.openai.events import EventStream, TokenBytes, WholeAnswer
 from penstock.frontend.openai.validation import check_chat, check_completion
 from penstock.frontend.responses.events import RESPONSES
@@ -12,11 +13,13 @@ from penstock.frontend.tokens.bodies import check_tokenize, parse_tokenize
 
 
 def _parse_chat(body: bytes) -> ParsedBody:
-    return ParsedBody(parse_chat(body))
+    request = parse_chat(body)
+    return ParsedBody(request, fields=ClientFields(names=names_of(request)))
 
 
 def _parse_completion(body: bytes) -> ParsedBody:
-    return ParsedBody(parse_completion(body))
+    request = parse_completion(body)
+    return ParsedBody(request, fields=ClientFields(names=names_of(request)))
 
 
 def _check_chat(parsed: ParsedBody, choices_max: int) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError
 from penstock.core.types.cards import ModelCard
 from penstock.core.wire import PackedTokens, Wire, encode, pack_tokens
+from penstock.frontend.client_fields import SAME, ClientFields
 from penstock.frontend.openai.bodies import ChatRequest
 from penstock.frontend.openai.body_error import nested_too_deeply
 from penstock.frontend.openai.dialect import EmbeddingOptions, ParsedBody
@@ -20,7 +21,7 @@ from penstock.frontend.requests.dialects import DIALECTS
 from penstock.frontend.requests.encoding import Prompt, encode_prompts, without_prompts
 from penstock.frontend.requests.route.body import decode_query
 from penstock.frontend.requests.route.model import RouteModel
-from penstock.frontend.responses.store import stored_messages
+from penstock.frontend.responses.store import fields_after, stored_messages
 from penstock.frontend.text.models import ServedModel
 
 LENGTH_BYTES = 8
@@ -74,13 +75,14 @@ class MissingFiles(Wire, frozen=True, tag="lacks"):
 
 
 class Encoded(Wire, frozen=True, tag="encoded"):
-    """The body's prompts, and the rest of the request as msgpack; `messages`: those to store, encoded; `embedding`: as in `ParsedBody`."""
+    """The body's prompts, and the rest of the request as msgpack; `messages`: those to store, encoded; `embedding` and `fields`: as in `ParsedBody`."""
 
     request: bytes
     prompts: tuple[Prompt, ...]
     is_chat: bool
     messages: bytes | None = None
     embedding: EmbeddingOptions | None = None
+    fields: ClientFields = SAME
 
 
 class DecodedQuery(Wire, frozen=True, tag="query"):
@@ -135,7 +137,8 @@ class Encoder:
     def _read(self, task: Read, body: bytes) -> ModelName:
         dialect = DIALECTS[task.dialect]
         parsed = self._body = dialect.parse(body)
-        dialect.check(parsed, task.choices_max)
+        with parsed.fields:
+            dialect.check(parsed, task.choices_max)
         return ModelName(model=parsed.request.model, previous=parsed.previous)
 
     def _encode(self, task: Encode) -> MissingFiles | Encoded:
@@ -151,13 +154,15 @@ class Encoder:
         self._models.move_to_end(task.source)
         parsed, self._body = self._body, None
         request, messages = parsed.request, stored_messages(parsed, task.history)
-        prompts = encode_prompts(request, model.adapted(task.card), task.hash_key)
+        with fields_after(parsed) as fields:
+            prompts = encode_prompts(request, model.adapted(task.card), task.hash_key)
         return Encoded(
             request=encode(without_prompts(request)),
             prompts=prompts,
             is_chat=isinstance(request, ChatRequest),
             messages=messages,
             embedding=parsed.embedding,
+            fields=fields,
         )
 
     def _read_query(self, task: ReadQuery, body: bytes) -> DecodedQuery:

@@ -5,7 +5,7 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from penstock.core.errors import PenstockError, ProtocolError
 from penstock.core.log import get_logger
 from penstock.core.wire import encode, unpack_tokens
+from penstock.frontend.client_fields import SAME, ClientFields
 from penstock.frontend.errors import refusal_of
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest
 from penstock.frontend.openai.dialect import EmbeddingOptions
@@ -51,6 +52,7 @@ class EncodedBody:
     previous: str | None = None
     messages: bytes | None = None  # to store, encoded
     embedding: EmbeddingOptions | None = None
+    fields: ClientFields = SAME
 
 
 class EncoderPool:
@@ -106,12 +108,12 @@ class Encoders:
         body: Sequence[bytes],
         *,
         dialect: str,
-        cache_salt: str = "",
+        model_of: Callable[[str], Awaitable[ServedModel]],
         history: Callable[[str], bytes] | None = None,
     ) -> EncodedBody:
-        """Decode, check and tokenize a body of an API once an encoder is free, for a tenant's `cache_salt`; the caller sets the deadline.
+        """Decode, check and tokenize a body of an API once an encoder is free; the caller sets the deadline.
 
-        `history` gives the encoded messages before those of the body, by the stored answer that it continues.
+        `model_of` gives the model that the body names; `history` gives the encoded messages before those of the body, by the stored answer that it continues.
 
         Cancelling this kills its encoder, so that an abandoned body takes no time from others.
 
@@ -123,7 +125,7 @@ class Encoders:
             named = await process.do(read, body)
             if not isinstance(named, ModelName):
                 raise _unexpected(named)
-            model = await self._shelf.get(named.model, cache_salt)
+            model = await model_of(named.model)
             task = Encode(
                 card=model.card,
                 source=model.source,
@@ -142,7 +144,13 @@ class Encoders:
         kind = ChatRequest if encoded.is_chat else CompletionRequest
         request: GenerationRequest = msgspec.msgpack.decode(encoded.request, type=kind)
         return EncodedBody(
-            request, model, encoded.prompts, named.previous, encoded.messages, encoded.embedding
+            request,
+            model,
+            encoded.prompts,
+            named.previous,
+            encoded.messages,
+            encoded.embedding,
+            encoded.fields,
         )
 
     async def close(self) -> None:

@@ -15,6 +15,7 @@ from penstock.core.ids import RequestId
 from penstock.core.types.cards import request_salt
 from penstock.core.types.requests import Request, SamplingParams
 from penstock.core.wire import num_tokens, token_list
+from penstock.frontend.client_fields import SAME, ClientFields
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.limits.headers import NO_OPTIONS, RequestOptions
 from penstock.frontend.openai.agents import (
@@ -87,6 +88,8 @@ class PreparedRequest(msgspec.Struct, frozen=True):
 
     annotations: bytes = b""
     """Encoded events before those of a streamed answer."""
+    fields: ClientFields = SAME
+    """The client's names of fields, for errors of workers."""
 
     def prompt_of(self, choice: int) -> PromptPart | None:
         return self.prompts[choice // self.choices_per_prompt] if self.prompts else None
@@ -140,8 +143,9 @@ class Preprocessor:
         prompts: Sequence[Prompt],
         *,
         embeds: bool = False,
+        fields: ClientFields = SAME,
     ) -> PreparedRequest:
-        """Prepare a request from its encoded prompts; `embeds` as in `Request`.
+        """Prepare a request from its encoded prompts; `embeds` as in `Request`, `fields` for errors of workers.
 
         Raises:
             RequestError: a prompt is empty or exceeds the context, or the body names another session than a header.
@@ -223,6 +227,7 @@ class Preprocessor:
             gives_token_ids=bool(request.return_token_ids),
             drops_output=limit == 0,
             annotations=b"" if request.nvext is None else _annotations(request, prompts),
+            fields=fields,
         )
         _check_values(prepared, is_stream=bool(request.stream))
         _check_echoed(prepared, is_stream=bool(request.stream))

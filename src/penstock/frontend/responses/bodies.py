@@ -21,7 +21,7 @@ class InputItem(msgspec.Struct, kw_only=True):
     """Any item of the input; unknown fields, such as `id` and `status`, are ignored."""
 
     type: str = "message"
-    role: str = ""
+    role: str | None = None
     content: str | list[InputPart] | None = None
     call_id: str = ""
     name: str = ""

@@ -6,6 +6,7 @@ from collections import OrderedDict
 import msgspec
 
 from penstock.core.errors import RequestError
+from penstock.frontend.client_fields import ClientFields
 from penstock.frontend.openai.bodies import ChatRequest, Message
 from penstock.frontend.openai.dialect import ParsedBody
 
@@ -122,6 +123,14 @@ def stored_messages(parsed: ParsedBody, history: bytes) -> bytes | None:
         said = [*_decode(history), *said]
         request.messages = [*head, *said]
     return _encode(said) if parsed.stores else None
+
+
+def fields_after(parsed: ParsedBody) -> ClientFields:
+    """Give the names of a body's fields, once `stored_messages` may have put a conversation before them."""
+    if not parsed.fields.messages or not isinstance(parsed.request, ChatRequest):
+        return parsed.fields
+    history = len(parsed.request.messages) - len(parsed.fields.messages)
+    return parsed.fields.after(parsed.instructions, history) if history else parsed.fields
 
 
 def with_answer(messages: bytes, answer: Message) -> bytes:

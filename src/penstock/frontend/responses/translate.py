@@ -3,9 +3,10 @@
 from typing import Any
 
 from penstock.core.errors import RequestError
+from penstock.frontend.client_fields import ClientFields, Origin
 from penstock.frontend.openai.agents import take_peer_fields
 from penstock.frontend.openai.bodies import ChatRequest, Message, parse_body
-from penstock.frontend.openai.dialect import ParsedBody
+from penstock.frontend.openai.dialect import ParsedBody, names_of
 from penstock.frontend.openai.media import ContentPart, MediaUrl
 from penstock.frontend.openai.validation import check_chat
 from penstock.frontend.responses.bodies import (
@@ -16,6 +17,15 @@ from penstock.frontend.responses.bodies import (
     decode_responses,
 )
 
+_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "token_ids": "input",
+    "verbosity": "text.verbosity",
+    "reasoning_effort": "reasoning.effort",
+}
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text")
 
 
@@ -33,7 +43,8 @@ def parse_responses(body: bytes) -> ParsedBody:
         )
     messages = [] if given.instructions is None else [Message(role="system", content=given.instructions)]
     instructions = len(messages)
-    messages += _messages(given.input)
+    origins = [Origin(field="instructions", content="instructions")] * instructions
+    messages += _messages(given.input, origins)
     request = ChatRequest(
         model=given.model,
         messages=messages,
@@ -57,37 +68,46 @@ def parse_responses(body: bytes) -> ParsedBody:
         request.verbosity = given.text.verbosity
         request.response_format = _format(given.text.format)
     take_peer_fields(request)
-    return ParsedBody(request, given.previous_response_id, instructions, stores=given.store is not False)
+    names = names_of(request) | _NAMES
+    if "response_format" not in names:
+        names |= {"response_format.json_schema": "text.format", "response_format": "text.format"}
+    fields = ClientFields(names=names, messages=tuple(origins), tools="parameters")
+    return ParsedBody(
+        request, given.previous_response_id, instructions, stores=given.store is not False, fields=fields
+    )
 
 
 def check_responses(parsed: ParsedBody, choices_max: int) -> None:
     """Raises: RequestError: a value is out of its range."""
     assert isinstance(parsed.request, ChatRequest)
-    try:
-        check_chat(parsed.request, choices_max)
-    except RequestError as error:
-        if error.param != "max_completion_tokens":
-            raise
-        text = error.message.replace("max_completion_tokens", "max_output_tokens")
-        raise RequestError(text, param="max_output_tokens") from error
+    check_chat(parsed.request, choices_max)
 
 
-def _messages(given: str | list[InputItem]) -> list[Message]:
-    """Give the messages of an input; calls and reasoning belong to the assistant's message before or after them."""
+def _messages(given: str | list[InputItem], origins: list[Origin]) -> list[Message]:
+    """Give the messages of an input; calls and reasoning belong to the assistant's message before or after them.
+
+    Adds the origin of each message to `origins`.
+    """
     if isinstance(given, str):
+        origins.append(Origin(field="input", content="input"))
         return [Message(role="user", content=given)]
     messages: list[Message] = []
     reasoning = ""
     for index, item in enumerate(given):
         where = f"input[{index}]"
+        origin = Origin(field=where, content=f"{where}.content", has_parts=True)
         if item.type == "message":
-            message = Message(role=item.role, content=_content(item.content, where))
+            if item.role is None:
+                raise RequestError(f"{where}.role: required, but missing", param=f"{where}.role")
+            message = Message(role=item.role, content=_content(item.content, origin.content))
             if item.role == "assistant":
                 message.reasoning_content, reasoning = reasoning or None, ""
             messages.append(message)
+            origins.append(origin)
         elif item.type == "function_call":
             if not messages or messages[-1].role != "assistant":
                 messages.append(Message(role="assistant", content="", reasoning_content=reasoning or None))
+                origins.append(origin)
                 reasoning = ""
             call = {"name": item.name, "arguments": item.arguments}
             messages[-1].tool_calls = [
@@ -95,8 +115,9 @@ def _messages(given: str | list[InputItem]) -> list[Message]:
                 {"id": item.call_id, "type": "function", "function": call},
             ]
         elif item.type == "function_call_output":
-            content = _content(item.output, where)
+            content = _content(item.output, f"{where}.output")
             messages.append(Message(role="tool", tool_call_id=item.call_id, content=content))
+            origins.append(Origin(field=where, content=f"{where}.output", has_parts=True))
         elif item.type == "reasoning":
             parts = item.content if isinstance(item.content, list) else []
             reasoning += "".join(part.text for part in parts)
@@ -111,7 +132,7 @@ def _messages(given: str | list[InputItem]) -> list[Message]:
 def _content(content: str | list[InputPart] | None, where: str) -> str | list[ContentPart]:
     if content is None or isinstance(content, str):
         return content or ""
-    parts = [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
+    parts = [_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
     if all(part.type == "text" for part in parts):
         return "\n".join(part.text or "" for part in parts)
     return parts

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -284,7 +285,34 @@ async def status_of(http: aiohttp.ClientSession, path: str, raw: bytes) -> int:
         assert message, (path, raw[:2000])
         assert "Traceback" not in message
         assert len(message) < 2000, (path, message[:300])
+        if (param := json.loads(text)["error"].get("param")) is not None:
+            assert was_sent(param, message, raw), (path, param, message, raw[:2000])
     return answer.status
+
+
+MISSING = ("required, but missing", "unknown field", "name one of", "needs tools", "expected either prompt")
+
+
+def was_sent(param: str, message: str, raw: bytes) -> bool:
+    """Tell whether a refusal names a field that the client sent, or one that it should have."""
+    if any(text in message for text in MISSING):
+        return True
+    try:
+        body = json.loads(raw)
+    except (RecursionError, ValueError):  # what is ignored need not be text
+        return True
+    for part in re.findall(r"[^.\[\]]+", param):
+        if isinstance(body, list):
+            if int(part) >= len(body):
+                return False
+            body = body[int(part)]
+        elif isinstance(body, dict):
+            if part not in body:
+                return False
+            body = body[part]
+        else:
+            return False
+    return True
 
 
 @pytest.mark.slow

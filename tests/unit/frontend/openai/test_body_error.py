@@ -5,6 +5,8 @@ from enum import StrEnum
 import msgspec
 import pytest
 
+from penstock.core.errors import RequestError
+from penstock.frontend.openai.bodies import parse_chat
 from penstock.frontend.openai.body_error import body_error
 
 
@@ -41,3 +43,11 @@ def test_the_field_is_named_with_what_it_may_be(body, param, says):
         msgspec.json.decode(body, type=Paint)
     error = body_error(caught.value, body, Paint)
     assert (error.message, error.param) == (says, param)
+
+
+def test_a_wrong_type_beside_what_is_nested_as_deeply_as_can_be_decoded_is_explained() -> None:
+    """The value is not shown where finding it would need more calls than decoding did."""
+    for depth in range(700, 1000):
+        body = b'{"model": "m", "messages": 7, "deep": ' + b"[" * depth + b"]" * depth + b"}"
+        with pytest.raises(RequestError):
+            parse_chat(body)

@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from penstock.core.errors import RequestError
+from penstock.frontend.client_fields import ClientFields
 from penstock.frontend.openai.bodies import ChatRequest, Message
+from penstock.frontend.openai.dialect import names_of
 from penstock.frontend.openai.structured import structured_of
 from penstock.frontend.openai.tools import check_tools, offered_tools
 
@@ -29,7 +31,11 @@ def request(**fields: Any) -> ChatRequest:
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "must be 'function', got 'web_search'"),
+        (
+            {"tools": [{"type": "web_search"}]},
+            "tools[0].type",
+            "must be 'function', as this server runs no tools itself, got 'web_search'",
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0].function.name", "a string of 1 to 256"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "1 to 256"),
         (
@@ -109,8 +115,13 @@ def test_a_schema_nested_too_deeply_is_refused() -> None:
     for _ in range(2000):
         schema = {"not": schema}
     deep = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    with pytest.raises(RequestError, match="tools: the schema is nested too deeply"):
-        structured_of(request(tools=deep, tool_choice="required"))
+    required = request(tools=deep, tool_choice="required")
+    with pytest.raises(RequestError) as caught, ClientFields(names=names_of(required)):
+        structured_of(required)
+    assert (caught.value.param, caught.value.message[:38]) == (
+        "tools",
+        "tools: the schema is nested too deeply",
+    )
 
 
 def test_required_calls_and_another_constraint_contradict() -> None:

@@ -14,6 +14,7 @@ from penstock.core.log import cause, get_logger
 from penstock.frontend.batches.objects import Batch, BatchRecord, BatchRequest, Deleted
 from penstock.frontend.batches.one import ENDPOINTS
 from penstock.frontend.batches.store import LIST_MAX, BatchStore, new_id, page
+from penstock.frontend.client_fields import ClientFields
 from penstock.frontend.errors import BodySizeError
 from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.batches.upload import receive_file
@@ -32,6 +33,7 @@ _LIST_LIMIT = 20
 _METADATA_MAX = 16
 _BATCH_BYTES_MAX = 64 << 10
 """Of a body that describes a batch, which is decoded on the event loop."""
+_INPUT_FILE = ClientFields(names={"file_id": "input_file_id"})
 _decode = msgspec.json.Decoder(BatchRequest).decode
 _log = get_logger()
 
@@ -125,7 +127,8 @@ class BatchRoutes:
         asked = parse_body(body, BatchRequest, _decode)
         now = int(wall_time_s())
         _check(asked)
-        stored = await asyncio.to_thread(store.file, asked.input_file_id)
+        with _INPUT_FILE:
+            stored = await asyncio.to_thread(store.file, asked.input_file_id)
         if stored.purpose != "batch":
             raise RequestError(
                 f"input_file_id: is a file for {stored.purpose!r}, expected one uploaded for 'batch'",
