@@ -323,7 +323,7 @@ class Router:
             own_prefill_pairs=loads.own_prefill_pairs,
             own_blocks=loads.own_blocks,
             worker_ids=self.fleet.slots.worker_ids,
-            session=request.session,
+            session=_session_key(request),
             slo_ttft_s=request.slo_ttft_s,
             slo_itl_s=request.slo_itl_s,
             prices=pool.prices.columns(),
@@ -416,6 +416,11 @@ class Router:
             session_idle_s=self._config.session_idle_s,
         )
         _log.debug(EVENT, **msgspec.structs.asdict(recorded))
+
+
+def _session_key(request: Request) -> str | None:
+    """Name a request's session among those of all tenants: none moves another one's, whatever id it guesses."""
+    return f"{request.tenant}\0{request.session}" if request.session and request.tenant else request.session
 
 
 def _output_tokens(request: Request) -> float | None:

@@ -151,13 +151,16 @@ def test_of_many_workers_the_cheapest_are_named_and_whoever_holds_most():
 
 def test_a_worker_that_got_its_session_s_request_is_told_so():
     async def scene(cluster: MemoryCluster, dispatcher: Dispatcher, engines: Engines) -> None:
-        async def reason(request_id: str, session: str | None) -> RouteReason:
-            async with dispatcher.open(make_request(request_id, session=session)):
+        async def reason(request_id: str, session: str | None, tenant: str = "") -> RouteReason:
+            request = make_request(request_id, session=session)
+            async with dispatcher.open(msgspec.structs.replace(request, tenant=tenant)):
                 return dispatcher.explain(request_id)[-1].reason
 
         assert await reason("new", "a") is RouteReason.NO_PREFIX
         assert await reason("again", "a") is RouteReason.SESSION
         assert await reason("other", "b") is RouteReason.NO_PREFIX
+        assert await reason("guess", "a", "another") is RouteReason.NO_PREFIX, "a session is its tenant's own"
+        assert await reason("guess again", "a", "another") is RouteReason.SESSION
         assert await reason("none", None) is RouteReason.NO_PREFIX
         for worker in ("w2", "w3"):
             cluster.kill(worker)
