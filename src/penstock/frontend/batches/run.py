@@ -1,6 +1,7 @@
 """One batch, from wherever it was left to its end."""
 
 import asyncio
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class BatchRun:
         self._options = RequestOptions(
             tenant=record.tenant, cache_salt=record.cache_salt, priority=-PRIORITY_MAX, priority_max=0
         )
+        self._loop, self._ends_s = asyncio.get_running_loop(), math.inf
         self._done: set[bytes] = set()
         self._unwritten: dict[Path, list[bytes]] = {self._output: [], self._errors: []}
         self._unwritten_bytes = self._output_bytes = 0
@@ -96,6 +98,8 @@ class BatchRun:
     async def _answer_all(self) -> None:
         """Answer until all is answered, or the batch is cancelled or expires."""
         looks = 0
+        # From here on the clock may be set: what is left of the window counts.
+        self._ends_s = self._loop.time() + self._batch.expires_at - wall_time_s()
         async with asyncio.TaskGroup() as group:
             answering = group.create_task(self._answer_lines())
             while not answering.done():
@@ -150,7 +154,7 @@ class BatchRun:
         most = self._store.config.file_bytes_max
         if self._store.is_to_cancel(batch.id):
             batch.cancelling_at = batch.cancelled_at = now
-        elif now >= batch.expires_at:
+        elif self._loop.time() >= self._ends_s:
             batch.expired_at = now
         elif self._output_bytes > most:
             text = (

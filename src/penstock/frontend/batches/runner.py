@@ -14,7 +14,8 @@ from penstock.frontend.frontend import Frontend
 
 _SCAN_S = 1.0
 _CLEAN_S = 600.0
-_BATCHES_AT_ONCE = 8
+_TENANTS_AT_ONCE = 16
+"""A tenant's batches run one after another: one alone can use all of `at_once`, and many leave room for other tenants'."""
 _DISK_PAUSE_S = 10.0
 _log = get_logger()
 
@@ -28,7 +29,10 @@ class BatchRunner:
         self._gaps = Gaps(
             self._config, lambda: frontend.admission.inflight, lambda: frontend.unhealthy() is None
         )
-        self._running: set[str] = set()
+        self._running: dict[str, str] = {}
+        """Batches that run here, by their tenant's folder."""
+        self._last_tenant = ""
+        self._began_s = 0.0
         self._unreadable: set[str] = set()
 
     async def run(self) -> None:
@@ -37,42 +41,51 @@ class BatchRunner:
             return
         loop = asyncio.get_running_loop()
         clean_at_s = loop.time()
+        self._began_s = wall_time_s() - clean_at_s
         async with asyncio.TaskGroup() as group:
             while True:
                 for store, record, lock in await asyncio.to_thread(self._take):
                     group.create_task(self._run(store, record, lock))
                 if loop.time() >= clean_at_s:
-                    await asyncio.to_thread(self._clean)
+                    # Where the clock was set, by the earlier of two dates: what is removed does not come back.
+                    await asyncio.to_thread(self._clean, min(wall_time_s(), self._began_s + loop.time()))
                     clean_at_s = loop.time() + _CLEAN_S
                 await asyncio.sleep(_SCAN_S)
 
     def _take(self) -> list[tuple[BatchStore, BatchRecord, int]]:
-        """Lock batches that nobody runs."""
+        """Lock the oldest batch that nobody runs of each tenant of whom none runs here; tenants take turns."""
         taken: list[tuple[BatchStore, BatchRecord, int]] = []
         try:
-            for store in BatchStore.all(self._config):
-                for name in store.unended_ids():
-                    if len(self._running) >= _BATCHES_AT_ONCE:
-                        return taken
-                    if name in self._running or name in self._unreadable:
-                        continue
-                    if (lock := store.try_lock(name)) is None:
-                        continue
-                    try:
-                        taken.append((store, store.record(name), lock))
-                        self._running.add(name)
-                    except (OSError, ValueError, RequestError) as error:
-                        os.close(lock)
-                        self._unreadable.add(name)
-                        _log.error("batch_not_read", batch=name, **cause(error))
+            stores = list(BatchStore.all(self._config))
+            for store in sorted(stores, key=lambda store: (store.name <= self._last_tenant, store.name)):
+                if len(self._running) >= _TENANTS_AT_ONCE:
+                    break
+                if store.name not in self._running and (found := self._take_of(store)) is not None:
+                    self._last_tenant = store.name
+                    taken.append((store, *found))
         except OSError as error:
             _log.error("batches_not_read", directory=self._config.directory, error=str(error))
         return taken
 
-    def _clean(self) -> None:
+    def _take_of(self, store: BatchStore) -> tuple[BatchRecord, int] | None:
+        for name in store.unended_ids():
+            if name in self._unreadable or (lock := store.try_lock(name)) is None:
+                continue
+            try:
+                record = store.record(name)
+            except (OSError, ValueError, RequestError) as error:
+                os.close(lock)
+                self._unreadable.add(name)
+                _log.error("batch_not_read", batch=name, **cause(error))
+                continue
+            self._running[store.name] = name
+            return record, lock
+        return None
+
+    def _clean(self, now: float) -> None:
         try:
             for store in BatchStore.all(self._config):
-                store.clean()
+                store.clean(now)
         except OSError as error:
             _log.error("batches_not_cleaned", directory=self._config.directory, error=str(error))
 
@@ -96,7 +109,7 @@ class BatchRunner:
                 await asyncio.sleep(_DISK_PAUSE_S)
         finally:
             os.close(lock)
-            self._running.discard(batch.id)
+            self._running.pop(store.name, None)
 
     async def _fail(self, store: BatchStore, record: BatchRecord, error: Exception) -> OSError | None:
         """End a batch on which this server failed; gives why that cannot be written."""

@@ -41,6 +41,8 @@ class BatchStore:
 
     def __init__(self, config: BatchesConfig, folder: Path) -> None:
         self.config = config
+        self.name = folder.name
+        """Of the tenant's folder."""
         self._files = folder / "files"
         self._batches = folder / "batches"
         self._ended = folder / "ended"
@@ -186,7 +188,7 @@ class BatchStore:
         return _all(self._batches, BatchRecord)
 
     def unended_ids(self) -> list[str]:
-        """Give the ids of the batches that have not ended, also of those that cannot be read."""
+        """Give the ids of the batches that have not ended, the oldest first, also of those that cannot be read."""
         return sorted(path.stem for path in self._batches.glob("*.json") if _ID.fullmatch(path.stem))
 
     def ask_to_cancel(self, batch_id: str) -> Batch:
@@ -218,9 +220,8 @@ class BatchStore:
             return None
         return lock
 
-    def clean(self) -> None:
-        """Remove files and ended batches past their time, the oldest ended ones of too many, and uploads that were broken off."""
-        now = wall_time_s()
+    def clean(self, now: float) -> None:
+        """Remove files and ended batches past their time by this date, the oldest ended ones of too many, and uploads that were broken off."""
         for stored in _all(self._files, FileObject):
             if stored.expires_at is not None and stored.expires_at < now and not self._is_input(stored.id):
                 self._remove_file(stored.id)
@@ -256,6 +257,11 @@ class BatchStore:
 def new_id(prefix: str) -> str:
     """Make an id that nobody can guess."""
     return f"{prefix}{secrets.token_hex(12)}"
+
+
+def new_batch_id(now_s: float) -> str:
+    """Make an id that nobody can guess, and that comes after earlier ones."""
+    return f"batch_{int(now_s * 1e3):012x}{secrets.token_hex(6)}"
 
 
 def page(items: list[Listed], after: str | None, limit: int) -> Listing[Listed]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from penstock.frontend.batches import run as batch_run
 from penstock.frontend.batches import runner as batch_runner
 from penstock.frontend.batches import store as batch_store
 from penstock.frontend.batches.store import new_id
+from penstock.frontend.http.batches import routes as batch_routes
 from tests.support.dispatcher import Script, speak
 
 CHAT = "/v1/chat/completions"
@@ -318,6 +320,67 @@ def test_a_full_disk_loses_nothing_and_ends_nobody(tmp_path: Path, monkeypatch: 
         assert set(await read(site.client, batch.output_file_id)) == set("abc")
 
     serve(test, tmp_path)
+
+
+def test_many_batches_of_one_tenant_hold_up_no_other_tenants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_runner, "_SCAN_S", 0.1)
+    blocked = asyncio.Event()
+
+    async def script(request: Request) -> AsyncIterator[Delta]:
+        if request.tenant == "tenant-flood":
+            await blocked.wait()
+        async for delta in SAY(request):
+            yield delta
+
+    async def test(site: Site) -> None:
+        flood, other = (site.client.with_options(api_key=key) for key in ("flood", "other"))
+        floods = [await start(flood, [line("a")]) for _ in range(10)]
+        await site.until(lambda: site.dispatcher.open_streams > 0, timeout_s=30)
+        batch = await ended(other, (await start(other, [line("a")])).id)
+        assert batch.status == "completed"
+        blocked.set()
+        for batch in floods:
+            assert (await ended(flood, batch.id)).status == "completed"
+        times = [(await flood.batches.retrieve(batch.id)).completed_at for batch in floods]
+        assert times == sorted(times), "the oldest first"
+
+    serve(test, tmp_path, script, tenants=of_keys("flood", "other"))
+
+
+def test_a_clock_that_is_set_neither_expires_a_batch_nor_removes_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked, step_s = asyncio.Event(), 0.0
+
+    def wall_time_s() -> float:
+        return time.time() + step_s
+
+    for module in (batch_run, batch_runner, batch_store, batch_routes):
+        monkeypatch.setattr(module, "wall_time_s", wall_time_s)
+    monkeypatch.setattr(batch_runner, "_CLEAN_S", 0.1)
+
+    async def script(request: Request) -> AsyncIterator[Delta]:
+        await blocked.wait()
+        async for delta in SAY(request):
+            yield delta
+
+    async def test(site: Site) -> None:
+        nonlocal step_s
+        kept = await site.client.files.create(file=("in.jsonl", jsonl([line("a")])), purpose="batch")
+        batch = await start(site.client, [line("a")], window="1h")
+        await site.until(lambda: site.dispatcher.open_streams > 0, timeout_s=30)
+        for days in (40, -40):
+            step_s = days * 86_400.0
+            await asyncio.sleep(3 * batch_runner._SCAN_S)  # several looks at what there is
+            assert (await site.client.batches.retrieve(batch.id)).status == "in_progress"
+            assert (await site.client.files.retrieve(kept.id)).id == kept.id
+            assert (await start(site.client, [line("b")], window="1h")).status == "validating"
+        blocked.set()
+        assert (await ended(site.client, batch.id)).status == "completed"
+
+    serve(test, tmp_path, script)
 
 
 def test_a_batch_that_cannot_be_read_holds_up_no_other(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from penstock.core.errors import Overloaded, RequestError
 from penstock.core.log import cause, get_logger
 from penstock.frontend.batches.objects import Batch, BatchRecord, BatchRequest, Deleted
 from penstock.frontend.batches.one import ENDPOINTS
-from penstock.frontend.batches.store import LIST_MAX, BatchStore, new_id, page
+from penstock.frontend.batches.store import LIST_MAX, BatchStore, new_batch_id, new_id, page
 from penstock.frontend.client_fields import ClientFields
 from penstock.frontend.errors import BodySizeError
 from penstock.frontend.frontend import Frontend
@@ -135,7 +135,7 @@ class BatchRoutes:
                 param="input_file_id",
             )
         batch = Batch(
-            id=new_id("batch_"),
+            id=new_batch_id(wall_time_s()),
             endpoint=asked.endpoint,
             input_file_id=stored.id,
             completion_window=asked.completion_window,
