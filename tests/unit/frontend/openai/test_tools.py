@@ -36,7 +36,7 @@ def request(**fields: Any) -> ChatRequest:
             "tools[0].type",
             "must be 'function', as this server runs no tools itself, got 'web_search'",
         ),
-        ({"tools": [{"type": "function"}]}, "tools[0].function.name", "a string of 1 to 256"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "required, but missing"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "1 to 256"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
