@@ -463,7 +463,7 @@ def test_bounds_and_bad_fields_are_said(tmp_path: Path) -> None:
         assert (
             await refused(completion_window="9d")
         ) == "completion_window: must be a time of at most 7d, such as '24h', got '9d'"
-        assert (await refused(input_file_id="../../etc")) == "file_id: '../../etc' does not exist"
+        assert (await refused(input_file_id="../../etc")) == "input_file_id: '../../etc' does not exist"
         assert (await refused(metadata={str(n): "" for n in range(17)})).startswith(
             "metadata: at most 16 keys"
         )
