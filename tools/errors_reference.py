@@ -32,6 +32,7 @@ their fix](errors.md) has codes, log events and the most frequent ones.
 """Says what the page is."""
 FIXES = {
     r"^(Kubernetes|NATS|etcd) at .*registered": "give each worker its own name or namespace",
+    r"^hub at ADDRESS: MESSAGE$": "do what the message of the first host says: it names the fix",
     r"^(Kubernetes|NATS|etcd)( at |: )": "look at the registry: it is away, slow or refuses; Penstock goes on and tries again",
     r"runs within a program": "end it there",
     r"of a gateway": "leave it out: requests go through a gateway's own servers",
