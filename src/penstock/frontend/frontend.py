@@ -316,10 +316,9 @@ class Frontend:
         model = await model_of(request.model)
         with fields:
             prompts = await self._preprocessor.encode(request, model, size_bytes + len(before))
-        chat_request = request if isinstance(request, ChatRequest) else None
-        return _Decoded(
-            request, model, prompts, chat_request, parsed.previous, messages, parsed.embedding, fields
-        )
+        chat = request if isinstance(request, ChatRequest) else None
+        rest = parsed.previous, messages, parsed.embedding, fields
+        return _Decoded(request, model, prompts, chat, *rest)
 
     async def close(self) -> None:
         """End the encoder processes, connections for media, and what is computed ahead. Safe twice."""
@@ -363,11 +362,8 @@ class Frontend:
 
     def models(self) -> ModelList:
         entries = [_entry(card) for card in self.dispatcher.models().values()]
-        return ModelList(
-            data=entries,
-            first_id=entries[0].id if entries else None,
-            last_id=entries[-1].id if entries else None,
-        )
+        first, last = (entries[0].id, entries[-1].id) if entries else (None, None)
+        return ModelList(data=entries, first_id=first, last_id=last)
 
     def model(self, name: str) -> ModelEntry:
         """Raises: UnknownModelError: no worker serves it."""
