@@ -23,7 +23,7 @@ CONFIG = QueueConfig(
     tenant_burst_tokens=0, requests_max=24, looked_at_max=4, work_weight=2.0, overtaken_s_max=10.0
 )
 FACTOR = CONFIG.priority_factor
-LANES = ((None, False), (None, True), ("adapter", False))
+QUEUE_KEYS = ((None, False), (None, True), ("adapter", False))
 
 
 class HoldMachine(RuleBasedStateMachine):
@@ -39,17 +39,17 @@ class HoldMachine(RuleBasedStateMachine):
 
     @rule(
         tenant=st.sampled_from("abcd"),
-        lane=st.sampled_from(LANES),
+        queue_key=st.sampled_from(QUEUE_KEYS),
         priority=st.integers(-2, 2),
         tokens=st.integers(1, TOKENS_MAX),
         work_s=st.floats(0, 20),
     )
-    def put(self, tenant, lane, priority, tokens, work_s):
+    def put(self, tenant, queue_key, priority, tokens, work_s):
         request = Request(
             request_id=RequestId("r"), model="m", token_ids=pack_tokens(range(tokens)),
             sampling=SamplingParams(max_tokens=1), tenant=tenant, priority=priority,
         )  # fmt: skip
-        queued = QueuedRequest(request, self.now_s, work_s, share_s=work_s / 3, lane=lane)
+        queued = QueuedRequest(request, self.now_s, work_s, share_s=work_s / 3, queue_key=queue_key)
         mine = sum(one.tenant == tenant for one in self.waiting)
         refused = len(self.waiting) >= 24 or (mine and mine >= 24 - len(self.waiting))
         if refused:
@@ -105,9 +105,13 @@ class HoldMachine(RuleBasedStateMachine):
         self.queue.check()
         assert len(self.queue) == len(self.waiting)
         heads = list(self.queue.heads())
-        assert [head[0].lane for head in heads] == list(dict.fromkeys(head[0].lane for head in heads))
-        assert {head[0].lane for head in heads} == {queued.lane for queued in self.waiting}, "each lane, once"
-        assert all(queued.lane == head[0].lane for head in heads for queued in head)
+        assert [head[0].queue_key for head in heads] == list(
+            dict.fromkeys(head[0].queue_key for head in heads)
+        )
+        assert {head[0].queue_key for head in heads} == {queued.queue_key for queued in self.waiting}, (
+            "each queue key, once"
+        )
+        assert all(queued.queue_key == head[0].queue_key for head in heads for queued in head)
 
     @invariant()
     def tenants_get_equal_shares(self):
@@ -120,7 +124,7 @@ class HoldMachine(RuleBasedStateMachine):
 
     @invariant()
     def priorities_get_their_shares(self):
-        """Counted from when the last request came to an empty line."""
+        """Counted from when the last request came to a priority without requests."""
         waiting = {self.flow(queued)[0] for queued in self.waiting}
         for low in waiting:
             for high in waiting:

@@ -3,8 +3,8 @@
 A request that is sent early waits at the worker whose queue looked shortest then. A queued request goes to the worker that
 is free first.
 
-Requests of one lane may go to the same workers: those for one LoRA adapter, or for prefill workers. Lanes share the clocks, so a
-tenant has one share of the model's workers, however many adapters it asks for.
+Requests with one queue key may go to the same workers: those for one LoRA adapter, or for prefill workers. All queue keys share the
+virtual clocks, so a tenant has one share of the model's workers, however many adapters it asks for.
 """
 
 import math
@@ -26,7 +26,7 @@ _PRIORITIES = (-1, 0, 1)
 NEAR_TOKENS = 1024
 """Tenants whose service differs by fewer tokens count as equally served, and the request that costs least goes first."""
 
-Lane = tuple[str | None, bool]
+QueueKey = tuple[str | None, bool]
 """(LoRA adapter, whether the request waits for prefill workers)."""
 
 
@@ -42,7 +42,7 @@ class QueuedRequest:
     """Predicted seconds until some worker has room, at arrival."""
     share_s: float = 0.0
     """Seconds that all workers together need for its prompt, uncached."""
-    lane: Lane = (None, False)
+    queue_key: QueueKey = (None, False)
     turn: tuple[float, int] = (0.0, 0)
 
     @property
@@ -60,28 +60,28 @@ def _turn(queued: QueuedRequest) -> tuple[float, int]:
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
-    """One tenant's queued requests of one priority, by lane and turn; `served` is the tenant's virtual clock, in tokens."""
+class _TenantQueue:
+    """One tenant's queued requests of one priority, by queue key and turn; `served` is its virtual clock, in prompt tokens."""
 
     tenant: str
     served: float
-    by_lane: dict[Lane, list[QueuedRequest]] = field(default_factory=dict)
+    by_key: dict[QueueKey, list[QueuedRequest]] = field(default_factory=dict)
 
-    def lanes(self) -> list[Lane]:
-        """Give its lanes by the turn of their first requests."""
-        if len(self.by_lane) == 1:
-            return list(self.by_lane)
-        return sorted(self.by_lane, key=lambda lane: self.by_lane[lane][0].turn)
+    def keys_in_turn(self) -> list[QueueKey]:
+        """Give its queue keys by the turn of their first requests."""
+        if len(self.by_key) == 1:
+            return list(self.by_key)
+        return sorted(self.by_key, key=lambda queue_key: self.by_key[queue_key][0].turn)
 
 
-class _Lines:
-    """The tenants of one priority; `served` is the priority's virtual clock, in tokens over weight."""
+class _PriorityClass:
+    """The tenants with queued requests of one priority; `served` is its virtual clock, in prompt tokens over weight."""
 
     def __init__(self, weight: float, config: QueueConfig) -> None:
         self.weight = weight
         self._credit = float(config.tenant_burst_tokens)
         self.served = 0.0
-        self.by_tenant: dict[str, _Line] = {}
+        self.by_tenant: dict[str, _TenantQueue] = {}
         self._clock = (
             0.0  # `served` of the tenant served last: a new tenant begins less than `_credit` before
         )
@@ -90,40 +90,40 @@ class _Lines:
         self._left: OrderedDict[str, float] = OrderedDict()  # `served` of tenants with nothing waiting
         self._left_max = config.requests_max
 
-    def __iter__(self) -> Iterator[_Line]:
-        """Give the lines by turn."""
+    def __iter__(self) -> Iterator[_TenantQueue]:
+        """Give the tenants' queues, the least served first."""
         return (self.by_tenant[tenant] for _, tenant in self._order)
 
-    def beginning_with(self, first: _Line) -> Iterator[_Line]:
-        """Give the lines by turn, from this one on."""
+    def beginning_with(self, first: _TenantQueue) -> Iterator[_TenantQueue]:
+        """Give the tenants' queues from this one on, the least served first."""
         start = bisect_left(self._order, (first.served, first.tenant))
         return (self.by_tenant[tenant] for _, tenant in islice(self._order, start, None))
 
     def add(self, queued: QueuedRequest) -> None:
-        line = self.by_tenant.get(queued.tenant)
-        if line is None:
+        queue = self.by_tenant.get(queued.tenant)
+        if queue is None:
             served = max(self._left.pop(queued.tenant, -math.inf), self._clock - self._credit)
-            line = self.by_tenant[queued.tenant] = _Line(queued.tenant, served)
-            insort(self._order, (line.served, line.tenant))
-        insort(line.by_lane.setdefault(queued.lane, []), queued, key=_turn)
+            queue = self.by_tenant[queued.tenant] = _TenantQueue(queued.tenant, served)
+            insort(self._order, (queue.served, queue.tenant))
+        insort(queue.by_key.setdefault(queued.queue_key, []), queued, key=_turn)
 
     def remove(self, queued: QueuedRequest, *, charged: bool) -> None:
-        line = self.by_tenant[queued.tenant]
-        beside = line.by_lane[queued.lane]
+        queue = self.by_tenant[queued.tenant]
+        beside = queue.by_key[queued.queue_key]
         del beside[bisect_left(beside, queued.turn, key=_turn)]
         if not beside:
-            del line.by_lane[queued.lane]
-        del self._order[bisect_left(self._order, (line.served, line.tenant))]
+            del queue.by_key[queued.queue_key]
+        del self._order[bisect_left(self._order, (queue.served, queue.tenant))]
         if charged:
-            self._clock = max(self._clock, line.served)
+            self._clock = max(self._clock, queue.served)
             self.served += queued.tokens / self.weight
-            line.served += queued.tokens
-            self._ahead = max(self._ahead, line.served)
-        if line.by_lane:
-            insort(self._order, (line.served, line.tenant))
+            queue.served += queued.tokens
+            self._ahead = max(self._ahead, queue.served)
+        if queue.by_key:
+            insort(self._order, (queue.served, queue.tenant))
             return
         del self.by_tenant[queued.tenant]
-        self._remember(queued.tenant, line.served)
+        self._remember(queued.tenant, queue.served)
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Charge a tenant that has nothing waiting for prompts that were sent before anything waited."""
@@ -142,19 +142,23 @@ class _Lines:
                 self._left.popitem(last=False)
 
     def check(self) -> None:
-        lines = self.by_tenant
-        assert self._order == sorted((line.served, tenant) for tenant, line in lines.items()), (
+        queues = self.by_tenant
+        assert self._order == sorted((queue.served, tenant) for tenant, queue in queues.items()), (
             "in order of turn"
         )
-        assert all(line.by_lane and line.tenant == tenant for tenant, line in lines.items()), "no empty lines"
-        assert not lines.keys() & self._left.keys(), "a tenant waits or is remembered, not both"
+        assert all(queue.by_key and queue.tenant == tenant for tenant, queue in queues.items()), (
+            "no empty queues"
+        )
+        assert not queues.keys() & self._left.keys(), "a tenant waits or is remembered, not both"
         assert len(self._left) <= self._left_max, f"{len(self._left)} tenants remembered, past the bound"
-        for line in lines.values():
-            for lane, waiting in line.by_lane.items():
+        for queue in queues.values():
+            for queue_key, waiting in queue.by_key.items():
                 turns = [queued.turn for queued in waiting]
-                assert turns, f"{line.tenant}: no empty lanes"
-                assert turns == sorted(set(turns)), f"{line.tenant}: in order of turn, got {turns}"
-                assert all(queued.lane == lane for queued in waiting), f"{line.tenant}: each in its lane"
+                assert turns, f"{queue.tenant}: no queue key without requests"
+                assert turns == sorted(set(turns)), f"{queue.tenant}: in order of turn, got {turns}"
+                assert all(queued.queue_key == queue_key for queued in waiting), (
+                    f"{queue.tenant}: each under its queue key"
+                )
 
 
 class FairQueue:
@@ -169,16 +173,16 @@ class FairQueue:
         """
         self._config = config
         self._by_priority = {
-            priority: _Lines(config.priority_factor**priority, config)
+            priority: _PriorityClass(config.priority_factor**priority, config)
             for priority in reversed(_PRIORITIES)  # of equally served ones the highest goes first
         }
-        for lines in self._by_priority.values():
+        for priority_class in self._by_priority.values():
             for tenant, tokens in (sent_tokens or {}).items():
-                lines.charge(tenant, tokens)
+                priority_class.charge(tenant, tokens)
         self._num_queued = self._num_seen = 0
         self._share_s = 0.0
         self._of_tenant: dict[str, int] = {}
-        self._of_lane: dict[Lane, int] = {}
+        self._of_key: dict[QueueKey, int] = {}
         self._clock = 0.0
         self._left_at_s: deque[float] = deque(maxlen=_RATE_OVER)
 
@@ -186,9 +190,9 @@ class FairQueue:
         return self._num_queued
 
     @property
-    def lanes(self) -> Collection[Lane]:
-        """The lanes in which requests wait."""
-        return self._of_lane.keys()
+    def queue_keys(self) -> Collection[QueueKey]:
+        """The queue keys with queued requests."""
+        return self._of_key.keys()
 
     def put(self, queued: QueuedRequest) -> None:
         """Have a request wait.
@@ -215,46 +219,48 @@ class FairQueue:
             )
             refusal.http_status = 429
             raise refusal
-        lines = self._by_priority[_priority(queued.request)]
-        if not lines.by_tenant:
-            lines.served = max(lines.served, self._clock)
+        priority_class = self._by_priority[_priority(queued.request)]
+        if not priority_class.by_tenant:
+            priority_class.served = max(priority_class.served, self._clock)
         queued.turn = self.turn_s(queued, queued.work_s), self._num_seen
         self._num_seen += 1
         self._num_queued += 1
         self._share_s += queued.share_s
         self._of_tenant[queued.tenant] = mine + 1
-        self._of_lane[queued.lane] = self._of_lane.get(queued.lane, 0) + 1
-        lines.add(queued)
+        self._of_key[queued.queue_key] = self._of_key.get(queued.queue_key, 0) + 1
+        priority_class.add(queued)
 
     def discard(self, queued: QueuedRequest) -> None:
         """Forget a queued request that is given up."""
         self._remove(queued, charged=False)
 
     def heads(self) -> Iterator[Sequence[QueuedRequest]]:
-        """Give the requests that may be next in each lane, at most `looked_at_max` of one; the lane with the turn first.
+        """Give the candidates to leave next, at most `looked_at_max` for each queue key, in order of turn.
 
-        The first of each has the turn in its lane. Those beside it have its priority, and belong to tenants that were served
-        hardly more: a prompt, and at most `NEAR_TOKENS`. A change of the queue ends the iteration.
+        The first candidate of each has the turn for its queue key. The others have its priority, and their tenants were served
+        at most a prompt more, `NEAR_TOKENS` at most. A change of the queue ends the iteration.
         """
-        seen: set[Lane] = set()
-        busy = [lines for lines in self._by_priority.values() if lines.by_tenant]
-        for lines in sorted(busy, key=lambda lines: lines.served):
-            for line in lines:
-                for lane in line.lanes():
-                    if lane not in seen:
-                        seen.add(lane)
-                        yield self._beside(line, lane, lines)
-                if len(seen) == len(self._of_lane):
+        seen: set[QueueKey] = set()
+        busy = [priority_class for priority_class in self._by_priority.values() if priority_class.by_tenant]
+        for priority_class in sorted(busy, key=lambda priority_class: priority_class.served):
+            for queue in priority_class:
+                for queue_key in queue.keys_in_turn():
+                    if queue_key not in seen:
+                        seen.add(queue_key)
+                        yield self._beside(queue, queue_key, priority_class)
+                if len(seen) == len(self._of_key):
                     return
 
-    def _beside(self, first: _Line, lane: Lane, lines: _Lines) -> Sequence[QueuedRequest]:
-        """Give the candidates of a lane, of which `first` is the least served tenant."""
+    def _beside(
+        self, first: _TenantQueue, queue_key: QueueKey, priority_class: _PriorityClass
+    ) -> Sequence[QueuedRequest]:
+        """Give the candidates of a queue key; `first` is the queue of the least served tenant."""
         looked_at = self._config.looked_at_max if self._config.work_weight else 1
-        level = first.served + min(first.by_lane[lane][0].tokens, NEAR_TOKENS)
-        in_reach = takewhile(lambda line: line.served <= level, lines.beginning_with(first))
-        near = list(islice((line for line in in_reach if lane in line.by_lane), looked_at))
+        level = first.served + min(first.by_key[queue_key][0].tokens, NEAR_TOKENS)
+        in_reach = takewhile(lambda queue: queue.served <= level, priority_class.beginning_with(first))
+        near = list(islice((queue for queue in in_reach if queue_key in queue.by_key), looked_at))
         each = max(looked_at // len(near), 1)
-        return [queued for line in near for queued in line.by_lane[lane][:each]]
+        return [queued for queue in near for queued in queue.by_key[queue_key][:each]]
 
     def is_behind(self, queued: QueuedRequest) -> bool:
         """Say whether a queued request's tenant is below its share, also with this request: it need not wait for prompts of others."""
@@ -284,9 +290,9 @@ class FairQueue:
         """Raise AssertionError where counts, bounds or order are broken."""
         waiting = [
             queued
-            for lines in self._by_priority.values()
-            for line in lines
-            for beside in line.by_lane.values()
+            for priority_class in self._by_priority.values()
+            for queue in priority_class
+            for beside in queue.by_key.values()
             for queued in beside
         ]
         assert len(waiting) == self._num_queued, f"{self._num_queued} are counted, {len(waiting)} wait"
@@ -298,10 +304,10 @@ class FairQueue:
         for queued in waiting:
             of_tenant[queued.tenant] = of_tenant.get(queued.tenant, 0) + 1
         assert of_tenant == self._of_tenant, f"tenants: {self._of_tenant}, but {of_tenant} wait"
-        of_lane = Counter(queued.lane for queued in waiting)
-        assert of_lane == self._of_lane, f"lanes: {self._of_lane}, but {of_lane} wait"
-        for lines in self._by_priority.values():
-            lines.check()
+        of_key = Counter(queued.queue_key for queued in waiting)
+        assert of_key == self._of_key, f"queue keys: {self._of_key}, but {of_key} wait"
+        for priority_class in self._by_priority.values():
+            priority_class.check()
 
     def _remove(self, queued: QueuedRequest, *, charged: bool) -> None:
         self._by_priority[_priority(queued.request)].remove(queued, charged=charged)
@@ -310,9 +316,9 @@ class FairQueue:
         self._of_tenant[queued.tenant] -= 1
         if not self._of_tenant[queued.tenant]:
             del self._of_tenant[queued.tenant]
-        self._of_lane[queued.lane] -= 1
-        if not self._of_lane[queued.lane]:
-            del self._of_lane[queued.lane]
+        self._of_key[queued.queue_key] -= 1
+        if not self._of_key[queued.queue_key]:
+            del self._of_key[queued.queue_key]
 
     def _refusal(self, message: str, queued: QueuedRequest) -> Overloaded:
         return Overloaded(message, retry_after_s=retry_after_s(self.drain_s(queued.since_s, queued.wait_s)))

@@ -33,10 +33,8 @@ _SOON_S = 0.1
 Requests that wait inside a worker cannot be overtaken."""
 _LOOK_AGAIN_S = 1.0
 """Predictions also change by themselves, as answers turn out shorter. So a look comes at least this often."""
-
-
-_LANES_LOOKED_AT_MAX = 16
-"""Lanes of a model that one look prices, the first in turn; most share their workers, and the first that finds no room ends the look."""
+_QUEUE_KEYS_LOOKED_AT_MAX = 16
+"""Queue keys of a model that one look prices, in order of turn. Most share their workers; the first that finds no room ends the look."""
 
 
 class Waiting(Protocol):
@@ -239,14 +237,14 @@ class RequestQueue:
         request, eligible = candidates.request, candidates.context.eligible
         queued = QueuedRequest(
             ticket.waiting.request,
-            lane=(request.adapter, candidates.is_disaggregated),
+            queue_key=(request.adapter, candidates.is_disaggregated),
             since_s=candidates.context.now_s,
             work_s=float(candidates.work_s()[eligible].min()),
             wait_s=float(candidates.waits_s()[eligible].min()),
             share_s=candidates.share_s(),
         )
         queue = self._queues.get(request.model) or FairQueue(self._config, self._sent_tokens(request.model))
-        is_new_lane = queued.lane not in queue.lanes
+        is_new_key = queued.queue_key not in queue.queue_keys
         try:
             queue.put(queued)
         except Overloaded as error:
@@ -262,7 +260,7 @@ class RequestQueue:
             self._fleet.loads.listener = self._on_change
             self._listening.enter_context(self._fleet.changes.telling(self._on_change))
         # It may be the first in turn, and the first for its workers.
-        is_other = is_new_lane and 1 < len(queue.lanes) <= _LANES_LOOKED_AT_MAX
+        is_other = is_new_key and 1 < len(queue.queue_keys) <= _QUEUE_KEYS_LOOKED_AT_MAX
         self._look_at(0.0 if is_other or queue.is_behind(queued) else self._next_s)
 
     def _sent_tokens(self, model: str) -> Mapping[str, int]:
@@ -314,12 +312,12 @@ class RequestQueue:
     def _release_one(self, model: str, now_s: float) -> None:
         """Release the first request that finds room; one at a time, so that the next one is priced with it on its worker.
 
-        A lane without room keeps its workers for itself: nobody later in turn goes there, so that a large request does not wait
+        The workers of a queue key without room stay reserved for it: nobody later in turn goes there, so that a large request does not wait
         for ever behind small ones.
         """
         queue, pool = self._queues[model], self._fleet.pools.get(model)
         kept: NDArray[np.bool_] | None = None
-        for candidates in islice(queue.heads(), _LANES_LOOKED_AT_MAX):
+        for candidates in islice(queue.heads(), _QUEUE_KEYS_LOOKED_AT_MAX):
             queued, eligible = self._next_of(queue, candidates, kept)
             if queued is not None:
                 ticket = self._tickets[queued]
@@ -339,7 +337,7 @@ class RequestQueue:
     def _next_of(
         self, queue: FairQueue, in_turn: Sequence[QueuedRequest], kept: NDArray[np.bool_] | None
     ) -> tuple[QueuedRequest | None, NDArray[np.bool_]]:
-        """Choose the request of a lane to release, and give (num_slots,) the workers that its first may go to.
+        """Choose the request of a queue key to release, and give (num_slots,) the workers that its first may go to.
 
         A request without any eligible worker is released for its reader to handle. None is unless the first in turn has room.
         `kept` are workers that others before it wait for.

@@ -230,9 +230,9 @@ def test_who_leaves_is_forgotten_and_costs_no_turn():
 
 
 def test_a_tenant_has_one_share_however_many_adapters_it_asks_for():
-    flood = [queued(f"a{n}", tenant="a", lane=(f"adapter-{n}", False)) for n in range(20)]
+    flood = [queued(f"a{n}", tenant="a", queue_key=(f"adapter-{n}", False)) for n in range(20)]
     queue = queue_of(*flood, *(queued(f"b{n}", tenant="b") for n in range(5)), work_weight=0)
-    assert len(queue.lanes) == 21
+    assert len(queue.queue_keys) == 21
     order = []
     while len(queue):
         one = candidates(queue)[0]
@@ -242,13 +242,13 @@ def test_a_tenant_has_one_share_however_many_adapters_it_asks_for():
     assert order[:10].count("b") == 5, "turn and turn about"
 
 
-def test_lanes_come_in_order_of_turn_and_a_lower_priority_has_its_own_lanes_only():
+def test_queue_keys_come_in_order_of_turn_and_a_lower_priority_adds_only_its_own():
     queue = queue_of(
-        queued("low1", priority=-1, lane=("one", False)),
-        queued("low2", priority=-1, lane=("two", False)),
-        queued("a1", tenant="a", tokens=30, lane=("one", False), since_s=5.0),
-        queued("a2", tenant="a", lane=(None, False), since_s=1.0),
-        queued("b", tenant="b", lane=(None, False)),
+        queued("low1", priority=-1, queue_key=("one", False)),
+        queued("low2", priority=-1, queue_key=("two", False)),
+        queued("a1", tenant="a", tokens=30, queue_key=("one", False), since_s=5.0),
+        queued("a2", tenant="a", queue_key=(None, False), since_s=1.0),
+        queued("b", tenant="b", queue_key=(None, False)),
         work_weight=0,
     )
     assert [names(head) for head in queue.heads()] == [["a2"], ["a1"], ["low2"]]
@@ -258,10 +258,10 @@ def test_lanes_come_in_order_of_turn_and_a_lower_priority_has_its_own_lanes_only
     )
 
 
-def test_the_bound_is_of_all_lanes_together():
-    queue = queue_of(*(queued(str(n), lane=(f"adapter-{n}", False)) for n in range(5)), requests_max=10)
+def test_the_bound_is_of_all_queue_keys_together():
+    queue = queue_of(*(queued(str(n), queue_key=(f"adapter-{n}", False)) for n in range(5)), requests_max=10)
     with pytest.raises(Overloaded) as refused:
-        queue.put(queued("more", lane=("another", False)))
+        queue.put(queued("more", queue_key=("another", False)))
     assert refused.value.http_status == 429
 
 
