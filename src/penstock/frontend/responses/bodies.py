@@ -36,7 +36,10 @@ class Reasoning(msgspec.Struct, kw_only=True):
 
 class TextFormat(msgspec.Struct, kw_only=True):
     type: str
+    name: str | None = None
     schema: dict[str, Any] | None = None
+    description: Any = None
+    strict: Any = None
 
 
 class TextOptions(msgspec.Struct, kw_only=True):

@@ -146,13 +146,27 @@ def _response(context: AnswerContext, blocks: Blocks, usage: Usage | None) -> di
         "reasoning": {"effort": request.reasoning_effort, "summary": None},
         "store": context.remember is not None,
         "temperature": request.temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": request.tool_choice or "auto",
+        "text": {"format": _format(request.response_format), "verbosity": request.verbosity},
+        "tool_choice": _choice(request.tool_choice),
         "tools": [{"type": "function", **tool["function"]} for tool in request.tools or []],
         "top_p": request.top_p,
         "truncation": "disabled",
         "usage": None if usage is None else _usage(usage),
     }
+
+
+def _format(form: dict[str, Any] | None) -> dict[str, Any]:
+    """Give a chat's `response_format` as the API's `text.format`."""
+    if form is None:
+        return {"type": "text"}
+    return {"type": form["type"], **form.get("json_schema", {})}
+
+
+def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any]:
+    """Give a chat's `tool_choice` as this API has it."""
+    if isinstance(choice, dict):
+        return {"type": "function", "name": choice["function"]["name"]}
+    return choice or "auto"
 
 
 def _item(context: AnswerContext, block: Block, status: str) -> dict[str, Any]:
@@ -183,7 +197,10 @@ def _item_id(context: AnswerContext, block: Block) -> str:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": usage.prompt_tokens_details.cached_tokens,
+            "cache_write_tokens": 0,  # of those that are billed; a prefix cache's are not
+        },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.total_tokens,

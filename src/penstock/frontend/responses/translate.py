@@ -168,5 +168,6 @@ def _format(form: TextFormat | None) -> dict[str, Any] | None:
     if form is None or form.type == "text":
         return None
     if form.type == "json_schema":
-        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form.schema}}
+        named = {"name": form.name or "answer", "description": form.description, "schema": form.schema}
+        return {"type": "json_schema", "json_schema": named | {"strict": form.strict}}
     return {"type": form.type}
