@@ -120,15 +120,15 @@ def test_every_way_to_constrain_an_answer(deploy):
         texts = [choice.message.content for choice in both.choices if choice.finish_reason == "stop"]
         assert all(valid(text) for text in texts)
 
-        for bad in (
-            {"guided_regex": "(("},
-            {"guided_json": {"type": "blorp"}},
-            {"guided_grammar": "root ::= foo"},
+        for name, value in (
+            ("guided_regex", "(("),
+            ("guided_json", {"type": "blorp"}),
+            ("guided_grammar", "root ::= foo"),
         ):
             for streamed in (False, True):
-                with pytest.raises(openai.BadRequestError, match=f"{next(iter(bad))}: ") as caught:
-                    await create(**common, extra_body=bad, stream=streamed)
-                assert caught.value.param == "response_format"
+                with pytest.raises(openai.BadRequestError, match=f"{name}: ") as caught:
+                    await create(**common, extra_body={name: value}, stream=streamed)
+                assert caught.value.param == name
 
     deploy(scenario, role=PAGED, timeout_s=240)
 
