@@ -81,6 +81,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 _PACKAGES = {
+    "cc": "g++",
     "chromium": "chromium",
     "curl": "curl",
     "ip": "iproute2",

@@ -121,7 +121,7 @@ class _Bench:
                         "idle_rss_mb": resident_mb(each.pid),
                     },
                 )
-                self._run(each, stream, 64, 128)
+                self._warm(each, stream)
             for _ in range(rounds):
                 for each in servers:
                     streamed = self._run(each, stream, 64, requests)
@@ -131,6 +131,7 @@ class _Bench:
                         each,
                         {
                             "stream_cpu_s_per_1000": 1e3 * streamed.server_cpu_s / requests,
+                            "stream_events_per_answer": streamed.events / streamed.answers,
                             "stream_requests_per_s": requests / streamed.seconds,
                             "unary_cpu_s_per_1000": 1e3 * whole.server_cpu_s / requests,
                             "unary_requests_per_s": requests / whole.seconds,
@@ -148,7 +149,7 @@ class _Bench:
         stream = Prompts(_OUTPUT_TOKENS)
         with ours(self._model) as server, self._peer_server(1e6) as other:
             for each in (server, *other):
-                self._run(each, stream, 64, 128)
+                self._warm(each, stream)
             for _ in range(self._options.rounds):
                 for each in (server, *other):
                     wide = self._run(each, stream, _WIDE, max(self._options.requests, _WIDE))
@@ -167,6 +168,8 @@ class _Bench:
         prompts = Prompts(_PACED_TOKENS)
         requests = 64 if self._options.quick else 128
         with ours(self._model, speedup=0.5) as server, self._peer_server(1.0) as other:
+            for each in (server, *other):
+                self._load.check(each, prompts)
             for _ in range(self._options.rounds):
                 for each in (server, *other):
                     done = self._run(each, prompts, 64, requests)
@@ -175,6 +178,7 @@ class _Bench:
                         each,
                         {
                             "paced_cpu_s_per_million_tokens": 1e6 * done.server_cpu_s / tokens,
+                            "paced_events_per_answer": done.events / done.answers,
                             "paced_tokens_per_s": tokens / done.seconds,
                             "paced_gap_ms_p50": done.gap_ms_p50,
                             "paced_gap_ms_p99": done.gap_ms_p99,
@@ -244,6 +248,10 @@ class _Bench:
 
     def _peer_server(self, speedup: float) -> AbstractContextManager[Sequence[Server]]:
         return peer(self._peer, self._model, self._directory, speedup=speedup)
+
+    def _warm(self, server: Server, prompts: Prompts) -> None:
+        self._load.check(server, prompts)
+        self._run(server, prompts, 64, 128)
 
     def _run(self, server: Server, prompts: Prompts, connections: int, requests: int) -> Loaded:
         done = self._load.run(server, prompts, connections, requests)

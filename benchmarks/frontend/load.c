@@ -5,8 +5,8 @@
  * BODY is a file with one JSON body; "########" in it becomes the number of the request, counted from FIRST, so that no two prompts are
  * equal, and each "########" after the first becomes a word of eight letters that no request had before. A connection is opened for its
  * first request and then kept; its first time to first byte includes the connect. Prints one line of JSON: answers, seconds, own CPU
- * seconds, failures, and the time to first byte, of whole answers and between reads of one stream, as percentiles in milliseconds. An
- * answer fails unless its status is 200 and, where it is a stream, it ends with [DONE]. SIGTERM ends it early.
+ * seconds, failures, server-sent events of all streams, and the time to first byte, of whole answers and between reads of one stream, as
+ * percentiles in milliseconds. An answer fails unless its status is 200 and, where it is a stream, it ends with [DONE]. SIGTERM ends it early.
  *
  * Every read turns delayed acknowledgements off (TCP_QUICKACK): a server without TCP_NODELAY would wait 40 ms for them.
  */
@@ -31,7 +31,7 @@ enum phase { HEAD, SIZED, CHUNK_SIZE, CHUNK, CHUNK_END, TRAILER };
 
 struct connection {
     int fd;
-    bool connecting, is_stream;
+    bool connecting, is_stream, after_line; /* after_line: the last byte of the body ended a line */
     enum phase phase;
     int status;
     char head[4096];
@@ -56,7 +56,7 @@ static struct sockaddr_in server;
 static const char *path;
 static char *body;
 static size_t body_bytes;
-static long next_number, left_to_send, left_to_end, failures;
+static long next_number, left_to_send, left_to_end, failures, stream_events;
 static int poller;
 static struct series first_bytes, answers, gaps;
 static char failure[256];
@@ -133,6 +133,7 @@ static void request(struct connection *c) {
     c->out_bytes = head + body_bytes;
     c->sent = c->head_bytes = c->tail_bytes = 0;
     c->phase = HEAD;
+    c->after_line = false;
     c->first = c->last = 0;
     if (!c->connecting) {
         c->began = now();
@@ -182,7 +183,24 @@ static void end(struct connection *c) {
     next_request(c, false);
 }
 
+/* Count the empty lines that end events: JSON has no line breaks of its own. */
+static void count_events(struct connection *c, const char *data, size_t size) {
+    const char *stop = data + size;
+    while (data < stop) {
+        if (*data == '\n') {
+            stream_events += c->after_line;
+            c->after_line = !c->after_line;
+            data++;
+        } else {
+            c->after_line = false;
+            data = memchr(data, '\n', stop - data);
+            if (!data) return;
+        }
+    }
+}
+
 static void take_body(struct connection *c, const char *data, size_t size) {
+    if (c->is_stream) count_events(c, data, size);
     size_t room = sizeof c->tail;
     if (size >= room) {
         memcpy(c->tail, data + size - room, room);
@@ -331,6 +349,7 @@ int main(int count, char **words) {
     getrusage(RUSAGE_SELF, &used);
     double cpu = used.ru_utime.tv_sec + used.ru_stime.tv_sec + (used.ru_utime.tv_usec + used.ru_stime.tv_usec) * 1e-6;
     printf("{\"answers\": %zu, \"seconds\": %.6f, \"cpu_s\": %.4f, \"failures\": %ld, \"failure\": \"%s\"", answers.count, seconds, cpu, failures, failure);
+    printf(", \"events\": %ld", stream_events);
     show("ttfb", &first_bytes);
     show("answer", &answers);
     show("gap", &gaps);

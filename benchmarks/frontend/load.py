@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import subprocess
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from penstock.core.errors import ConfigError, Unavailable
 
 _SOURCE = Path(__file__).with_name("load.c")
 _TIMEOUT_S = 600.0
+_PATH = "/v1/chat/completions"
 _WORDS = [
     "the",
     "of",
@@ -69,13 +71,17 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the generator saw; `server_cpu_s` is the frontend's CPU time, `cpu_s` the generator's own."""
+    """What the generator saw; `server_cpu_s` is the frontend's CPU time, `cpu_s` the generator's own.
+
+    `events` counts server-sent events of all streams, `[DONE]` included.
+    """
 
     answers: int
     seconds: float
     cpu_s: float
     failures: int
     failure: str
+    events: int
     ttfb_ms_p50: float
     ttfb_ms_p99: float
     ttfb_ms_max: float
@@ -107,6 +113,23 @@ class Load:
         subprocess.run([compiler, "-O2", "-o", str(self._binary), str(_SOURCE)], check=True)
         self._next = 0
 
+    def check(self, server: Server, prompts: Prompts) -> None:
+        """Ask once, and see that an answer has as many tokens as it should: fewer would cost a server less.
+
+        Raises:
+            Unavailable: it has not.
+        """
+        body = json.dumps(prompts.body(server.model) | {"stream": False}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{server.port}{_PATH}", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            tokens = json.load(answer)["usage"]["completion_tokens"]
+        if tokens != prompts.output_tokens:
+            raise Unavailable(
+                f"{server.name}: an answer has {tokens} tokens, expected {prompts.output_tokens} as on the other side"
+            )
+
     def run(self, server: Server, prompts: Prompts, connections: int, requests: int) -> Loaded:
         """Send requests over so many connections, and wait for all answers.
 
@@ -133,11 +156,10 @@ class Load:
         """Start to send requests; `loaded` takes what it saw, after a SIGTERM or at its end."""
         body = self._directory / f"body-{self._next}.json"
         body.write_text(json.dumps(prompts.body(server.model)))
-        path = "/v1/chat/completions"
         words = [
             str(self._binary),
             str(server.port),
-            path,
+            _PATH,
             str(body),
             str(connections),
             str(requests),
