@@ -130,7 +130,7 @@ def test_streams_outlive_each_node_and_the_group_comes_back_whole(node) -> None:
     second.send_signal(signal.SIGTERM)  # told to end: the worker finishes its requests first
     assert [text_of(each) for each in streams] == [undisturbed] * STREAMS
     assert second.wait(timeout=TIMEOUT_S) == 0
-    leader.wait(r"^worker-1 +failed +a node of this worker is told to end; the worker has drained")
+    leader.wait(r"^worker-1 +failed +a node of this worker is shutting down; the worker has drained")
     until(lambda: ready() == {"worker-1@other"})
     assert text_of(stream(url)) == undisturbed
 

@@ -1,4 +1,4 @@
-"""`penstock up --node-rank`: a node that follows, in the foreground, until Ctrl-C or SIGTERM."""
+"""`penstock up --node-rank`: a follower, in the foreground, until Ctrl-C or SIGTERM."""
 
 import asyncio
 import signal
@@ -17,10 +17,10 @@ _SUPERVISOR = "supervisor"
 
 
 def follow(graph: Graph, part: LocalPart, rank: int, *, log_level: str) -> None:
-    """Follow until a signal; a second signal does not wait for the leader's requests.
+    """Run a follower until a signal; a second signal does not wait until the leader has drained.
 
     Raises:
-        ConfigError: `part` names no worker of several nodes, or this node cannot run its processes.
+        ConfigError: `part` names no worker over several nodes, or this node cannot run its processes.
     """
     role = followed_role(graph, part, rank)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,1 +1,1 @@
-"""The nodes of one worker that spans several: those that follow join the one that leads, and each learns of the others' end."""
+"""The connection between the nodes of one worker: followers join the leader, and each side learns when the other ends."""

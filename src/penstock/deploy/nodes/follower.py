@@ -1,4 +1,4 @@
-"""A follower's side: joins the leading node of its worker, and learns when to start and to end."""
+"""A follower's side: joins the leader of its worker, and learns when to start and to end."""
 
 import asyncio
 import contextlib
@@ -10,19 +10,15 @@ import msgspec
 from penstock.core.errors import PenstockError, ProtocolError, Unavailable, from_info
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
-from penstock.core.net.channel import FrameChannel
 from penstock.core.net.handshake import Challenge
 from penstock.core.net.listening import dial
 from penstock.deploy.nodes.messages import (
-    CODEC,
-    FRAME_BYTES_MAX,
-    HEARTBEAT_S,
-    SILENT_S,
     Join,
     Joined,
     Leaving,
     Message,
     Start,
+    node_channel,
 )
 from penstock.runtime import handshake
 from penstock.runtime.tls import PlaneTls
@@ -50,7 +46,7 @@ class NodeFollower:
             address: where the leader listens.
             identity: has the deployment's secret.
             rank: of this node, from 1.
-            arguments: of its engine.
+            arguments: engine arguments of this node.
             tls: certificates; None for no TLS.
         """
         self._address = Address.parse(address, source="runtime.leader")
@@ -60,11 +56,11 @@ class NodeFollower:
         self._session: _Session | None = None
 
     async def join(self, timeout_s: float, rng: random.Random) -> None:
-        """Connect until the leader takes this node.
+        """Try to connect until the leader admits this node.
 
         Raises:
-            Unavailable: it has not within `timeout_s`, with the last reason.
-            PenstockError: it refuses this node: its graph or rank is wrong.
+            Unavailable: not admitted within `timeout_s`, with the last reason.
+            PenstockError: refused: the graph or the rank is wrong.
         """
         reason = "it does not answer"
         try:
@@ -86,10 +82,10 @@ class NodeFollower:
             ) from error
 
     async def start(self) -> int:
-        """Wait until all nodes have joined; give the leader's port where the engine's processes meet.
+        """Wait until all nodes have joined; give the engine's `master_port` on the leader.
 
         Raises:
-            Unavailable: the leader has ended before.
+            Unavailable: the leader ended first.
         """
         return await self._joined.started
 
@@ -100,7 +96,7 @@ class NodeFollower:
 
     @property
     def leader_address(self) -> str:
-        """The leader's address, without a name to be looked up."""
+        """The leader's IP address."""
         return self._joined.channel.peer.rpartition(":")[0]
 
     @property
@@ -109,7 +105,7 @@ class NodeFollower:
         return self._joined.ended
 
     def leave(self) -> None:
-        """Tell the leader that this node is told to end."""
+        """Tell the leader that this node is shutting down."""
         self._joined.channel.send(Leaving())
 
     def close(self, reason: str) -> None:
@@ -138,15 +134,7 @@ class _Session:
     """One connection to the leader."""
 
     def __init__(self, identity: handshake.Identity, join: Join) -> None:
-        self.channel: FrameChannel[Message] = FrameChannel(
-            CODEC,
-            self,
-            frame_bytes_max=FRAME_BYTES_MAX,
-            write_buffer_bytes=64 << 10,
-            write_bytes_max=FRAME_BYTES_MAX,
-            heartbeat_interval_s=HEARTBEAT_S,
-            heartbeat_timeout_s=SILENT_S,
-        )
+        self.channel = node_channel(self)
         loop = asyncio.get_running_loop()
         self.joined: asyncio.Future[None] = loop.create_future()
         self.started: asyncio.Future[int] = loop.create_future()
@@ -198,4 +186,4 @@ class _Session:
         for future in (self.joined, self.started):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # nobody may wait for it
+                future.exception()  # so that a future without a waiter logs nothing

@@ -1,4 +1,4 @@
-"""The leading node's side: gathers the followers of its worker, and learns when one ends."""
+"""The leader's side: gathers the followers of its worker, and learns when one ends."""
 
 import asyncio
 import contextlib
@@ -10,19 +10,16 @@ import msgspec
 from penstock.core.errors import ConfigError, PenstockError, ProtocolError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
-from penstock.core.net.channel import FrameChannel
 from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
 from penstock.core.net.listening import Listener, listen
 from penstock.deploy.nodes.messages import (
-    CODEC,
     FRAME_BYTES_MAX,
-    HEARTBEAT_S,
-    SILENT_S,
     Join,
     Joined,
     Leaving,
     Message,
     Start,
+    node_channel,
 )
 from penstock.runtime import handshake
 from penstock.runtime.tls import PlaneTls
@@ -51,7 +48,7 @@ class NodeLeader:
             address: `tcp://HOST:PORT` of this node.
             identity: has the deployment's secret.
             nodes: number of nodes, this one included.
-            arguments: of the engine, which followers have to have, too.
+            arguments: engine arguments, which followers must have, too.
             tls: certificates; None for no TLS.
         """
         self.address = Address.parse(address, source="runtime.leader")
@@ -59,9 +56,9 @@ class NodeLeader:
         self.arguments = arguments
         self.sessions: set[_Session] = set()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Has the reason once a follower has ended after the start."""
+        """Has the reason once a follower is lost after `start`."""
         self.leaving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once a follower is told to end: the worker should drain."""
+        """Done once a follower is shutting down: the worker should drain."""
         self._nodes = nodes
         self._tls = tls
         self._followers: dict[int, _Session] = {}
@@ -87,7 +84,7 @@ class NodeLeader:
         await self._listener.wait_closed()
         sessions = tuple(self.sessions)
         for session in sessions:
-            session.channel.close("the leading node's worker ends")
+            session.channel.close("the leader's worker ends")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 for session in sessions:
@@ -97,7 +94,7 @@ class NodeLeader:
         """Wait until every follower has joined.
 
         Raises:
-            Unavailable: one has not within `timeout_s`.
+            Unavailable: a follower has not joined within `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -117,16 +114,16 @@ class NodeLeader:
         return [rank for rank in range(1, self._nodes) if rank not in self._followers]
 
     def start(self, master_port: int) -> None:
-        """Have all followers start their processes; from now on the end of one is the worker's."""
+        """Have all followers start the engine; from now on the worker ends when a follower is lost."""
         self._has_started = True
         for session in self._followers.values():
             session.channel.send(Start(master_port=master_port))
 
-    def take(self, session: "_Session", join: Join) -> None:
-        """Take a follower.
+    def admit(self, session: "_Session", join: Join) -> None:
+        """Admit a follower.
 
         Raises:
-            PenstockError: it has another graph, or a rank that none or another has.
+            PenstockError: its engine arguments differ, or its rank is out of range or in use.
         """
         if not 1 <= join.rank < self._nodes:
             raise ConfigError(
@@ -153,7 +150,7 @@ class NodeLeader:
         _log.info("node_joined", rank=join.rank, peer=session.channel.peer)
 
     def leave(self, session: "_Session") -> None:
-        """Note that a follower is told to end."""
+        """Note that a follower is shutting down."""
         _log.info("node_leaves", rank=session.rank, peer=session.channel.peer)
         if not self.leaving.done():
             self.leaving.set_result(None)
@@ -172,15 +169,7 @@ class _Session:
     """One connection of a follower."""
 
     def __init__(self, leader: NodeLeader) -> None:
-        self.channel: FrameChannel[Message] = FrameChannel(
-            CODEC,
-            self,
-            frame_bytes_max=UNAUTHENTICATED_FRAME_BYTES_MAX,
-            write_buffer_bytes=64 << 10,
-            write_bytes_max=FRAME_BYTES_MAX,
-            heartbeat_interval_s=HEARTBEAT_S,
-            heartbeat_timeout_s=SILENT_S,
-        )
+        self.channel = node_channel(self, UNAUTHENTICATED_FRAME_BYTES_MAX)
         self.rank = 0
         self._leader = leader
         self._challenge = handshake.challenge()
@@ -233,7 +222,7 @@ class _Session:
         if self._timer is not None:
             self._timer.cancel()
         try:
-            self._leader.take(self, join)
+            self._leader.admit(self, join)
         except (PenstockError, msgspec.MsgspecError) as error:
             wrong = error if isinstance(error, PenstockError) else ProtocolError(f"join: {error}")
             self.channel.send(Joined(error=wrong.to_info()))

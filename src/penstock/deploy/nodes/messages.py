@@ -1,6 +1,7 @@
-"""Messages between the node that leads a worker and those that follow."""
+"""Messages between the leader (node 0) of a worker over several nodes and its followers."""
 
 from penstock.core.errors import ErrorInfo
+from penstock.core.net.channel import ChannelHandler, FrameChannel
 from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.net.handshake import Challenge
 from penstock.core.wire import Wire
@@ -8,17 +9,17 @@ from penstock.runtime.handshake import Hello, HelloReply
 
 FRAME_BYTES_MAX = 1 << 20
 HEARTBEAT_S, SILENT_S = 3.0, 15.0
-"""A node that is silent for `SILENT_S` is lost. One whose process has ended is lost at once."""
+"""A node that is silent for `SILENT_S` is lost; one whose connection ends is lost at once."""
 JOIN_S = 60.0
-"""Longest time in which the nodes of a worker find each other; then they say whom they miss, and try again."""
+"""Longest wait of a node for the others. After it the node logs which are missing, and tries again."""
 
 
 class Join(Wire, frozen=True, tag="join"):
-    """A follower asks to be taken.
+    """Ask the leader to admit a follower.
 
     Attributes:
-        rank: its number among the nodes, from 1.
-        arguments: of its engine as JSON, which have to be equal on all nodes.
+        rank: of the follower, from 1.
+        arguments: engine arguments as JSON, which must be equal on all nodes.
     """
 
     rank: int
@@ -26,21 +27,36 @@ class Join(Wire, frozen=True, tag="join"):
 
 
 class Joined(Wire, frozen=True, tag="joined"):
-    """Answers `Join`; `error` says why the follower is not taken."""
+    """Answer to `Join`; `error` says why the follower is refused, None if it is admitted."""
 
     error: ErrorInfo | None = None
 
 
 class Start(Wire, frozen=True, tag="start"):
-    """All nodes are there: start the engine's processes, which meet at this port of the leader."""
+    """All nodes have joined: start the engine with this `master_port` on the leader."""
 
     master_port: int
 
 
 class Leaving(Wire, frozen=True, tag="leaving"):
-    """A follower is told to end, and does once the leader has closed the connection."""
+    """A follower is shutting down. It ends once the leader has closed the connection."""
 
 
 Message = Challenge | Hello | HelloReply | Join | Joined | Start | Leaving | Ping | Pong | Goodbye
 
 CODEC: FrameCodec[Message] = FrameCodec(Message)
+
+
+def node_channel(
+    handler: ChannelHandler[Message], frame_bytes_max: int = FRAME_BYTES_MAX
+) -> FrameChannel[Message]:
+    """Make one side's channel; it accepts frames of up to `frame_bytes_max`."""
+    return FrameChannel(
+        CODEC,
+        handler,
+        frame_bytes_max=frame_bytes_max,
+        write_buffer_bytes=64 << 10,
+        write_bytes_max=FRAME_BYTES_MAX,
+        heartbeat_interval_s=HEARTBEAT_S,
+        heartbeat_timeout_s=SILENT_S,
+    )

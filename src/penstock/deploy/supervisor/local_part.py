@@ -1,4 +1,4 @@
-"""The part of a deployment that one host runs: some roles, and the frontends or none; and what roles a host can run."""
+"""The part of a deployment that one host runs: roles, frontends and planner; and the checks of roles."""
 
 import os
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from penstock.graph.partners import check_counts
 FRONTEND = "frontend"
 PLANNER = "planner"
 _WORKER_BYTES = 48 << 20
-"""A worker's process takes at least so much memory: the mock engine's 80 MB, of which 30 are shared (Python 3.11)."""
+"""Least memory of a worker process: the mock engine's 80 MB, of which 30 are shared (Python 3.11)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,20 @@ def roles_here(part: LocalPart, graph: Graph) -> dict[Role, RoleSpec]:
                 f"--run {role}={spec.replicas}: roles.{role}.replicas_max is {spec.replicas_max}; raise it or run fewer"
             )
     check_nodes(graph, roles)
-    workers, known = sum(spec.replicas for spec in roles.values()), graph.router.workers_max
+    _check_count(roles, graph.router.workers_max)
+    return roles
+
+
+def _check_count(roles: dict[Role, RoleSpec], workers_max: int) -> None:
+    """Check that a router may know so many workers, and that this host's memory holds them.
+
+    Raises:
+        ConfigError: there are too many.
+    """
     names = ", ".join(f"{role}={spec.replicas}" for role, spec in roles.items())
-    if workers > known:
+    if (workers := sum(spec.replicas for spec in roles.values())) > workers_max:
         raise ConfigError(
-            f"{names}: {workers:,} workers here, but a router knows at most {known:,} (router.workers_max); run fewer or"
+            f"{names}: {workers:,} workers here, but a router knows at most {workers_max:,} (router.workers_max); run fewer or"
             " raise it"
         )
     unbounded = {role: spec.replicas for role, spec in roles.items() if spec.replicas_max is None}
@@ -118,7 +127,6 @@ def roles_here(part: LocalPart, graph: Graph) -> dict[Role, RoleSpec]:
             f" {memory / 1e9:.1f} GB, enough for {most:,}; run fewer here, or set roles.{largest}.replicas_max to start them"
             " all the same"
         )
-    return roles
 
 
 def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:
@@ -144,10 +152,10 @@ def runnable_roles(graph: Graph) -> dict[Role, RoleSpec]:
 
 
 def check_nodes(graph: Graph, roles: dict[Role, RoleSpec]) -> None:
-    """Check that this host may lead each worker of several nodes among `roles`, which run here.
+    """Check that this host may lead the worker over several nodes among `roles`.
 
     Raises:
-        ConfigError: there are two, or nobody says where the others join.
+        ConfigError: there are two such workers, or `runtime.leader` is not set.
     """
     spanning = {role: spec for role, spec in roles.items() if spec.nodes > 1 and spec.replicas}
     for role, spec in spanning.items():
@@ -166,10 +174,10 @@ def check_nodes(graph: Graph, roles: dict[Role, RoleSpec]) -> None:
 
 
 def followed_role(graph: Graph, part: LocalPart, rank: int) -> Role:
-    """Give the role of the worker that this host follows.
+    """Give the role whose worker this host follows.
 
     Raises:
-        ConfigError: `part` names none of several nodes, or `rank` is none of its followers.
+        ConfigError: `part` is not exactly one role with `nodes`, `rank` is not a follower's, or `runtime.leader` is not set.
     """
     spanning = {role: spec for role, spec in part.of(runnable_roles(graph)).items() if spec.nodes > 1}
     if len(spanning) != 1 or part.has_frontends or part.has_planner:

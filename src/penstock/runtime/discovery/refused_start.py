@@ -1,6 +1,6 @@
-"""What a process leaves in a registry when it gives up its start there, so that the deployment that runs there learns of it.
+"""A note in the registry about a refused start, so that the deployment that already runs there logs it.
 
-Nothing proves it: its process has another secret or release. So those who read it say no more than its host's name and reason.
+The note is not authenticated, since its process has another secret or release. So readers log only its host name and reason.
 """
 
 import secrets
@@ -14,7 +14,7 @@ from penstock.core.wire import WIRE_VERSION, Wire
 from penstock.runtime.discovery.metrics import RegistryMetrics
 
 KEPT_LEASES = 3
-"""It is forgotten after so many lease times."""
+"""Lease times after which a note expires."""
 _HOST_CHARACTERS_MAX = 64
 _KNOWN_MAX = 1024
 _SEPARATE = (
@@ -31,11 +31,11 @@ _log = get_logger()
 
 
 class RefusedStart(Wire, frozen=True, tag="refused_start"):
-    """One start that was given up. All releases read it, so its fields stay as they are.
+    """A process that gave up its start. All releases read this, so the fields never change.
 
     Attributes:
         host: of the process.
-        reason: why it cannot use a registration that is there: `secret`, `hash_key`, `version` or `damaged`.
+        reason: what differs from the registrations found: `secret`, `hash_key`, `version` or `damaged`.
         wire_version: of the process.
     """
 
@@ -48,26 +48,26 @@ _decoder: msgspec.msgpack.Decoder[RefusedStart] = msgspec.msgpack.Decoder(Refuse
 
 
 def refused_start(reason: str) -> bytes:
-    """Encode that this process gives up its start."""
+    """Encode this process's note."""
     host = socket.gethostname()[:_HOST_CHARACTERS_MAX]
     return _encoder.encode(RefusedStart(host=host, reason=reason, wire_version=WIRE_VERSION))
 
 
 def start_key() -> str:
-    """Give a random name under which to leave it."""
+    """Make a random key for a note."""
     return secrets.token_hex(8)
 
 
 class RefusedStarts:
-    """Says each start that was given up once. One event loop owns it."""
+    """Logs and counts each refused start once. One event loop owns it."""
 
     def __init__(self, metrics: RegistryMetrics) -> None:
-        """Know of none."""
+        """Begin without notes."""
         self._metrics = metrics
         self._known: OrderedDict[str, None] = OrderedDict()
 
     def note(self, key: str, data: bytes) -> None:
-        """Log and count it, unless that was done. Bytes that are none are ignored."""
+        """Log and count a note, unless that was done. Malformed notes are ignored."""
         if key in self._known:
             return
         self._known[key] = None

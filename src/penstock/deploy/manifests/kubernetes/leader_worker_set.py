@@ -1,4 +1,4 @@
-"""The workload of a role whose workers span several nodes: a LeaderWorkerSet, a group of pods for each worker."""
+"""The LeaderWorkerSet of a role with `nodes`: one group of pods for each worker."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from penstock.graph import RoleSpec
 
 API, KIND = "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"
 INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
-"""Of a pod in its group; 0 leads."""
+"""Label with a pod's index in its group; 0 is the leader."""
 _GROUP = "leaderworkerset.sigs.k8s.io/group-key"
 _ZONE = "topology.kubernetes.io/zone"
 
@@ -18,17 +18,17 @@ _ZONE = "topology.kubernetes.io/zone"
 def leader_worker_set(
     deployed: Deployed, name: Role, role: RoleSpec, leader: dict[str, Any]
 ) -> dict[str, Any]:
-    """Make it; its replicas are workers.
+    """Make the LeaderWorkerSet; its `replicas` are the role's workers.
 
     Args:
-        deployed: whose it is.
+        deployed: the deployment that is rendered.
         name: of the role.
-        role: its settings.
-        leader: template of the pods with the workers.
+        role: settings of the role.
+        leader: template of the leaders' pods.
     """
     follower = follower_pod(deployed, name, role)
     leader["spec"]["topologySpreadConstraints"] = [_spread_leaders(deployed, name)]
-    del follower["spec"]["topologySpreadConstraints"]  # they are where their leader is
+    del follower["spec"]["topologySpreadConstraints"]  # followers go to their leader's zone
     for template in (leader, follower):
         template["spec"]["affinity"] = _together(deployed, name)
     return deployed.object(
@@ -42,7 +42,7 @@ def leader_worker_set(
             "networkConfig": {"subdomainPolicy": "Shared"},
             "rolloutStrategy": {
                 "type": "RollingUpdate",
-                "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},  # GPUs are seldom free
+                "rollingUpdateConfiguration": {"maxUnavailable": 1, "maxSurge": 0},  # spare GPUs are rare
             },
             "leaderWorkerTemplate": {
                 "size": role.nodes,
@@ -55,7 +55,7 @@ def leader_worker_set(
 
 
 def _spread_leaders(deployed: Deployed, name: Role) -> dict[str, Any]:
-    """Spread groups over zones, where there is room."""
+    """Prefer to spread the groups over zones."""
     return {
         "labelSelector": {"matchLabels": deployed.selector(name.value) | {INDEX_LABEL: "0"}},
         "maxSkew": 1,
@@ -65,7 +65,7 @@ def _spread_leaders(deployed: Deployed, name: Role) -> dict[str, Any]:
 
 
 def _together(deployed: Deployed, name: Role) -> dict[str, Any]:
-    """Keep a group in one zone, and its pods on nodes of their own."""
+    """Prefer one zone for all pods of a group, and a separate node for each pod."""
     selector = {"matchLabels": deployed.selector(name.value)}
     term = {"labelSelector": selector, "matchLabelKeys": [_GROUP]}
     own_nodes = {"labelSelector": selector, "topologyKey": "kubernetes.io/hostname"}

@@ -1,6 +1,6 @@
-"""Operators of one namespace act on another one, and no others do: the operated namespace has their claim.
+"""A claim on the operated namespace, so that operators of two namespaces never operate the same one.
 
-The claim is a ConfigMap, since pods of graphs write Leases there, and no ConfigMaps.
+The claim is a ConfigMap, not a Lease, since pods of graphs may write Leases there.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ _log = get_logger()
 class Claim:
     """The claim of one namespace's operators. One event loop owns it.
 
-    Clocks are not compared: another's claim has lapsed when it has not changed for its time as seen from here. One that
-    cannot be renewed in two thirds of the time is given up before anybody else may take it.
+    Clocks are not compared: another operator's claim has lapsed once this process has seen no change of it for its duration. An
+    operator that cannot renew its own claim within two thirds of the duration gives it up, before others may take it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Claim:
             client: of the namespace that is operated.
             owner: namespace of this operator.
             duration_s: seconds after which a claim that is not renewed has lapsed.
-            rng: for jitter and the marks of renewals.
+            rng: for jitter and the random mark of each renewal.
             on_conflict: called with whether operators of another namespace have the claim.
         """
         self._client = client
@@ -58,7 +58,7 @@ class Claim:
             await asyncio.sleep(self._duration_s / 4 * self._rng.uniform(0.5, 1.0))
 
     async def keep(self) -> None:
-        """Renew it; returns when it is another's, or could not be renewed in time."""
+        """Renew the claim; return when another namespace has it, or it could not be renewed in time."""
         loop = asyncio.get_running_loop()
         while loop.time() - self._renewed_s <= self._duration_s * 2 / 3:
             await asyncio.sleep(self._duration_s / 6)
@@ -102,7 +102,7 @@ class Claim:
         return next((each for each in listing.objects if each["metadata"]["name"] == CLAIM), None)
 
     async def _write(self, found: Object | None) -> bool:
-        """Claim the namespace, or renew the claim; False where another was faster, or nobody answers."""
+        """Create or renew the claim; False on a conflict, or when the API server does not answer."""
         data = {
             "operator": self._owner,
             "seconds": f"{self._duration_s:g}",
@@ -130,7 +130,7 @@ class Claim:
 
 
 def _seconds_of(found: Object) -> float:
-    """Give how long another's claim lasts, an hour at most; 0 where it does not say."""
+    """Give the duration in another operator's claim, at most an hour; 0 if it has none."""
     try:
         return min(3600.0, max(0.0, float((found.get("data") or {}).get("seconds") or 0.0)))
     except ValueError:

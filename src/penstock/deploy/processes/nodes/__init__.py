@@ -1,1 +1,1 @@
-"""Processes of a worker that spans several nodes: the leader's gathers the others, a follower's runs the engine's processes of its node."""
+"""Processes of a worker over several nodes: the leader's gathers the followers, a follower's runs the engine's processes of its node."""

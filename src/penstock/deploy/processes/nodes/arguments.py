@@ -1,4 +1,4 @@
-"""The arguments of an engine that all nodes of a worker have to start it with."""
+"""The engine arguments that must be equal on all nodes of a worker."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from penstock.engine.registry import describe_launch
 from penstock.graph import Graph
 
 _OF_ONE_NODE = {"model"}
-"""Where a node has the model's files is its own."""
+"""Nodes may have the model's files at different paths."""
 
 
 def common_arguments(graph: Graph, role: Role, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Give them by name, as plain values.
+    """Give the arguments by name, as plain JSON values.
 
     Raises:
         ConfigError: the engine cannot have a setting.

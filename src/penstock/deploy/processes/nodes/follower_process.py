@@ -1,4 +1,4 @@
-"""The process of a node that follows: joins the leader, runs the engine's processes of this node, and ends with the leader's."""
+"""A follower's process: joins the leader, runs the engine's processes of this node, and ends with the leader's process."""
 
 import asyncio
 import os
@@ -25,11 +25,11 @@ _EXIT_FAILED = 1
 
 
 async def run_follower(assignment: Assignment, job: FollowerJob, stopping: asyncio.Event, tell: Tell) -> None:
-    """Follow until the leader ends, or until `stopping` and then the leader has drained; ends the process then.
+    """Follow until the leader ends. After `stopping`, wait until the leader has drained. Both end this process.
 
     Raises:
-        Unavailable: the leader did not take this node in time.
-        ConfigError: its graph is another, or the engine refuses a setting.
+        Unavailable: the leader did not admit this node in time.
+        ConfigError: the leader has another graph, or the engine refuses a setting.
     """
     common = assignment.common
     graph = Graph.model_validate_json(common.graph_json)
@@ -48,24 +48,24 @@ async def run_follower(assignment: Assignment, job: FollowerJob, stopping: async
         await asyncio.wait({leaving, gathering}, return_when=asyncio.FIRST_COMPLETED)
         if leaving.done():
             gathering.cancel()
-            follower.close("it is told to end")
+            follower.close("the node is shutting down")
             return
         port = gathering.result()
         running = _start_engine(graph, job, _spec(graph, job, checkpoint, follower, port), tell)
         ends: set[asyncio.Future[Any]] = {running, follower.ended}
         await asyncio.wait({*ends, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not any(end.done() for end in ends):
-            follower.leave()  # the leader's worker finishes its requests first
+            follower.leave()  # the leader's worker drains first
             await asyncio.wait(ends, timeout=worker_drain_s(graph), return_when=asyncio.FIRST_COMPLETED)
         error = running.exception() if running.done() else None
         if not leaving.done():
             tell(Failed(message=follower.ended.result(), outside=True) if error is None else report_of(error))
-        # The engine's thread and processes may wait for other nodes in calls that nothing ends: the supervisor kills them.
+        # The engine may be blocked in a call that waits for other nodes; the supervisor kills its processes.
         os._exit(0 if leaving.done() else _EXIT_FAILED)
 
 
 async def _gather(follower: NodeFollower, graph: Graph, tell: Tell) -> int:
-    """Join, and wait for the other nodes; give the port where the engine's processes meet."""
+    """Join, and wait for the other nodes; give the engine's `master_port`."""
     tell(Phase(what=f"joins node 0 at {graph.runtime.leader}"))
     await follower.join(min(JOIN_S, graph.supervision.start_timeout_s), random.Random())
     tell(Phase(what="has joined; waits for the other nodes"))
@@ -89,7 +89,7 @@ def _spec(
 
 
 def _start_engine(graph: Graph, job: FollowerJob, spec: EngineSpec, tell: Tell) -> asyncio.Future[None]:
-    """Run the engine's processes by a thread, as they block it; the future has the error of their end."""
+    """Run the engine's processes in a thread, which blocks until they end; the future has the error."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     role = graph.roles.present()[job.role]
@@ -103,7 +103,7 @@ def _start_engine(graph: Graph, job: FollowerJob, spec: EngineSpec, tell: Tell) 
         error: BaseException = Unavailable("the engine's processes of this node have ended; its log says why")
         try:
             follow(spec, ready)
-        except (Exception, SystemExit) as failed:  # noqa: BLE001 - any error ends this process
+        except (Exception, SystemExit) as failed:  # noqa: BLE001 - every error ends this process
             error = failed if isinstance(failed, PenstockError) else Unavailable(f"{role.engine}: {failed!r}")
         loop.call_soon_threadsafe(ended.set_exception, error)
 

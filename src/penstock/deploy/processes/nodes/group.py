@@ -1,4 +1,4 @@
-"""The leading node's part in the worker process: gathers the followers before the engine starts, and ends with any of them."""
+"""The leader's part in the worker process: gathers the followers before the engine starts, and ends with any of them."""
 
 import asyncio
 import os
@@ -25,10 +25,10 @@ _EXIT_LOST = 1
 
 @dataclass(frozen=True, slots=True)
 class GatheredNodes:
-    """The nodes of a worker, all there.
+    """All nodes of a worker, joined.
 
     Attributes:
-        nodes: what the engine needs to know of them; None where the worker is on one node.
+        nodes: what the engine is told of them; None for a worker on one node.
     """
 
     nodes: NodeGroup | None
@@ -36,9 +36,9 @@ class GatheredNodes:
     _tell: Tell
 
     async def watch(self, drain: Callable[[], None]) -> None:
-        """Call `drain` when a follower is told to end; end this process at once when one is lost.
+        """Call `drain` when a follower is shutting down; end this process at once when a follower is lost.
 
-        A process of the engine may wait for those of the lost node for minutes, in a call that nothing ends. Routers see the
+        The engine may be blocked for minutes in a call that waits for the lost node. When this process ends, routers see its
         connections close, and move its requests to other workers.
         """
         if self._leader is None:
@@ -52,14 +52,14 @@ class GatheredNodes:
         os._exit(_EXIT_LOST)
 
     def check_left(self) -> None:
-        """Say why the worker has drained, where a follower was told to end.
+        """Raise if the worker has drained because a follower is shutting down.
 
         Raises:
-            Unavailable: one was.
+            Unavailable: it has.
         """
         if self._leader is not None and self._leader.leaving.done():
             raise Unavailable(
-                "a node of this worker is told to end; the worker has drained, and gathers its nodes again"
+                "a node of this worker is shutting down; the worker has drained, and gathers its nodes again"
             )
 
 
@@ -67,11 +67,11 @@ class GatheredNodes:
 async def gather_nodes(
     graph: Graph, name: Role, checkpoint: Checkpoint, identity: Identity, tell: Tell
 ) -> AsyncIterator[GatheredNodes]:
-    """Wait for the other nodes of a worker of role `name`; the context ends their part.
+    """Wait until all followers of a worker of role `name` have joined; leaving the context ends them.
 
     Raises:
-        ConfigError: the leader's address is none of this host's.
-        Unavailable: a node did not join in time.
+        ConfigError: the leader's address is not of this host.
+        Unavailable: a follower did not join in time.
     """
     role = graph.roles.present().get(name)  # None: a link to another region
     size = 1 if role is None else role.nodes
@@ -100,7 +100,7 @@ async def gather_nodes(
 
 
 async def _own_address(host: str) -> str:
-    """Look the leader's name up: engines bind its address."""
+    """Resolve the leader's name: engines bind its IP address."""
     found = await asyncio.get_running_loop().getaddrinfo(host, 1)
     if not found:
         raise ConfigError(f"runtime.leader: {host}: has no address; give one of this host")

@@ -1,1 +1,1 @@
-"""The supervisor of a node that follows: one process, without a registry or a worker."""
+"""The supervisor of a follower: one process, without a registry or a worker."""

@@ -1,4 +1,4 @@
-"""A node that follows: its supervisor keeps one process that runs the engine's processes of this node, and starts it again when it ends."""
+"""A follower's supervisor: keeps one process that runs the engine's processes of this node, and restarts it when it ends."""
 
 import asyncio
 import os
@@ -28,15 +28,15 @@ _KILL_AFTER_S = 5.0
 
 
 class FollowerHost:
-    """Follows on this node while `running` is entered. One task owns it."""
+    """Runs a follower on this node while `running` is entered. One task owns it."""
 
     def __init__(
         self, graph: Graph, role: Role, rank: int, *, log_level: str, say: Callable[[str, str, str], None]
     ) -> None:
-        """Make it; starts nothing.
+        """Start nothing yet.
 
         Args:
-            graph: the deployment, as the leader has it.
+            graph: the deployment's, equal to the leader's.
             role: of the worker.
             rank: of this node among the worker's, from 1.
             log_level: of the process.
@@ -47,7 +47,7 @@ class FollowerHost:
         """What the process prints."""
         self._role, self._rank = role, rank
         self._log_level = log_level
-        self._told = say
+        self._on_state = say
         self._member: Member | None = None
 
     def kill(self) -> None:
@@ -57,7 +57,7 @@ class FollowerHost:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Follow; leaving the context waits until the leader's worker has finished its requests.
+        """Run the follower; leaving the context waits until the leader's worker has drained.
 
         Raises:
             ConfigError: this node cannot run the engine's processes.
@@ -122,10 +122,10 @@ class FollowerHost:
 
     def _say(self, name: str, state: str, detail: str) -> None:
         self.output.note(name, f"{state:<9} {detail}".rstrip())
-        self._told(name, state, detail)
+        self._on_state(name, state, detail)
 
     def _waits_for(self) -> dict[str, str]:
-        """Say what the process does, unless it is ready."""
+        """Give the phase of each process that is not ready, for `/ready`."""
         if self._member is None:
             return {"penstock": "reads the model"}
         member = self._member

@@ -1,4 +1,4 @@
-"""vLLM's processes on a node that does not lead: the part of `vllm serve --headless` that serves no requests."""
+"""vLLM's processes on a follower: the same as `vllm serve --headless` runs."""
 
 import os
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from penstock.engine.vllm.launch.launch import why_it_does_not_start
 
 
 def follow(spec: EngineSpec, described: EngineLaunch, ready: Callable[[], None]) -> None:
-    """Run this node's device processes of a worker that another node leads; blocks until one of them ends.
+    """Run this node's device processes of a worker over several nodes; block until one of them ends.
 
     Args:
-        spec: the engine, with the nodes.
-        described: the arguments, and the variables that the processes inherit.
-        ready: called once they take part.
+        spec: the engine, with `nodes`.
+        described: engine arguments, and environment variables for the processes.
+        ready: called once the processes have joined the others.
 
     Raises:
         ConfigError: vLLM cannot run here, or refuses the model or an argument.
@@ -35,7 +35,7 @@ def follow(spec: EngineSpec, described: EngineLaunch, ready: Callable[[], None])
         try:
             arguments = AsyncEngineArgs(**typed_arguments(spec, described.arguments, AsyncEngineArgs))
             config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER, headless=True)
-            output.take_log("vllm")  # creating the configuration sets it up
+            output.take_log("vllm")  # create_engine_config has set up the logger
             executor = MultiprocExecutor(config, monitor_workers=False)
         except ConfigError:
             raise
