@@ -1,6 +1,7 @@
 """Error texts for invalid request bodies: the field, the expected value, the given value."""
 
 import enum
+import json
 import re
 from typing import Any
 
@@ -8,6 +9,7 @@ import msgspec
 
 from penstock.core.config import nearest
 from penstock.core.errors import RequestError
+from penstock.frontend.openai.lenient import served_values
 
 _SHOWN_MAX = 40
 _JSON_NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
@@ -33,8 +35,8 @@ def body_error(error: Exception, body: bytes, kind: type[msgspec.Struct]) -> Req
 
 
 def nested_too_deeply() -> RequestError:
-    """Make the error for a body of which some hundred levels are too many."""
-    return RequestError("the body is nested too deeply; expected flat JSON")
+    """Make the error for a body of more levels than Python may recurse, of which 500 are always left."""
+    return RequestError("the body is nested too deeply; expected at most 500 levels")
 
 
 def _content_error(problem: str, body: bytes, kind: type[msgspec.Struct]) -> RequestError:
@@ -42,8 +44,15 @@ def _content_error(problem: str, body: bytes, kind: type[msgspec.Struct]) -> Req
     path = path.removeprefix(".")
     if unknown := re.fullmatch("Object contains unknown field (.*)", problem):
         param = f"{path}.{unknown[1]}".removeprefix(".")
+        served = None if path else served_values(unknown[1])
+        if served == "":
+            return RequestError(f"{param}: not supported by this server; leave it out", param=param)
+        if served:
+            given = _given(body, param)
+            return RequestError(f"{param}: only {served} is served here{given}; leave it out", param=param)
         hint = "" if path else nearest(unknown[1], list(kind.__struct_fields__))
-        return RequestError(f"{param}: unknown field{hint if 'did you mean' in hint else ''}", param=param)
+        field = param if unknown[1] else f"{param}''"
+        return RequestError(f"{field}: unknown field{hint if 'did you mean' in hint else ''}", param=param)
     if missing := re.fullmatch("Object missing required field (.*)", problem):
         param = f"{path}.{missing[1]}".removeprefix(".")
         return RequestError(f"{param}: required, but missing", param=param)
@@ -65,9 +74,11 @@ def _shown(body: bytes, path: str) -> str:
 
 
 def _given(body: bytes, path: str) -> str:
-    """Say which value stands at `path`; empty if it cannot be found."""
+    """Say which value stands at `path`, shortened; empty if it cannot be found."""
     value = _value(body, path)
-    return "" if value is None else f", got {value}"
+    if isinstance(value, dict | list):
+        return f", got an {'object' if isinstance(value, dict) else 'array'}"
+    return "" if value is None else f", got {json.dumps(value)[:_SHOWN_MAX]}"
 
 
 def _value(body: bytes, path: str) -> Any:

@@ -3,6 +3,7 @@
 Runs only on bodies that the strict decoder refused, so that usual requests do not pay for it.
 """
 
+import json
 import re
 import types
 import typing
@@ -40,6 +41,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (None,),
 }
 """Fields of vLLM or SGLang that only have no effect with one of these values."""
+_NOT_SERVED = frozenset(
+    {
+        "use_beam_search",
+        "truncate_prompt_tokens",
+        "thinking_token_budget",
+        "prompt_embeds",
+        "logits_processors",
+        "custom_logit_processor",
+        "lora_path",
+        "regex",
+        "ebnf",
+        "json_schema",
+    }
+)
+"""Fields of vLLM or SGLang that would change an answer, and are no misspelt ones of ours."""
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?", re.DOTALL)
 _ROUNDS_MAX = 16
 _NAMED_MAX = 256
@@ -97,6 +113,13 @@ def _is_neutral(name: str, value: Any) -> bool:
     if name in _NEUTRAL:
         return value is None or value in _NEUTRAL[name]
     return name in _WITHOUT_EFFECT or value is None or value in (False, "", [], {})  # 0 equals False
+
+
+def served_values(name: str) -> str | None:
+    """Say which values of another server's field are served, as JSON; "" for none, and None for a field that is not known."""
+    if name in _NEUTRAL:
+        return " or ".join(json.dumps(value) for value in _NEUTRAL[name])
+    return "" if name in _NOT_SERVED else None
 
 
 def name_once(field: str) -> None:

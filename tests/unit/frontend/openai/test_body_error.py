@@ -45,6 +45,13 @@ def test_the_field_is_named_with_what_it_may_be(body, param, says):
     assert (error.message, error.param) == (says, param)
 
 
+def test_as_many_levels_as_the_error_allows_are_taken() -> None:
+    deep = '{"model": "m", "messages": [{"role": "user", "content": "a"}], "metadata": %s}'
+    assert parse_chat((deep % ("[" * 499 + "]" * 499)).encode()).model == "m"
+    with pytest.raises(RequestError, match="nested too deeply; expected at most 500 levels"):
+        parse_chat((deep % ("[" * 2000 + "]" * 2000)).encode())
+
+
 def test_a_wrong_type_beside_what_is_nested_as_deeply_as_can_be_decoded_is_explained() -> None:
     """The value is not shown where finding it would need more calls than decoding did."""
     for depth in range(700, 1000):

@@ -66,6 +66,38 @@ def test_an_unknown_field_with_an_effect_is_refused_by_name(named: set[str], fie
     assert caught.value.param == field
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        (
+            "skip_special_tokens",
+            False,
+            "skip_special_tokens: only true is served here, got false; leave it out",
+        ),
+        ("typical_p", 0.5, "typical_p: only 1 is served here, got 0.5; leave it out"),
+        ("use_beam_search", True, "use_beam_search: not supported by this server; leave it out"),
+        ("truncate_prompt_tokens", 5, "truncate_prompt_tokens: not supported by this server; leave it out"),
+        ("best_of", [[7]], "best_of: only 1 is served here, got an array; leave it out"),
+        ("max_tokns", 5, "max_tokns: unknown field; did you mean 'max_tokens'?"),
+        ("", 5, "'': unknown field"),
+    ],
+)
+def test_a_field_of_another_server_is_no_misspelt_one(field: str, value: Any, says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse(**{field: value})
+    assert (caught.value.message, caught.value.param) == (says, field)
+
+
+@pytest.mark.parametrize("value", ["[" * 900 + "]" * 900, "7" * 5000, '"' + "a" * 100_000 + '"'])
+def test_a_value_of_any_size_is_refused_in_few_words(value: str) -> None:
+    body = (
+        f'{{"model": "m", "messages": [{{"role": "user", "content": "a"}}], "skip_special_tokens": {value}}}'
+    )
+    with pytest.raises(RequestError) as caught:
+        parse_chat(body.encode())
+    assert len(caught.value.message) < 200
+
+
 def test_fields_of_nested_objects_may_be_unknown_too(named: set[str]) -> None:
     body = parse(
         stream=True, stream_options={"include_usage": True, "later": None, "other": False}, nvext={"seen": []}
