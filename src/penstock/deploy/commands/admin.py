@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
@@ -78,8 +79,28 @@ def _answer(base: str, path: str, body: bytes | None, timeout_s: float) -> Itera
             message = _wrong_token() if secret else _no_token(base)
         raise RequestError(message, http_status=error.code, param=param) from error
     except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        raise Unavailable(f"--url: {base}: nobody answers ({reason}); is it started?") from error
+        raise _unreached(base, error) from error
+
+
+def _unreached(base: str, error: OSError | http.client.HTTPException) -> Unavailable:
+    """Say why no server answered at `base`, and the fix."""
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        return Unavailable(
+            f"--url: {base}: its certificate is not trusted ({reason.verify_message}); set SSL_CERT_FILE to the certificate of the"
+            " authority that signed it, or to itself where it is self-signed, and use a host name that it has"
+        )
+    if isinstance(reason, ssl.SSLError):
+        return Unavailable(
+            f"--url: {base}: no TLS connection ({reason}); if the server has no certificate, use http://"
+        )
+    if isinstance(reason, http.client.HTTPException) and urlsplit(base).scheme == "http":
+        return Unavailable(
+            f"--url: {base}: no answer in HTTP ({reason}); if the server has a certificate, use https://"
+        )
+    return Unavailable(
+        f"--url: {base}: nobody answers ({reason}); is it started? penstock ps on its host shows its URL"
+    )
 
 
 def _secret_for(base: str, path: str) -> str:

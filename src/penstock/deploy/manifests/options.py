@@ -110,9 +110,12 @@ class Cache(Config):
         return self
 
 
-def _flag(found: re.Match[str]) -> str:
-    name = {"mounts": "mount", "egress_ports": "egress-port"}.get(found[1], found[1].replace("_", "-"))
-    return f"--{name}: "
+_FLAGS = {"mounts": "mount", "egress_ports": "egress-port", "network_policy": "no-network-policy"}
+
+
+def flag_of(field: str) -> str:
+    """Name the flag of `penstock render` that sets a field of RenderOptions."""
+    return f"--{_FLAGS.get(field, field.replace('_', '-'))}"
 
 
 class RenderOptions(Config):
@@ -153,8 +156,11 @@ class RenderOptions(Config):
         try:
             return cls.parse(dict(values), source="flag")
         except ConfigError as error:
-            lines = error.message.splitlines()
-            raise ConfigError("\n".join(re.sub(r"^flag: (\w+): ", _flag, line) for line in lines)) from error
+            lines = [
+                re.sub(r"^flag: (\w+): ", lambda found: f"{flag_of(found[1])}: ", line)
+                for line in error.message.splitlines()
+            ]
+            raise ConfigError("\n".join(lines)) from error
 
     @pydantic.field_validator("image", "gpu_image")
     @classmethod

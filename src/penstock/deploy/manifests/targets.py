@@ -7,10 +7,19 @@ from penstock.core.errors import ConfigError
 from penstock.deploy.manifests.compose import compose_file
 from penstock.deploy.manifests.helm import helm_chart
 from penstock.deploy.manifests.kubernetes import kubernetes_objects
-from penstock.deploy.manifests.options import RenderOptions
+from penstock.deploy.manifests.options import RenderOptions, flag_of
 from penstock.deploy.manifests.slurm import slurm_script
 from penstock.deploy.manifests.yaml_text import dump_all
 from penstock.graph import Graph
+
+_OF_SLURM = {"nodes", "gpus_per_node"}
+_OPTIONS = {
+    "kubernetes": set(RenderOptions.model_fields) - _OF_SLURM,
+    "helm": set(RenderOptions.model_fields) - _OF_SLURM,
+    "compose": {"image", "gpu_image", "mounts", "cache"},
+    "slurm": _OF_SLURM,
+}
+"""Target: fields of the options that it reads."""
 
 
 def write_chart(graph: Graph, options: RenderOptions, directory: Path) -> int:
@@ -20,9 +29,11 @@ def write_chart(graph: Graph, options: RenderOptions, directory: Path) -> int:
         its number of files.
 
     Raises:
-        ConfigError: the graph has what no pod could have, or the directory has something else or cannot be written.
+        ConfigError: the graph has what no pod could have, an option is not a chart's, or the directory has something else or cannot
+            be written.
     """
     _refuse_operators(graph)
+    _refuse_unread("helm", options)
     files = helm_chart(graph, options)
     try:
         if directory.exists() and any(directory.iterdir()) and not (directory / "Chart.yaml").is_file():
@@ -52,13 +63,30 @@ def _refuse_operators(graph: Graph) -> None:
         )
 
 
+def _refuse_unread(target: str, options: RenderOptions) -> None:
+    """Refuse options that the target does not read, in one line each.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    unread = [
+        f"{flag_of(name)}: --target {target} does not read it; leave it out, or use --target"
+        f" {' or '.join(other for other, read in _OPTIONS.items() if name in read)}"
+        for name, field in RenderOptions.model_fields.items()
+        if name not in _OPTIONS.get(target, {name}) and getattr(options, name) != field.default
+    ]
+    if unread:
+        raise ConfigError("\n".join(unread))
+
+
 def manifest(target: str, graph: Graph, options: RenderOptions) -> str:
     """Write what runs a graph there: kubernetes, compose or slurm.
 
     Raises:
-        ConfigError: there is no such target, or the graph has what nothing there could have.
+        ConfigError: there is no such target, it does not read an option, or the graph has what nothing there could have.
     """
     _refuse_operators(graph)
+    _refuse_unread(target, options)
     match target:
         case "kubernetes":
             return dump_all(kubernetes_objects(graph, options))

@@ -1,11 +1,16 @@
 """Commands that ask a running deployment: what they prove themselves by, and to whom."""
 
+import asyncio
+import contextlib
+import ssl
 from pathlib import Path
 
 import pytest
 
-from penstock.deploy.commands.admin import _no_token, _secret_for, _wrong_token
+from penstock.core.errors import Unavailable
+from penstock.deploy.commands.admin import _no_token, _secret_for, _wrong_token, ask
 from penstock.deploy.state import load_admin_token
+from tests.support.certificates import make_authority, make_certificate
 
 
 def test_the_token_of_this_user_goes_to_this_machine_only(
@@ -43,3 +48,50 @@ def test_a_wrong_token_error_names_its_source(monkeypatch: pytest.MonkeyPatch, t
     assert f"the admin token in {tmp_path / 'admin_token'}; set PENSTOCK_ADMIN_TOKEN" in _wrong_token()
     monkeypatch.setenv("PENSTOCK_ADMIN_TOKEN", "given")
     assert "the admin token in PENSTOCK_ADMIN_TOKEN; set it to that of the server" in _wrong_token()
+
+
+def test_a_server_that_speaks_otherwise_is_not_called_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path))
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    files = make_certificate(tmp_path, "one", make_authority(tmp_path, "authority"))
+    assert files.certificate is not None
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(files.certificate, files.key)
+
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            await reader.read(1)
+            writer.close()
+
+    async def failures() -> tuple[str, str, str]:
+        async with (
+            await asyncio.start_server(close, "127.0.0.1", 0, ssl=tls) as encrypted,
+            await asyncio.start_server(close, "127.0.0.1", 0) as plain,
+        ):
+            secure, clear = (each.sockets[0].getsockname()[1] for each in (encrypted, plain))
+            found = [
+                await asyncio.to_thread(failure, f"{base}{port}")
+                for base, port in (
+                    ("https://127.0.0.1:", secure),
+                    ("http://127.0.0.1:", clear),
+                    ("https://127.0.0.1:", clear),
+                )
+            ]
+        return found[0], found[1], found[2]
+
+    untrusted, no_http, no_tls = asyncio.run(failures())
+    assert "its certificate is not trusted (" in untrusted
+    assert "set SSL_CERT_FILE" in untrusted
+    assert "no answer in HTTP (" in no_http
+    assert "use https://" in no_http
+    assert "no TLS connection (" in no_tls
+    assert "nobody answers" in failure("http://127.0.0.1:1")
+    assert "penstock ps" in failure("http://127.0.0.1:1")
+
+
+def failure(base: str) -> str:
+    with pytest.raises(Unavailable) as caught:
+        ask(base, "/health", timeout_s=30.0)
+    return caught.value.message

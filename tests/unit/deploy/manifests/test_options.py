@@ -186,6 +186,14 @@ def test_what_no_pod_could_have(changes: dict, line: str) -> None:
         ["--image", "x\ny: z"],
         ["--namespace", "Prod"],
         ["--secret", "{{ .Values.x }}"],
+        ["--nodes", "2"],
+        ["--gpus-per-node", "8", "--target", "compose"],
+        ["--gateway", "gate", "--target", "compose"],
+        ["--no-network-policy", "--target", "compose"],
+        ["--mount", "/keys=host:/keys", "--target", "slurm"],
+        ["--cache", "claim:weights", "--target", "slurm"],
+        ["--egress-port", "16443", "--target", "slurm"],
+        ["--nodes", "2", "--target", "helm", "--output", "chart"],
     ],
 )
 def test_wrong_flags_are_one_line(
