@@ -1,4 +1,4 @@
-"""Gauges of the links to other regions, from their load reports."""
+"""Gauges of links to other regions, from their load reports."""
 
 import os
 from collections.abc import Callable
@@ -35,21 +35,21 @@ _GAUGES: tuple[tuple[str, str, Callable[[LinkReport], float]], ...] = (
         lambda link: link.clock_skew_s,
     ),
     (
-        "link_told_timestamp_seconds",
-        "When another region told last of its prefixes, since 1970; 0: never",
-        lambda link: link.told_at_s,
+        "link_advertised_timestamp_seconds",
+        "Time of the last prefix summary of another region, since 1970; 0: never",
+        lambda link: link.advertised_at_s,
     ),
 )
 
 
 class LinkMetrics:
-    """One frontend process's gauges. Links count, so that every frontend shows the same."""
+    """The gauges of one frontend process. The links do the counting, so every frontend shows the same."""
 
     def __init__(self, gauge: Callable[..., Gauge]) -> None:
         """Make the gauges; `gauge` makes one from its name, text and labels."""
         self._gauges = [(gauge(name, text, "worker", "region"), value) for name, text, value in _GAUGES]
-        self.told_chunks = gauge(
-            "told_chunks", "Chunks of prefixes of which other regions tell that they hold them"
+        self.advertised_chunks = gauge(
+            "advertised_chunks", "Chunks of prefixes that other regions advertise in their summaries"
         )
         self._problems = gauge(
             "link_problem",
@@ -59,16 +59,16 @@ class LinkMetrics:
             "region",
             "problem",
         )
-        self._told_share = gauge(
-            "link_told_share",
-            "Share of what another region tells of its prefixes that counts, as its answers confirm it; without answers 1",
+        self._advertised_share = gauge(
+            "link_advertised_share",
+            "Share of another region's advertised prefixes that counts, as its answers confirm it; 1 without answers",
             "worker",
             "region",
         )
         self._shown: dict[str, LinkReport] = {}
 
     def show(self, worker: str, link: LinkReport | None) -> None:
-        """Show what a link reports; nothing of other workers."""
+        """Show a link's report; does nothing for other workers."""
         if link is None or self._shown.get(worker) == link:
             return
         before = self._shown.get(worker)
@@ -78,18 +78,18 @@ class LinkMetrics:
         if link.problem:
             self._problems.labels(worker, link.region, link.problem).set(1)
         if before is None:
-            self._told_share.labels(worker, link.region).set(1)
+            self._advertised_share.labels(worker, link.region).set(1)
         for gauge, value_of in self._gauges:
             gauge.labels(worker, link.region).set(value_of(link))
 
-    def show_told_share(self, worker: str, share: float) -> None:
-        """Show what counts of what a region tells; nothing of a link that has not reported."""
+    def show_advertised_share(self, worker: str, share: float) -> None:
+        """Show the share of a region's advertised prefixes that counts; does nothing before the link's first report."""
         link = self._shown.get(worker)
         if link is not None:
-            self._told_share.labels(worker, link.region).set(share)
+            self._advertised_share.labels(worker, link.region).set(share)
 
     def expect(self, worker: str, region: str, frontends: int) -> None:
-        """Show a link that has not come so far, so that one that cannot start is seen, too."""
+        """Show a link that has not registered yet, so that one that cannot start is seen, too."""
         self.show(worker, LinkReport(region, frontends, 0, problem=LinkProblem.UNREACHABLE))
 
     def forget(self, worker: str) -> None:
@@ -99,7 +99,7 @@ class LinkMetrics:
             return
         series: list[tuple[Gauge, tuple[str, ...]]]
         series = [(gauge, (worker, link.region)) for gauge, _ in self._gauges]
-        series.append((self._told_share, (worker, link.region)))
+        series.append((self._advertised_share, (worker, link.region)))
         if link.problem:
             series.append((self._problems, (worker, link.region, link.problem)))
         for gauge, labels in series:

@@ -41,9 +41,11 @@ def ready(host: Host) -> int:
     return sum(each["condition"] == "ready" for each in host.get(f"{URL}/admin/workers")["workers"])
 
 
-def told_chunks(host: Host) -> float:
+def advertised_chunks(host: Host) -> float:
     lines = host.text(f"{URL}/metrics").splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("penstock_router_told_chunks"))
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith("penstock_router_advertised_chunks")
+    )
 
 
 def test_a_region_counts_the_prefixes_that_another_one_tells_of(tmp_path):
@@ -62,10 +64,10 @@ def test_a_region_counts_the_prefixes_that_another_one_tells_of(tmp_path):
 
         def hears() -> bool:
             ask(eu)  # noted once the link has asked
-            return told_chunks(us) >= 3
+            return advertised_chunks(us) >= 3
 
         until(hears)
-        assert told_chunks(eu) == 0, "us has computed nothing yet"
+        assert advertised_chunks(eu) == 0, "us has computed nothing yet"
         ask(us)
         (decision,) = us.get(f"{URL}/admin/explain?last=1")["decisions"]
         blocks = {each["worker"]: each["overlap_blocks"] for each in decision["candidates"]}
@@ -74,4 +76,4 @@ def test_a_region_counts_the_prefixes_that_another_one_tells_of(tmp_path):
 
         laid.carry(delay_s=0.04, cut=1)
         until(lambda: ready(us) == 1)
-        until(lambda: told_chunks(us) == 0)
+        until(lambda: advertised_chunks(us) == 0)

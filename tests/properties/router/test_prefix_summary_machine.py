@@ -10,7 +10,7 @@ from penstock.core.errors import ProtocolError
 from penstock.core.types.events import EventSnapshot
 from penstock.core.types.kv.summary import PrefixSummary, blocks_per_chunk, chunk_hashes
 from penstock.core.wire import PackedHashes, pack_hashes, unpack_hashes
-from penstock.engine.openai.prefixes.told import EXPIRES_S, ToldPrefixes
+from penstock.engine.openai.prefixes.advertised import EXPIRES_S, AdvertisedPrefixes
 from penstock.router.config import PrefixSummaryConfig
 from penstock.router.index.hot_prefixes import HotPrefixes
 from penstock.router.index.radix import PrefixMatch, RadixTree
@@ -45,7 +45,7 @@ class Summaries(RuleBasedStateMachine):
         self.config = PrefixSummaryConfig(bytes_per_s=bytes_per_s, chunks_max=1024)
         self.tree = RadixTree(None, SLOTS)
         self.hot = {origin: HotPrefixes(self.tree, BLOCK, self.config, 0.0) for origin in (1, 2)}
-        self.told = ToldPrefixes(ROOT, BLOCK)
+        self.told = AdvertisedPrefixes(ROOT, BLOCK)
         self.ever: set[int] = set()
         self.index, self.publisher = RegionIndex(), EventPublisher(EventConfig())
         self.sent_bytes = 0
@@ -211,9 +211,9 @@ def test_hottest_chunks_come_first_and_coldest_leave() -> None:
 def test_a_full_summary_makes_room_for_hotter_prefixes_and_repairs_who_is_far_behind() -> None:
     tree, config = RadixTree(None, 1), PrefixSummaryConfig(bytes_per_s=1_000_000, chunks_max=1024)
     hot, ready = HotPrefixes(tree, BLOCK, config, 0.0), np.array([True])
-    told, behind, now_s = ToldPrefixes(ROOT, BLOCK), ToldPrefixes(ROOT, BLOCK), 0.0
+    told, behind, now_s = AdvertisedPrefixes(ROOT, BLOCK), AdvertisedPrefixes(ROOT, BLOCK), 0.0
 
-    def read(target: ToldPrefixes) -> int:
+    def read(target: AdvertisedPrefixes) -> int:
         changes = hot.changes(target.after.get(1, 0), 100_000, ready, now_s)
         target.take(PrefixSummary(origin=1, root=ROOT, chunk_tokens=256, **changes._asdict()), now_s)
         return changes.since
@@ -237,7 +237,7 @@ def test_a_full_summary_makes_room_for_hotter_prefixes_and_repairs_who_is_far_be
 
 
 def test_nothing_of_another_size_is_believed() -> None:
-    told = ToldPrefixes(ROOT, BLOCK)
+    told = AdvertisedPrefixes(ROOT, BLOCK)
     odd = PrefixSummary(
         origin=1, root=ROOT, chunk_tokens=256, since=0, version=1, added=PackedHashes(pack_hashes([1]) + b"x")
     )

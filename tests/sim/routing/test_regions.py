@@ -19,9 +19,9 @@ from penstock.core.types.kv.summary import PrefixSummary, chunk_hashes
 from penstock.core.types.requests import Request
 from penstock.core.wire import pack_hashes, unpack_hashes
 from penstock.engine.openai.health.breaker import Breaker
-from penstock.engine.openai.prefixes.told import ToldPrefixes
+from penstock.engine.openai.prefixes.advertised import AdvertisedPrefixes
 from penstock.graph import Overrides, load
-from penstock.router.index.region_index import ToldShare
+from penstock.router.index.region_index import AdvertisedShare
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.loop.loop import run
 from penstock.sim.workload.prompt import Prompt
@@ -41,7 +41,7 @@ class Watched(World):
 
     def before_return(self, region: Region) -> None:
         self.believed = tuple(
-            index.told_by(slot)
+            index.advertised_by(slot)
             for other in self.regions
             if other is not region
             for index in [other.dispatcher._shared.fleet._indexer.regions]
@@ -113,8 +113,8 @@ def test_regions_share_what_each_has_computed() -> None:
 
 
 def test_a_summary_that_is_never_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ToldPrefixes, "clear", lambda _self: ())
-    monkeypatch.setattr(ToldPrefixes, "expire", lambda _self, _now_s: ())
+    monkeypatch.setattr(AdvertisedPrefixes, "clear", lambda _self: ())
+    monkeypatch.setattr(AdvertisedPrefixes, "expire", lambda _self, _now_s: ())
     with pytest.raises(AssertionError, match="are believed of a region that is lost"):
         check(*simulate(Federation(bytes_per_s=64_000)))
 
@@ -170,7 +170,7 @@ def test_a_region_that_lies_about_its_prefixes_is_soon_believed_no_more(
 
     monkeypatch.setattr(DistantServer, "get", lie)
     attracted, attracted_s = measured()
-    monkeypatch.setattr(ToldShare, "learn", lambda *_: None)
+    monkeypatch.setattr(AdvertisedShare, "learn", lambda *_: None)
     believed, believed_s = measured()
     assert attracted - honest < 0.6 * (believed - honest), "what its answers do not confirm attracts fewer"
     assert attracted_s - honest_s < 0.6 * (believed_s - honest_s)

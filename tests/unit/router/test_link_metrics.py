@@ -8,11 +8,11 @@ from penstock.core.types.load import LinkProblem, LinkReport
 from penstock.router.metrics import RouterMetrics
 
 REPORT = LinkReport(
-    region="eu", frontends=3, healthy=2, moved=5, refused=7, clock_skew_s=-1.5, round_trip_s=0.081, told_chunks=9, told_at_s=1e9,
+    region="eu", frontends=3, healthy=2, moved=5, refused=7, clock_skew_s=-1.5, round_trip_s=0.081, advertised_chunks=9, advertised_at_s=1e9,
 )  # fmt: skip
 VALUES = {
     "frontends": 3, "healthy_frontends": 2, "moved_requests": 5, "refused_requests": 7, "clock_skew_seconds": -1.5,
-    "round_trip_seconds": 0.081, "told_timestamp_seconds": 1e9, "told_share": 1,
+    "round_trip_seconds": 0.081, "advertised_timestamp_seconds": 1e9, "advertised_share": 1,
 }  # fmt: skip
 
 
@@ -34,14 +34,14 @@ def test_each_figure_of_a_report_is_a_gauge(shown):
     links.show("link-eu", REPORT)
     assert {noun: value(noun) for noun in VALUES} == VALUES
     links.show("worker-1", None)
-    links.show_told_share("link-eu", 0.25)
+    links.show_advertised_share("link-eu", 0.25)
     links.show("link-eu", msgspec.structs.replace(REPORT, healthy=3))
-    assert (value("healthy_frontends"), value("told_share")) == (3, 0.25)
+    assert (value("healthy_frontends"), value("advertised_share")) == (3, 0.25)
     links.forget("link-eu")
     links.forget("link-eu")
     assert not any(value(noun) for noun in VALUES)
-    links.show_told_share("link-eu", 0.5)
-    assert value("told_share") is None
+    links.show_advertised_share("link-eu", 0.5)
+    assert value("advertised_share") is None
 
 
 def test_one_problem_at_a_time_is_shown_and_a_link_that_never_came_has_one(shown):

@@ -147,21 +147,21 @@ class LinkProblem(StrEnum):
     CERTIFICATE = "certificate"  # it is not trusted here
     KEY = "key"  # it knows another API key
     OTHER_SERVER = "other_server"  # another region or model, or a release too far apart
-    SECRET = "secret"  # noqa: S105 - it has other block hashes, so that nothing it tells of prefixes counts
+    SECRET = "secret"  # noqa: S105 - its block hashes differ, so its prefix summaries do not count
 
 
 class LinkReport(Wire, frozen=True):
-    """What a link reports of the region that it leads to.
+    """A link's report about its region.
 
     Attributes:
         region: its name.
         frontends: that the link knows; `healthy` of them answer.
-        moved: requests that went on at another frontend, since start, as one failed.
-        refused: requests that the region had no room for, since start.
-        clock_skew_s: seconds by which its clock is ahead.
-        round_trip_s: measured time there and back; 0 before the first answer.
-        told_chunks: chunks of prefixes that it tells it holds.
-        told_at_s: when it told last, by the link's clock, seconds since 1970; 0: never.
+        moved: requests that went on at another frontend after one failed, since the start.
+        refused: requests that the region had no room for, since the start.
+        clock_skew_s: seconds by which the region's clock is ahead.
+        round_trip_s: measured round trip; 0 before the first answer.
+        advertised_chunks: chunks in the region's prefix summaries.
+        advertised_at_s: time of its last summary by the link's clock, seconds since 1970; 0: never.
         problem: a `LinkProblem`; empty where all is well.
     """
 
@@ -172,8 +172,8 @@ class LinkReport(Wire, frozen=True):
     refused: int = 0
     clock_skew_s: float = 0.0
     round_trip_s: float = 0.0
-    told_chunks: int = 0
-    told_at_s: float = 0.0
+    advertised_chunks: int = 0
+    advertised_at_s: float = 0.0
     problem: str = ""
 
 

@@ -31,7 +31,7 @@ from penstock.engine.openai.config import ServerConfig
 from penstock.engine.openai.health.watch import HealthWatch
 from penstock.engine.openai.metrics import ServerLoad
 from penstock.engine.openai.pairs import fields_of
-from penstock.engine.openai.prefixes.told import ToldPrefixes
+from penstock.engine.openai.prefixes.advertised import AdvertisedPrefixes
 from penstock.engine.openai.prefixes.watch import PrefixWatch
 from penstock.engine.openai.server import DEPLOYMENT, Server
 from penstock.engine.openai.streams import Stream
@@ -112,7 +112,7 @@ class ServerEngine:
         is_deployment = described.owner == DEPLOYMENT
         if is_deployment and self._serving.root:
             self._prefixes = PrefixWatch(
-                ToldPrefixes(self._serving.root, self._serving.block_size),
+                AdvertisedPrefixes(self._serving.root, self._serving.block_size),
                 self._server.connection,
                 described.name,
                 interval_s=self._config.load_interval_s,

@@ -52,15 +52,15 @@ class RegionRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         round_trip_s: measured time there and back; None before the first answer.
         healthy: of its `frontends`, those that answer.
-        told_age_s: seconds since it told last of its prefixes; None where it tells none.
+        advertised_age_s: seconds since its last prefix summary; None before the first.
     """
 
     name: str
     round_trip_s: float | None
     frontends: int
     healthy: int
-    told_chunks: int
-    told_age_s: float | None
+    advertised_chunks: int
+    advertised_age_s: float | None
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,14 +191,14 @@ def _row(view: WorkerView, names: dict[int, str], speed: Speed | None) -> Worker
 
 
 def _region(link: dict[str, Any]) -> RegionRow:
-    told_at_s = link["told_at_s"]
+    advertised_at_s = link["advertised_at_s"]
     return RegionRow(
         name=link["region"],
         round_trip_s=link["round_trip_s"] or None,
         frontends=link["frontends"],
         healthy=link["healthy"],
-        told_chunks=link["told_chunks"],
-        told_age_s=max(wall_time_s() - told_at_s, 0.0) if told_at_s else None,
+        advertised_chunks=link["advertised_chunks"],
+        advertised_age_s=max(wall_time_s() - advertised_at_s, 0.0) if advertised_at_s else None,
     )
 
 

@@ -191,7 +191,7 @@ class Attempt:
             metrics.predicted_hits_found_tokens.inc(min(guessed, cached_tokens))
             if self._member.instance.engine.is_deployment:
                 share = self._fleet.regions.found(self.route.slot, guessed, cached_tokens)
-                metrics.links.show_told_share(self._member.instance.name, share)
+                metrics.links.show_advertised_share(self._member.instance.name, share)
 
     def grant(self, taken_from: int, taken_to: int) -> None:
         """Grant the worker credit for the tokens of its own that the reader took.

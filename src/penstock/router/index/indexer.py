@@ -36,7 +36,7 @@ class Indexer:
         self._predictions = Predictions(
             self.tree, ttl_s=config.predicted_s, blocks_max=min(_BLOCKS_MIN, self._blocks_max)
         )
-        self.regions = RegionIndex(metrics.links.told_chunks.set)
+        self.regions = RegionIndex(metrics.links.advertised_chunks.set)
         """What links to other regions tell."""
         self._expected: dict[int, int] = {}  # by slot, the blocks that a worker says it has
         self._expected_blocks = 0

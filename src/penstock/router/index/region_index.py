@@ -1,4 +1,4 @@
-"""Which prefixes other regions hold, as their summaries say: by slot of the link to each, in chunks."""
+"""The prefixes that other regions advertise in their summaries, as chunks, by slot of the link to each region."""
 
 import asyncio
 import math
@@ -15,24 +15,24 @@ from penstock.router.index.radix import PrefixMatch, RadixTree
 _CHUNKS_MAX = 1_000_000
 _HASH_BYTES = 8
 _WEIGHT = 0.25
-"""Of an answer: after three that found nothing, less than half counts of what its region tells."""
+"""Of one answer: after three answers that found nothing, less than half of what the region advertises counts."""
 _FORGIVEN_S = 60.0
 
 
-class ToldShare:
-    """How much of what a region tells is there when a request comes. One event loop owns it."""
+class AdvertisedShare:
+    """The share of a region's advertised prefixes that its answers confirm. One event loop owns it."""
 
     def __init__(self, now_s: float) -> None:
-        """Believe everything."""
+        """Begin with all of them."""
         self._share = 1.0
         self._learnt_s = now_s
 
     def at(self, now_s: float) -> float:
-        """Give the share; doubts halve in each `_FORGIVEN_S`, since a region without requests could not dispel them."""
+        """Give the share. The distance from 1 halves every `_FORGIVEN_S`, since a region without requests has no answers to raise it."""
         return 1.0 - (1.0 - self._share) * math.exp2((self._learnt_s - now_s) / _FORGIVEN_S)
 
     def learn(self, expected_tokens: int, cached_tokens: int, now_s: float) -> None:
-        """Take an answer, whose expected tokens were this share of those told."""
+        """Take an answer into account; `expected_tokens` were this share of the advertised ones."""
         if expected_tokens <= 0:
             return
         share = self.at(now_s)
@@ -41,9 +41,9 @@ class ToldShare:
 
 
 class RegionIndex:
-    """A tree of its own, since chunks have no place in the tree of blocks. One event loop owns it.
+    """A radix tree of chunks, beside the tree of blocks. One event loop owns it.
 
-    The events of a link are of chunks: `block_size` is that of a chunk.
+    In a link's events a "block" is a chunk, and `block_size` is the chunk's.
     """
 
     def __init__(
@@ -55,19 +55,19 @@ class RegionIndex:
         self._tree = RadixTree(_CHUNKS_MAX)
         self._on_count = on_count
         self._clock = clock
-        self._shares: dict[int, ToldShare] = {}  # by slot; whole without one
+        self._shares: dict[int, AdvertisedShare] = {}  # by slot; 1 without one
 
     @property
     def num_chunks(self) -> int:
-        """(link, chunk) pairs that are told now."""
+        """Number of (link, chunk) pairs."""
         return self._tree.stats().pairs
 
-    def told_by(self, slot: int) -> int:
-        """Count the chunks that a link tells now."""
+    def advertised_by(self, slot: int) -> int:
+        """Count the chunks that a link's region advertises."""
         return self._tree.held_blocks(slot)
 
     def apply(self, slot: int, events: Sequence[KvEvent], block_size: int) -> int:
-        """Apply the events of a link, in order, and give how many were left out: of other sizes, or malformed.
+        """Apply the events of a link in order; give the number of events skipped, of another size or malformed.
 
         Args:
             slot: of the link.
@@ -83,9 +83,9 @@ class RegionIndex:
                     left_out += 1
                 case BlockRemoved():
                     self._tree.remove(slot, event.block_hashes)
-                case BlockStored(block_size=told) if told == size:
+                case BlockStored(block_size=chunk_tokens) if chunk_tokens == size:
                     chunks = unpack_hashes(event.block_hashes)
-                    for index in range(len(chunks)):  # one by one: neighbours here are no chain
+                    for index in range(len(chunks)):  # one by one: neighbours here are not parent and child
                         self._tree.store(slot, chunks[index : index + 1], None)
                 case _:
                     left_out += 1
@@ -93,24 +93,24 @@ class RegionIndex:
         return left_out
 
     def replace(self, slot: int, part: EventSnapshot, block_size: int) -> None:
-        """Store a part of a snapshot; the first replaces all that was told."""
+        """Store a part of a snapshot; the first part replaces all chunks of the link."""
         if part.chunk == 0:
             self._tree.clear(slot)
         self.apply(slot, part.events, block_size)
 
     def found(self, slot: int, expected_tokens: int, cached_tokens: int) -> float:
-        """Learn from an answer how much of what a region tells is there.
+        """Learn from an answer how much of what a region advertises is there.
 
         Args:
             slot: of its link.
-            expected_tokens: that were taken to be cached there, with what was learnt before.
-            cached_tokens: that the region says it found.
+            expected_tokens: cached tokens that were expected there, at the share so far.
+            cached_tokens: cached tokens in the region's answer.
 
         Returns:
-            The share of what it tells that counts from now on.
+            The share that counts from now on.
         """
         now_s = self._clock()
-        share = self._shares.setdefault(slot, ToldShare(now_s))
+        share = self._shares.setdefault(slot, AdvertisedShare(now_s))
         share.learn(expected_tokens, cached_tokens, now_s)
         return share.at(now_s)
 
@@ -124,9 +124,9 @@ class RegionIndex:
     def deepened(
         self, match: PrefixMatch, hashes: HashArray, block_size: int, slots: Collection[int]
     ) -> PrefixMatch:
-        """Give a match in which links have the leading blocks that their regions told, where these are more.
+        """Give a match in which a link has the leading blocks that its region advertises, where these are more.
 
-        Of what a region told only the share counts that its answers have confirmed.
+        Only the share that the region's answers have confirmed counts.
 
         Args:
             match: of the tree of blocks.
@@ -135,17 +135,17 @@ class RegionIndex:
             slots: of the links.
         """
         chunks = self._tree.match(chunk_hashes(hashes, block_size)).depths
-        told: NDArray[np.int32] = np.zeros_like(match.depths)
+        advertised: NDArray[np.int32] = np.zeros_like(match.depths)
         known = [slot for slot in slots if slot < len(chunks)]
-        told[known] = np.concatenate(([0], chunk_ends(block_size)))[chunks[known]]
+        advertised[known] = np.concatenate(([0], chunk_ends(block_size)))[chunks[known]]
         for slot, share in self._shares.items():
-            if slot < len(told):
-                told[slot] = int(told[slot] * share.at(self._clock()))
-        if not (told > match.depths).any():
+            if slot < len(advertised):
+                advertised[slot] = int(advertised[slot] * share.at(self._clock()))
+        if not (advertised > match.depths).any():
             return match
         tiers = match.tiers.copy()
-        tiers[0] += np.maximum(told - match.depths, 0)
-        return PrefixMatch(np.maximum(match.depths, told), tiers)
+        tiers[0] += np.maximum(advertised - match.depths, 0)
+        return PrefixMatch(np.maximum(match.depths, advertised), tiers)
 
     def check(self) -> None:
         """Raise AssertionError where the tree is broken."""

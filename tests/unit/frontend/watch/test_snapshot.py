@@ -107,10 +107,10 @@ def test_a_link_shows_how_far_its_region_is_and_when_it_told_last():
         (found,) = snapshot_of([msgspec.structs.replace(worker(1), load=_shown(load))]).workers
         return found.region
 
-    told = row(round_trip_s=0.081, told_chunks=12, told_at_s=wall_time_s() - 5)
+    told = row(round_trip_s=0.081, advertised_chunks=12, advertised_at_s=wall_time_s() - 5)
     assert (told.name, told.frontends, told.healthy) == ("eu", 2, 1)
-    assert (told.round_trip_s, told.told_chunks) == (0.081, 12)
-    assert 5 <= told.told_age_s < 60
+    assert (told.round_trip_s, told.advertised_chunks) == (0.081, 12)
+    assert 5 <= told.advertised_age_s < 60
     untold = row()
-    assert (untold.round_trip_s, untold.told_age_s) == (None, None)
+    assert (untold.round_trip_s, untold.advertised_age_s) == (None, None)
     assert snapshot_of([worker(1)]).workers[0].region is None

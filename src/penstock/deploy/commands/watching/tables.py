@@ -172,7 +172,7 @@ def _worker(worker: WorkerRow) -> Row:
 
 
 def _kv(worker: WorkerRow) -> Cell:
-    """Show the tiers; of another region, how far it is."""
+    """Show the tiers; for a link, its region."""
     if worker.region is not None:
         return Cell(far(worker.region), None)
     drawn = "  ".join(bar(tier) for tier in worker.tiers)
@@ -180,10 +180,10 @@ def _kv(worker: WorkerRow) -> Cell:
 
 
 def far(region: RegionRow) -> str:
-    """Say how far another region is, and what of it answers."""
+    """Give a region's round trip, its healthy frontends and the age of its prefix summary."""
     away = "never reached" if region.round_trip_s is None else f"{seconds(region.round_trip_s)} away"
-    told = "" if region.told_age_s is None else f", told {seconds(region.told_age_s)} ago"
-    return line(f"{region.name} {away}, {region.healthy} of {region.frontends} frontends{told}")
+    summary = "" if region.advertised_age_s is None else f", prefixes {seconds(region.advertised_age_s)} ago"
+    return line(f"{region.name} {away}, {region.healthy} of {region.frontends} frontends{summary}")
 
 
 def bar(tier: TierRow) -> str:

@@ -1,4 +1,4 @@
-"""Asks another deployment for the prefixes that it holds, at the pace of its load, and passes them on as KV events."""
+"""Asks another deployment for its prefix summaries, as often as for its load, and passes changes on as KV events."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,22 +13,22 @@ from penstock.core.types.events import KvEvent
 from penstock.core.types.kv.summary import PrefixSummary
 from penstock.engine.openai.apis.api import UNREADABLE
 from penstock.engine.openai.connection import HttpConnection, NotThere
-from penstock.engine.openai.prefixes.told import ToldPrefixes
+from penstock.engine.openai.prefixes.advertised import AdvertisedPrefixes
 
-_UNTOLD_S = 10.0
-"""Pause where the other side tells none, or what cannot be used."""
+_UNADVERTISED_PAUSE_S = 10.0
+"""Pause after an answer without a usable summary."""
 _BYTES_MAX = 1 << 20
-"""Of an answer: the chunks that one router may tell."""
+"""Of an answer: room for the chunks that one router may advertise."""
 _log = get_logger()
 _summaries = msgspec.msgpack.Decoder(PrefixSummary)
 
 
 class PrefixWatch:
-    """Keeps what a region tells up to date. One task runs it."""
+    """Keeps a region's advertised prefixes up to date. One task runs it."""
 
     def __init__(
         self,
-        told: ToldPrefixes,
+        advertised: AdvertisedPrefixes,
         connection: HttpConnection,
         model: str,
         *,
@@ -39,14 +39,14 @@ class PrefixWatch:
         """Ask nothing yet.
 
         Args:
-            told: what is known.
+            advertised: the prefixes so far.
             connection: to the other side.
             model: its name there.
             interval_s: between two questions.
             timeout_s: longest wait for an answer.
             on_events: called with the changes of what is held there.
         """
-        self._told = told
+        self._advertised = advertised
         self._connection = connection
         self._model = model
         self._interval_s, self._timeout_s = interval_s, timeout_s
@@ -54,18 +54,18 @@ class PrefixWatch:
         self.problem = ""
         """Why the latest answer was not used; empty where it was."""
         self._times_forgotten = 0
-        self.told_at_s = 0.0
-        """When the other side told last, in seconds since 1970; 0: never."""
+        self.advertised_at_s = 0.0
+        """Time of the last usable summary, in seconds since 1970; 0: never."""
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that the other side tells it holds."""
-        return len(self._told)
+        """Chunks that the other side advertises."""
+        return len(self._advertised)
 
     def forget(self) -> None:
         """Forget everything: the region is lost, and may come back with empty caches."""
         self._times_forgotten += 1
-        self._pass_on(self._told.clear())
+        self._pass_on(self._advertised.clear())
 
     async def run(self) -> None:
         """Ask until cancelled."""
@@ -83,21 +83,21 @@ class PrefixWatch:
             else:
                 is_stale = forgotten != self._times_forgotten
                 if not is_stale and (summary is None or not self._take(summary)):
-                    pause_s = _UNTOLD_S
-            self._pass_on(self._told.expire(loop.time()))
+                    pause_s = _UNADVERTISED_PAUSE_S
+            self._pass_on(self._advertised.expire(loop.time()))
 
     async def _ask(self, passed_s: float) -> PrefixSummary | None:
-        """Ask for changes, with bytes for so many seconds; None where none is told.
+        """Ask for the changes, with a byte budget for `passed_s` seconds; None where the other side has no summaries.
 
         Raises:
             Unavailable: there is no answer, or something else.
         """
-        after = ",".join(f"{origin}-{version}" for origin, version in self._told.after.items())
+        after = ",".join(f"{origin}-{version}" for origin, version in self._advertised.after.items())
         asked = {
             "model": self._model,
             "interval_s": f"{passed_s:.3f}",
             "after": after,
-            "root": self._told.root.hex(),
+            "root": self._advertised.root.hex(),
         }
         query = urlencode(asked)
         try:
@@ -113,16 +113,16 @@ class PrefixWatch:
             ) from error
 
     def _take(self, summary: PrefixSummary) -> bool:
-        """Take an answer in; whether it could be used."""
+        """Take an answer in; give whether it could be used."""
         try:
-            self._pass_on(self._told.take(summary, asyncio.get_running_loop().time()))
+            self._pass_on(self._advertised.take(summary, asyncio.get_running_loop().time()))
         except ProtocolError as error:
-            self._pass_on(self._told.forget(summary.origin))
+            self._pass_on(self._advertised.forget(summary.origin))
             if error.message != self.problem:
                 self.problem = error.message
                 _log.warning("prefixes_unused", server=self._connection.name, reason=error.message)
             return False
-        self.told_at_s = wall_time_s()
+        self.advertised_at_s = wall_time_s()
         if self.problem:
             self.problem = ""
             _log.info("prefixes_used", server=self._connection.name)

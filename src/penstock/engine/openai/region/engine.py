@@ -37,8 +37,8 @@ class RegionEngine(ServerEngine):
             refused=self._refused,
             clock_skew_s=round(self._link.clock_skew_s, 1),
             round_trip_s=round(self._frontends.round_trip.seconds, 4),
-            told_chunks=0 if self._prefixes is None else self._prefixes.num_chunks,
-            told_at_s=0.0 if self._prefixes is None else round(self._prefixes.told_at_s),
+            advertised_chunks=0 if self._prefixes is None else self._prefixes.num_chunks,
+            advertised_at_s=0.0 if self._prefixes is None else round(self._prefixes.advertised_at_s),
             problem=self._problem(),
         )
         return msgspec.structs.replace(super().load(), link=link)

@@ -64,11 +64,11 @@ export function topology(snapshot, transfers) {
 }
 
 function far(worker, y) {
-  const {name, round_trip_s: away, frontends, healthy, told_age_s: age} = worker.region;
+  const {name, round_trip_s: away, frontends, healthy, advertised_age_s: age} = worker.region;
   const state = !serves(worker) ? worker.condition.replace("_", " ") : away === null ? "not measured" : `${time(away)} away`;
   return [h("text", {x: 458, y: y + 14}, `${state}, ${healthy}/${frontends} up`,
     h("title", null, `region ${name}: ${healthy} of ${frontends} frontends answer; the time there and back is measured`)),
-    h("text", {x: 458, y: y + 27, class: "soft"}, age === null ? "tells no prefixes" : `told prefixes ${time(age)} ago`)];
+    h("text", {x: 458, y: y + 27, class: "soft"}, age === null ? "no prefix summary" : `prefix summary ${time(age)} ago`)];
 }
 
 const serves = (worker) => worker.condition === "ready" || worker.condition === "prefill_only";

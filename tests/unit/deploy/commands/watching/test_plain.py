@@ -99,10 +99,12 @@ def test_details_of_a_worker_a_request_a_decision_and_a_round():
 
 
 def test_another_region_is_shown_by_its_distance():
-    region = RegionRow(name="eu", round_trip_s=0.081, frontends=2, healthy=1, told_chunks=3, told_age_s=5.0)
+    region = RegionRow(
+        name="eu", round_trip_s=0.081, frontends=2, healthy=1, advertised_chunks=3, advertised_age_s=5.0
+    )
     seen = Seen.read(snapshots.body(workers=(snapshots.worker("eu", tiers=(), links=(), region=region),)))
-    assert "eu 81 ms away, 1 of 2 frontends, told 5.00 s ago" in "\n".join(plain(seen))
-    assert "another region: eu 81 ms away, 1 of 2 frontends, told 5.00 s ago" in details(
+    assert "eu 81 ms away, 1 of 2 frontends, prefixes 5.00 s ago" in "\n".join(plain(seen))
+    assert "another region: eu 81 ms away, 1 of 2 frontends, prefixes 5.00 s ago" in details(
         seen, tables(seen)[0], "eu"
     )
 

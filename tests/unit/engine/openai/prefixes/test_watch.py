@@ -13,7 +13,7 @@ from penstock.core.types.events import BlockRemoved, BlockStored, KvEvent
 from penstock.core.types.kv.summary import PrefixSummary
 from penstock.core.wire import pack_hashes, unpack_hashes
 from penstock.engine.openai.connection import NotThere
-from penstock.engine.openai.prefixes.told import CHUNKS_MAX, EXPIRES_S, ORIGINS_MAX, ToldPrefixes
+from penstock.engine.openai.prefixes.advertised import CHUNKS_MAX, EXPIRES_S, ORIGINS_MAX, AdvertisedPrefixes
 from penstock.engine.openai.prefixes.watch import PrefixWatch
 from penstock.sim.loop.loop import run_virtual
 
@@ -53,7 +53,7 @@ class Scene:
 
     def __init__(self, *answers: Answer) -> None:
         self.connection = Scripted(*answers)
-        self.told = ToldPrefixes(ROOT, 16)
+        self.told = AdvertisedPrefixes(ROOT, 16)
         self.held: set[int] = set()
         self.watch = PrefixWatch(
             self.told, self.connection, "tiny", interval_s=0.5, timeout_s=1.0, on_events=self.apply
@@ -118,7 +118,7 @@ def test_nothing_is_believed_that_cannot_be_used(hostile: Answer) -> None:
 
 
 def test_routers_beyond_the_bound_do_not_count() -> None:
-    told = ToldPrefixes(ROOT, 16)
+    told = AdvertisedPrefixes(ROOT, 16)
     decode = msgspec.msgpack.Decoder(PrefixSummary).decode
     for origin in range(ORIGINS_MAX):
         told.take(decode(summary(origin, 0, 1, [origin])), 0.0)

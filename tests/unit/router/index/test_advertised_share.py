@@ -7,13 +7,13 @@ from penstock.core.types.events import BlockStored
 from penstock.core.types.kv.summary import CHUNK_TOKENS
 from penstock.core.wire import pack_hashes
 from penstock.router.index.radix import PrefixMatch
-from penstock.router.index.region_index import RegionIndex, ToldShare
+from penstock.router.index.region_index import AdvertisedShare, RegionIndex
 
 BLOCK, LINK = 16, 1
 
 
 def test_doubts_grow_with_what_is_not_found_and_are_forgiven():
-    share = ToldShare(0.0)
+    share = AdvertisedShare(0.0)
     assert share.at(100.0) == 1.0
     for _ in range(20):
         share.learn(1000, 0, 100.0)
@@ -22,8 +22,8 @@ def test_doubts_grow_with_what_is_not_found_and_are_forgiven():
     assert share.at(1000.0) > 0.99
 
 
-def test_it_settles_at_the_share_that_is_found_and_a_region_that_has_more_than_it_told_is_believed():
-    share = ToldShare(0.0)
+def test_it_settles_at_the_share_that_is_found_and_a_region_that_has_more_than_it_advertised_counts_whole():
+    share = AdvertisedShare(0.0)
     for _ in range(200):
         expected = round(1000 * share.at(0.0))  # as routers expect then
         share.learn(expected, min(expected, 400), 0.0)
@@ -40,8 +40,10 @@ def test_a_prefix_of_a_region_that_is_doubted_counts_in_part():
     index = RegionIndex(clock=lambda: now_s)
     hashes = np.arange(1, 129, dtype=np.uint64)
     chunks = hashes[CHUNK_TOKENS // BLOCK - 1 :: CHUNK_TOKENS // BLOCK]
-    told = BlockStored(block_hashes=pack_hashes(chunks), parent_block_hash=None, block_size=CHUNK_TOKENS)
-    assert index.apply(LINK, [told], BLOCK) == 0
+    advertised = BlockStored(
+        block_hashes=pack_hashes(chunks), parent_block_hash=None, block_size=CHUNK_TOKENS
+    )
+    assert index.apply(LINK, [advertised], BLOCK) == 0
 
     def depth(own: int = 0) -> int:
         match = PrefixMatch(np.array([0, own], np.int32), np.zeros((4, 2), np.int32))
@@ -56,5 +58,5 @@ def test_a_prefix_of_a_region_that_is_doubted_counts_in_part():
     assert depth() >= 127
     index.found(LINK, 2048, 0)
     index.forget(LINK)
-    index.apply(LINK, [told], BLOCK)
+    index.apply(LINK, [advertised], BLOCK)
     assert depth() == 128, "a new link begins anew"

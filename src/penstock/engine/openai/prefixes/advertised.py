@@ -1,4 +1,4 @@
-"""The chunks that a region has told of, as its routers' summaries say, and the KV events that tell this region's routers."""
+"""The chunks that a region advertises in its routers' summaries, and their changes as KV events for this region's routers."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,26 +11,26 @@ from penstock.core.wire import pack_hashes, unpack_hashes
 
 _HASH_BYTES = 8
 ORIGINS_MAX = 64
-"""Routers' processes of a region that are kept; of further ones nothing counts."""
+"""Router processes of a region that are kept; the summaries of further ones do not count."""
 CHUNKS_MAX = 131_072
-"""Chunks of one process, as many as one may tell at most."""
+"""Most chunks that one process may advertise."""
 EXPIRES_S = 30.0
-"""What a process told holds so long after its last answer: a link reaches any process of its region, at random."""
+"""A summary expires so long after its process's last answer: each question of a link reaches a random process of its region."""
 
 
 @dataclass(slots=True)
 class _Origin:
-    """What one router's process told, up to `version`."""
+    """What one router process advertises, up to `version`."""
 
     version: int
     heard_s: float
     chunks: set[int] = field(default_factory=set)
 
 
-class ToldPrefixes:
-    """Keeps what is told. One task owns it.
+class AdvertisedPrefixes:
+    """Keeps the advertised chunks. One task owns it.
 
-    Nothing is claimed that was not told, or that was taken back, or that is of another hash key, block size or model.
+    It never has a chunk that was not advertised, that was withdrawn, or that is of another hash key, block size or model.
     """
 
     def __init__(self, root: bytes, block_size: int) -> None:
@@ -43,7 +43,7 @@ class ToldPrefixes:
         self.root = root
         self._chunk_tokens = blocks_per_chunk(block_size) * block_size
         self._origins: dict[int, _Origin] = {}
-        self._claims: Counter[int] = Counter()  # by how many processes each chunk is told
+        self._claims: Counter[int] = Counter()  # number of processes that advertise each chunk
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -64,7 +64,7 @@ class ToldPrefixes:
             now_s: the event loop's time.
 
         Raises:
-            ProtocolError: it cannot be used; the text says why. What its process told before is forgotten by `forget`.
+            ProtocolError: the summary cannot be used; the caller then calls `forget` for its process.
         """
         self._check(summary)
         known = self._origins.get(summary.origin)
@@ -90,12 +90,12 @@ class ToldPrefixes:
         return events
 
     def expire(self, now_s: float) -> Sequence[KvEvent]:
-        """Forget what processes told that have been silent for `EXPIRES_S`; give the events."""
+        """Forget the chunks of processes that have been silent for `EXPIRES_S`; give the events."""
         silent = [origin for origin, known in self._origins.items() if now_s - known.heard_s > EXPIRES_S]
         return [event for origin in silent for event in self.forget(origin)]
 
     def forget(self, origin: int) -> Sequence[KvEvent]:
-        """Forget what one process told; give the events."""
+        """Forget the chunks of one process; give the events."""
         known = self._origins.pop(origin, None)
         return () if known is None else self._change(known, set(), known.chunks.copy())
 
@@ -129,7 +129,7 @@ class ToldPrefixes:
             raise ProtocolError(f"more than {CHUNKS_MAX} changes in one answer")
 
     def _change(self, known: _Origin, new: set[int], gone: set[int]) -> Sequence[KvEvent]:
-        """Change what a process tells; give the events of what nobody told before, or nobody tells any more."""
+        """Change the chunks of a process; give events for chunks that its first process adds or its last one drops."""
         known.chunks |= new
         known.chunks -= gone
         left = [chunk for chunk in gone if self._claims[chunk] == 1]
