@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from penstock.core.errors import ConfigError
 from penstock.core.net.address import Address
+from penstock.deploy.card import refuse_shape
 from penstock.deploy.drain import frontend_drain_s, worker_drain_s
 from penstock.deploy.manifests.options import RenderOptions
 from penstock.deploy.manifests.pod_graph import LEADER_PORT, PLANNER_PORT, pods_of, workers_per_pod
@@ -52,9 +53,10 @@ def slurm_script(graph: Graph, options: RenderOptions) -> str:
     Files that the graph names are on a file system that all nodes share; images, mounts and the cache are of containers.
 
     Raises:
-        ConfigError: the workers do not fit, or the graph has what is of one node.
+        ConfigError: the workers do not fit, the model has no weights, or the graph has what is of one node.
     """
     runnable_roles(graph)
+    refuse_shape(graph.model)
     _refuse(graph)
     per_node = _gpus_per_node(graph, options.gpus_per_node)
     placed = _place(graph, options.nodes, per_node)

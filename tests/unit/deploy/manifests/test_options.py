@@ -62,6 +62,7 @@ def test_a_disk_tier_has_a_volume_of_each_worker() -> None:
     assert {"name": "kv-disk", "mountPath": "/var/lib/kv"} in container["volumeMounts"]
     assert container["resources"]["requests"]["memory"] == "6144Mi"
     assert stateful["spec"]["serviceName"] in by_kind(objects, "Service")
+    assert list(yaml.safe_load_all(dump_all(objects))) == objects
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,7 @@ def test_servers_elsewhere_have_one_pod_of_all_their_workers() -> None:
     [
         ({"name": "My_Chat"}, "name: My_Chat: objects of Kubernetes are named after it, so it must be up to 40 small letters"),
         ({"name": "c" * 41}, "name: " + "c" * 41),
+        ({"name": "default"}, "name: default: pods' ServiceAccount has this name"),
         ({"runtime": {"hub": "tcp://10.0.0.1:7400"}}, "runtime.hub: tcp://10.0.0.1:7400: pods have addresses of their own"),
         ({"runtime": {"listen": "tcp://10.0.0.1:0"}}, "runtime.listen: tcp://10.0.0.1:0: pods have addresses"),
         ({"frontend": {"host": "10.0.0.7"}}, "frontend.host: 10.0.0.7: no pod has this address; leave it out"),

@@ -101,6 +101,7 @@ def test_a_planner_runs_on_the_first_node_and_scales_all(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "changes", "line"),
     [
+        ({}, {"model": "llama-3.1-8b"}, "model: 'llama-3.1-8b' is a shape for penstock simulate"),
         ({"nodes": 3}, {}, "--nodes 3: 2 of them would run nothing"),
         ({"nodes": 1}, {"model": "o/m", "roles": {"aggregated": VLLM}}, "--nodes 1: roles.aggregated: worker 3 of 3 needs 4 GPUs"),
         ({"gpus_per_node": 2}, {"model": "o/m", "roles": {"aggregated": VLLM}}, "roles.aggregated: 4 GPUs on a node, and a node has 2"),

@@ -96,6 +96,11 @@ def check_names(graph: Graph) -> None:
             f"name: {graph.name}: objects of Kubernetes are named after it, so it must be up to 40 small letters, digits and '-',"
             " the first a letter; set another by --set name=chat"
         )
+    if graph.name == "default":
+        raise ConfigError(
+            "name: default: pods' ServiceAccount has this name, and that of the namespace's other pods is called so;"
+            " set another by --set name=chat"
+        )
 
 
 def check_places(graph: Graph) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.core.errors import ConfigError
-from penstock.core.types.instances import Role
 from penstock.deploy.manifests.kubernetes.deployed import FRONTEND, Deployed
 from penstock.deploy.manifests.kubernetes.leader_worker_set import leader_worker_set
 from penstock.deploy.manifests.kubernetes.pods import frontend_pod, worker_pod
@@ -29,7 +28,7 @@ def workloads(deployed: Deployed) -> Iterator[dict[str, Any]]:
         if role.nodes > 1:
             yield leader_worker_set(deployed, name, role, pod)
         elif deployed.has_own_disk(role):
-            yield _stateful_set(deployed, name, role, pod)
+            yield _stateful_set(deployed, name.value, role, pod)
         else:
             has_spare = not deployed.gpus(role)
             yield deployment(deployed, name.value, pods_of(role), pod, has_spare=has_spare)
@@ -95,18 +94,18 @@ def deployment(
     )
 
 
-def _stateful_set(deployed: Deployed, name: Role, role: RoleSpec, pod: dict[str, Any]) -> dict[str, Any]:
+def _stateful_set(deployed: Deployed, part: str, role: RoleSpec, pod: dict[str, Any]) -> dict[str, Any]:
     return deployed.object(
         "apps/v1",
         "StatefulSet",
-        deployed.part_name(name),
-        name.value,
+        deployed.part_name(part),
+        part,
         spec={
             "replicas": pods_of(role),
             "revisionHistoryLimit": _HISTORY,
             "serviceName": deployed.part_name("workers"),
             "podManagementPolicy": "Parallel",
-            "selector": {"matchLabels": deployed.selector(name)},
+            "selector": {"matchLabels": deployed.selector(part)},
             "updateStrategy": {"type": "RollingUpdate"},
             "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Delete", "whenScaled": "Delete"},
             "template": pod,
