@@ -98,7 +98,9 @@ def test_both_ends_say_that_a_certificate_is_refused(certificates, server, clien
 
 def test_without_mutual_a_frontend_needs_no_certificate_of_the_authority(certificates):
     server = certificates["ours"].model_copy(update={"mutual": False})
-    client = certificates["other"].model_copy(update={"authority": certificates["authority"]})
+    client = certificates["other"].model_copy(
+        update={"authority": certificates["authority"], "mutual": False}
+    )
     run_async(connect(server, client))
     with pytest.raises(WorkerLost):
         run_async(connect(certificates["ours"], client))
@@ -158,3 +160,31 @@ def test_a_file_that_is_not_there_is_named(certificates, field):
     config = certificates["ours"].model_copy(update={field: "/nowhere.pem"})
     with pytest.raises(ConfigError, match="nowhere"):
         PlaneTls(config)
+
+
+def test_a_host_whose_certificate_others_would_refuse_says_so_at_its_start(certificates, tmp_path):
+    authority = make_authority(tmp_path, "authority")
+    expired = config_of(make_certificate(tmp_path, "expired", authority, days=-1))
+    with pytest.raises(
+        ConfigError, match=r"runtime\.tls\.certificate: .*expired\.pem: certificate has expired; .* renew it"
+    ):
+        PlaneTls(expired)
+    strange = certificates["ours"].model_copy(update={"authority": str(authority)})
+    with pytest.raises(
+        ConfigError,
+        match=r"unable to get local issuer certificate; expected one that .*authority\.pem signed",
+    ):
+        PlaneTls(strange)
+
+
+def test_a_client_without_tls_is_told_what_may_be_wrong(certificates):
+    async def main():
+        hub = LocalHub(IDENTITY, listen="tcp://127.0.0.1:0", tls=PlaneTls(certificates["ours"]))
+        await hub.start()
+        soon = DiscoveryConfig(connect_timeout_s=0.5)
+        async with LocalDiscovery(hub.address, IDENTITY, rng=random.Random(1), config=soon) as client:
+            with pytest.raises(Unavailable, match=r"sa(id|ys) (any|no)thing: it may want TLS"):
+                await client.connect()
+        await hub.close()
+
+    run_async(main())

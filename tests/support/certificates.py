@@ -17,12 +17,16 @@ def make_authority(folder: Path, name: str) -> Path:
     return certificate
 
 
-def make_certificate(folder: Path, name: str, authority: Path, *, days: str = _DAYS) -> TlsConfig:
-    """Make an agent's certificate, signed by an authority; one of -1 days has expired."""
+def make_certificate(
+    folder: Path, name: str, authority: Path, *, address: str | None = None, days: int = 2
+) -> TlsConfig:
+    """Make a certificate, signed by an authority; of a host of this address, and expired where `days` is below 0."""
     key, request, signed = (str(folder / f"{name}.{end}") for end in ("key", "csr", "pem"))
-    _openssl("req", *_NEW_KEY, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
+    names = ("-subj", f"/CN={name}", *(("-addext", f"subjectAltName=IP:{address}") if address else ()))
+    _openssl("req", *_NEW_KEY, "-keyout", key, "-out", request, *names)
     signer = ("-CA", str(authority), "-CAkey", str(authority.with_suffix(".key")), "-CAcreateserial")
-    _openssl("x509", "-req", "-in", request, *signer, "-out", signed, "-days", days)
+    signer += ("-copy_extensions", "copy")
+    _openssl("x509", "-req", "-in", request, *signer, "-out", signed, "-days", str(days))
     return TlsConfig(certificate=signed, key=key, authority=str(authority))
 
 

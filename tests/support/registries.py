@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from penstock.transfer.tls import TlsConfig
+
 _START_TIMEOUT_S = 30.0
 
 
@@ -25,13 +27,17 @@ def free_port(host: str = "127.0.0.1") -> int:
 class RegistryServer:
     """A server program that can be killed, stopped and started again, with or without its data."""
 
-    def __init__(self, *, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *, host: str = "127.0.0.1", prefix: tuple[str, ...] = (), tls: TlsConfig | None = None
+    ) -> None:
         """Start nothing yet.
 
         Args:
             host: where it listens.
             prefix: what the command begins with, such as `ip netns exec NAME`.
+            tls: its certificate, and the authority of its clients; None for no TLS.
         """
+        self.tls = tls
         self.host = host
         self.port = free_port()
         self._prefix = prefix
@@ -107,10 +113,14 @@ class Nats(RegistryServer):
 
     @property
     def url(self) -> str:
-        return f"nats://{self.host}:{self.port}"
+        return f"{'tls' if self.tls else 'nats'}://{self.host}:{self.port}"
 
     def command(self, folder: Path) -> list[str]:
-        return ["nats-server", "-js", "-sd", str(folder), "-a", self.host, "-p", str(self.port)]
+        command = ["nats-server", "-js", "-sd", str(folder), "-a", self.host, "-p", str(self.port)]
+        if self.tls is not None:
+            command += ["--tlsverify", "--tlscert", self.tls.certificate, "--tlskey", self.tls.key]
+            command += ["--tlscacert", self.tls.authority]
+        return command
 
 
 class Etcd(RegistryServer):
@@ -118,12 +128,16 @@ class Etcd(RegistryServer):
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}"
 
     def command(self, folder: Path) -> list[str]:
         peer = f"http://127.0.0.1:{free_port()}"
-        return [
+        command = [
             "etcd", "--data-dir", str(folder), "--listen-client-urls", self.url, "--advertise-client-urls", self.url,
             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}",
             "--unsafe-no-fsync", "--heartbeat-interval", "10", "--election-timeout", "100", "--log-level", "warn",
         ]  # fmt: skip
+        if self.tls is not None:
+            command += ["--client-cert-auth", "--cert-file", self.tls.certificate, "--key-file", self.tls.key]
+            command += ["--trusted-ca-file", self.tls.authority]
+        return command

@@ -149,6 +149,11 @@ class RuntimeSpec(Config):
             raise wrong(
                 f"discovery {self.discovery} has urls such as {_URLS[self.discovery]}, got {', '.join(self.urls)}"
             )
+        if self.discovery == "etcd" and any(urlsplit(url).username for url in self.urls):
+            raise wrong(
+                "urls of etcd have no user or password, got (not shown): accounts of etcd cannot be used; let it ask for a certificate"
+                " instead (https, with the files of tls)"
+            )
         if self.hub is not None or self.join is not None:
             raise wrong(
                 f"hub and join are of discovery local, got discovery {self.discovery}; leave them out"

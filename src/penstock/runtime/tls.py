@@ -1,6 +1,8 @@
 """TLS between frontends and workers: a certificate for each process, renewed in place."""
 
 import ssl
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -41,7 +43,8 @@ class PlaneTls(CertificateFiles):
         """Read the files.
 
         Raises:
-            ConfigError: a file cannot be read, or certificate and key do not belong together.
+            ConfigError: a file cannot be read, certificate and key do not belong together, or peers that ask for the certificate
+                (`mutual`) would refuse it.
         """
         self._config = config
         self.server: ssl.SSLContext
@@ -60,6 +63,8 @@ class PlaneTls(CertificateFiles):
         server.num_tickets = 0  # nobody resumes
         server.verify_mode = ssl.CERT_REQUIRED if self._config.mutual else ssl.CERT_NONE
         client = _context(ssl.PROTOCOL_TLS_CLIENT, self._config)
+        if self._config.mutual:
+            _check_certificate(server, client, self._config)
         self.server, self.client = server, client
 
 
@@ -75,29 +80,77 @@ def _context(protocol: int, config: PlaneTlsConfig) -> ssl.SSLContext:
     try:
         context.load_verify_locations(authority)
     except OSError as error:
-        raise ConfigError(
-            f"runtime.tls.authority: {authority}: {reason(error)}; expected a PEM file"
-        ) from error
+        raise _no_authority(authority, error) from error
     return context
 
 
-def registry_context(tls: PlaneTlsConfig | None) -> ssl.SSLContext:
-    """Make the context for a registry of another maker, whose host name is compared.
-
-    Args:
-        tls: its client certificate and authority; None for the system's authorities.
+def _check_certificate(server: ssl.SSLContext, client: ssl.SSLContext, config: PlaneTlsConfig) -> None:
+    """Check that other hosts of the deployment would take the certificate: of one that does not a client only sees that it hangs up.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: it has expired, is not valid yet, or was signed by another authority.
+    """
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    try:
+        for _ in range(2):  # hellos, and then the certificates
+            for end in ends:
+                with suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(
+            f"runtime.tls.certificate: {config.certificate}: {error.verify_message}; expected one that {config.authority} signed and"
+            " that is valid now: renew it, or set this host's clock"
+        ) from error
+
+
+class RegistryTls(CertificateFiles):
+    """The TLS context for a registry of another maker, whose host name is compared. One event loop owns it."""
+
+    def __init__(self, config: PlaneTlsConfig) -> None:
+        """Read the files.
+
+        Raises:
+            ConfigError: a file cannot be read, or certificate and key do not belong together.
+        """
+        self._config = config
+        self._context: ssl.SSLContext
+        super().__init__(config.certificate, config.key, config.authority)
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """For a new connection: of the files as they are now."""
+        self.reload()
+        return self._context
+
+    def _load(self) -> None:
+        authority = Path(self._config.authority).expanduser()
+        try:
+            context = ssl.create_default_context(cafile=authority)
+        except OSError as error:
+            raise _no_authority(authority, error) from error
+        load_pair(context, self._config.certificate, self._config.key, place="runtime.tls")
+        self._context = context
+
+
+def registry_contexts(tls: PlaneTlsConfig | None) -> Callable[[], ssl.SSLContext]:
+    """Make what gives the context of each new connection to a registry of another maker.
+
+    Args:
+        tls: its client certificate and authority, read again when they change; None for the system's authorities.
+
+    Raises:
+        ConfigError: a file cannot be read, or certificate and key do not belong together.
     """
     if tls is None:
-        return ssl.create_default_context()
-    authority = Path(tls.authority).expanduser()
-    try:
-        context = ssl.create_default_context(cafile=authority)
-    except OSError as error:
-        raise ConfigError(
-            f"runtime.tls.authority: {authority}: {reason(error)}; expected a PEM file"
-        ) from error
-    load_pair(context, tls.certificate, tls.key, place="runtime.tls")
-    return context
+        system = ssl.create_default_context()
+        return lambda: system
+    files = RegistryTls(tls)
+    return lambda: files.context
+
+
+def _no_authority(authority: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"runtime.tls.authority: {authority}: {reason(error)}; expected a PEM file")

@@ -37,6 +37,10 @@ def test_a_hub_and_a_host_that_joins_span_hosts(place):
         ({"discovery": "etcd"}, r"etcd needs urls, such as \[http"),
         ({"urls": ["http://etcd:2379"]}, "no effect with discovery local"),
         ({"discovery": "etcd", "urls": ["etcd:2379"]}, "must be http://HOST:PORT, https"),
+        (
+            {"discovery": "etcd", "urls": ["http://u:pw@etcd"]},
+            "no user or password, got .not shown.: accounts",
+        ),
         ({"discovery": "etcd", "urls": ["http://etcd"], "hub": "tcp://a:1"}, "leave them out"),
         ({"discovery": "kubernetes", "urls": ["http://api"]}, "no effect with discovery kubernetes"),
         ({"discovery": "kubernetes", "hub": "tcp://a:1"}, "leave them out"),

@@ -40,6 +40,7 @@ from penstock.runtime.tls import PlaneTls
 
 __all__ = ["LocalDiscovery", "LocalHub", "LocalRegistration"]
 
+_MAY_WANT_TLS = "it may want TLS (runtime.tls), refuse this host's certificate, or hang; see its log"
 _log = get_logger()
 
 
@@ -81,6 +82,7 @@ class LocalDiscovery:
         self._table = InstanceTable(watchers_max=self._config.connections_max)
         self._registrations: dict[WorkerId, LocalRegistration] = {}
         self._session: _Session | None = None
+        self._latest: _Session | None = None  # also one that the hub has not accepted
         self._connected = asyncio.Event()
         self._last_error = "it does not answer"
         self._refusal: ProtocolError | None = None  # of the last try to connect
@@ -138,10 +140,12 @@ class LocalDiscovery:
         return registration
 
     def _unavailable(self) -> Unavailable:
-        ask = "" if "certificate" in self._last_error else ": is the supervisor running?"
+        why = self._last_error
+        if self._latest is not None and self._latest.channel.is_open and self._latest.is_silent:
+            why = f"it takes connections and says nothing: {_MAY_WANT_TLS}"
+        ask = "" if "certificate" in why or _MAY_WANT_TLS in why else ": is the supervisor running?"
         return Unavailable(
-            f"hub at {self._address}: {self._last_error}; waited {self._config.connect_timeout_s:g} s"
-            f" (connect_timeout_s){ask}"
+            f"hub at {self._address}: {why}; waited {self._config.connect_timeout_s:g} s (connect_timeout_s){ask}"
         )
 
     def watch(self) -> AsyncIterator[InstanceChange]:
@@ -187,7 +191,7 @@ class LocalDiscovery:
             OSError, TimeoutError: the hub does not answer.
             PenstockError: the hub refuses this client.
         """
-        session = _Session(self, self._identity, self._config)
+        session = self._latest = _Session(self, self._identity, self._config)
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 await dial(
@@ -308,6 +312,11 @@ class _Session:
         self._present: set[WorkerId] | None = None  # workers reported before `WatchSynced`; None after it
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the hub has not even sent its challenge."""
+        return self._hello is None
+
     def begin(self, welcome: Welcome, registrations: "tuple[LocalRegistration, ...]", *, watch: bool) -> None:
         """Send registrations, watch, and start to renew leases."""
         for registration in registrations:
@@ -370,12 +379,9 @@ class _Session:
             self._timer.cancel()
         if self.welcomed.done():
             return
-        said_nothing = self._hello is None and self._discovery._tls is not None
-        distrust = (
-            "; with TLS, it may not trust this host's runtime.tls.certificate: its log says tls_refused then"
-        )
+        distrust = " before it said anything: it may want TLS, or refuse this host's certificate, see its log"
         self.welcomed.set_exception(
-            Unavailable(f"the connection ended: {reason}{distrust if said_nothing else ''}")
+            Unavailable(f"the connection ended: {reason}{distrust if self._hello is None else ''}")
         )
 
     def _on_reply(self, reply: handshake.HelloReply) -> None:

@@ -14,7 +14,7 @@ from nats.aio.client import Client
 
 from penstock.core.errors import PenstockError, Unavailable
 from penstock.runtime.config import DiscoveryConfig
-from penstock.runtime.tls import PlaneTlsConfig, registry_context
+from penstock.runtime.tls import PlaneTlsConfig, registry_contexts
 
 ERRORS = (nats.errors.Error, OSError, TimeoutError, ValueError)
 """What calls of the client raise where NATS does not do as asked."""
@@ -69,7 +69,7 @@ class NatsConnection(Generic[T]):
         self._opening = opening
         self._needs = needs
         self._rng = rng
-        self._tls = registry_context(tls) if any(url.startswith("tls:") for url in urls) else None
+        self._contexts = registry_contexts(tls) if any(url.startswith("tls:") for url in urls) else None
         self._config = config
 
     @property
@@ -139,7 +139,7 @@ class NatsConnection(Generic[T]):
                             closed_cb=on_closed,
                             ping_interval=max(1, int(self._config.lease_ttl_s / 3)),
                             max_outstanding_pings=2,
-                            tls=self._tls,
+                            tls=None if self._contexts is None else self._contexts(),
                         )
                     )
                     opened = await uncancelled(self._opening(client))

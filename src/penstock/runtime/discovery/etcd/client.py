@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +12,7 @@ from typing import Any, Self
 import aiohttp
 
 from penstock.core.errors import Unavailable
-from penstock.runtime.tls import PlaneTlsConfig, registry_context
+from penstock.runtime.tls import PlaneTlsConfig, registry_contexts
 
 _PAGE_KEYS = 256
 _LINE_BYTES_MAX = 16 << 20
@@ -52,7 +52,7 @@ class EtcdClient:
         self._urls = [url.rstrip("/") for url in urls]
         self._index = 0
         self._timeout_s = timeout_s
-        self._context = registry_context(tls) if any(url.startswith("https:") for url in urls) else None
+        self._contexts = registry_contexts(tls) if any(url.startswith("https:") for url in urls) else None
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -61,8 +61,7 @@ class EtcdClient:
         return self._urls[self._index]
 
     async def __aenter__(self) -> Self:
-        connector = aiohttp.TCPConnector(ssl=self._context if self._context is not None else True)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         return self
 
     async def __aexit__(
@@ -127,7 +126,7 @@ class EtcdClient:
         url = self.url
         try:
             async with (
-                self._open.post(f"{url}/v3/watch", json={"create_request": create}) as response,
+                self._post(f"{url}/v3/watch", {"create_request": create}) as response,
                 aclosing(_lines(response)) as lines,
             ):
                 async for line in lines:
@@ -152,7 +151,7 @@ class EtcdClient:
         url = self.url
         try:
             async with asyncio.timeout(self._timeout_s):
-                async with self._open.post(f"{url}/v3/{path}", json=body) as response:
+                async with self._post(f"{url}/v3/{path}", body) as response:
                     text = await response.read()
                     answer = json.loads(text) if text else {}
         except TimeoutError as error:
@@ -170,11 +169,12 @@ class EtcdClient:
             return missing
         raise Unavailable(f"etcd at {url}: {path}: HTTP {response.status}: {str(said)[:200]}")
 
-    @property
-    def _open(self) -> aiohttp.ClientSession:
+    def _post(self, url: str, body: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         if self._session is None or self._session.closed:
             raise Unavailable(f"etcd at {self.url}: the client is closed")
-        return self._session
+        return self._session.post(
+            url, json=body, ssl=self._contexts() if self._contexts is not None else True
+        )
 
     def _failed(self, url: str, error: Exception | None) -> Unavailable:
         self._rotate(url)
