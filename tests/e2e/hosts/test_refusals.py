@@ -133,6 +133,6 @@ def test_a_host_whose_certificate_the_hub_does_not_trust_is_told_so_at_both_ends
         assert "refuse this host's certificate" in told
         assert "is the supervisor running" not in told
         refused = next(log for log in logs if log["event"] == "tls_refused")
-        assert refused["error"] == "unable to get local issuer certificate"
+        assert refused["error"] == "self-signed certificate in certificate chain"
 
     run_async(scenario())

@@ -46,7 +46,7 @@ def test_another_worker_is_not_whom_one_expects():
         ),
         ({"wire_version": WIRE_VERSION - 2}, "same release"),
         ({"hash_version": HASH_VERSION + 1}, f"the peer's is {HASH_VERSION + 1}, ours {HASH_VERSION}"),
-        ({"key_fingerprint": "f00d"}, "the peer's has the fingerprint f00d, .* a graph of the same name"),
+        ({"key_fingerprint": "f00d"}, "the peer's has the fingerprint f00d, .* a graph of one name"),
         ({"proof": b""}, "two secrets differ"),
         ({"nonce": b"another"}, "two secrets differ"),
     ],
