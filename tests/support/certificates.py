@@ -24,7 +24,13 @@ def make_certificate(
     key, request, signed = (str(folder / f"{name}.{end}") for end in ("key", "csr", "pem"))
     names = ("-subj", f"/CN={name}", *(("-addext", f"subjectAltName=IP:{address}") if address else ()))
     _openssl("req", *_NEW_KEY, "-keyout", key, "-out", request, *names)
-    signer: tuple[str, ...] = ("-CA", str(authority), "-CAkey", str(authority.with_suffix(".key")), "-CAcreateserial")
+    signer: tuple[str, ...] = (
+        "-CA",
+        str(authority),
+        "-CAkey",
+        str(authority.with_suffix(".key")),
+        "-CAcreateserial",
+    )
     signer += ("-copy_extensions", "copy")
     _openssl("x509", "-req", "-in", request, *signer, "-out", signed, "-days", str(days))
     return TlsConfig(certificate=signed, key=key, authority=str(authority))
