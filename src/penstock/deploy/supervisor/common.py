@@ -104,7 +104,11 @@ def worker_address(spec: RuntimeSpec) -> tuple[str, str]:
 
 
 async def _start_hub(spec: RuntimeSpec, identity: Identity, private: str, stack: AsyncExitStack) -> LocalHub:
-    """Start the hub; one that other hosts reach keeps a registration for a lease, as networks break where processes live."""
+    """Start the hub; one that other hosts reach keeps a registration for a lease, as networks break where processes live.
+
+    Raises:
+        ConfigError: this host does not have its address, or the port is in use.
+    """
     config, tls = spec.registry, None
     if spec.hub is not None:
         config = config.model_copy(update={"linger_s": max(config.linger_s, config.lease_ttl_s)})
@@ -113,7 +117,14 @@ async def _start_hub(spec: RuntimeSpec, identity: Identity, private: str, stack:
             group = await stack.enter_async_context(asyncio.TaskGroup())
             stack.callback(group.create_task(tls.watch(), name="certificates").cancel)
     hub = LocalHub(identity, listen=spec.hub or private, tls=tls, config=config)
-    await hub.start()
+    try:
+        await hub.start()
+    except ConfigError as error:
+        if spec.hub is None:
+            raise
+        raise ConfigError(
+            f"runtime.hub: {error.message}; where another supervisor has the registry, join it by --join {spec.hub}"
+        ) from error
     stack.push_async_callback(hub.close)
     return hub
 

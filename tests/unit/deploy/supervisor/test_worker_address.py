@@ -1,8 +1,12 @@
+import asyncio
+from contextlib import AsyncExitStack
+
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.deploy.supervisor.common import worker_address
+from penstock.deploy.supervisor.common import _start_hub, worker_address
 from penstock.graph.runtime import RuntimeSpec
+from penstock.runtime.handshake import Identity
 
 
 @pytest.mark.parametrize(
@@ -24,3 +28,15 @@ def test_workers_listen_where_others_reach_them(fields, address):
 def test_every_address_is_none_to_register(fields):
     with pytest.raises(ConfigError, match=r"set runtime.advertise"):
         worker_address(RuntimeSpec(**fields))
+
+
+def test_a_hub_at_the_address_of_another_host_names_join():
+    async def start():
+        async with AsyncExitStack() as stack:
+            spec = RuntimeSpec(hub="tcp://192.0.2.1:7400")
+            await _start_hub(spec, Identity(secret=b"s" * 16, hash_key=b"k" * 16), "", stack)
+
+    with pytest.raises(
+        ConfigError, match=r"runtime.hub: tcp://192.0.2.1:7400: cannot listen: .*--join tcp://192.0.2.1:7400"
+    ):
+        asyncio.run(start())

@@ -178,7 +178,8 @@ class EtcdClient:
 
     def _failed(self, url: str, error: Exception | None) -> Unavailable:
         self._rotate(url)
-        return Unavailable(f"etcd at {url}: {error or 'it ended the connection'}")
+        said = str(error or "it ended the connection").partition("\n")[0]
+        return Unavailable(f"etcd at {url}: {said}; is etcd running there?")
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:

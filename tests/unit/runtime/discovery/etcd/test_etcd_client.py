@@ -18,6 +18,7 @@ def test_calls_that_fail_together_move_on_by_one_endpoint():
                     *(client.read(b"/a") for _ in range(2)), return_exceptions=True
                 )
                 assert all(isinstance(each, Unavailable) and dead in each.message for each in results)
+                assert all(each.message.endswith("; is etcd running there?") for each in results)
                 assert client.url == "http://second"
 
     run_async(scenario(), timeout_s=20.0)
