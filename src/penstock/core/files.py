@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
+from penstock.core.log import get_logger
 
 _MODE = 0o644
 RELOAD_S = 2.0
 """How often files are looked at."""
+_log = get_logger()
 
 
 def check_writable(path: Path, *, flag: str) -> None:
@@ -53,11 +55,16 @@ class WatchedFiles:
         """Remember the files as they are now; read them after this, so that no change between the two is missed."""
         self._files = [Path(file).expanduser() for file in files]
         self._seen = self._look()
+        self._looks_missed = 0
 
     def changed(self) -> bool:
-        """Tell whether they differ from when this was last true; not while one of them is away."""
+        """Tell whether they differ from when this was last true; not while one of them is away, which is logged once."""
         found = self._look()
-        if found is None or found == self._seen:
+        if found is None:
+            self._missed()
+            return False
+        self._looks_missed = 0
+        if found == self._seen:
             return False
         self._seen = found
         return True
@@ -68,10 +75,27 @@ class WatchedFiles:
             await asyncio.sleep(RELOAD_S)
             reload()
 
+    def _missed(self) -> None:
+        """Log files that are away at a second look: one that is being replaced may be away for a moment."""
+        self._looks_missed += 1
+        if self._looks_missed == 2:
+            away = [str(file) for file in self._files if _state(file) is None]
+            _log.error(
+                "watched_file_missing",
+                files=away,
+                fix="put it back; until then what was read from it is used",
+            )
+
     def _look(self) -> list[tuple[int, int, int]] | None:
-        """Give what changes with the files; of the files behind links, as Kubernetes replaces a directory behind one."""
-        try:
-            found = [file.stat() for file in self._files]
-        except OSError:
-            return None
-        return [(status.st_mtime_ns, status.st_ino, status.st_size) for status in found]
+        """Give what changes with the files; None while one of them is away."""
+        found = [state for file in self._files if (state := _state(file)) is not None]
+        return found if len(found) == len(self._files) else None
+
+
+def _state(file: Path) -> tuple[int, int, int] | None:
+    """Give what changes with a file; of the one behind a link, as Kubernetes replaces a directory behind one."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size

@@ -1,8 +1,10 @@
 """TLS of the listening port: a renewed certificate is read without a restart, and clients that refuse it are told of."""
 
 import asyncio
+import contextlib
 import math
 import ssl
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -11,6 +13,7 @@ from penstock.core.net.certificates import CertificateFiles, load_pair
 from penstock.frontend.config import ServerTlsConfig
 
 _LOG_EVERY_S = 10.0
+_EXPIRED = 10  # X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
 _log = get_logger()
 
 
@@ -70,3 +73,30 @@ class ServerTls(CertificateFiles):
         # A pair that does not fit would leave the port's context without a key, so another one has it first.
         for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self.context):
             load_pair(context, self._config.certificate, self._config.key, place="frontend.tls")
+        if _has_expired(self.context, self._config.certificate):
+            _log.error(
+                "certificate_expired",
+                file=self._config.certificate,
+                fix="clients refuse it: renew the files; they are read again within 2 s",
+            )
+
+
+def _has_expired(context: ssl.SSLContext, certificate: str) -> bool:
+    """Tell whether a client that trusts the certificate itself finds it expired, by a handshake in memory."""
+    trusting = ssl.create_default_context(cafile=str(Path(certificate).expanduser()))
+    trusting.check_hostname = False
+    trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting.wrap_bio(to_client, to_server)
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        server.do_handshake()
+    try:
+        client.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        return error.verify_code == _EXPIRED
+    except ssl.SSLError:  # what else a client finds, it says itself
+        return False
+    return False

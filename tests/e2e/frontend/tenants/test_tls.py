@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from frontend_site import SPEAK, Answer, Site, chat, http, run, serving
+from structlog.testing import capture_logs
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import RELOAD_S
 from penstock.frontend.config import ServerTlsConfig
 from penstock.frontend.limits.certificate import ServerTls
-from tests.support.certificates import make_authority
+from tests.support.certificates import make_authority, make_certificate
 
 pytestmark = pytest.mark.needs("openssl")
 
@@ -135,3 +136,11 @@ def test_files_that_do_not_fit_are_one_clear_error(tmp_path: Path, change, says:
     with pytest.raises(ConfigError, match=says) as wrong:
         ServerTls(ServerTlsConfig(**files))
     assert wrong.value.message.startswith("frontend.tls: certificate ")
+
+
+@pytest.mark.parametrize(("days", "warned"), [("-1", True), ("2", False)])
+def test_a_certificate_that_has_expired_is_logged(tmp_path: Path, days: str, warned: bool) -> None:
+    made_by = make_certificate(tmp_path, "server", make_authority(tmp_path, "authority"), days=days)
+    with capture_logs() as logs:
+        ServerTls(ServerTlsConfig(certificate=made_by.certificate, key=made_by.key))
+    assert [log["event"] for log in logs] == ["certificate_expired"] * warned

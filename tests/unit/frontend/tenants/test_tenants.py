@@ -115,8 +115,9 @@ def test_a_changed_file_counts_at_once_and_a_wrong_one_not(
             await asyncio.sleep(3 * RELOAD_S)
             file.unlink()
             await asyncio.sleep(3 * RELOAD_S)
-        (told,) = logs
+        told, missing = logs
         assert (told["event"], told["log_level"]) == ("api_keys_not_reloaded", "error")
+        assert (missing["event"], missing["files"]) == ("watched_file_missing", [str(file)])
         assert "plain" not in told["error"]
         assert named(tenants, "third") == "a", "the keys before stay valid"
         write(text_of(c="fourth"))
