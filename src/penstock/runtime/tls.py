@@ -2,7 +2,6 @@
 
 import ssl
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -10,7 +9,7 @@ import pydantic
 
 from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
-from penstock.core.net.certificates import CertificateFiles, load_pair, reason
+from penstock.core.net.certificates import CertificateFiles, handshake_in_memory, load_pair, reason
 
 
 class PlaneTlsConfig(Config):
@@ -90,16 +89,8 @@ def _check_certificate(server: ssl.SSLContext, client: ssl.SSLContext, config: P
     Raises:
         ConfigError: it has expired, is not valid yet, or was signed by another authority.
     """
-    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = (
-        client.wrap_bio(to_client, to_server),
-        server.wrap_bio(to_server, to_client, server_side=True),
-    )
     try:
-        for _ in range(2):  # hellos, and then the certificates
-            for end in ends:
-                with suppress(ssl.SSLWantReadError):
-                    end.do_handshake()
+        handshake_in_memory(client, server)
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(
             f"runtime.tls.certificate: {config.certificate}: {error.verify_message}; expected one that {config.authority} signed and"

@@ -1,6 +1,7 @@
 """Certificates in files: loaded with errors that say what to mend, and read again when they change."""
 
 import ssl
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
@@ -64,6 +65,23 @@ def load_pair(context: ssl.SSLContext, certificate: str, key: str, *, place: str
         raise ConfigError(
             f"{place}: certificate {files[0]}, key {files[1]}: {reason(error)}; both must be PEM files that belong together"
         ) from error
+
+
+def handshake_in_memory(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
+    """Let a client and a server shake hands until each has seen the other's certificate.
+
+    Raises:
+        ssl.SSLError: one of them refuses the other; `SSLCertVerificationError` because of its certificate.
+    """
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    for _ in range(2):  # hellos, and then the certificates
+        for end in ends:
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
 
 
 def reason(error: Exception) -> str:

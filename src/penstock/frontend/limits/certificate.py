@@ -1,7 +1,6 @@
 """TLS of the listening port: a renewed certificate is read without a restart, and clients that refuse it are told of."""
 
 import asyncio
-import contextlib
 import math
 import ssl
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter
 
 from penstock.core.log import get_logger
-from penstock.core.net.certificates import CertificateFiles, load_pair
+from penstock.core.net.certificates import CertificateFiles, handshake_in_memory, load_pair
 from penstock.frontend.config import ServerTlsConfig
 
 _LOG_EVERY_S = 10.0
@@ -86,15 +85,8 @@ def _has_expired(context: ssl.SSLContext, certificate: str) -> bool:
     trusting = ssl.create_default_context(cafile=str(Path(certificate).expanduser()))
     trusting.check_hostname = False
     trusting.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = trusting.wrap_bio(to_client, to_server)
-    server = context.wrap_bio(to_server, to_client, server_side=True)
-    with contextlib.suppress(ssl.SSLWantReadError):
-        client.do_handshake()
-    with contextlib.suppress(ssl.SSLWantReadError):
-        server.do_handshake()
     try:
-        client.do_handshake()
+        handshake_in_memory(trusting, context)
     except ssl.SSLCertVerificationError as error:
         return error.verify_code == _EXPIRED
     except ssl.SSLError:  # what else a client finds, it says itself
