@@ -1,4 +1,4 @@
-"""Names of a body's fields as its client sent them, for errors that are found once the body is the frontend's own request."""
+"""The client's names of fields, for errors found after its body was translated into the frontend's own request."""
 
 import re
 from types import TracebackType
@@ -15,7 +15,7 @@ _CONTENT = ".content"
 
 
 class Origin(Wire, frozen=True):
-    """Where a message comes from: its field in the body, that of its content, and whether both have the same parts."""
+    """Where a translated message comes from: its field in the client's body, its content's field, and whether the content has the same parts."""
 
     field: str
     content: str
@@ -23,12 +23,12 @@ class Origin(Wire, frozen=True):
 
 
 class ClientFields(Wire, frozen=True):
-    """Gives errors of its block the names that the client used.
+    """A context that renames fields in a `RequestError` raised inside it to the client's names.
 
     Attributes:
-        names: the client's names, by ours; what comes after a name stays.
-        messages: the origin of each message, where they are no messages of a chat.
-        tools: whether the client's tools have no `function` inside, and what their `parameters` are called.
+        names: client's field name by our field name; a path after the name is kept.
+        messages: the origin of each message; empty where the client sent `messages` itself.
+        tools: the client's name of a tool's `parameters`, where its tools have no `function` object; empty otherwise.
     """
 
     names: dict[str, str] = msgspec.field(default_factory=dict)
@@ -45,7 +45,7 @@ class ClientFields(Wire, frozen=True):
             self.rename(error)
 
     def rename(self, error: RequestError) -> None:
-        """Change an error's field and text; once, as one field may have another's name."""
+        """Rename the field in an error's `param` and text. Call it once: a client's name may be another field's name here."""
         if error.param is None:
             return
         error.param = self.of(error.param)
@@ -53,7 +53,7 @@ class ClientFields(Wire, frozen=True):
             error.message = self.of(path[0]) + error.message[path.end() :]
 
     def of(self, path: str) -> str:
-        """Give the client's name of a field."""
+        """Give the client's name for a path of fields."""
         if self.messages and (found := _MESSAGE.fullmatch(path)) and int(found[1]) < len(self.messages):
             origin, rest = self.messages[int(found[1])], found[2]
             if not rest.startswith(_CONTENT):
@@ -69,7 +69,7 @@ class ClientFields(Wire, frozen=True):
         return self.names[ours] + path[len(ours) :]
 
     def after(self, instructions: int, history: int) -> "ClientFields":
-        """Give them where so many messages of a stored answer stand behind the instructions."""
+        """Give the names for a body in which `history` stored messages follow the first `instructions` messages."""
         head, said = self.messages[:instructions], self.messages[instructions:]
         stored = Origin(field="previous_response_id", content="previous_response_id")
         return ClientFields(
@@ -78,4 +78,4 @@ class ClientFields(Wire, frozen=True):
 
 
 SAME = ClientFields()
-"""Of a body whose fields are the request's own."""
+"""For bodies whose field names are our own."""

@@ -174,7 +174,7 @@ class FrontendConfig(Config):
     drain_timeout_s: float = pydantic.Field(default=30.0, ge=0)
     """On shutdown, how long requests in flight may still run."""
     responses_bytes_max: int = pydantic.Field(default=64 << 20, ge=0)
-    """Bytes of conversations that `/v1/responses` keeps for `previous_response_id`, in one process; past it the tenant that holds most loses its oldest."""
+    """Bytes of conversations that `/v1/responses` keeps for `previous_response_id`, in one process; past it the tenant with the most bytes loses its oldest ones."""
     batches: BatchesConfig = BatchesConfig()
     """Files and batches."""
     media: MediaConfig = MediaConfig()

@@ -18,7 +18,7 @@ class RegionSpec(RegionConfig):
     """Another region, which gets requests where waiting here would cost more than the way."""
 
     distance: NetworkPath | None = None
-    """The way there; null: that of `router.topology` between regions. `latency_s` counts until the link has measured it."""
+    """Latency and bandwidth to the region, one way; null: those of `router.topology` between regions. `latency_s` counts until the link has measured it."""
     max_running_requests: int | None = pydantic.Field(default=None, ge=1)
     """Most requests in the batch of one of its workers; null: 256, or what its role here has."""
     max_waiting_requests: int | None = pydantic.Field(default=None, ge=1)

@@ -72,7 +72,7 @@ class RoleSpec(Config):
     expert_parallel: int = pydantic.Field(default=1, ge=1)
     """Devices of a stage over which whole experts are distributed; a multiple of `tensor_parallel` that divides tensor x data parallel. 1: each expert is split by `tensor_parallel`."""
     nodes: int = pydantic.Field(default=1, ge=1, le=64)
-    """Nodes over which one worker spans, as vLLM's `nnodes`, with as many of its devices on each; engines `vllm` and `mock`. Each node runs `penstock up` (docs/many-machines.md)."""
+    """Nodes that one worker spans, as vLLM's `nnodes`, with an equal number of its devices on each; engines `vllm` and `mock`. Each node runs `penstock up` (docs/many-machines.md)."""
     weight_dtype: Dtype = "auto"
     """Number format of the weights: float32 (or fp32), bfloat16 (bf16), float16 (fp16), fp8, int8, mxfp4, nvfp4, as far as the engine supports it; auto is the checkpoint's."""
     expert_dtype: Dtype = "auto"

@@ -31,7 +31,7 @@ class RuntimeSpec(Config):
     advertise: str | None = None
     """Host name or address under which other hosts reach the workers of this one; null is that of `listen`."""
     leader: str | None = None
-    """`tcp://HOST:PORT` of the node that leads a worker of several (`nodes` of its role), where the others join it; `penstock up --leader` sets it on each."""
+    """`tcp://HOST:PORT` of node 0 of a worker over several nodes (`nodes` of its role), where its followers join; `penstock up --leader` sets it on each node."""
     ports: str | None = None
     """`FIRST-LAST`, such as 7500-7599, where workers of this host listen, so that a firewall can let them through: two ports for each worker, one for requests and one for KV transfers, and two more for a worker that takes another's place. null is any free port. NIXL has ports of its own."""
     secret_file: str | None = None

@@ -83,7 +83,7 @@ class QueueConfig(Config):
     threshold_s: float | None = pydantic.Field(default=2.0, gt=0)
     """A request waits here while its predicted wait on every eligible worker is longer than this, and requests wait there; None: never."""
     shared_threshold_s: float = pydantic.Field(default=0.03, gt=0)
-    """The same, where it is shorter, while several tenants have sent requests in the last hour: nobody overtakes what waits inside a worker."""
+    """The same while several tenants have sent requests in the last hour, where it is shorter, since requests that wait inside a worker cannot be overtaken."""
     requests_max: int = pydantic.Field(default=2048, ge=2)
     """Requests queued at once for one model with its LoRA adapters; past it 503. One tenant alone gets half, past it 429."""
     work_weight: float = pydantic.Field(default=10.0, ge=0)
@@ -99,12 +99,12 @@ class QueueConfig(Config):
 
 
 class PrefixSummaryConfig(Config):
-    """What other regions are told of the prefixes that workers here hold, once their links ask."""
+    """The summary of prefixes that workers here hold, for links of other regions."""
 
     bytes_per_s: int = pydantic.Field(default=64_000, ge=0, le=100_000_000)
-    """Hashes of prefixes that a link may read, in bytes a second; 0: none is told. The hottest prefixes come first."""
+    """Bytes of prefix hashes that a link may read a second; 0 turns summaries off. The hottest prefixes come first."""
     chunks_max: int = pydantic.Field(default=65_536, ge=1024, le=131_072)
-    """Chunks that a router's process tells at once, 8 bytes each, of which a prefix of 25,000 tokens has 22; the coldest leave first."""
+    """Chunks in the summary of one router process, 8 bytes each; a prefix of 25,000 tokens has 22. The coldest leave first."""
 
 
 class RouterConfig(Config):

@@ -141,11 +141,11 @@ class DeploymentLoads(Wire, frozen=True):
 
 
 class LinkProblem(StrEnum):
-    """What keeps requests from another region, or its prefixes from counting, as its link sees it."""
+    """Why a link's region gets no requests, or why its prefix summaries do not count."""
 
-    UNREACHABLE = "unreachable"  # or it does not answer, or has no worker
-    CERTIFICATE = "certificate"  # it is not trusted here
-    KEY = "key"  # it knows another API key
+    UNREACHABLE = "unreachable"  # no connection, no answer, or no worker there
+    CERTIFICATE = "certificate"  # not trusted here
+    KEY = "key"  # the region expects another API key
     OTHER_SERVER = "other_server"  # another region or model, or a release too far apart
     SECRET = "secret"  # noqa: S105 - its block hashes differ, so its prefix summaries do not count
 

@@ -27,7 +27,7 @@ class _Node:
     """What one node runs: workers by role, and the GPUs that they take.
 
     Attributes:
-        group: of the worker over several nodes that it is part of: number of the leading node, and rank of this one.
+        group: (number of the leader's node, rank of this node), where it is part of a worker over several nodes.
     """
 
     gpus: int = 0
@@ -136,7 +136,7 @@ def _with_room(placed: list[_Node], gpus: int, per_node: int, index: int, *, may
 
 
 def _with_group(placed: list[_Node], role: str, spec: RoleSpec, gpus: int, *, may_add: bool) -> _Node | None:
-    """Give the node that leads a worker of several, and the others their ranks; each of them runs nothing else."""
+    """Place a worker over several nodes: give its leader's node; followers get a rank each, and run nothing else."""
     leader = next((number for number, node in enumerate(placed) if not node.group and not node.gpus), None)
     free = [
         number
@@ -159,7 +159,7 @@ def _with_group(placed: list[_Node], role: str, spec: RoleSpec, gpus: int, *, ma
 
 
 def _groups(placed: list[_Node]) -> str:
-    """Say by flags which nodes run one worker together."""
+    """Give the flags by which the nodes of a worker find each other."""
     lines = []
     for node in placed:
         flags = ""

@@ -346,11 +346,11 @@ class Unreachable(Unavailable):
 
 
 class WrongKeyError(WrongServerError):
-    """It knows another key (401, 403)."""
+    """The server expects another API key (401, 403)."""
 
 
 class UntrustedError(Unreachable):
-    """Its certificate is not trusted, or ours not by it."""
+    """The TLS handshake failed: one side does not trust the other's certificate."""
 
 
 class NotServing(Overloaded):

@@ -54,7 +54,7 @@ class Budget:
         new_counts: list[int] = []
         lacking = [(row, int(remaining[row])) for row in np.flatnonzero(remaining > 1).tolist()]
         if not lacking and not self._waiting:
-            order.level()
+            order.on_idle()
         sequences = [self._slots.sequence(int(slots[row])) for row, _ in lacking]
         ranks = [
             (order.rank(sequence, tokens), row, tokens, sequence)

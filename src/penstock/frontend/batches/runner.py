@@ -1,4 +1,4 @@
-"""Runs the batches of all tenants: finds those that no other process runs, and goes on where they were left."""
+"""Runs the batches of all tenants: takes batches that no other process runs, and continues unfinished ones."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from penstock.frontend.frontend import Frontend
 _SCAN_S = 1.0
 _CLEAN_S = 600.0
 _TENANTS_AT_ONCE = 16
-"""A tenant's batches run one after another: one alone can use all of `at_once`, and many leave room for other tenants'."""
+"""Tenants whose batches run at once here. A tenant's batches run one after another; one batch alone may use all of `at_once`."""
 _DISK_PAUSE_S = 10.0
 _log = get_logger()
 
@@ -30,13 +30,13 @@ class BatchRunner:
             self._config, lambda: frontend.admission.inflight, lambda: frontend.unhealthy() is None
         )
         self._running: dict[str, str] = {}
-        """Batches that run here, by their tenant's folder."""
+        """Running batch by its tenant's folder."""
         self._last_tenant = ""
         self._began_s = 0.0
         self._unreadable: set[str] = set()
 
     async def run(self) -> None:
-        """Look for batches and run them, for ever; returns at once where there are none to be."""
+        """Look for batches and run them, for ever; return at once where batches are off."""
         if self._config.directory is None:
             return
         loop = asyncio.get_running_loop()
@@ -47,13 +47,13 @@ class BatchRunner:
                 for store, record, lock in await asyncio.to_thread(self._take):
                     group.create_task(self._run(store, record, lock))
                 if loop.time() >= clean_at_s:
-                    # Where the clock was set, by the earlier of two dates: what is removed does not come back.
+                    # By the earlier of wall clock and loop clock: a clock that was set forward must not remove files.
                     await asyncio.to_thread(self._clean, min(wall_time_s(), self._began_s + loop.time()))
                     clean_at_s = loop.time() + _CLEAN_S
                 await asyncio.sleep(_SCAN_S)
 
     def _take(self) -> list[tuple[BatchStore, BatchRecord, int]]:
-        """Lock the oldest batch that nobody runs of each tenant of whom none runs here; tenants take turns."""
+        """Lock the oldest free batch of each tenant that has none running here; tenants take turns."""
         taken: list[tuple[BatchStore, BatchRecord, int]] = []
         try:
             stores = list(BatchStore.all(self._config))
@@ -112,7 +112,7 @@ class BatchRunner:
             self._running.pop(store.name, None)
 
     async def _fail(self, store: BatchStore, record: BatchRecord, error: Exception) -> OSError | None:
-        """End a batch on which this server failed; gives why that cannot be written."""
+        """End a batch as failed by an error of this server; give the disk error if that cannot be written."""
         batch = record.batch
         _log.error("batch_failed", batch=batch.id, exc_info=error)
         problem = BatchError(code="internal_error", message=f"{type(error).__name__}: {error}"[:300])
@@ -126,7 +126,7 @@ class BatchRunner:
 
 
 def _disk_problem(error: Exception) -> OSError | None:
-    """Give the error of a disk, such as a full one, that ended a batch's run: its batch goes on from what was written. None of any other."""
+    """Give the disk error that ended a batch's run, after which the batch goes on from what was written; None for other errors."""
     if isinstance(error, ExceptionGroup):
         disk, others = error.split(OSError)
         found = None if others is not None or disk is None else disk.exceptions[0]

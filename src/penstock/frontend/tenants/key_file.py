@@ -35,7 +35,7 @@ class TenantConfig(Config):
     cache_salt: str | None = pydantic.Field(default=None, max_length=NAME_CHARACTERS_MAX)
     """Tenants with the same one share cached prompts; None: the tenant's name, so it shares none; empty: shares those of requests without keys."""
     link: bool = False
-    """Whether it is the link of another region: its requests go to workers of this region alone, whatever their headers say."""
+    """Whether this is the tenant of another region's link: its requests go to workers of this region alone, whatever their headers say."""
     trusted: bool = False
     """Whether it is a gateway, whose requests may name another tenant and any priority in headers."""
 

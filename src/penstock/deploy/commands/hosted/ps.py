@@ -30,7 +30,7 @@ class Remote(msgspec.Struct, frozen=True):
 
 
 class Link(msgspec.Struct, frozen=True):
-    """What a frontend of this host knows of a link to another region; `round_trip_s` is measured, 0 before the first answer."""
+    """A link to another region, as a frontend of this host sees it; `round_trip_s` is measured, 0 before the first answer."""
 
     region: str
     condition: str
@@ -136,7 +136,7 @@ def _elsewhere(workers: Sequence[dict[str, Any]], processes: Sequence[ProcessVie
 
 
 def _links(workers: Sequence[dict[str, Any]]) -> tuple[Link, ...]:
-    """Give what links say of their regions."""
+    """Give the links with their last reports."""
     found = ((worker, (worker.get("load") or {}).get("link")) for worker in workers)
     return tuple(
         Link(
@@ -179,7 +179,7 @@ def _roles(each: Listed) -> set[str]:
 
 
 def _process(process: ProcessView, link: Link | None, *, shows_template: bool) -> str:
-    """Format a process, of a link with what it says of its region; with its template where workers of one role have several, as during `penstock apply`."""
+    """Format a process: a link with its report, a worker with its template where its role has several, as during `penstock apply`."""
     details = [f"GPU {device}" for device in process.devices]
     if shows_template and process.template:
         details.append(f"settings {process.template[:_KEY_SHOWN]}")

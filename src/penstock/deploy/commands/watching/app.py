@@ -24,16 +24,16 @@ _STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan", "fine": "gr
 _EVERYWHERE = frozenset({"quit", "theme", "pause", "pop_screen"})
 
 
-class Came(Message):
-    """A snapshot has come."""
+class SnapshotReceived(Message):
+    """A new snapshot."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
         self.seen = seen
 
 
-class Lost(Message):
-    """No snapshots come, and why."""
+class StreamLost(Message):
+    """The stream of snapshots ended, with the reason."""
 
     def __init__(self, problem: str) -> None:
         super().__init__()
@@ -41,10 +41,10 @@ class Lost(Message):
 
 
 class TopApp(App[None]):
-    """Shows a deployment once a second until it is quit; while the server is away, what was last seen.
+    """Shows a deployment once a second until it is quit; while the server is away, the last snapshot.
 
     Args:
-        first: what is shown at first.
+        first: the first snapshot.
         bodies: opens a stream of snapshots; it may end, and raise PenstockError.
     """
 
@@ -107,18 +107,18 @@ class TopApp(App[None]):
         self._is_over.set()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:  # noqa: ARG002 - textual's signature
-        """Have no keys for tables where one row is shown."""
+        """Disable the keys of tables while one row is shown."""
         return action in _EVERYWHERE or not isinstance(self.screen, RowScreen)
 
-    def on_came(self, came: Came) -> None:
+    def on_snapshot_received(self, message: SnapshotReceived) -> None:
         self._problem = ""
         if not self._is_paused:
-            self._seen = came.seen
-            self._tables = {table.name: table for table in tables(came.seen)}
+            self._seen = message.seen
+            self._tables = {table.name: table for table in tables(message.seen)}
         self._show()
 
-    def on_lost(self, lost: Lost) -> None:
-        self._problem = lost.problem
+    def on_stream_lost(self, message: StreamLost) -> None:
+        self._problem = message.problem
         self._show()
 
     def on_tabbed_content_tab_activated(self) -> None:
@@ -148,12 +148,12 @@ class TopApp(App[None]):
         self._show()
 
     def action_reverse(self) -> None:
-        """Sort the other way round."""
+        """Reverse the order."""
         self._grid.sort_by(self._grid.sort_column, self._table.columns)
         self._show()
 
     def action_filter(self) -> None:
-        """Ask which rows to show."""
+        """Open the filter."""
         self._filter.display = True
         self._filter.focus()
 
@@ -164,7 +164,7 @@ class TopApp(App[None]):
         self._grid.focus()
 
     def action_pause(self) -> None:
-        """Keep what is shown, or go on."""
+        """Pause, or go on."""
         self._is_paused = not self._is_paused
         self._show()
 
@@ -207,16 +207,16 @@ class TopApp(App[None]):
             problem = "the server has ended the stream"
             try:
                 for body in self._bodies():
-                    self._tell(Came(Seen.read(body)))
+                    self._post(SnapshotReceived(Seen.read(body)))
                     wait_s = 1.0
                     if self._is_over.is_set():
                         return
             except PenstockError as error:
                 problem = error.message
-            self._tell(Lost(problem))
+            self._post(StreamLost(problem))
             self._is_over.wait(wait_s)
             wait_s = min(2 * wait_s, _RETRY_S_MAX)
 
-    def _tell(self, message: Message) -> None:
+    def _post(self, message: Message) -> None:
         if not self._is_over.is_set():
             self.post_message(message)

@@ -1,4 +1,4 @@
-"""Everything that a snapshot says of one worker, model, tenant, request, decision or round of the planner."""
+"""The details of one worker, model, tenant, request, decision or planner round of a snapshot."""
 
 from collections.abc import Iterator
 from itertools import pairwise

@@ -26,7 +26,7 @@ class Grid(DataTable[Text]):
         self.is_descending = False
 
     def display_table(self, table: Table, wanted: str) -> int:
-        """Show the rows that contain `wanted`; gives how many."""
+        """Show the rows that contain `wanted`; give their number."""
         rows = [row for row in table.rows if row.has(wanted)]
         rows = sorted_rows(rows, self.sort_column, descending=self.is_descending)
         labels = [self._label(index, name) for index, name in enumerate(table.columns)]
@@ -48,7 +48,7 @@ class Grid(DataTable[Text]):
         self.sort_by(following if following < len(columns) else None, columns)
 
     def sort_by(self, column: int | None, columns: tuple[str, ...]) -> None:
-        """Sort by a column, numbers from the largest on; the other way round where it was sorted by that already."""
+        """Sort by a column, numbers in descending order; reverse the order if it was sorted by this column already."""
         if column is not None and column == self.sort_column:
             self.is_descending = not self.is_descending
             return

@@ -23,7 +23,7 @@ _LOG_LINES_MAX = 2000
 
 
 class LogLines(Message):
-    """A worker has printed these."""
+    """New lines of a worker's log."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class LogLines(Message):
 
 
 class RowScreen(Screen[None]):
-    """Follows one row, which may leave the table: then its last state stays."""
+    """Shows one row; if it leaves the table, its last state stays."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape,backspace", "app.pop_screen", "Back")]
     CSS = """
@@ -65,7 +65,7 @@ class RowScreen(Screen[None]):
         self._is_closed.set()
 
     def display_row(self, table: Table, seen: Seen) -> None:
-        """Show the row as a snapshot has it; what was shown stays where it has left."""
+        """Show the row of a snapshot; keep the last state if the row is gone."""
         if table.name == self._table.name and (lines := details(seen, table, self._key)):
             self._text.update("\n".join(lines))
 

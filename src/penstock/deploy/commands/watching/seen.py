@@ -1,4 +1,4 @@
-"""What a server's snapshot says, typed."""
+"""A server's snapshot, decoded."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Seen:
 
     @classmethod
     def read(cls, body: bytes) -> "Seen":
-        """Decode it; raises ConfigError for what is none."""
+        """Decode a snapshot; raises ConfigError for another body."""
         try:
             snapshot = msgspec.json.decode(body, type=Snapshot)
             return cls(

@@ -1,4 +1,4 @@
-"""The lines above the tables: who serves what, what needs attention, latencies, queue, where prompt tokens came from."""
+"""The lines above the tables: models and workers, alerts, latencies, queue, origins of prompt tokens."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from penstock.frontend.watch.snapshot import Snapshot
 
 
 def head(seen: Seen) -> str:
-    """Say who serves what with how many workers."""
+    """Give the deployment, its models and its number of workers."""
     snapshot = seen.snapshot
     name = "" if snapshot.overview is None else f" {snapshot.overview.name}"
     models = ", ".join(snapshot.models) or "no model yet"

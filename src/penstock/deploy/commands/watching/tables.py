@@ -18,7 +18,7 @@ _SERVES = frozenset({Condition.READY, Condition.PREFILL_ONLY})
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is shown, and what it is sorted by: numbers by size, None last."""
+    """The text of a cell, and the value by which it is sorted, None last."""
 
     text: str
     value: float | str | None
@@ -48,7 +48,7 @@ class Table:
 
 
 def sorted_rows(rows: Iterable[Row], column: int | None, *, descending: bool) -> list[Row]:
-    """Sort by a column, as they came where it is None; cells without a value are last either way."""
+    """Sort by a column; None keeps the order. Cells without a value come last in both orders."""
     if column is None:
         return list(rows)
     known: list[Row] = []
@@ -255,7 +255,7 @@ def cost(value: float | None, unit: str) -> str:
 
 
 def terms(values: dict[str, float]) -> str:
-    """Format the terms of a cost, without those that are nothing."""
+    """Format the terms of a cost that are not zero."""
     return " + ".join(f"{name} {value:.1f}" for name, value in values.items() if abs(value) >= 0.05) or "-"
 
 

@@ -15,7 +15,7 @@ def seconds(value: float | None) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace what a terminal would obey instead of showing it, such as escape sequences in a name; line breaks and tabs stay."""
+    """Replace control characters, such as escape sequences in a name; line breaks and tabs stay."""
     if text.isprintable():
         return text
     return "".join(
@@ -24,5 +24,5 @@ def printable(text: str) -> str:
 
 
 def line(text: str) -> str:
-    """Make it one line that a terminal only shows."""
+    """Make one line without control characters."""
     return " ".join(printable(text).split())

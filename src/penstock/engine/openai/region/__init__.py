@@ -1,4 +1,4 @@
-"""Another region as a worker: its frontends by HTTP, with connections that are kept, and streams that move from one to another.
+"""Another region as a worker: its frontends over kept HTTP connections, and streams that move between its frontends.
 
 A region is another deployment of Penstock, whose router chooses the worker.
 """

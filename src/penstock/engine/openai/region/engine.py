@@ -1,4 +1,4 @@
-"""The engine `region`: a link, which gives requests to another region and has them go on at another of its frontends."""
+"""The engine `region`: a link, which sends requests to another region, and moves them between its frontends when one fails."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ class RegionEngine(ServerEngine):
         await self._frontends.watch()
 
     async def _read_answer(self, stream: Stream) -> None:
-        """Read an answer, at another frontend where one breaks it, until all of them have without a token in between."""
+        """Read an answer. When a frontend breaks it, go on at the next, until all frontends in a row have failed without a token."""
         assert isinstance(stream, MovableStream), "made above"
         while True:
             try:
@@ -103,6 +103,6 @@ class RegionEngine(ServerEngine):
             super()._fail(stream, error)
 
     def _no_room(self, error: Overloaded) -> Unavailable:
-        """Count a refusal. It ends no request, as a refusal of the last worker would: workers here may be about to come back."""
+        """Count a refusal, and make it retryable: unlike a refusal by the last worker here, it must not end the request."""
         self._refused += 1
         return Unavailable(error.message, retry_after_s=error.retry_after_s)

@@ -1,4 +1,4 @@
-"""Tells a server that its certificate is not trusted, by the alert of TLS: asyncio closes the connection without it."""
+"""Sends a server the TLS alert that its certificate is not trusted: asyncio closes the connection without the alert."""
 
 import asyncio
 import ssl
@@ -37,7 +37,7 @@ async def _fail(
     while has_more:
         try:
             handshake.do_handshake()
-            has_more = False  # it is trusted by now
+            has_more = False  # the certificate is trusted by now
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError:

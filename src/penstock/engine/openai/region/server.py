@@ -1,4 +1,4 @@
-"""The region as a server: checks that it is the one that the link names, of a release that fits, with a clock like ours."""
+"""The region as a server: checks its name, its release and its clock."""
 
 from collections.abc import Sequence
 from urllib.parse import urlencode
@@ -14,7 +14,7 @@ from penstock.engine.openai.server import DEPLOYMENT, ServedModel, Server
 from penstock.engine.openai.text import TextCodec
 
 CLOCK_SKEW_S = 30.0
-"""Clocks that differ by more are told of: certificates, keys and logs of both regions are then hard to trust."""
+"""A larger difference of clocks is logged: certificates may then be refused, and logs of both regions do not match."""
 _log = get_logger()
 
 
@@ -34,7 +34,7 @@ class RegionServer(Server):
         """Seconds by which the region's clock is ahead of ours, half a round trip more or less."""
         self._says_skew = False
         self.problem = ""
-        """Of the latest check."""
+        """A `LinkProblem` of the latest check; empty if it succeeded."""
 
     async def check(self) -> ServedModel:
         try:

@@ -40,8 +40,8 @@ class PromptOrder(Protocol):
         """Note that a step leaves a prompt so many tokens to compute."""
         ...
 
-    def level(self) -> None:
-        """Note that no prompt waits or is under way."""
+    def on_idle(self) -> None:
+        """Note that no prompt waits or is being computed."""
         ...
 
 

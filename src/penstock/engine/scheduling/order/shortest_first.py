@@ -23,5 +23,5 @@ class ShortestFirst:
     def note(self, sequence: Ranked, left: int) -> None:
         """Need to know nothing of what is computed."""
 
-    def level(self) -> None:
-        """Need not know when nothing is left."""
+    def on_idle(self) -> None:
+        """Nothing to reset."""

@@ -42,7 +42,7 @@ class TenantTurns:
         if sequence.turn_end is not None:
             self._ahead = max(self._ahead, sequence.turn_end - left)
 
-    def level(self) -> None:
+    def on_idle(self) -> None:
         """Set all clocks to the one that is ahead."""
         if self._clocks:
             self._floor = self._ahead = max(self._ahead, *self._clocks.values())

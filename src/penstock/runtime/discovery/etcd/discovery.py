@@ -116,19 +116,19 @@ class EtcdDiscovery:
             try:
                 self._records.decode(pair.value)
             except RecordError as error:
-                await self._tell_refused(error.reason)
+                await self._note_refused_start(error.reason)
                 raise ConfigError(
                     f"etcd at {self._client.url}: namespace {self._namespace}: worker {pair.key[len(self._prefix) :].decode()}"
                     f" is registered there, and {error.message}"
                 ) from error
 
-    async def _tell_refused(self, reason: str) -> None:
-        """Tell the deployment that runs here that this process gives up its start."""
+    async def _note_refused_start(self, reason: str) -> None:
+        """Leave a note for the running deployment that this process gives up its start."""
         try:
             lease = await self._client.grant(KEPT_LEASES * self._ttl_s)
             await self._client.put(self._starts + start_key().encode(), refused_start(reason), lease)
         except Unavailable as error:
-            _log.debug("refused_start_not_told", error=error.message)
+            _log.debug("refused_start_not_noted", error=error.message)
 
     async def register(self, instance: Instance) -> StoredRegistration:
         return await self._registrations.register(instance)

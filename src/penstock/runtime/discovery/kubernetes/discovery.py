@@ -143,20 +143,20 @@ class KubernetesDiscovery:
             try:
                 self._records.decode(seen.record)
             except RecordError as error:
-                await self._tell_refused(error.reason)
+                await self._note_refused_start(error.reason)
                 raise ConfigError(
                     f"Kubernetes at {self._client.access.server}: namespace {self._namespace}: worker {seen.worker_id:x} is"
                     f" registered there, and {error.message}"
                 ) from error
 
-    async def _tell_refused(self, reason: str) -> None:
-        """Tell the deployment that runs here that this process gives up its start: its watches see the Lease come and go."""
+    async def _note_refused_start(self, reason: str) -> None:
+        """Leave a note for the running deployment that this process gives up its start: its watches see the Lease come and go."""
         lease = start_lease(start_key(), refused_start(reason), deployment=self._namespace, pod=self._pod)
         try:
             await self._client.create(LEASES, lease)
             await self._client.delete(LEASES, lease["metadata"]["name"])
         except Unavailable as error:
-            _log.debug("refused_start_not_told", error=error.message)
+            _log.debug("refused_start_not_noted", error=error.message)
 
     async def register(self, instance: Instance) -> StoredRegistration:
         return await self._registrations.register(instance)

@@ -112,7 +112,7 @@ def lease_of(
 
 
 def start_lease(key: str, data: bytes, *, deployment: str, pod: Pod | None) -> Object:
-    """Make the Lease of a start that is given up: nobody holds it, and its process deletes it at once."""
+    """Make the Lease that is the note of a refused start: it has no holder, and its process deletes it at once."""
     metadata: Object = {
         "name": f"{_START}{key}",
         "labels": {DEPLOYMENT_LABEL: deployment, "app.kubernetes.io/managed-by": "penstock"},
@@ -124,7 +124,7 @@ def start_lease(key: str, data: bytes, *, deployment: str, pod: Pod | None) -> O
 
 
 def start_of(body: Object) -> bytes | None:
-    """Give what such a Lease says; None for others."""
+    """Give the note in a Lease of `start_lease`; None for other Leases."""
     text = (body["metadata"].get("annotations") or {}).get(REFUSED_START, "")
     if not body["metadata"]["name"].startswith(_START):
         return None

@@ -132,18 +132,18 @@ class NatsDiscovery:
         try:
             self._records.decode(data)
         except RecordError as error:
-            await self._tell_refused(bucket, error.reason)
+            await self._note_refused_start(bucket, error.reason)
             raise ConfigError(
                 f"NATS at {self._connection.place}: namespace {self._namespace}: worker {key.removeprefix(_WORKER)} is registered"
                 f" there, and {error.message}"
             ) from error
 
-    async def _tell_refused(self, bucket: KeyValue, reason: str) -> None:
-        """Tell the deployment that runs here that this process gives up its start."""
+    async def _note_refused_start(self, bucket: KeyValue, reason: str) -> None:
+        """Leave a note for the running deployment that this process gives up its start."""
         try:
             await bucket.put(_START + start_key(), refused_start(reason))
         except ERRORS as error:
-            _log.debug("refused_start_not_told", error=str(error))
+            _log.debug("refused_start_not_noted", error=str(error))
 
     async def register(self, instance: Instance) -> StoredRegistration:
         return await self._registrations.register(instance)
