@@ -24,12 +24,12 @@ AREAS = {
 }
 HEAD = """# Every message
 
-Generated from the source by `python tools/errors_reference.py`: the messages of commands and of answers to requests, without those that
-pass another's text on (a field's mistake found by its type, an operating system's reason). Capitals and … stand for values; a code before a fix says that it
-is that of all errors with this code. [Errors and
-their fix](errors.md) has codes, log events and the most frequent ones.
+Generated from the source by `python tools/errors_reference.py`. The page has the messages of commands and of answers to requests, but not
+messages that only pass on another text, such as a field of a wrong type or an operating system's reason. CAPITALS and … stand for values. A code before
+a fix marks the fix of all errors with this code. [Errors and
+their fix](errors.md) has codes, log events and the most frequent errors.
 """
-"""Says what the page is."""
+"""The head of the page."""
 FIXES = {
     r"^(Kubernetes|NATS|etcd) at .*registered": "give each worker its own name or namespace",
     r"^hub at ADDRESS: MESSAGE$": "do what the message of the first host says: it names the fix",

@@ -43,7 +43,7 @@ class RegionLinks:
             registry=registry,
         )
         self._regions: set[str] = set()
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     def forwarded(self, headers: Mapping[str, str]) -> None:
         """Count a request, if it came by a link."""
@@ -51,7 +51,7 @@ class RegionLinks:
             self._forwarded.labels(self._region_of(headers[REGION_HEADER])).inc()
 
     def asked_load(self, query: Mapping[str, str]) -> None:
-        """Look at what a link says of itself as it asks for the load; a question without a region is none of a link."""
+        """Check the version and clock that a link sends with `GET /load`; without a region it is not from a link."""
         if "region" not in query:
             return
         region = self._region_of(query["region"])
@@ -61,10 +61,10 @@ class RegionLinks:
         skew_s = _number(query.get("skew_s", ""))
         self._note(region, "clock", is_there=skew_s is not None and abs(skew_s) > _SKEW_S_MAX)
 
-    def asked_prefixes(self, headers: Mapping[str, str], asked: bytes, told: bytes) -> None:
-        """Compare the parents of the first block hashes of a link that asks for prefixes, and of this region."""
+    def asked_prefixes(self, headers: Mapping[str, str], asked: bytes, own: bytes) -> None:
+        """Compare the root hash of a link that asks for prefixes with this region's `own`."""
         if REGION_HEADER in headers and asked:
-            self._note(self._region_of(headers[REGION_HEADER]), "secret", is_there=asked != told)
+            self._note(self._region_of(headers[REGION_HEADER]), "secret", is_there=asked != own)
 
     def refused_key(self, headers: Mapping[str, str]) -> None:
         """Note a request with a wrong API key, if it came by a link."""
@@ -76,12 +76,12 @@ class RegionLinks:
             self._ended(region, problem)
             return
         self._problems.labels(region, problem).inc()
-        if (region, problem) not in self._told:
-            self._told.add((region, problem))
+        if (region, problem) not in self._logged:
+            self._logged.add((region, problem))
             _log.warning("region_link_problem", region=region, problem=problem, fix=_FIXES[problem])
 
     def _ended(self, region: str, problem: str) -> None:
-        self._told.discard((region, problem))
+        self._logged.discard((region, problem))
 
     def _region_of(self, name: str) -> str:
         """Give a region's name as a label: clients may send any, so few are kept."""

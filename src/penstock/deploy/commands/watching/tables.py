@@ -7,6 +7,7 @@ from statistics import median
 
 from penstock.deploy.commands.watching.seen import Seen
 from penstock.deploy.commands.watching.words import line, seconds
+from penstock.frontend.tenants.usage import TenantUse
 from penstock.frontend.watch.snapshot import RegionRow, TierRow, WorkerRow
 from penstock.router.dispatch.journeys import Journey
 from penstock.router.explain.explanation import Explanation
@@ -14,6 +15,45 @@ from penstock.router.workers.member import Condition
 
 _BAR = 12
 _SERVES = frozenset({Condition.READY, Condition.PREFILL_ONLY})
+_WORKERS = (
+    "worker",
+    "model",
+    "role",
+    "state",
+    "#run",
+    "#wait",
+    "#step",
+    "#tokens/s",
+    "#prompts/s",
+    "KV in use and cached",
+)
+_MODELS = (
+    "model",
+    "#workers",
+    "#ready",
+    "#run",
+    "#wait",
+    "#tokens/s",
+    "#prompts/s",
+    "#KV cached",
+    "#TTFT, latest",
+)
+_TENANTS = ("tenant", "#in flight", "#at most", "#requests/s", "#tokens/min", "#tokens left")
+_REQUESTS = (
+    "request",
+    "model",
+    "tenant",
+    "way",
+    "#prompt",
+    "#cached",
+    "#output",
+    "#queued",
+    "#TTFT",
+    "#took",
+    "outcome",
+)
+_DECISIONS = ("#ago", "model", "worker", "why", "#cached blocks", "#cost", "terms", "next best", "left out")
+_PLANNER = ("time", "round", "outcome", "what and why", "shortfall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,89 +105,19 @@ def sorted_rows(rows: Iterable[Row], column: int | None, *, descending: bool) ->
 def tables(seen: Seen) -> list[Table]:
     """Make all tables of a snapshot."""
     return [
-        Table(
-            "workers",
-            (
-                "worker",
-                "model",
-                "role",
-                "state",
-                "#run",
-                "#wait",
-                "#step",
-                "#tokens/s",
-                "#prompts/s",
-                "KV in use and cached",
-            ),
-            [_worker(each) for each in seen.snapshot.workers],
-            "no worker yet",
-        ),
-        Table(
-            "models",
-            (
-                "model",
-                "#workers",
-                "#ready",
-                "#run",
-                "#wait",
-                "#tokens/s",
-                "#prompts/s",
-                "#KV cached",
-                "#TTFT, latest",
-            ),
-            [_model(name, seen) for name in _names(seen)],
-            "no model yet",
-        ),
+        Table("workers", _WORKERS, [_worker(each) for each in seen.snapshot.workers], "no worker yet"),
+        Table("models", _MODELS, [_model(name, seen) for name in _names(seen)], "no model yet"),
         Table(
             "tenants",
-            ("tenant", "#in flight", "#at most", "#requests/s", "#tokens/min", "#tokens left"),
-            [
-                Row(
-                    each.name,
-                    (
-                        _text(each.name),
-                        _count(each.inflight),
-                        _count(each.concurrency),
-                        _count(each.requests_per_s),
-                        _count(each.tokens_per_min),
-                        _count(each.tokens_left),
-                    ),
-                    is_bad=each.tokens_left is not None and each.tokens_left < 0,
-                )
-                for each in seen.snapshot.tenants
-            ],
+            _TENANTS,
+            [_tenant(each) for each in seen.snapshot.tenants],
             "no tenants: no API keys are set",
         ),
+        Table("requests", _REQUESTS, [_request(each) for each in seen.requests], "no request yet"),
         Table(
-            "requests",
-            (
-                "request",
-                "model",
-                "tenant",
-                "way",
-                "#prompt",
-                "#cached",
-                "#output",
-                "#queued",
-                "#TTFT",
-                "#took",
-                "outcome",
-            ),
-            [_request(each) for each in seen.requests],
-            "no request yet",
+            "decisions", _DECISIONS, [_decision(each) for each in reversed(seen.decisions)], "no request yet"
         ),
-        Table(
-            "decisions",
-            ("#ago", "model", "worker", "why", "#cached blocks", "#cost", "terms", "next best", "left out"),
-            [_decision(each) for each in reversed(seen.decisions)],
-            "no request yet",
-        ),
-        Table(
-            "planner",
-            ("time", "round", "outcome", "what and why", "shortfall"),
-            _rounds(seen),
-            _no_rounds(seen),
-        ),
+        Table("planner", _PLANNER, _rounds(seen), _no_rounds(seen)),
     ]
 
 
@@ -222,6 +192,21 @@ def _model(name: str, seen: Seen) -> Row:
             _seconds(median(first) if first else None),
         ),
         is_bad=name not in seen.snapshot.models,
+    )
+
+
+def _tenant(tenant: TenantUse) -> Row:
+    return Row(
+        tenant.name,
+        (
+            _text(tenant.name),
+            _count(tenant.inflight),
+            _count(tenant.concurrency),
+            _count(tenant.requests_per_s),
+            _count(tenant.tokens_per_min),
+            _count(tenant.tokens_left),
+        ),
+        is_bad=tenant.tokens_left is not None and tenant.tokens_left < 0,
     )
 
 
