@@ -49,7 +49,7 @@ def _costs() -> Iterator[str]:
         yield row("bytes/s on a link, mean of the day", "summary_bytes_per_s", ",.0f")
         yield row("bytes/s, most of one answer", "summary_bytes_per_s_max", ",.0f")
         yield row("chunks advertised by two regions, at the end", "told_chunks", ",.0f")
-        yield row("memory of what is told, in a router, MB", "region_index_bytes", ",.1f", 1e-6)
+        yield row("memory of advertised prefixes, in a router, MB", "region_index_bytes", ",.1f", 1e-6)
         yield row("CPU time of an answer, ms", "summary_cpu_ms", ",.1f")
         yield row("CPU time of a decision, us", "decision_us", ",.0f")
         yield row("the same without links, us", "decision_without_links_us", ",.0f")
