@@ -64,14 +64,14 @@ def _run(options: argparse.Namespace) -> int:
     part = LocalPart() if options.part is None else LocalPart.parse(options.part, graph.roles.present())
     log.configure(options.log_level, process="supervisor")
     warn_if_disabled()
-    if options.node_rank:
-        follow(graph, part, options.node_rank, log_level=options.log_level)
-        return 0
     origin = Origin(
         file=str(Path(options.file).resolve()),
         directory=str(Path.cwd()),
         overrides=overrides.assigned(),
         part=options.part,
     )
+    if options.node_rank:
+        follow(graph, part, options.node_rank, origin=origin, log_level=options.log_level)
+        return 0
     serve(graph, part=part, origin=origin, log_level=options.log_level, first_chat=False)
     return 0

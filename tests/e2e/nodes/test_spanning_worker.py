@@ -154,6 +154,24 @@ def test_a_node_that_never_comes_is_named_at_both_ends_and_may_come_later(node) 
     leader.wait(r"^penstock +ready")
 
 
+def test_a_follower_is_listed_and_ended_by_commands(node) -> None:
+    follower = node("follow")
+    graph, address = graph_of(follower), f"tcp://127.0.0.1:{free_port()}"
+    process = follower.start(
+        "up", graph, "--run", "aggregated", "--node-rank", "1", "--leader", address, "--set", "name=followed"
+    )
+    follower.wait(r"^penstock +starting")
+    until(lambda: "node 1 of 2" in follower.run("ps").stdout)
+    assert re.search(rf"followed +running .* pid {process.pid}  node 1 of 2  ", follower.run("ps").stdout)
+    follower.run("logs", "--name", "followed")
+    refused = follower.run("apply", graph, check=False)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert "run penstock apply on the leader's host" in line
+    assert "stopped" in follower.run("down", graph).stdout
+    assert process.wait(timeout=TIMEOUT_S) == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [

@@ -9,6 +9,7 @@ import uvloop
 from penstock.core import log
 from penstock.core.types.instances import Role
 from penstock.deploy.commands.serve import say
+from penstock.deploy.control.record import Origin
 from penstock.deploy.supervisor.local_part import LocalPart, followed_role
 from penstock.deploy.supervisor.nodes.follower_host import FollowerHost
 from penstock.graph import Graph
@@ -16,7 +17,7 @@ from penstock.graph import Graph
 _SUPERVISOR = "supervisor"
 
 
-def follow(graph: Graph, part: LocalPart, rank: int, *, log_level: str) -> None:
+def follow(graph: Graph, part: LocalPart, rank: int, *, origin: Origin, log_level: str) -> None:
     """Run a follower until a signal; a second signal does not wait until the leader has drained.
 
     Raises:
@@ -24,11 +25,11 @@ def follow(graph: Graph, part: LocalPart, rank: int, *, log_level: str) -> None:
     """
     role = followed_role(graph, part, rank)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_follow(graph, role, rank, log_level))
+        runner.run(_follow(graph, role, rank, origin, log_level))
 
 
-async def _follow(graph: Graph, role: Role, rank: int, log_level: str) -> None:
-    host = FollowerHost(graph, role, rank, log_level=log_level, say=say)
+async def _follow(graph: Graph, role: Role, rank: int, origin: Origin, log_level: str) -> None:
+    host = FollowerHost(graph, role, rank, origin=origin, log_level=log_level, say=say)
     log.configure(log_level, process=_SUPERVISOR, stream=host.output.tee(_SUPERVISOR, sys.stderr))
     requested, task = asyncio.Event(), asyncio.current_task()
     has_started = False

@@ -37,6 +37,7 @@ class DeploymentRecord(Wire, frozen=True):
         stop_s_max: seconds that it takes at most to drain and end.
         log: file of what its processes print.
         origin: None for a deployment within a program of somebody's own, which no command ends.
+        follows: for a node that follows a worker over several nodes, which one it is, as `node 1 of 2`; else empty.
     """
 
     name: str
@@ -45,6 +46,7 @@ class DeploymentRecord(Wire, frozen=True):
     stop_s_max: float
     log: str = ""
     origin: Origin | None = None
+    follows: str = ""
 
 
 def keep_record(directory: Path, record: DeploymentRecord) -> None:

@@ -29,11 +29,13 @@ def apply_graph(
         dry_run: change nothing.
 
     Raises:
-        ConfigError: the graph is wrong, several deployments fit, or a difference cannot be applied in place.
+        ConfigError: the graph is wrong, several deployments fit, this host follows a worker's leader, or a difference cannot be
+            applied in place.
         RequestError: another `penstock apply` is under way, or there is no room for a new worker.
         Unavailable: no deployment runs, or the change failed.
     """
     found = _find(file, settings, name, part)
+    _refuse_follower(found)
     graph = _graph_for(found, file, settings)
     if found.record is not None and graph.name != found.record.name:
         raise ConfigError(
@@ -50,6 +52,14 @@ def _find(file: Path, settings: Sequence[str], name: str | None, part: str | Non
         return choose(living, file=file, part=part)
     except Unavailable:
         return choose(living, name=load(file, Overrides(settings)).name, part=part)
+
+
+def _refuse_follower(found: Hosted) -> None:
+    """Raise ConfigError for a node that follows: its leader's supervisor has the workers."""
+    if found.record is not None and found.record.follows:
+        raise ConfigError(
+            f"{found.name}: this host is {found.record.follows} and follows the leader's worker; run penstock apply on the leader's host"
+        )
 
 
 def _graph_for(found: Hosted, file: Path, settings: Sequence[str]) -> Graph:

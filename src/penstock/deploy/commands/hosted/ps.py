@@ -44,6 +44,7 @@ class Listed(msgspec.Struct, frozen=True):
 
     Attributes:
         state: `running`; `starting`; `silent`, where its supervisor lives and does not answer; `killed`, where it does not live.
+        follows: which node of a worker over several nodes it is, as `node 1 of 2`; empty where it is none that follows.
         left: process groups that a killed deployment has left.
         problem: why something about it is not known; empty where all is.
     """
@@ -60,6 +61,7 @@ class Listed(msgspec.Struct, frozen=True):
     links: tuple[Link, ...] = ()
     left: int = 0
     problem: str = ""
+    follows: str = ""
 
 
 def show_processes(*, name: str | None, as_json: bool) -> None:
@@ -82,16 +84,18 @@ def show_processes(*, name: str | None, as_json: bool) -> None:
 
 def _look(each: Hosted) -> Listed:
     record = each.record
+    follows = "" if record is None else record.follows
     listed = Listed(
         name=each.name,
-        state="starting" if each.is_live else "killed",
+        state="killed" if not each.is_live else "running" if follows else "starting",
         directory=str(each.directory),
         pid=None if record is None else record.pid,
         age_s=0.0 if record is None else max(0.0, wall_time_s() - record.started_s),
         graph="" if record is None or record.origin is None else record.origin.file,
         left=each.left(),
+        follows=follows,
     )
-    if not each.is_live:
+    if not each.is_live or follows:
         return listed
     connector = LocalConnector(each.directory / SOCKET_NAME, entry_s=_ENTRY_S)
     try:
@@ -154,7 +158,10 @@ def _links(workers: Sequence[dict[str, Any]]) -> tuple[Link, ...]:
 def table(listed: Sequence[Listed]) -> Iterator[str]:
     """Format a line for each deployment, and below it one for each of its processes."""
     for each in listed:
-        parts = [each.url or "no frontend here" if each.state == "running" else "", each.graph]
+        parts = [
+            each.url or each.follows or "no frontend here" if each.state == "running" else "",
+            each.graph,
+        ]
         if each.pid is not None:
             parts.insert(0, f"pid {each.pid}")
         if each.state == "killed":

@@ -5,19 +5,23 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 
+from penstock.core.clock import wall_time_s
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.instances import Role
 from penstock.deploy.card import check_model, served_name
 from penstock.deploy.causes import cause_of
 from penstock.deploy.control.probe_server import ProbeServer
+from penstock.deploy.control.record import DeploymentRecord, Origin, keep_record
 from penstock.deploy.drain import worker_drain_s
 from penstock.deploy.messages import Assignment, Common, FollowerJob
 from penstock.deploy.secret import deployment_secret, shared_hash_key
-from penstock.deploy.state import RuntimeDirectory
+from penstock.deploy.state import OUTPUT_LOG, RuntimeDirectory
 from penstock.deploy.supervisor.child import Child
 from penstock.deploy.supervisor.group_guard import GroupGuard
 from penstock.deploy.supervisor.member import Member
+from penstock.deploy.supervisor.output.log_file import LogFile
 from penstock.deploy.supervisor.output.process_output import ProcessOutput
 from penstock.deploy.supervisor.resources.devices import Devices, count_devices, devices_of
 from penstock.deploy.supervisor.scaling.template import read_model
@@ -31,7 +35,14 @@ class FollowerHost:
     """Runs a follower on this node while `running` is entered. One task owns it."""
 
     def __init__(
-        self, graph: Graph, role: Role, rank: int, *, log_level: str, say: Callable[[str, str, str], None]
+        self,
+        graph: Graph,
+        role: Role,
+        rank: int,
+        *,
+        origin: Origin,
+        log_level: str,
+        say: Callable[[str, str, str], None],
     ) -> None:
         """Start nothing yet.
 
@@ -39,6 +50,7 @@ class FollowerHost:
             graph: the deployment's, equal to the leader's.
             role: of the worker.
             rank: of this node among the worker's, from 1.
+            origin: how it was started, for `penstock ps` and `down`.
             log_level: of the process.
             say: called with (name, state, detail) at every change of state.
         """
@@ -46,7 +58,7 @@ class FollowerHost:
         self.output = ProcessOutput()
         """What the process prints."""
         self._role, self._rank = role, rank
-        self._log_level = log_level
+        self._origin, self._log_level = origin, log_level
         self._on_state = say
         self._member: Member | None = None
 
@@ -81,6 +93,7 @@ class FollowerHost:
             directory = RuntimeDirectory()
             stack.callback(directory.remove)
             guard.directory = directory.path
+            self._keep_record(directory.path, f"node {self._rank} of {spec.nodes}")
             await stack.enter_async_context(guard)
             job = FollowerJob(
                 role=self._role,
@@ -119,6 +132,25 @@ class FollowerHost:
                     member.kill()
             except BaseExceptionGroup as errors:
                 raise cause_of(errors) from None
+
+    def _keep_record(self, directory: Path, follows: str) -> None:
+        """Write what commands need to know of this node, and begin its log; raises ConfigError where the disk is full."""
+        self.output.log = LogFile(directory / OUTPUT_LOG)
+        record = DeploymentRecord(
+            name=self.graph.name,
+            pid=os.getpid(),
+            started_s=wall_time_s(),
+            stop_s_max=worker_drain_s(self.graph) + _KILL_AFTER_S,
+            log=str(self.output.log.path),
+            origin=self._origin,
+            follows=follows,
+        )
+        try:
+            keep_record(directory, record)
+        except OSError as error:
+            raise ConfigError(
+                f"{directory}: cannot be written: {(error.strerror or str(error)).lower()}"
+            ) from error
 
     def _say(self, name: str, state: str, detail: str) -> None:
         self.output.note(name, f"{state:<9} {detail}".rstrip())
