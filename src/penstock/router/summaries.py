@@ -21,8 +21,8 @@ _INTERVAL_S_MAX = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What is told of a model's prompts with a salt; `origin` names the numbers of its changes."""
+class _Summary:
+    """The advertised prefixes of a model's prompts with one salt; `origin` identifies the numbering of its changes."""
 
     hot: HotPrefixes
     salt: bytes
@@ -32,7 +32,7 @@ class _Told:
 class Summaries:
     """Notes prompts of models that a link asks about. One event loop owns it.
 
-    Prompts with a client's or tenant's salt, or of a LoRA adapter, are not told: links send them under other salts.
+    Prompts with a client's or tenant's salt, or of a LoRA adapter, are not advertised: links send them under other salts.
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class Summaries:
         self._config = config
         self._hash_key = hash_key
         self._rng = rng
-        self._told: dict[str, _Told] = {}  # by model
+        self._summaries: dict[str, _Summary] = {}  # by model
         self._asked_s = -math.inf
 
     def note(self, request: Request) -> None:
         """Note a request that was routed; costs nothing while no link asks."""
-        told = self._told.get(request.model)
-        if told is not None and request.salt == told.salt and not request.embeds:
-            told.hot.note(unpack_hashes(request.block_hashes)[::2])
+        summary = self._summaries.get(request.model)
+        if summary is not None and request.salt == summary.salt and not request.embeds:
+            summary.hot.note(unpack_hashes(request.block_hashes)[::2])
 
     def summary(
         self, model: str, cache_salt: str, after: Mapping[int, int], interval_s: float
     ) -> PrefixSummary | None:
-        """Give the next changes of what is told of a model.
+        """Give the next changes of a model's advertised prefixes.
 
         Args:
             model: its name.
@@ -64,11 +64,11 @@ class Summaries:
             interval_s: the time since the link asked last, for which it gets bytes; of more than a second one counts.
 
         Returns:
-            None where none is told, or where no worker of the model is ready.
+            None where summaries are off, or where no worker of the model is ready.
         """
         now_s = asyncio.get_running_loop().time()
         if now_s - self._asked_s > _ASKED_S:
-            self._told.clear()
+            self._summaries.clear()
         pool = self._fleet.pools.get(model)
         if pool is None or not self._config.bytes_per_s:
             return None
@@ -77,15 +77,17 @@ class Summaries:
             return None
         self._asked_s = now_s
         card = pool.card
-        told = self._told.get(model)
-        if told is None or told.salt != card.salt:
+        summary = self._summaries.get(model)
+        if summary is None or summary.salt != card.salt:
             hot = HotPrefixes(self._fleet.tree, card.block_size, self._config, now_s)
-            told = self._told[model] = _Told(hot, card.salt, self._rng.getrandbits(63))
+            summary = self._summaries[model] = _Summary(hot, card.salt, self._rng.getrandbits(63))
         bytes_max = int(self._config.bytes_per_s * min(max(interval_s, 0.0), _INTERVAL_S_MAX))
-        changes = told.hot.changes(after.get(told.origin, 0), 0 if cache_salt else bytes_max, ready, now_s)
+        changes = summary.hot.changes(
+            after.get(summary.origin, 0), 0 if cache_salt else bytes_max, ready, now_s
+        )
         salt = request_salt(card.salt, cache_salt or None)
         return PrefixSummary(
-            origin=told.origin,
+            origin=summary.origin,
             root=pack_root(root_hash(card.block_size, salt, key=self._hash_key)),
             chunk_tokens=blocks_per_chunk(card.block_size) * card.block_size,
             since=changes.since,
@@ -96,5 +98,5 @@ class Summaries:
 
     def check(self) -> None:
         """Raise AssertionError where a part is broken."""
-        for told in self._told.values():
-            told.hot.check()
+        for summary in self._summaries.values():
+            summary.hot.check()

@@ -141,13 +141,15 @@ class Summaries(RuleBasedStateMachine):
             for origin in (1, 2):
                 self.asks(origin)
         held = set().union(*(self.held[slot] for slot in np.flatnonzero(READY).tolist()))
-        told = {chunk for hot in self.hot.values() for chunk in hot._told}
+        told = {chunk for hot in self.hot.values() for chunk in hot._advertised}
         assert told <= held
         assert told == {chunk for chunk in self.ever if chunk in self.told}
         assert len(told) == len(self.told)
         for hot in self.hot.values():
             for chunks, looks in hot._waiting:
-                lacking = [chunk for chunk in chunks.tolist() if chunk in held and chunk not in hot._told]
+                lacking = [
+                    chunk for chunk in chunks.tolist() if chunk in held and chunk not in hot._advertised
+                ]
                 assert not lacking or looks == 0, "all that is held and was noted is told"
 
     # -- the router that is told
@@ -230,10 +232,10 @@ def test_a_full_summary_makes_room_for_hotter_prefixes_and_repairs_who_is_far_be
         if number == 1000:
             read(behind)
     assert len(hot) <= 1024
-    assert {*hot._told} == {*told._claims}
+    assert {*hot._advertised} == {*told._claims}
     assert 11_999 * 4 + 4 in told, "the latest"
     assert read(behind) == 0, "what was taken back meanwhile is not kept: all anew"
-    assert {*hot._told} == {*behind._claims}
+    assert {*hot._advertised} == {*behind._claims}
 
 
 def test_nothing_of_another_size_is_believed() -> None:

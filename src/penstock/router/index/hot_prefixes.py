@@ -1,4 +1,4 @@
-"""The prefixes of which a router tells other regions: those of many recent prompts that workers here hold, within a number of bytes a second."""
+"""The prefixes that a router advertises to other regions: those of many recent prompts that workers here hold, within a byte rate."""
 
 import heapq
 from collections import deque
@@ -14,7 +14,7 @@ from penstock.router.index.radix import RadixTree
 
 _HASH_BYTES = 8
 _TURN_S = 0.2
-"""Links of several regions ask at their own times; what is told changes at most so often."""
+"""Links of several regions ask at their own times; the advertised chunks change at most so often."""
 _NOTED_MAX = 512
 """Prompts of one turn that count, the latest."""
 _NOTED_CHUNKS_MAX = 32_768
@@ -24,14 +24,14 @@ _WAITING_MAX, _LOOKED_AT_MAX = 4096, 256
 _LOOKS_MAX = 40
 """Times that one is looked up; by then its prompt was computed, or went elsewhere."""
 _CHECKED_MAX = 1024
-"""Told chunks that are looked up in one turn, 2 ms with 1,000 workers: all 65,536 within a quarter of a minute."""
+"""Advertised chunks that are looked up in one turn, 2 ms with 1,000 workers: all 65,536 within a quarter of a minute."""
 _HALF_LIFE_S = 120.0
 """A prompt counts half after so long."""
 _EXPONENT_MAX = 64.0
 _HEAT_FACTOR = 4
-"""Counts that are kept, over the chunks that are told; half of them leave at once, the lowest first."""
+"""Counts that are kept, over the chunks that are advertised; half of them leave at once, the lowest first."""
 _ADDED_SHARE = 0.75
-"""Of the bytes a second, what new changes may take: who comes anew catches up with the rest."""
+"""Share of the byte rate for new changes; a link that begins anew catches up with the rest."""
 _COLD_SHARE = 0.25
 """Of the chunks checked in a turn, how many leave while there is no room for others: the coldest."""
 _LOG_FACTOR = 4
@@ -47,16 +47,16 @@ class SummaryChanges(NamedTuple):
 
 
 class HotPrefixes:
-    """Keeps the told chunks and a log of their changes. One event loop owns it.
+    """Keeps the advertised chunks and a log of their changes. One event loop owns it.
 
-    Prompts raise the heat of their chunks. The hottest that a ready worker holds are told, parents before children, as many
-    as the bytes allow; chunks that nobody holds any more are taken back at once, and cost the room of new ones.
+    Prompts raise the heat of their chunks. The hottest that a ready worker holds are advertised, parents before children, as many
+    as the byte rate allows. Chunks that no worker holds any more are withdrawn at once, and their bytes count, too.
 
     Source: forward decay of counts as in Cormode et al., "Forward decay", 2009.
     """
 
     def __init__(self, tree: RadixTree, block_size: int, config: PrefixSummaryConfig, now_s: float) -> None:
-        """Tell nothing yet.
+        """Advertise nothing yet.
 
         Args:
             tree: the index of workers of this region.
@@ -68,11 +68,11 @@ class HotPrefixes:
         self._block_size = block_size
         self._config = config
         self._noted: deque[HashArray] = deque(maxlen=_NOTED_MAX)
-        self._heat: dict[int, float] = {}  # of `_told` and of others
+        self._heat: dict[int, float] = {}  # of `_advertised` and of others
         self._heat_since_s = now_s
         self._waiting: deque[tuple[HashArray, int]] = deque(maxlen=_WAITING_MAX)
-        """Chunks of prompts that are not all told, and how often each was looked up."""
-        self._told: dict[int, int] = {}  # the version that tells it
+        """Chunks of prompts that are not advertised whole, and how often each was looked up."""
+        self._advertised: dict[int, int] = {}  # version that added it
         self._gone: dict[int, int] = {}  # the version that takes it back
         self._log: list[int] = []  # chunk of each version from `_first` on; only its latest version counts
         self._first = 1
@@ -81,7 +81,7 @@ class HotPrefixes:
         self._credit_bytes = 0.0
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._advertised)
 
     @property
     def version(self) -> int:
@@ -113,7 +113,7 @@ class HotPrefixes:
         index, room = max(since - self._first + 1, 0), bytes_max // _HASH_BYTES
         while index < len(self._log) and room > 0:
             chunk, version = self._log[index], self._first + index
-            if self._told.get(chunk) == version:
+            if self._advertised.get(chunk) == version:
                 added.append(chunk)
                 room -= 1
             elif since and self._gone.get(chunk) == version:
@@ -125,21 +125,21 @@ class HotPrefixes:
 
     def check(self) -> None:
         """Raise AssertionError where a bound or the log is wrong."""
-        told, gone = self._told, self._gone
-        assert len(told) <= self._config.chunks_max, f"{len(told)} chunks are told: past the bound"
+        advertised, gone = self._advertised, self._gone
+        assert len(advertised) <= self._config.chunks_max, f"{len(advertised)} chunks: past the bound"
         assert len(self._log) <= _LOG_FACTOR * self._config.chunks_max, f"{len(self._log)} changes are kept"
-        assert told.keys().isdisjoint(gone), "a chunk is told or taken back"
-        assert told.keys() <= self._heat.keys(), "heat: of all that is told"
+        assert advertised.keys().isdisjoint(gone), "a chunk is advertised or withdrawn"
+        assert advertised.keys() <= self._heat.keys(), "heat: of all advertised chunks"
         assert len(self._heat) <= _HEAT_FACTOR * self._config.chunks_max, (
             f"{len(self._heat)} chunks are counted"
         )
-        for chunk, version in (*told.items(), *gone.items()):
+        for chunk, version in (*advertised.items(), *gone.items()):
             assert self._log[version - self._first] == chunk, "the log has each one's latest version"
 
     # -- one turn
 
     def _turn(self, ready: NDArray[np.bool_], now_s: float) -> None:
-        """Take in what was noted, take back what nobody holds, and tell of the hottest others."""
+        """Count the noted prompts, withdraw chunks that no worker holds, and advertise the hottest others."""
         passed_s = now_s - self._turned_s
         if passed_s < _TURN_S:
             return
@@ -147,8 +147,8 @@ class HotPrefixes:
         rate = _ADDED_SHARE * self._config.bytes_per_s
         self._credit_bytes = min(self._credit_bytes + passed_s * rate, rate)
         self._take_noted(now_s)
-        self._check_told(ready)
-        self._tell(ready)
+        self._check_advertised(ready)
+        self._advertise(ready)
         self._trim()
 
     def _take_noted(self, now_s: float) -> None:
@@ -162,7 +162,7 @@ class HotPrefixes:
             self._waiting.append((chunks, 0))
         self._noted.clear()
         if len(heat) > _HEAT_FACTOR * self._config.chunks_max:
-            others = [chunk for chunk in heat if chunk not in self._told]
+            others = [chunk for chunk in heat if chunk not in self._advertised]
             for chunk in heapq.nsmallest(len(heat) - len(heat) // 2, others, key=heat.__getitem__):
                 del heat[chunk]
 
@@ -175,27 +175,27 @@ class HotPrefixes:
         self._heat_since_s = now_s
         return 1.0
 
-    def _check_told(self, ready: NDArray[np.bool_]) -> None:
+    def _check_advertised(self, ready: NDArray[np.bool_]) -> None:
         """Take back what nobody holds, and the coldest where there is no room for others."""
         if not self._unchecked:
             self._unchecked = list(
-                self._told
+                self._advertised
             )  # taken from its end, children first: a prefix never lacks its beginning
         batch = [self._unchecked.pop() for _ in range(min(_CHECKED_MAX, len(self._unchecked)))]
-        batch = [chunk for chunk in batch if chunk in self._told]
+        batch = [chunk for chunk in batch if chunk in self._advertised]
         held = self._held(batch, ready)
         for chunk, is_held in zip(batch, held, strict=True):
             if not is_held:
                 self._take_back(chunk)
-        if self._waiting and len(self._told) + len(batch) > self._config.chunks_max:
+        if self._waiting and len(self._advertised) + len(batch) > self._config.chunks_max:
             kept = [chunk for chunk, is_held in zip(batch, held, strict=True) if is_held]
             leaving = int(_COLD_SHARE * len(batch)) + 1
             for chunk in heapq.nsmallest(leaving, kept, key=self._heat.__getitem__):
                 self._take_back(chunk)
 
-    def _tell(self, ready: NDArray[np.bool_]) -> None:
+    def _advertise(self, ready: NDArray[np.bool_]) -> None:
         """Tell of the hottest chunks of prompts that wait, as far as a worker has computed them."""
-        room = min(int(self._credit_bytes) // _HASH_BYTES, self._config.chunks_max - len(self._told))
+        room = min(int(self._credit_bytes) // _HASH_BYTES, self._config.chunks_max - len(self._advertised))
         if room <= 0:
             return
         looked_at: list[tuple[HashArray, int, list[int]]] = []
@@ -206,14 +206,14 @@ class HotPrefixes:
             names = chunks.tolist()
             looked_at.append((chunks, looks + 1, names))
             candidates.update(
-                (name, self._heat.get(name, 0.0)) for name in names[:depth] if name not in self._told
+                (name, self._heat.get(name, 0.0)) for name in names[:depth] if name not in self._advertised
             )
         for chunk in heapq.nlargest(room, candidates, key=candidates.__getitem__):  # of equals the first
             self._gone.pop(chunk, None)
             self._heat.setdefault(chunk, 0.0)
-            self._told[chunk] = self._append(chunk)
+            self._advertised[chunk] = self._append(chunk)
         for chunks, looks, names in looked_at:
-            if looks < _LOOKS_MAX and names[-1] not in self._told:
+            if looks < _LOOKS_MAX and names[-1] not in self._advertised:
                 self._waiting.append((chunks, looks))
 
     def _held(self, chunks: list[int], ready: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -225,7 +225,7 @@ class HotPrefixes:
         return held
 
     def _take_back(self, chunk: int) -> None:
-        del self._told[chunk]
+        del self._advertised[chunk]
         self._gone[chunk] = self._append(chunk)
 
     def _append(self, chunk: int) -> int:
@@ -234,13 +234,13 @@ class HotPrefixes:
         return self.version
 
     def _trim(self) -> None:
-        """Shorten the log: what is told there is told again at its end, and who has not read so far begins anew."""
+        """Shorten the log: its chunks are appended anew, and a link that has not read so far begins anew."""
         while len(self._log) > (_LOG_FACTOR - 1) * self._config.chunks_max:
             cut = self._config.chunks_max
             start, self._log = self._log[:cut], self._log[cut:]
             first, self._first = self._first, self._first + cut
             for version, chunk in enumerate(start, first):
-                if self._told.get(chunk) == version:
-                    self._told[chunk] = self._append(chunk)
+                if self._advertised.get(chunk) == version:
+                    self._advertised[chunk] = self._append(chunk)
                 elif self._gone.get(chunk) == version:
                     del self._gone[chunk]

@@ -1,4 +1,4 @@
-"""What a region tells another of the prefixes that it holds: hashes at the ends of chunks, as numbered changes."""
+"""The prefixes that a region advertises to another: hashes at the ends of chunks, as numbered changes."""
 
 import struct
 from functools import cache
@@ -48,14 +48,14 @@ def pack_root(root: tuple[int, int]) -> bytes:
 
 
 class PrefixSummary(Wire, frozen=True):
-    """Changes of what one router of a region tells of the chunks that workers there hold.
+    """Changes of the chunks that one router of a region advertises.
 
     Attributes:
         origin: the router's process, drawn at its start.
         root: parent of every first block hash, 16 bytes: equal where hash key, hash version, block size and model are.
         chunk_tokens: tokens of the first chunk.
-        since: the changes after this version of `origin`; 0: all, and what was told before holds no longer.
-        version: the last change that is told here; more may follow it.
+        since: the changes after this version of `origin`; 0: all chunks, which replace earlier ones.
+        version: of the last change in this message; more may follow.
         added: chunks that are held now.
         removed: chunks that are held no longer.
     """
