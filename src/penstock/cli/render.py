@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--secret",
         metavar="NAME",
-        help="Secret with the key `secret`, and optionally admin-token, api-key and hf-token (default: GRAPH-secret)",
+        help="Secret with the key `secret`, and optionally admin-token, api-key, hf-token, registry-credentials and event-credentials (default: GRAPH-secret)",
     )
     parser.add_argument(
         "--mount",

@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry
 from penstock.core.errors import ConfigError
 from penstock.deploy.messages import Common
 from penstock.graph import Graph
+from penstock.graph.runtime import RuntimeSpec
+from penstock.runtime.credentials import EVENTS_VARIABLE, REGISTRY_VARIABLE, Credentials
 from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.handshake import Identity
@@ -61,7 +63,7 @@ class Planes:
             registry: where metrics of discovery go; None for nowhere.
 
         Raises:
-            ConfigError: a certificate cannot be read.
+            ConfigError: a certificate or an account cannot be read.
         """
         self._tls = PlaneTls.of(graph.runtime.tls)
         self.discovery = _discovery(
@@ -142,6 +144,7 @@ def _carrier(
         namespace=spec.namespace or graph.name,
         rng=rng,
         tls=spec.tls,
+        credentials=_event_credentials(spec) if spec.event_urls else _registry_credentials(spec),
         config=spec.broadcast,
         connection=spec.registry,
         metrics=BroadcastMetrics(registry),
@@ -172,6 +175,7 @@ def _discovery(
                 namespace=namespace,
                 rng=rng,
                 tls=spec.tls,
+                credentials=_registry_credentials(spec),
                 config=spec.registry,
                 metrics=metrics,
             )
@@ -189,6 +193,7 @@ def _discovery(
                 namespace=namespace,
                 rng=rng,
                 tls=spec.tls,
+                credentials=_registry_credentials(spec),
                 config=spec.registry,
                 metrics=metrics,
             )
@@ -205,3 +210,13 @@ def _discovery(
                 config=spec.registry,
                 metrics=metrics,
             )
+
+
+def _registry_credentials(spec: RuntimeSpec) -> Credentials:
+    field = "runtime.registry_credentials_file"
+    return Credentials(spec.registry_credentials_file, field=field, variable=REGISTRY_VARIABLE)
+
+
+def _event_credentials(spec: RuntimeSpec) -> Credentials:
+    field = "runtime.event_credentials_file"
+    return Credentials(spec.event_credentials_file, field=field, variable=EVENTS_VARIABLE)

@@ -2,13 +2,12 @@
 
 import hashlib
 import hmac
-import os
 import secrets
-from pathlib import Path
 
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import KEY_BYTES
 from penstock.graph.runtime import RuntimeSpec
+from penstock.runtime.credentials import given_text
 
 SECRET_VARIABLE = "PENSTOCK_SECRET"  # noqa: S105 - a variable's name
 _RANDOM_BYTES = 32
@@ -49,19 +48,15 @@ def shared_hash_key(secret: bytes, name: str) -> bytes:
 
 
 def _given(spec: RuntimeSpec) -> bytes | None:
-    if spec.secret_file is None:
-        source, text = SECRET_VARIABLE, os.environ.get(SECRET_VARIABLE, "")
-        if not text.strip():
-            return None
-    else:
-        source, path = f"runtime.secret_file: {spec.secret_file}", Path(spec.secret_file).expanduser()
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{source}: {(error.strerror or str(error)).lower()}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{source}: not UTF-8 text; expected one line ({_MAKE_ONE})") from error
-    text = text.strip()
+    given = given_text(
+        spec.secret_file,
+        field="runtime.secret_file",
+        variable=SECRET_VARIABLE,
+        expected=f"expected one line ({_MAKE_ONE})",
+    )
+    if given is None:
+        return None
+    source, text = given[0], given[1].strip()
     if len(text) < _CHARACTERS_MIN:
         raise ConfigError(
             f"{source}: has {len(text)} characters; a secret needs at least {_CHARACTERS_MIN} ({_MAKE_ONE})"

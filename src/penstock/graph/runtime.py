@@ -10,6 +10,7 @@ from penstock.core.config import Config, wrong
 from penstock.core.errors import ConfigError
 from penstock.core.net.address import Address
 from penstock.runtime.config import BroadcastConfig, DiscoveryConfig
+from penstock.runtime.credentials import EVENTS_VARIABLE, REGISTRY_VARIABLE
 from penstock.runtime.tls import PlaneTlsConfig
 
 
@@ -19,7 +20,9 @@ class RuntimeSpec(Config):
     discovery: Literal["local", "etcd", "nats", "kubernetes"] = "local"
     """Where workers are registered: `local` is in a supervisor, `etcd` (v3) and `nats` (with JetStream) in one that runs already, `kubernetes` in Leases of the cluster whose pods they are, or that KUBECONFIG names."""
     urls: tuple[str, ...] = ()
-    """Of etcd `http://HOST:2379` or https, of NATS `nats://HOST:4222` or tls; https and tls use the files of `tls`."""
+    """Of etcd `http://HOST:2379` or https, of NATS `nats://HOST:4222` or tls, without user and password; https and tls use the files of `tls`."""
+    registry_credentials_file: str | None = None
+    """File with the account at the registry of `urls`: a line USER:PASSWORD or, for NATS, a token, an nkey's seed, or a .creds file. It is read again for each connection; the variable PENSTOCK_REGISTRY_CREDENTIALS is another place for it."""
     namespace: str | None = None
     """Under which name registries of other makers keep this deployment; null is the graph's name."""
     hub: str | None = None
@@ -39,7 +42,9 @@ class RuntimeSpec(Config):
     events: Literal["direct", "nats"] = "direct"
     """What carries KV events and load reports from workers to routers: `direct` is each router's connection to each worker, `nats` a subject of a NATS."""
     event_urls: tuple[str, ...] = ()
-    """Of the NATS that carries events, `nats://HOST:4222` or tls; empty are those of discovery by nats."""
+    """Of the NATS that carries events, `nats://HOST:4222` or tls; empty are those of discovery by nats, with its account."""
+    event_credentials_file: str | None = None
+    """File with the account at the NATS of `event_urls`, as `registry_credentials_file` has it; or the variable PENSTOCK_EVENT_CREDENTIALS."""
     broadcast: BroadcastConfig = BroadcastConfig()
     """Bounds and times of events by nats."""
     tls: PlaneTlsConfig | None = None
@@ -110,6 +115,20 @@ class RuntimeSpec(Config):
             )
         return self
 
+    @pydantic.field_validator("urls", "event_urls", mode="before")
+    @classmethod
+    def _refuse_accounts(cls, urls: Any, info: pydantic.ValidationInfo) -> Any:
+        given = urls if isinstance(urls, list | tuple) else [urls]
+        if any("@" in str(url) for url in given):
+            is_registry = info.field_name == "urls"
+            field = "registry_credentials_file" if is_registry else "event_credentials_file"
+            variable = REGISTRY_VARIABLE if is_registry else EVENTS_VARIABLE
+            raise wrong(
+                f"a URL has a user or password (not shown), and whoever sees the graph would read it; leave it out there, and put it"
+                f" into the file of runtime.{field}, or {variable}, as USER:PASSWORD"
+            )
+        return urls
+
     @pydantic.field_validator("urls", "event_urls")
     @classmethod
     def _check_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
@@ -127,6 +146,19 @@ class RuntimeSpec(Config):
                 f"must be up to 63 letters, digits, '_' or '-', the first a letter or digit, got {name!r}"
             )
         return name
+
+    @pydantic.model_validator(mode="after")
+    def _check_accounts(self) -> Self:
+        if self.registry_credentials_file is not None and not self.urls:
+            raise wrong(
+                f"registry_credentials_file has no effect without urls, got {self.registry_credentials_file}; leave it out"
+            )
+        if self.event_credentials_file is not None and not self.event_urls:
+            raise wrong(
+                f"event_credentials_file is for event_urls, and there are none, got {self.event_credentials_file};"
+                " leave it out: registry_credentials_file counts for discovery nats"
+            )
+        return self
 
     @pydantic.model_validator(mode="after")
     def _check_registry(self) -> Self:
@@ -148,11 +180,6 @@ class RuntimeSpec(Config):
         if not schemes <= _DISCOVERY_SCHEMES.get(self.discovery, set()):
             raise wrong(
                 f"discovery {self.discovery} has urls such as {_URLS[self.discovery]}, got {', '.join(self.urls)}"
-            )
-        if self.discovery == "etcd" and any(urlsplit(url).username for url in self.urls):
-            raise wrong(
-                "urls of etcd have no user or password, got (not shown): accounts of etcd cannot be used; let it ask for a certificate"
-                " instead (https, with the files of tls)"
             )
         if self.hub is not None or self.join is not None:
             raise wrong(

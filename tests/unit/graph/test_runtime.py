@@ -37,14 +37,15 @@ def test_a_hub_and_a_host_that_joins_span_hosts(place):
         ({"discovery": "etcd"}, r"etcd needs urls, such as \[http"),
         ({"urls": ["http://etcd:2379"]}, "no effect with discovery local"),
         ({"discovery": "etcd", "urls": ["etcd:2379"]}, "must be http://HOST:PORT, https"),
-        (
-            {"discovery": "etcd", "urls": ["http://u:pw@etcd"]},
-            "no user or password, got .not shown.: accounts",
-        ),
         ({"discovery": "etcd", "urls": ["http://etcd"], "hub": "tcp://a:1"}, "leave them out"),
         ({"discovery": "kubernetes", "urls": ["http://api"]}, "no effect with discovery kubernetes"),
         ({"discovery": "kubernetes", "hub": "tcp://a:1"}, "leave them out"),
         ({"discovery": "consul"}, "must be one of 'local'"),
+        ({"registry_credentials_file": "account"}, "no effect without urls"),
+        (
+            {"discovery": "nats", "urls": ["nats://nats"], "event_credentials_file": "account"},
+            "registry_credentials_file counts for discovery nats",
+        ),
         ({"namespace": "a/b"}, "must be up to 63 letters"),
         ({"joins": "tcp://10.0.0.1:1"}, "did you mean 'join'"),
     ],
@@ -52,6 +53,23 @@ def test_a_hub_and_a_host_that_joins_span_hosts(place):
 def test_what_cannot_be_is_refused(fields, error):
     with pytest.raises(ConfigError, match=error):
         runtime(**fields)
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        ["nats://penstock:hidden@nats:4222"],
+        ["nats://hidden@nats"],
+        "nats://u:hidden@nats",
+        ["nats://u:hidden@[nats"],
+    ],
+)
+def test_urls_have_no_accounts_and_the_refusal_shows_none(urls):
+    wrong = {"discovery": "nats", "urls": urls}, {"events": "nats", "event_urls": urls}
+    for fields, place in zip(wrong, ("REGISTRY", "EVENT"), strict=True):
+        with pytest.raises(ConfigError, match=f"user or password.* PENSTOCK_{place}_CREDENTIALS") as refused:
+            runtime(**fields)
+        assert "hidden" not in refused.value.message
 
 
 def test_a_registry_of_another_maker_spans_hosts():

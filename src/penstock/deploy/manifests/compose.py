@@ -11,6 +11,7 @@ from penstock.deploy.manifests.paths import disk_directory, is_on_disk_of_pod, w
 from penstock.deploy.manifests.pod_graph import (
     GRAPH_FILE,
     PodGraph,
+    account_variables,
     frontend_port,
     make_pod_graph,
     pods_of,
@@ -147,6 +148,7 @@ def _service(
 ) -> dict[str, Any]:
     """Give what all services have."""
     environment = {"HOME": "/tmp", "XDG_RUNTIME_DIR": "/tmp", **_SECRETS}  # noqa: S108 - the container's own
+    environment |= {name: f"${{{name}:-}}" for name in account_variables(graph.runtime)}
     mounted: list[dict[str, Any]] = []
     if weights_from_hub(graph):
         environment |= {"HF_HOME": str(CACHE_PATH / "huggingface"), "HF_TOKEN": "${HF_TOKEN:-}"}

@@ -128,7 +128,7 @@ class RenderOptions(Config):
     namespace: str | None = None
     """Of every object; None leaves it to `kubectl --namespace` or kustomize."""
     secret: str | None = None
-    """Name of the Secret with `secret`, and optionally `admin-token`, `api-key` and `hf-token`; None is the graph's name with -secret."""
+    """Name of the Secret with `secret`, and optionally `admin-token`, `api-key`, `hf-token`, `registry-credentials` and `event-credentials`; None is the graph's name with -secret."""
     mounts: tuple[Mount, ...] = ()
     """Files and directories that the graph names."""
     cache: Cache = Cache()

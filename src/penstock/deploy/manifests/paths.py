@@ -79,6 +79,8 @@ def _read_paths(graph: Graph) -> Iterator[tuple[str, str, bool]]:
     given = {
         "frontend.api_key_file": graph.frontend.api_key_file,
         "runtime.secret_file": graph.runtime.secret_file,
+        "runtime.registry_credentials_file": graph.runtime.registry_credentials_file,
+        "runtime.event_credentials_file": graph.runtime.event_credentials_file,
     }
     for region in graph.regions:
         given[f"regions.{region.name}.api_key_file"] = region.api_key_file

@@ -14,6 +14,8 @@ from penstock.deploy.manifests.yaml_text import dump
 from penstock.deploy.supervisor.local_part import runnable_roles
 from penstock.engine.registry import engine_kind
 from penstock.graph import Graph, RoleSpec
+from penstock.graph.runtime import RuntimeSpec
+from penstock.runtime.credentials import EVENTS_VARIABLE, REGISTRY_VARIABLE
 
 GRAPH_FILE = "graph.yaml"
 REQUEST_PORT = 7401
@@ -107,6 +109,12 @@ def frontend_port(graph: Graph) -> int:
 def probe_port(graph: Graph) -> int:
     probes = graph.runtime.probes
     return PROBE_PORT if probes is None else Address.parse(probes).port
+
+
+def account_variables(spec: RuntimeSpec) -> list[str]:
+    """Name the variables in which pods may get accounts of registries, where no file of the graph has them."""
+    registry = [REGISTRY_VARIABLE] if spec.urls and spec.registry_credentials_file is None else []
+    return registry + ([EVENTS_VARIABLE] if spec.event_urls and spec.event_credentials_file is None else [])
 
 
 def workers_per_pod(role: RoleSpec) -> int:

@@ -4,20 +4,29 @@ The client's own reconnects are off: they would keep old subscriptions and unsen
 """
 
 import asyncio
+import importlib.util
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import nats.errors
-from nats.aio.client import Client
+from nats.aio.client import Client, RawCredentials
 
-from penstock.core.errors import PenstockError, Unavailable
+from penstock.core.errors import ConfigError, PenstockError, Unavailable
 from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.credentials import Account, Credentials, Nkey, Password, Token
 from penstock.runtime.tls import PlaneTlsConfig, registry_contexts
 
 ERRORS = (nats.errors.Error, OSError, TimeoutError, ValueError)
 """What calls of the client raise where NATS does not do as asked."""
+_REFUSALS = (
+    "authorization violation",
+    "authentication expired",
+    "authentication revoked",
+    "permissions violation",
+)
+"""What a server says to an account that it does not take, or that may not do what it asks."""
 T = TypeVar("T")
 
 
@@ -46,6 +55,7 @@ class NatsConnection(Generic[T]):
         needs: str,
         rng: random.Random,
         tls: PlaneTlsConfig | None,
+        credentials: Credentials | None = None,
         config: DiscoveryConfig,
     ) -> None:
         """Connect to nothing yet.
@@ -56,10 +66,11 @@ class NatsConnection(Generic[T]):
             needs: what the server must be started as, for the text of errors.
             rng: for jitter.
             tls: certificates for `tls://`.
+            credentials: of the account, where NATS asks for one.
             config: bounds and times.
 
         Raises:
-            ConfigError: a certificate cannot be read.
+            ConfigError: a certificate cannot be read, or the account needs a package that is not there.
         """
         self.last_error = "it does not answer"
         self.on_error: Callable[[Exception], None] = lambda _error: None
@@ -70,12 +81,14 @@ class NatsConnection(Generic[T]):
         self._needs = needs
         self._rng = rng
         self._contexts = registry_contexts(tls) if any(url.startswith("tls:") for url in urls) else None
+        self._credentials = credentials
         self._config = config
+        self._account()
 
     @property
     def place(self) -> str:
-        """The servers, without passwords."""
-        return ", ".join(url.rpartition("@")[2].removeprefix("nats://") for url in self._urls)
+        """The servers."""
+        return ", ".join(url.removeprefix("nats://") for url in self._urls)
 
     def close(self) -> None:
         """Make no connection any more; whoever runs `keep` cancels it then."""
@@ -114,6 +127,7 @@ class NatsConnection(Generic[T]):
 
         Raises:
             Unavailable: not in time, or what was to be opened is not there.
+            ConfigError: the server does not take the account, or does not let it do what it asks.
         """
         closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -121,8 +135,11 @@ class NatsConnection(Generic[T]):
             if not closed.done():
                 closed.set_result(None)
 
+        noticed = ""
+
         async def on_error(error: Exception) -> None:
-            self.last_error = str(error) or type(error).__name__
+            nonlocal noticed
+            self.last_error = noticed = str(error) or type(error).__name__
             self.on_error(error)
 
         client = Client()
@@ -140,10 +157,12 @@ class NatsConnection(Generic[T]):
                             ping_interval=max(1, int(self._config.lease_ttl_s / 3)),
                             max_outstanding_pings=2,
                             tls=None if self._contexts is None else self._contexts(),
+                            **_options(self._account()),
                         )
                     )
                     opened = await uncancelled(self._opening(client))
             except ERRORS as error:
+                self._raise_refusal(error, noticed)
                 raise Unavailable(
                     f"NATS at {self.place}: {str(error) or self.last_error}; waited up to {timeout_s:g} s:"
                     f" is nats-server running{self._needs}?"
@@ -153,6 +172,60 @@ class NatsConnection(Generic[T]):
             with suppress(*ERRORS):
                 async with asyncio.timeout(timeout_s):
                     await uncancelled(client.close())
+
+    def _account(self) -> Account | None:
+        account = None if self._credentials is None else self._credentials.read()
+        if isinstance(account, Nkey) and importlib.util.find_spec("nkeys") is None:
+            raise ConfigError(
+                f"{self._account_place}: an nkey needs the package nkeys: pip install 'penstock[nats]'"
+            )
+        return account
+
+    @property
+    def _account_place(self) -> str:
+        return "its credentials" if self._credentials is None else self._credentials.place
+
+    def _raise_refusal(self, error: Exception, noticed: str) -> None:
+        """Say it in another way where the server did not take the account: to wait does not help.
+
+        Raises:
+            ConfigError: that is so, by a call's error or by what the client noticed meanwhile.
+        """
+        said = next(
+            (text for text in (str(error), noticed) if any(each in text.lower() for each in _REFUSALS)),
+            None,
+        )
+        if said is not None:
+            raise ConfigError(
+                f"NATS at {self.place}: {said}; expected an account that it takes in {self._account_place}: USER:PASSWORD, a token,"
+                " an nkey's seed or the text of a .creds file, with the right to use JetStream and subjects penstock.>"
+            ) from error
+
+
+def _options(account: Account | None) -> dict[str, Any]:
+    """Give what the client is told of an account."""
+    match account:
+        case None:
+            return {}
+        case Password(user, password):
+            return {"user": user, "password": password}
+        case Token(token):
+            return {"token": token}
+        case Nkey(seed, None):
+            return {"nkeys_seed_str": seed}
+        case Nkey(seed, jwt):
+            return {"user_credentials": RawCredentials(_CREDS.format(jwt=jwt, seed=seed))}
+
+
+_CREDS = """\
+-----BEGIN NATS USER JWT-----
+{jwt}
+------END NATS USER JWT------
+
+-----BEGIN USER NKEY SEED-----
+{seed}
+------END USER NKEY SEED------
+"""
 
 
 async def _until_closed(closed: asyncio.Future[None]) -> None:

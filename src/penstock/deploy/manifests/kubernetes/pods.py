@@ -14,6 +14,7 @@ from penstock.deploy.manifests.pod_graph import (
     KV_PORT,
     LEADER_PORT,
     REQUEST_PORT,
+    account_variables,
     frontend_port,
     probe_port,
     workers_per_pod,
@@ -23,6 +24,7 @@ from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
 from penstock.deploy.supervisor.local_part import PLANNER
 from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
 from penstock.graph import RoleSpec
+from penstock.runtime.credentials import EVENTS_VARIABLE, REGISTRY_VARIABLE
 
 USER = 10_001
 """Of the images."""
@@ -31,6 +33,7 @@ NIXL_PORT = 5600
 _PRE_STOP_S = 5
 """Time in which Services and proxies forget a pod that ends, before it is told to."""
 _GRACE_S = 5
+_SECRET_KEYS = {REGISTRY_VARIABLE: "registry-credentials", EVENTS_VARIABLE: "event-credentials"}
 _PROBE_START_S = 60
 """Longest time from a container's start until its supervisor answers; models load later."""
 
@@ -206,6 +209,7 @@ def _environment(deployed: Deployed, part: str) -> list[dict[str, Any]]:
     secrets = [(SECRET_VARIABLE, "secret")]
     if part == FRONTEND:
         secrets += [(ADMIN_TOKEN_VARIABLE, "admin-token"), (API_KEY_VARIABLE, "api-key")]
+    secrets += [(name, _SECRET_KEYS[name]) for name in account_variables(deployed.graph.runtime)]
     environment: list[dict[str, Any]] = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in places
     ]

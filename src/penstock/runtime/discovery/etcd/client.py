@@ -12,12 +12,17 @@ from typing import Any, Self
 import aiohttp
 
 from penstock.core.errors import Unavailable
+from penstock.runtime.credentials import Credentials, Password
+from penstock.runtime.discovery.etcd.user import EtcdRefusal, EtcdUser, is_token_refused
 from penstock.runtime.tls import PlaneTlsConfig, registry_contexts
 
 _PAGE_KEYS = 256
 _LINE_BYTES_MAX = 16 << 20
 _NOT_FOUND = 5
 """gRPC's code of a lease that has expired."""
+_PERMISSION_DENIED = 7
+_AUTHENTICATION_FAILED = "authentication failed"
+_NO_AUTHENTICATION = "authentication is not enabled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,16 @@ class KeyValue:
     key: bytes
     value: bytes
     is_deleted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """An answer as JSON or, where `said` is given, an error of etcd with gRPC's code."""
+
+    status: int
+    content: dict[str, Any]
+    code: object = None
+    said: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +53,30 @@ class Listing:
 class EtcdClient:
     """Calls to one of several endpoints, the next one after an error. One event loop owns it."""
 
-    def __init__(self, urls: Sequence[str], *, timeout_s: float, tls: PlaneTlsConfig | None = None) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        timeout_s: float,
+        tls: PlaneTlsConfig | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
         """Connect to nothing yet.
 
         Args:
             urls: endpoints, `http://HOST:2379` or https.
             timeout_s: longest time of a call.
             tls: client certificate and authority for https; None for the system's authorities.
+            credentials: of a user, where etcd asks for one.
 
         Raises:
-            ConfigError: a certificate cannot be read.
+            ConfigError: a certificate cannot be read, or the account is none of etcd.
         """
         self._urls = [url.rstrip("/") for url in urls]
         self._index = 0
         self._timeout_s = timeout_s
         self._contexts = registry_contexts(tls) if any(url.startswith("https:") for url in urls) else None
+        self._user = EtcdUser(credentials)
         self._session: aiohttp.ClientSession | None = None
 
     @property
@@ -151,35 +175,78 @@ class EtcdClient:
         url = self.url
         try:
             async with asyncio.timeout(self._timeout_s):
-                async with self._post(f"{url}/v3/{path}", body) as response:
-                    text = await response.read()
-                    answer = json.loads(text) if text else {}
+                answer = await self._ask_as_user(url, path, body)
         except TimeoutError as error:
             self._rotate(url)
+            self._user.token = None  # an etcd that has lost its data waits for the revision of one of before
             raise Unavailable(f"etcd at {url}: no answer within {self._timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise self._failed(url, error) from error
-        if response.status == 200 and isinstance(answer, dict) and "error" not in answer:
+        if answer.said is None:
+            return answer.content
+        if missing is not None and (answer.code == _NOT_FOUND or "lease not found" in answer.said):
+            return missing
+        if answer.code == _PERMISSION_DENIED:
+            raise EtcdRefusal(
+                f"etcd at {url}: {path}: {answer.said}; give the user of {self._user.place} a role with readwrite on keys with the"
+                " prefix /penstock/"
+            )
+        raise _error(url, path, answer)
+
+    async def _ask_as_user(self, url: str, path: str, body: dict[str, Any]) -> _Answer:
+        """Ask and, where etcd wants another token of the user, once more with one."""
+        token = self._user.token
+        answer = await self._ask(url, path, body)
+        if answer.said is None or not is_token_refused(answer.code, answer.said):
             return answer
-        said = answer.get("error", answer) if isinstance(answer, dict) else answer
-        code = answer.get("code") if isinstance(answer, dict) else None
+
+        async def sign_in(account: Password) -> str | None:
+            given = {"name": account.user, "password": account.password}
+            path = "auth/authenticate"
+            answer = await self._ask(url, path, given)
+            if answer.said is None:
+                return str(answer.content["token"])
+            if _NO_AUTHENTICATION in answer.said:
+                return None
+            if _AUTHENTICATION_FAILED in answer.said:
+                raise EtcdRefusal(
+                    f"etcd at {url}: user {account.user!r}: {answer.said}; expected its USER:PASSWORD in {self._user.place}"
+                )
+            raise _error(url, path, answer)
+
+        await self._user.renew(token, url, sign_in)
+        return await self._ask(url, path, body)
+
+    async def _ask(self, url: str, path: str, body: dict[str, Any]) -> _Answer:
+        async with self._post(f"{url}/v3/{path}", body) as response:
+            text = await response.read()
+        content = json.loads(text) if text else {}
+        if response.status == 200 and isinstance(content, dict) and "error" not in content:
+            return _Answer(response.status, content)
+        said = content.get("error", content) if isinstance(content, dict) else content
+        code = content.get("code") if isinstance(content, dict) else None
         if isinstance(said, dict):
             code, said = said.get("grpc_code", said.get("code", code)), said.get("message", said)
-        if missing is not None and (code == _NOT_FOUND or "lease not found" in str(said)):
-            return missing
-        raise Unavailable(f"etcd at {url}: {path}: HTTP {response.status}: {str(said)[:200]}")
+        return _Answer(response.status, {}, code, str(said))
 
     def _post(self, url: str, body: dict[str, Any]) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         if self._session is None or self._session.closed:
             raise Unavailable(f"etcd at {self.url}: the client is closed")
         return self._session.post(
-            url, json=body, ssl=self._contexts() if self._contexts is not None else True
+            url,
+            json=body,
+            headers=self._user.headers,
+            ssl=self._contexts() if self._contexts is not None else True,
         )
 
     def _failed(self, url: str, error: Exception | None) -> Unavailable:
         self._rotate(url)
         said = str(error or "it ended the connection").partition("\n")[0]
         return Unavailable(f"etcd at {url}: {said}; is etcd running there?")
+
+
+def _error(url: str, path: str, answer: _Answer) -> Unavailable:
+    return Unavailable(f"etcd at {url}: {path}: HTTP {answer.status}: {str(answer.said)[:200]}")
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes]:

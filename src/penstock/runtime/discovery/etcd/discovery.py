@@ -17,7 +17,9 @@ from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Instance, InstanceChange
 from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.credentials import Credentials
 from penstock.runtime.discovery.etcd.client import EtcdClient, KeyValue
+from penstock.runtime.discovery.etcd.user import EtcdRefusal
 from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.discovery.record import RecordError, Records
 from penstock.runtime.discovery.refused_start import KEPT_LEASES, RefusedStarts, refused_start, start_key
@@ -42,6 +44,7 @@ class EtcdDiscovery:
         namespace: str,
         rng: random.Random,
         tls: PlaneTlsConfig | None = None,
+        credentials: Credentials | None = None,
         config: DiscoveryConfig | None = None,
         metrics: RegistryMetrics | None = None,
     ) -> None:
@@ -53,14 +56,17 @@ class EtcdDiscovery:
             namespace: of the deployment; keys are `/penstock/NAMESPACE/workers/ID` and `.../starts/ID`.
             rng: for jitter.
             tls: certificates for https.
+            credentials: of etcd's user, where it asks for one.
             config: bounds and times.
             metrics: of this client; None for none.
 
         Raises:
-            ConfigError: a certificate cannot be read.
+            ConfigError: a certificate cannot be read, or the account is none of etcd.
         """
         self._config = config or DiscoveryConfig()
-        self._client = EtcdClient(urls, timeout_s=self._config.connect_timeout_s, tls=tls)
+        self._client = EtcdClient(
+            urls, timeout_s=self._config.connect_timeout_s, tls=tls, credentials=credentials
+        )
         self._records = Records(identity)
         self._metrics = metrics or RegistryMetrics(None)
         self._namespace = namespace
@@ -79,11 +85,9 @@ class EtcdDiscovery:
         self._refused_starts = RefusedStarts(self._metrics)
         self._ttl_s = max(1, math.ceil(self._config.lease_ttl_s))
         self._lease: str | None = None
-        self._registrations = Registrations(
-            self._config, problem=lambda: f"{self._last_error}: is etcd running?"
-        )
+        self._registrations = Registrations(self._config, problem=lambda: self._problem)
         self._is_watching = False
-        self._last_error = "it does not answer"
+        self._problem = "it does not answer: is etcd running?"
         self._watcher: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._tasks = asyncio.TaskGroup()
@@ -107,9 +111,12 @@ class EtcdDiscovery:
 
         Raises:
             Unavailable: etcd does not answer in time.
-            ConfigError: workers of another secret, hash key or release are registered there.
+            ConfigError: etcd does not take this user, or workers of another secret, hash key or release are registered there.
         """
-        listing = await self._client.read(self._prefix)
+        try:
+            listing = await self._client.read(self._prefix)
+        except EtcdRefusal as error:
+            raise ConfigError(error.message) from error
         for pair in listing.pairs:
             if pair.value == _WITHDRAWN:
                 continue
@@ -171,7 +178,7 @@ class EtcdDiscovery:
                     _log.info("registry_reached", registry=self._client.url)
                 tries = 0
             except Unavailable as error:
-                self._last_error = error.message
+                self._problem = _problem(error)
                 if tries == 0:
                     _log.warning("registry_unreachable", error=error.message)
                 tries += 1
@@ -211,7 +218,7 @@ class EtcdDiscovery:
                         probing.cancel()
             except* Unavailable as errors:
                 error = errors.exceptions[0]
-                self._last_error = str(error)
+                self._problem = _problem(error)
                 tries = 1 if self._is_watching else tries + 1
                 if tries == 1:
                     _log.warning("registry_lost", error=str(error), known_instances=len(self._view))
@@ -274,3 +281,8 @@ class EtcdDiscovery:
             return WorkerId(int(key[len(self._prefix) :], 16))
         except ValueError:
             return None
+
+
+def _problem(error: BaseException) -> str:
+    """Say what is wrong and, unless etcd says so itself, what to look at."""
+    return str(error) if isinstance(error, EtcdRefusal) else f"{error}: is etcd running?"

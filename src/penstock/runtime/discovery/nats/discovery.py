@@ -22,6 +22,7 @@ from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
 from penstock.core.types.instances import Instance, InstanceChange
 from penstock.runtime.config import DiscoveryConfig
+from penstock.runtime.credentials import Credentials
 from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.discovery.nats.leases import Leases
 from penstock.runtime.discovery.record import RecordError, Records
@@ -47,6 +48,7 @@ class NatsDiscovery:
         namespace: str,
         rng: random.Random,
         tls: PlaneTlsConfig | None = None,
+        credentials: Credentials | None = None,
         config: DiscoveryConfig | None = None,
         metrics: RegistryMetrics | None = None,
     ) -> None:
@@ -58,11 +60,12 @@ class NatsDiscovery:
             namespace: of the deployment; the bucket is `penstock_NAMESPACE`.
             rng: for jitter.
             tls: certificates for `tls://`.
+            credentials: of the account at NATS, where it asks for one.
             config: bounds and times.
             metrics: of this client; None for none.
 
         Raises:
-            ConfigError: a certificate cannot be read.
+            ConfigError: a certificate cannot be read, or the account is none of NATS.
         """
         self._config = config or DiscoveryConfig()
         self._connection = NatsConnection(
@@ -71,6 +74,7 @@ class NatsDiscovery:
             needs=", with JetStream (nats-server -js)",
             rng=rng,
             tls=tls,
+            credentials=credentials,
             config=self._config,
         )
         self._bucket = f"penstock_{namespace}"
@@ -118,7 +122,7 @@ class NatsDiscovery:
 
         Raises:
             Unavailable: NATS does not answer in time, or has no JetStream.
-            ConfigError: workers of another secret, hash key or release are registered there.
+            ConfigError: NATS does not take this account, or workers of another secret, hash key or release are registered there.
         """
         async with self._connection.connected() as (_, bucket):
             with suppress(nats.js.errors.NoKeysError):

@@ -22,6 +22,7 @@ from penstock.core.log import get_logger
 from penstock.core.types.broadcast import Broadcast, RankNews
 from penstock.core.types.events import Holder
 from penstock.runtime.config import BroadcastConfig, DiscoveryConfig
+from penstock.runtime.credentials import Credentials
 from penstock.runtime.events.nats.envelope import seal, unseal
 from penstock.runtime.events.nats.metrics import BroadcastMetrics
 from penstock.runtime.events.nats.outgoing import Outgoing
@@ -64,6 +65,7 @@ class NatsCarrier:
         namespace: str,
         rng: random.Random,
         tls: PlaneTlsConfig | None = None,
+        credentials: Credentials | None = None,
         config: BroadcastConfig | None = None,
         connection: DiscoveryConfig | None = None,
         metrics: BroadcastMetrics | None = None,
@@ -76,12 +78,13 @@ class NatsCarrier:
             namespace: of the deployment; subjects are `penstock.NAMESPACE.events.WORKER`.
             rng: for jitter.
             tls: certificates for `tls://`.
+            credentials: of the account at NATS, where it asks for one.
             config: bounds and times.
             connection: times of the connection.
             metrics: of this process; None for none.
 
         Raises:
-            ConfigError: a certificate cannot be read.
+            ConfigError: a certificate cannot be read, or the account is none of NATS.
         """
         self._config = config or BroadcastConfig()
         self._secret = identity.secret
@@ -97,7 +100,13 @@ class NatsCarrier:
         self._is_wanted = asyncio.Event()
         self._has_refused = False
         self._connection = NatsConnection(
-            urls, self._open, needs="", rng=rng, tls=tls, config=connection or DiscoveryConfig()
+            urls,
+            self._open,
+            needs="",
+            rng=rng,
+            tls=tls,
+            credentials=credentials,
+            config=connection or DiscoveryConfig(),
         )
         self._connection.on_error = self._on_error
         self._tasks = asyncio.TaskGroup()
@@ -122,6 +131,7 @@ class NatsCarrier:
 
         Raises:
             Unavailable: not in time.
+            ConfigError: NATS does not take this account.
         """
         async with self._connection.connected():
             pass
