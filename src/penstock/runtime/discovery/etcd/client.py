@@ -179,7 +179,9 @@ class EtcdClient:
         except TimeoutError as error:
             self._rotate(url)
             self._user.token = None  # an etcd that has lost its data waits for the revision of one of before
-            raise Unavailable(f"etcd at {url}: no answer within {self._timeout_s:g} s") from error
+            raise Unavailable(
+                f"etcd at {url}: no answer within {self._timeout_s:g} s; is etcd running there?"
+            ) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise self._failed(url, error) from error
         if answer.said is None:

@@ -87,7 +87,7 @@ class EtcdDiscovery:
         self._lease: str | None = None
         self._registrations = Registrations(self._config, problem=lambda: self._problem)
         self._is_watching = False
-        self._problem = "it does not answer: is etcd running?"
+        self._problem = "it does not answer; is etcd running there?"
         self._watcher: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._tasks = asyncio.TaskGroup()
@@ -178,7 +178,7 @@ class EtcdDiscovery:
                     _log.info("registry_reached", registry=self._client.url)
                 tries = 0
             except Unavailable as error:
-                self._problem = _problem(error)
+                self._problem = str(error)
                 if tries == 0:
                     _log.warning("registry_unreachable", error=error.message)
                 tries += 1
@@ -218,7 +218,7 @@ class EtcdDiscovery:
                         probing.cancel()
             except* Unavailable as errors:
                 error = errors.exceptions[0]
-                self._problem = _problem(error)
+                self._problem = str(error)
                 tries = 1 if self._is_watching else tries + 1
                 if tries == 1:
                     _log.warning("registry_lost", error=str(error), known_instances=len(self._view))
@@ -281,8 +281,3 @@ class EtcdDiscovery:
             return WorkerId(int(key[len(self._prefix) :], 16))
         except ValueError:
             return None
-
-
-def _problem(error: BaseException) -> str:
-    """Say what is wrong and, unless etcd says so itself, what to look at."""
-    return str(error) if isinstance(error, EtcdRefusal) else f"{error}: is etcd running?"
