@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from penstock.core.errors import PenstockError, RequestError
+from penstock.core.errors import PenstockError, RequestError, Unavailable
 from penstock.deploy.commands.admin import ask, ask_stream, base_of
 from penstock.deploy.commands.watching.words import printable, seconds
 from penstock.deploy.state import state_dir
@@ -128,7 +128,7 @@ def run_chat(url: str, model: str | None, system: str, max_tokens: int | None, q
     Raises:
         ConfigError: `url` is no URL.
         RequestError: nobody serves the model, or the server refuses the only question.
-        Unavailable: no server answers.
+        Unavailable: no server answers, or no worker there serves a model.
     """
     base = base_of(url)
     chat = Conversation(base, _chosen(base, model), system, max_tokens)
@@ -211,12 +211,16 @@ def _models(base: str) -> list[str]:
 
 
 def _chosen(base: str, wanted: str | None) -> str:
-    """Give the model of this name, or the first one; raises RequestError where there is none."""
+    """Give the model of this name, or the first; raises RequestError if there is none of it, Unavailable if there is none at all."""
     models = _models(base)
-    if wanted is None and models:
+    if not models:
+        raise Unavailable(
+            f"--url: {base}: no worker there serves a model now; try again when penstock ps shows a worker as ready"
+        )
+    if wanted is None:
         return models[0]
     if wanted not in models:
-        raise RequestError(f"model {wanted!r}: the server has {', '.join(models) or 'none yet'}")
+        raise RequestError(f"model {wanted!r}: the server has {', '.join(models)}")
     return wanted
 
 
