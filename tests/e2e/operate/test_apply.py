@@ -145,6 +145,9 @@ def test_what_cannot_be_changed_in_place_is_refused_before_anything_is_touched(u
     dry = up.run("apply", up.graph(roles={"aggregated": MOCK | {"replicas": 2}}), "--dry-run")
     assert dry.stdout.splitlines()[1].split() == ["aggregated", "replicas", "1", "2", "start", "1"]
     assert workers(up).keys() == before.keys()
+    up.run("scale", "aggregated", "3")
+    dry = up.run("apply", up.graph(roles={"aggregated": MOCK | {"replicas": 2}}), "--dry-run")
+    assert dry.stdout.splitlines()[1].split() == ["aggregated", "replicas", "1", "2", "drain", "1"]
 
 
 def test_a_killed_command_a_killed_new_worker_and_a_second_command_leave_a_rollout_that_ends(up):

@@ -178,10 +178,12 @@ class Applier:
         """Make the rollout, and say of each difference what it does."""
         active = [worker for worker in self._pool.workers if not worker.is_draining]
         aims: dict[Role, Aim] = {}
+        counts: dict[str, str] = {}
         for role, template in templates.items():
             have, old = sum(worker.home is role for worker in active), before.get(role)
             keeps = old is not None and old.replicas == template.spec.replicas
             aims[role] = Aim(template.spec, have if keeps else template.spec.replicas, template.key)
+            counts[role] = _describe_count(have, template.spec.replicas)
         outdated = [w for w in active if w.home in aims and w.template != aims[w.home].template]
         is_revision = any(self._salts.get(w.template) != templates[w.home].card.salt for w in outdated)
         rollout = Rollout(
@@ -199,7 +201,11 @@ class Applier:
                 field=each.field,
                 old=each.old,
                 new=each.new,
-                action=f"{each.action} {how}" if each.action == "replace workers" else each.action,
+                action=counts.get(each.role, each.action)
+                if each.field == "replicas"
+                else f"{each.action} {how}"
+                if each.action == "replace workers"
+                else each.action,
             )
             for each in found
         ]
@@ -291,3 +297,10 @@ class Applier:
         for changed in self._changed:
             if not changed.done():
                 changed.set_result(None)
+
+
+def _describe_count(have: int, wanted: int) -> str:
+    """Say what a changed `replicas` does to the workers that run; a planner or `penstock scale` may have changed their number."""
+    if have == wanted:
+        return f"{have} run already"
+    return f"start {wanted - have}" if wanted > have else f"drain {have - wanted}"
