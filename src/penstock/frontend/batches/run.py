@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from penstock.core.clock import wall_time_s
@@ -33,7 +33,17 @@ class BatchRun:
     Answers are written some times a second: those that a killed process had not written are made again.
     """
 
-    def __init__(self, frontend: Frontend, gaps: Gaps, store: BatchStore, record: BatchRecord) -> None:
+    def __init__(
+        self,
+        frontend: Frontend,
+        gaps: Gaps,
+        store: BatchStore,
+        record: BatchRecord,
+        gives_way: Callable[[], bool],
+    ) -> None:
+        """Take a batch; `gives_way` tells after each request's start whether another tenant's batch has its turn now."""
+        self._gives_way = gives_way
+        self._has_given_way = False
         self._frontend = frontend
         self._gaps = gaps
         self._store = store
@@ -52,6 +62,8 @@ class BatchRun:
     async def run(self) -> None:
         """Check the input if that was not done, answer what is not answered, and end the batch.
 
+        A batch that gives way stays in progress, and may be run again.
+
         Raises:
             OSError: the disk failed.
         """
@@ -61,6 +73,10 @@ class BatchRun:
         await self._resume()
         if batch.status is BatchStatus.IN_PROGRESS:
             await self._answer_all()
+            ended_early = batch.cancelled_at, batch.expired_at, batch.failed_at
+            if self._has_given_way and not any(ended_early):
+                await self._save()
+                return
             batch.status, batch.finalizing_at = BatchStatus.FINALIZING, int(wall_time_s())
             await self._save()
         await asyncio.to_thread(self._finish)
@@ -125,6 +141,9 @@ class BatchRun:
                     await self._gaps.wait()
                     task = group.create_task(self._answer(line))
                     task.add_done_callback(lambda _: self._gaps.leave())  # also of one that never began
+                    if self._gives_way():
+                        self._has_given_way = True
+                        return
 
     async def _answer(self, line: BatchLine) -> None:
         is_answered, written = await answer_line(self._frontend, self._gaps, line, self._options)

@@ -16,6 +16,8 @@ _SCAN_S = 1.0
 _CLEAN_S = 600.0
 _TENANTS_AT_ONCE = 16
 """Tenants whose batches run at once here. A tenant's batches run one after another; one batch alone may use all of `at_once`."""
+_TURN_S = 60.0
+"""How long a batch runs before it gives way, where tenants beyond those at once wait."""
 _DISK_PAUSE_S = 10.0
 _log = get_logger()
 
@@ -32,6 +34,7 @@ class BatchRunner:
         self._running: dict[str, str] = {}
         """Running batch by its tenant's folder."""
         self._last_tenant = ""
+        self._tenants_wait = False
         self._began_s = 0.0
         self._unreadable: set[str] = set()
 
@@ -55,16 +58,22 @@ class BatchRunner:
     def _take(self) -> list[tuple[BatchStore, BatchRecord, int]]:
         """Lock the oldest free batch of each tenant that has none running here; tenants take turns."""
         taken: list[tuple[BatchStore, BatchRecord, int]] = []
+        tenants_wait = False
         try:
             stores = list(BatchStore.all(self._config))
             for store in sorted(stores, key=lambda store: (store.name <= self._last_tenant, store.name)):
+                if store.name in self._running:
+                    continue
                 if len(self._running) >= _TENANTS_AT_ONCE:
-                    break
-                if store.name not in self._running and (found := self._take_of(store)) is not None:
+                    tenants_wait = any(name not in self._unreadable for name in store.unended_ids())
+                    if tenants_wait:
+                        break
+                elif (found := self._take_of(store)) is not None:
                     self._last_tenant = store.name
                     taken.append((store, *found))
         except OSError as error:
             _log.error("batches_not_read", directory=self._config.directory, error=str(error))
+        self._tenants_wait = tenants_wait
         return taken
 
     def _take_of(self, store: BatchStore) -> tuple[BatchRecord, int] | None:
@@ -94,7 +103,15 @@ class BatchRunner:
         try:
             if batch.status in ENDED:
                 return  # another process ended it before the lock was taken
-            await BatchRun(self._frontend, self._gaps, store, record).run()
+            loop = asyncio.get_running_loop()
+            turn_ends_s = loop.time() + _TURN_S
+
+            def gives_way() -> bool:
+                return self._tenants_wait and loop.time() >= turn_ends_s
+
+            await BatchRun(self._frontend, self._gaps, store, record, gives_way).run()
+            if batch.status not in ENDED:
+                return  # another tenant's turn
             counts = batch.request_counts
             _log.info(
                 "batch_ended", batch=batch.id, status=batch.status, total=counts.total, failed=counts.failed

@@ -349,6 +349,38 @@ def test_many_batches_of_one_tenant_hold_up_no_other_tenants(
     serve(test, tmp_path, script, tenants=of_keys("flood", "other"))
 
 
+def test_a_tenants_large_batch_gives_way_to_tenants_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"_SCAN_S": 0.1, "_TENANTS_AT_ONCE": 1, "_TURN_S": 0.0}.items():
+        monkeypatch.setattr(batch_runner, name, value)
+    answered: list[str] = []
+    waits = asyncio.Event()
+
+    async def script(request: Request) -> AsyncIterator[Delta]:
+        if request.tenant == "tenant-flood":
+            await waits.wait()
+            await asyncio.sleep(0.05)
+        answered.append(request.tenant)
+        async for delta in SAY(request):
+            yield delta
+
+    async def test(site: Site) -> None:
+        flood, other = (site.client.with_options(api_key=key) for key in ("flood", "other"))
+        large = await start(flood, [line(f"r{index}") for index in range(100)])
+        await site.until(lambda: site.dispatcher.open_streams > 0, timeout_s=30)
+        small = await start(other, [line("a")])
+        waits.set()
+        assert (await ended(other, small.id)).status == "completed"
+        large = await ended(flood, large.id)
+        assert (large.status, large.request_counts.completed) == ("completed", 100)
+        assert len(await read(flood, large.output_file_id)) == 100
+        assert len(answered) == 101, "none was asked twice"
+        assert answered.index("tenant-other") < 90
+
+    serve(test, tmp_path, script, tenants=of_keys("flood", "other"), at_once=2)
+
+
 def test_a_clock_that_is_set_neither_expires_a_batch_nor_removes_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
