@@ -151,7 +151,9 @@ def test_cores_of_decode_workers_are_for_them_alone():
 
 
 def test_too_few_cores_for_workers_that_want_their_own_are_said_at_once():
-    graph = graph_of(role={"engine": "paged", "replicas": 1000}, worker={"own_cores": True})
+    graph = graph_of(
+        role={"engine": "paged", "replicas": 1000, "replicas_max": 1000}, worker={"own_cores": True}
+    )
     with pytest.raises(ConfigError, match=r"worker\.own_cores: 1000 workers compute on CPU cores, got \d+"):
         LocalDeployment(graph)
 
