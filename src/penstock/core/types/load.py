@@ -146,7 +146,7 @@ class LinkProblem(StrEnum):
     UNREACHABLE = "unreachable"  # no connection, no answer, or no worker there
     CERTIFICATE = "certificate"  # not trusted here
     KEY = "key"  # the region expects another API key
-    OTHER_SERVER = "other_server"  # another region or model, or a release too far apart
+    OTHER_SERVER = "other_server"  # another region or model, or an incompatible release
     SECRET = "secret"  # noqa: S105 - its block hashes differ, so its prefix summaries do not count
 
 

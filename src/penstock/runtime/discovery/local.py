@@ -40,7 +40,8 @@ from penstock.runtime.tls import PlaneTls
 
 __all__ = ["LocalDiscovery", "LocalHub", "LocalRegistration"]
 
-_MAY_WANT_TLS = "it may want TLS (runtime.tls), refuse this host's certificate, or hang; see its log"
+_SILENT = "it may want TLS (runtime.tls), refuse this host's certificate, or hang; see its log"
+"""What may be wrong with a hub that takes a connection and does not even send its challenge."""
 _log = get_logger()
 
 
@@ -142,8 +143,8 @@ class LocalDiscovery:
     def _unavailable(self) -> Unavailable:
         why = self._last_error
         if self._latest is not None and self._latest.channel.is_open and self._latest.is_silent:
-            why = f"it takes connections and says nothing: {_MAY_WANT_TLS}"
-        ask = "" if "certificate" in why or _MAY_WANT_TLS in why else ": is the supervisor running?"
+            why = f"it takes connections and says nothing: {_SILENT}"
+        ask = "" if "certificate" in why else ": is the supervisor running?"
         return Unavailable(
             f"hub at {self._address}: {why}; waited {self._config.connect_timeout_s:g} s (connect_timeout_s){ask}"
         )
@@ -379,9 +380,9 @@ class _Session:
             self._timer.cancel()
         if self.welcomed.done():
             return
-        distrust = " before it said anything: it may want TLS, or refuse this host's certificate, see its log"
+        silent = f", before the hub said anything: {_SILENT}"
         self.welcomed.set_exception(
-            Unavailable(f"the connection ended: {reason}{distrust if self._hello is None else ''}")
+            Unavailable(f"the connection ended: {reason}{silent if self.is_silent else ''}")
         )
 
     def _on_reply(self, reply: handshake.HelloReply) -> None:

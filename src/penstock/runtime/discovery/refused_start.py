@@ -23,7 +23,7 @@ _SEPARATE = (
 _FIXES = {
     "secret": _SEPARATE,
     "hash_key": _SEPARATE,
-    "version": "update the older side: releases up to one wire version apart work together",
+    "version": "update the older side: releases whose wire versions differ by one work together",
     "damaged": "something else writes into this namespace of the registry; give it a place of its own",
 }
 _encoder = msgspec.msgpack.Encoder()
