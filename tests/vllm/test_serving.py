@@ -79,7 +79,7 @@ def test_it_streams_chats_stops_and_leaves_nothing_behind(serve, model_dir, adap
     assert json.loads(constrained.choices[0].message.content) in {"red", "blue"}
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**ask | {"extra_body": {"structured_outputs": {"regex": "("}}})
-    assert refused.value.param == "response_format"
+    assert refused.value.param == "structured_outputs"
 
     processes = psutil.Process(process.pid).children(recursive=True)
     assert any("EngineCore" in " ".join(each.cmdline()) for each in processes)
