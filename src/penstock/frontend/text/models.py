@@ -7,6 +7,7 @@ import asyncio
 import copy
 from collections import OrderedDict
 
+import msgspec
 from tokenizers import Tokenizer
 
 from penstock.core.errors import ConfigError, Unavailable
@@ -68,7 +69,10 @@ class ServedModel:
 
 
 class ModelCache:
-    """Caches served models: loads on first use, keeps the most recent. One event loop owns it."""
+    """Caches served models: loads on first use, keeps the most recent. One event loop owns it.
+
+    Hosts that serve the same files give cards that differ in their date alone, so the date is no part of a model's key.
+    """
 
     def __init__(self, dispatcher: RequestDispatcher, models_max: int) -> None:
         self._dispatcher = dispatcher
@@ -95,12 +99,13 @@ class ModelCache:
             parent = await self.get(card.parent)
             self._remember_adapter(card)
             return parent.adapted(card)
-        model = self._models.get(card)
+        key = _undated(card)
+        model = self._models.get(key)
         if model is None:
             async with self._loading:  # others wait, then find it cached
-                model = self._models.get(card) or await self._load(card)
-        if card in self._models:
-            self._models.move_to_end(card)
+                model = self._models.get(key) or await self._load(card)
+        if key in self._models:
+            self._models.move_to_end(key)
         return model
 
     async def files(self, card: ModelCard) -> dict[str, bytes]:
@@ -148,8 +153,12 @@ class ModelCache:
 
     async def _load(self, card: ModelCard) -> ServedModel:
         files = await self.files(card)
-        model = self._models[card] = await asyncio.to_thread(ServedModel, card, files)
+        model = self._models[_undated(card)] = await asyncio.to_thread(ServedModel, card, files)
         while len(self._models) > self._models_max:
             self._models.popitem(last=False)
         _log.info("model_loaded", model=card.name, context_tokens=card.context_length)
         return model
+
+
+def _undated(card: ModelCard) -> ModelCard:
+    return msgspec.structs.replace(card, created_s=0)

@@ -20,7 +20,7 @@ async def fetch_file(card: ModelCard, file: CardFile, members: Iterable[Member],
     Args:
         card: of the model.
         file: one of its files.
-        members: asked in random order.
+        members: asked in random order, those that discovery lists no more at last.
         rng: for the order.
 
     Raises:
@@ -28,6 +28,7 @@ async def fetch_file(card: ModelCard, file: CardFile, members: Iterable[Member],
     """
     holders = [m for m in members if m.connection and file in m.instance.card.files]
     rng.shuffle(holders)
+    holders.sort(key=lambda member: not member.listed)  # one whose lease ran out may be gone without a word
     problem: Exception | None = None
     for member in holders:
         if member.connection is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError, Unavailable
@@ -23,6 +24,20 @@ def test_a_model_is_loaded_once_for_all_who_ask_at_once() -> None:
         models = await asyncio.gather(*(cache.get("a") for _ in range(5)))
         assert len({id(model) for model in models}) == 1
         assert source.fetches == 2
+
+    asyncio.run(main())
+
+
+def test_a_card_of_another_host_with_the_same_files_loads_nothing() -> None:
+    async def main() -> None:
+        source = dispatcher("a")
+        cache = ModelCache(source, models_max=2)
+        model = await cache.get("a")
+        source.cards["a"] = msgspec.structs.replace(source.cards["a"], created_s=2)
+        assert await cache.get("a") is model
+        source.cards["a"] = msgspec.structs.replace(source.cards["a"], salt=b"another revision")
+        assert await cache.get("a") is not model
+        assert source.fetches == 4
 
     asyncio.run(main())
 

@@ -7,6 +7,7 @@ import json
 import msgspec
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.core.errors import Unavailable
 from penstock.core.types.cards import CardFile
@@ -532,6 +533,29 @@ def test_files_come_from_any_worker_that_has_them():
                 Unavailable, match=r"tokenizer.json could not be fetched from any of 1 connected"
             ):
                 await dispatcher.fetch_file(card, file)
+
+    run_virtual(main())
+
+
+def test_workers_whose_lease_ran_out_are_asked_last_for_files():
+    content = b"{}"
+    file = CardFile(name="tokenizer.json", sha256=hashlib.sha256(content).hexdigest(), size_bytes=2)
+    card = msgspec.structs.replace(small_card(), files=(file,))
+
+    async def main() -> None:
+        async with MemoryCluster() as cluster, cluster.dispatcher() as dispatcher:
+            await cluster.start("w1", ManualEngine(), card=card)  # lists it and has lost it
+            await asyncio.sleep(0.01)
+            async with dispatcher.open(make_request()):
+                await settle()
+                await cluster.start("w2", ManualEngine(), card=card, files={file.sha256: content})
+                cluster.discovery._table.remove(cluster.worker("w1").instance.worker_id, "lease expired")
+                await asyncio.sleep(0.01)
+                assert view(dispatcher, "w1").condition is Condition.WITHDRAWN
+                with capture_logs() as logs:
+                    for _ in range(10):
+                        assert await dispatcher.fetch_file(card, file) == content
+        assert not logs
 
     run_virtual(main())
 
