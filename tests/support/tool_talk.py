@@ -35,6 +35,12 @@ def says(text: str, *, at_once: int = 1, context_length: int = 4096) -> Scripted
     return ScriptedDispatcher(speak(ids, finish=FinishReason.STOP, at_once=at_once), [card], FILES)
 
 
+def cut(text: str, *, at_once: int = 1) -> ScriptedDispatcher:
+    """Make a dispatcher whose every answer is this text, and then ends at its limit of tokens."""
+    script = speak(TOKENIZER.encode(text).ids, finish=FinishReason.LENGTH, at_once=at_once)
+    return ScriptedDispatcher(script, [tiny_card(files=FILES, context_length=4096)], FILES)
+
+
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 AFTER = "It is sunny in Paris."
 FACT = '{"city": "Paris", "days": 3}'

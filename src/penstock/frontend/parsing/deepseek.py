@@ -23,15 +23,17 @@ def read(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
 def _call(source: Source, out: Output) -> Steps:
     """Read `function SEP NAME ```json ARGUMENTS ``` ` of V3, or `NAME SEP ARGUMENTS` of V3.1."""
     head: list[str] = []
-    yield from source.until((SEPARATOR,), head.append)
+    found = yield from source.until((SEPARATOR,), head.append)
     name = "".join(head).strip()
     if name == "function":
         line: list[str] = []
-        yield from source.until(("\n",), line.append)
+        found = yield from source.until(("\n",), line.append)
         name = "".join(line).strip()
         yield from source.skip_space()
         if (yield from source.begins_with(f"{_FENCE}json")):
             yield from source.skip_space()
+    if source.is_cut and not found:
+        return
     out.begin_call(name)
     yield from source.skip_space()
     yield from json_value.value(source, out.arguments)

@@ -27,7 +27,9 @@ def read(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
         if begins not in {"<", " "}:  # text without a channel
             head.append((yield from source.until((START, CHANNEL), out.content)))
         if not (yield from source.until((MESSAGE,), head.append)):
-            out.content("".join(head) if CHANNEL not in "".join(head) else "")
+            text = "".join(head)
+            is_head = CHANNEL in text or (source.is_cut and (START in text or _RECIPIENT.search(text)))
+            out.content("" if is_head else text)
             return
         yield from source.until((END, CALL, RETURN, START), _target("".join(head), out))
 

@@ -55,11 +55,22 @@ def _closed(source: Source, emit: Callable[[str], None]) -> Generator[None, None
 
 
 def call(source: Source, out: Output) -> Generator[None, None, bool]:
-    """Read a tool call `{"name": ..., "arguments": {...}}`, whatever the order of its keys.
+    """Read a tool call `{"name": ..., "arguments": {...}}` that a mark or a grammar announces, whatever the order of its keys.
 
-    Arguments are given out as they come, once the name is known. Text that is no such object becomes content; False then.
+    Arguments are given out as they come, once the name is known. Text that is no such object becomes content, unless the answer
+    was cut in it; False then.
     """
-    return (yield from _Call(source, out).read())
+    is_call, text = yield from _Call(source, out).read()
+    if not source.breaks_off:
+        out.content(text)
+    return is_call
+
+
+def possible_call(source: Source, out: Output) -> Generator[None, None, bool]:
+    """Read a tool call as `call` does where nothing announces it: an object that was cut before its name may be the user's text."""
+    is_call, text = yield from _Call(source, out).read()
+    out.content(text)
+    return is_call
 
 
 class _Call:
@@ -72,19 +83,20 @@ class _Call:
         self._held: list[str] = []  # arguments before the name
         self._is_begun = self._has_arguments = self._is_closed = False
 
-    def read(self) -> Generator[None, None, bool]:
+    def read(self) -> Generator[None, None, tuple[bool, str]]:
+        """Tell whether it is a call, and give its text if it is none."""
         if (yield from self._source.peek(1)) != "{":
-            return False
+            return False, ""
         self._raw.append(self._source.take(1))
         while (yield from self._has_key()):
             key = yield from self._key()
             if key is None or not (yield from self._field(key)):
                 break
         if not self._is_begun:
-            self._out.content("".join(self._raw))
-        elif self._is_closed and not self._has_arguments:
+            return False, "".join(self._raw)
+        if self._is_closed and not self._has_arguments:
             self._out.arguments("{}")
-        return self._is_begun
+        return True, ""
 
     def _has_key(self) -> Generator[None, None, bool]:
         """Skip to the next key; False at the object's end, or where none follows."""

@@ -24,7 +24,9 @@ def read_json(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
         out.content(space)
     while True:
         yield from source.skip_space()
-        if (yield from source.peek(1)) != "{" or not (yield from json_value.call(source, out)):
+        announced = tagged or out.num_calls
+        read_call = json_value.call if announced else json_value.possible_call
+        if (yield from source.peek(1)) != "{" or not (yield from read_call(source, out)):
             break
         yield from source.skip_space()
         if (yield from source.peek(1)) in {";", ","}:
@@ -32,7 +34,7 @@ def read_json(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
     yield from source.rest(out.content)
 
 
-def read_pythonic(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
+def read_pythonic(source: Source, out: Output, schemas: Mapping[str, Any]) -> Steps:
     """Read an answer: `[f(a=1), g(b='x')]`, or text."""
     space = yield from source.skip_space()
     yield from source.begins_with(PYTHON_START)
@@ -45,6 +47,8 @@ def read_pythonic(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
         text = yield from _call_text(source)
         parsed = _parsed(text)
         if parsed is None:
+            if source.breaks_off and _name(text) in schemas:
+                return
             source.text = text + source.text
             break
         raw = ""
@@ -60,6 +64,11 @@ def read_pythonic(source: Source, out: Output, _: Mapping[str, Any]) -> Steps:
         yield from source.skip_space()
         yield from source.begins_with(PYTHON_END)
     yield from source.rest(out.content)
+
+
+def _name(text: str) -> str:
+    found = _CALL.match(text)
+    return "" if found is None else found[1]
 
 
 def _begins_call(source: Source) -> Generator[None, None, bool]:

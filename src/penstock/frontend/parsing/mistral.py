@@ -43,7 +43,7 @@ def _named(source: Source, out: Output) -> Steps:
     if found == CALL_ID:
         found = yield from source.until((ARGS, "{"), lambda _: None)
     name = "".join(head).strip()
-    if not name:
+    if not name or (source.is_cut and not found):
         return
     if found == "{":
         source.text = "{" + source.text

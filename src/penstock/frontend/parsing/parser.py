@@ -63,9 +63,12 @@ class OutputParser:
         next(self._steps, None)
         return self._take()
 
-    def finish(self) -> Parsed:
-        """Parse what is left at the end of the answer."""
-        self._source.ended = True
+    def finish(self, *, is_cut: bool = False) -> Parsed:
+        """Parse what is left at the end of the answer.
+
+        Where the answer was cut, a call whose name is not whole is dropped, and other calls are left as they are.
+        """
+        self._source.ended, self._source.is_cut = True, is_cut
         for _ in self._steps:
             pass
         self._output.end()

@@ -151,7 +151,7 @@ class ChoiceText:
         parsed = parser.feed(text)
         content, reasoning, calls = parsed.content, parsed.reasoning, parsed.calls
         if reason is not None:
-            rest = parser.finish()
+            rest = parser.finish(is_cut=reason == "length" or self._stopped_by() is not None)
             content, reasoning, calls = content + rest.content, reasoning + rest.reasoning, calls + rest.calls
             if reason == "stop" and parser.num_calls:
                 reason = "tool_calls"

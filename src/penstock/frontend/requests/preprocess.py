@@ -250,7 +250,8 @@ def _parser(
         shows_reasoning=request.include_reasoning is not False,
         calls_max=1 if request.parallel_tool_calls is False else None,
     )
-    return plan if plan.is_needed and not request.continue_final_message else None
+    is_forced = plan.required or plan.named is not None
+    return plan if is_forced or (plan.is_needed and not request.continue_final_message) else None
 
 
 def _follows_tool(request: GenerationRequest) -> bool:

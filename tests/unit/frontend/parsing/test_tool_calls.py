@@ -99,9 +99,9 @@ def gather(pieces: list[Parsed]) -> tuple[str, str, Calls]:
     return "".join(piece.reasoning for piece in pieces), "".join(piece.content for piece in pieces), calls
 
 
-def read(how: ParserPlan, texts: list[str]) -> tuple[str, str, Calls]:
+def read(how: ParserPlan, texts: list[str], *, is_cut: bool = False) -> tuple[str, str, Calls]:
     parser = OutputParser(how)
-    return gather([*(parser.feed(text) for text in texts), parser.finish()])
+    return gather([*(parser.feed(text) for text in texts), parser.finish(is_cut=is_cut)])
 
 
 def split(text: str, cuts: list[int]) -> list[str]:
@@ -124,13 +124,17 @@ def test_reasoning_content_and_calls(
 
 
 @given(
-    case=st.sampled_from(CASES), cuts=st.lists(st.integers(0, 400), max_size=12), length=st.integers(0, 400)
+    case=st.sampled_from(CASES),
+    cuts=st.lists(st.integers(0, 400), max_size=12),
+    length=st.integers(0, 400),
+    is_cut=st.booleans(),
 )
 def test_any_split_gives_the_same_even_of_a_text_that_breaks_off(
-    case: tuple[Any, ...], cuts: list[int], length: int
+    case: tuple[Any, ...], cuts: list[int], length: int, is_cut: bool
 ) -> None:
     text = case[1][:length]
-    assert read(plan(case[0]), split(text, cuts)) == read(plan(case[0]), [text])
+    whole = read(plan(case[0]), [text], is_cut=is_cut)
+    assert read(plan(case[0]), split(text, cuts), is_cut=is_cut) == whole
 
 
 MARKS = st.sampled_from(
@@ -191,6 +195,68 @@ def test_calls_that_the_engine_was_made_to_write() -> None:
     for texts in ([text], list(text)):
         assert read(plan("json", required=True), texts) == ("", "", [("weather", PARIS), ("now", "{}")])
         assert read(plan("json", named="weather"), list(PARIS)) == ("", "", [("weather", PARIS)])
+
+
+TWO_CALLS = f'[{{"name": "weather", "parameters": {PARIS}}}, {{"parameters": {{}}, "name": "now"}}]'
+
+
+@pytest.mark.parametrize(("how", "text"), [({"required": True}, TWO_CALLS), ({"named": "weather"}, PARIS)])
+def test_of_forced_calls_that_are_cut_nothing_becomes_text(how: dict[str, Any], text: str) -> None:
+    whole = read(plan("json", **how), [text])[2]
+    for length in range(len(text)):
+        for texts in ([text[:length]], list(text[:length])):
+            _, content, calls = read(plan("json", **how), texts, is_cut=True)
+            assert content == "", text[:length]
+            assert [name for name, _ in calls] == [name for name, _ in whole[: len(calls)]]
+            for (_, arguments), (_, all_of_it) in zip(calls, whole, strict=False):
+                assert all_of_it.startswith(arguments)
+
+
+def test_an_engine_that_does_not_write_forced_calls_is_shown_as_it_answers() -> None:
+    for is_cut in (False, True):
+        assert read(plan("json", required=True), ["No tool fits."], is_cut=is_cut)[1:] == (
+            "No tool fits.",
+            [],
+        )
+    assert read(plan("json", required=True), ['[{"nom": 1}]'])[1:] == ('{"nom": 1}', [])
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "begun"),
+    [
+        ("hermes", "Well.", '<tool_call>{"name": "weath'),
+        ("hermes", "Well.", "<tool_call><function=weath"),
+        ("json", "", '<|python_tag|>{"name": "weath'),
+        ("json", "", '<|python_tag|>{"parameters": {"city": "Paris"}, "na'),
+        ("pythonic", "", "[weather(city='Par"),
+        ("mistral", "Well.", '[TOOL_CALLS][{"name": "weath'),
+        ("mistral", "Well.", "[TOOL_CALLS]weath"),
+        ("deepseek", "Well.", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weath"),
+        ("deepseek", "Well.", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weath"),
+        ("harmony", "", " to=functions.weath"),
+        ("harmony", "", "<|start|>assistant to=functions.weath"),
+    ],
+)
+def test_a_call_that_is_cut_before_its_name_is_whole_is_dropped(family: str, before: str, begun: str) -> None:
+    for texts in ([before + begun], list(before + begun)):
+        assert read(plan(family), texts, is_cut=True) == ("", before, [])
+
+
+def test_a_second_call_that_is_cut_is_dropped_and_the_first_one_stays() -> None:
+    first = f'{{"name": "weather", "parameters": {PARIS}}}'
+    assert read(plan("json"), [f'{first}; {{"na'], is_cut=True) == ("", "", [("weather", PARIS)])
+    calls = "[weather(city='Paris', days=3), now(x='a"
+    assert read(plan("pythonic"), [calls], is_cut=True) == ("", "", [("weather", PARIS)])
+
+
+def test_json_that_no_mark_announces_is_the_users_even_if_it_is_cut() -> None:
+    assert read(plan("json"), ['{"name": "Ann'], is_cut=True) == ("", '{"name": "Ann', [])
+
+
+def test_tagged_arguments_that_are_cut_are_left_open() -> None:
+    text = "<tool_call><function=weather><parameter=city>Paris</parameter><parameter=days>1"
+    assert read(plan("hermes"), [text], is_cut=True)[2] == [("weather", '{"city": "Paris"')]
+    assert read(plan("hermes"), [text])[2] == [("weather", '{"city": "Paris", "days": 1}')]
 
 
 def test_without_tools_and_reasoning_no_parser_is_needed() -> None:

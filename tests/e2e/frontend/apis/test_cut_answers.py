@@ -1,0 +1,102 @@
+"""Answers cut by their limit of tokens, of every API, whole and streamed: nothing of a forced tool call becomes text."""
+
+import json
+from typing import Any
+
+import pytest
+from frontend_site import HI, Site, run, serving
+
+from tests.support.tool_talk import PARIS, cut
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+CHAT_TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+CALLS = f'[{{"name": "weather", "parameters": {PARIS}}}, {{"name": "weather", "parameters": {PARIS}}}]'
+FORCED = [(CALLS[:length], "required") for length in (0, 1, 2, 9, 15, 36, 48, len(CALLS) // 2 + 4)]
+FORCED += [(PARIS[:length], "named") for length in (0, 1, 12)]
+
+
+async def chat(site: Site, choice: str, *, stream: bool) -> tuple[str, list[str], str]:
+    """Give the text, each call's arguments, and why the answer ended."""
+    asked: Any = {"model": "tiny", "messages": HI, "tools": CHAT_TOOLS}
+    asked["tool_choice"] = "required" if choice == "required" else NAMED
+    if not stream:
+        (whole,) = (await site.client.chat.completions.create(**asked)).choices
+        arguments = [call.function.arguments for call in whole.message.tool_calls or []]
+        return whole.message.content or "", arguments, whole.finish_reason
+    text, calls, reason = "", {}, ""
+    async for chunk in await site.client.chat.completions.create(**asked, stream=True):
+        (given,) = chunk.choices
+        text += given.delta.content or ""
+        for call in given.delta.tool_calls or []:
+            calls[call.index] = calls.get(call.index, "") + (call.function.arguments or "")
+        reason = given.finish_reason or reason
+    return text, list(calls.values()), reason
+
+
+async def responses(site: Site, choice: str, *, stream: bool) -> tuple[str, list[str], str]:
+    asked: Any = {"model": "tiny", "input": "hello", "tools": [{"type": "function", **NAMED["function"]}]}
+    asked["tool_choice"] = "required" if choice == "required" else {"type": "function", "name": "weather"}
+    if stream:
+        events = [event async for event in await site.client.responses.create(**asked, stream=True)]
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        answer = events[-1].response
+        assert answer.output_text == text
+    else:
+        answer = await site.client.responses.create(**asked)
+    arguments = [item.arguments for item in answer.output if item.type == "function_call"]
+    return answer.output_text, arguments, "length" if answer.status == "incomplete" else answer.status
+
+
+async def messages(site: Site, choice: str, *, stream: bool) -> tuple[str, list[str], str]:
+    asked: Any = {"model": "tiny", "messages": HI, "max_tokens": 300, "stream": stream}
+    asked["tools"] = [{"name": "weather", "input_schema": SCHEMA}]
+    asked["tool_choice"] = {"type": "any"} if choice == "required" else {"type": "tool", "name": "weather"}
+    answer = await site.ask("POST", "/v1/messages", json.dumps(asked).encode())
+    assert answer.status == 200, answer.body
+    if not stream:
+        whole = json.loads(answer.body)
+        text = "".join(block["text"] for block in whole["content"] if block["type"] == "text")
+        count = sum(block["type"] == "tool_use" for block in whole["content"])
+        return text, [""] * count, "length" if whole["stop_reason"] == "max_tokens" else whole["stop_reason"]
+    text, calls, reason = "", {}, ""
+    for line in answer.body.decode().splitlines():
+        if not line.startswith("data: "):
+            continue
+        event = json.loads(line[6:])
+        if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
+            calls[event["index"]] = ""
+        elif event["type"] == "content_block_delta":
+            text += event["delta"].get("text", "")
+            if "partial_json" in event["delta"]:
+                calls[event["index"]] += event["delta"]["partial_json"]
+        elif event["type"] == "message_delta":
+            reason = event["delta"]["stop_reason"]
+    return text, list(calls.values()), "length" if reason == "max_tokens" else reason
+
+
+@pytest.mark.parametrize("api", [chat, responses, messages])
+def test_forced_calls_that_are_cut_leave_no_text(api: Any) -> None:
+    async def test() -> None:
+        for said, choice in FORCED:
+            async with serving(dispatcher=cut(said)) as site:
+                for stream in (False, True):
+                    text, calls, reason = await api(site, choice, stream=stream)
+                    assert (text, reason) == ("", "length"), (said, choice, stream)
+                    assert len(calls) == (1 if choice == "named" else said.count('"weather"'))
+                    assert all(PARIS.startswith(arguments) for arguments in calls)
+
+    run(test)
+
+
+def test_forced_calls_of_a_message_that_was_begun_are_calls_too() -> None:
+    async def test() -> None:
+        begun = [*HI, {"role": "assistant", "content": "Let me see:"}]
+        asked: Any = {"model": "tiny", "messages": begun, "max_tokens": 300, "tool_choice": {"type": "any"}}
+        asked["tools"] = [{"name": "weather", "input_schema": SCHEMA}]
+        async with serving(dispatcher=cut(CALLS)) as site:
+            answer = json.loads((await site.ask("POST", "/v1/messages", json.dumps(asked).encode())).body)
+        assert [block["type"] for block in answer["content"]] == ["tool_use", "tool_use"]
+        assert answer["content"][0]["input"] == json.loads(PARIS)
+
+    run(test)
