@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from penstock.core.errors import PenstockError
 from penstock.frontend.errors import error_answer
 from penstock.frontend.openai.answers import Usage, encode
@@ -61,7 +63,8 @@ class ResponseStream:
                 return self._event(f"response.{name}.delta", {**place, "delta": text})
             fields = {**part_place, "delta": text} | ({"logprobs": []} if block.kind is Kind.TEXT else {})
             return self._event(f"response.{name}.delta", fields)
-        item = _item(self._context, block, "in_progress" if step is Step.OPENED else "completed")
+        status = "in_progress" if step is Step.OPENED else _status(self._blocks, block)
+        item = _item(self._context, block, status)
         if step is Step.OPENED:
             if block.kind is not Kind.CALL:
                 item["content"] = []
@@ -135,7 +138,9 @@ def _response(context: AnswerContext, blocks: Blocks, usage: Usage | None) -> di
         "created_at": envelope.created,
         "status": status,
         "model": envelope.model,
-        "output": [] if usage is None else [_item(context, block, "completed") for block in blocks.all],
+        "output": []
+        if usage is None
+        else [_item(context, block, _status(blocks, block)) for block in blocks.all],
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "instructions": None,
@@ -153,6 +158,21 @@ def _response(context: AnswerContext, blocks: Blocks, usage: Usage | None) -> di
         "truncation": "disabled",
         "usage": None if usage is None else _usage(usage),
     }
+
+
+def _status(blocks: Blocks, block: Block) -> str:
+    """Give the status of a block that is over: that in which the answer was cut is incomplete, unless it is a whole call."""
+    if blocks.finish_reason != "length" or block is not blocks.all[-1]:
+        return "completed"
+    return "completed" if block.kind is Kind.CALL and _is_json(block.text) else "incomplete"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _format(form: dict[str, Any] | None) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from frontend_site import HI, Site, run, serving
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from tests.support.tool_talk import PARIS, cut
 
@@ -73,6 +75,45 @@ async def messages(site: Site, choice: str, *, stream: bool) -> tuple[str, list[
         elif event["type"] == "message_delta":
             reason = event["delta"]["stop_reason"]
     return text, list(calls.values()), "length" if reason == "max_tokens" else reason
+
+
+REASONED = '<think>hm</think>I look.<tool_call>{"name": "weather", "parameters": '
+
+
+@pytest.mark.parametrize(
+    ("said", "kinds", "last"),
+    [
+        ("I lo", ["message"], "incomplete"),
+        ("<think>h", ["reasoning"], "incomplete"),
+        ("<think>hm</think>I look.", ["reasoning", "message"], "incomplete"),
+        (REASONED + PARIS[:12], ["reasoning", "message", "function_call"], "incomplete"),
+        (REASONED + PARIS, ["reasoning", "message", "function_call"], "completed"),
+    ],
+)
+def test_the_item_in_which_a_response_is_cut_is_incomplete(said: str, kinds: list[str], last: str) -> None:
+    events_of: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    wanted = [*("completed" for _ in kinds[1:]), last]
+    asked: Any = {"model": "tiny", "input": "hello", "tools": [{"type": "function", **NAMED["function"]}]}
+
+    async def test() -> None:
+        async with serving(dispatcher=cut(said)) as site:
+            body = json.dumps(asked).encode()
+            whole = Response.model_validate(json.loads((await site.ask("POST", "/v1/responses", body)).body))
+            body = json.dumps(asked | {"stream": True}).encode()
+            text = (await site.ask("POST", "/v1/responses", body)).body.decode()
+        assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert [(item.type, item.status) for item in whole.output] == list(zip(kinds, wanted, strict=True))
+        events = [
+            events_of.validate_python(json.loads(line[6:]))
+            for line in text.splitlines()
+            if line.startswith("data: ")
+        ]
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [(item.type, item.status) for item in done] == list(zip(kinds, wanted, strict=True))
+        assert events[-1].type == "response.incomplete"
+        assert events[-1].response.output == done
+
+    run(test)
 
 
 @pytest.mark.parametrize("api", [chat, responses, messages])
