@@ -27,7 +27,7 @@ def read(source: Source, out: Output, schemas: Mapping[str, Any]) -> Steps:
 def _tagged(source: Source, out: Output, schemas: Mapping[str, Any]) -> Steps:
     """Read `NAME>`, then `<parameter=KEY>VALUE</parameter>` as often as it comes, then `</function>`."""
     name = yield from _text(source, (">",))
-    if source.breaks_off:
+    if source.breaks_off():
         return
     out.begin_call(name)
     properties = _properties(schemas.get(name))
@@ -35,12 +35,12 @@ def _tagged(source: Source, out: Output, schemas: Mapping[str, Any]) -> Steps:
     while (yield from source.until((_PARAMETER, _FUNCTION_END), _nowhere)) == _PARAMETER:
         key = yield from _text(source, (">",))
         text = yield from _text(source, (_PARAMETER_END,))
-        if source.breaks_off:
+        if source.breaks_off():
             return
         value = _typed(text.removeprefix("\n").removesuffix("\n"), properties.get(key))
         out.arguments(f"{separator}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
         separator = ", "
-    if not source.breaks_off:
+    if not source.breaks_off():
         out.arguments("{}" if separator == "{" else "}")
 
 

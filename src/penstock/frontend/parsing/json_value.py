@@ -61,7 +61,7 @@ def call(source: Source, out: Output) -> Generator[None, None, bool]:
     was cut in it; False then.
     """
     is_call, text = yield from _Call(source, out).read()
-    if not source.breaks_off:
+    if not source.breaks_off():
         out.content(text)
     return is_call
 

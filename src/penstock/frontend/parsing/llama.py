@@ -47,7 +47,7 @@ def read_pythonic(source: Source, out: Output, schemas: Mapping[str, Any]) -> St
         text = yield from _call_text(source)
         parsed = _parsed(text)
         if parsed is None:
-            if source.breaks_off and _name(text) in schemas:
+            if source.breaks_off() and _name(text) in schemas:
                 return
             source.text = text + source.text
             break

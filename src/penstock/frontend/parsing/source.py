@@ -97,9 +97,8 @@ class Source:
         self.is_cut = False
         """Whether the answer ended before the model had finished it: at its limit of tokens, or at a stop string."""
 
-    @property
     def breaks_off(self) -> bool:
-        """Whether the answer was cut in what was read last."""
+        """Tell whether the answer was cut in what was read last."""
         return self.is_cut and not self.text
 
     def peek(self, size: int) -> Generator[None, None, str]:
