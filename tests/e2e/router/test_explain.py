@@ -85,8 +85,9 @@ def test_the_openai_client_gets_the_reasons_and_so_does_the_command(deploy, caps
     deploy(scenario, workers=2, frontend=EXPLAINS)
 
 
-def test_any_of_several_processes_is_found_and_one_may_keep_silent(deploy, capsys):
+def test_decisions_of_all_processes_are_found_and_one_may_keep_silent(deploy, capsys):
     async def scenario(site):
+        ids = []
         for _ in range(4):
             async with openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key="none") as client:
                 answer = await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1)
@@ -94,6 +95,11 @@ def test_any_of_several_processes_is_found_and_one_may_keep_silent(deploy, capsy
                     await client.chat.completions.create(model=MODEL, messages=HELLO, extra_headers=WHY)
             code, text = await explain(capsys, answer.id, "--url", site.url)
             assert (code, f"{answer.id}-0" in text) == (0, True), text
+            ids.append(f"{answer.id}-0")
+        code, text = await explain(capsys, "--last", "3", "--url", site.url)
+        assert [line.split()[0] for line in text.splitlines() if "policy kv  by process" in line] == ids[1:]
+        code, text = await explain(capsys, "--last", "3", "--json", "--url", site.url)
+        assert json.loads(text)["decisions"][-1]["request_id"] == ids[-1]
 
     deploy(scenario, frontend={"port": 0, "processes": 2})
 

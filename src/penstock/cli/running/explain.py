@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         "--last",
         type=int,
         metavar="N",
-        help="without REQUEST_ID: number of latest decisions of one process (default 16, at most 64)",
+        help="without REQUEST_ID: number of latest decisions (default 16, at most 64)",
     )
     add("--json", action="store_true", help="print the server's JSON unchanged")
     add(

@@ -1,5 +1,6 @@
 """`penstock explain`: shows routing decisions of a running server, or replays those of a log."""
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from penstock.router.explain.replay import Replay, Replayed
 EXIT_DIFFERS = 1
 _PATHS = ("/admin/explain", "/explain")  # `penstock serve`, `penstock router`
 _TRIES = 64  # processes share a port: each connection reaches any of them, and only one knows the request
+_SAME_MAX = 10
+"""Answers in a row by processes that have answered before, after which no other one is expected."""
 _DIFFERENCES_SHOWN = 20
 _NOT_FOUND = 404
 
@@ -28,29 +31,57 @@ class _Answer(msgspec.Struct):
 
 
 def ask(url: str, request_id: str | None, last: int | None, *, as_json: bool) -> None:
-    """Print a running server's decisions about one request, or its latest ones.
+    """Print a running server's decisions about one request, or the latest ones of all processes that share its port.
+
+    Args:
+        url: of the server.
+        request_id: None for the latest decisions.
+        last: how many of these.
+        as_json: print the JSON of one process unchanged, for the latest decisions that of the process with the newest one.
 
     Raises:
-        ConfigError: `url` is no URL.
+        ConfigError: `url` is no URL, or what answers there is not Penstock.
         Unavailable: no server answers at `url`.
         RequestError: the server has no decision about the request.
     """
     base = base_of(url)
-    if request_id is None:
-        body = _fetch(base, f"?last={last or LATEST_DEFAULT}", tries=1)
+    if request_id is not None:
+        bodies = [_fetch(base, f"/{quote(request_id, safe='')}", tries=_TRIES)]
     else:
-        body = _fetch(base, f"/{quote(request_id, safe='')}", tries=_TRIES)
+        bodies = _latest(base, last or LATEST_DEFAULT)
+    answers = [_decode(url, body) for body in bodies]
     if as_json:
-        _print(body.decode())
+        ages = [min((one.age_s for one in answer.decisions), default=math.inf) for answer in answers]
+        _print(bodies[ages.index(min(ages))].decode())
         return
+    told = [(one, f"by process {answer.pid}") for answer in answers for one in answer.decisions]
+    if request_id is None:
+        told = sorted(told, key=lambda each: each[0].age_s)[: last or LATEST_DEFAULT][::-1]
+    pids = " or ".join(str(answer.pid) for answer in answers)
+    _print(
+        "\n\n".join("\n".join(_lines(one, by)) for one, by in told) or f"no decisions yet by process {pids}"
+    )
+
+
+def _latest(base: str, last: int) -> list[bytes]:
+    """Fetch the latest decisions of each process that shares the port; a new connection reaches any of them."""
+    found: dict[int, bytes] = {}
+    same = 0
+    while same < _SAME_MAX:
+        body = _fetch(base, f"?last={last}", tries=1)
+        pid = _decode(base, body).pid
+        same = same + 1 if pid in found else 0
+        found[pid] = body
+    return list(found.values())
+
+
+def _decode(url: str, body: bytes) -> _Answer:
     try:
-        answer = msgspec.json.decode(body, type=_Answer)
+        return msgspec.json.decode(body, type=_Answer)
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"--url: {url}: the answer is not Penstock's, or another version's: {error}"
         ) from error
-    by = f"by process {answer.pid}"
-    _print("\n\n".join("\n".join(_lines(one, by)) for one in answer.decisions) or f"no decisions yet {by}")
 
 
 def replay(file: Path, policy: str | None) -> int:
