@@ -51,7 +51,7 @@ class Cable:
 
 
 class BadCable(Cable):
-    """A cable with a relay in the middle, in a namespace of its own, that delays frames, loses them or drops one direction."""
+    """A cable with a relay in the middle, in a namespace of its own, that delays frames, loses them, or drops one direction or connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,18 +75,21 @@ class BadCable(Cable):
         )
         self.carry()
 
-    def carry(self, *, delay_s: float = 0.0, loss: float = 0.0, cut: int | None = None) -> None:
+    def carry(
+        self, *, delay_s: float = 0.0, loss: float = 0.0, cut: int | None = None, forget: str | None = None
+    ) -> None:
         """Set how frames are carried from now on.
 
         Args:
             delay_s: of each direction.
             loss: share of frames lost.
             cut: host whose frames do not arrive, 0 or 1.
+            forget: nothing is carried any more, in both directions, of TCP connections until now whose first bytes have this text.
         """
         assert self._relay is not None, "laid"
         assert self._relay.stdin is not None, "a pipe"
         assert self._relay.stdout is not None, "a pipe"
-        terms = {"delay_s": delay_s, "loss": loss, "cut": [cut == 0, cut == 1]}
+        terms = {"delay_s": delay_s, "loss": loss, "cut": [cut == 0, cut == 1], "forget": forget}
         print(json.dumps(terms), file=self._relay.stdin, flush=True)
         assert self._relay.stdout.readline() == "done\n", "the relay has ended"
 

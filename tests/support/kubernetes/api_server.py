@@ -34,11 +34,13 @@ _MERGE, _APPLY = "application/merge-patch+json", "application/apply-patch+yaml"
 
 
 class ApiServer:
-    """An API server on a port of this host; it keeps its objects while it is stopped. One event loop owns it."""
+    """An API server on a port, of this host by default; it keeps its objects while it is stopped. One event loop owns it."""
 
     def __init__(
         self,
         *,
+        host: str = "127.0.0.1",
+        port: int = 0,
         tokens: tuple[str, ...] = ("suite-token",),
         tls: ssl.SSLContext | None = None,
         faults: Faults | None = None,
@@ -51,7 +53,8 @@ class ApiServer:
         self.access = Access(self.store)
         """Of whom a token is; one of nobody may do everything."""
         self.bookmark_s = 60.0
-        self.port = 0
+        self.host = host
+        self.port = port
         self.requests: list[tuple[str, str]] = []
         """Verb and path of each request."""
         self._tls = tls
@@ -75,7 +78,7 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self.port}"
+        return f"{'https' if self._tls else 'http'}://{self.host}:{self.port}"
 
     async def start(self) -> None:
         """Listen, at the port of the last time."""
@@ -85,7 +88,7 @@ class ApiServer:
             app, shutdown_timeout=0, handle_signals=False, access_log=None, handler_cancellation=True
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self._tls, reuse_address=True)
+        site = web.TCPSite(self._runner, self.host, self.port, ssl_context=self._tls, reuse_address=True)
         await site.start()
         assert isinstance(site._server, asyncio.Server)
         self._listeners = site._server.sockets

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import os
-import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -21,6 +20,7 @@ from penstock.core.errors import (
     Unavailable,
     WrongServerError,
 )
+from penstock.core.net.keepalive import keepalive_socket
 from penstock.engine.openai.config import LimitsConfig
 
 _ERROR_CHARACTERS_MAX = 500
@@ -32,9 +32,6 @@ _BUSY = {429, 503}
 _KEPT_S = 50.0
 """How long an unused connection is kept: frontends close theirs after 75 s by default, most proxies after 60."""
 _REST_S = 0.5
-_PROBE_S = 2
-AddressInfo = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[Any, ...]]
-"""As `socket.getaddrinfo` gives it."""
 _LINES_AT_ONCE = 512
 """Lines of an answer read before other tasks of the event loop run."""
 
@@ -254,7 +251,7 @@ class Connection:
         if not self._keeps:
             return aiohttp.TCPConnector(limit=0, force_close=True, ssl=tls)
         return aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=_KEPT_S, ssl=tls, socket_factory=watched_socket
+            limit=0, keepalive_timeout=_KEPT_S, ssl=tls, socket_factory=keepalive_socket
         )
 
     def _place(self, path: str) -> str:
@@ -359,17 +356,6 @@ class NotServing(Overloaded):
 
 class NoAnswer(StepFailed):
     """No answer came, or the rest of one did not: another address of the server may give it."""
-
-
-def watched_socket(address: AddressInfo) -> socket.socket:
-    """Make a TCP socket that fails within seconds where the other host no longer answers, as after a cut cable."""
-    made = socket.socket(address[0], address[1], address[2])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 3 * _PROBE_S * 1000)
-    return made
 
 
 def _no_connection(error: aiohttp.ClientConnectorError) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import aiohttp
 
 from penstock.core.errors import Unavailable
+from penstock.core.net.keepalive import keepalive_socket
 from penstock.runtime.kubernetes.access import KubernetesAccess
 
 Object = dict[str, Any]
@@ -93,7 +94,9 @@ class KubernetesClient:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None), headers={"User-Agent": _USER_AGENT}
+            connector=aiohttp.TCPConnector(socket_factory=keepalive_socket),
+            timeout=aiohttp.ClientTimeout(total=None),
+            headers={"User-Agent": _USER_AGENT},
         )
         return self
 
@@ -181,7 +184,8 @@ class KubernetesClient:
     ) -> AsyncGenerator[WatchEvent | None]:
         """Yield None when the server has begun, then changes after a resourceVersion and bookmarks, for so many seconds.
 
-        A connection that is dead without a word ends a call's time later, as if the server had ended it.
+        A connection whose other host no longer answers is an error within 8 s (`core.net.keepalive`). One that stays silent beyond its
+        time, as behind a proxy that lost the server, ends a call's time later, as if the server had ended it.
 
         Raises:
             KubernetesError: status 410, the resourceVersion is too old: list again.

@@ -12,6 +12,7 @@ from typing import Any, Self
 import aiohttp
 
 from penstock.core.errors import Unavailable
+from penstock.core.net.keepalive import keepalive_socket
 from penstock.runtime.credentials import Credentials, Password
 from penstock.runtime.discovery.etcd.user import EtcdRefusal, EtcdUser, is_token_refused
 from penstock.runtime.tls import PlaneTlsConfig, registry_contexts
@@ -85,7 +86,10 @@ class EtcdClient:
         return self._urls[self._index]
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(socket_factory=keepalive_socket),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
         return self
 
     async def __aexit__(

@@ -1,0 +1,89 @@
+"""A registry on another host, whose connections are lost without a word: a watch is opened again, and misses nobody."""
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.cable import bad_cable
+from tests.support.host import Host
+from tests.support.registries import Etcd, Nats, RegistryServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.needs("ip", "namespaces", "etcd", "nats-server")]
+ROOT = Path(__file__).parents[3]
+PROGRAM = (sys.executable, "-m", "tests.support.registry_client")
+STAYS, DIES, COMES = 1, 2, 3
+NOTICED_S = 60.0
+"""Far above the 8 s of keepalive, for machines that are busy otherwise; without keepalive it takes 5 to 10 minutes, or for ever."""
+
+
+class ApiServer(RegistryServer):
+    """The tests' API server of Kubernetes, in a process of its own."""
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def command(self, folder: Path) -> list[str]:
+        return ["env", f"PYTHONPATH={ROOT}", *PROGRAM, "serve", "kubernetes", self.url]
+
+
+class Hub(ApiServer):
+    """The hub of a supervisor."""
+
+    @property
+    def url(self) -> str:
+        return f"tcp://{self.host}:{self.port}"
+
+    def command(self, folder: Path) -> list[str]:
+        return ["env", f"PYTHONPATH={ROOT}", *PROGRAM, "serve", "local", self.url]
+
+
+REGISTRIES = {"kubernetes": ApiServer, "etcd": Etcd, "nats": Nats, "local": Hub}
+WATCHES = {"kubernetes": "watch=1", "etcd": "/v3/watch", "nats": "", "local": ""}
+"""What the connections of a watch begin with, where others can be told from them."""
+
+
+@pytest.mark.parametrize("fault", ["forgotten", "cut"])
+@pytest.mark.parametrize("discovery", REGISTRIES)
+def test_a_watch_over_a_connection_that_is_lost_without_a_word_misses_nobody(tmp_path, discovery, fault):
+    """`forgotten`: a NAT loses the entry of the watch alone. `cut`: nothing is carried until a watch on the other side has seen what changed."""
+    with bad_cable() as laid, ExitStack() as stack:
+        server = REGISTRIES[discovery](host=laid.addresses[1], prefix=("ip", "netns", "exec", laid.names[1]))
+        server.start()
+        stack.callback(server.kill)
+
+        def client(place: int, name: str, *words: str):
+            host = Host(laid.names[place], tmp_path / name, stack)
+            return host, host.start(*PROGRAM, words[0], discovery, server.url, *words[1:], cwd=ROOT)
+
+        def member(number: int):
+            host, process = client(1, f"member-{number}", "member", str(number))
+            host.wait("^registered")
+            return process
+
+        def sees(watcher: Host, *numbers: int) -> None:
+            """Wait until a watcher's latest line is this."""
+            watcher.wait(f"^{json.dumps(sorted(numbers))}$".replace("[", r"\[").replace("]", r"\]"))
+
+        doomed = [member(number) for number in (STAYS, DIES)][-1]
+        far, _ = client(0, "far", "watch")
+        near, _ = client(1, "near", "watch")
+        for watcher in (far, near):
+            sees(watcher, STAYS, DIES)
+        if fault == "cut":
+            laid.carry(loss=1.0)
+        else:
+            laid.carry(forget=WATCHES[discovery])
+        begun_s = time.monotonic()
+        member(COMES)
+        doomed.kill()
+        sees(near, STAYS, COMES)
+        if fault == "cut":
+            laid.carry()
+        sees(far, STAYS, COMES)
+        print(f"{discovery}, {fault}: seen {time.monotonic() - begun_s:.1f} s after the connection was lost")
+        assert time.monotonic() - begun_s < NOTICED_S
