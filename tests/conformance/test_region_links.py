@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from penstock.core.errors import PenstockError, WrongServerError
+from penstock.core.errors import PenstockError, Unavailable, WrongServerError
 from penstock.core.types.requests import FinishReason
 from penstock.demo import MODEL_NAME
 from penstock.engine.openai.region.config import LinkConfig
 from penstock.engine.openai.region.engine import RegionEngine
+from penstock.engine.openai.region.frontends import RegionFrontends
 from penstock.engine.openai.region.round_trip import RoundTrip
 from penstock.engine.openai.region.server import RegionServer
 from penstock.engine.openai.text import TextCodec
@@ -31,13 +32,17 @@ FAULTS = {
 }
 
 
-def link_of(*urls: str, **fields: Any) -> RegionEngine:
+def config_of(*urls: str, **fields: Any) -> LinkConfig:
     quick = {
         "limits": {"connect_timeout_s": 1, "silence_s": 10.0},
         "health": {"interval_s": 0.1, "timeout_s": 1.0, "retry_s_max": 0.2},
         "load_interval_s": 0.1,
     }
-    config = LinkConfig.parse({"name": "eu", "here": "us", "urls": urls} | quick | fields, source="test")
+    return LinkConfig.parse({"name": "eu", "here": "us", "urls": urls} | quick | fields, source="test")
+
+
+def link_of(*urls: str, **fields: Any) -> RegionEngine:
+    config = config_of(*urls, **fields)
     server = RegionServer(config, (MODEL_NAME,), TextCodec(TOKENIZER))
     return RegionEngine(server, config, SERVING)
 
@@ -245,6 +250,25 @@ def test_a_silent_frontend_loses_its_streams_to_another() -> None:
                 assert end.error is None, end.error
                 assert case.tokens(f"r{number}") == fakes[1].continuation(PROMPT, 50)
             fakes[0].silent = False
+
+    run(main())
+
+
+def test_silent_frontends_cost_a_question_one_timeout_together() -> None:
+    async def main() -> None:
+        async with region(16) as fakes:
+            frontends = RegionFrontends(config_of(*(fake.url for fake in fakes)), {})
+            for fake in fakes:
+                fake.silent = True
+            loop = asyncio.get_running_loop()
+            begun_s = loop.time()
+            with pytest.raises(Unavailable, match="region eu: no answer within 1 s"):
+                await frontends.get("/health", timeout_s=1.0)
+            assert loop.time() - begun_s < 8.0, "16 s one after the other"
+            fakes[-1].silent = False
+            await frontends.get("/health", timeout_s=20.0)
+            assert loop.time() - begun_s < 28.0, "one that answers does not wait for those that hang"
+            await frontends.close()
 
     run(main())
 

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ from penstock.engine.openai.region.config import RegionConfig
 from penstock.engine.openai.region.refusal import send_refusal
 from penstock.engine.openai.region.round_trip import RoundTrip
 
+_ALONE_SHARE = 0.25
+"""Share of a question's time in which only the best frontend is asked."""
 _log = get_logger()
 
 
@@ -75,12 +77,50 @@ class RegionFrontends:
             await frontend.connection.close()
 
     async def get(self, path: str, *, timeout_s: float, bytes_max: int | None = None) -> bytes:
-        return await self._first(lambda each: each.get(path, timeout_s=timeout_s, bytes_max=bytes_max))
+        """Ask the best frontend and, where it fails or has not answered after a while, all others at once: together they have `timeout_s`."""
+
+        async def ask(frontend: RegionFrontend) -> bytes | PenstockError:
+            try:
+                return await frontend.connection.get(path, timeout_s=timeout_s, bytes_max=bytes_max)
+            except PenstockError as error:
+                if _is_failure(error):
+                    self._failed(frontend, error.message)
+                return error
+
+        ends_s = asyncio.get_running_loop().time() + timeout_s
+        best, *others = self._in_turn()
+        answer: bytes | PenstockError = Unavailable(f"{self.name}: no answer within {timeout_s:g} s")
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(ask(best))]
+            await asyncio.wait(asked, timeout=timeout_s * _ALONE_SHARE)
+            if not asked[0].done() or _is_failure(asked[0].result()):
+                asked += [group.create_task(ask(each)) for each in others]
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(ends_s):
+                    for following in asyncio.as_completed(asked):
+                        answer = await following
+                        if not _is_failure(answer):
+                            break
+            for task in asked:
+                task.cancel()
+        if isinstance(answer, PenstockError):
+            raise answer
+        return answer
 
     async def post(
         self, path: str, body: Any, *, timeout_s: float, on_sent: Callable[[], None] | None = None
     ) -> bytes:
-        return await self._first(lambda each: each.post(path, body, timeout_s=timeout_s, on_sent=on_sent))
+        problem: PenstockError | None = None
+        for frontend in self._in_turn():
+            try:
+                return await frontend.connection.post(path, body, timeout_s=timeout_s, on_sent=on_sent)
+            except NotThere:
+                raise
+            except (Unavailable, Overloaded) as error:
+                self._failed(frontend, error.message)
+                problem = error
+        assert problem is not None, "there is a frontend"
+        raise problem
 
     @asynccontextmanager
     async def stream(
@@ -132,22 +172,6 @@ class RegionFrontends:
         yield from (self.frontends[n] for n in order)
         if count == 1:
             yield self.frontends[0]
-
-    async def _first(self, ask: Callable[[Connection], Any]) -> bytes:
-        """Give the first answer."""
-        problem: PenstockError | None = None
-        for frontend in self._in_turn():
-            try:
-                answer: bytes = await ask(frontend.connection)
-            except NotThere:
-                raise
-            except (Unavailable, Overloaded) as error:
-                self._failed(frontend, error.message)
-                problem = error
-            else:
-                return answer
-        assert problem is not None, "there is a frontend"
-        raise problem
 
     async def _open(
         self,
@@ -219,3 +243,8 @@ class RegionFrontends:
                 "region_frontend_failed", region=self._region, url=frontend.connection.url, reason=reason
             )
         frontend.problem = reason
+
+
+def _is_failure(answer: bytes | PenstockError) -> bool:
+    """Whether another frontend may answer better."""
+    return isinstance(answer, (Unavailable, Overloaded)) and not isinstance(answer, NotThere)
