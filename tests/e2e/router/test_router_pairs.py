@@ -371,6 +371,7 @@ def test_prompts_are_computed_where_the_prefix_is_among_prefill_servers(tmp_path
             Role.PREFILL: {
                 "url": [server.url for server in servers[:2]],
                 "kv_events": [address.endpoint for address in addresses],
+                "kv_events_replay": [address.replay_endpoint for address in addresses],
             },
             Role.DECODE: {"url": [servers[2].url]},
         },
