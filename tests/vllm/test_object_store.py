@@ -49,13 +49,22 @@ def test_blocks_come_over_http_and_a_server_killed_meanwhile_changes_no_token(
             first.run(ids, tokens=TOKENS)
             assert first.emitted == [tokens]
         second.wait_until(lambda load: load.kv_tiers[0].cached_blocks >= len(PROMPTS) * BLOCKS)
-        assert second.known(PROMPTS[0]) == CACHED, "idle, and it tells of what the other one has stored"
+        second.wait_until(lambda _: all(second.known(ids) == CACHED for ids in PROMPTS))  # idle, and it tells
         assert second.holders == {Holder.FLEET}
+
+        def run_until(holds, seed):
+            """Run the prompts until the tier's counts are so: what a busy machine loads too slowly is computed, and tried again later."""
+            for turn in range(60):
+                second.run(*PROMPTS, tokens=TOKENS)
+                assert second.emitted == expected
+                counts = counts_of(second, Tier.OBJECT)
+                if holds(counts):
+                    return counts
+                evict(second, seed + 10 * turn)
+            pytest.fail(f"{counts} after {turn + 1} turns")
+
         gets = proxy.seen.count("GET")
-        assert second.run(*PROMPTS, tokens=TOKENS) == [CACHED] * len(PROMPTS)
-        assert second.emitted == expected
-        counts = counts_of(second, Tier.OBJECT)
-        assert (counts.loaded_blocks, counts.missing_blocks) == (len(PROMPTS) * BLOCKS, 0)
+        loaded = run_until(lambda counts: counts.loaded_blocks >= len(PROMPTS) * BLOCKS, 10_000)
         assert proxy.seen.count("GET") - gets >= len(PROMPTS), "the blocks came over HTTP"
         evict(second, 3100)
 
@@ -68,23 +77,15 @@ def test_blocks_come_over_http_and_a_server_killed_meanwhile_changes_no_token(
                 s3.kill()
 
         proxy.before = die
-        second.run(*PROMPTS, tokens=TOKENS)
-        assert second.emitted == expected
-        assert left <= 0, "it was killed while blocks were asked for"
+        # it is killed while blocks are asked for
+        dead = run_until(lambda counts: left <= 0 and counts.missing_blocks > loaded.missing_blocks, 20_000)
         proxy.before = lambda _method: None
-        dead = counts_of(second, Tier.OBJECT)
-        assert dead.missing_blocks > 0
         evict(second, 3200)
         second.run(*PROMPTS, tokens=TOKENS)
         assert second.emitted == expected, "also while the server stays away"
 
         s3.start()  # empty
-        for turn in range(60):
-            evict(second, 3300 + 10 * turn)
-            second.run(*PROMPTS, tokens=TOKENS)
-            assert second.emitted == expected
-            if counts_of(second, Tier.OBJECT).loaded_blocks > dead.loaded_blocks:
-                break
-        last = counts_of(second, Tier.OBJECT)
-        assert last.loaded_blocks > dead.loaded_blocks, "what was stored anew is loaded again"
+        evict(second, 3300)
+        # what was stored anew is loaded again
+        last = run_until(lambda counts: counts.loaded_blocks > dead.loaded_blocks, 30_000)
         assert (last.corrupt_blocks, last.is_off) == (0, False)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from penstock.deploy.supervisor.local import LocalDeployment
 from penstock.frontend.text.detokenize import Detokenizer
 from penstock.graph import Graph
-from tests.vllm.servers import BLOCK, NAME, VllmServer, running_router, running_servers
+from tests.vllm.servers import BLOCK, NAME, RouterProcess, VllmServer, running_router, running_servers
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +70,9 @@ class Site:
         async with self._http.get(f"{self.url}/admin/workers", headers=self._headers) as response:
             return {worker["name"]: worker for worker in (await response.json())["workers"]}
 
-    async def until(self, name: str, field: str, value: Any) -> dict[str, Any]:
+    async def until(self, name: str, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         async with asyncio.timeout(60):
-            while (view := (await self.workers())[name])[field] != value:  # noqa: ASYNC110 - it is another process
+            while not holds(view := (await self.workers())[name]):  # noqa: ASYNC110 - it is another process
                 await asyncio.sleep(0.05)
         return view
 
@@ -97,7 +97,7 @@ async def site_of(servers: list[VllmServer], model_dir: Path, *, kv_events: bool
     ):
         site = Site(deployment, http, Detokenizer(Tokenizer.from_buffer(content), content))
         for name in ("worker-1", "worker-2"):
-            await site.until(name, "condition", "ready")
+            await site.until(name, lambda view: view["condition"] == "ready")
         yield site
 
 
@@ -118,8 +118,10 @@ def test_kv_events_of_other_clients_requests_lead_there(servers, model_dir):
         async with site_of(servers, model_dir, kv_events=True) as site:
             assert {worker["predicted"] for worker in (await site.workers()).values()} == {False}
             for number, server in enumerate(servers):
-                prompt = prompt_of(100 + number)
+                prompt, name = prompt_of(100 + number), f"worker-{number + 1}"
+                blocks = (await site.workers())[name]["indexed_blocks"] + 4
                 expected = await site.direct(server, prompt, 20)
+                await site.until(name, lambda view, blocks=blocks: view["indexed_blocks"] >= blocks)
                 for _ in range(3):
                     text, usage = await site.stream(prompt, 20)
                     assert text == expected
@@ -142,14 +144,11 @@ def test_the_router_alone_names_the_holder(servers, model_dir):
                 await router.ready(http, "server-1", "server-2")
                 for number, server in enumerate(servers):  # and after
                     await post(http, server.url, prompt_of(210 + number))
-                await asyncio.sleep(1.0)
                 assert {worker["predicted"] for worker in (await router.workers(http)).values()} == {False}
                 for number in (200, 201, 210, 211):
                     prompt = prompt_of(number)
-                    choice = await router.ask(http, "/route", model=model_dir.name, token_ids=prompt)
+                    choice = await known(http, router, model_dir.name, prompt)
                     assert choice["url"] == servers[number % 2].url
-                    (decision,) = choice["why"]["decisions"]
-                    assert decision["candidates"][0]["overlap_blocks"] == 4
                     usage = (await post(http, choice["url"], prompt))["usage"]
                     assert usage["prompt_tokens_details"]["cached_tokens"] == 4 * BLOCK
                     await router.ask(http, "/feedback", id=choice["id"], stage="finished")
@@ -157,6 +156,20 @@ def test_the_router_alone_names_the_holder(servers, model_dir):
                 assert choice["why"]["decisions"][0]["candidates"][0]["overlap_blocks"] == 0
 
     asyncio.run(main())
+
+
+async def known(
+    http: aiohttp.ClientSession, router: RouterProcess, model: str, prompt: list[int]
+) -> dict[str, Any]:
+    """Route a prompt again until its events have come and a server is known to have its four blocks."""
+    async with asyncio.timeout(60):
+        while True:
+            choice = await router.ask(http, "/route", model=model, token_ids=prompt)
+            (decision,) = choice["why"]["decisions"]
+            if decision["candidates"][0]["overlap_blocks"] == 4:
+                return choice
+            await router.ask(http, "/feedback", id=choice["id"], stage="finished")
+            await asyncio.sleep(0.05)
 
 
 async def post(
@@ -198,7 +211,7 @@ def test_streams_go_on_exactly_when_their_server_is_killed(servers, model_dir):
             for (text, usage), right in zip(answers, expected, strict=True):
                 assert text == right
                 assert usage["completion_tokens"] == 200
-            view = await site.until("worker-1", "condition", "unhealthy")
+            view = await site.until("worker-1", lambda view: view["condition"] == "unhealthy")
             assert view["problem"] == f"{victim.url}: no connection: connection refused"
             text, _ = await site.stream(prompts[0], 200)
             assert text == expected[0]
