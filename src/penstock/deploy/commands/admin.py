@@ -71,7 +71,7 @@ def _answer(base: str, path: str, body: bytes | None, timeout_s: float) -> Itera
         headers["Authorization"] = f"Bearer {secret}"
     request = urllib.request.Request(base + path, data=body, headers=headers)  # noqa: S310 - checked
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310 - checked
+        with urllib.request.urlopen(request, timeout=timeout_s, context=_trust(base)) as answer:  # noqa: S310 - checked
             yield answer
     except urllib.error.HTTPError as error:
         message, param = _error_of(error)
@@ -82,13 +82,22 @@ def _answer(base: str, path: str, body: bytes | None, timeout_s: float) -> Itera
         raise _unreached(base, error) from error
 
 
+def _trust(base: str) -> ssl.SSLContext | None:
+    """Trust the system's authorities or SSL_CERT_FILE, which may be the server's own certificate, whoever signed it."""
+    if urlsplit(base).scheme != "https":
+        return None
+    context = ssl.create_default_context()
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
 def _unreached(base: str, error: OSError | http.client.HTTPException) -> Unavailable:
     """Say why no server answered at `base`, and the fix."""
     reason = getattr(error, "reason", error)
     if isinstance(reason, ssl.SSLCertVerificationError):
         return Unavailable(
             f"--url: {base}: its certificate is not trusted ({reason.verify_message}); set SSL_CERT_FILE to the certificate of the"
-            " authority that signed it, or to itself where it is self-signed, and use a host name that it has"
+            " authority that signed it, or to itself, and use a host name that it has"
         )
     if isinstance(reason, ssl.SSLError):
         return Unavailable(

@@ -91,6 +91,33 @@ def test_a_server_that_speaks_otherwise_is_not_called_away(
     assert "penstock ps" in failure("http://127.0.0.1:1")
 
 
+def test_a_certificate_is_trusted_by_itself_also_where_an_authority_signed_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path))
+    files = make_certificate(tmp_path, "one", make_authority(tmp_path, "authority"), address="127.0.0.1")
+    assert files.certificate is not None
+    assert files.authority is not None
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(files.certificate, files.key)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+            await writer.drain()
+        writer.close()
+
+    async def asked() -> bytes:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls) as server:
+            base = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            return await asyncio.to_thread(ask, base, "/health", timeout_s=30.0)
+
+    for trusted in (files.certificate, files.authority):
+        monkeypatch.setenv("SSL_CERT_FILE", trusted)
+        assert asyncio.run(asked()) == b"{}"
+
+
 def failure(base: str) -> str:
     with pytest.raises(Unavailable) as caught:
         ask(base, "/health", timeout_s=30.0)
