@@ -16,6 +16,8 @@ from penstock.deploy.control.messages import SOCKET_NAME, ProcessView
 
 _ENTRY_S = 1.0
 _KEY_SHOWN = 6
+_NAME_WIDTH = 12
+"""Characters of a name's column, unless a name is longer."""
 _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3600.0, 86400.0
 
 
@@ -167,15 +169,22 @@ def table(listed: Sequence[Listed]) -> Iterator[str]:
         if each.state == "killed":
             left = f"has left process groups ({each.left}); " if each.left else ""
             parts = [f"{left}penstock down removes {each.directory}"]
+        names = [*(process.name for process in each.processes), *(worker.name for worker in each.remote)]
+        width = max([_NAME_WIDTH, *map(len, names)])
         yield _row(each.name, each.state, age(each.age_s) if each.pid is not None else "", parts)
         templates = {process.template for process in each.processes if process.template}
         links = {link.region: link for link in each.links}
         for process in each.processes:
             shows_template = len(templates) > len(_roles(each))
-            yield f"  {_process(process, links.get(process.region), shows_template=shows_template)}"
+            link = links.get(process.region)
+            yield f"  {_process(process, link, shows_template=shows_template, width=width)}"
         for worker in each.remote:
             yield "  " + _row(
-                worker.name, worker.condition, worker.role, [f"host {worker.host}", worker.address]
+                worker.name,
+                worker.condition,
+                worker.role,
+                [f"host {worker.host}", worker.address],
+                width=width,
             )
         if each.problem:
             yield f"  ({each.problem})"
@@ -185,7 +194,7 @@ def _roles(each: Listed) -> set[str]:
     return {process.role for process in each.processes if process.role is not None}
 
 
-def _process(process: ProcessView, link: Link | None, *, shows_template: bool) -> str:
+def _process(process: ProcessView, link: Link | None, *, shows_template: bool, width: int) -> str:
     """Format a process: a link with its report, a worker with its template where its role has several, as during `penstock apply`."""
     details = [f"GPU {device}" for device in process.devices]
     if shows_template and process.template:
@@ -201,11 +210,12 @@ def _process(process: ProcessView, link: Link | None, *, shows_template: bool) -
         process.state,
         process.role or ("link" if process.region else "frontend"),
         [pid, age(process.age_s), process.phase, ", ".join(details)],
+        width=width,
     )
 
 
-def _row(name: str, state: str, third: str, parts: Sequence[str]) -> str:
-    return f"{name:<12} {state:<9} {third:<10}  {'  '.join(filter(None, parts))}".rstrip()
+def _row(name: str, state: str, third: str, parts: Sequence[str], *, width: int = _NAME_WIDTH) -> str:
+    return f"{name:<{width}} {state:<9} {third:<10}  {'  '.join(filter(None, parts))}".rstrip()
 
 
 def age(seconds: float) -> str:
