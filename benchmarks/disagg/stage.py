@@ -15,6 +15,7 @@ from benchmarks.disagg.workload import Arrival, StreamsAndPrompts
 from benchmarks.processes.served import Served
 from penstock.core.types.instances import Role
 from penstock.deploy.commands.worker_changes import change_role
+from penstock.deploy.control.frontend_address import FrontendAddress
 from penstock.worker.step_log import read_steps
 
 _ROLE_CHANGES = 2
@@ -52,7 +53,9 @@ class Stage:
         with deployed(self.model_dir, flags, steps) as deployment:
             traffic: Traffic = uvloop.run(self._ask_quietly(deployment, prefill_share, quiet_prompts))
             for role in (Role.DECODE, Role.PREFILL) * _ROLE_CHANGES:
-                self.role_changes_s.append(change_role(deployment.url, "prefill-1", role).took_s)
+                self.role_changes_s.append(
+                    change_role(FrontendAddress(deployment.url), "prefill-1", role).took_s
+                )
             if then_measure:
                 prompts = self.workload.long_prompts(self.rate_per_s)
                 loaded = uvloop.run(self._ask(deployment, self.workload, prompts))

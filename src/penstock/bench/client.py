@@ -50,7 +50,13 @@ class Client:
     """Sends requests over reused connections. One event loop owns it."""
 
     def __init__(
-        self, address: Address, *, timeout_s: float, quickack: bool = False, api_key: str | None = None
+        self,
+        address: Address,
+        *,
+        timeout_s: float,
+        quickack: bool = False,
+        api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Create a client; it connects on the first request.
 
@@ -59,12 +65,13 @@ class Client:
             timeout_s: longest seconds of one request, from connecting to the last byte.
             quickack: acknowledge every packet at once, to exclude delayed ACKs from the measurement.
             api_key: sent as a bearer token.
+            tls: of https; None trusts the usual authorities.
         """
         self._address = address
         self._timeout_s = timeout_s
         self._quickack = quickack
         self._idle: list[_Connection] = []
-        self._tls = ssl.create_default_context() if address.secure else None
+        self._tls = (tls or ssl.create_default_context()) if address.secure else None
         host = f"[{address.host}]" if ":" in address.host else address.host
         authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._head = (

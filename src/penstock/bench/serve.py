@@ -23,6 +23,8 @@ from penstock.bench.prompts import PROBES, Prompts, Scale
 from penstock.bench.report import Report
 from penstock.bench.totals import Slo, Totals
 from penstock.core.errors import ConfigError, Unavailable
+from penstock.deploy.control.deployments import find_frontend
+from penstock.deploy.control.frontend_address import FrontendAddress
 from penstock.sim.workload.trace import TraceRow, read_trace
 
 _REQUESTS = 100
@@ -41,7 +43,11 @@ _ENDPOINTS = {"chat": "chat/completions", "completions": "completions"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="URL of the server (default http://127.0.0.1:8000)")
+    add(
+        "--url",
+        help="URL of the server (default: of your deployment that runs on this host; where none does,"
+        " http://127.0.0.1:8000)",
+    )
     add("--model", required=True, help="as GET /v1/models names it")
     add("--endpoint", choices=tuple(_ENDPOINTS), default="chat", help="which API to call (default chat)")
     add("--api-key", metavar="KEY", help="sent as a bearer token")
@@ -108,29 +114,29 @@ def run(options: argparse.Namespace) -> Report:
     """Run the load.
 
     Raises:
-        ConfigError: invalid option, or the server does not serve the model.
+        ConfigError: invalid option, several deployments run, or the server does not serve the model.
         Unavailable: the server does not answer.
     """
-    address = Address.parse(options.url, _ENDPOINTS[options.endpoint])
+    server = find_frontend(options.url, flags="--url")
     if options.speed and not options.trace:
         raise ConfigError("--speed: only with --trace; use --rate to send more a second")
     rows = read_trace(options.trace) if options.trace else []
-    load = _settle(options, rows)
+    load = _settle(options, server, rows)
     _allow_many_connections()
     cpu_s = time.process_time()
-    totals, scale = uvloop.run(_measure(options, address, load, rows))
+    totals, scale = uvloop.run(_measure(options, server, load, rows))
     cpu_s = time.process_time() - cpu_s
     figures, samples = totals.figures(), dict(totals.samples())
     if figures["duration_s"]:
         figures["client_cpu_cores"] = cpu_s / figures["duration_s"]
     if options.burst:
-        burst_figures, burst_samples = uvloop.run(_measure_burst(options, address, load, scale))
+        burst_figures, burst_samples = uvloop.run(_measure_burst(options, server, load, scale))
         figures |= burst_figures
         samples |= burst_samples
     return Report(name="serve", config=load, samples=samples, figures=figures, problems=totals.problems())
 
 
-def _settle(options: argparse.Namespace, rows: list[TraceRow]) -> dict[str, Any]:
+def _settle(options: argparse.Namespace, server: FrontendAddress, rows: list[TraceRow]) -> dict[str, Any]:
     """Fill in defaults; the result is the report's `config`."""
     quick, is_open = options.quick, bool(options.rate or options.trace)
     requests = options.requests
@@ -141,7 +147,7 @@ def _settle(options: argparse.Namespace, rows: list[TraceRow]) -> dict[str, Any]
     concurrency = _OPEN_CONCURRENCY if is_open else _QUICK_CONCURRENCY if quick else _CONCURRENCY
     tokens = None if options.trace else _QUICK_TOKENS if quick else None
     return {
-        "url": options.url,
+        "url": server.url,
         "model": options.model,
         "endpoint": options.endpoint,
         "mode": "trace" if options.trace else "rate" if options.rate else "closed",
@@ -165,9 +171,9 @@ def _settle(options: argparse.Namespace, rows: list[TraceRow]) -> dict[str, Any]
 
 
 async def _measure(
-    options: argparse.Namespace, address: Address, load: dict[str, Any], rows: list[TraceRow]
+    options: argparse.Namespace, server: FrontendAddress, load: dict[str, Any], rows: list[TraceRow]
 ) -> tuple[Totals, Scale]:
-    client = _client(options, address)
+    client = _client(options, server)
     totals = Totals(Slo(options.slo_ttft, options.slo_itl))
 
     async def send(planned: Planned, due_s: float | None) -> None:
@@ -192,7 +198,7 @@ async def _measure(
 
 
 async def _measure_burst(
-    options: argparse.Namespace, address: Address, load: dict[str, Any], scale: Scale
+    options: argparse.Namespace, server: FrontendAddress, load: dict[str, Any], scale: Scale
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
     prompts = Prompts(options.seed, scale)
 
@@ -201,7 +207,7 @@ async def _measure_burst(
         return _body(load, Planned(prompt, load["output_tokens"] or _BURST_TOKENS))
 
     return await measure_burst(
-        lambda: _client(options, address),
+        lambda: _client(options, server),
         make_body,
         size=options.burst,
         concurrency=min(load["concurrency"], _CONCURRENCY_WITH_BURST_MAX),
@@ -209,8 +215,15 @@ async def _measure_burst(
     )
 
 
-def _client(options: argparse.Namespace, address: Address) -> Client:
-    return Client(address, timeout_s=options.timeout, quickack=options.quickack, api_key=options.api_key)
+def _client(options: argparse.Namespace, server: FrontendAddress) -> Client:
+    address = Address.parse(server.url, _ENDPOINTS[options.endpoint])
+    return Client(
+        address,
+        timeout_s=options.timeout,
+        quickack=options.quickack,
+        api_key=options.api_key,
+        tls=server.tls() if address.secure else None,
+    )
 
 
 def _plan(load: dict[str, Any], prompts: Prompts, rows: list[TraceRow]) -> Iterator[Planned]:

@@ -204,7 +204,7 @@ def scale_of(*arguments):
 def test_the_command_and_what_it_refuses():
     done = scale_of()
     assert (done.returncode, done.stdout) == (1, "")
-    assert "no deployment of this user runs on this machine; start one with penstock serve" in done.stderr
+    assert "no deployment of this user runs on this host; start one with penstock serve" in done.stderr
     with Serve() as serve:
         assert serve.workers() == ["worker-1"]
         done = scale_of("aggregated", "2")
@@ -216,7 +216,7 @@ def test_the_command_and_what_it_refuses():
             (["aggregated", "5000"], 1, "router.workers_max"),
             (["agregated", "1"], 2, "did you mean 'aggregated'"),
             (["aggregated", "-1"], 2, "N: must be a number of workers >= 0"),
-            (["aggregated", "1", "--name", "other"], 1, "no deployment --name other"),
+            (["aggregated", "1", "--name", "other"], 1, "no deployment called other of this user"),
         ):
             done = scale_of(*arguments)
             assert done.returncode == code, done

@@ -101,7 +101,7 @@ def test_of_two_deployments_the_named_one_ends_and_a_kill_leaves_nothing(up):
         ]
         refused = up.run("down", check=False)
         assert refused.returncode == 2
-        assert "2 deployments fit: blue of" in refused.stderr
+        assert f"2 deployments fit: blue at {up.url} of" in refused.stderr
         up.run("down", "--name", "green", "--now")
         assert green.wait(timeout=TIMEOUT_S) == 0
         (listed,) = up.ps()

@@ -13,8 +13,10 @@ from penstock.core.errors import Overloaded, PenstockError, RequestError
 from penstock.core.types.instances import Role
 from penstock.deploy.control import deployments, local_connector
 from penstock.deploy.control.deployments import find_deployment
+from penstock.deploy.control.hosted import Hosted
 from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import LINE_BYTES_MAX, SOCKET_NAME, Deployment, Told
+from penstock.deploy.control.record import DeploymentRecord
 from penstock.deploy.control.server import ControlServer
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.observe.stream import ObservationStream
@@ -173,7 +175,8 @@ def test_a_socket_whose_queue_is_full_is_tried_again(monkeypatch):
                     break
             with pytest.raises(Overloaded, match="too many callers are there"):
                 await LocalConnector(path, entry_s=0.05).scale()
-            monkeypatch.setattr(deployments, "runtime_directories", lambda: [path.parent])
+            record = DeploymentRecord(name="full", pid=1, started_s=1.0, stop_s_max=1.0)
+            monkeypatch.setattr(deployments, "hosted", lambda: [Hosted(path.parent, record, is_live=True)])
             monkeypatch.setattr(local_connector, "_ENTRY_S", 0.05)
             with pytest.raises(Overloaded, match="too many callers are there"):
                 await find_deployment()

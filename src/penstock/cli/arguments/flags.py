@@ -2,7 +2,10 @@
 
 import argparse
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.deploy.control.frontend_address import FrontendAddress
 
 
 def add_set(parser: Any, text: str) -> None:
@@ -15,18 +18,37 @@ def add_set(parser: Any, text: str) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="K=V", help=text)
 
 
-def add_url(parser: Any) -> None:
-    """Add `--url` of a running server."""
+def add_frontend(parser: Any, server: str = "") -> None:
+    """Add `--url`, `--name` and `--part`, which choose the frontend that the command talks to; `frontend_of` finds it.
+
+    Args:
+        parser: the command's parser.
+        server: what else than a deployment it can talk to.
+    """
     parser.add_argument(
         "--url",
-        default="http://127.0.0.1:8000",
-        help="URL of `penstock serve` (default http://127.0.0.1:8000)",
+        metavar="URL",
+        help=f"URL of a frontend{server} (default: of your deployment that runs on this host; where none does,"
+        " http://127.0.0.1:8000)",
     )
+    add_deployment(parser)
+
+
+def frontend_of(options: argparse.Namespace) -> "FrontendAddress":
+    """Find the frontend that the flags of `add_frontend` name.
+
+    Raises:
+        ConfigError: several deployments fit, or `--url` is no URL.
+        Unavailable: none fits.
+    """
+    from penstock.deploy.control.deployments import find_frontend  # noqa: PLC0415
+
+    return find_frontend(options.url, name=options.name, part=options.part)
 
 
 def add_deployment(parser: Any, *, has_url: bool = False) -> None:
     """Add what chooses one of several deployments of this host: `--name`, `--part`, and `--url` where the command takes it."""
-    parser.add_argument("--name", metavar="NAME", help="the graph's name, where several deployments run")
+    parser.add_argument("--name", metavar="NAME", help="the deployment's name, where several run")
     parser.add_argument(
         "--part",
         metavar="PART",

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from penstock.cli.arguments.flags import add_url
+from penstock.cli.arguments.flags import add_frontend, frontend_of
 from penstock.core.errors import ConfigError
 
 
@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "question", nargs="?", metavar="QUESTION", help="ask this alone, and end; without it, chat"
     )
-    add_url(parser)
+    add_frontend(parser)
     parser.add_argument("--model", metavar="NAME", help="the model (default: the server's first)")
     parser.add_argument("--system", default="", metavar="TEXT", help="begin the conversation with this text")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens of an answer at most")
@@ -30,5 +30,5 @@ def _run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--max-tokens: must be >= 1, got {options.max_tokens}")
     from penstock.deploy.commands.watching.chat import run_chat  # noqa: PLC0415
 
-    run_chat(options.url, options.model, options.system, options.max_tokens, options.question)
+    run_chat(frontend_of(options), options.model, options.system, options.max_tokens, options.question)
     return 0

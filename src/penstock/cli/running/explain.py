@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from penstock.cli.arguments.flags import add_frontend, frontend_of
 from penstock.core.errors import ConfigError
 
 
@@ -18,11 +19,7 @@ def add(commands: Any) -> None:
     )
     add = parser.add_argument
     add("request_id", nargs="?", metavar="REQUEST_ID", help="the answer's id, such as chatcmpl-0123")
-    add(
-        "--url",
-        default="http://127.0.0.1:8000",
-        help="URL of `penstock serve` or `penstock router` (default http://127.0.0.1:8000)",
-    )
+    add_frontend(parser, " or of `penstock router`")
     add(
         "--last",
         type=int,
@@ -61,7 +58,7 @@ def _run(options: argparse.Namespace) -> int:
             raise ConfigError("REQUEST_ID: must be an answer's id, such as chatcmpl-0123, got ''")
         if options.last is not None and not 1 <= options.last <= LATEST_MAX:
             raise ConfigError(f"--last: must be 1 to {LATEST_MAX}, got {options.last}")
-        ask(options.url, options.request_id, options.last, as_json=options.json)
+        ask(frontend_of(options), options.request_id, options.last, as_json=options.json)
         return 0
     if options.request_id is not None:
         raise ConfigError(f"{options.request_id} and --replay: explain one request, or replay a log")

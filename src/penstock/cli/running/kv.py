@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-_URL = "http://127.0.0.1:8000"
+from penstock.cli.arguments.flags import add_frontend, frontend_of
 
 
 def add(commands: Any) -> None:
@@ -22,13 +22,13 @@ def add(commands: Any) -> None:
     flush = add("flush", "clear the cache of all tiers; sessions and pins end")
     flush.add_argument("--tier", metavar="TIER", help="device: on the device alone (default: all tiers)")
     pin = add("pin", "compute a prefix where no worker has it, and keep it on the device")
-    pin.add_argument("name", metavar="NAME", help="what the pin is called; another of this name is replaced")
+    pin.add_argument("held", metavar="NAME", help="what the pin is called; another of this name is replaced")
     _add_prompt(pin)
     pin.add_argument(
         "--ttl", type=float, metavar="S", help="the pin ends after so many seconds (default: sessions.ttl_s)"
     )
     unpin = add("unpin", "end a pin, or an agent's session")
-    unpin.add_argument("name", metavar="NAME", help="the pin's name, or the session's id")
+    unpin.add_argument("held", metavar="NAME", help="the pin's name, or the session's id")
     unpin.add_argument("--session", action="store_true", help="NAME is a session")
     unpin.add_argument("--tenant", default="", metavar="TENANT", help="for --session: its tenant")
     prefetch = add("prefetch", "have a worker compute a prefix, or load it from lower tiers", by_worker=False)
@@ -42,7 +42,7 @@ def _adder(actions: Any) -> Any:
         parser: argparse.ArgumentParser = actions.add_parser(
             name, help=text, description=f"{text}.".capitalize()
         )
-        parser.add_argument("--url", default=_URL, help=f"URL of `penstock serve` (default {_URL})")
+        add_frontend(parser)
         parser.add_argument("--json", action="store_true", help="print the server's JSON unchanged")
         if by_worker:
             parser.add_argument(
@@ -68,4 +68,4 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     from penstock.deploy.commands import kv  # noqa: PLC0415
 
-    return 0 if kv.run(options.action, options) else 1
+    return 0 if kv.run(options.action, frontend_of(options), options) else 1

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from penstock.cli.arguments.flags import add_url
+from penstock.cli.arguments.flags import add_frontend, frontend_of
 
 
 def add(commands: Any) -> None:
@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
         " running `penstock serve`, once a second. Sort, filter, and choose a row for its details, a worker's log too; q ends."
         " See docs/watching.md.",
     )
-    add_url(parser)
+    add_frontend(parser)
     parser.add_argument("--once", action="store_true", help="show it once, as where stdout is no terminal")
     parser.add_argument("--json", action="store_true", help="print the server's JSON once")
     parser.set_defaults(run=_run)
@@ -24,5 +24,5 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     from penstock.deploy.commands.watching.top import show_top  # noqa: PLC0415
 
-    show_top(options.url, once=options.once, as_json=options.json)
+    show_top(frontend_of(options), once=options.once, as_json=options.json)
     return 0

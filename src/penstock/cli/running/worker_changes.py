@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from penstock.cli.arguments.flags import add_deployment
+from penstock.cli.arguments.flags import add_deployment, add_frontend, frontend_of
 from penstock.core.errors import ConfigError
 
 
@@ -39,11 +39,7 @@ def _add_role(commands: Any) -> None:
     )
     parser.add_argument("worker", metavar="WORKER", help="its name in GET /admin/workers, such as prefill-1")
     parser.add_argument("role", metavar="ROLE", help="prefill, decode or aggregated")
-    parser.add_argument(
-        "--url",
-        default="http://127.0.0.1:8000",
-        help="URL of `penstock serve` (default http://127.0.0.1:8000)",
-    )
+    add_frontend(parser)
     parser.set_defaults(run=_run_role)
 
 
@@ -108,28 +104,24 @@ def _run_role(options: argparse.Namespace) -> int:
     known = [role.value for role in Role]
     if options.role not in known:
         raise ConfigError(f"ROLE: unknown {options.role!r}{nearest(options.role, known)}")
-    run_role(options.url, options.worker, Role(options.role))
+    run_role(frontend_of(options), options.worker, Role(options.role))
     return 0
 
 
 def _add_worker(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("worker", metavar="WORKER", help="its name in GET /admin/workers, such as worker-1")
-    parser.add_argument(
-        "--url",
-        default="http://127.0.0.1:8000",
-        help="URL of `penstock serve` (default http://127.0.0.1:8000)",
-    )
+    add_frontend(parser)
 
 
 def _run_sleep(options: argparse.Namespace) -> int:
     from penstock.deploy.commands.worker_changes import run_sleep  # noqa: PLC0415
 
-    run_sleep(options.url, options.worker, options.level)
+    run_sleep(frontend_of(options), options.worker, options.level)
     return 0
 
 
 def _run_wake(options: argparse.Namespace) -> int:
     from penstock.deploy.commands.worker_changes import run_wake  # noqa: PLC0415
 
-    run_wake(options.url, options.worker)
+    run_wake(frontend_of(options), options.worker)
     return 0

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.core.errors import ConfigError, RequestError, Unavailable
+from penstock.core.errors import RequestError, Unavailable
 from penstock.core.net.address import Address
+from penstock.deploy.control.frontend_address import FrontendAddress
 from penstock.deploy.state import ADMIN_TOKEN_VARIABLE, admin_token_path, load_admin_token
 from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-"""Where commands look for a server unless `--url` says otherwise."""
 _TIMEOUT_S = 10.0
 _UNAUTHORIZED = 401
 _OPERATORS = ("/admin/", "/watch/")
@@ -25,53 +24,46 @@ _OPERATORS = ("/admin/", "/watch/")
 _DATA = b"data:"
 
 
-def base_of(url: str) -> str:
-    """Give the base URL, to which paths are appended.
-
-    Raises:
-        ConfigError: `url` is no URL.
-    """
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        raise ConfigError(f"--url: {url!r}: expected a URL such as http://127.0.0.1:8000")
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def ask(base: str, path: str, *, body: bytes | None = None, timeout_s: float = _TIMEOUT_S) -> bytes:
+def ask(
+    server: FrontendAddress, path: str, *, body: bytes | None = None, timeout_s: float = _TIMEOUT_S
+) -> bytes:
     """Send a GET request, or a POST with a JSON body.
 
     Raises:
-        ConfigError: the admin token's file cannot be read.
+        ConfigError: the admin token's file, or that of the certificate, cannot be read.
         RequestError: the server answered an error; has its status and text. `param` is None if the server is not Penstock.
-        Unavailable: no server answers at `base`.
+        Unavailable: no server answers.
     """
-    with _answer(base, path, body, timeout_s) as answer:
+    with _answer(server, path, body, timeout_s) as answer:
         content: bytes = answer.read()
         return content
 
 
 def ask_stream(
-    base: str, path: str, *, body: bytes | None = None, timeout_s: float = _TIMEOUT_S
+    server: FrontendAddress, path: str, *, body: bytes | None = None, timeout_s: float = _TIMEOUT_S
 ) -> Generator[bytes]:
     """Send a request and yield the data of each server-sent event as it comes; raises as `ask`.
 
     Args:
         timeout_s: longest time without a byte.
     """
-    with _answer(base, path, body, timeout_s) as answer:
+    with _answer(server, path, body, timeout_s) as answer:
         for line in answer:
             if line.startswith(_DATA):
                 yield line[len(_DATA) :].strip()
 
 
 @contextmanager
-def _answer(base: str, path: str, body: bytes | None, timeout_s: float) -> Iterator[Any]:
+def _answer(server: FrontendAddress, path: str, body: bytes | None, timeout_s: float) -> Iterator[Any]:
     """Send a request; errors while its answer is read are raised as `ask` says."""
+    base = server.url
     headers = {} if body is None else {"Content-Type": "application/json"}
     if secret := _secret_for(base, path):
         headers["Authorization"] = f"Bearer {secret}"
     request = urllib.request.Request(base + path, data=body, headers=headers)  # noqa: S310 - checked
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s, context=_trust(base)) as answer:  # noqa: S310 - checked
+        context = server.tls() if base.startswith("https:") else None
+        with urllib.request.urlopen(request, timeout=timeout_s, context=context) as answer:  # noqa: S310 - checked
             yield answer
     except urllib.error.HTTPError as error:
         message, param = _error_of(error)
@@ -79,36 +71,36 @@ def _answer(base: str, path: str, body: bytes | None, timeout_s: float) -> Itera
             message = _wrong_token() if secret else _no_token(base)
         raise RequestError(message, http_status=error.code, param=param) from error
     except (OSError, http.client.HTTPException) as error:
-        raise _unreached(base, error) from error
+        raise _unreached(server, error) from error
 
 
-def _trust(base: str) -> ssl.SSLContext | None:
-    """Trust the system's authorities or SSL_CERT_FILE, which may be the server's own certificate, whoever signed it."""
-    if urlsplit(base).scheme != "https":
-        return None
-    context = ssl.create_default_context()
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return context
-
-
-def _unreached(base: str, error: OSError | http.client.HTTPException) -> Unavailable:
-    """Say why no server answered at `base`, and the fix."""
+def _unreached(server: FrontendAddress, error: OSError | http.client.HTTPException) -> Unavailable:
+    """Say why no server answered, and the fix."""
     reason = getattr(error, "reason", error)
     if isinstance(reason, ssl.SSLCertVerificationError):
+        if server.certificate is not None:
+            return Unavailable(
+                f"{server}: its certificate is refused ({reason.verify_message}); renew {server.certificate}, which the frontend then reads anew"
+            )
         return Unavailable(
-            f"--url: {base}: its certificate is not trusted ({reason.verify_message}); set SSL_CERT_FILE to the certificate of the"
+            f"{server}: its certificate is not trusted ({reason.verify_message}); set SSL_CERT_FILE to the certificate of the"
             " authority that signed it, or to itself, and use a host name that it has"
         )
     if isinstance(reason, ssl.SSLError):
         return Unavailable(
-            f"--url: {base}: no TLS connection ({reason}); if the server has no certificate, use http://"
+            f"{server}: no TLS connection ({reason}); if the server has no certificate, use http://"
         )
-    if isinstance(reason, http.client.HTTPException) and urlsplit(base).scheme == "http":
+    if isinstance(reason, http.client.HTTPException) and server.url.startswith("http:"):
         return Unavailable(
-            f"--url: {base}: no answer in HTTP ({reason}); if the server has a certificate, use https://"
+            f"{server}: no answer in HTTP ({reason}); if the server has a certificate, use https://"
+        )
+    if server.is_guess:
+        return Unavailable(
+            f"no deployment of this user has a frontend on this host, and nobody answers at {server} ({reason}); start one with"
+            " penstock serve, or name a server by --url"
         )
     return Unavailable(
-        f"--url: {base}: nobody answers ({reason}); is it started? penstock ps on its host shows its URL"
+        f"{server}: nobody answers ({reason}); is it started? penstock ps on its host shows its URL"
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 from penstock.core.errors import ConfigError, RequestError
 from penstock.core.types.events import Tier
 from penstock.deploy.commands.admin import ask as ask_server
-from penstock.deploy.commands.admin import base_of
+from penstock.deploy.control.frontend_address import FrontendAddress
 from penstock.frontend.openai.explaining import LATEST_DEFAULT
 from penstock.router.explain.explanation import Candidate, Explanation, Prefill
 from penstock.router.explain.replay import Replay, Replayed
@@ -30,26 +30,25 @@ class _Answer(msgspec.Struct):
     pid: int
 
 
-def ask(url: str, request_id: str | None, last: int | None, *, as_json: bool) -> None:
+def ask(server: FrontendAddress, request_id: str | None, last: int | None, *, as_json: bool) -> None:
     """Print a running server's decisions about one request, or the latest ones of all processes that share its port.
 
     Args:
-        url: of the server.
+        server: who is asked.
         request_id: None for the latest decisions.
         last: how many of these.
         as_json: print the JSON of one process unchanged, for the latest decisions that of the process with the newest one.
 
     Raises:
-        ConfigError: `url` is no URL, or what answers there is not Penstock.
-        Unavailable: no server answers at `url`.
+        ConfigError: what answers there is not Penstock, or of another version.
+        Unavailable: no server answers.
         RequestError: the server has no decision about the request.
     """
-    base = base_of(url)
     if request_id is not None:
-        bodies = [_fetch(base, f"/{quote(request_id, safe='')}", tries=_TRIES)]
+        bodies = [_fetch(server, f"/{quote(request_id, safe='')}", tries=_TRIES)]
     else:
-        bodies = _latest(base, last or LATEST_DEFAULT)
-    answers = [_decode(url, body) for body in bodies]
+        bodies = _latest(server, last or LATEST_DEFAULT)
+    answers = [_decode(server, body) for body in bodies]
     if as_json:
         ages = [min((one.age_s for one in answer.decisions), default=math.inf) for answer in answers]
         _print(bodies[ages.index(min(ages))].decode())
@@ -63,25 +62,23 @@ def ask(url: str, request_id: str | None, last: int | None, *, as_json: bool) ->
     )
 
 
-def _latest(base: str, last: int) -> list[bytes]:
+def _latest(server: FrontendAddress, last: int) -> list[bytes]:
     """Fetch the latest decisions of each process that shares the port; a new connection reaches any of them."""
     found: dict[int, bytes] = {}
     same = 0
     while same < _SAME_MAX:
-        body = _fetch(base, f"?last={last}", tries=1)
-        pid = _decode(base, body).pid
+        body = _fetch(server, f"?last={last}", tries=1)
+        pid = _decode(server, body).pid
         same = same + 1 if pid in found else 0
         found[pid] = body
     return list(found.values())
 
 
-def _decode(url: str, body: bytes) -> _Answer:
+def _decode(server: FrontendAddress, body: bytes) -> _Answer:
     try:
         return msgspec.json.decode(body, type=_Answer)
     except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"--url: {url}: the answer is not Penstock's, or another version's: {error}"
-        ) from error
+        raise ConfigError(f"{server}: the answer is not Penstock's, or another version's: {error}") from error
 
 
 def replay(file: Path, policy: str | None) -> int:
@@ -111,16 +108,16 @@ def replay(file: Path, policy: str | None) -> int:
     return EXIT_DIFFERS if differences and policy is None else 0
 
 
-def _fetch(base: str, rest: str, *, tries: int) -> bytes:
+def _fetch(server: FrontendAddress, rest: str, *, tries: int) -> bytes:
     problem = ""
     for path in _PATHS:
         for _ in range(tries):
             try:
-                return ask_server(base, path + rest)
+                return ask_server(server, path + rest)
             except RequestError as error:
                 problem = error.message if error.param or not problem else problem
                 if error.http_status != _NOT_FOUND:
-                    raise RequestError(f"--url: {base}: {error.message}") from error
+                    raise RequestError(f"{server}: {error.message}") from error
                 if error.param is None:
                     break  # no such path: try the other kind of server
     raise RequestError(problem, http_status=_NOT_FOUND)

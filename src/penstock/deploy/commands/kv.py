@@ -9,7 +9,8 @@ from typing import Any
 from urllib.parse import quote
 
 from penstock.core.errors import ConfigError
-from penstock.deploy.commands.admin import ask, base_of
+from penstock.deploy.commands.admin import ask
+from penstock.deploy.control.frontend_address import FrontendAddress
 
 _TIMEOUT_S = 630.0  # a prefix may have to be computed
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -28,24 +29,23 @@ _TIER_FIELDS = ("hit_tokens", "loads", "loaded_blocks", "offloaded_blocks", "dro
 _DONE = {"pin": "pinned", "unpin": "unpinned", "evict": "evicted", "flush": "flushed"}
 
 
-def run(action: str, options: argparse.Namespace) -> bool:
+def run(action: str, server: FrontendAddress, options: argparse.Namespace) -> bool:
     """Run one of the actions and print its result.
 
     Returns:
         whether every worker that was asked has acted.
 
     Raises:
-        ConfigError: `--url` is no URL, or a file of a prompt cannot be read.
+        ConfigError: a file of a prompt cannot be read.
         RequestError: the server or a worker refuses.
         Unavailable: no server answers.
     """
-    base = base_of(options.url)
     if action in ("ls", "stats"):
-        _show(action, base, options)
+        _show(action, server, options)
         return True
     fields = [("worker", options.worker), *_fields(action, options)]
     body = {name: value for name, value in fields if value is not None}
-    answer = _json_of(base, f"/admin/kv/{action}", body)
+    answer = _json_of(server, f"/admin/kv/{action}", body)
     acted = answer.get("workers", ())
     if options.json:
         _write([json.dumps(answer)])
@@ -63,12 +63,12 @@ def _fields(action: str, options: argparse.Namespace) -> Iterable[tuple[str, Any
         case "flush":
             yield "tier", options.tier
         case "unpin":
-            yield from (("name", options.name), ("session", options.session), ("tenant", options.tenant))
+            yield from (("name", options.held), ("session", options.session), ("tenant", options.tenant))
         case _:
             yield "model", options.model
             yield _prompt(options)
             if action == "pin":
-                yield from (("name", options.name), ("ttl_s", options.ttl))
+                yield from (("name", options.held), ("ttl_s", options.ttl))
 
 
 def _prompt(options: argparse.Namespace) -> tuple[str, Any]:
@@ -102,10 +102,10 @@ def _read(flag: str, path: Path) -> str:
         raise ConfigError(f"{flag}: {path}: cannot be read: {error}") from error
 
 
-def _show(action: str, base: str, options: argparse.Namespace) -> None:
+def _show(action: str, server: FrontendAddress, options: argparse.Namespace) -> None:
     query = "" if options.worker is None else f"?worker={quote(options.worker, safe='')}"
-    workers = {worker["name"]: worker for worker in _json_of(base, "/admin/workers", None)["workers"]}
-    listed = _json_of(base, f"/admin/kv{query}", None)["workers"] if action == "ls" else []
+    workers = {worker["name"]: worker for worker in _json_of(server, "/admin/workers", None)["workers"]}
+    listed = _json_of(server, f"/admin/kv{query}", None)["workers"] if action == "ls" else []
     if options.worker is not None and options.worker not in workers:
         raise ConfigError(
             f"--worker: there is no {options.worker!r}; known: {', '.join(sorted(workers)) or 'none'}"
@@ -180,12 +180,12 @@ def _bytes(count: float) -> str:
     return f"{count:.3g} {_UNITS[unit]}"
 
 
-def _json_of(base: str, path: str, body: dict[str, Any] | None) -> Any:
-    answer = ask(base, path, body=None if body is None else json.dumps(body).encode(), timeout_s=_TIMEOUT_S)
+def _json_of(server: FrontendAddress, path: str, body: dict[str, Any] | None) -> Any:
+    answer = ask(server, path, body=None if body is None else json.dumps(body).encode(), timeout_s=_TIMEOUT_S)
     try:
         return json.loads(answer)
     except ValueError as error:
-        raise ConfigError(f"--url: {base}: the answer is not Penstock's, or another version's") from error
+        raise ConfigError(f"{server}: the answer is not Penstock's, or another version's") from error
 
 
 def _write(lines: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.deploy.commands.admin import DEFAULT_URL
+from penstock.deploy.control.frontend_address import DEFAULT_URL
 from penstock.deploy.state import admin_token_path
 from penstock.frontend.tenants.key_file import API_KEY_VARIABLE
 
@@ -35,9 +35,8 @@ class ToTry:
     def commands(self) -> str:
         """Name the page and the commands of a terminal."""
         flag = "" if self.url == DEFAULT_URL else f" --url {self.url}"
-        trust = "" if self.certificate is None else f"SSL_CERT_FILE={shlex.quote(str(self.certificate))} "
         page = f"{self.url}/ in a browser, " if self.has_page else ""
-        return f"{page}{trust}penstock chat{flag}, {trust}penstock top{flag}"
+        return f"{page}penstock chat{flag}, penstock top{flag}"
 
     def curl(self) -> str:
         """Ask one question by curl; a key of a file is to be put in place of KEY."""

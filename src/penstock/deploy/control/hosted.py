@@ -65,17 +65,32 @@ def hosted() -> list[Hosted]:
 
 
 def choose(
-    found: list[Hosted], *, file: Path | None = None, name: str | None = None, part: str | None = None
+    found: list[Hosted],
+    *,
+    file: Path | None = None,
+    name: str | None = None,
+    part: str | None = None,
+    url: str | None = None,
+    flags: str = "--name or --part",
 ) -> Hosted:
-    """Choose the only one; else the only one of this graph file, name and part, or that was started in this directory.
+    """Choose the only one; else the only one of this graph file, name, part and URL, or that was started in this directory.
+
+    Args:
+        found: the deployments.
+        file: the graph's file.
+        name: the graph's name.
+        part: what `is_part` takes.
+        url: of its frontends.
+        flags: what the command has to choose by, for its user.
 
     Raises:
         Unavailable: there is none.
         ConfigError: several fit; the text names them.
     """
-    fitting = [each for each in found if _fits(each, file, name, part)]
+    fitting = [each for each in found if _fits(each, file, name, part, url)]
     if not fitting:
         wanted = f" of {file}" if file is not None else f" called {name}" if name is not None else ""
+        wanted += "" if url is None else f" at {url}"
         wanted += "" if part is None else f" with --part {part}"
         known = ", ".join(_named(each) for each in found)
         raise Unavailable(
@@ -86,9 +101,7 @@ def choose(
         if len(several) == 1:
             return several[0]
     listed = ", ".join(f"{_named(each)}{describe_part(each.record)}" for each in fitting)
-    raise ConfigError(
-        f"{len(fitting)} deployments fit: {listed}; choose one by its graph file, --name or --part"
-    )
+    raise ConfigError(f"{len(fitting)} deployments fit: {listed}; choose one by {flags}")
 
 
 def is_part(record: DeploymentRecord | None, part: str) -> bool:
@@ -110,8 +123,10 @@ def _roles(part: str) -> set[str]:
     return {item.partition("=")[0].strip() for item in part.split(",")} - {""}
 
 
-def _fits(each: Hosted, file: Path | None, name: str | None, part: str | None) -> bool:
+def _fits(each: Hosted, file: Path | None, name: str | None, part: str | None, url: str | None) -> bool:
     record = each.record
+    if url is not None and (record is None or record.url != url):
+        return False
     if name is not None and (record is None or record.name != name):
         return False
     if part is not None and not is_part(record, part):
@@ -133,7 +148,8 @@ def _directory(each: Hosted) -> str | None:
 
 def _named(each: Hosted) -> str:
     origin = None if each.record is None else each.record.origin
-    where = "" if origin is None else f" of {origin.file or origin.directory}"
+    at = f" at {each.record.url}" if each.record is not None and each.record.url else ""
+    where = at if origin is None else f"{at} of {origin.file or origin.directory}"
     return f"{each.name}{where}" if each.is_live else f"{each.name}, which was killed"
 
 

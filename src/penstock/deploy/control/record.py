@@ -38,6 +38,8 @@ class DeploymentRecord(Wire, frozen=True):
         log: file of what its processes print.
         origin: None for a deployment within a program of somebody's own, which no command ends.
         follows: for a node that follows a worker over several nodes, which one it is, as `node 1 of 2`; else empty.
+        url: of its frontends on this host; empty where there are none.
+        certificate: file of the frontends' certificate, absolute; empty where they speak HTTP.
     """
 
     name: str
@@ -47,6 +49,8 @@ class DeploymentRecord(Wire, frozen=True):
     log: str = ""
     origin: Origin | None = None
     follows: str = ""
+    url: str = ""
+    certificate: str = ""
 
 
 def keep_record(directory: Path, record: DeploymentRecord) -> None:

@@ -20,12 +20,7 @@ from penstock.deploy.control.probe_server import ProbeServer
 from penstock.deploy.control.record import DeploymentRecord, Origin, keep_record
 from penstock.deploy.control.server import ControlServer
 from penstock.deploy.drain import frontend_drain_s, worker_drain_s
-from penstock.deploy.messages import (
-    Assignment,
-    Common,
-    Job,
-    WorkerJob,
-)
+from penstock.deploy.messages import Assignment, Common, Job, WorkerJob
 from penstock.deploy.state import OUTPUT_LOG, PLANNER_LOG, load_admin_token, state_dir
 from penstock.deploy.supervisor.child import Child
 from penstock.deploy.supervisor.common import create_shared
@@ -310,6 +305,7 @@ class LocalDeployment:
         directory = state_dir(self.graph.name) if scale_file.is_ours else runtime
         self._guard.directory = runtime
         self.output.log = LogFile(directory / OUTPUT_LOG)
+        tls = self.graph.frontend.tls
         record = DeploymentRecord(
             name=self.graph.name,
             pid=os.getpid(),
@@ -317,6 +313,8 @@ class LocalDeployment:
             stop_s_max=frontend_drain_s(self.graph) + self.pool.drain_s,
             log=str(self.output.log.path),
             origin=self._origin,
+            url=self.url,
+            certificate="" if tls is None or not self.url else str(Path(tls.certificate).resolve()),
         )
         try:
             keep_record(runtime, record)

@@ -3,14 +3,19 @@
 import asyncio
 import contextlib
 import ssl
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from penstock.core.errors import Unavailable
+from penstock.core.errors import ConfigError, Unavailable
 from penstock.deploy.commands.admin import _no_token, _secret_for, _wrong_token, ask
+from penstock.deploy.control.frontend_address import FrontendAddress
 from penstock.deploy.state import load_admin_token
 from tests.support.certificates import make_authority, make_certificate
+
+T = TypeVar("T")
 
 
 def test_the_token_of_this_user_goes_to_this_machine_only(
@@ -87,8 +92,14 @@ def test_a_server_that_speaks_otherwise_is_not_called_away(
     assert "no answer in HTTP (" in no_http
     assert "use https://" in no_http
     assert "no TLS connection (" in no_tls
-    assert "nobody answers" in failure("http://127.0.0.1:1")
     assert "penstock ps" in failure("http://127.0.0.1:1")
+    assert failure(FrontendAddress("http://127.0.0.1:1", name="blue")).startswith(
+        "blue at http://127.0.0.1:1: nobody answers"
+    )
+    assert failure(FrontendAddress("http://127.0.0.1:1", is_guess=True)) == (
+        "no deployment of this user has a frontend on this host, and nobody answers at http://127.0.0.1:1 ([Errno 111]"
+        " Connection refused); start one with penstock serve, or name a server by --url"
+    )
 
 
 def test_a_certificate_is_trusted_by_itself_also_where_an_authority_signed_it(
@@ -111,14 +122,57 @@ def test_a_certificate_is_trusted_by_itself_also_where_an_authority_signed_it(
     async def asked() -> bytes:
         async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls) as server:
             base = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            return await asyncio.to_thread(ask, base, "/health", timeout_s=30.0)
+            return await asyncio.to_thread(ask, FrontendAddress(base), "/health", timeout_s=30.0)
 
     for trusted in (files.certificate, files.authority):
         monkeypatch.setenv("SSL_CERT_FILE", trusted)
         assert asyncio.run(asked()) == b"{}"
 
 
-def failure(base: str) -> str:
+def test_a_deployment_of_this_host_is_known_by_its_own_certificate(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its host name does not count, and no other certificate of its authority is trusted."""
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    authority = make_authority(tmp_path, "authority")
+    one, other = (make_certificate(tmp_path, name, authority) for name in ("one", "other"))
+    expired = make_certificate(tmp_path, "expired", authority, days=-1)
+    chain = tmp_path / "chain.pem"
+    assert one.certificate is not None
+    chain.write_text(Path(one.certificate).read_text() + authority.read_text())
+
+    def ask_with(certificate: str | Path | None) -> Callable[[str], str]:
+        assert certificate is not None
+        return lambda url: ask(FrontendAddress(url, name="blue", certificate=Path(certificate)), "/").decode()
+
+    def served(url: str) -> list[str]:
+        said = [ask_with(one.certificate)(url), ask_with(chain)(url)]
+        with pytest.raises(Unavailable, match=r"blue at https.*: its certificate is refused \("):
+            ask_with(other.certificate)(url)
+        with pytest.raises(ConfigError, match=r"one\.key cannot be read: .*run as the deployment's user"):
+            ask_with(one.key)(url)
+        return said
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok")
+            writer.close()
+
+    async def with_server(certificate: str | Path, key: str | None, call: Callable[[str], T]) -> T:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(certificate, key)
+        async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls) as server:
+            return await asyncio.to_thread(call, f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+    assert asyncio.run(with_server(chain, one.key, served)) == ["ok", "ok"]
+    assert expired.certificate is not None
+    with pytest.raises(Unavailable, match=r"certificate has expired\); renew .*expired.pem"):
+        asyncio.run(with_server(expired.certificate, expired.key, ask_with(expired.certificate)))
+
+
+def failure(server: str | FrontendAddress) -> str:
+    server = FrontendAddress(server) if isinstance(server, str) else server
     with pytest.raises(Unavailable) as caught:
-        ask(base, "/health", timeout_s=30.0)
+        ask(server, "/health", timeout_s=30.0)
     return caught.value.message

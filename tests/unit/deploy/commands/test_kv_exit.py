@@ -19,7 +19,8 @@ DONE = {"worker": "worker-1", "blocks": 7}
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
-def test_the_status_is_1_where_a_worker_refuses(monkeypatch, capsys, workers, code, text, as_json):
+def test_the_status_is_1_where_a_worker_refuses(monkeypatch, capsys, tmp_path, workers, code, text, as_json):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     answer = json.dumps({"workers": workers})
     monkeypatch.setattr(kv, "ask", lambda *_args, **_named: answer)
     assert main(["kv", "flush", *["--json"] * as_json]) == code

@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.core.errors import Unavailable
 from penstock.deploy.control.hosted import Hosted, Supervisor, choose, hosted
 
+_FLAGS = "its graph file, --name or --part"
 _POLL_S = 0.05
 _GRACE_S = 10.0
 """Beyond the time that draining may take."""
@@ -44,7 +45,9 @@ def take_down(
         _say(each, "removed", f"was killed before: {said}removed {each.directory}")
     if left and not any(_is_meant(each, file, name, part) for each in living):
         return
-    asyncio.run(_end(choose(living, file=file, name=name, part=part), now=now, timeout_s=timeout_s))
+    asyncio.run(
+        _end(choose(living, file=file, name=name, part=part, flags=_FLAGS), now=now, timeout_s=timeout_s)
+    )
 
 
 def _is_meant(each: Hosted, file: Path | None, name: str | None, part: str | None) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import PenstockError, Unavailable
 from penstock.deploy.commands.admin import ask
+from penstock.deploy.control.frontend_address import FrontendAddress
 from penstock.deploy.control.hosted import Hosted, hosted
 from penstock.deploy.control.local_connector import LocalConnector
 from penstock.deploy.control.messages import SOCKET_NAME, ProcessView
@@ -116,8 +118,12 @@ def _look(each: Hosted) -> Listed:
     if not deployment.url:
         problem = "no frontend runs here: workers of other hosts are seen where one does"
         return msgspec.structs.replace(listed, problem=problem)
+    server = FrontendAddress(
+        deployment.url,
+        certificate=Path(record.certificate) if record is not None and record.certificate else None,
+    )
     try:
-        workers: list[dict[str, Any]] = msgspec.json.decode(ask(deployment.url, "/admin/workers"))["workers"]
+        workers: list[dict[str, Any]] = msgspec.json.decode(ask(server, "/admin/workers"))["workers"]
     except (PenstockError, msgspec.DecodeError, KeyError) as error:
         what = "workers of other hosts are" if deployment.spans_hosts else "the way to other regions is"
         return msgspec.structs.replace(listed, problem=f"{what} not known: {error}")

@@ -14,8 +14,9 @@ from urllib.parse import quote
 import msgspec
 
 from penstock.core.errors import PenstockError, RequestError, Unavailable
-from penstock.deploy.commands.admin import ask, ask_stream, base_of
+from penstock.deploy.commands.admin import ask, ask_stream
 from penstock.deploy.commands.watching.words import printable, seconds
+from penstock.deploy.control.frontend_address import FrontendAddress
 from penstock.deploy.state import state_dir
 from penstock.router.dispatch.journeys import Journey, Part
 
@@ -41,7 +42,7 @@ class _Told(msgspec.Struct):
 class Conversation:
     """What was said, and whom it is said to."""
 
-    base: str
+    server: FrontendAddress
     model: str
     system: str = ""
     max_tokens: int | None = None
@@ -92,7 +93,7 @@ class Conversation:
         if self.max_tokens is not None:
             body["max_tokens"] = self.max_tokens
         path = "/v1/chat/completions"
-        for data in ask_stream(self.base, path, body=msgspec.json.encode(body), timeout_s=_SILENT_S):
+        for data in ask_stream(self.server, path, body=msgspec.json.encode(body), timeout_s=_SILENT_S):
             if data == b"[DONE]":
                 return
             event: dict[str, Any] = msgspec.json.decode(data)
@@ -107,7 +108,7 @@ class Conversation:
         for _ in range(_JOURNEY_TRIES):
             try:
                 told = msgspec.json.decode(
-                    ask(self.base, f"/watch/requests/{quote(answer_id, safe='')}"), type=_Told
+                    ask(self.server, f"/watch/requests/{quote(answer_id, safe='')}"), type=_Told
                 )
                 if told.journeys[0].outcome is not None:
                     return told.journeys[0]
@@ -122,22 +123,22 @@ class Conversation:
         return None
 
 
-def run_chat(url: str, model: str | None, system: str, max_tokens: int | None, question: str | None) -> None:
+def run_chat(
+    server: FrontendAddress, model: str | None, system: str, max_tokens: int | None, question: str | None
+) -> None:
     """Chat by the terminal; one question alone where it is given, or where stdin is no terminal and has it.
 
     Raises:
-        ConfigError: `url` is no URL.
         RequestError: nobody serves the model, or the server refuses the only question.
         Unavailable: no server answers, or no worker there serves a model.
     """
-    base = base_of(url)
-    chat = Conversation(base, _chosen(base, model), system, max_tokens)
+    chat = Conversation(server, _chosen(server, model), system, max_tokens)
     if question is None and not sys.stdin.isatty():
         question = sys.stdin.read()
     if question is not None:
         _say(chat, question)
         return
-    _write(f"{chat.model} at {base}; /help lists commands, Ctrl-D ends\n")
+    _write(f"{chat.model} at {server.url}; /help lists commands, Ctrl-D ends\n")
     with _history():
         while (line := _line(f"{chat.model}> ")) is not None:
             try:
@@ -175,9 +176,9 @@ def _obey(chat: Conversation, line: str) -> bool:
             chat.system = value
             chat.turns.clear()
         case "/model" if value:
-            chat.model = _chosen(chat.base, value)
+            chat.model = _chosen(chat.server, value)
         case "/model":
-            _write("".join(f"{name}\n" for name in _models(chat.base)))
+            _write("".join(f"{name}\n" for name in _models(chat.server)))
         case "/max" if value.isdecimal() and int(value) >= 1:
             chat.max_tokens = int(value)
         case "/max":
@@ -206,16 +207,16 @@ def _about(journey: Journey | None, usage: dict[str, Any] | None, first_s: float
     return " · ".join(parts)
 
 
-def _models(base: str) -> list[str]:
-    return [model["id"] for model in msgspec.json.decode(ask(base, "/v1/models"))["data"]]
+def _models(server: FrontendAddress) -> list[str]:
+    return [model["id"] for model in msgspec.json.decode(ask(server, "/v1/models"))["data"]]
 
 
-def _chosen(base: str, wanted: str | None) -> str:
+def _chosen(server: FrontendAddress, wanted: str | None) -> str:
     """Give the model of this name, or the first; raises RequestError if there is none of it, Unavailable if there is none at all."""
-    models = _models(base)
+    models = _models(server)
     if not models:
         raise Unavailable(
-            f"--url: {base}: no worker there serves a model now; try again when penstock ps shows a worker as ready"
+            f"{server}: no worker there serves a model now; try again when penstock ps shows a worker as ready"
         )
     if wanted is None:
         return models[0]
