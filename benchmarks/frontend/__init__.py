@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.frontend.load import Load, Loaded, Prompts
 from benchmarks.frontend.model import make_model
 from benchmarks.frontend.servers import Server, ours, peer
-from benchmarks.frontend.usage import cpu_s, idle_cpu_share, resident_mb
+from benchmarks.frontend.usage import anonymous_mb, cpu_s, idle_cpu_share, resident_mb
 from benchmarks.runner import expect_at_least
 from penstock.bench.report import Report
 
@@ -24,6 +24,8 @@ _PACED_TOKENS = 250
 _WIDE = 256
 _BURST = 500
 _LONG_WORDS = 6_000
+_MEMORY_FIGURES = {0: "a_tenth", 4: "half", 9: "all"}
+"""Of the tenths of the requests, those that are figures."""
 _CASES = ("instant", "crowds", "paced", "long-prompts", "unseen-prompts", "two", "memory")
 
 
@@ -236,15 +238,16 @@ class _Bench:
         self._samples["two_frontends_speedup"] = [rates[1] / rates[0]]
 
     def memory(self) -> None:
-        """Resident memory after a tenth of many requests, after half of them, and after all."""
+        """Resident memory after each tenth of many requests."""
         prompts, requests = Prompts(4, stream=False), self._options.memory_requests
         with ours(self._model) as server:
-            self._run(server, prompts, 64, requests // 10)
-            self._note(server, {"memory_mb_after_a_tenth": resident_mb(server.pid)})
-            self._run(server, prompts, 64, requests // 2 - requests // 10)
-            self._note(server, {"memory_mb_after_half": resident_mb(server.pid)})
-            self._run(server, prompts, 64, requests - requests // 2)
-            self._note(server, {"memory_mb_after_all": resident_mb(server.pid)})
+            for tenth in range(10):
+                self._run(server, prompts, 64, (tenth + 1) * requests // 10 - tenth * requests // 10)
+                found = {"memory_mb": resident_mb(server.pid), "anonymous_mb": anonymous_mb(server.pid)}
+                self._note(server, found)
+                if tenth in _MEMORY_FIGURES:
+                    when = _MEMORY_FIGURES[tenth]
+                    self._note(server, {f"{name}_after_{when}": value for name, value in found.items()})
 
     def _peer_server(self, speedup: float) -> AbstractContextManager[Sequence[Server]]:
         return peer(self._peer, self._model, self._directory, speedup=speedup)

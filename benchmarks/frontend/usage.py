@@ -18,6 +18,12 @@ def resident_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES / 1e6
 
 
+def anonymous_mb(pid: int) -> float:
+    """Give its resident memory without pages of files, which the kernel takes away and reads again as it likes."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "RssAnon" in line)
+    return int(line.split()[1]) * 1024 / 1e6
+
+
 def idle_cpu_share(pid: int, seconds: float) -> float:
     """Give the share of a core that it uses for so long."""
     before_s, began_s = cpu_s(pid), time.perf_counter()
