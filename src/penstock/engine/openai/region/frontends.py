@@ -89,7 +89,9 @@ class RegionFrontends:
 
         ends_s = asyncio.get_running_loop().time() + timeout_s
         best, *others = self._in_turn()
-        answer: bytes | PenstockError = Unavailable(f"{self.name}: no answer within {timeout_s:g} s")
+        answer: bytes | PenstockError = Unavailable(
+            f"{self.name}: no answer within {timeout_s:g} s by any frontend; are they up, and reachable from here?"
+        )
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(ask(best))]
             await asyncio.wait(asked, timeout=timeout_s * _ALONE_SHARE)
