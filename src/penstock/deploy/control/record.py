@@ -1,12 +1,15 @@
 """What a deployment writes of itself into its private directory, for commands that look after it without asking it."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock.core.files import write_whole
 from penstock.core.wire import Wire
+
+if TYPE_CHECKING:
+    from penstock.graph import Graph
 
 _NAME = "deployment.json"
 
@@ -51,6 +54,11 @@ class DeploymentRecord(Wire, frozen=True):
     follows: str = ""
     url: str = ""
     certificate: str = ""
+
+
+def unnamed_file(graph: "Graph", origin: Origin | None) -> str:
+    """Give the graph's file where the graph has no name, so that only its file tells it from others; else an empty string."""
+    return "" if origin is None or "name" in graph.model_fields_set else origin.file
 
 
 def keep_record(directory: Path, record: DeploymentRecord) -> None:

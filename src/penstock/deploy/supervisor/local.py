@@ -17,7 +17,7 @@ from penstock.deploy.card import check_model, served_name
 from penstock.deploy.causes import cause_of
 from penstock.deploy.control.messages import Deployment, ProcessView
 from penstock.deploy.control.probe_server import ProbeServer
-from penstock.deploy.control.record import DeploymentRecord, Origin, keep_record
+from penstock.deploy.control.record import DeploymentRecord, Origin, keep_record, unnamed_file
 from penstock.deploy.control.server import ControlServer
 from penstock.deploy.drain import frontend_drain_s, worker_drain_s
 from penstock.deploy.messages import Assignment, Common, Job, WorkerJob
@@ -206,6 +206,7 @@ class LocalDeployment:
                     state_dir(self.graph.name),
                     {name: role.replicas for name, role in self._roles.items()},
                     spans_hosts=self.graph.runtime.spans_hosts,
+                    graph=unnamed_file(self.graph, self._origin),
                 )
             )
             directory = self._keep_record(Path(common.runtime_dir), scale_file)

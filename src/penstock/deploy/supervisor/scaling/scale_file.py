@@ -38,29 +38,37 @@ def declared_workers(roles: Mapping[Role, RoleSpec]) -> tuple[KeptWorker, ...]:
 
 
 class KeptScale(Wire, frozen=True):
-    """The content of the file. `declared` are the graph's replicas: with other ones, the graph counts."""
+    """The content of the file. `declared` are the graph's replicas: with other ones, the graph counts.
+
+    `graph` is the file of a graph without a name: such graphs of several folders have one directory, and another one's scale does not count.
+    """
 
     version: int
     declared: dict[Role, int]
     workers: tuple[KeptWorker, ...]
     revision: int
     changed_by: str = ""
+    graph: str = ""
 
 
 class ScaleFile:
     """The file of one deployment, locked by the first process that opens it. The kernel releases the lock however it ends."""
 
-    def __init__(self, directory: Path, declared: Mapping[Role, int], *, spans_hosts: bool = False) -> None:
+    def __init__(
+        self, directory: Path, declared: Mapping[Role, int], *, spans_hosts: bool = False, graph: str = ""
+    ) -> None:
         """Open the file.
 
         Args:
             directory: the deployment's directory that survives restarts; made if it is not there.
             declared: replicas of the graph's roles.
             spans_hosts: whether workers of other hosts may answer requests, so that this one may have none.
+            graph: the graph's file, where the graph has no name; else empty.
         """
         self._path = directory / "scale.json"
         self._declared = dict(declared)
         self._spans_hosts = spans_hosts
+        self._graph = graph
         self._lock = _lock(directory / "scale.lock")
         self.is_ours = self._lock is not None
         """Whether this process may read and write it; not where another deployment of this name runs."""
@@ -84,7 +92,7 @@ class ScaleFile:
         self._declared = dict(declared)
 
     def load(self) -> KeptScale | None:
-        """Return what was kept; None if nothing was, the graph's replicas have changed since, or the file is damaged."""
+        """Return what was kept; None if nothing was, it is another graph's, the graph's replicas have changed, or the file is damaged."""
         if not self.is_ours:
             return None
         try:
@@ -99,9 +107,9 @@ class ScaleFile:
                 effect="starts as the graph says",
             )
             return None
-        if kept.version != _VERSION or kept.declared != self._declared or not self._is_sound(kept):
+        if kept.version != _VERSION or (kept.declared, kept.graph) != (self._declared, self._graph):
             return None
-        return kept
+        return kept if self._is_sound(kept) else None
 
     def _is_sound(self, kept: KeptScale) -> bool:
         """Tell whether the workers are of the graph's roles, each once, and one answers requests."""
@@ -122,6 +130,7 @@ class ScaleFile:
             workers=workers,
             revision=revision,
             changed_by=changed_by,
+            graph=self._graph,
         )
         try:
             write_whole(self._path, msgspec.json.encode(kept))

@@ -3,7 +3,9 @@
 import pytest
 
 from penstock.core.types.instances import Role
+from penstock.deploy.control.record import Origin, unnamed_file
 from penstock.deploy.supervisor.scaling.scale_file import KeptWorker, ScaleFile
+from penstock.graph import Graph
 
 DECLARED = {Role.AGGREGATED: 1}
 TWO = tuple(KeptWorker(home=Role.AGGREGATED, index=index, role=Role.AGGREGATED) for index in range(2))
@@ -43,6 +45,22 @@ def test_a_worker_twice_or_of_another_role_is_no_scale(tmp_path):
         with ScaleFile(tmp_path, DECLARED) as file:
             file.save(workers, revision=1, changed_by="me")
             assert file.load() is None
+
+
+def test_graphs_without_a_name_do_not_take_each_others_scale(tmp_path):
+    with ScaleFile(tmp_path, DECLARED, graph="/blue/graph.yaml") as file:
+        file.save(TWO, revision=1, changed_by="me")
+    with ScaleFile(tmp_path, DECLARED, graph="/green/graph.yaml") as file:
+        assert file.load() is None
+    with ScaleFile(tmp_path, DECLARED, graph="/blue/graph.yaml") as file:
+        assert file.load().workers == TWO
+
+
+@pytest.mark.parametrize(("name", "file"), [({}, "/blue/graph.yaml"), ({"name": "default"}, "")])
+def test_only_a_graph_without_a_name_is_told_by_its_file(name, file):
+    graph = Graph.model_validate({"model": "demo", **name})
+    assert unnamed_file(graph, Origin(file="/blue/graph.yaml")) == file
+    assert unnamed_file(graph, None) == ""
 
 
 def test_only_one_of_two_deployments_of_a_name_remembers(tmp_path):
