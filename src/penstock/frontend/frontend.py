@@ -31,6 +31,7 @@ from penstock.frontend.openai.dialect import (
     AnswerContext,
     Dialect,
     EmbeddingOptions,
+    ResponseFields,
     StreamedAnswer,
     WholeBody,
 )
@@ -38,7 +39,7 @@ from penstock.frontend.openai.events import Envelope
 from penstock.frontend.requests.completion import Completion
 from penstock.frontend.requests.dialects import CHAT, EMBEDDINGS, TOKENIZE
 from penstock.frontend.requests.encoders import LARGE_BYTES, Encoders
-from penstock.frontend.requests.encoding import Prompt
+from penstock.frontend.requests.encoding import Prompt, encoding_of
 from penstock.frontend.requests.media import PromptMedia
 from penstock.frontend.requests.next_turns import NextTurns
 from penstock.frontend.requests.preprocess import PreparedRequest, Preprocessor, RequestMetadata
@@ -92,7 +93,7 @@ class _Decoded(msgspec.Struct, frozen=True):
     model: ServedModel
     prompts: Sequence[Prompt]
     chat: Sequence[bytes] | ChatRequest | None
-    previous: str | None = None
+    response: ResponseFields | None = None
     messages: bytes | None = None
     embedding: EmbeddingOptions | None = None
     fields: ClientFields = SAME
@@ -305,7 +306,7 @@ class Frontend:
                 encoded.model,
                 encoded.prompts,
                 body if dialect is CHAT else None,
-                *(encoded.previous, encoded.messages, encoded.embedding, encoded.fields),
+                *(encoded.response, encoded.messages, encoded.embedding, encoded.fields),
             )
         parsed = dialect.parse(b"".join(body))
         with parsed.fields:
@@ -315,10 +316,10 @@ class Frontend:
         request, fields = parsed.request, fields_after(parsed)
         model = await model_of(request.model)
         with fields:
-            prompts = await self._preprocessor.encode(request, model, size_bytes + len(before))
+            size_bytes += len(before)
+            prompts = await self._preprocessor.encode(request, model, size_bytes, encoding_of(parsed))
         chat = request if isinstance(request, ChatRequest) else None
-        rest = parsed.previous, messages, parsed.embedding, fields
-        return _Decoded(request, model, prompts, chat, *rest)
+        return _Decoded(request, model, prompts, chat, parsed.response, messages, parsed.embedding, fields)
 
     async def close(self) -> None:
         """End the encoder processes, connections for media, and what is computed ahead. Safe twice."""
@@ -420,7 +421,8 @@ class Frontend:
             choices=len(prepared.requests),
             logprobs=prepared.logprobs is not None,
             usage=completion.usage,
-            previous=decoded.previous,
+            sampling=prepared.requests[0].sampling,
+            response=decoded.response,
             remember=self._remember(prepared, decoded.messages),
             annotations=prepared.annotations,
         )

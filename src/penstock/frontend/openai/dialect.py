@@ -7,6 +7,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.core.errors import PenstockError
+from penstock.core.types.requests import SamplingParams
 from penstock.core.wire import Wire
 from penstock.frontend.client_fields import SAME, ClientFields
 from penstock.frontend.openai.answers import Usage
@@ -22,12 +23,35 @@ class EmbeddingOptions(Wire, frozen=True):
     dimensions: int | None = None
 
 
+class ResponseFields(Wire, frozen=True):
+    """Fields of a body of the Responses API that its answers repeat, where the request for the model lacks them.
+
+    Attributes:
+        previous: the stored answer that it continues; its messages go before those of the body.
+        instructions: a JSON string or null.
+        metadata: a JSON object.
+        truncation: "auto" leaves out the oldest messages where all of them are too long for the model.
+        summary: of `reasoning`.
+    """
+
+    previous: str | None = None
+    instructions: bytes = b"null"
+    metadata: bytes = b"{}"
+    truncation: str = "disabled"
+    summary: str | None = None
+    max_tool_calls: int | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+
+
 class ParsedBody(msgspec.Struct, frozen=True):
     """A body as the frontend's own request.
 
     Attributes:
         request: for the model.
-        previous: the stored answer that it continues; its messages go before those of `request`.
+        response: what answers of the Responses API repeat of it.
         instructions: leading messages of `request` that stay in front and are not stored.
         stores: whether its messages and the answer are kept, so that another request can continue them.
         embedding: how embeddings are given, where the body asks for them.
@@ -35,11 +59,16 @@ class ParsedBody(msgspec.Struct, frozen=True):
     """
 
     request: ChatRequest | CompletionRequest
-    previous: str | None = None
+    response: ResponseFields | None = None
     instructions: int = 0
     stores: bool = False
     embedding: EmbeddingOptions | None = None
     fields: ClientFields = SAME
+
+    @property
+    def previous(self) -> str | None:
+        """The stored answer that it continues; its messages go before those of `request`."""
+        return None if self.response is None else self.response.previous
 
 
 class AnswerContext(msgspec.Struct, frozen=True):
@@ -52,7 +81,8 @@ class AnswerContext(msgspec.Struct, frozen=True):
         choices: how many the answer has.
         logprobs: whether they were asked for.
         usage: gives the counts so far.
-        previous: the stored answer that it continues.
+        sampling: of its choices.
+        response: what answers of the Responses API repeat of their body.
         remember: keeps the answer's message; None: it is not stored.
         annotations: encoded events before those of a streamed answer.
     """
@@ -63,7 +93,8 @@ class AnswerContext(msgspec.Struct, frozen=True):
     choices: int
     logprobs: bool
     usage: Callable[[], Usage]
-    previous: str | None = None
+    sampling: SamplingParams
+    response: ResponseFields | None = None
     remember: Callable[[Message], None] | None = None
     annotations: bytes = b""
 

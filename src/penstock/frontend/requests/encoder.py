@@ -16,9 +16,9 @@ from penstock.core.wire import PackedTokens, Wire, encode, pack_tokens
 from penstock.frontend.client_fields import SAME, ClientFields
 from penstock.frontend.openai.bodies import ChatRequest
 from penstock.frontend.openai.body_error import nested_too_deeply
-from penstock.frontend.openai.dialect import EmbeddingOptions, ParsedBody
+from penstock.frontend.openai.dialect import EmbeddingOptions, ParsedBody, ResponseFields
 from penstock.frontend.requests.dialects import DIALECTS
-from penstock.frontend.requests.encoding import Prompt, encode_prompts, without_prompts
+from penstock.frontend.requests.encoding import Prompt, encoding_of, without_prompts
 from penstock.frontend.requests.route.body import decode_query
 from penstock.frontend.requests.route.model import RouteModel
 from penstock.frontend.responses.store import fields_after, stored_messages
@@ -75,12 +75,13 @@ class MissingFiles(Wire, frozen=True, tag="lacks"):
 
 
 class Encoded(Wire, frozen=True, tag="encoded"):
-    """The body's prompts, and the rest of the request as msgpack; `messages`: those to store, encoded; `embedding` and `fields`: as in `ParsedBody`."""
+    """The body's prompts, and the rest of the request as msgpack; `messages`: those to store, encoded; `response`, `embedding` and `fields`: as in `ParsedBody`."""
 
     request: bytes
     prompts: tuple[Prompt, ...]
     is_chat: bool
     messages: bytes | None = None
+    response: ResponseFields | None = None
     embedding: EmbeddingOptions | None = None
     fields: ClientFields = SAME
 
@@ -155,12 +156,13 @@ class Encoder:
         parsed, self._body = self._body, None
         request, messages = parsed.request, stored_messages(parsed, task.history)
         with fields_after(parsed) as fields:
-            prompts = encode_prompts(request, model.adapted(task.card), task.hash_key)
+            prompts = encoding_of(parsed)(request, model.adapted(task.card), task.hash_key)
         return Encoded(
             request=encode(without_prompts(request)),
             prompts=prompts,
             is_chat=isinstance(request, ChatRequest),
             messages=messages,
+            response=parsed.response,
             embedding=parsed.embedding,
             fields=fields,
         )

@@ -16,7 +16,7 @@ from penstock.core.wire import encode, unpack_tokens
 from penstock.frontend.client_fields import SAME, ClientFields
 from penstock.frontend.errors import refusal_of
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest
-from penstock.frontend.openai.dialect import EmbeddingOptions
+from penstock.frontend.openai.dialect import EmbeddingOptions, ResponseFields
 from penstock.frontend.requests.encoder import (
     LENGTH_BYTES,
     DecodedQuery,
@@ -49,7 +49,7 @@ class EncodedBody:
     request: GenerationRequest
     model: ServedModel
     prompts: tuple[Prompt, ...]
-    previous: str | None = None
+    response: ResponseFields | None = None
     messages: bytes | None = None  # to store, encoded
     embedding: EmbeddingOptions | None = None
     fields: ClientFields = SAME
@@ -147,7 +147,7 @@ class Encoders:
             request,
             model,
             encoded.prompts,
-            named.previous,
+            encoded.response,
             encoded.messages,
             encoded.embedding,
             encoded.fields,

@@ -1,6 +1,6 @@
 """Encodes prompts to tokens and block hashes: pure functions, run on the event loop, in a thread or in an encoder process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,8 +14,10 @@ from penstock.core.wire import PackedHashes, PackedTokens, TokenArray, Wire, pac
 from penstock.frontend.errors import ContextLengthError
 from penstock.frontend.openai.agents import FORMATTED_PROMPT, annotations_of
 from penstock.frontend.openai.bodies import ChatRequest, CompletionRequest, GenerationRequest, Message
+from penstock.frontend.openai.dialect import ParsedBody
 from penstock.frontend.openai.media import PART_TYPES, ContentPart, MediaPart, media_part, placeholders
 from penstock.frontend.openai.tools import offered_tools
+from penstock.frontend.responses.truncation import answer_room, fitting_messages
 from penstock.frontend.text.models import ServedModel
 from penstock.frontend.text.template import ChatTemplate
 
@@ -92,6 +94,50 @@ def encode_prompts(
         )
         for token_ids, text in zip(encoded, texts, strict=True)
     )
+
+
+Encoding = Callable[[ChatRequest | CompletionRequest, ServedModel, bytes], tuple[Prompt, ...]]
+
+
+def encoding_of(parsed: ParsedBody) -> Encoding:
+    """Give what encodes the prompts of a body: `encode_prompts`, or what first leaves out messages that do not fit."""
+    fields = parsed.response
+    return encode_prompts if fields is None or fields.truncation != "auto" else _encode_fitting
+
+
+def _encode_fitting(
+    request: ChatRequest | CompletionRequest, model: ServedModel, hash_key: bytes
+) -> tuple[Prompt, ...]:
+    """Take messages that are too many for the model out of a chat, and encode the others."""
+    assert isinstance(request, ChatRequest)
+    _media(request, model)  # errors in messages that are left out name them all the same
+
+    def size_of(messages: Sequence[Message]) -> int | None:
+        shorter = msgspec.structs.replace(request, messages=list(messages))
+        try:
+            return len(_encode(model, _render(shorter, model), "messages", special=False))
+        except RequestError:
+            return None
+
+    def count_of(message: Message) -> int:
+        try:
+            return len(_encode(model, _said(message), "messages", special=False))
+        except ContextLengthError:
+            return model.card.context_length
+
+    limit = request.max_completion_tokens or request.max_tokens
+    most = model.card.context_length - answer_room(limit, model.card.context_length)
+    if most > 0:
+        request.messages = fitting_messages(request.messages, most, size_of, count_of)
+    return encode_prompts(request, model, hash_key)
+
+
+def _said(message: Message) -> str:
+    """Give the text of a message, however the template writes it."""
+    content = message.content or ""
+    texts = [content] if isinstance(content, str) else [part.words or "" for part in content]
+    calls = [str(call.get("function")) for call in message.tool_calls or ()]
+    return "\n".join([*texts, message.reasoning_content or "", *calls])
 
 
 def _shows_text(request: GenerationRequest) -> bool:

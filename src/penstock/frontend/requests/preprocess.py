@@ -36,7 +36,7 @@ from penstock.frontend.openai.structured import structured_of
 from penstock.frontend.openai.tools import named_tool, required_calls, tool_schemas
 from penstock.frontend.openai.validation import stop_strings
 from penstock.frontend.parsing.parser import ParserPlan
-from penstock.frontend.requests.encoding import Prompt, encode_prompts
+from penstock.frontend.requests.encoding import Encoding, Prompt, encode_prompts
 from penstock.frontend.text.models import ServedModel
 from penstock.frontend.text.prompt_part import PromptPart
 
@@ -124,7 +124,11 @@ class Preprocessor:
         return asyncio.get_running_loop()
 
     async def encode(
-        self, request: ChatRequest | CompletionRequest, model: ServedModel, size_bytes: int
+        self,
+        request: ChatRequest | CompletionRequest,
+        model: ServedModel,
+        size_bytes: int,
+        encode: Encoding = encode_prompts,
     ) -> tuple[Prompt, ...]:
         """Encode the prompts of a checked request (`validation.py`) from a body of so many bytes; a large one in a thread.
 
@@ -132,8 +136,8 @@ class Preprocessor:
             RequestError: see `encode_prompts`.
         """
         if size_bytes <= THREAD_BYTES:
-            return encode_prompts(request, model, self._hash_key)
-        return await asyncio.to_thread(encode_prompts, request, model, self._hash_key)
+            return encode(request, model, self._hash_key)
+        return await asyncio.to_thread(encode, request, model, self._hash_key)
 
     def prepared(
         self,

@@ -31,7 +31,7 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 class Reasoning(msgspec.Struct, kw_only=True):
     effort: str | None = None
-    summary: Any = None  # accepted, no effect: reasoning is given as it is
+    summary: str | None = None  # accepted, no effect: reasoning is given as it is
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -64,18 +64,19 @@ class ResponsesRequest(SamplingExtensions, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    metadata: Any = None
+    truncation: str | None = None
+    # Accepted, no effect but that the answer repeats them.
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    max_tool_calls: int | None = None
     # Accepted, no effect on the answer.
     include: Any = None
     stream_options: Any = None
-    user: Any = None
     service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    max_tool_calls: Any = None
     strict: bool | None = None
-    truncation: str | None = None
     # Penstock's, as in chats.
     chat_template_kwargs: dict[str, Any] | None = None
     session: SessionBody | None = None

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.core.clock import wall_time_s
 from penstock.core.errors import PenstockError
 from penstock.frontend.errors import error_answer
 from penstock.frontend.openai.answers import Usage, encode
@@ -128,14 +129,17 @@ def _remember(context: AnswerContext, blocks: Blocks) -> None:
 
 def _response(context: AnswerContext, blocks: Blocks, usage: Usage | None) -> dict[str, Any]:
     """Make the response object; without `usage` the answer is still being written."""
-    request, envelope = context.request, context.envelope
+    request, envelope, given = context.request, context.envelope, context.response
     assert isinstance(request, ChatRequest)
+    assert given is not None, "of this dialect"
     is_cut = blocks.finish_reason == "length"
     status = "in_progress" if usage is None else "incomplete" if is_cut else "completed"
     return {
         "id": envelope.id,
         "object": "response",
         "created_at": envelope.created,
+        "completed_at": int(wall_time_s()) if status == "completed" else None,
+        "background": False,
         "status": status,
         "model": envelope.model,
         "output": []
@@ -143,20 +147,26 @@ def _response(context: AnswerContext, blocks: Blocks, usage: Usage | None) -> di
         else [_item(context, block, _status(blocks, block)) for block in blocks.all],
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": None,
+        "instructions": msgspec.Raw(given.instructions),
         "max_output_tokens": request.max_completion_tokens,
-        "metadata": request.metadata or {},
+        "max_tool_calls": given.max_tool_calls,
+        "metadata": msgspec.Raw(given.metadata),
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "previous_response_id": context.previous,
-        "reasoning": {"effort": request.reasoning_effort, "summary": None},
+        "previous_response_id": given.previous,
+        "reasoning": {"effort": request.reasoning_effort, "summary": given.summary},
+        "safety_identifier": given.safety_identifier,
+        "service_tier": "default",
+        "prompt_cache_key": given.prompt_cache_key,
+        "prompt_cache_retention": given.prompt_cache_retention,
         "store": context.remember is not None,
-        "temperature": request.temperature,
+        "temperature": context.sampling.temperature,
         "text": {"format": _format(request.response_format), "verbosity": request.verbosity},
         "tool_choice": _choice(request.tool_choice),
         "tools": [{"type": "function", **tool["function"]} for tool in request.tools or []],
-        "top_p": request.top_p,
-        "truncation": "disabled",
+        "top_p": context.sampling.top_p,
+        "truncation": given.truncation,
         "usage": None if usage is None else _usage(usage),
+        "user": given.user,
     }
 
 

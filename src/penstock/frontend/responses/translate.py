@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import msgspec
+
 from penstock.core.errors import RequestError
 from penstock.frontend.client_fields import ClientFields, Origin
 from penstock.frontend.openai.agents import take_peer_fields
 from penstock.frontend.openai.bodies import ChatRequest, Message, parse_body
-from penstock.frontend.openai.dialect import ParsedBody, names_of
+from penstock.frontend.openai.dialect import ParsedBody, ResponseFields, names_of
 from penstock.frontend.openai.media import ContentPart, MediaUrl
 from penstock.frontend.openai.validation import check_chat
 from penstock.frontend.responses.bodies import (
@@ -36,10 +38,9 @@ def parse_responses(body: bytes) -> ParsedBody:
         RequestError: it is malformed.
     """
     given = parse_body(body, ResponsesRequest, decode_responses)
-    if given.truncation not in {None, "disabled"}:
+    if given.truncation not in {None, "auto", "disabled"}:
         raise RequestError(
-            f"truncation: must be 'disabled', got {given.truncation[:40]!r}; shorten the input",
-            param="truncation",
+            f"truncation: must be 'auto' or 'disabled', got {given.truncation[:40]!r}", param="truncation"
         )
     messages = [] if given.instructions is None else [Message(role="system", content=given.instructions)]
     instructions = len(messages)
@@ -55,7 +56,6 @@ def parse_responses(body: bytes) -> ParsedBody:
         tools=None if given.tools is None else [_tool(tool) for tool in given.tools],
         tool_choice=_choice(given.tool_choice),
         parallel_tool_calls=given.parallel_tool_calls,
-        metadata=given.metadata,
         chat_template_kwargs=given.chat_template_kwargs,
         session=given.session,
         agent_hints=given.agent_hints,
@@ -72,8 +72,21 @@ def parse_responses(body: bytes) -> ParsedBody:
     if "response_format" not in names:
         names |= {"response_format.json_schema": "text.format", "response_format": "text.format"}
     fields = ClientFields(names=names, messages=tuple(origins), tools="parameters")
-    return ParsedBody(
-        request, given.previous_response_id, instructions, stores=given.store is not False, fields=fields
+    return ParsedBody(request, _repeated(given), instructions, stores=given.store is not False, fields=fields)
+
+
+def _repeated(given: ResponsesRequest) -> ResponseFields:
+    return ResponseFields(
+        previous=given.previous_response_id,
+        instructions=msgspec.json.encode(given.instructions),
+        metadata=msgspec.json.encode(given.metadata or {}),
+        truncation=given.truncation or "disabled",
+        summary=None if given.reasoning is None else given.reasoning.summary,
+        max_tool_calls=given.max_tool_calls,
+        prompt_cache_key=given.prompt_cache_key,
+        prompt_cache_retention=given.prompt_cache_retention,
+        safety_identifier=given.safety_identifier,
+        user=given.user,
     )
 
 

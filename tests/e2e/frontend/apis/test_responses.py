@@ -1,10 +1,12 @@
 """The Responses API through the openai client, whole, streamed, and continued by an answer's id."""
 
 import json
+from typing import Any
 
 import openai
 import pytest
 from frontend_site import IDS, TEXT, TOKENIZER, Site, run, serving
+from openai.types.responses import Response
 
 from penstock.core.types.requests import FinishReason
 from penstock.core.wire import token_list
@@ -144,6 +146,99 @@ def test_an_answer_that_breaks_off_is_incomplete() -> None:
             assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
             with pytest.raises(openai.BadRequestError, match="max_output_tokens: must be >= 1, got 0"):
                 await site.client.responses.create(model="tiny", input="hello", max_output_tokens=0)
+
+    run(test)
+
+
+def test_answers_repeat_what_was_asked() -> None:
+    repeated: dict[str, Any] = {
+        "instructions": 'be "brief"',
+        "metadata": {"topic": "weather"},
+        "truncation": "auto",
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "max_output_tokens": 40,
+        "max_tool_calls": 3,
+        "parallel_tool_calls": False,
+        "prompt_cache_key": "key",
+        "prompt_cache_retention": "24h",
+        "safety_identifier": "someone",
+        "tools": TOOLS,
+        "tool_choice": "auto",
+        "user": "somebody",
+    }
+
+    async def test() -> None:
+        async with serving(dispatcher=says("hello", context_length=200_000)) as site:
+            for asked in ("hello", "the quick brown fox " * 4000):  # an encoder process reads the latter
+                body = json.dumps({"model": "tiny", "input": asked, **repeated}).encode()
+                answer = json.loads((await site.ask("POST", "/v1/responses", body)).body)
+                Response.model_validate(answer, strict=True)
+                assert {name: answer[name] for name in repeated} == repeated
+                assert (answer["service_tier"], answer["background"]) == ("default", False)
+                assert answer["completed_at"] >= answer["created_at"]
+                streamed = await site.client.responses.create(
+                    model="tiny", input=asked, stream=True, **repeated
+                )
+                async for event in streamed:
+                    if event.type in {"response.created", "response.in_progress", "response.completed"}:
+                        given = event.response.model_dump()
+                        assert {name: given[name] for name in ("instructions", "metadata", "truncation")} == {
+                            name: repeated[name] for name in ("instructions", "metadata", "truncation")
+                        }
+            bare = await site.client.responses.create(model="tiny", input="hello")
+            assert (bare.instructions, bare.metadata, bare.truncation) == (None, {}, "disabled")
+            assert (bare.temperature, bare.top_p) == (1.0, 1.0)
+            with pytest.raises(openai.BadRequestError, match="truncation: must be 'auto' or 'disabled'"):
+                await site.client.responses.create(model="tiny", input="hello", truncation="some")
+
+    run(test)
+
+
+def test_the_oldest_items_are_left_out_where_the_client_allows_it() -> None:
+    fox = "the quick brown fox jumps over the lazy dog "
+    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c1", "output": f"rain {fox}"}
+
+    def items(turns: int) -> list[dict[str, Any]]:
+        talk: list[dict[str, Any]] = [{"role": "user", "content": "first"}, call, output]
+        for turn in range(turns):
+            talk += [
+                {"role": "assistant", "content": f"{fox * 3} {turn}"},
+                {"role": "user", "content": f"{fox} {turn}"},
+            ]
+        return [*talk, {"role": "user", "content": "last"}]
+
+    async def test() -> None:
+        async with serving(dispatcher=says("hello", context_length=2048)) as site:
+            api = site.client.responses
+            asked = {"model": "tiny", "instructions": "be brief", "tools": TOOLS}
+            for turns in (100, 1500):  # an encoder process reads the latter
+                for truncation in ("disabled", None):
+                    with pytest.raises(openai.BadRequestError) as caught:
+                        await api.create(input=items(turns), truncation=truncation, **asked)
+                    assert caught.value.code == "context_length_exceeded"
+                answer = await api.create(
+                    input=items(turns), truncation="auto", max_output_tokens=100, **asked
+                )
+                prompt = prompt_of(site)
+                assert prompt.startswith("<|system|>be brief<|")
+                assert "rain" not in prompt
+                assert "weather" in prompt.rpartition("last")[2], "the tools stay"
+                assert f"{fox} {turns - 1}<|user|>last" in prompt
+                left = 2048 - answer.usage.input_tokens
+                assert 100 <= left < 100 + 4 * len(TOKENIZER.encode(fox).ids) + 40
+                later = await api.create(
+                    model="tiny", input="and now?", previous_response_id=answer.id, truncation="auto"
+                )
+                assert prompt_of(site).endswith("<|user|>last<|assistant|>hello<|user|>and now?<|assistant|>")
+                assert later.status == "completed"
+            whole = await api.create(input=items(2), truncation="auto", **asked)
+            prompt = prompt_of(site)
+            await api.create(input=items(2), **asked)
+            assert prompt_of(site) == prompt, "what fits is left as it is"
+            assert whole.truncation == "auto"
 
     run(test)
 
