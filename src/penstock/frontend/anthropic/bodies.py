@@ -7,11 +7,14 @@ import msgspec
 from penstock.frontend.openai.bodies import SamplingExtensions
 
 
-class ImageSource(msgspec.Struct, kw_only=True):
+class Source(msgspec.Struct, kw_only=True):
+    """Where the content of an image or a document is."""
+
     type: str
     media_type: str = ""
     data: str = ""
     url: str = ""
+    content: "str | list[ContentBlock] | None" = None
 
 
 class ContentBlock(msgspec.Struct, kw_only=True):
@@ -20,7 +23,8 @@ class ContentBlock(msgspec.Struct, kw_only=True):
     type: str
     text: str = ""
     thinking: str = ""
-    source: ImageSource | None = None
+    title: str | None = None
+    source: Source | str | None = None
     id: str = ""
     name: str = ""
     input: dict[str, Any] | None = None
@@ -77,6 +81,9 @@ class CountRequest(SamplingExtensions, kw_only=True):
     # Accepted, no effect on the answer.
     cache_control: Any = None
     context_management: Any = None
+    diagnostics: Any = None
+    inference_geo: Any = None
+    speed: Any = None
     strict: bool | None = None
 
 

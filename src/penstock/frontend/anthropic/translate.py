@@ -13,6 +13,7 @@ from penstock.frontend.anthropic.bodies import (
     CountRequest,
     MessagesRequest,
     OutputFormat,
+    Source,
     decode_count,
     decode_messages,
 )
@@ -31,7 +32,7 @@ _NAMES = {
     "tool_choice.function.name": "tool_choice.name",
     "tool_choice": "tool_choice",
 }
-_ROLES = ("user", "assistant")
+_ROLES = ("user", "assistant", "system")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -155,7 +156,7 @@ def _messages(message: AnthropicMessage, where: str) -> list[Message]:
     """Give the messages that one of the body stands for: tool results are messages of their own."""
     if message.role not in _ROLES:
         raise RequestError(
-            f"{where}.role: must be one of {', '.join(_ROLES)}, got {message.role[:40]!r}; send instructions as system",
+            f"{where}.role: must be one of {', '.join(_ROLES)}, got {message.role[:40]!r}",
             param=f"{where}.role",
         )
     if isinstance(message.content, str):
@@ -176,7 +177,7 @@ def _messages(message: AnthropicMessage, where: str) -> list[Message]:
         elif block.type == "thinking":
             said.reasoning_content = (said.reasoning_content or "") + block.thinking
         elif block.type != "redacted_thinking":
-            parts.append(_part(block, place))
+            parts += _parts(block, place)
     if parts or said.tool_calls or said.reasoning_content or not made:
         said.content = _joined(parts)
         made.append(said)
@@ -193,17 +194,42 @@ def _joined(parts: Sequence[ContentPart]) -> str | list[ContentPart]:
 def _result(block: ContentBlock, where: str) -> str | list[ContentPart]:
     if block.content is None or isinstance(block.content, str):
         return block.content or ""
-    return _joined([_part(inner, f"{where}.content[{index}]") for index, inner in enumerate(block.content)])
+    return _joined(
+        [
+            part
+            for index, inner in enumerate(block.content)
+            for part in _parts(inner, f"{where}.content[{index}]")
+        ]
+    )
+
+
+def _parts(block: ContentBlock, where: str) -> list[ContentPart]:
+    """Give the parts of a block; a document's title, and a search result's title and source, are texts before the others."""
+    source = block.source
+    named = [ContentPart(type="text", text=block.title)] if block.title else []
+    if block.type == "search_result" and isinstance(source, str) and isinstance(block.content, list):
+        return [*named, ContentPart(type="text", text=source), *_inner(block.content, f"{where}.content")]
+    if block.type == "document" and isinstance(source, Source):
+        text = source.data if source.type == "text" else source.content
+        if isinstance(text, str):
+            return [*named, ContentPart(type="text", text=text)]
+        if text is not None:
+            return [*named, *_inner(text, f"{where}.source.content")]
+    return [_part(block, where)]
+
+
+def _inner(blocks: Sequence[ContentBlock], where: str) -> list[ContentPart]:
+    return [_part(block, f"{where}[{index}]") for index, block in enumerate(blocks)]
 
 
 def _part(block: ContentBlock, where: str) -> ContentPart:
+    source = block.source
     if block.type == "text":
         return ContentPart(type="text", text=block.text)
-    source = block.source
-    if block.type != "image" or source is None or source.type not in {"base64", "url"}:
+    if block.type != "image" or not isinstance(source, Source) or source.type not in {"base64", "url"}:
         raise RequestError(
-            f"{where}.type: {block.type[:40]!r} is not supported; send text, image (base64 or url), tool_use, tool_result or"
-            " thinking",
+            f"{where}.type: {block.type[:40]!r} is not supported; send text, image (base64 or url), document (text or"
+            " content), search_result, tool_use, tool_result or thinking",
             param=f"{where}.type",
         )
     url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"

@@ -50,6 +50,29 @@ def test_images_are_parts() -> None:
     assert parts[0].image_url.url == "data:image/png;base64,AAAA"  # type: ignore[union-attr]
 
 
+def test_texts_of_documents_and_search_results_are_texts() -> None:
+    text = {"type": "text", "text": "inside"}
+    blocks = [
+        {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "plain"}},
+        {"type": "document", "source": {"type": "content", "content": "whole"}, "citations": {"enabled": True}},
+        {"type": "document", "source": {"type": "content", "content": [text]}, "context": None},
+        {"type": "search_result", "source": "http://page", "title": "S", "content": [text, text]},
+    ]  # fmt: skip
+    said = "T\nplain\nwhole\ninside\nS\nhttp://page\ninside\ninside"
+    assert chat(messages=[{"role": "user", "content": blocks}]).messages[0].content == said
+    result = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": blocks}]}]
+    assert chat(messages=result).messages[0].content == said
+
+
+def test_a_system_message_among_the_others_stays_where_it_is() -> None:
+    asked = [*HI, {"role": "assistant", "content": "yes"}, {"role": "system", "content": "be brief"}]
+    said = chat(messages=asked, diagnostics=None, inference_geo="eu", speed="standard").messages
+    assert [(message.role, message.content) for message in said[1:]] == [
+        ("assistant", "yes"),
+        ("system", "be brief"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("choice", "made"),
     [
@@ -76,9 +99,11 @@ def test_thinking_turns_reasoning_on_and_off() -> None:
     ("fields", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "audio"}]}]}]}, "messages[0].content[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "x"}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "content", "content": [{"type": "document"}]}}]}]}, "messages[0].content[0].source.content[0].type"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"colour": "red"}, "colour"),
