@@ -345,10 +345,11 @@ def _logprobs(tokens: tuple[TokenText, ...], token_bytes: TokenBytes, *, chat: b
 
 
 def _chat_logprobs(tokens: tuple[TokenText, ...] | list[TokenText], token_bytes: TokenBytes) -> ChatLogprobs:
-    return ChatLogprobs([_entry(token.logprob, token_bytes) for token in tokens])
+    return ChatLogprobs([token_entry(token.logprob, token_bytes) for token in tokens])
 
 
-def _entry(logprob: TokenLogprob, token_bytes: TokenBytes) -> TokenEntry:
+def token_entry(logprob: TokenLogprob, token_bytes: TokenBytes) -> TokenEntry:
+    """Give a token's log-probability as chats and the Responses API have it."""
     top = [TopLogprob(*_named(token_id, value, token_bytes)) for token_id, value in logprob.top]
     return TokenEntry(*_named(logprob.token_id, logprob.logprob, token_bytes), top)
 

@@ -7,6 +7,9 @@ import msgspec
 from penstock.frontend.openai.agents import AgentHintsBody, PeerBody, SessionBody
 from penstock.frontend.openai.bodies import SamplingExtensions
 
+LOGPROBS = "message.output_text.logprobs"
+"""Value of `include` that asks for log-probabilities."""
+
 
 class InputPart(msgspec.Struct, kw_only=True):
     """A part of an item's content; unknown fields, such as `annotations`, are ignored."""
@@ -65,6 +68,8 @@ class ResponsesRequest(SamplingExtensions, kw_only=True):
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     truncation: str | None = None
+    top_logprobs: int | None = None
+    include: Any = None  # `LOGPROBS` has an effect, nothing else
     # Accepted, no effect but that the answer repeats them.
     metadata: dict[str, Any] | None = None
     user: str | None = None
@@ -73,7 +78,6 @@ class ResponsesRequest(SamplingExtensions, kw_only=True):
     prompt_cache_retention: str | None = None
     max_tool_calls: int | None = None
     # Accepted, no effect on the answer.
-    include: Any = None
     stream_options: Any = None
     service_tier: Any = None
     strict: bool | None = None

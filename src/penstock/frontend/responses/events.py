@@ -1,5 +1,6 @@
 """Answers of the Responses API, streamed or whole."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -7,12 +8,14 @@ import msgspec
 from penstock.core.clock import wall_time_s
 from penstock.core.errors import PenstockError
 from penstock.frontend.errors import error_answer
-from penstock.frontend.openai.answers import Usage, encode
+from penstock.frontend.openai.answers import TokenEntry, Usage, encode
 from penstock.frontend.openai.bodies import ChatRequest, Message
 from penstock.frontend.openai.dialect import AnswerContext, Dialect
+from penstock.frontend.openai.events import token_entry
 from penstock.frontend.responses.translate import check_responses, parse_responses
 from penstock.frontend.text.blocks import Block, Blocks, Kind, Step
 from penstock.frontend.text.events import TextEvent
+from penstock.frontend.text.token_text import TokenText
 
 _PREFIX = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
 
@@ -24,9 +27,11 @@ class ResponseStream:
         self._context = context
         self._blocks = Blocks()
         self._sent = 0
+        self._logprobs: Sequence[TokenText] = ()
         self._has_begun = False
 
     def event(self, event: TextEvent) -> bytes:
+        self._logprobs = event.logprobs
         return self._begin() + b"".join(self._step(*step) for step in self._blocks.feed(event))
 
     def around_text(self, index: int) -> None:
@@ -62,7 +67,9 @@ class ResponseStream:
         if step is Step.ADDED:
             if block.kind is Kind.CALL:
                 return self._event(f"response.{name}.delta", {**place, "delta": text})
-            fields = {**part_place, "delta": text} | ({"logprobs": []} if block.kind is Kind.TEXT else {})
+            fields = {**part_place, "delta": text}
+            if block.kind is Kind.TEXT:
+                fields["logprobs"] = _logprobs(self._context, self._logprobs)
             return self._event(f"response.{name}.delta", fields)
         status = "in_progress" if step is Step.OPENED else _status(self._blocks, block)
         item = _item(self._context, block, status)
@@ -72,17 +79,19 @@ class ResponseStream:
             added = self._event("response.output_item.added", {"output_index": block.index, "item": item})
             if block.kind is Kind.CALL:
                 return added
-            return added + self._event("response.content_part.added", {**part_place, "part": _part(block)})
+            part = _part(self._context, block)
+            return added + self._event("response.content_part.added", {**part_place, "part": part})
         if block.kind is Kind.CALL:
             done = self._event(
                 f"response.{name}.done", {**place, "name": block.name, "arguments": block.text}
             )
         else:
-            fields = {**part_place, "text": block.text} | (
-                {"logprobs": []} if block.kind is Kind.TEXT else {}
-            )
+            part = _part(self._context, block)
+            fields = {**part_place, "text": block.text}
+            if block.kind is Kind.TEXT:
+                fields["logprobs"] = part["logprobs"]
             done = self._event(f"response.{name}.done", fields)
-            done += self._event("response.content_part.done", {**part_place, "part": _part(block)})
+            done += self._event("response.content_part.done", {**part_place, "part": part})
         return done + self._event("response.output_item.done", {"output_index": block.index, "item": item})
 
     def _event(self, kind: str, fields: dict[str, Any]) -> bytes:
@@ -161,6 +170,7 @@ def _response(context: AnswerContext, blocks: Blocks, usage: Usage | None) -> di
         "store": context.remember is not None,
         "temperature": context.sampling.temperature,
         "text": {"format": _format(request.response_format), "verbosity": request.verbosity},
+        "top_logprobs": request.top_logprobs or 0,
         "tool_choice": _choice(request.tool_choice),
         "tools": [{"type": "function", **tool["function"]} for tool in request.tools or []],
         "top_p": context.sampling.top_p,
@@ -210,14 +220,19 @@ def _item(context: AnswerContext, block: Block, status: str) -> dict[str, Any]:
             "arguments": block.text,
         }
     if block.kind is Kind.REASONING:
-        return item | {"type": "reasoning", "summary": [], "content": [_part(block)]}
-    return item | {"type": "message", "role": "assistant", "content": [_part(block)]}
+        return item | {"type": "reasoning", "summary": [], "content": [_part(context, block)]}
+    return item | {"type": "message", "role": "assistant", "content": [_part(context, block)]}
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(context: AnswerContext, block: Block) -> dict[str, Any]:
     if block.kind is Kind.REASONING:
         return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    logprobs = _logprobs(context, block.logprobs)
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
+
+
+def _logprobs(context: AnswerContext, tokens: Sequence[TokenText]) -> list[TokenEntry]:
+    return [token_entry(token.logprob, context.token_bytes) for token in tokens]
 
 
 def _item_id(context: AnswerContext, block: Block) -> str:

@@ -12,6 +12,7 @@ from penstock.frontend.openai.dialect import ParsedBody, ResponseFields, names_o
 from penstock.frontend.openai.media import ContentPart, MediaUrl
 from penstock.frontend.openai.validation import check_chat
 from penstock.frontend.responses.bodies import (
+    LOGPROBS,
     InputItem,
     InputPart,
     ResponsesRequest,
@@ -62,6 +63,8 @@ def parse_responses(body: bytes) -> ParsedBody:
         nvext=given.nvext,
     )
     given.extend(request)
+    if given.top_logprobs is not None or (isinstance(given.include, list) and LOGPROBS in given.include):
+        request.logprobs, request.top_logprobs = True, given.top_logprobs or 0
     if given.reasoning is not None:
         request.reasoning_effort = given.reasoning.effort
     if given.text is not None:

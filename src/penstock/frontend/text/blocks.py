@@ -1,10 +1,11 @@
 """An answer as blocks, one after another: reasoning, text, tool calls. APIs whose streams open and close items are made of them."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 
 from penstock.frontend.text.events import TextEvent
+from penstock.frontend.text.token_text import TokenText
 
 
 class Kind(Enum):
@@ -21,13 +22,14 @@ class Step(Enum):
 
 @dataclass(slots=True)
 class Block:
-    """One block: `text` is all of it so far, of a tool call its arguments; `call` is a call's number."""
+    """One block: `text` is all of it so far, of a tool call its arguments; `call` is a call's number, `logprobs` are of a text's tokens."""
 
     index: int
     kind: Kind
     text: str = ""
     name: str = ""
     call: int = 0
+    logprobs: list[TokenText] = field(default_factory=list)
 
 
 class Blocks:
@@ -44,7 +46,7 @@ class Blocks:
         if event.reasoning:
             yield from self._add(Kind.REASONING, event.reasoning)
         if event.text:
-            yield from self._add(Kind.TEXT, event.text)
+            yield from self._add(Kind.TEXT, event.text, event.logprobs)
         for call in event.calls:
             if call.name is not None:
                 yield from self._close()
@@ -55,12 +57,15 @@ class Blocks:
             self.finish_reason, self.stopped_by = event.finish_reason, event.stopped_by
             yield from self._close()
 
-    def _add(self, kind: Kind, text: str) -> Iterator[tuple[Step, Block, str]]:
+    def _add(
+        self, kind: Kind, text: str, logprobs: Iterable[TokenText] = ()
+    ) -> Iterator[tuple[Step, Block, str]]:
         if not self._is_open or self.all[-1].kind is not kind:
             yield from self._close()
             yield from self._open(Block(len(self.all), kind))
         block = self.all[-1]
         block.text += text
+        block.logprobs += logprobs
         yield Step.ADDED, block, text
 
     def _open(self, block: Block) -> Iterator[tuple[Step, Block, str]]:

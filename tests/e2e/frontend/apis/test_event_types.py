@@ -1,6 +1,7 @@
 """Every event and answer is what the clients' own types say, to the letter; tool calls, reasoning, choices and their usage add up."""
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -12,6 +13,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from penstock.core.types.requests import Delta, FinishReason, Request, TokenLogprob
+from penstock.core.wire import pack_tokens
 from tests.support.tool_talk import PARIS, SAID, says
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -103,6 +106,50 @@ def test_responses_give_back_the_format_and_the_tool_that_were_asked_for() -> No
                         assert Response.model_validate(event["response"])
                         assert event["response"]["text"] == answer["text"]
                         assert event["response"]["tool_choice"] == choice
+
+    run(test)
+
+
+async def with_logprobs(request: Request) -> AsyncIterator[Delta]:
+    for place, token_id in enumerate(IDS):
+        top = tuple((other, -0.5 - other) for other in (token_id, 7)[: request.sampling.logprobs])
+        yield Delta(
+            request_id=request.request_id,
+            token_ids=pack_tokens([token_id]),
+            finish_reason=FinishReason.LENGTH if place == len(IDS) - 1 else None,
+            logprobs=()
+            if request.sampling.logprobs is None
+            else (TokenLogprob(token_id=token_id, logprob=-0.5, top=top),),
+        )
+
+
+@pytest.mark.parametrize("asked", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}])
+def test_log_probabilities_of_responses_are_those_of_chats(asked: dict[str, Any]) -> None:
+    events_of: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+    async def test() -> None:
+        async with (
+            serving(with_logprobs) as site,
+            aiohttp.ClientSession(f"http://127.0.0.1:{site.port}") as http,
+        ):
+            top = asked.get("top_logprobs", 0)
+            chat = await ask(http, "/v1/chat/completions", messages=HI, logprobs=True, top_logprobs=top)
+            whole = await ask(http, "/v1/responses", input="hello", **asked)
+            events = await ask(http, "/v1/responses", input="hello", stream=True, **asked)
+            bare = await ask(http, "/v1/responses", input="hello")
+        Response.model_validate(whole)
+        wanted = chat["choices"][0]["logprobs"]["content"]
+        assert wanted
+        assert whole["output"][0]["content"][0]["logprobs"] == wanted
+        assert whole["top_logprobs"] == top
+        for event in events:
+            events_of.validate_python(event)
+        deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+        assert [token for delta in deltas for token in delta] == wanted
+        (done,) = (event for event in events if event["type"] == "response.output_text.done")
+        assert done["logprobs"] == wanted
+        assert events[-1]["response"]["output"][0]["content"] == whole["output"][0]["content"]
+        assert bare["output"][0]["content"][0]["logprobs"] == []
 
     run(test)
 
