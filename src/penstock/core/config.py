@@ -7,7 +7,8 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from itertools import pairwise, takewhile
-from typing import Any, ClassVar, Self
+from types import NoneType
+from typing import Any, ClassVar, Self, get_args
 
 import pydantic
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -32,6 +33,16 @@ class Config(pydantic.BaseModel):
         validate_default=True,
         allow_inf_nan=False,  # JSON has no word for them
     )
+
+    @pydantic.field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_number(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Refuse true and false where a number is expected: pydantic takes them for 1 and 0, and YAML reads `yes` as true."""
+        if isinstance(value, bool) and info.field_name is not None:
+            annotation = cls.model_fields[info.field_name].annotation
+            if set(get_args(annotation) or (annotation,)) - {NoneType} <= {int, float}:
+                raise wrong(f"must be a number, got {str(value).lower()}")
+        return value
 
     @classmethod
     def parse(cls, data: Any, *, source: str | Callable[[Path], str]) -> Self:
@@ -112,6 +123,11 @@ def _wording(item: ErrorDetails) -> str:
         message = f"{text}{item['ctx'][limit]}"
     elif is_mapping:
         message = "must be a mapping"
+    elif item["type"] == "int_from_float":
+        message = "must be a valid integer"
+    elif item["type"] == "too_short":
+        number = item["ctx"]["min_length"]
+        message = f"must have at least {number} {'item' if number == 1 else 'items'}"
     else:
         message = item["msg"].partition(", unable to")[0].removeprefix("Value error, ").removeprefix("Input ")
         message = message.replace("should", "must", 1).replace("a valid tuple", "a list")

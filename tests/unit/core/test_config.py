@@ -48,6 +48,25 @@ def test_every_mistake_is_one_line_with_its_path_and_value() -> None:
     ]
 
 
+def test_numbers_and_lists_that_are_none_are_said_plainly() -> None:
+    class Weir(Config):
+        gates: int = 1
+        height_m: float | None = None
+        open: bool = False
+        rivers: tuple[str, ...] = pydantic.Field(("Isar",), min_length=1)
+
+    with pytest.raises(ConfigError) as caught:
+        Weir.parse({"gates": True, "height_m": False, "open": True, "rivers": []}, source="weir.yaml")
+    assert caught.value.message.splitlines() == [
+        "weir.yaml: gates: must be a number, got true",
+        "weir.yaml: height_m: must be a number, got false",
+        "weir.yaml: rivers: must have at least 1 item, got []",
+    ]
+    with pytest.raises(ConfigError, match=r"weir\.yaml: gates: must be a valid integer, got 1\.5$"):
+        Weir.parse({"gates": 1.5}, source="weir.yaml")
+    assert Weir.parse({"open": True}, source="weir.yaml").open
+
+
 def test_unknown_keys_name_the_nearest_known_one() -> None:
     data = {"name": "north", "wheels": [{"diamter_m": 1}], "main": {"zzz": 1}, "nmae": 1}
     assert lines_of(data) == [
