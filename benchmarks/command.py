@@ -121,6 +121,10 @@ EXPERIMENTS = Benches(
             "benchmarks.regions",
             "3 regions of 1,000 workers, simulated, one lost for a while: alone, asked in turn, linked by load, and by summaries of prefixes",
         ),
+        "regions-ttft": (
+            "benchmarks.regions.ttft",
+            "a region 80 ms away: the TTFT that it adds over kept and over new connections, real processes",
+        ),
         "request": (
             "benchmarks.micro.request",
             "a request's CPU time in the frontend, from the bytes of its HTTP request to those of its answer, without sockets",
