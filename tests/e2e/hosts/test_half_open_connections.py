@@ -1,4 +1,4 @@
-"""A registry on another host, whose connections are lost without a word: a watch is opened again, and misses nobody."""
+"""A registry, or an engine that publishes KV events, on another host, whose connections are lost without a word: they are made again."""
 
 import json
 import sys
@@ -10,11 +10,12 @@ import pytest
 
 from tests.support.cable import bad_cable
 from tests.support.host import Host
-from tests.support.registries import Etcd, Nats, RegistryServer
+from tests.support.registries import Etcd, Nats, RegistryServer, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("ip", "namespaces", "etcd", "nats-server")]
 ROOT = Path(__file__).parents[3]
 PROGRAM = (sys.executable, "-m", "tests.support.registry_client")
+EVENTS = (sys.executable, "-m", "tests.support.kv_event_peer")
 STAYS, DIES, COMES = 1, 2, 3
 NOTICED_S = 60.0
 """Far above the 8 s of keepalive, for machines that are busy otherwise; without keepalive it takes 5 to 10 minutes, or for ever."""
@@ -87,3 +88,19 @@ def test_a_watch_over_a_connection_that_is_lost_without_a_word_misses_nobody(tmp
         sees(far, STAYS, COMES)
         print(f"{discovery}, {fault}: seen {time.monotonic() - begun_s:.1f} s after the connection was lost")
         assert time.monotonic() - begun_s < NOTICED_S
+
+
+def test_kv_events_go_on_after_a_connection_that_is_lost_without_a_word(tmp_path):
+    pytest.importorskip("zmq")
+    with bad_cable() as laid, ExitStack() as stack:
+        endpoint = f"tcp://{laid.addresses[1]}:{free_port()}"
+        follower, publisher = (
+            Host(name, tmp_path / what, stack)
+            for name, what in zip(laid.names, ("follow", "publish"), strict=True)
+        )
+        publisher.start(*EVENTS, "publish", endpoint, cwd=ROOT)
+        follower.start(*EVENTS, "follow", endpoint, cwd=ROOT)
+        follower.wait("^BlockStored")
+        laid.carry(forget="")
+        follower.wait("^AllBlocksCleared")  # what was sent meanwhile is lost, and nothing replays it
+        follower.wait("^BlockStored")

@@ -16,6 +16,7 @@ from typing import Any
 from penstock.core.errors import ConfigError
 from penstock.core.hashing import DEFAULT_KEY
 from penstock.core.log import get_logger
+from penstock.core.net.keepalive import PROBE_S, PROBES
 from penstock.core.types.events import KvEvent
 from penstock.engine.kv_events.engine_events import Omission, Omissions
 from penstock.engine.kv_events.reader import EventReader
@@ -167,6 +168,8 @@ class KvEventSubscriber:
             messages.linger = 0
             messages.rcvhwm = _QUEUED_MESSAGES_MAX
             messages.maxmsgsize = MESSAGE_BYTES_MAX
+            for option, value in _keepalive().items():
+                messages.setsockopt(option, value)
             messages.subscribe(self._address.topic.encode())
             changes = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
             failures = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -363,6 +366,19 @@ class KvEventSubscriber:
 
 def _zmq() -> Any:
     return import_module("zmq")  # an optional package
+
+
+def _keepalive() -> dict[int, int]:
+    """Give the options by which a TCP connection fails where the publisher's host no longer answers: a silent one may also have no news."""
+    zmq = _zmq()
+
+    return {
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: PROBE_S,
+        zmq.TCP_KEEPALIVE_INTVL: PROBE_S,
+        zmq.TCP_KEEPALIVE_CNT: PROBES,
+        zmq.TCP_MAXRT: PROBES * PROBE_S * 1000,
+    }
 
 
 def _open(messages: Any, endpoint: str) -> None:
