@@ -7,7 +7,6 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 
 from penstock.bench.report import Report
 from tests.support.cable import bad_cable
@@ -30,20 +29,25 @@ def run(options: argparse.Namespace) -> Report:
     samples: dict[str, list[float]] = {}
     for scheme in ("http", "https"):
         samples |= {f"{scheme}_{name}_s": taken for name, taken in _measure(scheme, count).items()}
-    figures = {}
-    for scheme in ("http", "https"):
-        for tokens in _LENGTHS:
-            near_s = median(samples[f"{scheme}_near_{tokens}_kept_s"])
-            for way in ("kept", "fresh"):
-                far_s = median(samples[f"{scheme}_far_{tokens}_{way}_s"])
-                figures[f"{scheme}_{tokens}_{way}_added_s"] = far_s - near_s
     return Report(
         name="regions_ttft",
         config={"round_trip_s": _ROUND_TRIP_S, "requests": count, "prompt_tokens": list(_LENGTHS)},
-        figures=figures,
+        figures=added_s(samples),
         samples=samples,
         limits={"round_trip_s": _ROUND_TRIP_S},
     )
+
+
+def added_s(samples: dict[str, list[float]]) -> dict[str, float]:
+    """Give what the way adds: the least TTFT from afar over the least beside the frontend. Other work on the machine moves medians by more."""
+    return {
+        f"{scheme}_{tokens}_{way}_added_s": round(
+            min(samples[f"{scheme}_far_{tokens}_{way}_s"]) - min(samples[f"{scheme}_near_{tokens}_kept_s"]), 5
+        )
+        for scheme in ("http", "https")
+        for tokens in _LENGTHS
+        for way in ("kept", "fresh")
+    }
 
 
 def _measure(scheme: str, count: int) -> dict[str, list[float]]:
