@@ -262,7 +262,7 @@ def test_silent_frontends_cost_a_question_one_timeout_together() -> None:
                 fake.silent = True
             loop = asyncio.get_running_loop()
             begun_s = loop.time()
-            with pytest.raises(Unavailable, match="region eu: no answer within 1 s"):
+            with pytest.raises(Unavailable, match=r"region eu: no.* within 1 s"):
                 await frontends.get("/health", timeout_s=1.0)
             assert loop.time() - begun_s < 8.0, "16 s one after the other"
             fakes[-1].silent = False
