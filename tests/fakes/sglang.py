@@ -18,6 +18,7 @@ from penstock.core.types.requests import FinishReason, SamplingParams
 from penstock.core.wire import unpack_hashes
 from penstock.testing.engines.probe import EngineSetup
 from tests.fakes.scheduler import FakeScheduler
+from tests.fakes.sglang_ranks import join_ranks
 
 MODEL = SimpleNamespace(vocab_size=256, eos_token_ids=(), context_length=256)
 """What a checkpoint says; tests set it."""
@@ -44,6 +45,9 @@ class ServerArgs:
     dp_size: int = 1
     attn_dp_size: int = 1
     ep_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
     base_gpu_id: int = 0
     device: str | None = None
     host: str = "127.0.0.1"
@@ -95,6 +99,10 @@ class Engine:
         self.server_args = args = ServerArgs(**kwargs)
         if not args.incremental_streaming_output or not args.skip_tokenizer_init:
             raise NotImplementedError("this fake streams increments of ids")
+        if args.nnodes > 1:
+            join_ranks(args)
+            if args.node_rank > 0:
+                return
         setup = EngineSetup(
             block_size=args.page_size or 1,
             kv_blocks=(args.max_total_tokens or 4096) // (args.page_size or 1),

@@ -164,6 +164,12 @@ def interface_of(address: str) -> str:
     return ""
 
 
+def gloo_environment(host: LaunchHost, address: str) -> dict[str, str]:
+    """Have gloo use the network interface with an address of this node: it would ask for the host's name, which may be of a loopback address."""
+    name = host.read("network interface of the node's address", lambda: interface_of(address))
+    return {"GLOO_SOCKET_IFNAME": name} if name else {}
+
+
 def _bind(address: str, port: int) -> int | None:
     """Bind a port, 0 for any; give its number, None if it is taken or beyond the last one."""
     if port >= _PORTS:

@@ -303,6 +303,12 @@ def _sglang(spec: EngineSpec) -> Engine:
     return SglangEngine(spec)
 
 
+def _sglang_follows(spec: EngineSpec, ready: Callable[[], None]) -> None:
+    from penstock.engine.sglang.follower import follow  # noqa: PLC0415 - only where it is used
+
+    follow(spec, ready)
+
+
 def _describe_sglang(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
     from penstock.engine.sglang.arguments import engine_launch  # noqa: PLC0415
 
@@ -352,7 +358,7 @@ _KINDS = {
     "vllm": EngineKind(
         make=_vllm, describe=_describe_vllm, has_adapters=True, has_kv_tiers=True, follow=_vllm_follows
     ),
-    "sglang": EngineKind(make=_sglang, describe=_describe_sglang, has_adapters=True),
+    "sglang": EngineKind(make=_sglang, describe=_describe_sglang, has_adapters=True, follow=_sglang_follows),
     "trtllm": EngineKind(make=_trtllm, describe=_describe_trtllm),
 }
 _LINK = EngineKind(

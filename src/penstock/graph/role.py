@@ -72,7 +72,7 @@ class RoleSpec(Config):
     expert_parallel: int = pydantic.Field(default=1, ge=1)
     """Devices of a stage over which whole experts are distributed; a multiple of `tensor_parallel` that divides tensor x data parallel. 1: each expert is split by `tensor_parallel`."""
     nodes: int = pydantic.Field(default=1, ge=1, le=64)
-    """Nodes that one worker spans, as vLLM's `nnodes`, with an equal number of its devices on each; engines `vllm` and `mock`. Each node runs `penstock up` (docs/many-machines.md)."""
+    """Nodes that one worker spans, as vLLM's `nnodes`, with an equal number of its devices on each; engines `vllm`, `sglang` and `mock`. Each node runs `penstock up` (docs/many-machines.md)."""
     weight_dtype: Dtype = "auto"
     """Number format of the weights: float32 (or fp32), bfloat16 (bf16), float16 (fp16), fp8, int8, mxfp4, nvfp4, as far as the engine supports it; auto is the checkpoint's."""
     expert_dtype: Dtype = "auto"
@@ -177,7 +177,8 @@ class RoleSpec(Config):
         spanning = [name for name in engine_names() if engine_kind(name).follow is not None]
         if self.engine not in spanning:
             raise wrong(
-                f"nodes: a worker of engine {self.engine!r} is on one node, got {self.nodes}; use {' or '.join(spanning)}, or start"
+                f"nodes: a worker of engine {self.engine!r} is on one node, got {self.nodes}; use"
+                f" {', '.join(spanning[:-1])} or {spanning[-1]}, or start"
                 " such workers as servers of their engine and name these by engine openai"
             )
         if self.devices % self.nodes:

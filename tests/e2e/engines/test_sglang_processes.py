@@ -1,26 +1,13 @@
 """Deployments of SGLang workers, over a fake of the package in each worker's process: SGLang itself needs a GPU."""
 
-import json
 import os
 import signal
-from pathlib import Path
 
 import openai
 import pytest
 
-from penstock.demo import MODEL_DIR
+from tests.support.sglang_package import sglang_path
 
-ROOT = Path(__file__).parents[3]
-PACKAGE = """
-from tests.fakes import sglang
-from tests.fakes.sglang import *
-sglang.MODEL.vocab_size, sglang.MODEL.context_length = {vocab_size}, 4096
-from penstock.engine.mock.engine import MockConfig
-from penstock.testing.engines import reference
-reference.MockConfig = lambda speedup: MockConfig(speedup=0.5)  # so that a stream can be cut
-__version__ = "0.5.23"
-"""
-VOCAB_SIZE = json.loads((MODEL_DIR / "config.json").read_text())["vocab_size"]
 ROLE = {"engine": {"name": "sglang", "args": {"device": "cpu"}}, "max_running_requests": 8}
 PROMPT = "What is a penstock, and who opens its gate when the reservoir is full? " * 3
 
@@ -28,13 +15,10 @@ PROMPT = "What is a penstock, and who opens its gate when the reservoir is full?
 @pytest.fixture
 def sglang(monkeypatch, tmp_path):
     """Let workers import the fake package; gives the directory of its bootstrap rooms."""
-    (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang" / "__init__.py").write_text(PACKAGE.format(vocab_size=VOCAB_SIZE))
     rooms = tmp_path / "rooms"
     rooms.mkdir()
     monkeypatch.setenv("FAKE_SGLANG_ROOMS", str(rooms))
-    path = [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    monkeypatch.setenv("PYTHONPATH", sglang_path(tmp_path))
     return rooms
 
 

@@ -1,45 +1,18 @@
 """A worker of two nodes as processes: each node killed or told to end under streams, and nodes that never come."""
 
-import json
 import re
 import signal
-import subprocess
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from penstock.deploy.secret import SECRET_VARIABLE
-from penstock.deploy.state import ADMIN_TOKEN_VARIABLE
+from tests.support.groups import TIMEOUT_S, TOKENS, child, get, stream, text_of, until
 from tests.support.registries import free_port
 from tests.support.up import Up
 
 pytestmark = pytest.mark.slow
-TIMEOUT_S = 90.0
-TOKENS, STREAMS = 300, 3
-TOKEN = "a" * 40
+STREAMS = 3
 ONE_NODE = ("--set", "roles.aggregated.nodes=1", "--set", "roles.aggregated.tensor_parallel=1")
-
-
-@pytest.fixture
-def node(tmp_path: Path):
-    """Make nodes, each with directories of its own."""
-    made: list[Up] = []
-
-    def make(name: str) -> Up:
-        folder = tmp_path / name
-        (folder / "run").mkdir(parents=True)
-        up = Up(folder, folder / "run")
-        up.environment |= {
-            SECRET_VARIABLE: "a secret of all nodes", ADMIN_TOKEN_VARIABLE: TOKEN, "PENSTOCK_HOST": name,
-        }  # fmt: skip
-        made.append(up)
-        return up
-
-    yield make
-    for up in reversed(made):
-        up.end()
 
 
 def graph_of(up: Up, *, start_timeout_s: float = 600.0, speedup: float = 0.25) -> Path:
@@ -49,41 +22,6 @@ def graph_of(up: Up, *, start_timeout_s: float = 600.0, speedup: float = 0.25) -
     }  # fmt: skip
     router = {"policy": "round-robin"}  # streams are on both workers
     return up.graph(roles={"aggregated": role}, supervision=supervision, router=router)
-
-
-def until(holds):
-    deadline = time.monotonic() + TIMEOUT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def get(url: str, path: str):
-    words = ["curl", "-sS", "-m", "20", "-H", f"Authorization: Bearer {TOKEN}", url + path]
-    return json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
-
-
-def stream(url: str) -> "subprocess.Popen[str]":
-    body = {
-        "model": "penstock-demo", "messages": [{"role": "user", "content": "Tell me"}], "seed": 7, "max_tokens": TOKENS,
-        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    words = ["curl", "-sSN", "-H", "Content-Type: application/json", "-d", json.dumps(body)]
-    return subprocess.Popen([*words, f"{url}/v1/chat/completions"], stdout=subprocess.PIPE, text=True)
-
-
-def text_of(process: "subprocess.Popen[str]") -> tuple[str, int]:
-    out, _ = process.communicate(timeout=TIMEOUT_S)
-    events = [json.loads(line[6:]) for line in out.splitlines() if line.startswith("data: {")]
-    assert events, out
-    assert all("error" not in event for event in events), out[-500:]
-    text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
-    return text, events[-1]["usage"]["completion_tokens"]
-
-
-def child(supervisor: "subprocess.Popen[str]", name: str) -> psutil.Process | None:
-    children = psutil.Process(supervisor.pid).children()
-    return next((each for each in children if name in each.cmdline()), None)
 
 
 @pytest.mark.needs("curl")

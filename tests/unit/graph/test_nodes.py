@@ -17,9 +17,10 @@ def test_a_worker_has_equal_parts_of_its_devices_on_each_node() -> None:
 @pytest.mark.parametrize(
     ("roles", "text"),
     [
-        ({"aggregated": WIDE | {"engine": "sglang"}}, "nodes: a worker of engine 'sglang' is on one node, got 2; use mock or vllm"),
+        ({"aggregated": WIDE | {"engine": "trtllm"}}, "nodes: a worker of engine 'trtllm' is on one node, got 2; use mock, vllm or sglang, or"),
         ({"aggregated": WIDE | {"tensor_parallel": 9}}, "nodes: 9 devices .* are no equal parts on 2 nodes"),
         ({"aggregated": WIDE | {"data_parallel": 2}}, "nodes: data-parallel ranks of one worker are on one node, got data_parallel 2"),
+        ({"aggregated": WIDE | {"engine": "sglang", "data_parallel": 8, "expert_parallel": 8}}, "nodes: data-parallel ranks of one worker"),
         ({"aggregated": WIDE | {"kv": {"host": "8GiB"}}}, r"nodes: KV tiers \(host\) are of one node"),
         ({"prefill": WIDE, "decode": WIDE | {"nodes": 1}}, "prefill.nodes: a worker of engine 'vllm' over 2 nodes transfers no KV"),
     ],

@@ -189,7 +189,7 @@ def _gpus_per_node(graph: Graph, given: int | None) -> int:
             )
         if devices_of(role) > per_node:
             raise ConfigError(
-                f"roles.{name}: {devices_of(role)} GPUs on a node, and a node has {per_node}; raise roles.{name}.nodes with engine vllm,"
+                f"roles.{name}: {devices_of(role)} GPUs on a node, and a node has {per_node}; raise roles.{name}.nodes with engine vllm or sglang,"
                 " start such workers as servers of their engine, and name these by engine openai (docs/recipes.md), or lower the parallelism"
             )
     return per_node

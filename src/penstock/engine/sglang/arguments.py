@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, EngineError, PenstockError
 from penstock.core.types.instances import Role
 from penstock.engine.kv_events.subscriber import PublisherAddress
 from penstock.engine.launch import EngineLaunch
-from penstock.engine.launch_host import LaunchHost, own_address
+from penstock.engine.launch_host import LaunchHost, gloo_environment, own_address
 from penstock.engine.spec import EngineSpec
-from penstock.engine.streams.package import Package, check_arguments, expect_gpu, supported
+from penstock.engine.streams.package import Package, check_arguments, expect_gpu, first_line, supported
 
 PACKAGE = Package(
     engine="sglang",
@@ -40,6 +40,8 @@ OURS = {
     "kv_events_config": "workers publish KV events",
 }
 """Arguments that Penstock sets, and what to do instead."""
+_OF_NODES = dict.fromkeys(("nnodes", "node_rank", "dist_init_addr"), "nodes does")
+"""The same of a role with `nodes`; without it, SGLang's own launcher may start the other nodes."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _KV_DTYPES = {"fp8": "fp8_e4m3", "bfloat16": "bfloat16", "auto": "auto"}
 _MODES = {Role.AGGREGATED: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}
@@ -70,8 +72,21 @@ def engine_launch(spec: EngineSpec, host: LaunchHost) -> EngineLaunch:
         expect_gpu("sglang", spec.device)
     made = make_arguments(spec, frozenset(), host)
     return EngineLaunch(
-        call="sglang.Engine", version=WRITTEN_FOR, arguments=made.server, kv_events=made.events
+        call="sglang.Engine",
+        version=WRITTEN_FOR,
+        arguments=made.server,
+        environment=environment(spec, host),
+        kv_events=made.events,
     )
+
+
+def environment(spec: EngineSpec, host: LaunchHost) -> dict[str, str]:
+    """Give the variables to set for the processes of a worker over several nodes, as far as the user has not set them."""
+    nodes = spec.nodes
+    if nodes is None:
+        return {}
+    ours = {"SGLANG_HOST_IP": nodes.address, **gloo_environment(host, nodes.address)}
+    return {name: value for name, value in ours.items() if name not in host.variables}
 
 
 def make_arguments(spec: EngineSpec, known: frozenset[str], host: LaunchHost) -> Arguments:
@@ -86,7 +101,8 @@ def make_arguments(spec: EngineSpec, known: frozenset[str], host: LaunchHost) ->
         ConfigError: SGLang has no argument of a name, or Penstock sets it.
     """
     given = dict(spec.args)
-    check_arguments("sglang", given, known, OURS, "SGLang's server arguments")
+    refused = OURS if spec.nodes is None else OURS | _OF_NODES
+    check_arguments("sglang", given, known, refused, "SGLang's server arguments")
     if spec.kv_dtype not in _KV_DTYPES and "kv_cache_dtype" not in given:
         raise ConfigError(
             f"kv_dtype: engine sglang has {', '.join(_KV_DTYPES)}, got {spec.kv_dtype!r}; or set"
@@ -111,7 +127,9 @@ def make_arguments(spec: EngineSpec, known: frozenset[str], host: LaunchHost) ->
     has_cache = not given.get("disable_radix_cache", False)
     if spec.role is Role.DECODE:
         has_cache = has_cache and bool(given.get("disaggregation_decode_enable_radix_cache", False))
-    events = events_address(spec.data_parallel, host) if has_cache and host.has_module("zmq") else None
+    leads = spec.nodes is None or spec.nodes.rank == 0  # and has the rank that publishes KV events
+    publishes = has_cache and leads and host.has_module("zmq")
+    events = events_address(spec.data_parallel, host) if publishes else None
     tokens, requests = spec.max_batch_tokens, spec.max_running_requests
     shared = spec.data_parallel if is_attention_dp(spec) else 1  # then SGLang divides its limits by the ranks
     ours = {
@@ -124,6 +142,7 @@ def make_arguments(spec: EngineSpec, known: frozenset[str], host: LaunchHost) ->
         "dtype": spec.dtype if spec.dtype in _DTYPES else "auto",  # fp8 and int4 are the checkpoint's own
         "kv_cache_dtype": _KV_DTYPES.get(spec.kv_dtype),
         **_parallel(spec, known),
+        **_nodes(spec),
         "base_gpu_id": _first_gpu(spec),
         "max_running_requests": requests and requests * shared,
         "chunked_prefill_size": tokens and tokens * shared,
@@ -163,6 +182,29 @@ def _parallel(spec: EngineSpec, known: frozenset[str]) -> dict[str, Any]:
     return {**sizes, "dp_size": ranks, "enable_dp_attention": True}
 
 
+def _nodes(spec: EngineSpec) -> dict[str, Any]:
+    """Spread the engine over nodes: whole pipeline stages on each, or a stage over several.
+
+    Raises:
+        ConfigError: the nodes would have unequal parts, which SGLang does not notice: it would wait for ranks that no node starts.
+    """
+    nodes = spec.nodes
+    if nodes is None:
+        return {}
+    stages = spec.pipeline_parallel
+    per_stage, unequal = (
+        (nodes.size // stages, nodes.size % stages) if nodes.size > stages else (1, stages % nodes.size)
+    )
+    if unequal or spec.tensor_parallel % per_stage:
+        raise ConfigError(
+            f"nodes: engine sglang puts whole pipeline stages on a node, or a stage on several nodes in equal parts, got"
+            f" tensor_parallel {spec.tensor_parallel} and pipeline_parallel {stages} on {nodes.size} nodes; set tensor_parallel"
+            f" to a multiple of {nodes.size} and pipeline_parallel to 1, or pipeline_parallel to a multiple of {nodes.size}"
+        )
+    host = f"[{nodes.master_addr}]" if ":" in nodes.master_addr else nodes.master_addr
+    return {"nnodes": nodes.size, "node_rank": nodes.rank, "dist_init_addr": f"{host}:{nodes.master_port}"}
+
+
 def _first_gpu(spec: EngineSpec) -> int:
     """Give the index of the worker's first GPU; 0 where `engine_args` name another kind of device."""
     kind, _, index = spec.device.partition(":")
@@ -191,6 +233,18 @@ def _events_config(address: PublisherAddress) -> dict[str, Any]:
     if address.endpoint.startswith("tcp:"):
         config["bind"] = True  # else it would connect
     return {**config, "endpoint": address.endpoint, "replay_endpoint": address.replay_endpoint}
+
+
+def start_error(spec: EngineSpec, error: Exception) -> PenstockError:
+    """Describe why `sglang.Engine` did not start. A process that ends then may have lost another node, and is no wrong setting."""
+    why = first_line(error)
+    if spec.nodes is not None and isinstance(error, RuntimeError):
+        return EngineError(
+            f"engine sglang: cannot start {spec.model}: {why}; SGLang's own lines above say more"
+        )
+    return ConfigError(
+        f"engine sglang: cannot start {spec.model}: {why}; SGLang's own lines above say more, and engine_args sets its arguments"
+    )
 
 
 def server_arg_names(sglang: ModuleType) -> frozenset[str]:

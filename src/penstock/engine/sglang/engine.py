@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import inspect
+import os
 import signal
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -20,7 +21,14 @@ from penstock.core.wire import Wire, encode
 from penstock.engine.kv_events.subscriber import KvEventSubscriber
 from penstock.engine.kv_events.translator import HexSalts
 from penstock.engine.launch_host import ThisHost
-from penstock.engine.sglang.arguments import PACKAGE, Arguments, make_arguments, server_arg_names
+from penstock.engine.sglang.arguments import (
+    PACKAGE,
+    Arguments,
+    environment,
+    make_arguments,
+    server_arg_names,
+    start_error,
+)
 from penstock.engine.sglang.outputs import generate_arguments, read_chunk
 from penstock.engine.spec import EngineSpec
 from penstock.engine.streams.backend import Call, Output, Serving
@@ -84,6 +92,7 @@ class SglangBackend:
         if "device" not in spec.args:
             check_gpu("sglang", spec.device)
         self._arguments = arguments = make_arguments(spec, server_arg_names(sglang), self._host)
+        os.environ.update(environment(spec, self._host))
         loop = asyncio.get_running_loop()
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # outside the main thread
             loop.add_signal_handler(
@@ -92,10 +101,7 @@ class SglangBackend:
         try:
             self._engine = await asyncio.to_thread(sglang.Engine, **arguments.server)
         except Exception as error:
-            raise ConfigError(
-                f"engine sglang: cannot start {spec.model}: {first_line(error)}; SGLang's own lines above say more, and"
-                " engine_args sets its arguments"
-            ) from error
+            raise start_error(spec, error) from error
         self._parameters = frozenset(inspect.signature(self._engine.async_generate).parameters)
         if spec.data_parallel > 1 and not self._parameters & set(_RANK_ARGUMENTS):
             raise ConfigError(

@@ -16,7 +16,8 @@ from penstock.core.types.requests import FinishReason, KvHandle, SamplingParams
 from penstock.engine.launch_host import SymbolicHost, ThisHost
 from penstock.engine.sglang.arguments import Arguments, engine_launch, make_arguments, server_arg_names
 from penstock.engine.sglang.engine import SglangEngine
-from penstock.engine.spec import EngineSpec
+from penstock.engine.sglang.follower import follow
+from penstock.engine.spec import EngineSpec, NodeGroup
 from penstock.seams import KvBlocks, NativeKvTransfer
 from penstock.testing.engines.probe import EngineProbe, make_request
 from penstock.testing.loop import run_async
@@ -85,6 +86,9 @@ def test_an_unknown_argument_names_the_nearest(sglang) -> None:
         start(spec(args={"device": "cpu", "mem_fraction": 0.8}))
     with pytest.raises(ConfigError, match=r"engine_args\.tp_size: Penstock sets it.*set tensor_parallel"):
         start(spec(args={"device": "cpu", "tp_size": 2}))
+    with pytest.raises(ConfigError, match=r"engine_args\.node_rank: Penstock sets it.*; nodes does"):
+        made(spec(args={"device": "cpu", "node_rank": 1}, nodes=nodes(0)))
+    assert made(spec(args={"device": "cpu", "node_rank": 0, "nnodes": 2})).server["nnodes"] == 2
     with pytest.raises(ConfigError, match=r"disaggregation_bootstrap_port: must be a port number, got 'x'"):
         start(spec(role=Role.PREFILL, args={"device": "cpu", "disaggregation_bootstrap_port": "x"}))
 
@@ -130,6 +134,65 @@ def test_the_graph_reaches_the_server_arguments(sglang) -> None:
     assert server["disaggregation_mode"] == "null"
     copies = made(spec(tensor_parallel=4, data_parallel=2)).server
     assert (copies["tp_size"], copies["dp_size"]) == (4, 2)
+
+
+def nodes(rank: int, size: int = 2, **changes) -> NodeGroup:
+    fields = {"master_addr": "10.0.0.1", "master_port": 4711, "address": f"10.0.0.{rank + 1}"} | changes
+    return NodeGroup(size=size, rank=rank, **fields)
+
+
+def test_nodes_reach_the_server_arguments_and_the_leader_publishes_events(sglang) -> None:
+    leader, follower = (
+        engine_launch(spec(tensor_parallel=16, nodes=nodes(rank), device="cuda:0"), SymbolicHost())
+        for rank in (0, 1)
+    )
+    different = {"node_rank": 1, "kv_events_config": None}
+    assert {name: follower.arguments.get(name) for name in different} == different
+    rest = {name: value for name, value in leader.arguments.items() if name not in different}
+    assert rest == {name: value for name, value in follower.arguments.items() if name not in different}
+    assert {name: rest[name] for name in ("tp_size", "nnodes", "dist_init_addr")} == {
+        "tp_size": 16, "nnodes": 2, "dist_init_addr": "10.0.0.1:4711",
+    }  # fmt: skip
+    assert (leader.arguments["node_rank"], leader.kv_events is None) == (0, False)
+    interface = {"GLOO_SOCKET_IFNAME": "<network interface of the node's address>"}
+    assert follower.environment == {"SGLANG_HOST_IP": "10.0.0.2"} | interface
+    own = SymbolicHost()
+    own.variables = {"SGLANG_HOST_IP": "192.168.0.2"}
+    assert engine_launch(spec(tensor_parallel=16, nodes=nodes(1)), own).environment == interface
+    far = made(spec(tensor_parallel=2, nodes=nodes(1, master_addr="fd00::1")))
+    assert far.server["dist_init_addr"] == "[fd00::1]:4711"
+    assert not engine_launch(spec(), SymbolicHost()).environment
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "size", "is_equal"),
+    [(16, 1, 2, True), (8, 2, 2, True), (1, 4, 2, True), (8, 2, 4, True), (2, 3, 2, False), (3, 2, 4, False), (3, 2, 3, False)],
+)  # fmt: skip
+def test_unequal_parts_of_stages_are_refused(sglang, tensor, stages, size, is_equal) -> None:
+    of = spec(tensor_parallel=tensor, pipeline_parallel=stages, nodes=nodes(0, size))
+    if is_equal:
+        assert made(of).server["nnodes"] == size
+        return
+    with pytest.raises(
+        ConfigError, match=f"tensor_parallel {tensor} and pipeline_parallel {stages} on {size} nodes; set"
+    ):
+        made(of)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(RuntimeError("Rank 0 scheduler died during initialization"), EngineError), (ValueError("no such dtype"), ConfigError)],
+)  # fmt: skip
+def test_a_start_that_may_have_lost_a_node_is_tried_again(sglang, monkeypatch, error, kind) -> None:
+    def fail(self, **_):
+        raise error
+
+    monkeypatch.setattr(fake.Engine, "__init__", fail)
+    monkeypatch.setenv("SGLANG_BLOCK_NONZERO_RANK_CHILDREN", "1")
+    with pytest.raises(kind, match=f"cannot start tiny: {type(error).__name__}: {error}"):
+        follow(spec(tensor_parallel=2, nodes=nodes(1)), lambda: pytest.fail("not ready"))
+    with pytest.raises(kind, match="cannot start tiny: "):
+        start(spec(tensor_parallel=2, nodes=nodes(0)))
 
 
 def test_a_start_has_the_arguments_of_the_description(sglang, monkeypatch) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.core.errors import ConfigError
+from penstock.core.types.instances import Role
 from penstock.deploy.manifests.kubernetes.deployed import FRONTEND, Deployed
 from penstock.deploy.manifests.kubernetes.leader_worker_set import leader_worker_set
 from penstock.deploy.manifests.kubernetes.pods import frontend_pod, worker_pod
@@ -51,7 +52,11 @@ def check_one_node(deployed: Deployed) -> None:
         most, gpus = find_hardware(role.hardware).host_devices, deployed.gpus(role)
         if most is not None and gpus > most:
             nodes = -(-role.devices // most)
-            spans = engine_kind(role.engine).follow is not None
+            spans = (
+                engine_kind(role.engine).follow is not None
+                and name is Role.AGGREGATED
+                and role.data_parallel == 1
+            )
             fix = (
                 f"set roles.{name}.nodes: {nodes}"
                 if spans

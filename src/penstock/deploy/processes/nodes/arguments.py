@@ -11,7 +11,7 @@ from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.registry import describe_launch
 from penstock.graph import Graph
 
-_OF_ONE_NODE = {"model"}
+_OF_ONE_NODE = {"model", "model_path"}
 """Nodes may have the model's files at different paths."""
 
 

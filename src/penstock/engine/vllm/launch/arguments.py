@@ -11,7 +11,7 @@ import pydantic
 
 from penstock.core.config import nearest
 from penstock.core.errors import ConfigError
-from penstock.engine.launch_host import LaunchHost, interface_of
+from penstock.engine.launch_host import LaunchHost, gloo_environment
 from penstock.engine.spec import EngineSpec
 from penstock.engine.streams.package import numbers
 from penstock.engine.vllm.launch.adapters import LORA_MODULES, lora_arguments, lora_paths
@@ -77,10 +77,7 @@ def environment(spec: EngineSpec, host: LaunchHost) -> dict[str, str]:
     present = host.variables
     tuned = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
     if (nodes := spec.nodes) is not None:
-        tuned["VLLM_HOST_IP"] = nodes.address
-        name = host.read("network interface of the node's address", lambda: interface_of(nodes.address))
-        if name:  # gloo would ask for the host's name, which may be of a loopback address
-            tuned["GLOO_SOCKET_IFNAME"] = name
+        tuned |= {"VLLM_HOST_IP": nodes.address, **gloo_environment(host, nodes.address)}
     kind, _, index = spec.device.partition(":")
     forced = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy the worker's sockets and threads
     if kind == "cuda":
