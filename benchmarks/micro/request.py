@@ -38,6 +38,7 @@ from penstock.frontend.frontend import Frontend
 from penstock.frontend.http.server import FrontendServer
 from penstock.frontend.text.models import TOKENIZER, TOKENIZER_CONFIG
 from penstock.router.dispatch.dispatcher import Dispatcher
+from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.discovery.memory import MemoryDiscovery
 from penstock.runtime.handshake import Identity
@@ -166,12 +167,16 @@ class _Plane:
 
     async def connect(self, instance: Instance, sink: WorkerSink) -> WorkerPeer:
         peer = WorkerPeer(instance, sink, Identity(), PlaneConfig())
+        challenge = handshake.challenge()
         reader, loop = FrameReader(_FRAME_BYTES_MAX), asyncio.get_running_loop()
         waiting: list[RequestId] = []
 
         def take(data: bytes) -> None:
             for payload in reader.feed(data):
                 match CODEC.decode(payload):
+                    case handshake.Hello() as hello:
+                        reply = handshake.reply(Identity(), challenge, hello)
+                        loop.call_soon(peer.channel.data_received, CODEC.encode(reply))
                     case Submit(request=request):
                         if not waiting:
                             loop.call_soon(answer)
@@ -189,7 +194,8 @@ class _Plane:
             peer.channel.data_received(frames)
 
         peer.channel.connection_made(_Transport(take, self._outside))
-        peer.welcomed.set_result(None)
+        peer.channel.data_received(CODEC.encode(challenge))
+        await asyncio.sleep(0)  # the reply
         await peer.enter()
         return peer
 

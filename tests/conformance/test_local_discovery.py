@@ -87,7 +87,7 @@ def test_a_broken_connection_is_made_again_and_nobody_notices():
         await client.register(instance)
         watcher = Watcher(await harness.client())
         await watcher.synced()
-        for connection in tuple(harness.hub.clients):
+        for connection in tuple(harness.hub.server.sessions):
             connection.channel.abort("the test breaks it")
         await watcher.synced()
         await watcher.quiet(1.0)
@@ -218,7 +218,7 @@ def test_a_client_that_never_says_hello_is_hung_up_on():
             await reader.read()
         writer.close()
         await writer.wait_closed()
-        assert not harness.hub.clients
+        assert not harness.hub.server.sessions
 
     run_scenario(scenario, DiscoveryConfig(connect_timeout_s=0.05))
 

@@ -5,6 +5,7 @@ another HMAC over both. The secret is never sent or logged.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError, WorkerLost
@@ -98,8 +99,13 @@ def hello(
     )
 
 
-def reply(identity: Identity, challenge: Challenge, hello: Hello) -> HelloReply:
-    """Check a client's hello and make the reply; a refusal is a reply with `error`."""
+def reply(
+    identity: Identity,
+    challenge: Challenge,
+    hello: Hello,
+    check: Callable[[Hello], None] = lambda _hello: None,
+) -> HelloReply:
+    """Check a client's hello, last by `check`, and make the reply; a refusal is a reply with `error`."""
     try:
         _check_wire_version(hello.wire_version)
         _check_proof(hello.proof, _proof(identity.secret, b"hello", challenge.nonce, hello.nonce))
@@ -109,6 +115,7 @@ def reply(identity: Identity, challenge: Challenge, hello: Hello) -> HelloReply:
                 f"worker {hello.worker_id} is expected here, but {identity.worker_id} listens; it has probably "
                 "been replaced: try the workers that discovery names now"
             )
+        check(hello)
     except PenstockError as error:
         return HelloReply(wire_version=WIRE_VERSION, error=error.to_info())
     return HelloReply(

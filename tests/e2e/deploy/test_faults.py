@@ -81,7 +81,7 @@ def test_streams_and_new_requests_go_on_without_the_hub(deploy):
             stream = group.create_task(site.tell(PROMPT, max_tokens=TOKENS))
             await site.until(all_busy(site, 1))
             hub = site.deployment.hub
-            for client in tuple(hub.clients):
+            for client in tuple(hub.server.sessions):
                 client.channel.abort("killed by a test")
             await hub.close()
             meanwhile = group.create_task(site.tell(PROMPT, max_tokens=TOKENS))

@@ -7,19 +7,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from penstock.core.errors import PenstockError, ProtocolError, RequestError, Unavailable
+from penstock.core.errors import PenstockError, ProtocolError, RequestError
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
-from penstock.core.net.channel import FrameChannel
-from penstock.core.net.handshake import Challenge
-from penstock.core.net.listening import dial
 from penstock.core.types.scaling import Scale
 from penstock.deploy.control.messages import Add, Flip, Retire
 from penstock.deploy.hosts.host import Host
 from penstock.deploy.hosts.messages import (
-    CODEC,
-    FRAME_BYTES_MAX,
-    HEARTBEAT_S,
+    PROTOCOL,
     SILENT_S,
     Done,
     Message,
@@ -30,13 +25,13 @@ from penstock.deploy.hosts.messages import (
     Taken,
 )
 from penstock.deploy.messages import Planned
-from penstock.runtime import handshake
+from penstock.runtime.handshake import Identity
 from penstock.runtime.observations.windows import Window
+from penstock.runtime.session import ClientSession
 from penstock.runtime.tls import PlaneTls
 
 _STATE_S = 1.0
 _PAUSE_S = 0.05
-_CONNECT_S = 10.0
 _CLOSE_S = 0.5
 _RETRY_S, _RETRY_S_MAX = 0.2, 5.0
 _STATES_KEPT = 512
@@ -53,7 +48,7 @@ class HostLink:
     def __init__(
         self,
         address: str,
-        identity: handshake.Identity,
+        identity: Identity,
         *,
         name: str,
         host: Host,
@@ -75,11 +70,11 @@ class HostLink:
             tls: certificates; None for no TLS.
         """
         self._address = Address.parse(address, source="planner.address")
-        self._identity = identity
-        self._name = name
-        self._host = host
-        self._frontends = frontends
-        self._tell = tell
+        self.identity = identity
+        self.name = name
+        self.host = host
+        self.frontends = frontends
+        self.tell = tell
         self._rng = rng
         self._tls = tls
         self._session: _Session | None = None
@@ -96,7 +91,7 @@ class HostLink:
     ) -> None:
         assert self._keeper is not None, "entered"
         if (session := self._session) is not None:
-            await session.close()
+            await session.close_gracefully("the host's supervisor ends", _CLOSE_S)
         self._keeper.cancel()
         await self._tasks.__aexit__(None, None, None)
 
@@ -110,12 +105,12 @@ class HostLink:
         while True:
             try:
                 async with asyncio.TaskGroup() as group:
-                    session = _Session(self._identity, self._host, group, self._tell)
-                    await self._connect(session)
+                    session = _Session(self, group)
+                    await session.connect(self._address, self._tls)
                     said, pause_s = "", _RETRY_S
                     _log.info("planner_connected", address=str(self._address))
                     self._session = session
-                    report = group.create_task(session.report(self._frontends), name="host state")
+                    report = group.create_task(session.report(), name="host state")
                     await session.channel.closed.wait()
                     report.cancel()
                     session.end()
@@ -124,7 +119,7 @@ class HostLink:
                     )
             except* (OSError, TimeoutError, PenstockError) as errors:
                 error = errors.exceptions[0]
-                reason = str(error) or f"no answer within {_CONNECT_S:g} s"
+                reason = str(error) or f"no answer within {PROTOCOL.connect_timeout_s:g} s"
                 if reason != said:
                     _log.warning("planner_unreachable", address=str(self._address), error=reason)
                     said = reason
@@ -133,56 +128,29 @@ class HostLink:
             await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _RETRY_S_MAX)
 
-    async def _connect(self, session: "_Session") -> None:
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                await dial(
-                    lambda: session.channel, self._address, tls=self._tls.client if self._tls else None
-                )
-                await session.trusted
-                session.send_state(await self._host.scale(), self._frontends(), self._name)
-                await session.taken
-        except BaseException:
-            session.channel.abort("not needed any more")
-            raise
 
-
-class _Session:
+class _Session(ClientSession[Message]):
     """One connection to the planner."""
 
-    def __init__(
-        self,
-        identity: handshake.Identity,
-        host: Host,
-        group: asyncio.TaskGroup,
-        tell: Callable[[Planned], None],
-    ) -> None:
-        self.channel: FrameChannel[Message] = FrameChannel(
-            CODEC,
-            self,
-            frame_bytes_max=FRAME_BYTES_MAX,
-            write_buffer_bytes=64 << 10,
-            write_bytes_max=FRAME_BYTES_MAX,
-            heartbeat_interval_s=HEARTBEAT_S,
-            heartbeat_timeout_s=SILENT_S,
-        )
-        loop = asyncio.get_running_loop()
-        self.trusted: asyncio.Future[None] = loop.create_future()
-        self.taken: asyncio.Future[None] = loop.create_future()
-        self._identity = identity
-        self._host = host
+    def __init__(self, link: HostLink, group: asyncio.TaskGroup) -> None:
+        super().__init__(PROTOCOL, link.identity)
+        self._link = link
+        self._host = link.host
         self._group = group
-        self._tell = tell
-        self._hello: tuple[Challenge, handshake.Hello] | None = None
+        self._taken = self.awaited()
         self._sent: deque[tuple[int, float]] = deque(maxlen=_STATES_KEPT)
         """Number and time of the last states."""
         self._orders: set[asyncio.Task[None]] = set()
 
-    async def report(self, frontends: Callable[[], tuple[str, ...]]) -> None:
+    async def enter(self) -> None:
+        self._send_state(await self._host.scale(), self._link.name)
+        await self._taken
+
+    async def report(self) -> None:
         """Send the host's state at each change, and once a second, until cancelled."""
         while True:
             scale = await self._host.scale()
-            self.send_state(scale, frontends())
+            self._send_state(scale)
             await asyncio.sleep(_PAUSE_S)
             try:
                 async with asyncio.timeout(_STATE_S):
@@ -190,83 +158,34 @@ class _Session:
             except TimeoutError:
                 pass
 
-    def send_state(self, scale: Scale, frontends: tuple[str, ...], name: str = "") -> None:
-        number = self._sent[-1][0] + 1 if self._sent else 1
-        self._sent.append((number, asyncio.get_running_loop().time()))
-        if self.channel.writable:
-            self.channel.send(State(number=number, scale=scale, frontends=frontends, host=name))
-
-    async def close(self) -> None:
-        self.channel.close("the host's supervisor ends")
-        try:
-            async with asyncio.timeout(_CLOSE_S):
-                await self.channel.closed.wait()
-        except TimeoutError:
-            self.channel.abort("the planner did not take what was buffered")
-
     def end(self) -> None:
         """Give up what the planner waits for no longer; what was accepted goes on."""
         for order in self._orders:
             order.cancel()
 
-    def channel_opened(self) -> None:
-        pass
-
-    def message_received(self, message: Message) -> None:
+    def received(self, message: Message) -> None:
         match message:
-            case Challenge():
-                self._hello = (message, handshake.hello(self._identity, message))
-                self.channel.send(self._hello[1])
-            case handshake.HelloReply():
-                self._on_reply(message)
-            case Taken(error=error):
-                self._on_taken(
-                    None if error is None else ProtocolError(f"the planner refused: {error.message}")
-                )
-            case Order():
-                self._check_trusted(message)
+            case Taken(error=error) if not self._taken.done():
+                if error is None:
+                    self._taken.set_result(None)
+                else:
+                    self.fail(ProtocolError(f"the planner refused: {error.message}"))
+            case Order() if self._taken.done():
                 order = self._group.create_task(self._obey(message), name="order")
                 self._orders.add(order)
                 order.add_done_callback(self._orders.discard)
-            case RoundTold(planned=planned):
-                self._check_trusted(message)
-                self._tell(planned)
+            case RoundTold(planned=planned) if self._taken.done():
+                self._link.tell(planned)
             case _:
                 raise ProtocolError(
-                    f"{type(message).__name__}: a planner does not send this; update the older side"
+                    f"{type(message).__name__}: a planner does not send this now; update the older side"
                 )
 
-    def unknown_received(self, tag: str) -> None:
-        """Ignore it: a message of a newer planner."""
-
-    def channel_writable(self) -> None:
-        pass
-
-    def channel_closed(self, reason: str) -> None:
-        for future in (self.trusted, self.taken):
-            if not future.done():
-                future.set_exception(Unavailable(f"the connection ended: {reason}"))
-                future.exception()  # nobody may wait for it
-
-    def _check_trusted(self, message: Message) -> None:
-        if not self.taken.done():
-            raise ProtocolError(f"{type(message).__name__}: before the handshake; the peer is no planner")
-
-    def _on_reply(self, reply: handshake.HelloReply) -> None:
-        if self._hello is None or self.trusted.done():
-            raise ProtocolError("hello reply: not asked for; the peer is no planner")
-        if reply.error is not None:
-            raise ProtocolError(f"the planner refused us: {reply.error.message}")
-        handshake.check_reply(self._identity, *self._hello, reply)
-        self.trusted.set_result(None)
-
-    def _on_taken(self, error: ProtocolError | None) -> None:
-        if not self.trusted.done() or self.taken.done():
-            raise ProtocolError("taken: before the handshake, or twice; the peer is no planner")
-        if error is None:
-            self.taken.set_result(None)
-        else:
-            self.taken.set_exception(error)
+    def _send_state(self, scale: Scale, name: str = "") -> None:
+        number = self._sent[-1][0] + 1 if self._sent else 1
+        self._sent.append((number, asyncio.get_running_loop().time()))
+        if self.channel.writable:
+            self.channel.send(State(number=number, scale=scale, frontends=self._link.frontends(), host=name))
 
     async def _obey(self, order: Order) -> None:
         names: tuple[str, ...] = ()

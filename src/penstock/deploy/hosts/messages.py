@@ -10,9 +10,9 @@ from penstock.deploy.control.messages import Add, Flip, Retire
 from penstock.deploy.messages import Planned
 from penstock.runtime.handshake import Hello, HelloReply
 from penstock.runtime.observations.windows import Window
+from penstock.runtime.session import SessionProtocol
 
-FRAME_BYTES_MAX = 1 << 20
-HEARTBEAT_S, SILENT_S = 2.0, 10.0
+SILENT_S = 10.0
 """A side that is silent for `SILENT_S` is lost; an order on what a host told longer ago is refused by it."""
 
 
@@ -78,4 +78,12 @@ Message = (
     | Ping | Pong | Goodbye
 )  # fmt: skip
 
-CODEC: FrameCodec[Message] = FrameCodec(Message)
+PROTOCOL: SessionProtocol[Message] = SessionProtocol(
+    codec=FrameCodec(Message),
+    server="planner",
+    client="host",
+    frame_bytes_max=1 << 20,
+    write_bytes_max=1 << 20,
+    heartbeat_interval_s=2.0,
+    heartbeat_timeout_s=SILENT_S,
+)

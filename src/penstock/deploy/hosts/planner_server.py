@@ -12,36 +12,22 @@ from penstock.core.errors import ErrorInfo, PenstockError, ProtocolError, Unavai
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
 from penstock.core.net.channel import FrameChannel
-from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
-from penstock.core.net.listening import Listener, listen
 from penstock.core.types.instances import Role
 from penstock.core.types.location import label_problem
 from penstock.core.types.scaling import ReplicaState, Scale
 from penstock.deploy.control.messages import Add, Flip, Retire
 from penstock.deploy.hosts.host import Hosts
-from penstock.deploy.hosts.messages import (
-    CODEC,
-    FRAME_BYTES_MAX,
-    HEARTBEAT_S,
-    SILENT_S,
-    Done,
-    Message,
-    Order,
-    RoundTold,
-    Seen,
-    State,
-    Taken,
-)
+from penstock.deploy.hosts.messages import PROTOCOL, Done, Message, Order, RoundTold, Seen, State, Taken
 from penstock.deploy.messages import Planned
 from penstock.planner.observe.stream import ObservationStream
-from penstock.runtime import handshake
+from penstock.runtime.handshake import Identity
+from penstock.runtime.session import ServerSession, SessionServer
 from penstock.runtime.tls import PlaneTls
 
-HOSTS_MAX = 4096
-_HELLO_S = 10.0
 _ANSWER_S = 30.0
 _FLIP_S = 900.0  # the worker drains first
 _WAIT_S_MAX = 20.0
+_CLOSE_S = 0.5
 _log = get_logger()
 
 
@@ -51,7 +37,7 @@ class PlannerServer:
     def __init__(
         self,
         address: str,
-        identity: handshake.Identity,
+        identity: Identity,
         hosts: Hosts,
         observations: ObservationStream,
         *,
@@ -68,38 +54,35 @@ class PlannerServer:
             own_name: of the planner's host, which no other one may have.
             tls: certificates; None for no TLS.
         """
-        self.identity = identity
         self.hosts = hosts
         self.observations = observations
         self.linked: dict[str, LinkedHost] = {}
         """Hosts that are connected, by name."""
-        self.sessions: set[_Session] = set()
-        self.address = Address.parse(address, source="planner.address")
         self._own_name = own_name
         self._lost: dict[str, LinkedHost] = {}
         self._refused = 0
         hosts.given_up = self._give_up
-        self._tls = tls
-        self._listener: Listener | None = None
+        self._server: SessionServer[_Session] = SessionServer(
+            PROTOCOL,
+            identity,
+            Address.parse(address, source="planner.address"),
+            lambda server: _Session(self, server),
+            tls=tls,
+        )
 
     async def __aenter__(self) -> Self:
-        tls = self._tls
-        self._listener, self.address = await listen(
-            lambda: _Session(self).channel,
-            self.address,
-            tls=None if tls is None else lambda: tls.server,
-            handshake_timeout_s=_HELLO_S,
-        )
+        await self._server.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._listener is not None, "entered"
-        self._listener.close()
-        await self._listener.wait_closed()
-        for session in tuple(self.sessions):
-            session.channel.abort("the planner's supervisor ends")
+        await self._server.close("the planner's supervisor ends", _CLOSE_S)
+
+    @property
+    def address(self) -> Address:
+        """Where it listens, with the actual port once entered."""
+        return self._server.address
 
     def tell(self, planned: Planned) -> None:
         """Send a round to one host with a frontend, whose metrics have it; without, it is not counted."""
@@ -112,7 +95,7 @@ class PlannerServer:
         refused, self._refused = self._refused, 0
         return msgspec.structs.replace(planned, refused_hosts=refused)
 
-    def refuse(self, host: str, peer: str, error: str) -> None:
+    def refused(self, host: str, peer: str, error: str) -> None:
         """Count and log a connection that is not taken."""
         self._refused += 1
         _log.warning("host_refused", host=host, peer=peer, error=error)
@@ -305,48 +288,23 @@ class LinkedHost:
                 changed.set_result(None)
 
 
-class _Session:
+class _Session(ServerSession[Message]):
     """One connection of a host."""
 
-    def __init__(self, server: PlannerServer) -> None:
-        self.channel: FrameChannel[Message] = FrameChannel(
-            CODEC,
-            self,
-            frame_bytes_max=UNAUTHENTICATED_FRAME_BYTES_MAX,
-            write_buffer_bytes=64 << 10,
-            write_bytes_max=FRAME_BYTES_MAX,
-            heartbeat_interval_s=HEARTBEAT_S,
-            heartbeat_timeout_s=SILENT_S,
-        )
-        self._server = server
-        self._challenge = handshake.challenge()
-        self._is_trusted = False
+    def __init__(self, planner: PlannerServer, server: "SessionServer[_Session]") -> None:
+        super().__init__(server)
+        self._planner = planner
         self._host: LinkedHost | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
-    def channel_opened(self) -> None:
-        if len(self._server.sessions) >= HOSTS_MAX:
-            self._server.refuse("", self.channel.peer, f"{HOSTS_MAX} hosts are connected already")
-            self.channel.abort("too many hosts")
-            return
-        self._server.sessions.add(self)
-        self.channel.send(self._challenge)
-        self._timer = asyncio.get_running_loop().call_later(
-            _HELLO_S, self.channel.abort, f"not taken within {_HELLO_S:g} s"
-        )
-
-    def message_received(self, message: Message) -> None:
-        if not self._is_trusted:
-            self._on_hello(message)
-            return
+    def received(self, message: Message) -> None:
         match message:
             case State() if self._host is None:
                 self._on_first(message)
             case State() if self._host is not None:
-                self._server.hear(self._host, message)
+                self._planner.hear(self._host, message)
             case Seen(source=source, window=window) if self._host is not None:
                 if source in self._host.sources:
-                    self._server.observations.put(self._server.label(self._host, source), window)
+                    self._planner.observations.put(self._planner.label(self._host, source), window)
             case Done() if self._host is not None:
                 self._host.answer(message)
             case _:
@@ -354,42 +312,20 @@ class _Session:
                     f"{type(message).__name__}: a host does not send this now; update the older side"
                 )
 
-    def unknown_received(self, tag: str) -> None:
-        """Ignore it: a message of a newer host."""
+    def refused(self, process: str, error: ErrorInfo) -> None:
+        self._planner.refused(process, self.channel.peer, error.message)
 
-    def channel_writable(self) -> None:
-        pass
-
-    def channel_closed(self, reason: str) -> None:
-        self._server.sessions.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
+    def ended(self, reason: str) -> None:
         if self._host is not None:
-            self._server.lose(self._host, reason, on_purpose=self.channel.said_goodbye)
-
-    def _on_hello(self, message: Message) -> None:
-        if not isinstance(message, handshake.Hello):
-            raise ProtocolError(f"{type(message).__name__} before hello; the peer is no host of this release")
-        reply = handshake.reply(self._server.identity, self._challenge, message)
-        self.channel.send(reply)
-        if reply.error is not None:
-            self._refuse(message.process, reply.error)
-            return
-        self._is_trusted = True
-        self.channel.accept_frames(FRAME_BYTES_MAX)
+            self._planner.lose(self._host, reason, on_purpose=self.channel.said_goodbye)
 
     def _on_first(self, state: State) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self.admit()
         try:
-            self._host = self._server.take(self, state)
+            self._host = self._planner.take(self, state)
         except PenstockError as error:
             info = error.to_info()
             self.channel.send(Taken(error=info))
-            self._refuse(state.host, info)
+            self.refuse(state.host, info)
             return
         self.channel.send(Taken())
-
-    def _refuse(self, name: str, error: ErrorInfo) -> None:
-        self._server.refuse(name, self.channel.peer, error.message)
-        self.channel.close(error.message)

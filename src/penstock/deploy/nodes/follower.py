@@ -1,31 +1,19 @@
 """A follower's side: joins the leader of its worker, and learns when to start and to end."""
 
 import asyncio
-import contextlib
 import random
 from typing import Any
 
 import msgspec
 
-from penstock.core.errors import PenstockError, ProtocolError, Unavailable, from_info
-from penstock.core.log import get_logger
+from penstock.core.errors import ProtocolError, Unavailable, from_info
 from penstock.core.net.address import Address
-from penstock.core.net.handshake import Challenge
-from penstock.core.net.listening import dial
-from penstock.deploy.nodes.messages import (
-    Join,
-    Joined,
-    Leaving,
-    Message,
-    Start,
-    node_channel,
-)
-from penstock.runtime import handshake
+from penstock.deploy.nodes.messages import PROTOCOL, Join, Joined, Leaving, Message, Start
+from penstock.runtime.handshake import Identity
+from penstock.runtime.session import ClientSession
 from penstock.runtime.tls import PlaneTls
 
 _RETRY_S = 0.5
-_CONNECT_S = 10.0
-_log = get_logger()
 
 
 class NodeFollower:
@@ -34,7 +22,7 @@ class NodeFollower:
     def __init__(
         self,
         address: str,
-        identity: handshake.Identity,
+        identity: Identity,
         *,
         rank: int,
         arguments: dict[str, Any],
@@ -68,9 +56,9 @@ class NodeFollower:
                 while True:
                     session = _Session(self._identity, self._join)
                     try:
-                        await self._connect(session)
+                        await session.connect(self._address, self._tls)
                     except (OSError, TimeoutError, Unavailable) as error:
-                        reason = str(error) or f"no answer within {_CONNECT_S:g} s"
+                        reason = str(error) or f"no answer within {PROTOCOL.connect_timeout_s:g} s"
                     else:
                         self._session = session
                         return
@@ -87,7 +75,8 @@ class NodeFollower:
         Raises:
             Unavailable: the leader ended first.
         """
-        return await self._joined.started
+        port: int = await self._joined.started
+        return port
 
     @property
     def own_address(self) -> str:
@@ -117,73 +106,37 @@ class NodeFollower:
         assert self._session is not None, "joined"
         return self._session
 
-    async def _connect(self, session: "_Session") -> None:
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                await dial(
-                    lambda: session.channel, self._address, tls=self._tls.client if self._tls else None
-                )
-                await session.joined
-        except BaseException:
-            with contextlib.suppress(Exception):
-                session.channel.abort("not needed any more")
-            raise
 
-
-class _Session:
+class _Session(ClientSession[Message]):
     """One connection to the leader."""
 
-    def __init__(self, identity: handshake.Identity, join: Join) -> None:
-        self.channel = node_channel(self)
-        loop = asyncio.get_running_loop()
-        self.joined: asyncio.Future[None] = loop.create_future()
-        self.started: asyncio.Future[int] = loop.create_future()
-        self.ended: asyncio.Future[str] = loop.create_future()
-        self._identity = identity
+    def __init__(self, identity: Identity, join: Join) -> None:
+        super().__init__(PROTOCOL, identity)
+        self.started = self.awaited()
+        """Gets the engine's `master_port`."""
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._joined = self.awaited()
         self._join = join
-        self._hello: tuple[Challenge, handshake.Hello] | None = None
-        self._is_trusted = False
 
-    def channel_opened(self) -> None:
-        pass
+    async def enter(self) -> None:
+        self.channel.send(self._join)
+        await self._joined
 
-    def message_received(self, message: Message) -> None:
+    def received(self, message: Message) -> None:
         match message:
-            case Challenge() if self._hello is None:
-                self._hello = (message, handshake.hello(self._identity, message))
-                self.channel.send(self._hello[1])
-            case handshake.HelloReply() if self._hello is not None and not self._is_trusted:
-                if message.error is not None:
-                    self._fail(ProtocolError(f"the leader refuses this node: {message.error.message}"))
-                    return
-                handshake.check_reply(self._identity, *self._hello, message)
-                self._is_trusted = True
-                self.channel.send(self._join)
-            case Joined(error=error) if self._is_trusted and not self.joined.done():
+            case Joined(error=error) if not self._joined.done():
                 if error is None:
-                    self.joined.set_result(None)
+                    self._joined.set_result(None)
                 else:
-                    self._fail(from_info(error))
-            case Start(master_port=port) if self.joined.done() and not self.started.done():
+                    self.fail(from_info(error))
+            case Start(master_port=port) if self._joined.done() and not self.started.done():
                 self.started.set_result(port)
             case _:
                 raise ProtocolError(
                     f"{type(message).__name__}: a leader does not send this now; the peer is none, or of another release"
                 )
 
-    def unknown_received(self, tag: str) -> None:
-        """Ignore it: a message of a newer leader."""
-
-    def channel_writable(self) -> None:
-        pass
-
     def channel_closed(self, reason: str) -> None:
         text = f"the connection to node 0 ended: {reason}"
         self.ended.set_result(text)
-        self._fail(Unavailable(text))
-
-    def _fail(self, error: PenstockError) -> None:
-        for future in (self.joined, self.started):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # so that a future without a waiter logs nothing
+        self.fail(Unavailable(text))

@@ -1,31 +1,19 @@
 """The leader's side: gathers the followers of its worker, and learns when one ends."""
 
 import asyncio
-import contextlib
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from penstock.core.errors import ConfigError, PenstockError, ProtocolError, Unavailable
+from penstock.core.errors import ConfigError, ErrorInfo, PenstockError, ProtocolError, Unavailable
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
-from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
-from penstock.core.net.listening import Listener, listen
-from penstock.deploy.nodes.messages import (
-    FRAME_BYTES_MAX,
-    Join,
-    Joined,
-    Leaving,
-    Message,
-    Start,
-    node_channel,
-)
-from penstock.runtime import handshake
+from penstock.deploy.nodes.messages import PROTOCOL, Join, Joined, Leaving, Message, Start
+from penstock.runtime.handshake import Identity
+from penstock.runtime.session import ServerSession, SessionServer
 from penstock.runtime.tls import PlaneTls
 
-_HELLO_S = 10.0
-_CONNECTIONS_MAX = 256
 _CLOSE_S = 1.0
 _log = get_logger()
 
@@ -36,7 +24,7 @@ class NodeLeader:
     def __init__(
         self,
         address: str,
-        identity: handshake.Identity,
+        identity: Identity,
         *,
         nodes: int,
         arguments: dict[str, Any],
@@ -51,44 +39,36 @@ class NodeLeader:
             arguments: engine arguments, which followers must have, too.
             tls: certificates; None for no TLS.
         """
-        self.address = Address.parse(address, source="runtime.leader")
-        self.identity = identity
         self.arguments = arguments
-        self.sessions: set[_Session] = set()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Has the reason once a follower is lost after `start`."""
         self.leaving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once a follower is shutting down: the worker should drain."""
         self._nodes = nodes
-        self._tls = tls
         self._followers: dict[int, _Session] = {}
         self._changed = asyncio.Event()
         self._has_started = False
-        self._listener: Listener | None = None
+        self._server: SessionServer[_Session] = SessionServer(
+            PROTOCOL,
+            identity,
+            Address.parse(address, source="runtime.leader"),
+            lambda server: _Session(self, server),
+            tls=tls,
+        )
 
     async def __aenter__(self) -> Self:
-        tls = self._tls
-        self._listener, self.address = await listen(
-            lambda: _Session(self).channel,
-            self.address,
-            tls=None if tls is None else lambda: tls.server,
-            handshake_timeout_s=_HELLO_S,
-        )
+        await self._server.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._listener is not None, "entered"
-        self._listener.close()
-        await self._listener.wait_closed()
-        sessions = tuple(self.sessions)
-        for session in sessions:
-            session.channel.close("the leader's worker ends")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_S):
-                for session in sessions:
-                    await session.channel.closed.wait()
+        await self._server.close("the leader's worker ends", _CLOSE_S)
+
+    @property
+    def address(self) -> Address:
+        """Where it listens, with the actual port once entered."""
+        return self._server.address
 
     async def gather(self, timeout_s: float) -> None:
         """Wait until every follower has joined.
@@ -165,38 +145,17 @@ class NodeLeader:
             _log.warning("node_lost", rank=session.rank, peer=session.channel.peer, reason=reason)
 
 
-class _Session:
+class _Session(ServerSession[Message]):
     """One connection of a follower."""
 
-    def __init__(self, leader: NodeLeader) -> None:
-        self.channel = node_channel(self, UNAUTHENTICATED_FRAME_BYTES_MAX)
+    def __init__(self, leader: NodeLeader, server: "SessionServer[_Session]") -> None:
+        super().__init__(server)
         self.rank = 0
         self._leader = leader
-        self._challenge = handshake.challenge()
-        self._is_trusted = False
-        self._timer: asyncio.TimerHandle | None = None
 
-    def channel_opened(self) -> None:
-        if len(self._leader.sessions) >= _CONNECTIONS_MAX:
-            self.channel.abort("too many connections")
-            return
-        self._leader.sessions.add(self)
-        self.channel.send(self._challenge)
-        self._timer = asyncio.get_running_loop().call_later(
-            _HELLO_S, self.channel.abort, f"not taken within {_HELLO_S:g} s"
-        )
-
-    def message_received(self, message: Message) -> None:
+    def received(self, message: Message) -> None:
         match message:
-            case handshake.Hello() if not self._is_trusted:
-                reply = handshake.reply(self._leader.identity, self._challenge, message)
-                self.channel.send(reply)
-                if reply.error is not None:
-                    self._refuse(reply.error.message)
-                    return
-                self._is_trusted = True
-                self.channel.accept_frames(FRAME_BYTES_MAX)
-            case Join() if self._is_trusted and not self.rank:
+            case Join() if not self.rank:
                 self._on_join(message)
             case Leaving() if self.rank:
                 self._leader.leave(self)
@@ -205,31 +164,20 @@ class _Session:
                     f"{type(message).__name__}: a follower does not send this now; update the older side"
                 )
 
-    def unknown_received(self, tag: str) -> None:
-        """Ignore it: a message of a newer follower."""
+    def refused(self, process: str, error: ErrorInfo) -> None:
+        _log.warning("node_refused", process=process, peer=self.channel.peer, error=error.message)
 
-    def channel_writable(self) -> None:
-        pass
-
-    def channel_closed(self, reason: str) -> None:
-        self._leader.sessions.discard(self)
-        if self._timer is not None:
-            self._timer.cancel()
+    def ended(self, reason: str) -> None:
         if self.rank:
             self._leader.lose(self, reason)
 
     def _on_join(self, join: Join) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self.admit()
         try:
             self._leader.admit(self, join)
         except (PenstockError, msgspec.MsgspecError) as error:
             wrong = error if isinstance(error, PenstockError) else ProtocolError(f"join: {error}")
             self.channel.send(Joined(error=wrong.to_info()))
-            self._refuse(wrong.message)
+            self.refuse("", wrong.to_info())
             return
         self.channel.send(Joined())
-
-    def _refuse(self, error: str) -> None:
-        _log.warning("node_refused", peer=self.channel.peer, error=error)
-        self.channel.close(error)

@@ -1,15 +1,12 @@
 """Messages between the leader (node 0) of a worker over several nodes and its followers."""
 
 from penstock.core.errors import ErrorInfo
-from penstock.core.net.channel import ChannelHandler, FrameChannel
 from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.net.handshake import Challenge
 from penstock.core.wire import Wire
 from penstock.runtime.handshake import Hello, HelloReply
+from penstock.runtime.session import SessionProtocol
 
-FRAME_BYTES_MAX = 1 << 20
-HEARTBEAT_S, SILENT_S = 3.0, 15.0
-"""A node that is silent for `SILENT_S` is lost; one whose connection ends is lost at once."""
 JOIN_S = 60.0
 """Longest wait of a node for the others. After it the node logs which are missing, and tries again."""
 
@@ -44,19 +41,14 @@ class Leaving(Wire, frozen=True, tag="leaving"):
 
 Message = Challenge | Hello | HelloReply | Join | Joined | Start | Leaving | Ping | Pong | Goodbye
 
-CODEC: FrameCodec[Message] = FrameCodec(Message)
-
-
-def node_channel(
-    handler: ChannelHandler[Message], frame_bytes_max: int = FRAME_BYTES_MAX
-) -> FrameChannel[Message]:
-    """Make one side's channel; it accepts frames of up to `frame_bytes_max`."""
-    return FrameChannel(
-        CODEC,
-        handler,
-        frame_bytes_max=frame_bytes_max,
-        write_buffer_bytes=64 << 10,
-        write_bytes_max=FRAME_BYTES_MAX,
-        heartbeat_interval_s=HEARTBEAT_S,
-        heartbeat_timeout_s=SILENT_S,
-    )
+PROTOCOL: SessionProtocol[Message] = SessionProtocol(
+    codec=FrameCodec(Message),
+    server="leader",
+    client="follower",
+    frame_bytes_max=1 << 20,
+    write_bytes_max=1 << 20,
+    heartbeat_interval_s=3.0,
+    heartbeat_timeout_s=15.0,
+    connections_max=256,
+)
+"""A silent node is lost after `heartbeat_timeout_s`; one whose connection ends is lost at once."""

@@ -8,18 +8,13 @@ import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from penstock.core.errors import ConfigError, Overloaded, PenstockError, ProtocolError
+from penstock.core.errors import ConfigError, ErrorInfo, Overloaded, PenstockError, ProtocolError
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
-from penstock.core.net.channel import FrameChannel
-from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
-from penstock.core.net.listening import Listener, listen, remove_socket
 from penstock.core.types.instances import Instance, InstanceChange
-from penstock.runtime import handshake
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.messages import (
-    CODEC,
     Change,
     HubMessage,
     Lapsed,
@@ -30,8 +25,11 @@ from penstock.runtime.discovery.messages import (
     Watch,
     Welcome,
     Withdraw,
+    hub_protocol,
 )
 from penstock.runtime.discovery.table import InstanceTable, TableCursor
+from penstock.runtime.handshake import Hello, Identity
+from penstock.runtime.session import ServerSession, SessionServer
 from penstock.runtime.tls import PlaneTls
 
 _CLOSE_TIMEOUT_S = 0.5
@@ -51,7 +49,7 @@ class LocalHub:
 
     def __init__(
         self,
-        identity: handshake.Identity,
+        identity: Identity,
         *,
         listen: str = "tcp://127.0.0.1:0",
         tls: PlaneTls | None = None,
@@ -71,18 +69,24 @@ class LocalHub:
         self.config = config or DiscoveryConfig()
         self.identity = identity
         self.hub_id = secrets.token_hex(8)
-        self.address = listen
-        """Where clients connect; with the actual port after `start`."""
         self.table = InstanceTable(watchers_max=self.config.connections_max)
         self.table.mark_synced()
-        self.clients: set[_Client] = set()
+        self.server: SessionServer[_Client] = SessionServer(
+            hub_protocol(self.config),
+            identity,
+            _checked(Address.parse(listen, source="hub"), identity),
+            lambda server: _Client(self, server),
+            tls=tls,
+        )
         self.refused_clients = 0
         """Clients whose secret, hash key or release is another."""
         self._refusals_timer: asyncio.TimerHandle | None = None
         self._leases: dict[WorkerId, _Lease] = {}
-        self._bound = _checked(Address.parse(listen, source="hub"), identity)
-        self._tls = tls
-        self._sockets: Listener | None = None
+
+    @property
+    def address(self) -> str:
+        """Where clients connect; with the actual port after `start`."""
+        return str(self.server.address)
 
     async def start(self) -> None:
         """Listen.
@@ -90,14 +94,7 @@ class LocalHub:
         Raises:
             ConfigError: the address is in use or not allowed.
         """
-        tls = self._tls
-        self._sockets, self._bound = await listen(
-            lambda: _Client(self).channel,
-            self._bound,
-            tls=None if tls is None else lambda: tls.server,
-            handshake_timeout_s=self.config.connect_timeout_s,
-        )
-        self.address = str(self._bound)
+        await self.server.start()
 
     def watch(self) -> AsyncIterator[InstanceChange]:
         """Like `Discovery.watch`, for the supervisor's own process."""
@@ -105,28 +102,13 @@ class LocalHub:
 
     async def close(self) -> None:
         """Close the connections to all clients, which keep the instances they know. Safe twice."""
-        if self._sockets is None:
-            return
-        sockets, self._sockets = self._sockets, None
-        sockets.close()
-        remove_socket(self._bound)
         if self._refusals_timer is not None:
             self._refusals_timer.cancel()
-        await sockets.wait_closed()  # every accepted connection is in `clients` now
+        await self.server.stop_listening()
         for lease in self._leases.values():
             lease.timer.cancel()
         self._leases.clear()
-        clients = tuple(self.clients)
-        for client in clients:
-            client.channel.close("the hub closes")
-        try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                for client in clients:
-                    await client.channel.closed.wait()
-        except TimeoutError:
-            for client in clients:
-                client.channel.abort("it did not take what was buffered")
-                await client.channel.closed.wait()
+        await self.server.close("the hub closes", _CLOSE_TIMEOUT_S)
         self.table.close()
 
     def register(self, owner: "_Client", instance: Instance) -> None:
@@ -159,7 +141,6 @@ class LocalHub:
             self._drop(worker_id, reason)
 
     def disconnected(self, owner: "_Client", reason: str, *, on_purpose: bool) -> None:
-        self.clients.discard(owner)
         for worker_id in [w for w, lease in self._leases.items() if lease.owner is owner]:
             if on_purpose:
                 self._drop(worker_id, "its process closed")
@@ -175,7 +156,7 @@ class LocalHub:
 
     def _tell_refusals(self) -> None:
         self._refusals_timer = None
-        for client in self.clients:
+        for client in self.server.sessions:
             client.tell_refusals()
 
     def check(self) -> None:
@@ -194,42 +175,24 @@ class LocalHub:
         _log.info("instance_removed", worker_id=worker_id, reason=reason)
 
 
-class _Client:
+class _Client(ServerSession[HubMessage]):
     """One client of the hub."""
 
-    def __init__(self, hub: LocalHub) -> None:
-        config = hub.config
-        self.channel: FrameChannel[HubMessage] = FrameChannel(
-            CODEC,
-            self,
-            frame_bytes_max=UNAUTHENTICATED_FRAME_BYTES_MAX,
-            write_buffer_bytes=64 << 10,
-            write_bytes_max=config.frame_bytes_max,
-            heartbeat_interval_s=config.lease_ttl_s / 3,
-            heartbeat_timeout_s=config.lease_ttl_s,
-        )
+    def __init__(self, hub: LocalHub, server: "SessionServer[_Client]") -> None:
+        super().__init__(server)
         self._hub = hub
-        self._challenge = handshake.challenge()
-        self._accepted = False
-        self._hello_timer: asyncio.TimerHandle | None = None
         self._cursor: TableCursor | None = None
 
-    def channel_opened(self) -> None:
-        if len(self._hub.clients) >= self._hub.config.connections_max:
-            _log.warning("client_refused", connections_max=self._hub.config.connections_max)
-            self.channel.abort("too many clients (connections_max)")
-            return
-        self._hub.clients.add(self)
-        self.channel.send(self._challenge)
-        timeout_s = self._hub.config.connect_timeout_s
-        self._hello_timer = asyncio.get_running_loop().call_later(
-            timeout_s, self.channel.abort, f"no hello within {timeout_s:g} s (connect_timeout_s)"
-        )
+    def trusted(self, _hello: Hello) -> None:
+        self.admit()
+        self.channel.send(Welcome(hub_id=self._hub.hub_id, lease_ttl_s=self._hub.config.lease_ttl_s))
 
-    def message_received(self, message: HubMessage) -> None:
-        if not self._accepted:
-            self._on_hello(message)
-            return
+    def refused(self, process: str, error: ErrorInfo) -> None:
+        _log.warning("client_refused", process=process, error=error.message)
+        if error.code == ProtocolError.code:
+            self._hub.refused()
+
+    def received(self, message: HubMessage) -> None:
         match message:
             case Register(instance=instance):
                 self._on_register(instance)
@@ -252,36 +215,13 @@ class _Client:
         if self._cursor is not None and self.channel.writable:
             self.channel.send(Refusals(count=self._hub.refused_clients))
 
-    def unknown_received(self, tag: str) -> None:
-        """Ignore it: a newer client works without an answer."""
-
     def channel_writable(self) -> None:
         self._send_changes()
 
-    def channel_closed(self, reason: str) -> None:
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
+    def ended(self, reason: str) -> None:
         if self._cursor is not None:
             self._cursor.close()
         self._hub.disconnected(self, reason, on_purpose=self.channel.said_goodbye)
-
-    def _on_hello(self, message: HubMessage) -> None:
-        if not isinstance(message, handshake.Hello):
-            raise ProtocolError(
-                f"{type(message).__name__} before hello; the peer is no client of this release"
-            )
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
-        reply = handshake.reply(self._hub.identity, self._challenge, message)
-        self.channel.send(reply)
-        if reply.error is not None:
-            _log.warning("client_refused", process=message.process, error=reply.error.message)
-            self.channel.close(reply.error.message)
-            self._hub.refused()
-            return
-        self._accepted = True
-        self.channel.accept_frames(self._hub.config.frame_bytes_max)
-        self.channel.send(Welcome(hub_id=self._hub.hub_id, lease_ttl_s=self._hub.config.lease_ttl_s))
 
     def _on_register(self, instance: Instance) -> None:
         try:
@@ -299,7 +239,7 @@ class _Client:
                 self.channel.send(Change(change=change))
 
 
-def _checked(address: Address, identity: handshake.Identity) -> Address:
+def _checked(address: Address, identity: Identity) -> Address:
     if address.path:
         return address
     if not identity.secret:

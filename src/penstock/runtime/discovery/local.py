@@ -14,15 +14,10 @@ from penstock.core.errors import PenstockError, ProtocolError, Unavailable, from
 from penstock.core.ids import WorkerId
 from penstock.core.log import get_logger
 from penstock.core.net.address import Address
-from penstock.core.net.channel import FrameChannel
-from penstock.core.net.handshake import Challenge
-from penstock.core.net.listening import dial
 from penstock.core.types.instances import Instance, InstanceChange, InstancePut, InstanceRemoved, WatchSynced
-from penstock.runtime import handshake
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.discovery.hub import LocalHub
 from penstock.runtime.discovery.messages import (
-    CODEC,
     Change,
     HubMessage,
     Lapsed,
@@ -33,9 +28,12 @@ from penstock.runtime.discovery.messages import (
     Watch,
     Welcome,
     Withdraw,
+    hub_protocol,
 )
 from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.discovery.table import InstanceTable
+from penstock.runtime.handshake import Identity
+from penstock.runtime.session import ClientSession
 from penstock.runtime.tls import PlaneTls
 
 __all__ = ["LocalDiscovery", "LocalHub", "LocalRegistration"]
@@ -57,7 +55,7 @@ class LocalDiscovery:
     def __init__(
         self,
         address: str,
-        identity: handshake.Identity,
+        identity: Identity,
         *,
         rng: random.Random,
         tls: PlaneTls | None = None,
@@ -165,7 +163,7 @@ class LocalDiscovery:
         if self._grace is not None:
             self._grace.cancel()
         if self._session is not None:
-            await self._session.close()
+            await self._session.close_gracefully("the client closes", self._config.connect_timeout_s)
         if self._keeper is not None:
             self._keeper.cancel()
 
@@ -194,18 +192,15 @@ class LocalDiscovery:
         """
         session = self._latest = _Session(self, self._identity, self._config)
         try:
-            async with asyncio.timeout(self._config.connect_timeout_s):
-                await dial(
-                    lambda: session.channel, self._address, tls=self._tls.client if self._tls else None
-                )
-                welcome = await session.welcomed
+            await session.connect(self._address, self._tls)
+            welcome = session.welcome
             _log.info("hub_connected", address=str(self._address), hub_id=welcome.hub_id)
             self._session = session
             self._refusal = None
             self._answered.set()
             self._connected.set()
             self._metrics.connected.set(1)
-            session.begin(welcome, tuple(self._registrations.values()), watch=self._watching)
+            session.begin(tuple(self._registrations.values()), watch=self._watching)
             await session.channel.closed.wait()
             if not self._closed:
                 self._metrics.losses.inc()
@@ -289,59 +284,38 @@ class LocalRegistration:
                 self._discovery._session.channel.send(Withdraw(worker_id=worker_id))
 
 
-class _Session:
+class _Session(ClientSession[HubMessage]):
     """One connection to the hub."""
 
-    def __init__(
-        self, discovery: LocalDiscovery, identity: handshake.Identity, config: DiscoveryConfig
-    ) -> None:
-        self.channel: FrameChannel[HubMessage] = FrameChannel(
-            CODEC,
-            self,
-            frame_bytes_max=config.frame_bytes_max,
-            write_buffer_bytes=64 << 10,
-            write_bytes_max=config.frame_bytes_max,
-            heartbeat_interval_s=config.lease_ttl_s / 3,
-            heartbeat_timeout_s=config.lease_ttl_s,
-        )
-        self.welcomed: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+    def __init__(self, discovery: LocalDiscovery, identity: Identity, config: DiscoveryConfig) -> None:
+        super().__init__(hub_protocol(config), identity)
         self._discovery = discovery
-        self._identity = identity
-        self._close_timeout_s = config.connect_timeout_s
-        self._hello: tuple[Challenge, handshake.Hello] | None = None
-        self._trusted = False
+        self._welcomed = self.awaited()
         self._present: set[WorkerId] | None = None  # workers reported before `WatchSynced`; None after it
         self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def is_silent(self) -> bool:
-        """Whether the hub has not even sent its challenge."""
-        return self._hello is None
+    def welcome(self) -> Welcome:
+        """The hub's, once connected."""
+        welcome: Welcome = self._welcomed.result()
+        return welcome
 
-    def begin(self, welcome: Welcome, registrations: "tuple[LocalRegistration, ...]", *, watch: bool) -> None:
+    async def enter(self) -> None:
+        await self._welcomed
+
+    def begin(self, registrations: "tuple[LocalRegistration, ...]", *, watch: bool) -> None:
         """Send registrations, watch, and start to renew leases."""
         for registration in registrations:
             registration.send()
         if watch:
             self.watch()
-        self._renew(welcome.lease_ttl_s / 3)
+        self._renew(self.welcome.lease_ttl_s / 3)
 
     def watch(self) -> None:
         self._present = set()
         self.channel.send(Watch())
 
-    async def close(self) -> None:
-        self.channel.close("the client closes")
-        try:
-            async with asyncio.timeout(self._close_timeout_s):
-                await self.channel.closed.wait()
-        except TimeoutError:
-            self.channel.abort("the hub did not take what was buffered")
-
-    def channel_opened(self) -> None:
-        pass
-
-    def message_received(self, message: HubMessage) -> None:
+    def received(self, message: HubMessage) -> None:
         match message:
             case Change(change=change):
                 self._on_change(change)
@@ -353,49 +327,20 @@ class _Session:
                 self._discovery._metrics.refused_clients.set(count)
             case Lapsed(worker_ids=worker_ids):
                 self._on_lapsed(worker_ids)
-            case Challenge():
-                self._hello = (message, handshake.hello(self._identity, message))
-                self.channel.send(self._hello[1])
-            case handshake.HelloReply():
-                self._on_reply(message)
-            case Welcome():
-                if self.welcomed.cancelled():  # nobody waits for it any more: the process ends
-                    return
-                if not self._trusted or self.welcomed.done():
-                    raise ProtocolError("welcome: before the handshake, or twice; the peer is no hub")
-                self.welcomed.set_result(message)
+            case Welcome() if self._welcomed.cancelled():
+                pass  # nobody waits for it any more: the process ends
+            case Welcome() if not self._welcomed.done():
+                self._welcomed.set_result(message)
             case _:
                 raise ProtocolError(
                     f"{type(message).__name__}: a hub does not send this; update the older side"
                 )
 
-    def unknown_received(self, tag: str) -> None:
-        """Ignore it: a message of a newer hub that this client does not need."""
-
-    def channel_writable(self) -> None:
-        pass
-
     def channel_closed(self, reason: str) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self.welcomed.done():
-            return
         silent = f", before the hub said anything: {_SILENT}"
-        self.welcomed.set_exception(
-            Unavailable(f"the connection ended: {reason}{silent if self.is_silent else ''}")
-        )
-
-    def _on_reply(self, reply: handshake.HelloReply) -> None:
-        if self._hello is None or self._trusted:
-            raise ProtocolError("hello reply: not asked for; the peer is no hub")
-        try:
-            _check_accepted(reply)
-            handshake.check_reply(self._identity, *self._hello, reply)
-        except ProtocolError as error:  # it ends the channel, and who waits hears why
-            if not self.welcomed.done():
-                self.welcomed.set_exception(error)
-            raise
-        self._trusted = True
+        super().channel_closed(f"{reason}{silent if self.is_silent else ''}")
 
     def _on_lapsed(self, worker_ids: tuple[WorkerId, ...]) -> None:
         """Register again those that are still ours."""
@@ -413,8 +358,7 @@ class _Session:
                     self._present.discard(worker_id)
                 case WatchSynced():
                     present, self._present = self._present, None
-                    welcome = self.welcomed.result()
-                    self._discovery._on_synced(welcome.hub_id, present, welcome.lease_ttl_s)
+                    self._discovery._on_synced(self.welcome.hub_id, present, self.welcome.lease_ttl_s)
         self._discovery._on_change(change)
 
     def _renew(self, interval_s: float) -> None:
@@ -422,8 +366,3 @@ class _Session:
         if worker_ids and self.channel.writable:
             self.channel.send(Renew(worker_ids=worker_ids))
         self._timer = asyncio.get_running_loop().call_later(interval_s, self._renew, interval_s)
-
-
-def _check_accepted(reply: handshake.HelloReply) -> None:
-    if reply.error is not None:
-        raise ProtocolError(f"the hub refused us: {reply.error.message}")

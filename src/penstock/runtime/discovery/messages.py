@@ -6,7 +6,9 @@ from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.net.handshake import Challenge
 from penstock.core.types.instances import Instance, InstanceChange
 from penstock.core.wire import Wire
+from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.handshake import Hello, HelloReply
+from penstock.runtime.session import SessionProtocol
 
 
 class Welcome(Wire, frozen=True, tag="welcome"):
@@ -61,3 +63,17 @@ HubMessage = (
 )  # fmt: skip
 
 CODEC: FrameCodec[HubMessage] = FrameCodec(HubMessage)
+
+
+def hub_protocol(config: DiscoveryConfig) -> SessionProtocol[HubMessage]:
+    return SessionProtocol(
+        codec=CODEC,
+        server="hub",
+        client="client",
+        frame_bytes_max=config.frame_bytes_max,
+        write_bytes_max=config.frame_bytes_max,
+        heartbeat_interval_s=config.lease_ttl_s / 3,
+        heartbeat_timeout_s=config.lease_ttl_s,
+        connect_timeout_s=config.connect_timeout_s,
+        connections_max=config.connections_max,
+    )

@@ -2,6 +2,7 @@
 
 from penstock.core.errors import ErrorInfo, RequestError
 from penstock.core.ids import RequestId
+from penstock.core.net.channel import Codec
 from penstock.core.net.framing import FrameCodec, Goodbye, Ping, Pong
 from penstock.core.net.handshake import Challenge
 from penstock.core.types.changes import WorkerChange
@@ -11,7 +12,9 @@ from penstock.core.types.load import PeerCount, TenantCounts, WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Delta, Prefetch, Request
 from penstock.core.wire import Wire
+from penstock.runtime.config import PlaneConfig
 from penstock.runtime.handshake import Hello, HelloReply
+from penstock.runtime.session import SessionProtocol
 
 
 class Submit(Wire, frozen=True, tag="submit"):
@@ -124,6 +127,23 @@ Frame = (
 )  # fmt: skip
 
 CODEC: FrameCodec[Frame] = FrameCodec(Frame, lenient_tags=("event",))
+
+
+def request_protocol(config: PlaneConfig, codec: Codec[Frame] = CODEC) -> SessionProtocol[Frame]:
+    return SessionProtocol(
+        codec=codec,
+        server="worker",
+        client="frontend",
+        frame_bytes_max=config.frame_bytes_max,
+        write_bytes_max=2 * config.connection_bytes_max,
+        heartbeat_interval_s=config.heartbeat_interval_s,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        connect_timeout_s=config.connect_timeout_s,
+        connections_max=config.connections_max,
+        write_buffer_bytes=config.write_buffer_bytes,
+    )
+
+
 """A KV event of an unknown kind does not end the connection: the subscriber requests a snapshot instead."""
 
 

@@ -5,22 +5,19 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from penstock.core.errors import Overloaded, PenstockError, ProtocolError
+from penstock.core.errors import ErrorInfo, Overloaded, PenstockError, ProtocolError
 from penstock.core.ids import RequestId
 from penstock.core.log import get_logger
-from penstock.core.net.channel import FrameChannel
-from penstock.core.net.handshake import UNAUTHENTICATED_FRAME_BYTES_MAX
 from penstock.core.types.events import EventMessage, Holder
 from penstock.core.types.kv.actions import KvReport
 from penstock.core.types.load import WorkerLoad
 from penstock.core.types.media import ExpandedPrompt
 from penstock.core.types.requests import Delta
-from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.events.feed import EventFeed
+from penstock.runtime.handshake import Hello
 from penstock.runtime.requests.fetch import FETCHES_MAX, chunks, missing_file
 from penstock.runtime.requests.frames import (
-    CODEC,
     Abort,
     Change,
     Changed,
@@ -41,47 +38,34 @@ from penstock.runtime.requests.frames import (
     Unsubscribe,
 )
 from penstock.runtime.requests.outbox import Outbox
+from penstock.runtime.session import ServerSession, SessionServer
 from penstock.seams import WorkerService
 
 _log = get_logger()
 
 
-class FrontendPeer:
+class FrontendPeer(ServerSession[Frame]):
     """The `FrontendSink` of one connection. One event loop owns it."""
 
     def __init__(
         self,
         service: WorkerService,
-        identity: handshake.Identity,
         config: PlaneConfig,
-        peers: set["FrontendPeer"],
+        server: "SessionServer[FrontendPeer]",
         repair_interval_s: float | None = None,
     ) -> None:
         """Make a peer that waits for the client's hello.
 
         Args:
             service: the worker.
-            identity: identity of the worker's process.
             config: bounds and times.
-            peers: set of connected peers; the peer adds and removes itself.
+            server: has the sessions.
             repair_interval_s: how often a frontend that hears broadcasts is told what it should have; None: there are none.
         """
-        self.channel: FrameChannel[Frame] = FrameChannel(
-            CODEC,
-            self,
-            frame_bytes_max=UNAUTHENTICATED_FRAME_BYTES_MAX,
-            write_buffer_bytes=config.write_buffer_bytes,
-            write_bytes_max=2 * config.connection_bytes_max,
-            heartbeat_interval_s=config.heartbeat_interval_s,
-            heartbeat_timeout_s=config.heartbeat_timeout_s,
-        )
+        super().__init__(server)
         self.process = ""
         self._service = service
-        self._identity = identity
         self._config = config
-        self._peers = peers
-        self._challenge = handshake.challenge()
-        self._hello_timer: asyncio.TimerHandle | None = None
         self._outbox: Outbox | None = None  # None until the client is accepted
         self._load: WorkerLoad | None = None
         self._feeds: dict[Holder, EventFeed] = {}  # those that were asked for
@@ -117,25 +101,32 @@ class FrontendPeer:
         self._finishing = reason
         self._finish_if_idle()
 
-    def channel_opened(self) -> None:
-        if len(self._peers) >= self._config.connections_max:
-            _log.warning(
-                "frontend_refused", peer=self.channel.peer, connections_max=self._config.connections_max
-            )
-            self.channel.abort("too many connections (connections_max)")
-            return
-        self._peers.add(self)
-        self.channel.send(self._challenge)
-        self._hello_timer = asyncio.get_running_loop().call_later(
-            self._config.connect_timeout_s,
-            self.channel.abort,
-            f"no hello within {self._config.connect_timeout_s:g} s (connect_timeout_s)",
-        )
+    def check(self, hello: Hello) -> None:
+        self._service.check_rank(hello.rank)
 
-    def message_received(self, message: Frame) -> None:
-        if self._outbox is None:
-            self._on_hello(message)
-            return
+    def trusted(self, hello: Hello) -> None:
+        self.admit()
+        self.process = hello.process
+        self._outbox = Outbox(
+            window_tokens=hello.window_tokens,
+            stream_bytes_max=self._config.stream_bytes_max,
+            bytes_max=self._config.connection_bytes_max,
+            abort=self._abort_later,
+        )
+        _log.info("frontend_connected", process=self.process, peer=self.channel.peer)
+        self._rank = hello.rank
+        self._hears_broadcasts = bool(hello.broadcast_key) and self._repair_interval_s is not None
+        self._service.connected(self, hello.rank, hello.broadcast_key if self._hears_broadcasts else b"")
+        if self._hears_broadcasts:
+            self._repair_broadcasts()
+
+    def refused(self, process: str, error: ErrorInfo) -> None:
+        _log.warning("frontend_refused", process=process, peer=self.channel.peer, error=error.message)
+        if error.code == ProtocolError.code:
+            self._service.refused("refused")
+
+    def received(self, message: Frame) -> None:
+        assert self._outbox is not None, "trusted"
         match message:
             case Submit(request=request):
                 if len(self._outbox) >= self._config.requests_max:
@@ -185,9 +176,6 @@ class FrontendPeer:
             self._feeds[message.holder] = feed
         feed.subscribe(message.after_sequence)
 
-    def unknown_received(self, tag: str) -> None:
-        """Ignore a message of a newer frontend; the channel has counted it."""
-
     def channel_writable(self) -> None:
         if self._outbox is not None:
             self._send_held(self._outbox)
@@ -198,11 +186,9 @@ class FrontendPeer:
             feed.pump()
         self._send_files()
 
-    def channel_closed(self, reason: str) -> None:
-        for timer in (self._hello_timer, self._repair):
-            if timer is not None:
-                timer.cancel()
-        self._peers.discard(self)
+    def ended(self, reason: str) -> None:
+        if self._repair is not None:
+            self._repair.cancel()
         reads, self._reads = self._reads, {}
         for read in reads.values():
             read.cancel()
@@ -211,41 +197,6 @@ class FrontendPeer:
             for feed in self._feeds.values():
                 feed.close()
             self._service.disconnected(self)
-
-    def _on_hello(self, message: Frame) -> None:
-        if not isinstance(message, handshake.Hello):
-            raise ProtocolError(
-                f"{type(message).__name__} before hello; the peer is no frontend of this release"
-            )
-        reply = handshake.reply(self._identity, self._challenge, message)
-        if reply.error is None:
-            try:
-                self._service.check_rank(message.rank)
-            except ProtocolError as error:
-                reply = handshake.HelloReply(wire_version=reply.wire_version, error=error.to_info())
-        self.channel.send(reply)
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
-        if reply.error is not None:
-            _log.warning("frontend_refused", peer=self.channel.peer, error=reply.error.message)
-            if reply.error.code == ProtocolError.code:
-                self._service.refused("refused")
-            self.channel.close(reply.error.message)
-            return
-        self.channel.accept_frames(self._config.frame_bytes_max)
-        self.process = message.process
-        self._outbox = Outbox(
-            window_tokens=message.window_tokens,
-            stream_bytes_max=self._config.stream_bytes_max,
-            bytes_max=self._config.connection_bytes_max,
-            abort=self._abort_later,
-        )
-        _log.info("frontend_connected", process=self.process, peer=self.channel.peer)
-        self._rank = message.rank
-        self._hears_broadcasts = bool(message.broadcast_key) and self._repair_interval_s is not None
-        self._service.connected(self, message.rank, message.broadcast_key if self._hears_broadcasts else b"")
-        if self._hears_broadcasts:
-            self._repair_broadcasts()
 
     def _repair_broadcasts(self) -> None:
         """Tell now and then what a frontend should have heard; it asks for what it has not."""

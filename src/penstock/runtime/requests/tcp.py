@@ -1,16 +1,16 @@
 """The request plane over TCP or Unix sockets: one connection from each frontend to each worker."""
 
-import asyncio
 from dataclasses import replace
 
 from penstock.core.errors import ConfigError, WorkerLost
 from penstock.core.net.address import Address
-from penstock.core.net.listening import Listener, dial, listen, remove_socket
 from penstock.core.types.instances import Instance
 from penstock.runtime.config import PlaneConfig
 from penstock.runtime.handshake import Identity
+from penstock.runtime.requests.frames import request_protocol
 from penstock.runtime.requests.frontend_peer import FrontendPeer
 from penstock.runtime.requests.worker_peer import WorkerPeer
+from penstock.runtime.session import SessionServer
 from penstock.runtime.tls import PlaneTls
 from penstock.seams import EventCarrier, WorkerService, WorkerSink
 
@@ -59,28 +59,27 @@ class TcpPlane:
         Raises:
             ConfigError: the address is in use, not allowed or not of this host.
         """
-        peers: set[FrontendPeer] = set()
-        tls, repair_interval_s = self._tls, None
+        repair_interval_s = None
         if self._carrier is not None and self._identity.worker_id is not None:
             repair_interval_s = self._carrier.repair_interval_s
             service.broadcast_to(self._carrier.sink(self._identity.worker_id))
-        sockets, bound = await listen(
-            lambda: FrontendPeer(service, self._identity, self._config, peers, repair_interval_s).channel,
+        server: SessionServer[FrontendPeer] = SessionServer(
+            request_protocol(self._config),
+            self._identity,
             self._listen,
-            tls=None if tls is None else lambda: tls.server,
-            handshake_timeout_s=self._config.connect_timeout_s,
+            lambda server: FrontendPeer(service, self._config, server, repair_interval_s),
+            tls=self._tls,
             on_refused=lambda _peer, _error: service.refused("tls"),
         )
-        address = replace(bound, host=self._advertise_host or bound.host)
-        return TcpServer(sockets, peers, bound, str(address), self._config.close_timeout_s)
+        await server.start()
+        address = replace(server.address, host=self._advertise_host or server.address.host)
+        return TcpServer(server, str(address), self._config.close_timeout_s)
 
     async def connect(self, instance: Instance, sink: WorkerSink) -> WorkerPeer:
         address = Address.parse(instance.address, source=f"worker {instance.name}")
         peer = WorkerPeer(instance, sink, self._identity, self._config, self._carrier)
         try:
-            async with asyncio.timeout(self._config.connect_timeout_s):
-                await dial(lambda: peer.channel, address, tls=self._tls.client if self._tls else None)
-                await peer.enter()
+            await peer.connect(address, self._tls)
         except (OSError, TimeoutError) as error:
             reason = (
                 f"no answer within {self._config.connect_timeout_s:g} s (connect_timeout_s)"
@@ -90,41 +89,16 @@ class TcpPlane:
             raise WorkerLost(
                 f"worker {instance.name} at {instance.address}: {reason}; it has probably gone: try another"
             ) from error
-        finally:
-            if not peer.entered:
-                peer.channel.abort("not connected in time")
         return peer
 
 
 class TcpServer:
     """A worker's listening end."""
 
-    def __init__(
-        self,
-        sockets: Listener,
-        peers: set[FrontendPeer],
-        bound: Address,
-        address: str,
-        close_timeout_s: float,
-    ) -> None:
+    def __init__(self, server: SessionServer[FrontendPeer], address: str, close_timeout_s: float) -> None:
         self.address = address
-        self._sockets = sockets
-        self._peers = peers
-        self._bound = bound
+        self._server = server
         self._close_timeout_s = close_timeout_s
 
     async def close(self) -> None:
-        self._sockets.close()
-        remove_socket(self._bound)
-        await self._sockets.wait_closed()  # every accepted connection is in `_peers` now
-        peers = tuple(self._peers)
-        for peer in peers:
-            peer.finish("the worker closes")
-        try:
-            async with asyncio.timeout(self._close_timeout_s):
-                for peer in peers:
-                    await peer.channel.closed.wait()
-        except TimeoutError:
-            for peer in peers:
-                peer.channel.abort("it did not take what was buffered (close_timeout_s)")
-                await peer.channel.closed.wait()
+        await self._server.close("the worker closes", self._close_timeout_s)

@@ -9,6 +9,7 @@ from itertools import count
 import msgspec
 
 from penstock.core.errors import (
+    ErrorInfo,
     Overloaded,
     PenstockError,
     ProtocolError,
@@ -18,7 +19,6 @@ from penstock.core.errors import (
 )
 from penstock.core.ids import RequestId, WorkerId
 from penstock.core.log import get_logger
-from penstock.core.net.channel import FrameChannel
 from penstock.core.net.handshake import Challenge
 from penstock.core.types.changes import WorkerChange
 from penstock.core.types.events import EventMessage, Holder
@@ -27,8 +27,8 @@ from penstock.core.types.kv.actions import KvAction, KvReport
 from penstock.core.types.load import PeerCount, TenantCount, WorkerLoad
 from penstock.core.types.media import ExpandedPrompt, MediaPrompt
 from penstock.core.types.requests import Prefetch, Request
-from penstock.runtime import handshake
 from penstock.runtime.config import PlaneConfig
+from penstock.runtime.handshake import Hello, Identity, hello
 from penstock.runtime.requests.calls import Calls
 from penstock.runtime.requests.direct_deltas import DirectDeltas, Grants
 from penstock.runtime.requests.fetch import FileReceiver
@@ -54,7 +54,9 @@ from penstock.runtime.requests.frames import (
     TenantsCounted,
     Unsubscribe,
     cannot_be_sent,
+    request_protocol,
 )
+from penstock.runtime.session import ClientSession
 from penstock.seams import DirectClient, DirectStream, EventCarrier, WorkerSink, WrittenTokens
 
 _log = get_logger()
@@ -66,14 +68,14 @@ class _Fetching:
     content: asyncio.Future[bytes]
 
 
-class WorkerPeer:
+class WorkerPeer(ClientSession[Frame]):
     """The `Connection` to one worker. One event loop owns it."""
 
     def __init__(
         self,
         instance: Instance,
         sink: WorkerSink,
-        identity: handshake.Identity,
+        identity: Identity,
         config: PlaneConfig,
         carrier: EventCarrier | None = None,
     ) -> None:
@@ -88,24 +90,12 @@ class WorkerPeer:
         """
         self._grant_tokens = max(1, config.window_tokens // 4)
         self._direct = DirectDeltas(self._grant_tokens, self._written)
-        self.channel: FrameChannel[Frame] = FrameChannel(
-            self._direct,
-            self,
-            frame_bytes_max=config.frame_bytes_max,
-            write_buffer_bytes=config.write_buffer_bytes,
-            write_bytes_max=2 * config.connection_bytes_max,
-            heartbeat_interval_s=config.heartbeat_interval_s,
-            heartbeat_timeout_s=config.heartbeat_timeout_s,
-        )
-        self.welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Resolved when the worker has accepted this frontend, else failed."""
+        super().__init__(request_protocol(config, self._direct), identity)
         self.entered = False
         """Whether the sink is told when the connection ends."""
         self._instance = instance
         self._sink = sink
-        self._identity = identity
         self._config = config
-        self._hello: tuple[Challenge, handshake.Hello] | None = None
         self._closing = False
         self._ungranted: dict[RequestId, int] = {}  # open requests -> tokens consumed and not granted yet
         self._grants: dict[RequestId, int] = {}  # to send in the next turn of the loop
@@ -126,13 +116,11 @@ class WorkerPeer:
         return self._instance.worker_id
 
     async def enter(self) -> None:
-        """Wait until the worker has accepted this frontend; then the sink is told if the connection is lost.
+        """From now on the sink is told if the connection is lost.
 
         Raises:
             WorkerLost: the connection ended.
-            ProtocolError: wire versions, hash versions, hash keys or secrets do not match.
         """
-        await self.welcomed
         if not self.channel.is_open:
             raise self._lost("right after the handshake")
         self.entered = True
@@ -247,17 +235,28 @@ class WorkerPeer:
         """Close the connection; the worker aborts the frontend's unfinished requests."""
         self._closing = True
         self._unfollow()
-        self.channel.close("the frontend closes")
-        try:
-            async with asyncio.timeout(self._config.close_timeout_s):
-                await self.channel.closed.wait()
-        except TimeoutError:
-            self.channel.abort("the worker did not take what was buffered")
+        await self.close_gracefully("the frontend closes", self._config.close_timeout_s)
 
-    def channel_opened(self) -> None:
-        pass
+    def hello(self, challenge: Challenge) -> Hello:
+        if self._carrier is not None:
+            instance = self._instance
+            self._unfollow = self._carrier.follow(
+                instance.registration, instance.rank, self._broadcast_key, self
+            )
+        return hello(
+            self._identity,
+            challenge,
+            expected=self._instance.registration,
+            window_tokens=self._config.window_tokens,
+            rank=self._instance.rank,
+            broadcast_key=self._broadcast_key,
+        )
 
-    def message_received(self, message: Frame) -> None:
+    def refusal(self, error: ErrorInfo) -> PenstockError:
+        message = f"{self._name} refused the connection: {error.message}"
+        return from_info(msgspec.structs.replace(error, message=message))
+
+    def received(self, message: Frame) -> None:
         match message:
             case Deltas(deltas=deltas):
                 for delta in deltas:
@@ -272,10 +271,6 @@ class WorkerPeer:
                 self._on_chunk(message)
             case Changed() | MediaExpanded() | TenantsCounted():
                 self._on_answer(message)
-            case Challenge():
-                self._on_challenge(message)
-            case handshake.HelloReply():
-                self._on_reply(message)
             case _:
                 raise ProtocolError(
                     f"{type(message).__name__}: a worker does not send this; update the older side"
@@ -311,14 +306,10 @@ class WorkerPeer:
             self._resync_again_s = now + self._config.heartbeat_interval_s
             self.subscribe(None)
 
-    def channel_writable(self) -> None:
-        pass
-
     def channel_closed(self, reason: str) -> None:
         error = self._lost(reason)
         self._unfollow()
-        if not self.welcomed.done():
-            self.welcomed.set_exception(error)
+        self.fail(error)
         for fetching in self._fetches.values():
             if not fetching.content.done():
                 fetching.content.set_exception(error)
@@ -343,51 +334,6 @@ class WorkerPeer:
         if self._grants:
             self.channel.send(Grant(grants=tuple(self._grants.items())))
             self._grants.clear()
-
-    def _on_challenge(self, challenge: Challenge) -> None:
-        if self._hello is not None:
-            raise ProtocolError("challenge: a second one on the same connection; the peer is broken")
-        hello = handshake.hello(
-            self._identity,
-            challenge,
-            expected=self._instance.registration,
-            window_tokens=self._config.window_tokens,
-            rank=self._instance.rank,
-            broadcast_key=self._broadcast_key,
-        )
-        self._hello = (challenge, hello)
-        try:
-            handshake.check_challenge(challenge)
-        except ProtocolError as error:
-            self.channel.send(hello)
-            self.welcomed.set_exception(error)
-            self.channel.close(error.message)
-            return
-        if self._carrier is not None:
-            instance = self._instance
-            self._unfollow = self._carrier.follow(
-                instance.registration, instance.rank, self._broadcast_key, self
-            )
-        self.channel.send(hello)
-
-    def _on_reply(self, reply: handshake.HelloReply) -> None:
-        if self._hello is None or self.welcomed.done():
-            raise ProtocolError("hello reply: not asked for; the peer is broken")
-        if reply.error is not None:
-            message = f"{self._name} refused the connection: {reply.error.message}"
-            self._refuse(from_info(msgspec.structs.replace(reply.error, message=message)))
-            return
-        try:
-            handshake.check_reply(self._identity, *self._hello, reply)
-        except ProtocolError as error:
-            self._refuse(error)
-            return
-        self.welcomed.set_result(None)
-
-    def _refuse(self, error: PenstockError) -> None:
-        if not self.welcomed.done():
-            self.welcomed.set_exception(error)
-        self.channel.abort(error.message)
 
     def _on_chunk(self, chunk: FetchChunk) -> None:
         fetching = self._fetches.get(chunk.fetch_id)
