@@ -32,9 +32,9 @@ class Proxy:
     drop_next: int = 0
     """Close the connection of so many, without an answer."""
     seen: list[str] = field(default_factory=list)
-    """Methods of all requests."""
+    """Methods of all requests; LIST where a GET lists objects."""
     before: Callable[[str], None] = lambda _method: None
-    """Called with the method of each request, before it is passed on."""
+    """Called with what `seen` gets, before the request is passed on."""
     url: str = ""
 
 
@@ -72,8 +72,8 @@ async def proxy_of(server: S3Server) -> AsyncIterator[Proxy]:
     over = asyncio.Event()
 
     async def forward(request: web.Request) -> web.StreamResponse:
-        proxy.seen.append(request.method)
-        proxy.before(request.method)
+        proxy.seen.append("LIST" if "list-type" in request.query else request.method)
+        proxy.before(proxy.seen[-1])
         if proxy.hang:
             await over.wait()
         body = await request.read()
