@@ -51,14 +51,20 @@ def test_prompts_go_where_they_are_cached(site):
         lines = http.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"penstock_router_{name}"))
 
+    def until(name, value):
+        """Wait until a metric is so high: KV events come after the answers of their requests."""
+        end_s = time.monotonic() + 60
+        while metric(name) < value:
+            assert time.monotonic() < end_s, f"{name}: {metric(name)} of {value}"
+            time.sleep(0.1)
+
     prompts = [prompt(100, 900 + number) for number in range(6)]
     assert [cached(ids) for ids in prompts] == [0] * 6
+    until("indexed_blocks", 6 * 3)
     assert [cached(ids) for ids in prompts] == [96] * 6
     assert cached(prompts[0], cache_salt="other") == 0
+    until("indexed_blocks", 7 * 3)
     assert cached(prompts[0], cache_salt="other") == 96
     assert metric("expected_hit_tokens_total") == 7 * 96, "the index knew all of it"
     assert metric("predicted_hit_tokens_total") == 0, "and nothing was guessed"
-    end_s = time.monotonic() + 20
-    while metric("kv_events_total") < 7:
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
+    until("kv_events_total", 7)
