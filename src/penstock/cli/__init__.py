@@ -3,9 +3,11 @@
 Each subcommand imports its modules when it runs, so that `penstock --help` is fast.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from penstock import __version__
 from penstock.cli import completion, doctor, graph, key, plan, profile, render, router, serve, simulate, up
@@ -17,6 +19,7 @@ from penstock.core.errors import ConfigError, PenstockError
 EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 _GROUPS = {
     "Serve": (serve.add, up.add, router.add, key.add, graph.add, render.add),
@@ -34,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(make_parser: Callable[[], Parser], arguments: Sequence[str] | None) -> int:
     """Parse the arguments, run the subcommand, and return the exit code."""
+    sys.stdout = sys.stdout or Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - was closed by `>&-`
+    sys.stderr = sys.stderr or sys.stdout
     try:
         options = make_parser().parse_args(arguments)
         code: int = options.run(options)
@@ -44,9 +49,14 @@ def run(make_parser: Callable[[], Parser], arguments: Sequence[str] | None) -> i
         return _complain(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `| head`; rich ends with the same code
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError) and error.errno not in _DISK_FULL:
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
+        if isinstance(error, BrokenPipeError):  # `| head`; rich ends with the same code
+            return EXIT_FAILED
+        why = (error.strerror or str(error)).lower()
+        return _complain(PenstockError(f"the output cannot be written: {why}; free space there"), EXIT_FAILED)
     return code
 
 

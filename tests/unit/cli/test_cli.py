@@ -422,3 +422,20 @@ def test_urls_and_other_workers_do_not_mix(capsys: pytest.CaptureFixture[str]) -
 def test_the_demo_model_may_be_that_of_running_servers() -> None:
     role = graph_of("--demo", "--url", "http://a:1").roles.aggregated
     assert role == RoleSpec(engine="openai", engine_args={"url": ["http://a:1"]})
+
+
+def test_a_closed_stdout_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert cli.main(["key"]) == 0
+    assert cli.main(["key", "--none"]) == 2
+    sys.stdout.close()
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:  # noqa: PTH123 - a device
+        monkeypatch.setattr("sys.stdout", full)
+        assert cli.main(["key"]) == 1
+    assert capsys.readouterr().err == (
+        "penstock: the output cannot be written: no space left on device; free space there\n"
+    )
