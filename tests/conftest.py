@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Generator
 
 import hypothesis
@@ -47,6 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.folder_durations and _PROCESS is None:
         config.pluginmanager.register(FolderDurations())
+    # Commands choose among the deployments that run on this host: tests see neither the user's nor another process's.
+    runtime_dir = tempfile.mkdtemp(prefix="tests-")
+    os.environ["XDG_RUNTIME_DIR"] = os.environ["PENSTOCK_STATE_DIR"] = runtime_dir
+    config.add_cleanup(functools.partial(shutil.rmtree, runtime_dir, ignore_errors=True))
 
 
 def pytest_sessionstart() -> None:
