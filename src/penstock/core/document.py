@@ -1,14 +1,18 @@
 """Strict YAML: a duplicate key is an error, and every error has its line."""
 
+import math
 from collections.abc import Hashable
+from itertools import chain
 from typing import Any
 
 import pydantic
 import yaml
 
-from penstock.core.config import Path, section_of
+from penstock.core.config import Path, section_of, wrong
 from penstock.core.errors import ConfigError
 
+_DEPTH_MAX = 32
+_PARTS_MAX = 10_000
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time, where libyaml is there
 
 
@@ -40,6 +44,34 @@ def _place(mark: yaml.Mark, text: str) -> str:
     if mark.line < len(lines):
         return f"{mark.line + 1}:{mark.column + 1}"
     return f"{len(lines)}:{len(lines[-1]) + 1}"  # libyaml counts a line break at the end where there is none
+
+
+def check_plain(data: dict[str, Any], *, use: str) -> None:
+    """Check, for a field's validator, that a mapping is plain data of bounded size.
+
+    Args:
+        data: the field's value.
+        use: what the data are for, as `which go to a worker as JSON`.
+
+    Raises:
+        PydanticCustomError: they are not.
+    """
+    level: list[Any] = [data]
+    for _ in range(_DEPTH_MAX):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        for part in chain.from_iterable(inner):
+            is_plain = part is None or isinstance(part, dict | list | tuple | str | int | float)
+            if not is_plain or (isinstance(part, float) and not math.isfinite(part)):
+                raise wrong(
+                    f"must be of text, finite numbers, true, false, null, lists and mappings, {use}, got {part!r}; write it as text"
+                    " in quotes"
+                )
+        level = [part for parts in inner for part in parts if isinstance(part, dict | list | tuple)]
+        if not level:
+            return
+        if len(level) > _PARTS_MAX:  # YAML's anchors repeat parts within parts
+            raise wrong(f"too many lists and mappings within each other; at most {_PARTS_MAX} of a level")
+    raise wrong(f"nested too deeply; at most {_DEPTH_MAX} levels are taken")
 
 
 def empty_section(text: str, config: type[pydantic.BaseModel]) -> Path | None:

@@ -3,6 +3,7 @@
 import pydantic
 
 from penstock.frontend.config import FrontendConfig
+from penstock.graph.kubernetes import KubernetesSpec
 
 
 class FrontendSpec(FrontendConfig):
@@ -10,3 +11,5 @@ class FrontendSpec(FrontendConfig):
 
     processes: int = pydantic.Field(default=1, ge=1, le=64)
     """Processes that share the port."""
+    kubernetes: KubernetesSpec | None = None
+    """What the frontends' pods get in Kubernetes beside what the graph's `kubernetes` gives all pods."""

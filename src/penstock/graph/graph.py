@@ -16,6 +16,7 @@ from penstock.core.document import empty_section, parse_yaml
 from penstock.core.errors import ConfigError
 from penstock.core.types.location import Location
 from penstock.graph.frontend import FrontendSpec
+from penstock.graph.kubernetes import KubernetesSpec
 from penstock.graph.overrides import Overrides
 from penstock.graph.partners import check_partners, check_transfer
 from penstock.graph.planning import check_planner
@@ -69,6 +70,8 @@ class Graph(Config):
     """Timeouts and restarts of processes."""
     tracing: TracingConfig | None = None
     """OpenTelemetry traces of requests; None: none are made."""
+    kubernetes: KubernetesSpec | None = None
+    """What all pods get in Kubernetes beside what Penstock gives them (docs/kubernetes.md)."""
 
     @pydantic.field_validator("name")
     @classmethod

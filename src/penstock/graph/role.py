@@ -2,12 +2,12 @@
 
 import math
 import re
-from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import pydantic
 
 from penstock.core.config import Config, nearest, wrong
+from penstock.core.document import check_plain
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.core.types.location import Location
@@ -15,16 +15,13 @@ from penstock.engine.kv_tiers import KvConfig
 from penstock.engine.mock.engine import MockConfig
 from penstock.engine.registry import check_engine_name, engine_kind, engine_names
 from penstock.engine.scheduling.config import AGEING, Order
+from penstock.graph.kubernetes import KubernetesSpec
 from penstock.kv.sessions.config import SessionsConfig
 from penstock.perf.model.hardware import find_hardware
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8", "mxfp4", "nvfp4"]
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-_ARGS_DEPTH_MAX = 32
-_ARGS_PARTS_MAX = 10_000
 _UNFOLDED = {"name": "engine", "args": "engine_args"}
 """Fields of a role by their names in the mapping `engine`."""
 
@@ -109,6 +106,8 @@ class RoleSpec(Config):
     """Adapters per worker, distributed evenly over the replicas; None is all."""
     mock: MockConfig = MockConfig()
     """Settings of the mock engine."""
+    kubernetes: KubernetesSpec | None = None
+    """What the role's pods get in Kubernetes beside what the graph's `kubernetes` gives all pods."""
 
     @property
     def devices(self) -> int:
@@ -231,24 +230,8 @@ class RoleSpec(Config):
     @pydantic.field_validator("engine_args")
     @classmethod
     def _check_engine_args(cls, engine_args: dict[str, Any]) -> dict[str, Any]:
-        level: list[Any] = [engine_args]
-        for _ in range(_ARGS_DEPTH_MAX):
-            inner = [each.values() if isinstance(each, dict) else each for each in level]
-            for part in chain.from_iterable(inner):
-                is_plain = part is None or isinstance(part, dict | list | tuple | str | int | float)
-                if not is_plain or (isinstance(part, float) and not math.isfinite(part)):
-                    raise wrong(
-                        "must be of text, finite numbers, true, false, null, lists and mappings, which go to a worker as JSON,"
-                        f" got {part!r}; write it as text in quotes"
-                    )
-            level = [part for parts in inner for part in parts if isinstance(part, dict | list | tuple)]
-            if not level:
-                return engine_args
-            if len(level) > _ARGS_PARTS_MAX:  # YAML's anchors repeat parts within parts
-                raise wrong(
-                    f"too many lists and mappings within each other; at most {_ARGS_PARTS_MAX} of a level"
-                )
-        raise wrong(f"nested too deeply; at most {_ARGS_DEPTH_MAX} levels go to an engine")
+        check_plain(engine_args, use="which go to a worker as JSON")
+        return engine_args
 
     @pydantic.field_validator("tokens_per_step")
     @classmethod

@@ -14,9 +14,9 @@ import yaml
 from penstock import __version__
 from penstock.core.types.instances import Role
 from penstock.deploy.manifests.kubernetes import kubernetes_objects
+from penstock.deploy.manifests.kubernetes.deployed import HARDWARE_LABEL
 from penstock.deploy.manifests.kubernetes.gateway import PICKER
-from penstock.deploy.manifests.kubernetes.leader_worker_set import KIND as LEADER_WORKER_SET
-from penstock.deploy.manifests.kubernetes.objects import pod_templates
+from penstock.deploy.manifests.kubernetes.objects import WORKLOADS, pod_templates
 from penstock.deploy.manifests.options import RenderOptions
 from penstock.deploy.manifests.pod_graph import GRAPH_FILE, pods_max
 from penstock.deploy.manifests.yaml_text import dump
@@ -30,7 +30,6 @@ _FREE_OF_ROLES = {
     "weight_dtype", "expert_dtype", "kv_dtype", "max_batch_tokens", "max_running_requests", "max_waiting_requests",
     "prompt_order", "prompt_ageing", "kv_blocks", "sessions", "mock", "usd_per_hour", "watts",
 }  # fmt: skip
-_WORKLOADS = {"Deployment", "StatefulSet", LEADER_WORKER_SET}
 _CHECKSUM, _FILES_CHECKSUM = "penstock.dev/graph-checksum", "penstock.dev/files-checksum"
 _PLACE = re.compile(r"(?m)(?<=: )'?@@([^@\n]+)@@'?$")
 _AGAIN = "objects depend on it: render the chart again with it"
@@ -82,28 +81,29 @@ def _template(made: dict[str, Any], config_name: str, files: str, values: dict[s
         made["metadata"]["name"] = plain_name
         made["immutable"] = False  # the checksum in the pods' template replaces them
         made["data"] = {GRAPH_FILE: "@@graph | toYaml | nindent 4@@"} | made["data"]
-    elif made["kind"] in _WORKLOADS:
+    elif made["kind"] in WORKLOADS:
         part = made["metadata"]["labels"]["app.kubernetes.io/component"]
         values["replicas"][part] = made["spec"]["replicas"]
         made["spec"]["replicas"] = f"@@replicas.{part}@@"
         for template in pod_templates(made):
-            _place_in_pod(template, config_name, files)
+            _place_in_pod(template, config_name, files, values["secret"])
     text = re.sub(r"\{\{", '{{ "{{" }}', dump(made))
     return _PLACE.sub(_action, text)
 
 
-def _place_in_pod(template: dict[str, Any], config_name: str, files: str) -> None:
+def _place_in_pod(template: dict[str, Any], config_name: str, files: str, secret: str) -> None:
     """Put places for values into a pod's template."""
-    template["metadata"]["annotations"] = {
+    template["metadata"]["annotations"] = template["metadata"].get("annotations", {}) | {
         _CHECKSUM: "@@graph | toYaml | sha256sum | quote@@",
         _FILES_CHECKSUM: files,
     }
-    (container,) = template["spec"]["containers"]
-    is_gpu = "nvidia.com/gpu" in container["resources"].get("limits", {})
+    container = template["spec"]["containers"][0]
+    is_gpu = HARDWARE_LABEL in template["metadata"]["labels"]
     container["image"] = "@@gpuImage | quote@@" if is_gpu else "@@image | quote@@"
     for variable in container["env"]:
-        if "secretKeyRef" in variable.get("valueFrom", {}):
-            variable["valueFrom"]["secretKeyRef"]["name"] = "@@secret | quote@@"
+        reference = variable.get("valueFrom", {}).get("secretKeyRef", {})
+        if reference.get("name") == secret:
+            reference["name"] = "@@secret | quote@@"
     for volume in template["spec"]["volumes"]:
         if volume.get("configMap", {}).get("name") == config_name:
             volume["configMap"]["name"] = config_name.rpartition("-")[0]

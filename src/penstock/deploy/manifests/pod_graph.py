@@ -75,8 +75,10 @@ def make_pod_graph(
         raise ConfigError("\n".join(problems))
     refuse_shape(graph.model)
     document = graph.model_dump(mode="json", exclude_unset=True)
+    document.pop("kubernetes", None)  # it is in the templates
     files: dict[str, str] = {}
     frontend = document.setdefault("frontend", {})
+    frontend.pop("kubernetes", None)
     frontend |= {
         "host": _any_address(graph.frontend.host),
         "port": frontend_port(graph),
@@ -87,7 +89,8 @@ def make_pod_graph(
     roles = document.setdefault("roles", {"aggregated": {}})
     for name, role in graph.roles.present().items():
         ours = roles[name.value] | {"replicas": workers_per_pod(role)}
-        ours.pop("replicas_max", None)
+        for field in ("replicas_max", "kubernetes"):
+            ours.pop(field, None)
         if role.profile is not None:
             files[f"{name}.profile.json"] = Path(role.profile).read_text(encoding="utf-8")
             ours["profile"] = str(GRAPH_PATH / f"{name}.profile.json")

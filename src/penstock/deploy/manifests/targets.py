@@ -63,6 +63,24 @@ def _refuse_operators(graph: Graph) -> None:
         )
 
 
+def _refuse_pods(target: str, graph: Graph) -> None:
+    """Refuse fields of pods where there are none.
+
+    Raises:
+        ConfigError: the graph has some; one line for each place.
+    """
+    places = {"kubernetes": graph.kubernetes, "frontend.kubernetes": graph.frontend.kubernetes} | {
+        f"roles.{name}.kubernetes": role.kubernetes for name, role in graph.roles.present().items()
+    }
+    if problems := [
+        f"{place}: (a mapping): --target {target} makes no pods; leave it out, as by --set {place}=null, or use --target kubernetes or"
+        " helm"
+        for place, spec in places.items()
+        if spec is not None
+    ]:
+        raise ConfigError("\n".join(problems))
+
+
 def _refuse_unread(target: str, options: RenderOptions) -> None:
     """Refuse options that the target does not read, in one line each.
 
@@ -91,8 +109,10 @@ def manifest(target: str, graph: Graph, options: RenderOptions) -> str:
         case "kubernetes":
             return dump_all(kubernetes_objects(graph, options))
         case "compose":
+            _refuse_pods(target, graph)
             return compose_file(graph, options)
         case "slurm":
+            _refuse_pods(target, graph)
             return slurm_script(graph, options)
     raise ConfigError(
         f"--target: there is no {target!r}{nearest(target, ['kubernetes', 'compose', 'slurm'])}"

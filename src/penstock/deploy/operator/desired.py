@@ -9,7 +9,7 @@ from typing import Any
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.deploy.manifests.kubernetes import kubernetes_objects
-from penstock.deploy.manifests.kubernetes.leader_worker_set import KIND as LEADER_WORKER_SET
+from penstock.deploy.manifests.kubernetes.objects import WORKLOADS
 from penstock.deploy.manifests.options import RenderOptions
 from penstock.deploy.manifests.pod_graph import PLANNER_PORT
 from penstock.deploy.operator.cache import COMPONENT, GRAPH_LABEL
@@ -17,8 +17,6 @@ from penstock.deploy.operator.definitions import GRAPHS
 from penstock.deploy.supervisor.local_part import PLANNER
 from penstock.graph import Graph, RoleSpec
 from penstock.runtime.kubernetes.client import Object
-
-WORKLOADS = ("Deployment", "StatefulSet", LEADER_WORKER_SET)
 
 
 @dataclass(frozen=True, slots=True)

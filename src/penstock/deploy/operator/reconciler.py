@@ -10,6 +10,7 @@ from penstock.deploy.hosts.roles import ROLES
 from penstock.deploy.manifests.kubernetes.deployed import FRONTEND
 from penstock.deploy.manifests.kubernetes.gateway import PICKER
 from penstock.deploy.manifests.kubernetes.leader_worker_set import INDEX_LABEL
+from penstock.deploy.manifests.kubernetes.objects import WORKLOADS
 from penstock.deploy.manifests.pod_graph import pods_max, pods_of
 from penstock.deploy.operator.cache import (
     COMPONENT,
@@ -23,7 +24,7 @@ from penstock.deploy.operator.cache import (
     ClusterCache,
     Copy,
 )
-from penstock.deploy.operator.desired import WORKLOADS, Desired, digest_of
+from penstock.deploy.operator.desired import Desired, digest_of
 from penstock.deploy.operator.health import Part, part_of
 from penstock.deploy.operator.status import Conditions, graph_status, write_graph_status, write_role_status
 from penstock.deploy.supervisor.local_part import PLANNER

@@ -61,6 +61,10 @@ def test_every_example_fits_and_loses_nothing(path):
         {"roles": {"decode": {"weight_dtype": "bf16", "adapters": ["a"], "locations": [{"zone": "a"}]}}},
         {"roles": {"aggregated": None}, "slo": None, "context_length": None},
         {"router": {"policy": "kv"}, "frontend": {"port": 80}},
+        {
+            "kubernetes": {"pod": {"nodeSelector": {"a": None}}, "annotations": {"a": None}},
+            "roles": {"decode": {"kubernetes": {"container": {"resources": {"limits": {"rdma/ib": 1}}}}}},
+        },
     ],
 )
 def test_short_forms_fit(graph):

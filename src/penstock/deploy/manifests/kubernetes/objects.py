@@ -14,11 +14,15 @@ from penstock.deploy.manifests.kubernetes.gateway import check_gateway, gateway
 from penstock.deploy.manifests.kubernetes.leader_worker_set import KIND
 from penstock.deploy.manifests.kubernetes.network import network_policies, services
 from penstock.deploy.manifests.kubernetes.planner import planner_objects
+from penstock.deploy.manifests.kubernetes.pod_patch import patch_pods
 from penstock.deploy.manifests.kubernetes.volumes import cache_claim
 from penstock.deploy.manifests.kubernetes.workloads import budgets, check_one_node, workloads
 from penstock.deploy.manifests.options import RenderOptions
 from penstock.deploy.manifests.pod_graph import make_pod_graph
 from penstock.graph import Graph
+
+WORKLOADS = ("Deployment", "StatefulSet", KIND)
+"""Kinds of objects that have pods."""
 
 
 def kubernetes_objects(graph: Graph, options: RenderOptions) -> list[dict[str, Any]]:
@@ -38,7 +42,7 @@ def kubernetes_objects(graph: Graph, options: RenderOptions) -> list[dict[str, A
     deployed = Deployed(graph=graph, pods=make_pod_graph(graph, options, runtime), options=options)
     check_one_node(deployed)
     claim = cache_claim(deployed)
-    return [
+    objects = [
         *access(deployed),
         deployed.object(
             "v1", "ConfigMap", deployed.config_name, immutable=True, data=dict(deployed.pods.files)
@@ -52,6 +56,11 @@ def kubernetes_objects(graph: Graph, options: RenderOptions) -> list[dict[str, A
         *(gateway(deployed, options.gateway) if options.gateway is not None else ()),
         *([_service_monitor(deployed)] if options.service_monitor else []),
     ]
+    for each in objects:
+        if each["kind"] in WORKLOADS:
+            part = each["metadata"]["labels"]["app.kubernetes.io/component"]
+            patch_pods(deployed, part, pod_templates(each))
+    return objects
 
 
 def pod_templates(workload: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,18 +8,19 @@ from penstock.deploy.manifests.options import CACHE_PATH, GRAPH_PATH
 from penstock.deploy.manifests.paths import disk_directory, weights_from_hub
 from penstock.graph import RoleSpec
 
-DISK_VOLUME = "kv-disk"
+CACHE_OWNER = "cache-owner"
+DISK_VOLUME, SCRATCH, SHARED_MEMORY = "kv-disk", "scratch", "shared-memory"
 
 
 def volume_mounts(deployed: Deployed, part: str) -> list[dict[str, Any]]:
     """Give where a part's container has its volumes; the root of the image is read-only."""
     mounts: list[dict[str, Any]] = [
         {"name": "graph", "mountPath": str(GRAPH_PATH), "readOnly": True},
-        {"name": "scratch", "mountPath": "/tmp"},  # noqa: S108 - the pod's own
+        {"name": SCRATCH, "mountPath": "/tmp"},  # noqa: S108 - the pod's own
     ]
     role = _role(deployed, part)
     if role is not None:
-        mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})  # noqa: S108 - likewise
+        mounts.append({"name": SHARED_MEMORY, "mountPath": "/dev/shm"})  # noqa: S108 - likewise
         if deployed.has_own_disk(role):
             mounts.append({"name": DISK_VOLUME, "mountPath": disk_directory(role)})
     if weights_from_hub(deployed.graph):
@@ -34,10 +35,10 @@ def volumes(deployed: Deployed, role: RoleSpec | None) -> list[dict[str, Any]]:
     """Give the volumes of a part's pods; the disk tier's is a StatefulSet's own."""
     made: list[dict[str, Any]] = [
         {"name": "graph", "configMap": {"name": deployed.config_name}},
-        {"name": "scratch", "emptyDir": {}},
+        {"name": SCRATCH, "emptyDir": {}},
     ]
     if role is not None:
-        made.append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
+        made.append({"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}})
     if weights_from_hub(deployed.graph):
         made.append({"name": "cache"} | _cache(deployed))
     for number, mount in enumerate(deployed.options.mounts):
@@ -73,7 +74,7 @@ def cache_owner(deployed: Deployed, image: str, user: int) -> list[dict[str, Any
     }
     return [
         {
-            "name": "cache-owner",
+            "name": CACHE_OWNER,
             "image": image,
             "command": ["/bin/chown", f"{user}:{user}", str(CACHE_PATH)],
             "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}},

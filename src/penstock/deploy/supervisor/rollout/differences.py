@@ -23,6 +23,8 @@ _AT_START = {
     "supervision": "the supervisor reads it at its start",
     "block_size": "the KV of all workers is in blocks of this size",
 }
+_OF_PODS = ("kubernetes", "frontend.kubernetes")
+_NOT_HERE = "nothing here: pods of Kubernetes have it"
 _TEXT_MAX = 48
 _ABSENT = "-"
 Roles = Mapping[Role, RoleSpec]
@@ -67,7 +69,9 @@ def _of_graph(old: Graph, new: Graph) -> Iterator[Difference]:
         values = before.get(path, _ABSENT), after.get(path, _ABSENT)
         if top == "served_name" or (top == "model" and _is_same_place(old.model, new.model)):
             continue
-        if top in _REPLACING and path != "worker.own_cores":
+        if path.startswith(_OF_PODS):
+            yield _row(ALL, path, *values, _NOT_HERE)
+        elif top in _REPLACING and path != "worker.own_cores":
             yield _row(ALL, path, *values, "replace workers")
         else:
             yield _refused(ALL, path, *values, _AT_START.get(top, "it is read at the start"))
@@ -98,6 +102,8 @@ def _of_role(role: Role, before: RoleSpec, after: RoleSpec) -> Iterator[Differen
             yield _refused(role, path, *values, "memory of the host is laid out at the start")
         elif path == "replicas_max":
             yield _row(role, path, *values, "another bound of scaling")
+        elif path.startswith("kubernetes"):
+            yield _row(role, path, *values, _NOT_HERE)
         else:
             yield _row(role, path, *values, "replace workers")
     if after.kv.host and after.replicas > before.replicas_most:

@@ -21,7 +21,7 @@ from penstock.graph import Graph, RoleSpec
 from penstock.graph.regions import link_role
 from penstock.kv.host.memory import HostPart
 
-_NOT_OF_A_WORKER = {"replicas", "replicas_max"}
+_NOT_OF_A_WORKER = {"replicas", "replicas_max", "kubernetes"}
 _KEY_BYTES = 8
 
 

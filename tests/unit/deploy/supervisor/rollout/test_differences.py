@@ -34,6 +34,8 @@ def test_equal_graphs_do_not_differ():
         ({"frontend": {"port": 9}}, ("all", "frontend.port", "8000", "9", "! frontends read it at their start")),
         ({"router": {"policy": "random"}}, ("all", "router.policy", "kv", "random", "! frontends read it at their start")),
         ({"runtime": {"listen": "tcp://0.0.0.0:0"}}, ("all", "runtime.listen", "null", "tcp://0.0.0.0:0", "! processes find each other by it from their start on")),
+        ({"roles": {"aggregated": MOCK | {"kubernetes": {"labels": {"a": "b"}}}}}, ("aggregated", "kubernetes.labels.a", "-", "b", "nothing here: pods of Kubernetes have it")),
+        ({"frontend": {"kubernetes": {"pod": {"priority": 1}}}}, ("all", "frontend.kubernetes.pod.priority", "-", "1", "nothing here: pods of Kubernetes have it")),
         ({"served_name": "other"}, ("all", "served_name", "penstock-demo", "other", "! clients ask for penstock-demo; set served_name to that")),
     ],
 )  # fmt: skip

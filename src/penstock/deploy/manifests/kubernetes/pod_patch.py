@@ -1,0 +1,141 @@
+"""What a graph adds to its pods: merged over the rendered templates, but for what Penstock needs in them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import PurePosixPath
+from typing import Any
+
+from penstock.core.errors import ConfigError
+from penstock.deploy.manifests.kubernetes.deployed import FRONTEND, Deployed
+from penstock.deploy.manifests.kubernetes.volumes import CACHE_OWNER, DISK_VOLUME, SCRATCH, SHARED_MEMORY
+from penstock.deploy.manifests.options import GRAPH_PATH
+from penstock.graph.kubernetes import KubernetesSpec
+from penstock.graph.kubernetes.fields import APPENDED, MERGE_KEYS, ONE_SOURCE
+
+_OURS = "penstock.dev/"
+"""Prefix of labels and annotations of Penstock's own."""
+_GPU = "nvidia.com/gpu"
+Layer = tuple[str, KubernetesSpec]
+
+
+def patch_pods(deployed: Deployed, part: str, templates: Sequence[dict[str, Any]]) -> None:
+    """Merge into the templates of a part what the graph says of all pods, then what it says of this part's.
+
+    Raises:
+        ConfigError: it says something of what Penstock needs; one line for each field.
+    """
+    layers = list(_layers(deployed, part))
+    problems = dict.fromkeys(
+        line for template in templates for where, spec in layers for line in _refused(template, where, spec)
+    )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    for template in templates:
+        for _, spec in layers:
+            _patch(template, spec)
+
+
+def _layers(deployed: Deployed, part: str) -> Iterator[Layer]:
+    graph = deployed.graph
+    if graph.kubernetes is not None:
+        yield "kubernetes", graph.kubernetes
+    if part == FRONTEND and graph.frontend.kubernetes is not None:
+        yield "frontend.kubernetes", graph.frontend.kubernetes
+    for name, role in deployed.roles.items():
+        if part == name.value and role.kubernetes is not None:
+            yield f"roles.{name}.kubernetes", role.kubernetes
+
+
+def _patch(template: dict[str, Any], spec: KubernetesSpec) -> None:
+    named = {"labels": spec.labels, "annotations": spec.annotations}
+    template["metadata"] = _merged(template["metadata"], {key: each for key, each in named.items() if each})
+    pod = _merged(template["spec"], spec.pod)
+    main = template["spec"]["containers"][0]["name"]
+    pod["containers"] = _merged(pod, {"containers": [{"name": main, **spec.container}]})["containers"]
+    template["spec"] = pod
+
+
+def _merged(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge as a strategic merge patch does: mappings by key, null deletes, lists by the key of their entries, or replaced."""
+    made = dict(base)
+    for field, value in patch.items():
+        if value is None:
+            made.pop(field, None)
+        elif isinstance(value, dict):
+            before = made.get(field)
+            made[field] = _merged(before if isinstance(before, dict) else {}, value)
+        elif isinstance(value, list | tuple):
+            made[field] = _merged_list(field, made.get(field) or (), value)
+        else:
+            made[field] = value
+    return made
+
+
+def _merged_list(field: str, before: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
+    if field in APPENDED:
+        return [*before, *(deepcopy(entry) for entry in entries if entry not in before)]
+    key = MERGE_KEYS.get(field)
+    if key is None or not all(isinstance(entry, dict) and key in entry for entry in (*before, *entries)):
+        return deepcopy(list(entries))
+    made = {entry[key]: entry for entry in before}
+    for entry in entries:
+        was = made.get(entry[key], {})
+        if field in ONE_SOURCE and not entry.keys() <= was.keys():
+            was = {}
+        made[entry[key]] = _merged(was, entry)
+    return list(made.values())
+
+
+def _refused(template: dict[str, Any], where: str, spec: KubernetesSpec) -> Iterator[str]:
+    """Say in one line each what is Penstock's own."""
+    for kind, own in (("labels", template["metadata"]["labels"]), ("annotations", {})):
+        for name in getattr(spec, kind):
+            if name in own or name.startswith(_OURS):
+                yield f"{where}.{kind}.{name}: Penstock knows its pods by it; choose another name"
+    container = template["spec"]["containers"][0]
+    pod, main = f"{where}.pod", container["name"]
+    for entry in spec.pod.get("containers") or ():
+        if entry["name"] == main:
+            yield f"{pod}.containers: {main}: is Penstock's container; set its fields in {where}.container"
+    for entry in spec.pod.get("initContainers") or ():
+        if entry["name"] == CACHE_OWNER:
+            yield f"{pod}.initContainers: {CACHE_OWNER}: is Penstock's own; choose another name"
+    volumes = {each["name"] for each in template["spec"]["volumes"]} | {DISK_VOLUME}
+    for entry in spec.pod.get("volumes") or ():
+        if entry["name"] in volumes - {SCRATCH, SHARED_MEMORY}:
+            yield f"{pod}.volumes: {entry['name']}: is a volume that Penstock needs; choose another name"
+    yield from _refused_of_container(container, f"{where}.container", spec.container)
+
+
+def _refused_of_container(
+    container: Mapping[str, Any], where: str, patch: Mapping[str, Any]
+) -> Iterator[str]:
+    variables = {each["name"]: each for each in container["env"]}
+    for entry in patch.get("env") or ():
+        if (own := variables.get(entry["name"])) is None:
+            continue
+        source = own.get("valueFrom", {}).get("secretKeyRef")
+        fix = (
+            f"leave it out, and put the value into the Secret {source['name']} as {source['key']}"
+            if source
+            else "leave it out"
+        )
+        yield f"{where}.env: {entry['name']}: is a variable that Penstock sets; {fix}"
+    names = {each["name"] for each in container["ports"]}
+    numbers = {each["containerPort"] for each in container["ports"]}
+    for entry in patch.get("ports") or ():
+        if entry["containerPort"] in numbers or entry.get("name") in names:
+            yield f"{where}.ports: {entry['containerPort']}: Penstock has a port of this number or name; choose others"
+    paths = {each["mountPath"] for each in container["volumeMounts"]}
+    for entry in patch.get("volumeMounts") or ():
+        path = str(PurePosixPath(entry["mountPath"]))
+        if path in paths or PurePosixPath(path).is_relative_to(GRAPH_PATH):
+            yield f"{where}.volumeMounts: {path}: Penstock needs what is there; choose another path"
+    for kind in ("requests", "limits"):
+        count = ((patch.get("resources") or {}).get(kind) or {}).get(_GPU)
+        own_count = container["resources"].get(kind, {}).get(_GPU)
+        if count is not None and str(count) != own_count:
+            yield (
+                f"{where}.resources.{kind}: {_GPU}: {count}: a worker has {own_count or 0} here by its hardware and parallelism; leave"
+                " it out, or set it to null where another resource has the GPUs"
+            )
