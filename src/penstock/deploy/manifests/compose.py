@@ -34,6 +34,8 @@ _SECRETS = {
 }
 _USER = "10001:10001"
 _SHARED_MEMORY = "8gb"
+_PUBLISHED_AT = {"127.0.0.1": "127.0.0.1:", "localhost": "127.0.0.1:", "::1": "[::1]:"}
+"""frontend.host: prefix of a published port; every interface for others."""
 _SHARED_FILES = {"secret", "configmap"}
 
 
@@ -86,7 +88,7 @@ def _services(
     frontend = _service(graph, options, pods, volumes, image=options.image)
     frontend["command"] = [*_command(_FRONTEND), *(["--set", f"runtime.hub={_HUB}"] if has_hub else [])]
     port = frontend_port(graph)
-    frontend["ports"] = [f"{port}:{port}"]
+    frontend["ports"] = [f"{_PUBLISHED_AT.get(graph.frontend.host, '')}{port}:{port}"]
     frontend["stop_grace_period"] = f"{math.ceil(frontend_drain_s(graph)) + 1}s"
     yield _FRONTEND, frontend
     devices = Devices(None)

@@ -95,6 +95,23 @@ def test_workers_with_a_disk_tier_or_vllms_connector_are_services_of_their_own()
     assert reserved["device_ids"] == ["2", "3"]
 
 
+@pytest.mark.parametrize(
+    ("host", "published"),
+    [
+        (None, "127.0.0.1:8000:8000"),
+        ("localhost", "127.0.0.1:8000:8000"),
+        ("::1", "[::1]:8000:8000"),
+        ("0.0.0.0", "8000:8000"),
+        ("::", "8000:8000"),
+    ],
+)
+def test_the_port_is_published_where_the_graph_listens(host: str | None, published: str) -> None:
+    frontend = {} if host is None else {"host": host}
+    text = compose_file(build({"model": "demo", "frontend": frontend}), RenderOptions())
+    compose_spec.PyCompose.from_yaml(text)
+    assert yaml.safe_load(text)["services"]["frontend"]["ports"] == [published]
+
+
 def test_text_of_the_graph_is_no_variable() -> None:
     text = compose_file(build({"model": "demo", "served_name": "${HOME} $(x) {{ y }}"}), RenderOptions())
     content = yaml.safe_load(text)["configs"]["graph-yaml"]["content"]

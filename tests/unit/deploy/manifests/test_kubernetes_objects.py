@@ -265,3 +265,12 @@ def test_a_cache_of_the_node_is_given_to_the_pods_user() -> None:
                 assert one["command"] == ["/bin/chown", "10001:10001", "/var/cache/penstock"]
                 assert template["spec"]["securityContext"]["runAsUser"] == 10001
                 assert one["image"] == container(template)["image"]
+
+
+def test_shared_memory_is_bounded_and_pods_are_spread_among_their_own_revision(graph: Graph) -> None:
+    for name, template in pods(objects_of(graph)).items():
+        in_memory = [each for each in template["spec"]["volumes"] if "medium" in each.get("emptyDir", {})]
+        assert [each["emptyDir"]["sizeLimit"] for each in in_memory] == ["8Gi"] * len(in_memory), name
+        for spread in template["spec"]["topologySpreadConstraints"]:
+            assert spread["matchLabelKeys"] == ["pod-template-hash", "controller-revision-hash"]
+            assert not set(spread["matchLabelKeys"]) & set(spread["labelSelector"]["matchLabels"])

@@ -4,7 +4,7 @@ from typing import Any
 
 from penstock.core.types.instances import Role
 from penstock.deploy.manifests.kubernetes.deployed import Deployed
-from penstock.deploy.manifests.kubernetes.pods import follower_pod
+from penstock.deploy.manifests.kubernetes.pods import REVISIONS, follower_pod
 from penstock.deploy.manifests.pod_graph import pods_of
 from penstock.graph import RoleSpec
 
@@ -58,6 +58,7 @@ def _spread_leaders(deployed: Deployed, name: Role) -> dict[str, Any]:
     """Prefer to spread the groups over zones."""
     return {
         "labelSelector": {"matchLabels": deployed.selector(name.value) | {INDEX_LABEL: "0"}},
+        "matchLabelKeys": REVISIONS,
         "maxSkew": 1,
         "topologyKey": _ZONE,
         "whenUnsatisfiable": "ScheduleAnyway",

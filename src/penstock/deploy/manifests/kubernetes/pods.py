@@ -30,6 +30,9 @@ USER = 10_001
 """Of the images."""
 NIXL_PORT = 5600
 """First port of vLLM's NIXL connector, one for each rank."""
+REVISIONS = ["pod-template-hash", "controller-revision-hash"]
+"""Labels of a pod's revision, of which a Deployment's pods have the first and a StatefulSet's the second: pods are spread among those of
+their own revision, so that a rollout ends spread, too. Kubernetes ignores a key that a pod does not have."""
 _PRE_STOP_S = 5
 """Time in which Services and proxies forget a pod that ends, before it is told to."""
 _GRACE_S = 5
@@ -165,7 +168,11 @@ def pod_template(
 ) -> dict[str, Any]:
     """Give the template of a part's pods, which have one container; `role` has its volumes beside those of all parts."""
     owner = cache_owner(deployed, container["image"], USER)
-    spread = {"labelSelector": {"matchLabels": deployed.selector(part)}, "maxSkew": 1}
+    spread = {
+        "labelSelector": {"matchLabels": deployed.selector(part)},
+        "matchLabelKeys": REVISIONS,
+        "maxSkew": 1,
+    }
     return {
         "metadata": {"labels": deployed.selector(part) | {"app.kubernetes.io/part-of": "penstock"}},
         "spec": {

@@ -11,6 +11,9 @@ from penstock.graph import RoleSpec
 CACHE_OWNER = "cache-owner"
 DISK_VOLUME, SCRATCH, SHARED_MEMORY = "kv-disk", "scratch", "shared-memory"
 
+_SHARED_MEMORY_SIZE = "8Gi"
+"""Of engines' message queues and of NCCL; without a limit it could grow to the node's memory. KV tiers in memory are elsewhere."""
+
 
 def volume_mounts(deployed: Deployed, part: str) -> list[dict[str, Any]]:
     """Give where a part's container has its volumes; the root of the image is read-only."""
@@ -38,7 +41,9 @@ def volumes(deployed: Deployed, role: RoleSpec | None) -> list[dict[str, Any]]:
         {"name": SCRATCH, "emptyDir": {}},
     ]
     if role is not None:
-        made.append({"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory"}})
+        made.append(
+            {"name": SHARED_MEMORY, "emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY_SIZE}}
+        )
     if weights_from_hub(deployed.graph):
         made.append({"name": "cache"} | _cache(deployed))
     for number, mount in enumerate(deployed.options.mounts):
