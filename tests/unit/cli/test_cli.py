@@ -304,6 +304,30 @@ def test_graph_check_says_what_bandwidth_a_tier_needs(
             0,
         ),
         (
+            "model: demo\nfrontend: {api_key_file: /none/keys}\nroles: {aggregated: {}}\n",
+            "refuses it: api_key_file: /none/keys: No such file",
+            "takes it",
+            0,
+        ),
+        (
+            "model: demo\nfrontend: {tls: {certificate: /none/c.pem, key: /none/k.pem}}\nroles: {aggregated: {}}\n",
+            "refuses it: frontend.tls: certificate /none/c.pem, key /none/k.pem: No such file",
+            "takes it",
+            0,
+        ),
+        (
+            "model: demo\nroles: {aggregated: {engine: paged, engine_args: {foo: 1}}}\n",
+            "refuses it: roles.aggregated: engine_args: engine 'paged' takes none, got foo; leave them out",
+            "takes it",
+            0,
+        ),
+        (
+            "model: org/not-here\nroles: {aggregated: {engine: mock, hardware: h100}}\n",
+            "takes it",
+            "refuses it: model org/not-here: its shape is not known",
+            0,
+        ),
+        (
             "model: demo\nroles: {aggregated: {replicas: 100000000}}\n",
             "refuses it: roles.aggregated.replicas: 100,000,000 workers",
             "refuses it: roles.aggregated.replicas: 100,000,000 workers",

@@ -6,16 +6,14 @@ The arguments come from the functions that start the engines, on a host that nam
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
-from penstock.demo import MODEL_DIR
 from penstock.deploy.card import check_model
-from penstock.deploy.commands.check import check_serve
+from penstock.deploy.commands.check import check_serve, find_checkpoint
 from penstock.deploy.processes.engine_spec import engine_spec
 from penstock.deploy.supervisor.resources.devices import Devices
 from penstock.deploy.supervisor.resources.host_arena import HostExtents
@@ -26,7 +24,7 @@ from penstock.deploy.supervisor.scaling.scale_file import declared_workers
 from penstock.engine.launch_host import SymbolicHost
 from penstock.engine.paged.model.checkpoint import Checkpoint
 from penstock.engine.registry import describe_launch
-from penstock.graph import DEMO_MODEL, Graph
+from penstock.graph import Graph
 from penstock.graph.partners import check_counts
 
 _ARENA = "<memory of the host's workers>"
@@ -62,7 +60,7 @@ def render(graph: Graph, *, as_json: bool = False) -> str:
     """
     check_model(graph)
     graph = Graph.model_validate_json(graph.model_dump_json())  # as it reaches a worker
-    checkpoint = _find_checkpoint(graph)
+    checkpoint = find_checkpoint(graph)
     workers = render_workers(graph, checkpoint)
     notes = list(_notes(graph, checkpoint))
     if not as_json:
@@ -126,12 +124,6 @@ def render_workers(graph: Graph, checkpoint: Checkpoint | None) -> list[Rendered
             )
         )
     return rendered
-
-
-def _find_checkpoint(graph: Graph) -> Checkpoint | None:
-    """Open the model's configuration, if the model is on this machine; a hub name is not downloaded."""
-    model = str(MODEL_DIR) if graph.model == DEMO_MODEL else graph.model
-    return Checkpoint.open(model) if Path(model).expanduser().is_dir() else None
 
 
 def _notes(graph: Graph, checkpoint: Checkpoint | None) -> Iterator[str]:
