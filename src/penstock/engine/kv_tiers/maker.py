@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from penstock.core.errors import ConfigError, TransferError
+from penstock.core.errors import ConfigError, TransferError, TransferRefused
 from penstock.core.types.events import Holder, Tier
 from penstock.core.types.instances import KvHolder
 from penstock.engine.kv_tiers.config import KvConfig, ObjectConfig
@@ -17,6 +17,7 @@ from penstock.engine.kv_tiers.size import TierSize
 from penstock.engine.runner import RunnerInfo
 from penstock.kv.device_blocks import DeviceBlocks
 from penstock.kv.disk.data import ALIGNMENT
+from penstock.kv.disk.records import failure
 from penstock.kv.disk.slot_file import SlotFile
 from penstock.kv.host.host_tier import HostTier
 from penstock.kv.host.memory import HostPart
@@ -156,14 +157,21 @@ def _disk_tier(
         ConfigError: the file cannot be opened, is another process's, or holds KV of another model.
     """
     num_blocks = _blocks("disk", config.disk.size, info, device)
+    fix = f"name a file in a directory of a disk that user {os.geteuid()} may write to"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        slot_bytes = -(-device.block_bytes // ALIGNMENT) * ALIGNMENT
+    except OSError as error:
+        failed = failure(path.parent, "making the directory", error)
+        raise ConfigError(f"kv.disk: {failed.message}; {fix}") from error
+    slot_bytes = -(-device.block_bytes // ALIGNMENT) * ALIGNMENT
+    try:
         store = SlotFile(
             path, num_blocks * slot_bytes, device.block_bytes, namespace, eviction=config.disk.eviction
         )
-    except (OSError, TransferError) as error:
-        raise ConfigError(f"kv.disk: {path}: {error}") from error
+    except TransferRefused as error:
+        raise ConfigError(f"kv.disk: {error.message}") from error
+    except TransferError as error:
+        raise ConfigError(f"kv.disk: {error.message}; {fix}") from error
     return StoredTier(store, Tier.DISK, device, num_blocks, config.policy_of(Tier.DISK))
 
 

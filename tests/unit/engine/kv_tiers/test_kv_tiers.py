@@ -472,3 +472,21 @@ def test_eviction_prices_a_lost_block_by_measured_speeds():
         assert price.deeper_s / price.token_s == pytest.approx(0.65e-9 / 14e-6)
 
     run_async(main())
+
+
+def test_a_path_that_no_file_can_have_is_said_once_with_the_fix(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link.aggregated.0").symlink_to(tmp_path / "nowhere" / "kv")
+    for path, said in (
+        ("file/below/kv", f"{tmp_path}/file/below: making the directory failed: not a directory (errno 20)"),
+        (
+            "link",
+            f"{tmp_path}/link.aggregated.0: opening failed: no such file or directory (errno 2)",
+        ),
+    ):
+        config = KvConfig.parse({"disk": f"{tmp_path}/{path}:4x"}, source="t")
+        with pytest.raises(ConfigError) as caught:
+            run_async(engine(make_tiers=tier_maker(config, worker="aggregated.0")).start())
+        text = caught.value.message
+        assert text.startswith(f"kv.disk: {said}; name a file in a directory of a disk that user ")
+        assert text.count(str(tmp_path)) == 1
