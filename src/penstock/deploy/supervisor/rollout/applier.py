@@ -194,7 +194,6 @@ class Applier:
             starts_max=graph.supervision.failed_starts_max,
             say=self._note,
         )
-        how = "beside the old ones, then switch" if is_revision else "one after another"
         shown = [
             Difference(
                 role=each.role,
@@ -203,7 +202,7 @@ class Applier:
                 new=each.new,
                 action=counts.get(each.role, each.action)
                 if each.field == "replicas"
-                else f"{each.action} {how}"
+                else f"{each.action} {rollout.order([role for role in aims if each.role in {role, ALL}])}"
                 if each.action == "replace workers"
                 else each.action,
             )
@@ -212,7 +211,8 @@ class Applier:
         if outdated and not any(each.action == "replace workers" for each in found):
             what = "model revision" if is_revision else "workers"
             names = ", ".join(worker.name for worker in outdated)
-            shown.append(Difference(role=ALL, field=what, old=names, new="", action=f"replace workers {how}"))
+            action = f"replace workers {rollout.order(aims)}"
+            shown.append(Difference(role=ALL, field=what, old=names, new="", action=action))
         return rollout, shown
 
     def _begin(

@@ -100,6 +100,17 @@ class Rollout:
                     " with penstock down and start it again, or make room"
                 )
 
+    def order(self, roles: Collection[Role]) -> str:
+        """Say in which order the outdated workers of these roles are replaced, by the room that there is now."""
+        roles = [role for role in roles if role in self._aims and self._outdated(role)]
+        if self._is_revision:
+            if all(self._room(role) >= self._aims[role].count - len(self._updated(role)) for role in roles):
+                return "beside the old ones, then switch"
+            return "where half of the old ones make room first, one by one, then switch"
+        if all(self._may_surge(role) or len(self._active(role)) > self._aims[role].count for role in roles):
+            return "one after another"
+        return "one after another, each old one draining first, as there is no room beside it"
+
     async def run(self) -> None:
         """Carry it out.
 

@@ -97,6 +97,30 @@ def test_without_room_an_old_worker_goes_first_and_never_two():
     run(scene, change)
 
 
+@pytest.mark.parametrize(
+    ("role", "devices", "is_revision", "order"),
+    [
+        (CPU, None, False, "one after another"),
+        (CPU, None, True, "beside the old ones, then switch"),
+        (GPU, 8, False, "one after another"),
+        (GPU, 8, True, "beside the old ones, then switch"),
+        (GPU, 4, False, "one after another, each old one draining first, as there is no room beside it"),
+        (GPU, 4, True, "where half of the old ones make room first, one by one, then switch"),
+        (GPU, 6, True, "where half of the old ones make room first, one by one, then switch"),
+        (CPU | {"engine": "paged", "kv": {"disk": "/d:1GiB"}}, None, False, "one after another, each old one draining first, as there is no room beside it"),
+    ],
+)  # fmt: skip
+def test_the_order_is_told_by_the_room_that_there_is(role, devices, is_revision, order):
+    scene = scene_of({"aggregated": role}, **({} if devices is None else {"devices": devices}))
+
+    async def change(pool):
+        done = Change(scene, pool, is_revision=is_revision)
+        assert done.rollout.order(list(Role)) == order
+        assert done.rollout.order([Role.PREFILL]) in {"one after another", "beside the old ones, then switch"}
+
+    run(scene, change)
+
+
 def test_workers_of_another_revision_start_beside_the_old_ones_which_then_drain_for_long_all_at_once():
     scene = scene_of(PAIR)
 
