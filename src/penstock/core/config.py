@@ -4,6 +4,7 @@ import ast
 import difflib
 import functools
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from itertools import pairwise, takewhile
@@ -74,6 +75,7 @@ def wrong(message: str) -> PydanticCustomError:
 
 
 _WORDED = "worded"
+_EXPONENT = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?[eE]\+?1?[0-9]")
 _KEY = "[key]"
 """How pydantic says that the key of a mapping is wrong, not its value."""
 
@@ -133,7 +135,17 @@ def _wording(item: ErrorDetails) -> str:
         message = message.replace("should", "must", 1).replace("a valid tuple", "a list")
         message = message[:1].lower() + message[1:]
     value = item["input"]
-    return f"{message}, got {'a mapping' if isinstance(value, (dict, pydantic.BaseModel)) else repr(value)}"
+    shown = "a mapping" if isinstance(value, (dict, pydantic.BaseModel)) else repr(value)
+    return f"{message}, got {shown}{_exponent_hint(item)}"
+
+
+def _exponent_hint(item: ErrorDetails) -> str:
+    """Say of `1e9` where an integer is expected that YAML takes only `1.0e+9` for a number."""
+    value = item["input"]
+    if item["type"] != "int_parsing" or not isinstance(value, str) or not _EXPONENT.fullmatch(value):
+        return ""
+    number = float(value)
+    return f"; YAML reads it as text: write {int(number)}" if number.is_integer() else ""
 
 
 def closest(word: str, known: list[str]) -> str | None:

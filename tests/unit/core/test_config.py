@@ -2,6 +2,7 @@ from typing import Literal
 
 import pydantic
 import pytest
+import yaml
 
 from penstock.core.config import Config, known_keys, nearest, wrong
 from penstock.core.errors import ConfigError
@@ -65,6 +66,27 @@ def test_numbers_and_lists_that_are_none_are_said_plainly() -> None:
     with pytest.raises(ConfigError, match=r"weir\.yaml: gates: must be a valid integer, got 1\.5$"):
         Weir.parse({"gates": 1.5}, source="weir.yaml")
     assert Weir.parse({"open": True}, source="weir.yaml").open
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("1e9", "; YAML reads it as text: write 1000000000"),
+        ("1.5e3", "; YAML reads it as text: write 1500"),
+        ("1.55e1", ""),
+        ("1e-3", ""),
+        ("1e999", ""),
+        ("nine", ""),
+    ],
+)
+def test_a_number_that_yaml_reads_as_text_is_told_from_other_text(text: str, hint: str) -> None:
+    class Weir(Config):
+        gates: int = 1
+
+    assert yaml.safe_load(text) == text
+    with pytest.raises(ConfigError) as caught:
+        Weir.parse({"gates": text}, source="weir.yaml")
+    assert caught.value.message == f"weir.yaml: gates: must be a valid integer, got {text!r}{hint}"
 
 
 def test_unknown_keys_name_the_nearest_known_one() -> None:
