@@ -86,6 +86,40 @@ def test_changed_args_roll_and_old_configuration_goes_last(site):
     site(scenario)
 
 
+def test_a_roles_fields_of_pods_roll_its_pods_alone_and_go_with_the_graphs(site):
+    async def scenario(here):
+        await here.apply()
+        await here.serves()
+        before = {pod["metadata"]["name"] for pod in here.cluster.pods("prefill")}
+        tolerations = [{"key": "pool", "operator": "Exists"}]
+        fields = {
+            "pod": {"tolerations": tolerations},
+            "container": {"resources": {"limits": {"rdma/ib": 1}}},
+        }
+        await here.apply(roles={"prefill": {"replicas": 1}, "decode": {"replicas": 2, "kubernetes": fields}})
+
+        def have():
+            pods = here.cluster.pods("decode")
+            return len(pods) == 2 and all(pod["spec"].get("tolerations") == tolerations for pod in pods)
+
+        await here.until(have)
+        await here.serves()
+        assert {pod["metadata"]["name"] for pod in here.cluster.pods("prefill")} == before
+        (pod, *_) = here.cluster.pods("decode")
+        assert pod["spec"]["containers"][0]["resources"]["limits"] == {"rdma/ib": 1}
+        fields = {"container": {"env": [{"name": "PENSTOCK_SECRET", "value": "x"}]}}
+        await here.apply(kubernetes=fields)
+        said = await here.is_true("Degraded", "InvalidGraph")
+        assert "kubernetes.container.env: PENSTOCK_SECRET: is a variable that Penstock sets" in said
+        await here.apply()
+        await here.until(
+            lambda: not any(pod["spec"].get("tolerations") for pod in here.cluster.pods("decode"))
+        )
+        await here.serves()
+
+    site(scenario)
+
+
 def test_a_gateway_gets_a_pool_that_goes_with_the_option(site):
     async def scenario(here):
         await here.apply(options={"image": "r/penstock:1", "gateway": "public"}, model="o/m")
