@@ -10,6 +10,7 @@ from penstock.core.document import check_plain
 from penstock.graph.kubernetes.fields import (
     CONTAINER,
     LIST,
+    MAPPING,
     MERGE_KEYS,
     NEEDED,
     NOT_OF_CONTAINER,
@@ -65,6 +66,10 @@ def _problems(data: dict[str, Any], known: Mapping[str, str], not_here: Mapping[
             yield f"{field}: must be {known[field]}, got {value!r}"
         elif known[field] == LIST:
             yield from _of_entries(field, value)
+        elif field == "resources":
+            for part, inner in value.items():
+                if inner is not None and kind_of(inner) != (LIST if part == "claims" else MAPPING):
+                    yield f"resources.{part}: must be {LIST if part == 'claims' else MAPPING}, got {inner!r}"
 
 
 def _of_entries(field: str, entries: list[Any]) -> Iterator[str]:
@@ -72,5 +77,7 @@ def _of_entries(field: str, entries: list[Any]) -> Iterator[str]:
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict):
             yield f"{field}.{number}: must be a mapping, got {entry!r}"
-        elif key is not None and not isinstance(entry.get(key), str | int):
+        elif key is not None and key not in entry:
             yield f"{field}.{number}.{key}: missing; entries are merged by it"
+        elif key is not None and type(entry[key]) is not (kind := int if field == "ports" else str):
+            yield f"{field}.{number}.{key}: must be {'an integer' if kind is int else 'text'}, got {entry[key]!r}"

@@ -162,6 +162,10 @@ def test_a_change_rolls_the_pods_that_it_changes_and_no_others() -> None:
         ({"container": {"readinessProbe": {}}}, "probes ask the supervisor"),
         ({"container": {"image": "x"}}, "images are set by --image"),
         ({"container": {"env": [{"value": "x"}]}}, r"env.0.name: missing; entries are merged by it"),
+        ({"container": {"env": [{"name": 5}]}}, "env.0.name: must be text, got 5"),
+        ({"container": {"volumeMounts": [{"mountPath": 5}]}}, "volumeMounts.0.mountPath: must be text, got 5"),
+        ({"container": {"ports": [{"containerPort": "9000"}]}}, "ports.0.containerPort: must be an integer, got '9000'"),
+        ({"container": {"resources": {"limits": "x"}}}, "resources.limits: must be a mapping, got 'x'"),
         ({"container": {"env": None}}, "null would remove what Penstock needs"),
         ({"container": {"resource": {}}}, "resource: unknown field of Kubernetes; did you mean 'resources'"),
         ({"container": {"tolerations": []}}, "tolerations: is a field of the pod; set it in pod"),
@@ -203,6 +207,20 @@ def test_what_penstock_needs_is_refused_with_its_place(fields: dict, text: str) 
     with pytest.raises(ConfigError, match=text) as caught:
         objects_of(graph_of(None, fields), mounts=mounts)
     assert str(caught.value).startswith("roles.decode.kubernetes.")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pod": {"containers": [{"name": "log", "env": [{"name": {}}], "ports": ["x"]}]}},
+        {"pod": {"hostAliases": [{"ip": "1", "env": True}, {"ip": "1", "env": ["x"]}]}},
+        {"pod": {"topologySpreadConstraints": None, "securityContext": None, "affinity": {"a": ["b"]}}},
+        {"container": {"securityContext": {"capabilities": ["ALL"]}, "resources": None}},
+        {"container": {"resources": {"limits": None, "claims": [{"name": []}]}}},
+    ],
+)
+def test_what_only_the_api_server_refuses_reaches_it(fields: dict) -> None:
+    assert objects_of(graph_of(fields, fields))
 
 
 def test_gpus_may_be_of_another_resource() -> None:

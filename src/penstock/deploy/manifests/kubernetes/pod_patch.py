@@ -59,13 +59,13 @@ def _merged(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]
     """Merge as a strategic merge patch does: mappings by key, null deletes, lists by the key of their entries, or replaced."""
     made = dict(base)
     for field, value in patch.items():
+        before = made.get(field)
         if value is None:
             made.pop(field, None)
         elif isinstance(value, dict):
-            before = made.get(field)
             made[field] = _merged(before if isinstance(before, dict) else {}, value)
         elif isinstance(value, list | tuple):
-            made[field] = _merged_list(field, made.get(field) or (), value)
+            made[field] = _merged_list(field, before if isinstance(before, list) else (), value)
         else:
             made[field] = value
     return made
@@ -75,7 +75,7 @@ def _merged_list(field: str, before: Sequence[Any], entries: Sequence[Any]) -> l
     if field in APPENDED:
         return [*before, *(deepcopy(entry) for entry in entries if entry not in before)]
     key = MERGE_KEYS.get(field)
-    if key is None or not all(isinstance(entry, dict) and key in entry for entry in (*before, *entries)):
+    if key is None or not all(_has_key(entry, key) for entry in (*before, *entries)):
         return deepcopy(list(entries))
     made = {entry[key]: entry for entry in before}
     for entry in entries:
@@ -84,6 +84,10 @@ def _merged_list(field: str, before: Sequence[Any], entries: Sequence[Any]) -> l
             was = {}
         made[entry[key]] = _merged(was, entry)
     return list(made.values())
+
+
+def _has_key(entry: Any, key: str) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get(key), str | int)
 
 
 def _refused(template: dict[str, Any], where: str, spec: KubernetesSpec) -> Iterator[str]:
