@@ -170,10 +170,8 @@ def _messages(message: AnthropicMessage, where: str) -> list[Message]:
             made.append(Message(role="tool", tool_call_id=block.tool_use_id, content=_result(block, place)))
         elif block.type == "tool_use":
             call = {"name": block.name, "arguments": msgspec.json.encode(block.input or {}).decode()}
-            said.tool_calls = [
-                *(said.tool_calls or []),
-                {"id": block.id, "type": "function", "function": call},
-            ]
+            said.tool_calls = said.tool_calls or []
+            said.tool_calls.append({"id": block.id, "type": "function", "function": call})
         elif block.type == "thinking":
             said.reasoning_content = (said.reasoning_content or "") + block.thinking
         elif block.type != "redacted_thinking":

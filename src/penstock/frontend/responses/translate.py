@@ -126,10 +126,9 @@ def _messages(given: str | list[InputItem], origins: list[Origin]) -> list[Messa
                 origins.append(origin)
                 reasoning = ""
             call = {"name": item.name, "arguments": item.arguments}
-            messages[-1].tool_calls = [
-                *(messages[-1].tool_calls or []),
-                {"id": item.call_id, "type": "function", "function": call},
-            ]
+            said = messages[-1]
+            said.tool_calls = said.tool_calls or []
+            said.tool_calls.append({"id": item.call_id, "type": "function", "function": call})
         elif item.type == "function_call_output":
             content = _content(item.output, f"{where}.output")
             messages.append(Message(role="tool", tool_call_id=item.call_id, content=content))

@@ -1,6 +1,9 @@
-"""What other servers' sampling fields mean in the APIs that do not have them themselves."""
+"""What the bodies of other APIs become: their fields, and bodies with many tool calls."""
 
 import json
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -30,3 +33,30 @@ EXTENSIONS = {
 def test_sampling_fields_of_vllm_reach_the_request(parse, fields: dict) -> None:
     request = parse(json.dumps({"model": "tiny"} | fields | EXTENSIONS).encode()).request
     assert {name: getattr(request, name) for name in EXTENSIONS} == EXTENSIONS
+
+
+def responses_calls(count: int) -> dict[str, Any]:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    return {"input": [{"role": "user", "content": "hello"}, *[call] * count]}
+
+
+def anthropic_calls(count: int) -> dict[str, Any]:
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    return {"messages": [{"role": "assistant", "content": [call] * count}], "max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("parse", "fields"), [(parse_responses, responses_calls), (parse_messages, anthropic_calls)]
+)
+def test_many_calls_of_one_turn_take_linear_time(
+    parse: Callable[[bytes], Any], fields: Callable[[int], dict[str, Any]]
+) -> None:
+    def taken_s(count: int) -> float:
+        body = json.dumps({"model": "tiny"} | fields(count)).encode()
+        begun_s = time.process_time()
+        calls = parse(body).request.messages[-1].tool_calls
+        assert len(calls) == count
+        return time.process_time() - begun_s
+
+    few_s = max(taken_s(5_000), taken_s(5_000))
+    assert taken_s(80_000) < 100 * few_s, "16 times as many; quadratic time would be over 200 times"
