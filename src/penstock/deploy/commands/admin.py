@@ -58,20 +58,36 @@ def _answer(server: FrontendAddress, path: str, body: bytes | None, timeout_s: f
     """Send a request; errors while its answer is read are raised as `ask` says."""
     base = server.url
     headers = {} if body is None else {"Content-Type": "application/json"}
-    if secret := _secret_for(base, path):
+    if secret := _secret_for(server, path):
         headers["Authorization"] = f"Bearer {secret}"
     request = urllib.request.Request(base + path, data=body, headers=headers)  # noqa: S310 - checked
     try:
-        context = server.tls() if base.startswith("https:") else None
-        with urllib.request.urlopen(request, timeout=timeout_s, context=context) as answer:  # noqa: S310 - checked
+        with _opener(server).open(request, timeout=timeout_s) as answer:
             yield answer
     except urllib.error.HTTPError as error:
         message, param = _error_of(error)
+        if location := error.headers.get("Location"):
+            message = f"{server}: redirects to {location!r}, which gets no key or token; name the server itself by --url"
         if error.code == _UNAUTHORIZED and path.startswith(_OPERATORS):
-            message = _wrong_token() if secret else _no_token(base)
+            message = _wrong_token() if secret else _no_token(server)
         raise RequestError(message, http_status=error.code, param=param) from error
     except (OSError, http.client.HTTPException) as error:
         raise _unreached(server, error) from error
+
+
+def _opener(server: FrontendAddress) -> urllib.request.OpenerDirector:
+    """Make what connects to the server itself: a redirect is an error, and no proxy is asked for this machine, as both would get the secret."""
+    handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+    if server.url.startswith("https:"):
+        handlers.append(urllib.request.HTTPSHandler(context=server.tls()))
+    if server.name is not None or _is_here(server):
+        handlers.append(urllib.request.ProxyHandler({}))
+    return urllib.request.build_opener(*handlers)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
 
 
 def _unreached(server: FrontendAddress, error: OSError | http.client.HTTPException) -> Unavailable:
@@ -104,22 +120,34 @@ def _unreached(server: FrontendAddress, error: OSError | http.client.HTTPExcepti
     )
 
 
-def _secret_for(base: str, path: str) -> str:
-    """Give the bearer token for a path. The admin token in this user's file is sent to this machine only."""
+def _secret_for(server: FrontendAddress, path: str) -> str:
+    """Give the bearer token for a path.
+
+    The admin token in this user's file is sent to this machine only, and where no deployment of this user was found only to a
+    server that `--url` names: another user may listen at the usual port.
+    """
     if not path.startswith(_OPERATORS):
         return os.environ.get(API_KEY_VARIABLE, "").strip()
     if given := os.environ.get(ADMIN_TOKEN_VARIABLE, "").strip():
         return given
-    host = urlsplit(base).hostname or ""
-    if not Address(host=host).is_local or not admin_token_path().exists():
+    if server.is_guess or not _is_here(server) or not admin_token_path().exists():
         return ""
     return load_admin_token()
 
 
-def _no_token(base: str) -> str:
-    """Describe why no admin token was sent to `base`, and how to set one."""
+def _is_here(server: FrontendAddress) -> bool:
+    return Address(host=urlsplit(server.url).hostname or "").is_local
+
+
+def _no_token(server: FrontendAddress) -> str:
+    """Describe why no admin token was sent, and how to set one."""
     path = admin_token_path()
-    if Address(host=urlsplit(base).hostname or "").is_local:
+    if server.is_guess:
+        return (
+            f"no deployment of this user was found on this host, so {server.url} was not sent the admin token in {path}; if it is"
+            f" yours, repeat with --url {server.url}"
+        )
+    if _is_here(server):
         return f"no admin token in {path}; run as the server's user, or set {ADMIN_TOKEN_VARIABLE}"
     return f"the admin token in {path} is sent to this machine only; set {ADMIN_TOKEN_VARIABLE} to that of the server"
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.errors import ConfigError, RequestError, Unavailable
 from penstock.deploy.commands.admin import _no_token, _secret_for, _wrong_token, ask
 from penstock.deploy.control.frontend_address import FrontendAddress
 from penstock.deploy.state import load_admin_token
@@ -23,28 +23,71 @@ def test_the_token_of_this_user_goes_to_this_machine_only(
 ) -> None:
     monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path))
     monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
-    assert _secret_for("http://127.0.0.1:8000", "/admin/explain") == "", "commands make none"
+    assert _secret_for(FrontendAddress("http://127.0.0.1:8000"), "/admin/explain") == "", "commands make none"
     token = load_admin_token()
     for base in ("http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:8000"):
-        assert _secret_for(base, "/admin/explain/x") == token
+        assert _secret_for(FrontendAddress(base), "/admin/explain/x") == token
     for base in ("http://192.0.2.7:8000", "http://example.com", "http://127.0.0.1.example.com"):
-        assert _secret_for(base, "/admin/explain/x") == ""
-    assert _secret_for("http://127.0.0.1:8100", "/explain") == ""
+        assert _secret_for(FrontendAddress(base), "/admin/explain/x") == ""
+    guess = FrontendAddress("http://127.0.0.1:8000", is_guess=True)
+    assert _secret_for(guess, "/admin/explain/x") == "", "who listens there may be anybody"
+    assert _secret_for(FrontendAddress("http://127.0.0.1:8100"), "/explain") == ""
     monkeypatch.setenv("PENSTOCK_API_KEY", "key")
-    assert _secret_for("http://127.0.0.1:8100", "/explain") == "key"
+    assert _secret_for(FrontendAddress("http://127.0.0.1:8100"), "/explain") == "key"
     monkeypatch.setenv("PENSTOCK_ADMIN_TOKEN", "given")
-    assert _secret_for("http://example.com", "/admin/explain") == "given"
+    assert _secret_for(FrontendAddress("http://example.com"), "/admin/explain") == "given"
 
 
 def test_a_missing_token_error_names_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PENSTOCK_STATE_DIR", str(tmp_path))
     path = tmp_path / "admin_token"
-    assert _no_token("http://127.0.0.1:8000") == (
+    assert _no_token(FrontendAddress("http://127.0.0.1:8000")) == (
         f"no admin token in {path}; run as the server's user, or set PENSTOCK_ADMIN_TOKEN"
     )
-    assert _no_token("http://192.0.2.7:8000") == (
+    assert _no_token(FrontendAddress("http://192.0.2.7:8000")) == (
         f"the admin token in {path} is sent to this machine only; set PENSTOCK_ADMIN_TOKEN to that of the server"
     )
+    assert _no_token(FrontendAddress("http://127.0.0.1:8000", is_guess=True)) == (
+        f"no deployment of this user was found on this host, so http://127.0.0.1:8000 was not sent the admin token in {path};"
+        " if it is yours, repeat with --url http://127.0.0.1:8000"
+    )
+
+
+@pytest.mark.parametrize("redirects", [True, False])
+def test_no_key_goes_to_another_server_by_a_redirect_or_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, *, redirects: bool
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "key")
+    others: list[bytes] = []
+
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        others.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno")
+        writer.close()
+
+    async def asked() -> bytes:
+        async with await asyncio.start_server(other, "127.0.0.1", 0) as stranger:
+            strange = f"http://127.0.0.1:{stranger.sockets[0].getsockname()[1]}"
+
+            async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                assert b"Authorization: Bearer key" in await reader.readuntil(b"\r\n\r\n")
+                first = f"302 Found\r\nLocation: {strange}/x" if redirects else "200 OK"
+                head = f"HTTP/1.1 {first}\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
+                writer.write(head.encode())
+                writer.close()
+
+            async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+                url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+                monkeypatch.setenv("http_proxy", strange)
+                monkeypatch.delenv("no_proxy", raising=False)
+                return await asyncio.to_thread(ask, FrontendAddress(url), "/v1/models", timeout_s=30.0)
+
+    if redirects:
+        with pytest.raises(RequestError, match=r"redirects to 'http.*/x'.*; name the server itself by --url"):
+            asyncio.run(asked())
+    else:
+        assert asyncio.run(asked()) == b"ok"
+    assert others == []
 
 
 def test_a_wrong_token_error_names_its_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
