@@ -110,6 +110,28 @@ def test_lists_with_names_are_merged_and_other_containers_stand_beside() -> None
     assert by_key["kubernetes.io/hostname"]["whenUnsatisfiable"] == "ScheduleAnyway"
 
 
+def test_several_entries_of_one_name_in_a_list_stay() -> None:
+    zone = "topology.kubernetes.io/zone"
+    spread = [
+        {"topologyKey": zone, "whenUnsatisfiable": each, "maxSkew": 2}
+        for each in ("DoNotSchedule", "ScheduleAnyway")
+    ]
+    ports = [{"containerPort": 53, "protocol": each} for each in ("TCP", "UDP")]
+    graph = graph_of(
+        {"pod": {"topologySpreadConstraints": spread}, "container": {"ports": ports}},
+        {"container": {"ports": [{"containerPort": 53, "protocol": "SCTP"}]}},
+    )
+    made = {part: template(graph, part)["spec"] for part in ("prefill", "decode")}
+    zones = [each for each in made["prefill"]["topologySpreadConstraints"] if each["topologyKey"] == zone]
+    assert [each["whenUnsatisfiable"] for each in zones] == ["DoNotSchedule", "ScheduleAnyway"]
+    assert all(each["labelSelector"] for each in zones)
+    protocols = {
+        part: [each["protocol"] for each in spec["containers"][0]["ports"] if each["containerPort"] == 53]
+        for part, spec in made.items()
+    }
+    assert protocols == {"prefill": ["TCP", "UDP"], "decode": ["SCTP"]}
+
+
 def test_groups_stateful_sets_and_the_planner_get_them_too() -> None:
     groups = {"aggregated": {"engine": "vllm", "hardware": "h100", "tensor_parallel": 16, "nodes": 2}}
     (group,) = by_kind(objects_of(graph_of({"pod": POOL}, roles=groups)), "LeaderWorkerSet").values()
@@ -217,6 +239,7 @@ def test_what_penstock_needs_is_refused_with_its_place(fields: dict, text: str) 
         {"pod": {"topologySpreadConstraints": None, "securityContext": None, "affinity": {"a": ["b"]}}},
         {"container": {"securityContext": {"capabilities": ["ALL"]}, "resources": None}},
         {"container": {"resources": {"limits": None, "claims": [{"name": []}]}}},
+        {"container": {"ports": [{"containerPort": 1, "name": []}]}},
     ],
 )
 def test_what_only_the_api_server_refuses_reaches_it(fields: dict) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -56,7 +57,10 @@ def _patch(template: dict[str, Any], spec: KubernetesSpec) -> None:
 
 
 def _merged(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge as a strategic merge patch does: mappings by key, null deletes, lists by the key of their entries, or replaced."""
+    """Merge as a strategic merge patch does: mappings by key, null deletes, lists by the key of their entries, or replaced.
+
+    But entries of one list are never merged with each other: a container may have a port twice, for TCP and UDP.
+    """
     made = dict(base)
     for field, value in patch.items():
         before = made.get(field)
@@ -77,13 +81,16 @@ def _merged_list(field: str, before: Sequence[Any], entries: Sequence[Any]) -> l
     key = MERGE_KEYS.get(field)
     if key is None or not all(_has_key(entry, key) for entry in (*before, *entries)):
         return deepcopy(list(entries))
-    made = {entry[key]: entry for entry in before}
+    made: dict[Any, list[Any]] = {}
+    for entry in before:
+        made.setdefault(entry[key], []).append(entry)
+    new: dict[Any, list[Any]] = {}
     for entry in entries:
-        was = made.get(entry[key], {})
+        was = made.get(entry[key], [{}])[0]
         if field in ONE_SOURCE and not entry.keys() <= was.keys():
             was = {}
-        made[entry[key]] = _merged(was, entry)
-    return list(made.values())
+        new.setdefault(entry[key], []).append(_merged(was, entry))
+    return list(chain.from_iterable((made | new).values()))
 
 
 def _has_key(entry: Any, key: str) -> bool:
@@ -125,7 +132,7 @@ def _refused_of_container(
             else "leave it out"
         )
         yield f"{where}.env: {entry['name']}: is a variable that Penstock sets; {fix}"
-    names = {each["name"] for each in container["ports"]}
+    names = [each["name"] for each in container["ports"]]
     numbers = {each["containerPort"] for each in container["ports"]}
     for entry in patch.get("ports") or ():
         if entry["containerPort"] in numbers or entry.get("name") in names:
