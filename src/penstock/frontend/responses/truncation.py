@@ -8,7 +8,9 @@ from penstock.frontend.openai.bodies import Message
 ANSWER_TOKENS_MAX = 1024
 """Room for an answer without a limit of its own: so many tokens, at most a quarter of the context."""
 RENDERS_MAX = 10
-"""Prompts that are made to find how many messages fit; by estimates it takes about four."""
+"""Prompts that are made to find how many messages fit, beside two short ones at most; by estimates it takes about four."""
+_SAMPLE = 8
+"""What may be left out, the newest so many: they tell the template's overhead."""
 _INSTRUCTIONS = ("system", "developer")
 
 
@@ -42,8 +44,10 @@ def fitting_messages(
         return list(messages)
     counts = [count_of(message) for message in messages]
     tokens = [sum(counts[index] for index in unit) for unit in units]
-    excess: float = (sum(counts) if size is None else size) - most
     overhead = 0.0  # of the template, a message
+    if size is None:
+        size, overhead = _estimate(messages, units, tokens, size_of)
+    excess: float = (sum(counts) if size is None else size) - most
     low, high, fits = (
         0,
         len(units),
@@ -67,6 +71,22 @@ def fitting_messages(
             excess = max(1.0, excess - freed) if now is None else now - most
             low = guess
     return _without(messages, set(chain.from_iterable(units[:high])))
+
+
+def _estimate(
+    messages: Sequence[Message],
+    units: Sequence[Sequence[int]],
+    tokens: Sequence[int],
+    size_of: Callable[[Sequence[Message]], int | None],
+) -> tuple[int | None, float]:
+    """Estimate the size of messages that are too long to be counted, and the template's overhead a message, by two short prompts."""
+    first = max(0, len(units) - _SAMPLE)
+    shortest = size_of(_without(messages, set(chain.from_iterable(units))))
+    longer = size_of(_without(messages, set(chain.from_iterable(units[:first]))))
+    if shortest is None or longer is None:
+        return None, 0.0
+    overhead = max(0.0, (longer - shortest - sum(tokens[first:])) / sum(map(len, units[first:])))
+    return round(shortest + sum(tokens) + overhead * sum(map(len, units))), overhead
 
 
 def _without(messages: Sequence[Message], dropped: set[int]) -> list[Message]:

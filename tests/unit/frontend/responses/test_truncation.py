@@ -86,6 +86,17 @@ def test_what_a_template_refuses_is_made_shorter() -> None:
     assert fitting_messages(talk, size_of(talk) - 1, picky, count_of) == talk[2:]
 
 
+def test_many_short_messages_that_nobody_counts_are_left_out_no_further_than_needed() -> None:
+    """Most of their tokens are the template's, and the size of all of them is not known."""
+    talk = [said(role) for role in ("user", "assistant") * 5_000] + [said("user")]
+
+    def short_ones(messages: Sequence[Message]) -> int | None:
+        return None if len(messages) > 200 else size_of(messages)
+
+    kept = fitting_messages(talk, size_of(talk[-100:]), short_ones, count_of)
+    assert len(kept) == 100
+
+
 def test_room_is_left_for_the_answer() -> None:
     assert answer_room(50, 512) == 50
     assert answer_room(None, 512) == 128
