@@ -72,6 +72,22 @@ def test_a_node_that_is_lost_before_the_start_may_join_again() -> None:
     asyncio.run(scenario())
 
 
+def test_a_node_that_is_lost_once_all_are_gathered_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        async with leading() as leader:
+            first, second = await joined(leader, 1), await joined(leader, 2)
+            await leader.gather(TIMEOUT_S)
+            second.close("the test")
+            while not leader.missing:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+            with pytest.raises(Unavailable, match="node 2 of 3 was lost before the start"):
+                leader.start(4711)
+        with pytest.raises(Unavailable, match="node 0 ended"):
+            await first.start()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("rank", "changes", "error", "text"),
     [

@@ -94,7 +94,16 @@ class NodeLeader:
         return [rank for rank in range(1, self._nodes) if rank not in self._followers]
 
     def start(self, master_port: int) -> None:
-        """Have all followers start the engine; from now on the worker ends when a follower is lost."""
+        """Have all followers start the engine; from now on the worker ends when a follower is lost.
+
+        Raises:
+            Unavailable: a follower was lost since `gather`; the engine would wait for it.
+        """
+        if self.missing:
+            ranks = " and ".join(str(rank) for rank in self.missing)
+            raise Unavailable(
+                f"node {ranks} of {self._nodes} was lost before the start; the worker gathers its nodes again"
+            )
         self._has_started = True
         for session in self._followers.values():
             session.channel.send(Start(master_port=master_port))

@@ -71,7 +71,7 @@ async def gather_nodes(
 
     Raises:
         ConfigError: the leader's address is not of this host.
-        Unavailable: a follower did not join in time.
+        Unavailable: a follower did not join in time, or was lost again.
     """
     role = graph.roles.present().get(name)  # None: a link to another region
     size = 1 if role is None else role.nodes
