@@ -101,12 +101,18 @@ def _place_in_pod(template: dict[str, Any], config_name: str, files: str, secret
     is_gpu = HARDWARE_LABEL in template["metadata"]["labels"]
     container["image"] = "@@gpuImage | quote@@" if is_gpu else "@@image | quote@@"
     for variable in container["env"]:
-        reference = variable.get("valueFrom", {}).get("secretKeyRef", {})
-        if reference.get("name") == secret:
-            reference["name"] = "@@secret | quote@@"
+        if _at(variable, "valueFrom", "secretKeyRef", "name") == secret:
+            variable["valueFrom"]["secretKeyRef"]["name"] = "@@secret | quote@@"
     for volume in template["spec"]["volumes"]:
-        if volume.get("configMap", {}).get("name") == config_name:
+        if _at(volume, "configMap", "name") == config_name:
             volume["configMap"]["name"] = config_name.rpartition("-")[0]
+
+
+def _at(value: Any, *path: str) -> Any:
+    """Give what is at a path; None where nothing is. What a graph adds to pods may have any shape."""
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _action(found: re.Match[str]) -> str:

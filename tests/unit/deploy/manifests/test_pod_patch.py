@@ -240,10 +240,17 @@ def test_what_penstock_needs_is_refused_with_its_place(fields: dict, text: str) 
         {"container": {"securityContext": {"capabilities": ["ALL"]}, "resources": None}},
         {"container": {"resources": {"limits": None, "claims": [{"name": []}]}}},
         {"container": {"ports": [{"containerPort": 1, "name": []}]}},
+        {
+            "container": {
+                "env": [{"name": "a", "valueFrom": "x"}, {"name": "b", "valueFrom": {"secretKeyRef": 1}}]
+            }
+        },
+        {"pod": {"volumes": [{"name": "extra", "configMap": ["x"]}]}},
     ],
 )
-def test_what_only_the_api_server_refuses_reaches_it(fields: dict) -> None:
+def test_what_only_the_api_server_refuses_reaches_it(fields: dict, tmp_path: Path) -> None:
     assert objects_of(graph_of(fields, fields))
+    assert write_chart(graph_of(fields, fields), RenderOptions(), tmp_path / "chart")
 
 
 def test_gpus_may_be_of_another_resource() -> None:
