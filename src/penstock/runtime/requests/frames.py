@@ -127,6 +127,7 @@ Frame = (
 )  # fmt: skip
 
 CODEC: FrameCodec[Frame] = FrameCodec(Frame, lenient_tags=("event",))
+"""A KV event of an unknown kind does not end the connection: the subscriber requests a snapshot instead."""
 
 
 def request_protocol(config: PlaneConfig, codec: Codec[Frame] = CODEC) -> SessionProtocol[Frame]:
@@ -142,9 +143,6 @@ def request_protocol(config: PlaneConfig, codec: Codec[Frame] = CODEC) -> Sessio
         connections_max=config.connections_max,
         write_buffer_bytes=config.write_buffer_bytes,
     )
-
-
-"""A KV event of an unknown kind does not end the connection: the subscriber requests a snapshot instead."""
 
 
 UNENCODABLE = (OverflowError, TypeError, ValueError)
