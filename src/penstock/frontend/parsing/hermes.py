@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Generator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from penstock.frontend.parsing import json_value
@@ -38,7 +39,7 @@ def _tagged(source: Source, out: Output, schemas: Mapping[str, Any]) -> Steps:
         if source.breaks_off():
             return
         value = _typed(text.removeprefix("\n").removesuffix("\n"), properties.get(key))
-        out.arguments(f"{separator}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+        out.arguments(f"{separator}{json.dumps(key)}: {value}")
         separator = ", "
     if not source.breaks_off():
         out.arguments("{}" if separator == "{" else "}")
@@ -59,12 +60,10 @@ def _properties(schema: Any) -> Mapping[str, Any]:
     return properties if isinstance(properties, dict) else {}
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """Give a parameter's value: text, unless its schema says that it is something else."""
+def _typed(text: str, schema: Any) -> str:
+    """Give a parameter's value as JSON: text, unless its schema says that it is something else."""
     kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind == "string":
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    if kind != "string":
+        with suppress(ValueError, RecursionError):  # no JSON, or a number that JSON has not
+            return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+    return json.dumps(text, ensure_ascii=False)

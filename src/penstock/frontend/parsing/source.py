@@ -56,13 +56,14 @@ class Output:
     def begin_call(self, name: str) -> None:
         self._space = ""
         self.is_reasoning, self._follows_call = False, True
-        self._calls.append(CallDelta(self.num_calls, name))
+        self._calls.append(CallDelta(self.num_calls, _writable(name)))
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
         """Take more of the arguments of the call begun last."""
         if not text:
             return
+        text = _writable(text)
         index = self.num_calls - 1
         if self._calls and self._calls[-1].index == index:
             self._calls[-1].arguments += text
@@ -86,6 +87,11 @@ class Output:
         self._content = self._reasoning = ""
         self._calls = []
         return parsed
+
+
+def _writable(text: str) -> str:
+    """Write lone surrogates as JSON's escapes: a model can name them by escapes too, and UTF-8 has none."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 class Source:

@@ -5,6 +5,7 @@ import itertools
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -176,6 +177,27 @@ def test_arguments_come_as_they_are_written() -> None:
     assert parser.feed('"arguments": {"city"').calls[0].arguments == '{"city"'
     assert parser.feed(': "Par').calls[0].arguments == ': "Par'
     assert parser.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "call"),
+    [
+        (
+            "hermes",
+            '<tool_call><function=f><parameter=a>"\\ud800é"</parameter><parameter=b>NaN</parameter><parameter=c>1e999'
+            "</parameter></function></tool_call>",
+            ("f", '{"a": "\\ud800é", "b": "NaN", "c": "1e999"}'),
+        ),
+        ("hermes", r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>', (r"\ud800", "{}")),
+        ("json", r'{"name": "f", "parameters": "{\"a\": \"\udfff\"}"}', ("f", r'{"a": "\udfff"}')),
+        ("pythonic", r"[f(a='\ud800')]", ("f", r'{"a": "\ud800"}')),
+    ],
+)
+def test_what_json_or_utf_8_has_not_becomes_text(family: str, text: str, call: tuple[str, str]) -> None:
+    _, _, calls = read(plan(family), [text])
+    assert calls == [call]
+    assert json.loads(call[1]) is not None
+    assert msgspec.json.encode(calls)
 
 
 def test_a_prompt_may_have_begun_the_reasoning() -> None:
