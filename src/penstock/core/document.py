@@ -13,6 +13,7 @@ from penstock.core.errors import ConfigError
 
 _DEPTH_MAX = 32
 _PARTS_MAX = 10_000
+_VALUES_MAX = 100_000
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time, where libyaml is there
 
 
@@ -59,6 +60,8 @@ def check_plain(data: dict[str, Any], *, use: str) -> None:
     level: list[Any] = [data]
     for _ in range(_DEPTH_MAX):
         inner = [each.values() if isinstance(each, dict) else each for each in level]
+        if sum(map(len, inner)) > _VALUES_MAX:  # YAML's anchors repeat parts within parts
+            raise wrong(f"too many values within each other; at most {_VALUES_MAX} of a level")
         for part in chain.from_iterable(inner):
             is_plain = part is None or isinstance(part, dict | list | tuple | str | int | float)
             if not is_plain or (isinstance(part, float) and not math.isfinite(part)):
@@ -69,7 +72,7 @@ def check_plain(data: dict[str, Any], *, use: str) -> None:
         level = [part for parts in inner for part in parts if isinstance(part, dict | list | tuple)]
         if not level:
             return
-        if len(level) > _PARTS_MAX:  # YAML's anchors repeat parts within parts
+        if len(level) > _PARTS_MAX:
             raise wrong(f"too many lists and mappings within each other; at most {_PARTS_MAX} of a level")
     raise wrong(f"nested too deeply; at most {_DEPTH_MAX} levels are taken")
 

@@ -476,6 +476,7 @@ def test_engine_args_have_bounds():
     assert RoleSpec(engine="vllm", engine_args={"a": {"b": [{"c": 1}]}}).engine_args == {
         "a": {"b": [{"c": 1}]}
     }
-    for value, text in ((deep, "nested too deeply"), (wide, "too many lists")):
+    flat = [[1] * 400] * 400
+    for value, text in ((deep, "nested too deeply"), (wide, "too many lists"), (flat, "too many values")):
         with pytest.raises(ConfigError, match=text):
             RoleSpec.parse({"engine": "vllm", "engine_args": {"a": value}}, source="test")
