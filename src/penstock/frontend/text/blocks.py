@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from io import StringIO
 
 from penstock.frontend.text.events import TextEvent
 from penstock.frontend.text.token_text import TokenText
@@ -22,14 +23,25 @@ class Step(Enum):
 
 @dataclass(slots=True)
 class Block:
-    """One block: `text` is all of it so far, of a tool call its arguments; `call` is a call's number, `logprobs` are of a text's tokens."""
+    """One block: `call` is a call's number, `logprobs` are of a text's tokens."""
 
     index: int
     kind: Kind
-    text: str = ""
     name: str = ""
     call: int = 0
     logprobs: list[TokenText] = field(default_factory=list)
+    _written: StringIO = field(default_factory=StringIO)
+    """An answer may have 100,000 pieces, and a text as long is not copied for each."""
+
+    @property
+    def text(self) -> str:
+        """All of it so far, of a tool call its arguments."""
+        return self._written.getvalue()
+
+    def add(self, text: str, logprobs: Iterable[TokenText]) -> None:
+        """Take more text, and the log-probabilities of its tokens."""
+        self._written.write(text)
+        self.logprobs += logprobs
 
 
 class Blocks:
@@ -64,8 +76,7 @@ class Blocks:
             yield from self._close()
             yield from self._open(Block(len(self.all), kind))
         block = self.all[-1]
-        block.text += text
-        block.logprobs += logprobs
+        block.add(text, logprobs)
         yield Step.ADDED, block, text
 
     def _open(self, block: Block) -> Iterator[tuple[Step, Block, str]]:

@@ -1,5 +1,7 @@
 """Blocks of an answer: opened, filled and closed one after another."""
 
+import time
+
 from penstock.frontend.parsing.source import CallDelta
 from penstock.frontend.text.blocks import Blocks, Kind
 from penstock.frontend.text.events import TextEvent
@@ -29,6 +31,19 @@ def test_each_kind_of_text_has_a_block_that_closes_before_the_next_opens() -> No
         (Kind.REASONING, "hmm", ""), (Kind.TEXT, "so", ""), (Kind.CALL, "{}", "f"), (Kind.CALL, "{}", "g"),
     ]  # fmt: skip
     assert (blocks.finish_reason, blocks.stopped_by) == ("stop", "x")
+
+
+def test_a_long_answer_takes_linear_time() -> None:
+    def taken_s(count: int) -> float:
+        blocks, begun_s = Blocks(), time.process_time()
+        for _ in range(count):
+            steps(blocks, TextEvent(0, "écrit "))
+        (block,) = blocks.all
+        assert block.text == "écrit " * count
+        return time.process_time() - begun_s
+
+    few_s = max(taken_s(10_000), taken_s(10_000))
+    assert taken_s(160_000) < 100 * few_s, "16 times as many; quadratic time would be over 200 times"
 
 
 def test_an_answer_without_text_has_no_blocks() -> None:
