@@ -12,7 +12,9 @@ from penstock.frontend.parsing.source import Output, Source, Steps
 PYTHON_TAG = "<|python_tag|>"
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 PYTHON_MARKERS = (PYTHON_START, PYTHON_END)
-_CALL = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\(")
+_CALL = re.compile(r"\s{0,256}([A-Za-z_][\w.-]{0,255})\s{0,256}\(")
+_BEGUN_CALL = re.compile(r"\s{0,256}([A-Za-z_][\w.-]{0,255}\s{0,256})?")
+"""What may become one: bounded, as it is matched again with each piece of text."""
 _CALL_CHARACTERS_MAX = 64 << 10
 
 
@@ -73,8 +75,7 @@ def _name(text: str) -> str:
 
 def _begins_call(source: Source) -> Generator[None, None, bool]:
     while not _CALL.match(source.text):
-        could = re.fullmatch(r"\s*([A-Za-z_][\w.-]*\s*)?", source.text)
-        if source.ended or could is None or len(source.text) > _CALL_CHARACTERS_MAX:
+        if source.ended or _BEGUN_CALL.fullmatch(source.text) is None:
             return False
         yield
     return True

@@ -200,6 +200,12 @@ def test_what_json_or_utf_8_has_not_becomes_text(family: str, text: str, call: t
     assert msgspec.json.encode(calls)
 
 
+def test_a_list_whose_first_word_is_too_long_for_a_name_is_given_out_as_it_comes() -> None:
+    parser = OutputParser(plan("pythonic"))
+    assert "".join(parser.feed(text).content for text in ["[", *["word"] * 100]) == "[" + "word" * 100
+    assert read(plan("pythonic"), ["[" + "f" * 256 + "(a=1)]"])[2] == [("f" * 256, '{"a": 1}')]
+
+
 def test_a_prompt_may_have_begun_the_reasoning() -> None:
     how = plan("hermes", in_reasoning=True, tools=None)
     assert read(how, ["hm, so", "</thi", "nk>\n\nyes"]) == ("hm, so", "yes", [])
