@@ -8,6 +8,7 @@ import pytest
 from penstock.cli import main
 from penstock.core.types.instances import Role
 from penstock.deploy.commands.worker_changes import change_role
+from penstock.deploy.control.frontend_address import FrontendAddress
 
 PROMPT = "Which parts does a request pass on its way, and what does each of them do with it? " * 4
 TOKENS = 24
@@ -15,7 +16,7 @@ ALWAYS = {"policy": "least-loaded", "disagg": {"remote_tokens_min": 1}}
 
 
 async def become(site, worker, role):
-    changed = await asyncio.to_thread(change_role, site.url, worker, role)
+    changed = await asyncio.to_thread(change_role, FrontendAddress(site.url), worker, role)
     print(f"{worker}: {changed.before} to {role} in {changed.took_s:.3f} s")
     assert (await site.workers())[worker]["role"] == role
     return changed

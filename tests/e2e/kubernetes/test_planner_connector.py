@@ -355,7 +355,7 @@ def test_a_worker_that_was_heard_before_it_had_its_name_is_one_source_and_ends_a
                 pods.is_paused = True
                 await pods.client.patch(ROLES, NAME, {"spec": {"replicas": 2}})
                 of_worker = link(server, f"{GRAPH}-{A}-z-1", pod.host)
-                of_worker._frontends = tuple
+                of_worker.frontends = tuple
                 async with of_worker:
                     await until(lambda: sources(seen, f"worker-1@{GRAPH}-{A}-z-1"))
                     await until(lambda: is_ready(pods, 2))
