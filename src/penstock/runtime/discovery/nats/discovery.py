@@ -183,11 +183,16 @@ class NatsDiscovery:
 
     async def _open_bucket(self, client: Client) -> KeyValue:
         stream = client.jetstream(timeout=self._config.connect_timeout_s)
-        try:
+        with suppress(nats.js.errors.NotFoundError):
             return await stream.key_value(self._bucket)
-        except nats.js.errors.NotFoundError:
-            ttl_s = KEPT_LEASES * self._config.lease_ttl_s  # of each key
+        ttl_s = KEPT_LEASES * self._config.lease_ttl_s  # of each key
+        try:
             return await stream.create_key_value(bucket=self._bucket, ttl=ttl_s, storage=StorageType.MEMORY)
+        except nats.js.errors.BadRequestError as refused:  # also said to all but one that create it at once
+            try:
+                return await stream.key_value(self._bucket)
+            except nats.js.errors.NotFoundError:
+                raise refused from None
 
     async def _keep_registered(self, bucket: KeyValue) -> None:
         """Put all registrations a few times in each lease, and what changes at once."""
