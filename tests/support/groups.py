@@ -47,3 +47,15 @@ def text_of(process: "subprocess.Popen[str]") -> tuple[str, int]:
 def child(supervisor: "subprocess.Popen[str]", name: str) -> psutil.Process | None:
     children = psutil.Process(supervisor.pid).children()
     return next((each for each in children if name in each.cmdline()), None)
+
+
+def _workers(url: str) -> dict[str, Any]:
+    return {each["name"]: each for each in get(url, "/admin/workers")["workers"]}
+
+
+def ready(url: str) -> set[str]:
+    return {name for name, each in _workers(url).items() if each["condition"] == "ready"}
+
+
+def running(url: str, name: str) -> int:
+    return (_workers(url).get(name, {}).get("load") or {}).get("running_requests", 0)

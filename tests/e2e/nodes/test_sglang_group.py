@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.fakes.sglang_ranks import FAILING
-from tests.support.groups import TIMEOUT_S, TOKENS, child, get, stream, text_of, until
+from tests.support.groups import TIMEOUT_S, TOKENS, child, ready, running, stream, text_of, until
 from tests.support.registries import free_port
 from tests.support.sglang_package import sglang_path
 
@@ -45,19 +45,9 @@ def test_the_group_lives_ends_and_drains_as_one(node, tmp_path: Path) -> None:
     assert undisturbed[1] == TOKENS
     other.start("up", graph, "--join", hub, "--run", "aggregated=1", *ON_ONE_NODE)
     other.wait(r"^penstock +ready")
-
-    def workers():
-        return {each["name"]: each for each in get(url, "/admin/workers")["workers"]}
-
-    def ready():
-        return {name for name, each in workers().items() if each["condition"] == "ready"}
-
-    def running(name: str) -> int:
-        return (workers().get(name, {}).get("load") or {}).get("running_requests", 0)
-
     both = {"worker-1@lead", "worker-1@other"}
     ended = r"^follower-1 +failed +sglang: one of its processes of this node ended"
-    until(lambda: ready() == both)
+    until(lambda: ready(url) == both)
     for end, up, said in (
         (lambda: rank_of(child(second, "follower-1")).kill(), follower, ended),  # as by the kernel without memory
         (failing.touch, follower, ended),  # as at an exception: SIGQUIT to the parent
@@ -65,18 +55,18 @@ def test_the_group_lives_ends_and_drains_as_one(node, tmp_path: Path) -> None:
     ):  # fmt: skip
         before = [rank_of(child(first, "worker-1")), rank_of(child(second, "follower-1"))]
         streams = [stream(url) for _ in range(STREAMS)]
-        until(lambda: running("worker-1@lead"))
+        until(lambda: running(url, "worker-1@lead"))
         end()
         up.wait(said)
         counts = [text_of(each)[1] for each in streams]
         assert counts == [TOKENS] * STREAMS, "moved: the fake's text depends on where its prompt ends"
         until(lambda before=before: not any(each.is_running() for each in before))
-        until(lambda: ready() == both)
+        until(lambda: ready(url) == both)
     streams = [stream(url) for _ in range(STREAMS)]
-    until(lambda: running("worker-1@lead"))
+    until(lambda: running(url, "worker-1@lead"))
     second.send_signal(signal.SIGTERM)  # told to end: the worker finishes its requests first
     assert [text_of(each) for each in streams] == [undisturbed] * STREAMS
     assert second.wait(timeout=TIMEOUT_S) == 0
     leader.wait(r"^worker-1 +failed +a node of this worker is shutting down; the worker has drained")
-    until(lambda: ready() == {"worker-1@other"})
+    until(lambda: ready(url) == {"worker-1@other"})
     assert text_of(stream(url)) == undisturbed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.groups import TIMEOUT_S, TOKENS, child, get, stream, text_of, until
+from tests.support.groups import TIMEOUT_S, TOKENS, child, ready, running, stream, text_of, until
 from tests.support.registries import free_port
 from tests.support.up import Up
 
@@ -38,38 +38,28 @@ def test_streams_outlive_each_node_and_the_group_comes_back_whole(node) -> None:
     assert undisturbed[1] == TOKENS
     other.start("up", graph, "--join", hub, "--run", "aggregated=1", *ONE_NODE)
     other.wait(r"^penstock +ready")
-
-    def workers():
-        return {each["name"]: each for each in get(url, "/admin/workers")["workers"]}
-
-    def ready():
-        return {name for name, each in workers().items() if each["condition"] == "ready"}
-
-    def running(name: str) -> int:
-        return (workers().get(name, {}).get("load") or {}).get("running_requests", 0)
-
     both = {"worker-1@lead", "worker-1@other"}
-    until(lambda: ready() == both)
+    until(lambda: ready(url) == both)
     for supervisor, name, said in (
         (second, "follower-1", r"worker-1 +failed +node 1 of 2 .* is lost"),
         (first, "worker-1", None),
     ):
         streams = [stream(url) for _ in range(STREAMS)]
-        until(lambda: running("worker-1@lead"))
+        until(lambda: running(url, "worker-1@lead"))
         before = child(first, "worker-1").pid
         child(supervisor, name).kill()
         if said:
             leader.wait(said)
         assert [text_of(each) for each in streams] == [undisturbed] * STREAMS
         until(lambda before=before: (new := child(first, "worker-1")) is not None and new.pid != before)
-        until(lambda: ready() == both and child(second, "follower-1") is not None)
+        until(lambda: ready(url) == both and child(second, "follower-1") is not None)
     streams = [stream(url) for _ in range(STREAMS)]
-    until(lambda: running("worker-1@lead"))
+    until(lambda: running(url, "worker-1@lead"))
     second.send_signal(signal.SIGTERM)  # told to end: the worker finishes its requests first
     assert [text_of(each) for each in streams] == [undisturbed] * STREAMS
     assert second.wait(timeout=TIMEOUT_S) == 0
     leader.wait(r"^worker-1 +failed +a node of this worker is shutting down; the worker has drained")
-    until(lambda: ready() == {"worker-1@other"})
+    until(lambda: ready(url) == {"worker-1@other"})
     assert text_of(stream(url)) == undisturbed
 
 
