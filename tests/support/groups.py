@@ -58,4 +58,5 @@ def ready(url: str) -> set[str]:
 
 
 def running(url: str, name: str) -> int:
-    return (_workers(url).get(name, {}).get("load") or {}).get("running_requests", 0)
+    load = _workers(url).get(name, {}).get("load") or {}
+    return int(load.get("running_requests", 0))
