@@ -203,7 +203,7 @@ def _only_kv_transfer(options: argparse.Namespace, workload: StreamsAndPrompts) 
 def _workload(options: argparse.Namespace) -> StreamsAndPrompts:
     missing = [package for package in ("torch", "transformers") if importlib.util.find_spec(package) is None]
     if missing:
-        raise ConfigError(f"{' and '.join(missing)} not installed; run `pip install penstock[engine]`")
+        raise ConfigError(f"{' and '.join(missing)} not installed; run `pip install penstock-llm[engine]`")
     if not 0 < options.prefill_share < 1:
         raise ConfigError(f"--prefill-share: must be > 0 and < 1, got {options.prefill_share:g}")
     if not 0 <= (options.late_token_share or 0.0) < 1:

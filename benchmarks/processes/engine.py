@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> Report:
     """
     missing = [package for package in ("torch", "transformers") if importlib.util.find_spec(package) is None]
     if missing:
-        raise ConfigError(f"{' and '.join(missing)} not installed; run `pip install penstock[engine]`")
+        raise ConfigError(f"{' and '.join(missing)} not installed; run `pip install penstock-llm[engine]`")
     expect_at_least(options, input_tokens=1, output_tokens=1, rounds=1, threads=1)
     from benchmarks.processes.generation import measure  # noqa: PLC0415 - its packages are an extra
     from tests.support.checkpoints import make_checkpoint  # noqa: PLC0415

@@ -136,7 +136,7 @@ def _carrier(
         from penstock.runtime.events.nats.metrics import BroadcastMetrics  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
-            "runtime.events: nats needs the package nats-py: pip install 'penstock[nats]'"
+            "runtime.events: nats needs the package nats-py: pip install 'penstock-llm[nats]'"
         ) from error
     return NatsCarrier(
         spec.nats_urls,
@@ -184,7 +184,7 @@ def _discovery(
                 from penstock.runtime.discovery.nats.discovery import NatsDiscovery  # noqa: PLC0415 - an extra
             except ImportError as error:
                 raise ConfigError(
-                    "runtime.discovery: nats needs the package nats-py: pip install 'penstock[nats]'"
+                    "runtime.discovery: nats needs the package nats-py: pip install 'penstock-llm[nats]'"
                 ) from error
 
             return NatsDiscovery(

@@ -118,7 +118,7 @@ def _object_stores(_: Path) -> Iterator[HostFinding]:
         yield HostFinding(
             name=name,
             value="not installed",
-            advice="kv.object and transfers to stores need it: pip install 'penstock[object]'",
+            advice="kv.object and transfers to stores need it: pip install 'penstock-llm[object]'",
         )
     else:
         yield HostFinding(name=name, value=found)

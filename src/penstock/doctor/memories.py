@@ -86,7 +86,7 @@ def _vram() -> Any:
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         raise _Missing("no NVIDIA device here (/dev/nvidia0)")
     if importlib.util.find_spec("torch") is None:
-        raise _Missing("there is a device, and torch is not installed: pip install 'penstock[engine]'")
+        raise _Missing("there is a device, and torch is not installed: pip install 'penstock-llm[engine]'")
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         raise _Missing(

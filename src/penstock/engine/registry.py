@@ -218,7 +218,7 @@ def _paged(spec: EngineSpec) -> Engine:
     missing = [package for package in ("torch", "transformers") if find_spec(package) is None]
     if missing:
         raise ConfigError(
-            f"engine paged: {' and '.join(missing)} not installed; run `pip install penstock[engine]`, or use engine mock"
+            f"engine paged: {' and '.join(missing)} not installed; run `pip install penstock-llm[engine]`, or use engine mock"
         )
     from penstock.engine.paged.config import PagedConfig  # noqa: PLC0415 - its packages are an extra
     from penstock.engine.paged.engine import paged_engine  # noqa: PLC0415

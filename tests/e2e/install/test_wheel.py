@@ -82,7 +82,7 @@ def _pip(*arguments: str | Path) -> None:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     directory = tmp_path_factory.mktemp("wheel")
     _pip("wheel", "--no-build-isolation", "-w", directory, CHECKOUT)
-    (wheel,) = directory.glob("penstock-*.whl")
+    (wheel,) = directory.glob("penstock_llm-*.whl")
     return Installed(wheel, directory)
 
 

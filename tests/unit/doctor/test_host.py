@@ -130,4 +130,4 @@ def test_what_object_stores_need_is_said(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(host, "version", absent)
     finding = found(tmp_path)["object stores (obstore)"]
-    assert (finding.value, "penstock[object]" in finding.advice) == ("not installed", True)
+    assert (finding.value, "penstock-llm[object]" in finding.advice) == ("not installed", True)

@@ -58,7 +58,7 @@ def test_without_torch_the_paged_engine_says_what_to_install(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(registry, "find_spec", lambda name: None if name == "torch" else found(name))
     with pytest.raises(
-        ConfigError, match=re.escape("torch not installed; run `pip install penstock[engine]`")
+        ConfigError, match=re.escape("torch not installed; run `pip install penstock-llm[engine]`")
     ):
         create_engine("paged", SPEC)
 

@@ -155,7 +155,7 @@ async def _picking(
         from penstock.frontend.endpoint_picker.server import EndpointPickerServer  # noqa: PLC0415 - an extra's
     except ImportError as error:
         raise ConfigError(
-            f"endpoint_picker: {error.name} is not installed: pip install 'penstock[gateway]'"
+            f"endpoint_picker: {error.name} is not installed: pip install 'penstock-llm[gateway]'"
         ) from error
     picker = Picker(
         service, model, body_bytes_max=config.body_bytes_max, body_timeout_s=settings.body_timeout_s

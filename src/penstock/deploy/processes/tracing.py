@@ -37,7 +37,7 @@ class OpenTelemetry:
             )
         except ImportError as error:
             raise ConfigError(
-                f"tracing: {error.name or error} is not installed; pip install 'penstock[otel]', or leave tracing out"
+                f"tracing: {error.name or error} is not installed; pip install 'penstock-llm[otel]', or leave tracing out"
             ) from error
         resource = Resource.create(
             {"service.name": service, "service.version": __version__, "service.instance.id": process}

@@ -84,7 +84,7 @@ class PublisherAddress:
 def require_zmq() -> None:
     """Raise ConfigError where pyzmq is missing."""
     if find_spec("zmq") is None:
-        raise ConfigError("KV events: pyzmq is not installed; run `pip install penstock[events]`")
+        raise ConfigError("KV events: pyzmq is not installed; run `pip install penstock-llm[events]`")
 
 
 class KvEventSubscriber:

@@ -126,7 +126,7 @@ def _check(config: KvConfig) -> None:
         )
     if store.url and find_spec("obstore") is None:
         raise ConfigError(
-            f"kv.object: {store.url} needs obstore, which is not installed: pip install 'penstock[object]'"
+            f"kv.object: {store.url} needs obstore, which is not installed: pip install 'penstock-llm[object]'"
         )
 
 

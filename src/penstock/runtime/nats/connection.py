@@ -177,7 +177,7 @@ class NatsConnection(Generic[T]):
         account = None if self._credentials is None else self._credentials.read()
         if isinstance(account, Nkey) and importlib.util.find_spec("nkeys") is None:
             raise ConfigError(
-                f"{self._account_place}: an nkey needs the package nkeys: pip install 'penstock[nats]'"
+                f"{self._account_place}: an nkey needs the package nkeys: pip install 'penstock-llm[nats]'"
             )
         return account
 

@@ -63,7 +63,7 @@ class Bucket:
             from obstore.store import from_url  # noqa: PLC0415
         except ImportError as error:
             raise TransferRefused(
-                f"{store}: object stores need obstore, which is not installed: pip install 'penstock[object]'"
+                f"{store}: object stores need obstore, which is not installed: pip install 'penstock-llm[object]'"
             ) from error
         self._obstore = obstore
         self._failures = (obstore.exceptions.BaseError, OSError)

@@ -19,7 +19,7 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
         async with tracing(TracingConfig(), "service", "process"):
             pass
 
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'penstock-llm\[otel\]'"):
         asyncio.run(main())
     assert not spans.is_recording()
 

@@ -128,5 +128,5 @@ def test_what_only_the_store_knows_is_said_at_the_start(fields, why):
 
 def test_a_missing_package_is_said_before_the_model_is_loaded(monkeypatch):
     monkeypatch.setattr("penstock.engine.kv_tiers.maker.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"s3://b needs obstore, .*pip install 'penstock\[object\]'"):
+    with pytest.raises(ConfigError, match=r"s3://b needs obstore, .*pip install 'penstock-llm\[object\]'"):
         tier_maker(KvConfig.model_validate({"object": "s3://b"}))

@@ -198,7 +198,7 @@ def _download(model: str, *, weights: bool) -> Path:
         import huggingface_hub  # noqa: PLC0415 - needed for hub names only, and slow to import
     except ImportError as error:
         raise ConfigError(
-            f"model: {model!r} is no directory, and loading it from the hub needs the extra: pip install 'penstock[engine]'"
+            f"model: {model!r} is no directory, and loading it from the hub needs the extra: pip install 'penstock-llm[engine]'"
         ) from error
     files = _FILES if weights else [pattern for pattern in _FILES if pattern != _WEIGHTS]
     try:
