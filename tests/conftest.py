@@ -97,6 +97,7 @@ _PACKAGES = {
     "faketime": "faketime",
     "nats-server": "nats-server",
     "fish": "fish",
+    "shellcheck": "shellcheck",
     "zsh": "zsh",
 }
 """Programs that tests run, and the Debian packages that have them: all among ci/packages.txt."""
