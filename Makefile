@@ -1,4 +1,4 @@
-# `make demo` serves the demo model, `make test` runs every test; both create .venv and install first.
+# `make demo` serves the demo model, `make test` runs the tests; both create .venv and install first.
 
 PYTHON ?= python3
 PORT ?= 8000
@@ -16,6 +16,8 @@ VLLM_JOBS ?= $(shell echo $$(($(CORES) < 4 ? $(CORES) : 4)))
 FUZZ_RUNS ?= 5000
 FUZZ_SEED ?= 1
 WIRE_SECONDS ?= 300
+# Which tests of `make test-vllm`, as pytest -m takes it; all by default.
+SELECT ?=
 # Those that need no running server.
 BENCHES = hashing pool mock cancel engine router transfer
 
@@ -57,11 +59,12 @@ ENGINE_TESTS = $(shell grep -rl --include='test_*.py' 'mark\.engine' tests/unit 
 .DEFAULT_GOAL = help
 # The tests start hundreds of processes: without kept bytecode each compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help venv clients install-test demo test nightly test-clients test-vllm check lint types floors test-unit-1 test-unit-2 test-engine test-other test-conformance-1 test-conformance-2 fuzz fuzz-wire sanitize bench format clean
+.PHONY: help venv clients install-test demo test nightly test-clients test-vllm check lint types floors test-unit-1 test-unit-2 test-engine test-other test-conformance-1 test-conformance-2 fuzz fuzz-wire sanitize bench bench-quick format clean
 
 help:
 	@echo 'make demo     serve the demo model on http://127.0.0.1:$(PORT) (PORT=...) and send it one chat'
-	@echo 'make test     run every test; installs the Debian packages that tests need, where it may'
+	@echo 'make test     run the tests, one scenario of each kind; installs the Debian packages that tests need, where it may'
+	@echo 'make nightly  run everything: further backends, sizes and seeds, fuzzing, the tests with other clients and with vLLM'
 	@echo 'make test-clients  run the tests with lm-eval, guidellm and aiperf, in environments of their own (PENSTOCK_CLIENTS=...)'
 	@echo 'make test-vllm  run the tests that need vLLM, in an environment of its own (PENSTOCK_VLLM=...)'
 	@echo 'make check    format, lint, types, floors and the fast tests, side by side (CHECK_JOBS=...)'
@@ -80,15 +83,22 @@ demo: $(DEMO_STAMP)
 test:
 	@ci/install_packages
 	@$(MAKE) --no-print-directory install-test
-	$(BIN)/pytest --ignore=tests/clients -n $(JOBS) --maxschedchunk 20 --durations=30 --folder-durations || \
-	    { test $$? -eq 1 && tools/retry_failed $(BIN)/pytest; }
+	$(PYTEST_ALL) -m 'not nightly'
+
+nightly:
+	@ci/install_packages
+	@$(MAKE) --no-print-directory install-test lint types floors
+	$(PYTEST_ALL)
+	@$(MAKE) --no-print-directory fuzz fuzz-wire sanitize test-clients test-vllm bench-quick
+
+PYTEST_ALL = $(BIN)/pytest --ignore=tests/clients -n $(JOBS) --maxschedchunk 20 --durations=30 --folder-durations
 
 test-clients: venv $(BENCH_CLIENT_STAMPS)
-	$(BIN)/pytest tests/clients --durations=10 || { test $$? -eq 1 && tools/retry_failed $(BIN)/pytest; }
+	$(BIN)/pytest tests/clients --durations=10
 
 # The source is the checkout's, with the native code that was built for .venv. The tests of a file share engines. vLLM leaves sockets for the collector to close.
 test-vllm: venv $(VLLM_STAMP)
-	$(VLLM_PYTEST) -n $(VLLM_JOBS) --dist loadfile --durations=10 || { test $$? -eq 1 && tools/retry_failed $(VLLM_PYTEST); }
+	$(VLLM_PYTEST) -n $(VLLM_JOBS) --dist loadfile --durations=10 -m '$(SELECT)'
 
 # The longest first. Each waits part of its time, for sleeping processes and the disk: more jobs than cores end sooner.
 CHECKS = test-other test-unit-2 test-conformance-1 test-conformance-2 test-unit-1 test-engine types lint floors
@@ -155,6 +165,10 @@ sanitize: venv
 
 bench: venv
 	for name in $(BENCHES); do $(BIN)/python -m benchmarks $$name --json benchmarks/results/$$name.json || exit 1; done
+
+# As `make bench`, short and without a file: whether they run, not what they say.
+bench-quick: venv
+	for name in $(BENCHES); do $(BIN)/python -m benchmarks $$name --quick || exit 1; done
 
 format: venv
 	$(BIN)/ruff format
