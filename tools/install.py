@@ -269,9 +269,12 @@ class Installer:
 
     def install_env(self, files: list[Path], wish: str) -> None:
         """Install what requirement files list, with all that it needs named there or `--no-deps` in a line of its own."""
+        try:
+            lines = [line for file in files for line in file.read_text().splitlines()]
+        except OSError as error:
+            raise InstallError(f"{error.filename}: {error.strerror}; expected a list of requirements") from error
         self.make_venv()
         self.install_uv()
-        lines = [line for file in files for line in file.read_text().splitlines()]
         build, options = (
             self.choose_torch(wish) if any(line.startswith("torch==") for line in lines) else ("pypi", [])
         )
@@ -334,7 +337,7 @@ def main() -> None:
     parser.add_argument(
         "--torch", choices=["auto", "cpu", "pypi"], default="auto", help="auto: cpu without an NVIDIA GPU"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     installer = Installer(arguments.venv.absolute(), native=arguments.native == "ON")
     try:
         if arguments.what == "env":

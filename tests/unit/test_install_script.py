@@ -1,0 +1,98 @@
+"""tools/install.py: what pip's settings become for uv, and which packages a build of torch leaves out."""
+
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def install() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install", CHECKOUT / "tools/install.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("pip_config", "expected"),
+    [
+        ("", {}),
+        ("global.index-url='https://mirror/simple'", {"UV_DEFAULT_INDEX": "https://mirror/simple"}),
+        ("global.extra-index-url='file:///a file:///b'", {"UV_INDEX": "file:///a file:///b"}),
+        (r"user.find-links='\n/one\n/two'", {"UV_FIND_LINKS": "/one,/two"}),
+        (
+            "global.index-url='https://far/simple'\nuser.index-url='https://near/simple'\n:env:.timeout='7.5'",
+            {"UV_DEFAULT_INDEX": "https://near/simple", "UV_HTTP_TIMEOUT": "7"},
+        ),
+        (":env:.index-url='https://env/simple'\nglobal.index-url='https://file/simple'", {"UV_DEFAULT_INDEX": "https://env/simple"}),
+        ("global.cert='/etc/ca.pem'\nglobal.proxy='http://p:3128'", {"SSL_CERT_FILE": "/etc/ca.pem", "ALL_PROXY": "http://p:3128"}),
+        ("global.no-index='false'\nglobal.progress-bar='off'\nnonsense", {}),
+    ],
+)  # fmt: skip
+def test_settings_of_pip_are_handed_on(
+    install: ModuleType, pip_config: str, expected: dict[str, str]
+) -> None:
+    settings = install.settings_for_uv(pip_config, {})
+    assert settings.pop("UV_INDEX_STRATEGY", "unsafe-best-match") == "unsafe-best-match"
+    assert settings == expected
+
+
+def test_a_variable_of_uv_that_is_set_stays(install: ModuleType) -> None:
+    assert not install.settings_for_uv("global.cert='/a'", {"SSL_CERT_FILE": "/b"})
+
+
+def test_the_build_of_torch_for_cpus_leaves_out_what_gpus_need(install: ModuleType) -> None:
+    lines = ["nvidia-cublas==13.1 --hash=sha256:1", "torch==2.13.0 ; sys_platform == 'linux' --hash=sha256:2", "triton==3.7", "numpy==2.4.6 --hash=sha256:3"]  # fmt: skip
+    assert install.with_torch("cpu", lines) == ["torch==2.13.0+cpu", "numpy==2.4.6 --hash=sha256:3"]
+    assert install.with_torch("pypi", lines) == lines
+
+
+def test_every_package_that_torch_alone_brings_is_left_out(install: ModuleType) -> None:
+    """A new package of the GPU's family in the lock file would be installed beside the build for CPUs."""
+    packages = {
+        package["name"]: package for package in tomllib.loads((CHECKOUT / "uv.lock").read_text())["package"]
+    }
+
+    def reached(*, without_gpu: bool) -> set[str]:
+        project = packages["penstock-llm"]
+        needed = [
+            *project["dependencies"],
+            *(need for extra in project["optional-dependencies"].values() for need in extra),
+        ]
+        needed += [need for group in project["dev-dependencies"].values() for need in group]
+        names: set[str] = set()
+        while needed:
+            name = needed.pop()["name"]
+            if name in names or (without_gpu and install.GPU_PACKAGES.match(name)):
+                continue
+            names.add(name)
+            needed += packages[name].get("dependencies", [])
+        return names
+
+    left_out = reached(without_gpu=False) - reached(without_gpu=True)
+    assert {"triton", "cuda-bindings"} < left_out
+    assert all(install.GPU_PACKAGES.match(name) for name in left_out), "torch for CPUs needs none of these"
+
+
+def test_what_cannot_be_installed_is_said_without_a_traceback(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        CHECKOUT / "tools/install.py",
+        "env",
+        "--venv",
+        tmp_path / "venv",
+        tmp_path / "none.txt",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "none.txt" in done.stderr
