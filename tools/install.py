@@ -175,7 +175,7 @@ class Installer:
         assert process.stdout is not None
         for line in process.stdout:
             said.append(line.rstrip())
-            if re.match(r"\s*[+~-] |\s*$|WARNING: Location .* is ignored", line):
+            if re.match(r"\s*[+~-] |\s*$|Using Python |WARNING: Location .* is ignored", line):
                 continue
             heard_s = time.monotonic()
             self.say(line.strip())

@@ -18,7 +18,7 @@ from penstock.engine.vllm.launch.arguments import VERSIONS as VLLM_VERSIONS
 
 _SMI_S = 10.0
 _PAGED = "pip install 'penstock-llm[engine]'"
-TORCH = Package(engine="paged", module="torch", versions=((2, 13), (2, 14)), install=_PAGED)
+TORCH = Package(engine="paged", module="torch", versions=((2, 13), (2, 15)), install=_PAGED)
 TRANSFORMERS = Package(engine="paged", module="transformers", versions=((5, 16, 1), (5, 20)), install=_PAGED)
 """As the extra `engine` of pyproject.toml says."""
 _MAJOR, _MINOR = (int(part) for part in VLLM_VERSIONS.split("."))

@@ -99,8 +99,7 @@ def test_the_versions_are_those_of_the_extra() -> None:
     root = Path(__file__).parents[3]
     extra = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]["engine"]
     assert f"transformers{engines.TRANSFORMERS.range}" in extra
-    (torch,) = (line for line in extra if line.startswith("torch=="))
-    engines.TORCH.check(torch.removeprefix("torch=="))
+    assert f"torch{engines.TORCH.range}" in extra
 
 
 def test_each_engine_is_one_line(installed) -> None:
