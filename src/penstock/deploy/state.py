@@ -31,11 +31,38 @@ def state_dir(name: str) -> Path:
 
 
 def _state_parent() -> Path:
-    """PENSTOCK_STATE_DIR, else XDG_STATE_HOME/penstock, else ~/.local/state/penstock."""
+    """PENSTOCK_STATE_DIR, else XDG_STATE_HOME/penstock, else ~/.local/state/penstock.
+
+    Where the user has no home, or may not write there, it is a directory of the user's in the system's temporary directory.
+    """
     if given := os.environ.get("PENSTOCK_STATE_DIR"):
         return Path(given)
-    home = os.environ.get("XDG_STATE_HOME")
-    return (Path(home) if home else Path.home() / ".local" / "state") / "penstock"
+    try:
+        home = os.environ.get("XDG_STATE_HOME")
+        parent = (Path(home) if home else Path.home() / ".local" / "state") / "penstock"
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (OSError, RuntimeError):  # RuntimeError: no HOME, and a user without a name
+        return _temporary_state()
+    return parent if os.access(parent, os.W_OK | os.X_OK) else _temporary_state()
+
+
+def _temporary_state() -> Path:
+    """Make the directory, which nobody else may own: whoever makes it could read the tokens in it.
+
+    Raises:
+        ConfigError: another user has made it.
+    """
+    path = Path(tempfile.gettempdir()) / f"penstock-state-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{path}: is no private directory of user {os.getuid()}; set PENSTOCK_STATE_DIR to a directory you can write"
+        )
+    return path
 
 
 def load_hash_key(directory: Path) -> bytes:
@@ -97,9 +124,12 @@ def _read_or_create(path: Path, make: Callable[[], bytes]) -> bytes:
                 Path(file.name).unlink()
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(
-            f"{path}: {(error.strerror or str(error)).lower()}; set PENSTOCK_STATE_DIR to a directory you can write"
-        ) from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    reason = (error.strerror or str(error)).lower()
+    return ConfigError(f"{path}: {reason}; set PENSTOCK_STATE_DIR to a directory you can write")
 
 
 class RuntimeDirectory:

@@ -31,6 +31,24 @@ def test_the_state_directory_follows_the_environment(monkeypatch: pytest.MonkeyP
     assert state_dir("blue") == tmp_path / ".local/state/penstock/blue"
 
 
+def test_without_a_home_to_write_to_the_state_is_private_in_the_temporary_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("PENSTOCK_STATE_DIR", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    no_folder = tmp_path / "file"
+    no_folder.touch()
+    monkeypatch.setenv("HOME", str(no_folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    directory = tmp_path / f"penstock-state-{os.getuid()}"
+    assert state_dir("blue") == directory / "blue"
+    assert load_admin_token() == (directory / "admin_token").read_text()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    directory.chmod(0o777)  # as if another user had made it to read the token
+    with pytest.raises(ConfigError, match=r"is no private directory of user \d+; set PENSTOCK_STATE_DIR"):
+        load_admin_token()
+
+
 def test_the_hash_key_is_made_once_kept_and_private(tmp_path: Path) -> None:
     directory = tmp_path / "a" / "b"
     key = load_hash_key(directory)
