@@ -3,6 +3,7 @@
 import fcntl
 import functools
 import gc
+import inspect
 import os
 import shutil
 import signal
@@ -83,6 +84,22 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     with (item.config.rootpath / "pyproject.toml").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if _has(item, "alone") else fcntl.LOCK_SH)
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine: on an event loop of its own, of virtual time where it is marked so."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    from penstock.sim.loop.loop import run_virtual
+    from penstock.testing.loop import run_async
+
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    if _has(pyfuncitem, "virtual"):
+        run_virtual(pyfuncitem.obj(**arguments))
+    else:
+        run_async(pyfuncitem.obj(**arguments), timeout_s=120.0)
+    return True
 
 
 _PACKAGES = {

@@ -414,22 +414,18 @@ def test_who_is_not_known_is_refused():
 
 
 @pytest.mark.needs("openssl")
-def test_the_servers_certificate_is_checked(tmp_path):
+async def test_the_servers_certificate_is_checked(tmp_path):
     authority = make_authority(tmp_path, "authority")
     other = make_authority(tmp_path, "other")
     files = make_certificate(tmp_path, "127.0.0.1", authority)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.certificate, files.key)
-
-    async def main():
-        async with asyncio.timeout(30), ApiServer(tls=context) as server:
-            options = {"namespace": "default", "token": "suite-token"}
-            wrong = KubernetesAccess(server.url, authority=other, **options)
-            async with KubernetesClient(wrong, timeout_s=10) as client:
-                with pytest.raises(Unavailable, match=r"(?i)certificate"):
-                    await client.list(MAPS)
-            unchecked = KubernetesAccess(server.url, verify=False, **options)
-            async with KubernetesClient(unchecked, timeout_s=10) as client:
-                assert (await client.list(MAPS)).objects == []
-
-    run_async(main())
+    async with asyncio.timeout(30), ApiServer(tls=context) as server:
+        options = {"namespace": "default", "token": "suite-token"}
+        wrong = KubernetesAccess(server.url, authority=other, **options)
+        async with KubernetesClient(wrong, timeout_s=10) as client:
+            with pytest.raises(Unavailable, match=r"(?i)certificate"):
+                await client.list(MAPS)
+        unchecked = KubernetesAccess(server.url, verify=False, **options)
+        async with KubernetesClient(unchecked, timeout_s=10) as client:
+            assert (await client.list(MAPS)).objects == []

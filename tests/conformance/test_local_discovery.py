@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -16,7 +17,6 @@ from penstock.runtime.discovery.hub import LocalHub
 from penstock.runtime.discovery.local import LocalDiscovery
 from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.handshake import Identity
-from penstock.testing.loop import run_async
 from penstock.testing.planes.discovery import DiscoverySuite, LocalDiscoveryHarness, Watcher
 from penstock.testing.planes.scripted_worker import scripted_instance
 
@@ -25,17 +25,15 @@ class TestLocalDiscovery(DiscoverySuite):
     harness = LocalDiscoveryHarness
 
 
-def run_scenario(scenario, config=None):
-    async def main():
-        async with LocalDiscoveryHarness(config) as harness:
-            await scenario(harness)
-            harness.hub.check()
-
-    run_async(main())
+@asynccontextmanager
+async def hub_scene(config=None):
+    async with LocalDiscoveryHarness(config) as harness:
+        yield harness
+        harness.hub.check()
 
 
-def test_a_killed_process_is_dropped_long_before_its_lease_ends():
-    async def scenario(harness):
+async def test_a_killed_process_is_dropped_long_before_its_lease_ends():
+    async with hub_scene(DiscoveryConfig(lease_ttl_s=60, linger_s=0.1)) as harness:
         instance = scripted_instance("tcp://127.0.0.1:1")
         await harness.start_member(instance)
         watcher = Watcher(await harness.client())
@@ -45,11 +43,9 @@ def test_a_killed_process_is_dropped_long_before_its_lease_ends():
             await watcher.until(lambda: not watcher.present)
         assert "its process is gone" in watcher.removed[-1].reason
 
-    run_scenario(scenario, DiscoveryConfig(lease_ttl_s=60, linger_s=0.1))
 
-
-def test_a_process_that_ends_properly_is_dropped_at_once():
-    async def scenario(harness):
+async def test_a_process_that_ends_properly_is_dropped_at_once():
+    async with hub_scene(DiscoveryConfig(lease_ttl_s=60, linger_s=60)) as harness:
         instance = scripted_instance("tcp://127.0.0.1:1")
         client = await harness.client()
         await client.register(instance)
@@ -60,11 +56,9 @@ def test_a_process_that_ends_properly_is_dropped_at_once():
             await watcher.until(lambda: not watcher.present)
         assert watcher.removed[-1].reason == "its process closed"
 
-    run_scenario(scenario, DiscoveryConfig(lease_ttl_s=60, linger_s=60))
 
-
-def test_a_process_that_hangs_loses_its_lease_and_comes_back():
-    async def scenario(harness):
+async def test_a_process_that_hangs_loses_its_lease_and_comes_back():
+    async with hub_scene() as harness:
         instance = scripted_instance("tcp://127.0.0.1:1")
         await harness.start_member(instance)
         watcher = Watcher(await harness.client())
@@ -77,11 +71,9 @@ def test_a_process_that_hangs_loses_its_lease_and_comes_back():
             os.kill(pid, signal.SIGCONT)
         await watcher.until(lambda: watcher.present == {instance.worker_id: instance})
 
-    run_scenario(scenario)
 
-
-def test_a_broken_connection_is_made_again_and_nobody_notices():
-    async def scenario(harness):
+async def test_a_broken_connection_is_made_again_and_nobody_notices():
+    async with hub_scene(DiscoveryConfig(lease_ttl_s=2, linger_s=0.8)) as harness:
         client = await harness.client()
         instance = scripted_instance("tcp://127.0.0.1:1")
         await client.register(instance)
@@ -93,11 +85,9 @@ def test_a_broken_connection_is_made_again_and_nobody_notices():
         await watcher.quiet(1.0)
         assert watcher.present == {instance.worker_id: instance}
 
-    run_scenario(scenario, DiscoveryConfig(lease_ttl_s=2, linger_s=0.8))
 
-
-def test_what_is_known_outlives_the_hub():
-    async def scenario(harness):
+async def test_what_is_known_outlives_the_hub():
+    async with hub_scene() as harness:
         client = await harness.client()
         kept, changed, withdrawn = (scripted_instance(f"tcp://127.0.0.1:{i}") for i in (1, 2, 3))
         registrations = [await client.register(instance) for instance in (kept, changed, withdrawn)]
@@ -116,11 +106,9 @@ def test_what_is_known_outlives_the_hub():
         assert watcher.removed[-1].reason == "it did not register again with the restarted hub"
         assert [removed.worker_id for removed in watcher.removed] == [withdrawn.worker_id]
 
-    run_scenario(scenario)
 
-
-def test_a_restarted_hub_drops_nobody_who_is_slow_to_come_back():
-    async def scenario(harness):
+async def test_a_restarted_hub_drops_nobody_who_is_slow_to_come_back():
+    async with hub_scene(DiscoveryConfig(lease_ttl_s=1.0, linger_s=0.1)) as harness:
         instance = scripted_instance("tcp://127.0.0.1:1")
         await harness.start_member(instance)
         watcher = Watcher(await harness.client())
@@ -137,11 +125,9 @@ def test_a_restarted_hub_drops_nobody_who_is_slow_to_come_back():
         await watcher.quiet(1.5)
         assert len(harness.hub.table) == 1
 
-    run_scenario(scenario, DiscoveryConfig(lease_ttl_s=1.0, linger_s=0.1))
 
-
-def test_a_watch_that_begins_while_the_hub_is_away_waits():
-    async def scenario(harness):
+async def test_a_watch_that_begins_while_the_hub_is_away_waits():
+    async with hub_scene() as harness:
         client = await harness.client()
         await harness.hub.close()
         watcher = Watcher(client)
@@ -149,11 +135,9 @@ def test_a_watch_that_begins_while_the_hub_is_away_waits():
         await harness.start_hub()
         await watcher.synced()
 
-    run_scenario(scenario)
 
-
-def test_registering_without_a_hub_says_so():
-    async def scenario(harness):
+async def test_registering_without_a_hub_says_so():
+    async with hub_scene(DiscoveryConfig(connect_timeout_s=0.2)) as harness:
         await harness.hub.close()
         client = await harness.client()
         with pytest.raises(Unavailable, match="is the supervisor running"):
@@ -163,11 +147,9 @@ def test_registering_without_a_hub_says_so():
         await watcher.synced()
         assert watcher.present == {}, "what failed is not done later"
 
-    run_scenario(scenario, DiscoveryConfig(connect_timeout_s=0.2))
 
-
-def test_another_secret_is_refused():
-    async def scenario(harness):
+async def test_another_secret_is_refused():
+    async with hub_scene(DiscoveryConfig(connect_timeout_s=0.3)) as harness:
         intruder = LocalDiscovery(
             harness.hub.address, Identity(secret=b"guess"), rng=random.Random(1), config=harness.config
         )
@@ -177,11 +159,9 @@ def test_another_secret_is_refused():
         assert "guess" not in str(refused.value)
         assert len(harness.hub.table) == 0
 
-    run_scenario(scenario, DiscoveryConfig(connect_timeout_s=0.3))
 
-
-def test_those_that_watch_count_who_is_refused():
-    async def scenario(harness):
+async def test_those_that_watch_count_who_is_refused():
+    async with hub_scene(DiscoveryConfig(connect_timeout_s=0.3)) as harness:
         registry = CollectorRegistry()
         refused = lambda: registry.get_sample_value("penstock_runtime_hub_refused_clients")  # noqa: E731
         config = harness.config
@@ -207,11 +187,9 @@ def test_those_that_watch_count_who_is_refused():
                 while refused() != harness.hub.refused_clients:  # noqa: ASYNC110 - the hub tells
                     await asyncio.sleep(0.01)
 
-    run_scenario(scenario, DiscoveryConfig(connect_timeout_s=0.3))
 
-
-def test_a_client_that_never_says_hello_is_hung_up_on():
-    async def scenario(harness):
+async def test_a_client_that_never_says_hello_is_hung_up_on():
+    async with hub_scene(DiscoveryConfig(connect_timeout_s=0.05)) as harness:
         path = harness.hub.address.removeprefix("unix://")
         reader, writer = await asyncio.open_unix_connection(path)
         async with asyncio.timeout(5):
@@ -220,11 +198,9 @@ def test_a_client_that_never_says_hello_is_hung_up_on():
         await writer.wait_closed()
         assert not harness.hub.server.sessions
 
-    run_scenario(scenario, DiscoveryConfig(connect_timeout_s=0.05))
 
-
-def test_registrations_are_bounded():
-    async def scenario(harness):
+async def test_registrations_are_bounded():
+    async with hub_scene(DiscoveryConfig(instances_max=1)) as harness:
         client = await harness.client()
         first = await client.register(scripted_instance("tcp://127.0.0.1:1"))
         with pytest.raises(Overloaded, match="instances_max"):
@@ -232,19 +208,15 @@ def test_registrations_are_bounded():
         await first.close()
         await client.register(scripted_instance("tcp://127.0.0.1:3"))
 
-    run_scenario(scenario, DiscoveryConfig(instances_max=1))
 
-
-def test_the_supervisor_watches_its_own_hub():
-    async def scenario(harness):
+async def test_the_supervisor_watches_its_own_hub():
+    async with hub_scene() as harness:
         client = await harness.client()
         watcher = Watcher(harness.hub)
         await watcher.synced()
         instance = scripted_instance("tcp://127.0.0.1:1")
         await client.register(instance)
         await watcher.until(lambda: watcher.present == {instance.worker_id: instance})
-
-    run_scenario(scenario)
 
 
 @pytest.mark.parametrize(
@@ -262,8 +234,8 @@ def test_a_hub_that_others_could_reach_is_refused(listen, secret, what):
         LocalHub(Identity(secret=secret), listen=listen)
 
 
-def test_a_second_hub_at_the_same_place_is_refused():
-    async def scenario(harness):
+async def test_a_second_hub_at_the_same_place_is_refused():
+    async with hub_scene() as harness:
         second = LocalHub(Identity(secret=b"s"), listen=harness.hub.address)
         with pytest.raises(ConfigError, match="another process listens there"):
             await second.start()
@@ -272,18 +244,13 @@ def test_a_second_hub_at_the_same_place_is_refused():
         ) as client:
             await client.register(scripted_instance("tcp://127.0.0.1:1"))
 
-    run_scenario(scenario)
 
-
-def test_loopback_tcp_with_a_token_works_too():
-    async def main():
-        identity = Identity(secret=b"token")
-        hub = LocalHub(identity, listen="tcp://127.0.0.1:0")
-        await hub.start()
-        async with LocalDiscovery(hub.address, identity, rng=random.Random(1)) as client:
-            await client.register(scripted_instance("tcp://127.0.0.1:1"))
-            assert len(hub.table) == 1
-        await hub.close()
-        await hub.close()
-
-    run_async(main())
+async def test_loopback_tcp_with_a_token_works_too():
+    identity = Identity(secret=b"token")
+    hub = LocalHub(identity, listen="tcp://127.0.0.1:0")
+    await hub.start()
+    async with LocalDiscovery(hub.address, identity, rng=random.Random(1)) as client:
+        await client.register(scripted_instance("tcp://127.0.0.1:1"))
+        assert len(hub.table) == 1
+    await hub.close()
+    await hub.close()

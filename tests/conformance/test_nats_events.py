@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
@@ -16,7 +17,6 @@ from penstock.runtime.events.nats.envelope import seal
 from penstock.runtime.events.nats.metrics import BroadcastMetrics
 from penstock.runtime.handshake import Identity
 from penstock.runtime.nats.connection import NatsConnection
-from penstock.testing.loop import run_async
 from penstock.testing.planes.calls import CallsSuite
 from penstock.testing.planes.event_plane import EventPlaneSuite, Follower
 from penstock.testing.planes.harness import SECRET, TcpPlaneHarness
@@ -66,15 +66,13 @@ class TestRequestsBesideNats(CallsSuite):
     harness = NatsHarness
 
 
-def run_scenario(scenario):
-    async def main():
-        async with Scene(NatsHarness(PlaneConfig(), None)) as scene:
-            follower = Follower(scene.connection, scene.sink)
-            follower.subscriber.start()
-            await follower.until_at(0)
-            await scenario(scene, follower)
-
-    run_async(main())
+@asynccontextmanager
+async def following():
+    async with Scene(NatsHarness(PlaneConfig(), None)) as scene:
+        follower = Follower(scene.connection, scene.sink)
+        follower.subscriber.start()
+        await follower.until_at(0)
+        yield scene, follower
 
 
 async def publish(scene, *blocks):
@@ -96,8 +94,8 @@ async def until_carried(scene, follower):
 
 
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
-def test_events_go_on_by_connections_while_the_server_is_away(fault):
-    async def scenario(scene, follower):
+async def test_events_go_on_by_connections_while_the_server_is_away(fault):
+    async with following() as (scene, follower):
         server = scene.harness.server
         await until_carried(scene, follower)
         at = follower.subscriber.sequence
@@ -115,22 +113,18 @@ def test_events_go_on_by_connections_while_the_server_is_away(fault):
         assert 1 not in follower.blocks
         assert follower.snapshots == 1, "tails were enough"
 
-    run_scenario(scenario)
 
-
-def test_load_reports_go_on_by_connections_while_the_server_is_away():
-    async def scenario(scene, follower):
+async def test_load_reports_go_on_by_connections_while_the_server_is_away():
+    async with following() as (scene, follower):
         await until_carried(scene, follower)
         scene.harness.server.kill()
         accepted = scene.sink.loads[-1].accepted_requests
         await publish(scene, 1)
         await scene.sink.until(lambda: scene.sink.loads[-1].accepted_requests > accepted)
 
-    run_scenario(scenario)
 
-
-def test_what_others_write_is_refused_and_counted_once_in_logs():
-    async def scenario(scene, follower):
+async def test_what_others_write_is_refused_and_counted_once_in_logs():
+    async with following() as (scene, follower):
         await until_carried(scene, follower)
         identity, registry = Identity(secret=SECRET), CollectorRegistry()
         at = follower.subscriber.sequence
@@ -164,8 +158,6 @@ def test_what_others_write_is_refused_and_counted_once_in_logs():
         )
         assert follower.subscriber.sequence == at
         assert follower.blocks
-
-    run_scenario(scenario)
 
 
 class Listener:

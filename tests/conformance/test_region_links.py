@@ -81,28 +81,22 @@ def start_error(*urls: str, **fields: Any) -> PenstockError:
     return asyncio.run(main())
 
 
-def test_connections_are_kept_and_used_again() -> None:
-    async def main() -> None:
-        async with region(1) as (fake,), linked(fake) as case:
-            for number in range(20):
-                await case.ask(f"r{number}")
-            assert len(fake.bodies) >= 20
-            assert len(fake.ports) <= 4, "checks of health and load have one each"
-
-    run(main())
+async def test_connections_are_kept_and_used_again() -> None:
+    async with region(1) as (fake,), linked(fake) as case:
+        for number in range(20):
+            await case.ask(f"r{number}")
+        assert len(fake.bodies) >= 20
+        assert len(fake.ports) <= 4, "checks of health and load have one each"
 
 
-def test_an_abort_closes_its_connection() -> None:
-    async def main() -> None:
-        async with region(1, token_s=0.05) as (fake,), linked(fake) as case:
-            case.engine.submit(make_request("a", max_tokens=400))
-            await case.until(lambda: bool(case.deltas.get("a")))
-            case.engine.abort("a")
-            await case.until(lambda: fake.open == 0 and fake.aborted == 1)
-            await case.ask("b")
-            assert case.tokens("b") == fake.continuation(PROMPT, 12)
-
-    run(main())
+async def test_an_abort_closes_its_connection() -> None:
+    async with region(1, token_s=0.05) as (fake,), linked(fake) as case:
+        case.engine.submit(make_request("a", max_tokens=400))
+        await case.until(lambda: bool(case.deltas.get("a")))
+        case.engine.abort("a")
+        await case.until(lambda: fake.open == 0 and fake.aborted == 1)
+        await case.ask("b")
+        assert case.tokens("b") == fake.continuation(PROMPT, 12)
 
 
 def test_the_way_is_measured_on_open_connections_and_pauses_do_not_count() -> None:
@@ -158,181 +152,153 @@ def test_the_median_of_the_latest_answers_is_the_way() -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("at", [0, 1, 5, 11])
-def test_an_answer_that_a_frontend_breaks_goes_on_at_another_with_the_same_tokens(name: str, at: int) -> None:
-    async def main() -> None:
-        async with region(2) as fakes, linked(*fakes) as case:
-            broken = itertools.count()
-            fault = after(at, FAULTS[name])
+async def test_an_answer_that_a_frontend_breaks_goes_on_at_another_with_the_same_tokens(
+    name: str, at: int
+) -> None:
+    async with region(2) as fakes, linked(*fakes) as case:
+        broken = itertools.count()
+        fault = after(at, FAULTS[name])
 
-            async def once(server: FakeServer, response: web.StreamResponse, count: int) -> None:
-                if count == at and next(broken) == 0:
-                    await fault(server, response, count)
+        async def once(server: FakeServer, response: web.StreamResponse, count: int) -> None:
+            if count == at and next(broken) == 0:
+                await fault(server, response, count)
 
-            for fake in fakes:
-                fake.fault = once
-            end = await case.ask("a", seed=7, temperature=1.0)
-            assert end.finish_reason is FinishReason.LENGTH, end
-            assert next(broken), "it was broken"
-            expected = list(PROMPT)
-            for _ in range(12):
-                expected.append(fakes[0].next_token(expected, 7))
-            assert case.tokens("a") == expected[len(PROMPT) :]
-            assert case.engine.load().link.moved <= 1
-
-    run(main())
-
-
-def test_a_region_is_given_up_once_all_its_frontends_have_failed_without_a_token() -> None:
-    async def main() -> None:
-        async with region(2) as fakes, linked(*fakes) as case:
-            for fake in fakes:
-                fake.fault = after(0, cut)
-            end = await case.ask("a")
-            assert end.error is not None
-            assert end.error.code == "step_failed"
-            assert "region eu" in end.error.message
-            assert "127.0.0.1" not in end.error.message
-            assert case.tokens("a") == []
-
-    run(main())
+        for fake in fakes:
+            fake.fault = once
+        end = await case.ask("a", seed=7, temperature=1.0)
+        assert end.finish_reason is FinishReason.LENGTH, end
+        assert next(broken), "it was broken"
+        expected = list(PROMPT)
+        for _ in range(12):
+            expected.append(fakes[0].next_token(expected, 7))
+        assert case.tokens("a") == expected[len(PROMPT) :]
+        assert case.engine.load().link.moved <= 1
 
 
-def test_an_answer_that_gets_on_survives_any_number_of_breaks() -> None:
-    async def main() -> None:
-        async with region(2) as fakes, linked(*fakes) as case:
-            for fake in fakes:
-                fake.fault = after(2, cut)
-            assert (await case.ask("a")).finish_reason is FinishReason.LENGTH
-            assert case.tokens("a") == fakes[0].continuation(PROMPT, 12)
-
-    run(main())
-
-
-def test_requests_go_to_the_frontend_with_the_fewest() -> None:
-    async def main() -> None:
-        async with region(3, token_s=0.02) as fakes, linked(*fakes) as case:
-            for number in range(9):
-                case.engine.submit(make_request(f"r{number}", max_tokens=60))
-            await case.until(lambda: sum(fake.open for fake in fakes) == 9)
-            assert [fake.open for fake in fakes] == [3, 3, 3]
-
-    run(main())
+async def test_a_region_is_given_up_once_all_its_frontends_have_failed_without_a_token() -> None:
+    async with region(2) as fakes, linked(*fakes) as case:
+        for fake in fakes:
+            fake.fault = after(0, cut)
+        end = await case.ask("a")
+        assert end.error is not None
+        assert end.error.code == "step_failed"
+        assert "region eu" in end.error.message
+        assert "127.0.0.1" not in end.error.message
+        assert case.tokens("a") == []
 
 
-def test_a_frontend_that_ends_moves_its_streams_and_comes_back() -> None:
-    async def main() -> None:
-        async with region(2, token_s=0.02) as fakes, linked(*fakes) as case:
-            for number in range(6):
-                case.engine.submit(make_request(f"r{number}", max_tokens=40))
-            await case.until(lambda: all(fake.open == 3 for fake in fakes))
-            await fakes[0].stop()
-            for number in range(6):
-                end = await case.ends(f"r{number}")
-                assert end.error is None, end.error
-                assert case.tokens(f"r{number}") == fakes[1].continuation(PROMPT, 40)
-            assert case.engine.load().link.healthy == 1
-            assert case.problems in ([], [None]), "the region serves"
-            await fakes[0].start()
-            await case.until(lambda: case.engine.load().link.healthy == 2)
-
-    run(main())
+async def test_an_answer_that_gets_on_survives_any_number_of_breaks() -> None:
+    async with region(2) as fakes, linked(*fakes) as case:
+        for fake in fakes:
+            fake.fault = after(2, cut)
+        assert (await case.ask("a")).finish_reason is FinishReason.LENGTH
+        assert case.tokens("a") == fakes[0].continuation(PROMPT, 12)
 
 
-def test_a_silent_frontend_loses_its_streams_to_another() -> None:
-    async def main() -> None:
-        async with region(2, token_s=0.02) as fakes, linked(*fakes) as case:
-            for number in range(4):
-                case.engine.submit(make_request(f"r{number}", max_tokens=50))
-            await case.until(lambda: all(fake.open == 2 for fake in fakes))
-            fakes[0].silent = True
-            for number in range(4):
-                end = await case.ends(f"r{number}")
-                assert end.error is None, end.error
-                assert case.tokens(f"r{number}") == fakes[1].continuation(PROMPT, 50)
-            fakes[0].silent = False
-
-    run(main())
+async def test_requests_go_to_the_frontend_with_the_fewest() -> None:
+    async with region(3, token_s=0.02) as fakes, linked(*fakes) as case:
+        for number in range(9):
+            case.engine.submit(make_request(f"r{number}", max_tokens=60))
+        await case.until(lambda: sum(fake.open for fake in fakes) == 9)
+        assert [fake.open for fake in fakes] == [3, 3, 3]
 
 
-def test_silent_frontends_cost_a_question_one_timeout_together() -> None:
-    async def main() -> None:
-        async with region(16) as fakes:
-            frontends = RegionFrontends(config_of(*(fake.url for fake in fakes)), {})
-            for fake in fakes:
-                fake.silent = True
-            loop = asyncio.get_running_loop()
-            begun_s = loop.time()
-            with pytest.raises(Unavailable, match=r"region eu: no.* within 1 s"):
-                await frontends.get("/health", timeout_s=1.0)
-            assert loop.time() - begun_s < 8.0, "16 s one after the other"
-            fakes[-1].silent = False
-            await frontends.get("/health", timeout_s=20.0)
-            assert loop.time() - begun_s < 28.0, "one that answers does not wait for those that hang"
-            await frontends.close()
-
-    run(main())
+async def test_a_frontend_that_ends_moves_its_streams_and_comes_back() -> None:
+    async with region(2, token_s=0.02) as fakes, linked(*fakes) as case:
+        for number in range(6):
+            case.engine.submit(make_request(f"r{number}", max_tokens=40))
+        await case.until(lambda: all(fake.open == 3 for fake in fakes))
+        await fakes[0].stop()
+        for number in range(6):
+            end = await case.ends(f"r{number}")
+            assert end.error is None, end.error
+            assert case.tokens(f"r{number}") == fakes[1].continuation(PROMPT, 40)
+        assert case.engine.load().link.healthy == 1
+        assert case.problems in ([], [None]), "the region serves"
+        await fakes[0].start()
+        await case.until(lambda: case.engine.load().link.healthy == 2)
 
 
-def test_a_frontend_that_drains_gets_no_new_requests_and_keeps_its_streams() -> None:
-    async def main() -> None:
-        async with region(2, token_s=0.02) as fakes, linked(*fakes) as case:
-            for number in range(2):
-                case.engine.submit(make_request(f"r{number}", max_tokens=50))
-            await case.until(lambda: all(fake.open == 1 for fake in fakes))
-            fakes[0].health_status = 503
-            fakes[0].refuse = lambda: web.json_response({"error": {"message": "drains"}}, status=503)
-            await case.until(lambda: case.engine.load().link.healthy == 1)
-            before = len(fakes[0].bodies)
-            for number in range(2, 8):
-                end = await case.ask(f"r{number}")
-                assert end.error is None, end.error
-            assert len(fakes[0].bodies) == before
-            for number in range(2):
-                assert (await case.ends(f"r{number}")).error is None
-            assert fakes[0].aborted == 0
+async def test_a_silent_frontend_loses_its_streams_to_another() -> None:
+    async with region(2, token_s=0.02) as fakes, linked(*fakes) as case:
+        for number in range(4):
+            case.engine.submit(make_request(f"r{number}", max_tokens=50))
+        await case.until(lambda: all(fake.open == 2 for fake in fakes))
+        fakes[0].silent = True
+        for number in range(4):
+            end = await case.ends(f"r{number}")
+            assert end.error is None, end.error
+            assert case.tokens(f"r{number}") == fakes[1].continuation(PROMPT, 50)
+        fakes[0].silent = False
 
-    run(main())
+
+async def test_silent_frontends_cost_a_question_one_timeout_together() -> None:
+    async with region(16) as fakes:
+        frontends = RegionFrontends(config_of(*(fake.url for fake in fakes)), {})
+        for fake in fakes:
+            fake.silent = True
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        with pytest.raises(Unavailable, match=r"region eu: no.* within 1 s"):
+            await frontends.get("/health", timeout_s=1.0)
+        assert loop.time() - begun_s < 8.0, "16 s one after the other"
+        fakes[-1].silent = False
+        await frontends.get("/health", timeout_s=20.0)
+        assert loop.time() - begun_s < 28.0, "one that answers does not wait for those that hang"
+        await frontends.close()
+
+
+async def test_a_frontend_that_drains_gets_no_new_requests_and_keeps_its_streams() -> None:
+    async with region(2, token_s=0.02) as fakes, linked(*fakes) as case:
+        for number in range(2):
+            case.engine.submit(make_request(f"r{number}", max_tokens=50))
+        await case.until(lambda: all(fake.open == 1 for fake in fakes))
+        fakes[0].health_status = 503
+        fakes[0].refuse = lambda: web.json_response({"error": {"message": "drains"}}, status=503)
+        await case.until(lambda: case.engine.load().link.healthy == 1)
+        before = len(fakes[0].bodies)
+        for number in range(2, 8):
+            end = await case.ask(f"r{number}")
+            assert end.error is None, end.error
+        assert len(fakes[0].bodies) == before
+        for number in range(2):
+            assert (await case.ends(f"r{number}")).error is None
+        assert fakes[0].aborted == 0
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_region_without_room_can_be_asked_again(status: int) -> None:
-    async def main() -> None:
-        async with region(2) as fakes, linked(*fakes) as case:
-            for fake in fakes:
-                fake.refuse = lambda: web.json_response(
-                    {"error": {"message": "full"}}, status=status, headers={"Retry-After": "2"}
-                )
-            end = await case.ask("a")
-            assert end.error is not None
-            assert (end.error.code, end.error.http_status) == ("unavailable", 503), (
-                "no refusal, which would end it"
+async def test_a_region_without_room_can_be_asked_again(status: int) -> None:
+    async with region(2) as fakes, linked(*fakes) as case:
+        for fake in fakes:
+            fake.refuse = lambda: web.json_response(
+                {"error": {"message": "full"}}, status=status, headers={"Retry-After": "2"}
             )
-            assert end.error.message == f"region eu: {status}: full"
-            assert case.engine.load().link.refused == 1
-            assert case.problems == [], "it is not ill"
+        end = await case.ask("a")
+        assert end.error is not None
+        assert (end.error.code, end.error.http_status) == ("unavailable", 503), (
+            "no refusal, which would end it"
+        )
+        assert end.error.message == f"region eu: {status}: full"
+        assert case.engine.load().link.refused == 1
+        assert case.problems == [], "it is not ill"
 
-    run(main())
 
+async def test_a_region_that_accepts_and_never_answers_loses_the_request_and_then_gets_none() -> None:
+    limits = {"connect_timeout_s": 1, "silence_s": 0.3}
+    async with region(1) as (fake,), linked(fake, limits=limits) as case:
 
-def test_a_region_that_accepts_and_never_answers_loses_the_request_and_then_gets_none() -> None:
-    async def main() -> None:
-        limits = {"connect_timeout_s": 1, "silence_s": 0.3}
-        async with region(1) as (fake,), linked(fake, limits=limits) as case:
+        async def hangs(_server: FakeServer, _response: web.StreamResponse, _at: int) -> None:
+            await asyncio.sleep(60)
 
-            async def hangs(_server: FakeServer, _response: web.StreamResponse, _at: int) -> None:
-                await asyncio.sleep(60)
-
-            fake.fault = hangs
-            for number in range(2):
-                end = await case.ask(f"r{number}")
-                assert end.error is not None
-                assert "region eu: no answer within 0.3 s" in end.error.message
-            await case.until(lambda: bool(case.problems) and case.problems[-1] is not None)
-            fake.fault = None
-            await case.until(lambda: case.problems[-1] is None)
-            assert (await case.ask("b")).error is None
-
-    run(main())
+        fake.fault = hangs
+        for number in range(2):
+            end = await case.ask(f"r{number}")
+            assert end.error is not None
+            assert "region eu: no answer within 0.3 s" in end.error.message
+        await case.until(lambda: bool(case.problems) and case.problems[-1] is not None)
+        fake.fault = None
+        await case.until(lambda: case.problems[-1] is None)
+        assert (await case.ask("b")).error is None
 
 
 @pytest.mark.parametrize(
@@ -345,71 +311,56 @@ def test_a_region_that_accepts_and_never_answers_loses_the_request_and_then_gets
         ({"link_version": 3}, "it has link version 3, this one link version 1"),
     ],
 )
-def test_a_wrong_region_is_refused_with_a_reason(told: dict[str, Any], message: str) -> None:
-    async def main() -> None:
-        async with region(1) as (fake,):
-            fake.told = told
-            engine = link_of(fake.url)
-            with pytest.raises(WrongServerError, match=message):
-                await engine.start()
-            await engine.close()
-            assert fake.load_queries[0]["region"] == "us"
-
-    run(main())
+async def test_a_wrong_region_is_refused_with_a_reason(told: dict[str, Any], message: str) -> None:
+    async with region(1) as (fake,):
+        fake.told = told
+        engine = link_of(fake.url)
+        with pytest.raises(WrongServerError, match=message):
+            await engine.start()
+        await engine.close()
+        assert fake.load_queries[0]["region"] == "us"
 
 
-def test_a_server_that_is_no_penstock_is_refused() -> None:
-    async def main() -> None:
-        async with FakeServer(TOKENIZER, "vllm") as fake:
-            engine = link_of(fake.url)
-            with pytest.raises(WrongServerError, match="no frontends of Penstock answer there"):
-                await engine.start()
-            await engine.close()
-
-    run(main())
+async def test_a_server_that_is_no_penstock_is_refused() -> None:
+    async with FakeServer(TOKENIZER, "vllm") as fake:
+        engine = link_of(fake.url)
+        with pytest.raises(WrongServerError, match="no frontends of Penstock answer there"):
+            await engine.start()
+        await engine.close()
 
 
-def test_a_wrong_key_is_told(tmp_path: Any) -> None:
-    async def main() -> None:
-        (tmp_path / "key").write_text("sk-wrong\n")
-        async with region(1) as (fake,):
-            fake.key = "sk-right"
-            engine = link_of(fake.url, api_key_file=str(tmp_path / "key"))
-            with pytest.raises(WrongServerError, match=r"region eu: 401: Unauthorized.*api_key_file"):
-                await engine.start()
-            await engine.close()
-
-    run(main())
+async def test_a_wrong_key_is_told(tmp_path: Any) -> None:
+    (tmp_path / "key").write_text("sk-wrong\n")
+    async with region(1) as (fake,):
+        fake.key = "sk-right"
+        engine = link_of(fake.url, api_key_file=str(tmp_path / "key"))
+        with pytest.raises(WrongServerError, match=r"region eu: 401: Unauthorized.*api_key_file"):
+            await engine.start()
+        await engine.close()
 
 
-def test_clocks_that_differ_are_measured() -> None:
-    async def main() -> None:
-        async with region(1) as (fake,), linked(fake) as case:
-            assert abs(case.engine.load().link.clock_skew_s) < 10
-            fake.told = {"time_s": time.time() + 3600}
-            await case.until(lambda: case.engine.load().link.clock_skew_s > 3000)
-            await case.until(lambda: float(fake.load_queries[-1]["skew_s"]) < -3000)
-            assert (await case.ask("a")).error is None, "it is told, and serves"
-
-    run(main())
+async def test_clocks_that_differ_are_measured() -> None:
+    async with region(1) as (fake,), linked(fake) as case:
+        assert abs(case.engine.load().link.clock_skew_s) < 10
+        fake.told = {"time_s": time.time() + 3600}
+        await case.until(lambda: case.engine.load().link.clock_skew_s > 3000)
+        await case.until(lambda: float(fake.load_queries[-1]["skew_s"]) < -3000)
+        assert (await case.ask("a")).error is None, "it is told, and serves"
 
 
 @pytest.mark.needs("openssl")
-def test_a_certificate_of_another_authority_is_told_and_the_right_one_serves(tmp_path: Any) -> None:
-    async def main() -> None:
-        right, wrong = (make_authority(tmp_path, name) for name in ("right", "wrong"))
-        own = make_certificate(tmp_path, "127.0.0.1", right)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(own.certificate, own.key)
-        fake = FakeServer(TOKENIZER, "penstock")
-        fake.tls = context
-        async with fake:
-            engine = link_of(fake.url, tls={"authority": str(wrong)})
-            with pytest.raises(PenstockError, match="region eu: no TLS connection: "):
-                await engine.start()
-            await engine.close()
-
-    run(main())
+async def test_a_certificate_of_another_authority_is_told_and_the_right_one_serves(tmp_path: Any) -> None:
+    right, wrong = (make_authority(tmp_path, name) for name in ("right", "wrong"))
+    own = make_certificate(tmp_path, "127.0.0.1", right)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(own.certificate, own.key)
+    fake = FakeServer(TOKENIZER, "penstock")
+    fake.tls = context
+    async with fake:
+        engine = link_of(fake.url, tls={"authority": str(wrong)})
+        with pytest.raises(PenstockError, match="region eu: no TLS connection: "):
+            await engine.start()
+        await engine.close()
 
 
 def test_a_region_that_is_not_there_is_named_without_its_address() -> None:
@@ -417,12 +368,9 @@ def test_a_region_that_is_not_there_is_named_without_its_address() -> None:
     assert error.message == "region eu: no connection: connection refused"
 
 
-def test_each_request_says_that_it_is_forwarded_and_how_far_it_is() -> None:
-    async def main() -> None:
-        async with region(1) as (fake,), linked(fake) as case:
-            case.engine.submit(make_request("a", [*PROMPT, 5, 6], num_emitted=2))
-            await case.ends("a")
-            assert fake.bodies[-1]["continuation"] == {"num_emitted": 2, "choice": 0}
-            assert json.dumps(fake.bodies[-1]["prompt"][-2:]) == "[5, 6]"
-
-    run(main())
+async def test_each_request_says_that_it_is_forwarded_and_how_far_it_is() -> None:
+    async with region(1) as (fake,), linked(fake) as case:
+        case.engine.submit(make_request("a", [*PROMPT, 5, 6], num_emitted=2))
+        await case.ends("a")
+        assert fake.bodies[-1]["continuation"] == {"num_emitted": 2, "choice": 0}
+        assert json.dumps(fake.bodies[-1]["prompt"][-2:]) == "[5, 6]"

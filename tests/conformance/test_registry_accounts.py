@@ -1,13 +1,12 @@
-"""A real etcd and a real NATS that ask for accounts: right and wrong ones, tokens that expire, passwords that change."""
+"""A real etcd and a real NATS that ask for accounts and certificates: right and wrong ones, and others without a restart."""
 
 import asyncio
 import random
-import time
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock.core.errors import ConfigError, Unavailable
+from penstock.core.errors import ConfigError, PenstockError, Unavailable
 from penstock.runtime.config import DiscoveryConfig
 from penstock.runtime.credentials import Credentials
 from penstock.runtime.discovery.etcd.client import EtcdClient
@@ -16,9 +15,11 @@ from penstock.runtime.discovery.metrics import RegistryMetrics
 from penstock.runtime.discovery.nats.discovery import NatsDiscovery
 from penstock.runtime.events.nats.carrier import NatsCarrier
 from penstock.runtime.handshake import Identity
-from penstock.testing.loop import run_async
+from penstock.runtime.tls import PlaneTlsConfig
 from penstock.testing.planes.discovery import Watcher
 from penstock.testing.planes.scripted_worker import scripted_instance
+from tests.support.certificates import make_authority, make_certificate
+from tests.support.registries import Etcd, Nats
 from tests.support.registry_accounts import (
     PASSWORD,
     TOKEN_TTL_S,
@@ -28,21 +29,29 @@ from tests.support.registry_accounts import (
     NatsWithAccounts,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.needs("etcd", "nats-server")]
-IDENTITY = Identity(process="suite", secret=b"of the suite")
+pytestmark = [pytest.mark.slow, pytest.mark.needs("etcd", "nats-server", "openssl")]
 CONFIG = DiscoveryConfig(lease_ttl_s=1.0, connect_timeout_s=10.0)
-SECONDS_MAX = 30.0
-RIGHT = f"{USER}:{PASSWORD}"
-USERS = f'authorization {{ users: [ {{ user: "{USER}", password: "{PASSWORD}" }} ] }}'
-TOKEN = 'authorization { token: "a token" }'
-ENOUGH = (
-    f'authorization {{ users: [ {{ user: "{USER}", password: "{PASSWORD}",'
-    ' permissions: { publish: ["$JS.API.>", "$KV.penstock_suite.>"], subscribe: "_INBOX.>" } } ] }'
-)
-LIMITED = (
-    f'authorization {{ users: [ {{ user: "{USER}", password: "{PASSWORD}",'
-    ' permissions: { publish: "other.>", subscribe: "_INBOX.>" } } ] }'
-)
+RIGHT, WRONG = f"{USER}:{PASSWORD}", f"{USER}:wrong"
+
+
+def users(permissions=""):
+    return f'authorization {{ users: [ {{ user: "{USER}", password: "{PASSWORD}"{permissions} }} ] }}'
+
+
+USERS, TOKEN = users(), 'authorization { token: "a token" }'
+ENOUGH = users(', permissions: { publish: ["$JS.API.>", "$KV.penstock_suite.>"], subscribe: "_INBOX.>" }')
+LIMITED = users(', permissions: { publish: "other.>", subscribe: "_INBOX.>" }')
+
+
+class EtcdWithAccounts(EtcdWithUsers):
+    """An etcd whose user has a password and the keys of one namespace alone."""
+
+    prefix = b"/penstock/suite/"
+
+    async def __aenter__(self):
+        await super().__aenter__()
+        await asyncio.to_thread(self.enable)
+        return self
 
 
 @pytest.fixture
@@ -57,173 +66,172 @@ def account(tmp_path):
     return write
 
 
-def client_of(discovery, server, credentials, metrics=None):
-    return discovery(
-        [server.url], IDENTITY, namespace="suite", rng=random.Random(1), credentials=credentials, config=CONFIG,
-        metrics=metrics,
-    )  # fmt: skip
+def client_of(make, server, **options):
+    config = {"connection" if make is NatsCarrier else "config": CONFIG}
+    identity = Identity(process="suite", secret=b"of the suite")
+    return make([server.url], identity, namespace="suite", rng=random.Random(1), **config | options)
 
 
-async def started(server):
-    """Give an etcd its users."""
-    if isinstance(server, EtcdWithUsers):
-        await asyncio.to_thread(server.enable)
-
-
-async def is_used(discovery, server, credentials):
+async def is_used(client):
     """Register and watch by one client."""
-    async with client_of(discovery, server, credentials) as client:
-        await client.connect()
-        watcher = Watcher(client)
-        instance = scripted_instance("tcp://127.0.0.1:1")
-        await client.register(instance)
-        await watcher.until(lambda: watcher.present == {instance.worker_id: instance})
+    await client.connect()
+    watcher = Watcher(client)
+    instance = scripted_instance("tcp://127.0.0.1:1")
+    await client.register(instance)
+    await watcher.until(lambda: watcher.present == {instance.worker_id: instance})
 
 
-def test_etcd_takes_its_user(account):
-    async def scenario():
-        async with EtcdWithUsers() as server:
-            server.prefix = b"/penstock/suite/"
-            await started(server)
-            await is_used(EtcdDiscovery, server, account(RIGHT + "\n"))
-
-    run_async(scenario(), timeout_s=60.0)
+def by_key(user):
+    return user.by_key, user.seed
 
 
-def test_an_etcd_without_users_asks_for_none(account):
-    async def scenario():
-        async with EtcdWithUsers() as server:
-            await is_used(EtcdDiscovery, server, account(RIGHT))
-
-    run_async(scenario(), timeout_s=60.0)
+def by_jwt(user):
+    return user.by_jwt, user.creds
 
 
-@pytest.mark.parametrize("configuration", [USERS, ENOUGH, TOKEN], ids=["user", "few rights", "token"])
-def test_nats_takes_a_password_or_a_token(account, configuration):
-    async def scenario():
-        async with NatsWithAccounts(configuration) as server:
-            await is_used(NatsDiscovery, server, account("a token\n" if configuration == TOKEN else RIGHT))
-
-    run_async(scenario(), timeout_s=60.0)
-
-
-@pytest.mark.parametrize("kind", ["nkey", "creds"])
-def test_nats_takes_a_key(account, kind):
-    pytest.importorskip("nkeys")
-    user = NatsUser()
-
-    async def scenario():
-        configuration, text = (user.by_key, user.seed) if kind == "nkey" else (user.by_jwt, user.creds)
-        async with NatsWithAccounts(configuration) as server:
-            await is_used(NatsDiscovery, server, account(text))
-
-    run_async(scenario(), timeout_s=60.0)
+@pytest.mark.parametrize("make", [EtcdWithAccounts, EtcdWithUsers], ids=["with users", "that asks for none"])
+async def test_etcd_takes_its_user(account, make):
+    async with (
+        make() as server,
+        client_of(EtcdDiscovery, server, credentials=account(RIGHT + "\n")) as client,
+    ):
+        await is_used(client)
 
 
 @pytest.mark.parametrize(
-    ("discovery", "make", "text", "said"),
+    ("configuration", "text"),
+    [(USERS, RIGHT), (ENOUGH, RIGHT), (TOKEN, "a token\n"), (by_key, ""), (by_jwt, "")],
+    ids=["user", "few rights", "token", "nkey", "creds"],
+)
+async def test_nats_takes_an_account(account, configuration, text):
+    if callable(configuration):
+        pytest.importorskip("nkeys")
+        configuration, text = configuration(NatsUser())
+    async with (
+        NatsWithAccounts(configuration) as server,
+        client_of(NatsDiscovery, server, credentials=account(text)) as client,
+    ):
+        await is_used(client)
+
+
+@pytest.mark.parametrize(
+    ("discovery", "configuration", "text", "said"),
     [
-        (EtcdDiscovery, EtcdWithUsers, f"{USER}:wrong", "user 'penstock': .*authentication failed.* in runtime.registry"),
-        (EtcdDiscovery, EtcdWithUsers, None, "asks for a user, and none is given"),
-        (NatsDiscovery, lambda: NatsWithAccounts(USERS), f"{USER}:wrong", "(?i)authorization violation.* in runtime.registry"),
-        (NatsDiscovery, lambda: NatsWithAccounts(TOKEN), "wrong", "(?i)authorization violation"),
-        (NatsDiscovery, lambda: NatsWithAccounts(USERS), None, "(?i)authorization violation"),
-        (NatsDiscovery, lambda: NatsWithAccounts(LIMITED), RIGHT, "(?i)permissions violation.*JetStream"),
-        (NatsCarrier, lambda: NatsWithAccounts(USERS), f"{USER}:wrong", "(?i)authorization violation"),
+        (EtcdDiscovery, "", WRONG, "user 'penstock': .*authentication failed.* in runtime.registry"),
+        (EtcdDiscovery, "", None, "asks for a user, and none is given"),
+        (NatsDiscovery, USERS, WRONG, "(?i)authorization violation.* in runtime.registry"),
+        (NatsDiscovery, TOKEN, "wrong", "(?i)authorization violation"),
+        (NatsDiscovery, USERS, None, "(?i)authorization violation"),
+        (NatsDiscovery, LIMITED, RIGHT, "(?i)permissions violation.*JetStream"),
+        (NatsCarrier, USERS, WRONG, "(?i)authorization violation"),
     ],
     ids=["etcd password", "etcd none", "nats password", "nats token", "nats none", "nats rights", "nats events"],
 )  # fmt: skip
-def test_another_account_is_refused_in_one_line(account, discovery, make, text, said):
-    async def scenario():
-        async with make() as server:
-            await started(server)
-            credentials = None if text is None else account(text)
-            begun = time.monotonic()
-            fields = {"namespace": "suite", "rng": random.Random(1), "credentials": credentials}
-            fields |= {"connection": CONFIG} if discovery is NatsCarrier else {"config": CONFIG}
-            async with discovery([server.url], IDENTITY, **fields) as client:
-                with pytest.raises(ConfigError, match=said) as refused:
-                    await client.connect()
-            assert time.monotonic() - begun < SECONDS_MAX
-            assert "wrong" not in refused.value.message
-            assert "\n" not in refused.value.message
-
-    run_async(scenario(), timeout_s=90.0)
+async def test_another_account_is_refused_in_one_line(account, discovery, configuration, text, said):
+    credentials = None if text is None else account(text)
+    async with (
+        NatsWithAccounts(configuration) if configuration else EtcdWithAccounts() as server,
+        client_of(discovery, server, credentials=credentials) as client,
+    ):
+        with pytest.raises(ConfigError, match=said) as refused:
+            await client.connect()
+        assert "wrong" not in refused.value.message
+        assert "\n" not in refused.value.message
 
 
-def test_keys_of_others_are_refused(account):
-    async def scenario():
-        async with EtcdWithUsers() as server:
-            await started(server)
-            async with EtcdClient([server.url], timeout_s=10, credentials=account(RIGHT)) as client:
-                await client.read(b"/penstock/")
-                with pytest.raises(
-                    Exception, match=r"permission denied; give the user of runtime.registry.* readwrite"
-                ):
-                    await client.read(b"/others/")
-
-    run_async(scenario(), timeout_s=60.0)
+async def test_keys_of_others_are_refused(account):
+    async with (
+        EtcdWithAccounts() as server,
+        EtcdClient([server.url], timeout_s=10, credentials=account(RIGHT)) as client,
+    ):
+        await client.read(b"/penstock/suite/")
+        with pytest.raises(
+            PenstockError, match=r"permission denied; give the user of runtime.registry.* readwrite"
+        ):
+            await client.read(b"/others/")
 
 
-def test_tokens_that_expire_or_are_lost_are_asked_for_again(account):
-    async def scenario():
-        async with EtcdWithUsers() as server:
-            await started(server)
-            async with EtcdClient([server.url], timeout_s=3, credentials=account(RIGHT)) as client:
+async def test_tokens_that_expire_or_are_lost_are_asked_for_again(account):
+    async with (
+        EtcdWithAccounts() as server,
+        EtcdClient([server.url], timeout_s=3, credentials=account(RIGHT)) as client,
+    ):
 
-                async def read():
-                    while True:
-                        try:
-                            return await client.read(b"/penstock/")
-                        except Unavailable:
-                            assert time.monotonic() < deadline
-                            await asyncio.sleep(0.05)
-
-                deadline = time.monotonic() + 2 * SECONDS_MAX
-                await read()
-                first = client._user.token
-                while client._user.token == first:  # asked again, a token is young again
-                    assert time.monotonic() < deadline
-                    await asyncio.sleep(2 * TOKEN_TTL_S)
-                    await read()
-                second = client._user.token
-                server.kill()
-                server.forget()
-                await asyncio.to_thread(server.start)
-                await read()  # it has lost its users, and asks for none
-                await started(server)
-                await asyncio.gather(*(read() for _ in range(8)))
-                assert client._user.token not in {None, first, second}
-
-    run_async(scenario(), timeout_s=120.0)
-
-
-@pytest.mark.parametrize("discovery", [EtcdDiscovery, NatsDiscovery], ids=["etcd", "nats"])
-def test_a_changed_password_is_taken_without_a_restart(account, discovery):
-    async def scenario():
-        async with EtcdWithUsers() if discovery is EtcdDiscovery else NatsWithAccounts(USERS) as server:
-            await started(server)
-            counted = CollectorRegistry()
-
-            async def until_connected(value):
-                while counted.get_sample_value("penstock_runtime_registry_connected") != value:  # noqa: ASYNC110 - nobody tells
+        async def read():
+            while True:
+                try:
+                    return await client.read(b"/penstock/suite/")
+                except Unavailable:
                     await asyncio.sleep(0.05)
 
-            async with client_of(discovery, server, account(RIGHT), RegistryMetrics(counted)) as client:
-                watcher = Watcher(client)
-                await client.register(scripted_instance("tcp://127.0.0.1:1"))
-                await until_connected(1)
-                if discovery is EtcdDiscovery:
-                    await asyncio.to_thread(server.change_password, "another")
-                server.kill()
-                await until_connected(0)
-                if discovery is NatsDiscovery:
-                    server.configuration = USERS.replace(PASSWORD, "another")
-                await asyncio.to_thread(server.start)
-                account(f"{USER}:another")
-                await until_connected(1)
-                await client.register(scripted_instance("tcp://127.0.0.1:2"))
-                await watcher.until(lambda: len(watcher.present) == 2)
-                assert not watcher.removed
+        await read()
+        await asyncio.sleep(2 * TOKEN_TTL_S)  # etcd forgets the token
+        await client.read(b"/penstock/suite/")
+        server.kill()
+        server.forget()
+        await asyncio.to_thread(server.start)
+        await read()  # it has lost its users, and asks for none
+        await asyncio.to_thread(server.enable)
+        await asyncio.gather(*(read() for _ in range(8)))
 
-    run_async(scenario(), timeout_s=120.0)
+
+async def comes_back(client, server, counted, change):
+    """Register, have the server away and `change` meanwhile, and register again."""
+
+    async def until_connected(value):
+        while counted.get_sample_value("penstock_runtime_registry_connected") != value:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.05)
+
+    watcher = Watcher(client)
+    await client.register(scripted_instance("tcp://127.0.0.1:1"))
+    await until_connected(1)
+    server.kill()
+    await until_connected(0)
+    change()
+    await asyncio.to_thread(server.start)
+    await until_connected(1)
+    await client.register(scripted_instance("tcp://127.0.0.1:2"))
+    await watcher.until(lambda: len(watcher.present) == 2)
+    assert not watcher.removed
+
+
+@pytest.mark.parametrize(
+    "discovery", [EtcdDiscovery, pytest.param(NatsDiscovery, marks=pytest.mark.nightly)], ids=["etcd", "nats"]
+)
+async def test_a_changed_password_is_taken_without_a_restart(account, discovery):
+    counted = CollectorRegistry()
+
+    def change():
+        account(f"{USER}:another")
+        server.configuration = USERS.replace(PASSWORD, "another")
+
+    async with (
+        EtcdWithAccounts() if discovery is EtcdDiscovery else NatsWithAccounts(USERS) as server,
+        client_of(discovery, server, credentials=account(RIGHT), metrics=RegistryMetrics(counted)) as client,
+    ):
+        await client.connect()
+        if discovery is EtcdDiscovery:
+            await asyncio.to_thread(server.change_password, "another")
+        await comes_back(client, server, counted, change)
+
+
+@pytest.mark.parametrize(
+    ("discovery", "server"),
+    [(EtcdDiscovery, Etcd), pytest.param(NatsDiscovery, Nats, marks=pytest.mark.nightly)],
+    ids=["etcd", "nats"],
+)
+async def test_certificates_of_another_authority_are_taken_without_a_restart(discovery, server, tmp_path):
+    def issue():
+        """Make an authority and the certificates of a registry and of a host, in the files of those before."""
+        authority = make_authority(tmp_path, "authority")
+        registry = make_certificate(tmp_path, "registry", authority, address="127.0.0.1")
+        return registry, make_certificate(tmp_path, "host", authority)
+
+    registry, host = issue()
+    tls = PlaneTlsConfig(certificate=host.certificate, key=host.key, authority=host.authority)
+    counted = CollectorRegistry()
+    async with (
+        server(tls=registry) as running,
+        client_of(discovery, running, tls=tls, metrics=RegistryMetrics(counted)) as client,
+    ):
+        await comes_back(client, running, counted, issue)

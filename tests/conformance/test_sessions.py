@@ -14,7 +14,6 @@ from penstock.core.wire import WIRE_VERSION, Wire
 from penstock.runtime import handshake
 from penstock.runtime.handshake import Hello, HelloReply, Identity
 from penstock.runtime.session import ClientSession, ServerSession, SessionProtocol, SessionServer
-from penstock.testing.loop import run_async
 
 
 class Ask(Wire, frozen=True, tag="ask"):
@@ -91,16 +90,13 @@ async def desk(protocol=PROTOCOL):
         assert not server.sessions
 
 
-def test_a_client_is_admitted_and_told_of_the_end():
-    async def main():
-        visitor = Visitor()
-        async with desk() as (server, log):
-            await visitor.connect(server.address, None)
-        await visitor.channel.closed.wait()
-        assert visitor.channel.said_goodbye
-        assert log[0] == "Ask"
-
-    run_async(main())
+async def test_a_client_is_admitted_and_told_of_the_end():
+    visitor = Visitor()
+    async with desk() as (server, log):
+        await visitor.connect(server.address, None)
+    await visitor.channel.closed.wait()
+    assert visitor.channel.said_goodbye
+    assert log[0] == "Ask"
 
 
 @pytest.mark.parametrize(
@@ -111,73 +107,55 @@ def test_a_client_is_admitted_and_told_of_the_end():
         ({"rank": 3}, "rank 3: there is one desk"),
     ],
 )
-def test_who_is_refused_is_told_why_and_the_server_notes_it(visitor, why):
-    async def main():
-        async with desk() as (server, log):
-            with pytest.raises(ProtocolError, match=f"the desk refused us: {why}"):
-                await Visitor(**visitor).connect(server.address, None)
-            assert log[0].startswith(f"us: {why}")
-
-    run_async(main())
+async def test_who_is_refused_is_told_why_and_the_server_notes_it(visitor, why):
+    async with desk() as (server, log):
+        with pytest.raises(ProtocolError, match=f"the desk refused us: {why}"):
+            await Visitor(**visitor).connect(server.address, None)
+        assert log[0].startswith(f"us: {why}")
 
 
-def test_a_server_of_an_incompatible_version_is_left_at_once(monkeypatch):
-    async def main():
-        async with desk() as (server, _):
-            challenge = Challenge.new(WIRE_VERSION + 2)
-            monkeypatch.setattr(handshake, "challenge", lambda: challenge)
-            with pytest.raises(ProtocolError, match=f"wire version: the peer speaks {WIRE_VERSION + 2}"):
-                await Visitor().connect(server.address, None)
-
-    run_async(main())
-
-
-def test_a_message_before_the_handshake_ends_the_session():
-    async def main():
-        async with desk() as (server, log):
-            visitor = Visitor()
-            visitor.hello = lambda _challenge: Ask()
-            with pytest.raises(Unavailable):
-                await visitor.connect(server.address, None)
-            while not log:  # noqa: ASYNC110 - the test's time limit bounds it
-                await asyncio.sleep(0.01)
-            assert log == ["Ask before hello; the peer is no visitor of this release"]
-
-    run_async(main())
-
-
-def test_who_does_not_ask_to_be_admitted_is_ended():
-    async def main():
-        async with desk(replace(PROTOCOL, connect_timeout_s=0.2)) as (server, log):
-            with pytest.raises(Unavailable, match="the connection ended"):
-                await Visitor(asks=False).connect(server.address, None)
-            assert log == ["not admitted within 0.2 s"]
-
-    run_async(main())
-
-
-def test_connections_are_bounded():
-    async def main():
-        async with desk(replace(PROTOCOL, connections_max=1)) as (server, log):
+async def test_a_server_of_an_incompatible_version_is_left_at_once(monkeypatch):
+    async with desk() as (server, _):
+        challenge = Challenge.new(WIRE_VERSION + 2)
+        monkeypatch.setattr(handshake, "challenge", lambda: challenge)
+        with pytest.raises(ProtocolError, match=f"wire version: the peer speaks {WIRE_VERSION + 2}"):
             await Visitor().connect(server.address, None)
-            with pytest.raises((Unavailable, OSError)):
-                await Visitor().connect(server.address, None)
-            assert log[1].startswith(": 1 visitors are connected already (connections_max)")
-
-    run_async(main())
 
 
-def test_closing_waits_no_longer_than_said_for_a_peer_that_does_not_read():
-    async def main():
-        async with desk() as (server, _):
-            visitor = Visitor()
+async def test_a_message_before_the_handshake_ends_the_session():
+    async with desk() as (server, log):
+        visitor = Visitor()
+        visitor.hello = lambda _challenge: Ask()
+        with pytest.raises(Unavailable):
             await visitor.connect(server.address, None)
-            (session,) = server.sessions
-            visitor.channel._transport.pause_reading()
-            session.channel._transport.pause_reading()
-            session.channel._transport.write(bytes(64 << 20))
-            await server.close("the test ends", 0.2)
-            assert not server.sessions
-            visitor.channel.abort("the test ends")
+        while not log:  # noqa: ASYNC110 - the test's time limit bounds it
+            await asyncio.sleep(0.01)
+        assert log == ["Ask before hello; the peer is no visitor of this release"]
 
-    run_async(main())
+
+async def test_who_does_not_ask_to_be_admitted_is_ended():
+    async with desk(replace(PROTOCOL, connect_timeout_s=0.2)) as (server, log):
+        with pytest.raises(Unavailable, match="the connection ended"):
+            await Visitor(asks=False).connect(server.address, None)
+        assert log == ["not admitted within 0.2 s"]
+
+
+async def test_connections_are_bounded():
+    async with desk(replace(PROTOCOL, connections_max=1)) as (server, log):
+        await Visitor().connect(server.address, None)
+        with pytest.raises((Unavailable, OSError)):
+            await Visitor().connect(server.address, None)
+        assert log[1].startswith(": 1 visitors are connected already (connections_max)")
+
+
+async def test_closing_waits_no_longer_than_said_for_a_peer_that_does_not_read():
+    async with desk() as (server, _):
+        visitor = Visitor()
+        await visitor.connect(server.address, None)
+        (session,) = server.sessions
+        visitor.channel._transport.pause_reading()
+        session.channel._transport.pause_reading()
+        session.channel._transport.write(bytes(64 << 20))
+        await server.close("the test ends", 0.2)
+        assert not server.sessions
+        visitor.channel.abort("the test ends")

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -21,14 +20,12 @@ from penstock.runtime.config import EventConfig, PlaneConfig
 from penstock.runtime.handshake import HelloReply, Identity
 from penstock.runtime.requests.frames import CODEC, Deltas, Event, Grant, Submit, Subscribe
 from penstock.runtime.requests.tcp import TcpPlane
-from penstock.testing.loop import run_async
 from penstock.testing.planes.harness import SECRET, TcpPlaneHarness
 from penstock.testing.planes.recording_sink import RecordingSink
 from penstock.testing.planes.request_plane import Scene
 from penstock.testing.planes.scripted_worker import (
     FILE_SHA256,
     ScriptedWorker,
-    WorkerStats,
     scripted_instance,
     scripted_request,
 )
@@ -117,61 +114,26 @@ async def echoes(instance, identity=IDENTITY, config=None):
         (Identity(secret=b"s", hash_key=b"k" * 16), "hash key: the peer's has the fingerprint"),
     ],
 )
-def test_a_frontend_of_another_deployment_is_refused(identity, what):
-    async def main():
-        async with serving() as (instance, _):
-            with pytest.raises(ProtocolError, match=what) as refused:
-                await TcpPlane(identity).connect(instance, RecordingSink())
-            assert "other" not in str(refused.value)
-            assert instance.name in str(refused.value)
-            assert await echoes(instance)
-
-    run_async(main())
+async def test_a_frontend_of_another_deployment_is_refused(identity, what):
+    async with serving() as (instance, _):
+        with pytest.raises(ProtocolError, match=what) as refused:
+            await TcpPlane(identity).connect(instance, RecordingSink())
+        assert "other" not in str(refused.value)
+        assert instance.name in str(refused.value)
+        assert await echoes(instance)
 
 
-@pytest.mark.parametrize(
-    ("changes", "values"),
-    [
-        ({"wire_version": WIRE_VERSION + 2}, [f"speaks {WIRE_VERSION + 2}", f"this process {WIRE_VERSION}"]),
-        ({"hash_version": HASH_VERSION + 1}, [f"is {HASH_VERSION + 1}", f"ours {HASH_VERSION}"]),
-    ],
-)
-def test_a_refusal_names_both_versions_and_the_fix(changes, values):
-    async def main():
-        async with serving() as (instance, worker), raw(instance) as client:
-            reply = await client.greet(**changes)
-            assert worker.refusals == ["refused"]
-            assert all(value in reply.error.message for value in values)
-            assert "same release" in reply.error.message
-            assert reply.proof == b"", "an unauthenticated client learns nothing"
-            await client.ended()
-
-    run_async(main())
-
-
-@pytest.mark.parametrize("version", [WIRE_VERSION - 1, WIRE_VERSION + 1])
-def test_neighbouring_wire_versions_are_welcome(version):
-    async def main():
-        async with serving() as (instance, _), raw(instance) as client:
-            assert (await client.greet(wire_version=version)).error is None
-
-    run_async(main())
-
-
-def test_a_recorded_hello_opens_no_second_connection():
-    async def main():
-        async with serving() as (instance, _), raw(instance) as client, raw(instance) as thief:
-            recorded = handshake.hello(IDENTITY, client.challenge)
-            thief.send(recorded)
-            assert "deployment secret" in (await thief.receive(HelloReply)).error.message
-            client.send(recorded)
-            assert (await client.receive(HelloReply)).error is None
-
-    run_async(main())
+async def test_a_recorded_hello_opens_no_second_connection():
+    async with serving() as (instance, _), raw(instance) as client, raw(instance) as thief:
+        recorded = handshake.hello(IDENTITY, client.challenge)
+        thief.send(recorded)
+        assert "deployment secret" in (await thief.receive(HelloReply)).error.message
+        client.send(recorded)
+        assert (await client.receive(HelloReply)).error is None
 
 
 @pytest.mark.parametrize("replies", ["wrong proof", "old wire", "nothing", "closes"])
-def test_a_server_that_is_no_worker_of_ours(replies):
+async def test_a_server_that_is_no_worker_of_ours(replies):
     async def serve(reader, writer):
         version = WIRE_VERSION + 9 if replies == "old wire" else WIRE_VERSION
         if replies != "nothing":
@@ -186,34 +148,19 @@ def test_a_server_that_is_no_worker_of_ours(replies):
             await writer.wait_closed()
         served.set()
 
-    async def main():
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        instance = scripted_instance(f"tcp://127.0.0.1:{port}")
-        kind = ProtocolError if replies in {"wrong proof", "old wire"} else WorkerLost
-        with pytest.raises(kind) as error:
-            await TcpPlane(IDENTITY, config=PlaneConfig(connect_timeout_s=0.2)).connect(
-                instance, RecordingSink()
-            )
-        assert error.value.message
-        await served.wait()
-        assert replies != "old wire" or told == [True], "it gets the hello, and can say why as well"
-        server.close()
-        await server.wait_closed()
-
     told: list[bool] = []
     served = asyncio.Event()
-    run_async(main())
-
-
-def test_another_worker_at_the_address():
-    async def main():
-        async with serving() as (instance, _):
-            stale = msgspec.structs.replace(instance, worker_id=6)
-            with pytest.raises(WorkerLost, match="worker 6 is expected here, but 7 listens"):
-                await TcpPlane(IDENTITY).connect(stale, RecordingSink())
-
-    run_async(main())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    instance = scripted_instance(f"tcp://127.0.0.1:{port}")
+    kind = ProtocolError if replies in {"wrong proof", "old wire"} else WorkerLost
+    with pytest.raises(kind) as error:
+        await TcpPlane(IDENTITY, config=PlaneConfig(connect_timeout_s=0.2)).connect(instance, RecordingSink())
+    assert error.value.message
+    await served.wait()
+    assert replies != "old wire" or told == [True], "it gets the hello, and can say why as well"
+    server.close()
+    await server.wait_closed()
 
 
 @pytest.mark.parametrize(
@@ -226,321 +173,211 @@ def test_another_worker_at_the_address():
         CODEC.encode(Deltas(deltas=())),
     ],
 )
-def test_garbage_ends_that_connection_and_no_other(garbage):
-    async def main():
-        async with serving() as (instance, worker), raw(instance) as client, raw(instance) as bystander:
-            assert (await bystander.greet()).error is None
-            assert (await client.greet()).error is None
-            client.writer.write(garbage)
-            with capture_logs() as logs:
+async def test_garbage_ends_that_connection_and_no_other(garbage):
+    async with serving() as (instance, worker), raw(instance) as client, raw(instance) as bystander:
+        assert (await bystander.greet()).error is None
+        assert (await client.greet()).error is None
+        client.writer.write(garbage)
+        with capture_logs() as logs:
+            await client.ended()
+        assert [log["event"] for log in logs if log["log_level"] == "warning"] == ["connection_refused"]
+        bystander.send(Submit(request=scripted_request("echo", [1], request_id="b")))
+        assert (await bystander.receive(Deltas)).deltas[0].request_id == "b"
+        assert worker.stats().connected == 2
+        assert worker.stats().disconnected == 1
+
+
+async def test_garbage_before_hello():
+    async with serving() as (instance, worker):
+        for garbage in (b"\x00" * 64, CODEC.encode(Subscribe())):
+            async with raw(instance) as client:
+                client.writer.write(garbage)
                 await client.ended()
-            assert [log["event"] for log in logs if log["log_level"] == "warning"] == ["connection_refused"]
-            bystander.send(Submit(request=scripted_request("echo", [1], request_id="b")))
-            assert (await bystander.receive(Deltas)).deltas[0].request_id == "b"
-            assert worker.stats().connected == 2
-            assert worker.stats().disconnected == 1
-
-    run_async(main())
+        assert worker.stats().connected == 0
+        assert await echoes(instance)
 
 
-def test_garbage_before_hello():
-    async def main():
-        async with serving() as (instance, worker):
-            for garbage in (b"\x00" * 64, CODEC.encode(Subscribe())):
-                async with raw(instance) as client:
-                    client.writer.write(garbage)
-                    await client.ended()
-            assert worker.stats().connected == 0
-            assert await echoes(instance)
-
-    run_async(main())
+async def test_an_unauthenticated_client_may_not_send_much():
+    async with serving() as (instance, worker), raw(instance) as client:
+        client.writer.write((8000).to_bytes(LENGTH_BYTES, "little"))
+        await client.ended()
+        async with raw(instance) as friend:
+            await friend.greet()
+            friend.send(Submit(request=scripted_request("echo", [1, *range(5000)])))
+            assert (await friend.receive(Deltas)).deltas
+        assert worker.stats().connected == 1
 
 
-def test_an_unauthenticated_client_may_not_send_much():
-    async def main():
-        async with serving() as (instance, worker), raw(instance) as client:
-            client.writer.write((8000).to_bytes(LENGTH_BYTES, "little"))
-            await client.ended()
-            async with raw(instance) as friend:
-                await friend.greet()
-                friend.send(Submit(request=scripted_request("echo", [1, *range(5000)])))
-                assert (await friend.receive(Deltas)).deltas
-            assert worker.stats().connected == 1
-
-    run_async(main())
+async def test_a_client_that_never_says_hello_is_hung_up_on():
+    async with (
+        serving(PlaneConfig(connect_timeout_s=0.05)) as (instance, worker),
+        raw(instance) as client,
+    ):
+        await client.ended()
+        assert worker.stats().connected == 0
 
 
-def test_a_client_that_never_says_hello_is_hung_up_on():
-    async def main():
-        async with (
-            serving(PlaneConfig(connect_timeout_s=0.05)) as (instance, worker),
-            raw(instance) as client,
-        ):
-            await client.ended()
-            assert worker.stats().connected == 0
-
-    run_async(main())
-
-
-def test_unknown_frames_are_skipped():
-    async def main():
-        async with serving() as (instance, _), raw(instance) as client:
-            await client.greet()
-            payload = msgspec.msgpack.encode({"type": "from_the_future", "value": [1, {"a": b"b"}]})
-            client.writer.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
-            client.send(Submit(request=scripted_request("echo", [1], request_id="a")))
-            assert (await client.receive(Deltas)).deltas[0].request_id == "a"
-
-    run_async(main())
-
-
-def test_frames_may_come_in_any_pieces():
-    async def main():
-        async with serving() as (instance, _), raw(instance) as client:
-            await client.greet()
-            frames = b"".join(
-                CODEC.encode(Submit(request=scripted_request("echo", [i], request_id=f"r{i}")))
-                for i in range(3)
-            )
-            for i in range(0, len(frames), 7):
-                client.writer.write(frames[i : i + 7])
-                await asyncio.sleep(0)
-            seen = set()
-            while len(seen) < 3:
-                seen |= {delta.request_id for delta in (await client.receive(Deltas)).deltas}
-
-    run_async(main())
-
-
-def test_connections_are_bounded():
-    async def main():
-        async with serving(PlaneConfig(connections_max=1)) as (instance, _), raw(instance) as first:
-            assert (await first.greet()).error is None
-            with pytest.raises(WorkerLost):
-                await TcpPlane(IDENTITY).connect(instance, RecordingSink())
-            await first.close()
-            for _ in range(100):
-                try:
-                    assert await echoes(instance)
-                    break
-                except WorkerLost:
-                    await asyncio.sleep(0.01)
-
-    run_async(main())
-
-
-def test_what_a_frontend_sends_is_bounded():
-    async def main():
-        async with serving() as (instance, _):
-            config = PlaneConfig(frame_bytes_max=4096, requests_max=2)
-            connection = await TcpPlane(IDENTITY, config=config).connect(instance, RecordingSink())
-            with pytest.raises(RequestError, match="frame_bytes_max") as error:
-                connection.submit(scripted_request("echo", range(2000)))
-            assert error.value.http_status == 413
-            for name in ("a", "b"):
-                connection.submit(scripted_request("silence", request_id=name))
-            with pytest.raises(Overloaded, match="requests_max"):
-                connection.submit(scripted_request("echo", [1], request_id="c"))
-            connection.abort("a")
-            connection.submit(scripted_request("echo", [1], request_id="c"))
-            await connection.close()
-
-    run_async(main())
-
-
-def test_a_worker_that_does_not_read_costs_a_frontend_little():
-    async def main():
-        config = PlaneConfig(connection_bytes_max=1 << 20)
-        async with Scene(TcpPlaneHarness(config)) as scene:
-            os.kill(scene.instance.pid, signal.SIGSTOP)
-            try:
-                refused = None
-                for i in range(1000):
-                    request = scripted_request("silence", range(10_000), request_id=f"r{i}")
-                    try:
-                        scene.connection.submit(request)
-                    except Overloaded as error:
-                        refused = error
-                        break
-                    await asyncio.sleep(0)
-                assert "connection_bytes_max" in refused.message
-            finally:
-                os.kill(scene.instance.pid, signal.SIGCONT)
-
-    run_async(main())
-
-
-def test_a_worker_that_hangs_is_lost_by_its_silence():
-    async def main():
-        config = PlaneConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.4)
-        async with Scene(TcpPlaneHarness(config)) as scene:
-            await asyncio.sleep(1.0)
-            assert not scene.sink.losses, "an idle connection lives on heartbeats"
-            os.kill(scene.instance.pid, signal.SIGSTOP)
-            try:
-                async with asyncio.timeout(5):
-                    await scene.sink.until(lambda: bool(scene.sink.losses))
-            finally:
-                os.kill(scene.instance.pid, signal.SIGCONT)
-            assert "heartbeat_timeout_s" in scene.sink.losses[0][1].message
-
-    run_async(main())
-
-
-def test_standing_still_oneself_blames_nobody():
-    async def main():
-        config = PlaneConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.3)
-        async with Scene(TcpPlaneHarness(config)) as scene:
-            time.sleep(1.0)  # noqa: ASYNC251 - the point: a step of this process that holds the loop
-            await asyncio.sleep(0.3)
-            stalled = len(scene.sink.losses)
-        # The worker may have given us up, as it should: then it says so. We must not have given it up.
-        assert stalled == 0 or "heartbeat_timeout_s" not in scene.sink.losses[0][1].message
-
-    run_async(main())
-
-
-def test_a_frontend_that_reads_nothing_costs_a_worker_little_and_delays_nobody():
-    async def main():
-        loop = asyncio.get_running_loop()
-        events = EventConfig(replay_batches_max=256)  # the ring's own growth is not what is measured
-        async with Scene(TcpPlaneHarness(None, events)) as scene, raw(scene.instance) as stalled:
-            identity = Identity(secret=SECRET)
-            assert (await stalled.greet(identity)).error is None
-            before = await scene.stats()
-            stalled.send(Subscribe())
-            for i in range(20):
-                request = scripted_request("count", request_id=f"s{i}", max_tokens=10**6, tokens_per_step=500)
-                stalled.send(Submit(request=request))
-            await stalled.writer.drain()
-            growth_kib, slowest_s = 0, 0.0
-            while True:
-                asked_s = loop.time()
-                publish = scripted_request("publish", range(100), request_id=f"p{asked_s}")
-                scene.connection.submit(publish)
-                await scene.sink.finished(publish.request_id)
-                slowest_s = max(slowest_s, loop.time() - asked_s)
-                stats = await scene.stats()
-                growth_kib = max(growth_kib, stats.rss_kib - before.rss_kib)
-                if stats.aborted == 20:
-                    break
-            assert growth_kib < 8 * 1024
-            assert slowest_s < 1.0
-            # Once it reads again, its requests give what was held, then can go on; and its events have no gap.
-            stalled.send(Grant(grants=tuple((f"s{i}", 10**6) for i in range(20))))
-            last, sequences = {}, []
-            while len(last) < 20:
-                frame = await stalled.receive((Deltas, Event))
-                if isinstance(frame, Event):
-                    sequences.append(frame.message.sequence)
-                    continue
-                for delta in frame.deltas:
-                    if delta.finish_reason is not None:
-                        last[delta.request_id] = delta
-            assert {delta.error.code for delta in last.values()} == {"parked"}
-            while not sequences or sequences[-1] < 100:
-                sequences.append((await stalled.receive(Event)).message.sequence)
-            assert sequences == sorted(sequences)
-
-    run_async(main(), timeout_s=60)
-
-
-def test_an_event_of_a_newer_kind_brings_a_snapshot():
-    async def main():
-        async with serving() as (instance, worker):
-            sink = RecordingSink()
-            connection = await TcpPlane(IDENTITY).connect(instance, sink)
-            connection.subscribe(None)
-            await sink.until(lambda: len(sink.events) == 1)
-            message = {"type": "batch", "sequence": 1, "events": [{"type": "moved", "to": "the moon"}]}
-            payload = msgspec.msgpack.encode({"type": "event", "message": message})
-            frame = len(payload).to_bytes(LENGTH_BYTES, "little") + payload
-            (frontend,) = worker._sinks
-            frontend.channel.write(frame)
-            frontend.channel.write(frame)
-            await sink.until(lambda: len(sink.events) == 2)
-            assert sink.events[1].last
-            assert connection.channel.unknown_frames == 2
-            await connection.close()
-
-    run_async(main())
-
-
-def test_unix_sockets(tmp_path):
-    async def main():
-        listen = f"unix://{tmp_path}/worker.sock"
-        plane = TcpPlane(WORKER_IDENTITY, listen=listen)
-        server = await plane.serve(ScriptedWorker())
-        assert server.address == listen
-        assert (tmp_path / "worker.sock").stat().st_mode & 0o777 == 0o600
-        assert await echoes(scripted_instance(listen, worker_id=7))
-        with pytest.raises(ConfigError, match="another process listens there"):
-            await plane.serve(ScriptedWorker())
-        await server.close()
-        assert not (tmp_path / "worker.sock").exists()
-
-    run_async(main())
-
-
-def test_a_socket_left_by_a_dead_process_is_replaced(tmp_path):
-    async def main():
-        harness = TcpPlaneHarness(listen=f"unix://{tmp_path}/worker.sock")
-        async with harness:
-            instance = await harness.start_worker()
-            await harness.kill(instance)
-            assert (tmp_path / "worker.sock").exists()
-            again = await harness.start_worker()
-            assert await echoes(again, Identity(secret=SECRET))
-
-    run_async(main())
-
-
-def test_a_port_in_use_is_a_clear_error():
-    async def main():
-        async with serving() as (instance, _):
-            with pytest.raises(ConfigError, match=r"cannot listen: .*in use"):
-                await TcpPlane(IDENTITY, listen=instance.address).serve(ScriptedWorker())
-
-    run_async(main())
-
-
-def test_an_advertised_host_is_what_others_connect_to():
-    async def main():
-        plane = TcpPlane(IDENTITY, listen="tcp://0.0.0.0:0", advertise_host="localhost")
-        server = await plane.serve(ScriptedWorker())
-        assert server.address.startswith("tcp://localhost:")
-        assert await echoes(scripted_instance(server.address))
-        await server.close()
-
-    run_async(main())
-
-
-def test_closing_waits_no_longer_than_it_may():
-    async def main():
-        config = PlaneConfig(close_timeout_s=0.1, window_tokens=1)
-        worker = ScriptedWorker()
-        server = await TcpPlane(WORKER_IDENTITY, config=config).serve(worker)
-        sink = RecordingSink()
-        connection = await TcpPlane(IDENTITY, config=config).connect(
-            scripted_instance(server.address, worker_id=7), sink
-        )
-        connection.submit(scripted_request("count", request_id="a", max_tokens=50))
-        await sink.until(lambda: bool(sink.deltas))
-        async with asyncio.timeout(1):
-            await server.close()
-        await sink.until(lambda: bool(sink.losses))
-        assert sink.tokens("a") == [0]
+async def test_connections_are_bounded():
+    async with serving(PlaneConfig(connections_max=1)) as (instance, _), raw(instance) as first:
+        assert (await first.greet()).error is None
         with pytest.raises(WorkerLost):
-            await connection.fetch(FILE_SHA256)
+            await TcpPlane(IDENTITY).connect(instance, RecordingSink())
+        await first.close()
+        is_admitted = False
+        while not is_admitted:
+            with suppress(WorkerLost):
+                is_admitted = await echoes(instance)
 
-    run_async(main())
+
+async def test_what_a_frontend_sends_is_bounded():
+    async with serving() as (instance, _):
+        config = PlaneConfig(frame_bytes_max=4096, requests_max=2)
+        connection = await TcpPlane(IDENTITY, config=config).connect(instance, RecordingSink())
+        with pytest.raises(RequestError, match="frame_bytes_max") as error:
+            connection.submit(scripted_request("echo", range(2000)))
+        assert error.value.http_status == 413
+        for name in ("a", "b"):
+            connection.submit(scripted_request("silence", request_id=name))
+        with pytest.raises(Overloaded, match="requests_max"):
+            connection.submit(scripted_request("echo", [1], request_id="c"))
+        connection.abort("a")
+        connection.submit(scripted_request("echo", [1], request_id="c"))
+        await connection.close()
 
 
-def test_stats_are_what_the_worker_says():
-    async def main():
-        async with Scene(TcpPlaneHarness(loop="asyncio")) as scene:
+async def test_a_worker_that_does_not_read_costs_a_frontend_little():
+    config = PlaneConfig(connection_bytes_max=1 << 20)
+    async with Scene(TcpPlaneHarness(config)) as scene:
+        os.kill(scene.instance.pid, signal.SIGSTOP)
+        try:
+            refused = None
+            for i in range(1000):
+                request = scripted_request("silence", range(10_000), request_id=f"r{i}")
+                try:
+                    scene.connection.submit(request)
+                except Overloaded as error:
+                    refused = error
+                    break
+                await asyncio.sleep(0)
+            assert "connection_bytes_max" in refused.message
+        finally:
+            os.kill(scene.instance.pid, signal.SIGCONT)
+
+
+async def test_a_worker_that_hangs_is_lost_by_its_silence():
+    config = PlaneConfig(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.4)
+    async with Scene(TcpPlaneHarness(config)) as scene:
+        os.kill(scene.instance.pid, signal.SIGSTOP)
+        try:
+            await scene.sink.until(lambda: bool(scene.sink.losses))
+        finally:
+            os.kill(scene.instance.pid, signal.SIGCONT)
+        assert "heartbeat_timeout_s" in scene.sink.losses[0][1].message
+
+
+async def test_a_frontend_that_reads_nothing_costs_a_worker_little_and_delays_nobody():
+    events = EventConfig(replay_batches_max=256)  # the ring's own growth is not what is measured
+    async with Scene(TcpPlaneHarness(None, events)) as scene, raw(scene.instance) as stalled:
+        identity = Identity(secret=SECRET)
+        assert (await stalled.greet(identity)).error is None
+        before = await scene.stats()
+        stalled.send(Subscribe())
+        for i in range(20):
+            request = scripted_request("count", request_id=f"s{i}", max_tokens=10**6, tokens_per_step=500)
+            stalled.send(Submit(request=request))
+        await stalled.writer.drain()
+        aborted = turns = 0
+        while aborted < 20:
+            publish = scripted_request("publish", range(100), request_id=f"p{turns}")
+            scene.connection.submit(publish)
+            await scene.sink.finished(publish.request_id)
             stats = await scene.stats()
-            assert isinstance(stats, WorkerStats)
-            assert stats.connected == 2
+            assert stats.rss_kib - before.rss_kib < 8 * 1024
+            aborted, turns = stats.aborted, turns + 1
+        # Once it reads again, its requests give what was held, then can go on; and its events have no gap.
+        stalled.send(Grant(grants=tuple((f"s{i}", 10**6) for i in range(20))))
+        last, sequences = {}, []
+        while len(last) < 20:
+            frame = await stalled.receive((Deltas, Event))
+            if isinstance(frame, Event):
+                sequences.append(frame.message.sequence)
+                continue
+            for delta in frame.deltas:
+                if delta.finish_reason is not None:
+                    last[delta.request_id] = delta
+        assert {delta.error.code for delta in last.values()} == {"parked"}
+        while not sequences or sequences[-1] < 100:
+            sequences.append((await stalled.receive(Event)).message.sequence)
+        assert sequences == sorted(sequences)
 
-    run_async(main())
+
+async def test_an_event_of_a_newer_kind_brings_a_snapshot():
+    async with serving() as (instance, worker):
+        sink = RecordingSink()
+        connection = await TcpPlane(IDENTITY).connect(instance, sink)
+        connection.subscribe(None)
+        await sink.until(lambda: len(sink.events) == 1)
+        message = {"type": "batch", "sequence": 1, "events": [{"type": "moved", "to": "the moon"}]}
+        payload = msgspec.msgpack.encode({"type": "event", "message": message})
+        frame = len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+        (frontend,) = worker._sinks
+        frontend.channel.write(frame)
+        frontend.channel.write(frame)
+        await sink.until(lambda: len(sink.events) == 2)
+        assert sink.events[1].last
+        assert connection.channel.unknown_frames == 2
+        await connection.close()
+
+
+async def test_unix_sockets(tmp_path):
+    listen = f"unix://{tmp_path}/worker.sock"
+    plane = TcpPlane(WORKER_IDENTITY, listen=listen)
+    server = await plane.serve(ScriptedWorker())
+    assert server.address == listen
+    assert (tmp_path / "worker.sock").stat().st_mode & 0o777 == 0o600
+    assert await echoes(scripted_instance(listen, worker_id=7))
+    with pytest.raises(ConfigError, match="another process listens there"):
+        await plane.serve(ScriptedWorker())
+    await server.close()
+    assert not (tmp_path / "worker.sock").exists()
+
+
+async def test_a_socket_left_by_a_dead_process_is_replaced(tmp_path):
+    harness = TcpPlaneHarness(listen=f"unix://{tmp_path}/worker.sock")
+    async with harness:
+        instance = await harness.start_worker()
+        await harness.kill(instance)
+        assert (tmp_path / "worker.sock").exists()
+        again = await harness.start_worker()
+        assert await echoes(again, Identity(secret=SECRET))
+
+
+async def test_a_port_in_use_is_a_clear_error():
+    async with serving() as (instance, _):
+        with pytest.raises(ConfigError, match=r"cannot listen: .*in use"):
+            await TcpPlane(IDENTITY, listen=instance.address).serve(ScriptedWorker())
+
+
+async def test_an_advertised_host_is_what_others_connect_to():
+    plane = TcpPlane(IDENTITY, listen="tcp://0.0.0.0:0", advertise_host="localhost")
+    server = await plane.serve(ScriptedWorker())
+    assert server.address.startswith("tcp://localhost:")
+    assert await echoes(scripted_instance(server.address))
+    await server.close()
+
+
+async def test_closing_waits_no_longer_than_it_may():
+    config = PlaneConfig(close_timeout_s=0.1, window_tokens=1)
+    worker = ScriptedWorker()
+    server = await TcpPlane(WORKER_IDENTITY, config=config).serve(worker)
+    sink = RecordingSink()
+    connection = await TcpPlane(IDENTITY, config=config).connect(
+        scripted_instance(server.address, worker_id=7), sink
+    )
+    connection.submit(scripted_request("count", request_id="a", max_tokens=50))
+    await sink.until(lambda: bool(sink.deltas))
+    await server.close()
+    await sink.until(lambda: bool(sink.losses))
+    assert sink.tokens("a") == [0]
+    with pytest.raises(WorkerLost):
+        await connection.fetch(FILE_SHA256)

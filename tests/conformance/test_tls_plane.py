@@ -75,14 +75,11 @@ async def connect(server_tls, client_tls):
 @pytest.mark.parametrize(
     ("server", "client"), [("ours", "other"), ("other", "ours"), ("ours", None), (None, "ours")]
 )
-def test_certificates_that_do_not_fit_are_refused_in_time(certificates, server, client):
-    async def main():
-        async with asyncio.timeout(10):
-            with pytest.raises(WorkerLost) as refused:
-                await connect(certificates.get(server), certificates.get(client))
-        assert "127.0.0.1" in refused.value.message
-
-    run_async(main())
+async def test_certificates_that_do_not_fit_are_refused_in_time(certificates, server, client):
+    async with asyncio.timeout(10):
+        with pytest.raises(WorkerLost) as refused:
+            await connect(certificates.get(server), certificates.get(client))
+    assert "127.0.0.1" in refused.value.message
 
 
 @pytest.mark.parametrize(("server", "client"), [("ours", "other"), ("other", "ours")])
@@ -106,53 +103,47 @@ def test_without_mutual_a_frontend_needs_no_certificate_of_the_authority(certifi
         run_async(connect(certificates["ours"], client))
 
 
-def test_a_renewed_certificate_is_used_without_a_restart(certificates, tmp_path):
+async def test_a_renewed_certificate_is_used_without_a_restart(certificates, tmp_path):
     files = {name: str(tmp_path / name) for name in ("certificate", "key", "authority")}
 
     def install(config):
         for name, path in files.items():
             shutil.copy(getattr(config, name), path)
 
-    async def main():
-        install(certificates["other"])
-        server_tls = PlaneTls(PlaneTlsConfig(**files))
-        plane = TcpPlane(IDENTITY, listen="tcp://127.0.0.1:0", tls=server_tls, config=SOON)
-        server = await plane.serve(ScriptedWorker())
-        client = TcpPlane(IDENTITY, tls=PlaneTls(certificates["ours"]), config=SOON)
-        instance = scripted_instance(server.address)
-        with pytest.raises(WorkerLost):
-            await client.connect(instance, RecordingSink())
-        install(certificates["renewed"])
-        server_tls.reload()
-        held = await client.connect(instance, RecordingSink())
-        (tmp_path / "key").write_text("broken")
-        server_tls.reload()  # logged; the files before stay
-        again = await client.connect(instance, RecordingSink())
-        await held.close()
-        await again.close()
-        await server.close()
-
-    run_async(main())
+    install(certificates["other"])
+    server_tls = PlaneTls(PlaneTlsConfig(**files))
+    plane = TcpPlane(IDENTITY, listen="tcp://127.0.0.1:0", tls=server_tls, config=SOON)
+    server = await plane.serve(ScriptedWorker())
+    client = TcpPlane(IDENTITY, tls=PlaneTls(certificates["ours"]), config=SOON)
+    instance = scripted_instance(server.address)
+    with pytest.raises(WorkerLost):
+        await client.connect(instance, RecordingSink())
+    install(certificates["renewed"])
+    server_tls.reload()
+    held = await client.connect(instance, RecordingSink())
+    (tmp_path / "key").write_text("broken")
+    server_tls.reload()  # logged; the files before stay
+    again = await client.connect(instance, RecordingSink())
+    await held.close()
+    await again.close()
+    await server.close()
 
 
-def test_the_hub_speaks_tls_too(certificates):
-    async def main():
-        hub = LocalHub(IDENTITY, listen="tcp://127.0.0.1:0", tls=PlaneTls(certificates["ours"]))
-        await hub.start()
-        settings = DiscoveryConfig(connect_timeout_s=5.0)
-        rng = random.Random(1)
-        tls = PlaneTls(certificates["renewed"])
-        async with LocalDiscovery(hub.address, IDENTITY, rng=rng, tls=tls, config=settings) as client:
-            await client.register(scripted_instance("tcp://127.0.0.1:1"))
-            assert len(hub.table) == 1
-        soon = DiscoveryConfig(connect_timeout_s=0.5)
-        tls = PlaneTls(certificates["other"])
-        async with LocalDiscovery(hub.address, IDENTITY, rng=rng, tls=tls, config=soon) as stranger:
-            with pytest.raises(Unavailable, match=r"(?i)certificate"):
-                await stranger.connect()
-        await hub.close()
-
-    run_async(main())
+async def test_the_hub_speaks_tls_too(certificates):
+    hub = LocalHub(IDENTITY, listen="tcp://127.0.0.1:0", tls=PlaneTls(certificates["ours"]))
+    await hub.start()
+    settings = DiscoveryConfig(connect_timeout_s=5.0)
+    rng = random.Random(1)
+    tls = PlaneTls(certificates["renewed"])
+    async with LocalDiscovery(hub.address, IDENTITY, rng=rng, tls=tls, config=settings) as client:
+        await client.register(scripted_instance("tcp://127.0.0.1:1"))
+        assert len(hub.table) == 1
+    soon = DiscoveryConfig(connect_timeout_s=0.5)
+    tls = PlaneTls(certificates["other"])
+    async with LocalDiscovery(hub.address, IDENTITY, rng=rng, tls=tls, config=soon) as stranger:
+        with pytest.raises(Unavailable, match=r"(?i)certificate"):
+            await stranger.connect()
+    await hub.close()
 
 
 @pytest.mark.parametrize("field", ["certificate", "key", "authority"])
@@ -177,14 +168,11 @@ def test_a_host_whose_certificate_others_would_refuse_says_so_at_its_start(certi
         PlaneTls(strange)
 
 
-def test_a_client_without_tls_is_told_what_may_be_wrong(certificates):
-    async def main():
-        hub = LocalHub(IDENTITY, listen="tcp://127.0.0.1:0", tls=PlaneTls(certificates["ours"]))
-        await hub.start()
-        soon = DiscoveryConfig(connect_timeout_s=0.5)
-        async with LocalDiscovery(hub.address, IDENTITY, rng=random.Random(1), config=soon) as client:
-            with pytest.raises(Unavailable, match=r"sa(id|ys) (any|no)thing: it may want TLS"):
-                await client.connect()
-        await hub.close()
-
-    run_async(main())
+async def test_a_client_without_tls_is_told_what_may_be_wrong(certificates):
+    hub = LocalHub(IDENTITY, listen="tcp://127.0.0.1:0", tls=PlaneTls(certificates["ours"]))
+    await hub.start()
+    soon = DiscoveryConfig(connect_timeout_s=0.5)
+    async with LocalDiscovery(hub.address, IDENTITY, rng=random.Random(1), config=soon) as client:
+        with pytest.raises(Unavailable, match=r"sa(id|ys) (any|no)thing: it may want TLS"):
+            await client.connect()
+    await hub.close()

@@ -1,6 +1,7 @@
 """Real registries of tests, each a process on a free port: etcd and NATS."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -8,9 +9,10 @@ import socket
 import subprocess
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from penstock.transfer.tls import TlsConfig
 
@@ -141,3 +143,12 @@ class Etcd(RegistryServer):
             command += ["--client-cert-auth", "--cert-file", self.tls.certificate, "--key-file", self.tls.key]
             command += ["--trusted-ca-file", self.tls.authority]
         return command
+
+    def call(self, path: str, token: str = "", **body: Any) -> dict[str, Any]:
+        """Call its JSON gateway."""
+        request = urllib.request.Request(f"{self.url}/v3/{path}", data=json.dumps(body).encode())
+        if token:
+            request.add_header("Authorization", token)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            content: dict[str, Any] = json.load(answer)
+            return content

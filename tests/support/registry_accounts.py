@@ -5,7 +5,6 @@ import hashlib
 import importlib
 import json
 import os
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,6 @@ class EtcdWithUsers(Etcd):
     def change_password(self, password: str) -> None:
         root = self.call("auth/authenticate", name="root", password=PASSWORD)["token"]
         self.call("auth/user/changepw", token=root, name=USER, password=password)
-
-    def call(self, path: str, token: str = "", **body: Any) -> dict[str, Any]:
-        request = urllib.request.Request(f"{self.url}/v3/{path}", data=json.dumps(body).encode())
-        if token:
-            request.add_header("Authorization", token)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            content: dict[str, Any] = json.load(answer)
-            return content
 
 
 class NatsWithAccounts(Nats):

@@ -62,11 +62,11 @@ class OutboxMachine(RuleBasedStateMachine):
         assert writable or not out
         self.take_out(out)
 
-    @rule(name=NAMES, tokens=st.integers(1, 200))
+    @rule(name=NAMES, tokens=st.integers(-5, 200))
     def grant(self, name, tokens):
         self.box.grant(name, tokens)
         if name in self.credit and name not in self.ended:
-            self.credit[name] += tokens
+            self.credit[name] += max(0, tokens)
 
     @rule(bytes_max=st.integers(1, 500))
     def take_a_part(self, bytes_max):

@@ -1,6 +1,7 @@
 """A channel on a transport that only notes what is done to it, and on virtual time."""
 
 import asyncio
+import time
 
 import pytest
 from structlog.testing import capture_logs
@@ -9,16 +10,26 @@ from penstock.core.errors import ProtocolError
 from penstock.core.net.channel import FrameChannel
 from penstock.core.net.framing import LENGTH_BYTES, FrameReader, Goodbye, Ping, Pong
 from penstock.runtime.requests.frames import CODEC, Abort, Subscribe
-from penstock.sim.loop.loop import run_virtual
+
+pytestmark = pytest.mark.virtual
 
 
-class Transport(asyncio.Transport):
-    def __init__(self):
+class Stage(asyncio.Transport):
+    """The transport of a channel, and its handler: both note."""
+
+    def __init__(self, **config):
         super().__init__()
-        self.written = []
-        self.writes = 0
-        self.buffered = 0
-        self.ends = []
+        self.written, self.ends = [], []
+        self.writes = self.buffered = self.rooms = 0
+        self.messages, self.unknown, self.reasons = [], [], []
+        self.error = None
+        bounds = {"frame_bytes_max": 1000, "write_buffer_bytes": 100, "write_bytes_max": 500}
+        beats = {"heartbeat_interval_s": 1, "heartbeat_timeout_s": 4}
+        self.channel = FrameChannel(CODEC, self, **bounds | beats | config)
+        self.channel.connection_made(self)
+
+    def receive(self, *messages):
+        self.channel.data_received(b"".join(CODEC.encode(message) for message in messages))
 
     def set_write_buffer_limits(self, high=None, low=None):
         self.high = high
@@ -28,20 +39,13 @@ class Transport(asyncio.Transport):
 
     def write(self, data):
         self.writes += 1
-        reader = FrameReader(1 << 20)
-        self.written += [CODEC.decode(payload) for payload in reader.feed(data)]
+        self.written += map(CODEC.decode, FrameReader(1 << 20).feed(data))
 
     def close(self):
         self.ends.append("close")
 
     def abort(self):
         self.ends.append("abort")
-
-
-class Handler:
-    def __init__(self):
-        self.messages, self.unknown, self.closed, self.rooms = [], [], [], 0
-        self.error = None
 
     def channel_opened(self):
         pass
@@ -58,214 +62,148 @@ class Handler:
         self.rooms += 1
 
     def channel_closed(self, reason):
-        self.closed.append(reason)
+        self.reasons.append(reason)
 
 
-class Stage:
-    def __init__(self):
-        self.transport, self.handler = Transport(), Handler()
-        self.channel = FrameChannel(
-            CODEC,
-            self.handler,
-            frame_bytes_max=1000,
-            write_buffer_bytes=100,
-            write_bytes_max=500,
-            heartbeat_interval_s=1,
-            heartbeat_timeout_s=4,
-        )
-        self.channel.connection_made(self.transport)
-
-    def receive(self, *messages):
-        self.channel.data_received(b"".join(CODEC.encode(message) for message in messages))
+async def test_messages_go_in_and_out():
+    stage = Stage()
+    assert stage.high == 100
+    stage.channel.send(Subscribe())
+    stage.receive(Abort(request_id="a"), Abort(request_id="b"))
+    assert stage.written == [Subscribe()]
+    assert stage.messages == [Abort(request_id="a"), Abort(request_id="b")]
 
 
-def run_scenario(scenario):
-    async def main():
-        stage = Stage()
-        await scenario(stage)
-        if not stage.handler.closed:
-            stage.channel.connection_lost(None)
-
-    run_virtual(main())
-
-
-def test_messages_go_in_and_out():
-    async def scenario(stage):
-        assert stage.transport.high == 100
-        stage.channel.send(Subscribe())
-        stage.receive(Abort(request_id="a"), Abort(request_id="b"))
-        assert stage.transport.written == [Subscribe()]
-        assert stage.handler.messages == [Abort(request_id="a"), Abort(request_id="b")]
-
-    run_scenario(scenario)
-
-
-def test_messages_sent_soon_go_with_the_next_one_or_at_the_end_of_the_turn():
+async def test_messages_sent_soon_go_with_the_next_one_or_at_the_end_of_the_turn():
     first, second, third = (Abort(request_id=name) for name in "abc")
-
-    async def scenario(stage):
-        stage.channel.send_soon(first)
-        stage.channel.send_soon(second)
-        assert stage.transport.written == []
-        stage.channel.send(third)
-        assert (stage.transport.written, stage.transport.writes) == ([first, second, third], 1)
-        stage.channel.send_soon(first)
-        await asyncio.sleep(0)
-        assert (stage.transport.written[3:], stage.transport.writes) == ([first], 2)
-        stage.channel.send_soon(second)
-        stage.channel.close("done")
-        assert stage.transport.written[4:] == [second, Goodbye(reason="done")]
-        stage.channel.send_soon(third)
-        await asyncio.sleep(0)
-        assert stage.transport.written[6:] == []
-
-    run_scenario(scenario)
+    stage = Stage()
+    stage.channel.send_soon(first)
+    stage.channel.send_soon(second)
+    assert stage.written == []
+    stage.channel.send(third)
+    assert (stage.written, stage.writes) == ([first, second, third], 1)
+    stage.channel.send_soon(first)
+    await asyncio.sleep(0)
+    assert (stage.written[3:], stage.writes) == ([first], 2)
+    stage.channel.send_soon(second)
+    stage.channel.close("done")
+    assert stage.written[4:] == [second, Goodbye(reason="done")]
+    stage.channel.send_soon(third)
+    await asyncio.sleep(0)
+    assert stage.written[6:] == []
 
 
-def test_many_bytes_do_not_wait_for_the_end_of_the_turn():
-    async def scenario(stage):
-        for number in range(1000):
-            stage.channel.send_soon(Abort(request_id=f"{number:030}"))
-        assert 900 > len(stage.transport.written) > 400
-        await asyncio.sleep(0)
-        assert len(stage.transport.written) == 1000
-
-    run_scenario(scenario)
+async def test_many_bytes_do_not_wait_for_the_end_of_the_turn():
+    stage = Stage()
+    for number in range(1000):
+        stage.channel.send_soon(Abort(request_id=f"{number:030}"))
+    assert 900 > len(stage.written) > 400
+    await asyncio.sleep(0)
+    assert len(stage.written) == 1000
 
 
-def test_a_ping_is_answered_and_a_silent_peer_is_pinged_and_then_given_up():
-    async def scenario(stage):
-        stage.receive(Ping())
-        assert stage.transport.written == [Pong()]
-        stage.transport.written.clear()
-        await asyncio.sleep(3.5)
-        assert stage.transport.written == [Ping()] * 3
-        stage.receive(Pong())
-        await asyncio.sleep(3.9)
-        assert stage.transport.ends == []
-        await asyncio.sleep(1.5)
-        assert stage.transport.ends == ["abort"]
-        stage.channel.connection_lost(None)
-        assert "silent for 4" in stage.handler.closed[0]
-        assert stage.handler.messages == []
-
-    run_scenario(scenario)
+async def test_a_ping_is_answered_and_a_silent_peer_is_pinged_and_then_given_up():
+    stage = Stage()
+    stage.receive(Ping())
+    assert stage.written == [Pong()]
+    stage.written.clear()
+    await asyncio.sleep(3.5)
+    assert stage.written == [Ping()] * 3
+    stage.receive(Pong())
+    await asyncio.sleep(3.9)
+    assert stage.ends == []
+    await asyncio.sleep(1.5)
+    assert stage.ends == ["abort"]
+    stage.channel.connection_lost(None)
+    assert "silent for 4" in stage.reasons[0]
+    assert stage.messages == []
 
 
-def test_silence_is_noticed_when_its_time_is_up_and_not_at_the_next_beat():
-    async def scenario(stage):
-        await asyncio.sleep(0.3)
-        stage.receive(Pong())
-        await asyncio.sleep(3.99)
-        assert stage.transport.ends == []
-        await asyncio.sleep(0.02)
-        assert stage.transport.ends == ["abort"]
-
-    run_scenario(scenario)
+async def test_silence_is_noticed_when_its_time_is_up_and_not_at_the_next_beat():
+    stage = Stage()
+    await asyncio.sleep(0.3)
+    stage.receive(Pong())
+    await asyncio.sleep(3.99)
+    assert stage.ends == []
+    await asyncio.sleep(0.02)
+    assert stage.ends == ["abort"]
 
 
-def test_a_peer_that_speaks_is_not_pinged():
-    async def scenario(stage):
-        for _ in range(20):
-            await asyncio.sleep(0.5)
-            stage.receive(Abort(request_id="a"))
-        assert stage.transport.written == []
-
-    run_scenario(scenario)
-
-
-def test_time_in_which_this_process_stood_still_is_not_the_peers():
-    async def scenario(stage):
-        loop = asyncio.get_running_loop()
+async def test_a_peer_that_speaks_is_not_pinged():
+    stage = Stage()
+    for _ in range(20):
         await asyncio.sleep(0.5)
-        stage.channel._beat_at_s -= 60  # as if the beat came a minute late
-        stage.channel._heard_s -= 60
-        await asyncio.sleep(1)
-        assert stage.transport.ends == []
-        await asyncio.sleep(10)
-        assert stage.transport.ends == ["abort"], f"at {loop.time()}: from then on its silence counts"
-
-    run_scenario(scenario)
+        stage.receive(Abort(request_id="a"))
+    assert stage.written == []
 
 
-def test_a_frame_longer_than_the_bound_does_not_end_the_connection():
-    async def scenario(stage):
-        stage.channel.pause_writing()  # as the transport does while it takes the frame
-        long = Abort(request_id="a" * 5000)
-        stage.channel.send(long)
-        stage.transport.buffered = len(CODEC.encode(long))
-        stage.channel.send(Subscribe())
-        assert stage.transport.ends == []
-        stage.transport.buffered += 501
-        assert stage.channel.backlog_bytes == 501
-        stage.channel.send(Subscribe())
-        assert stage.transport.ends == ["abort"]
-
-    run_scenario(scenario)
+async def test_a_frame_longer_than_the_bound_does_not_end_the_connection():
+    stage = Stage()
+    stage.channel.pause_writing()  # as the transport does while it takes the frame
+    long = Abort(request_id="a" * 5000)
+    stage.channel.send(long)
+    stage.buffered = len(CODEC.encode(long))
+    stage.channel.send(Subscribe())
+    assert stage.ends == []
+    stage.buffered += 501
+    assert stage.channel.backlog_bytes == 501
+    stage.channel.send(Subscribe())
+    assert stage.ends == ["abort"]
 
 
-def test_a_full_buffer_is_said_and_bounded():
-    async def scenario(stage):
-        assert stage.channel.writable
-        stage.channel.pause_writing()
-        assert not stage.channel.writable
-        stage.transport.buffered = 400
-        stage.receive(Ping())
-        assert stage.transport.written == [], "who does not read is not answered"
-        stage.channel.send(Subscribe())
-        stage.channel.resume_writing()
-        assert stage.channel.writable
-        assert stage.handler.rooms == 1
-        stage.channel.pause_writing()
-        stage.transport.buffered = 501
-        stage.channel.send(Subscribe())
-        assert stage.transport.ends == ["abort"]
-        assert stage.transport.written == [Subscribe()]
-
-    run_scenario(scenario)
+async def test_a_full_buffer_is_said_and_bounded():
+    stage = Stage()
+    assert stage.channel.writable
+    stage.channel.pause_writing()
+    assert not stage.channel.writable
+    stage.buffered = 400
+    stage.receive(Ping())
+    assert stage.written == [], "who does not read is not answered"
+    stage.channel.send(Subscribe())
+    stage.channel.resume_writing()
+    assert stage.channel.writable
+    assert stage.rooms == 1
+    stage.channel.pause_writing()
+    stage.buffered = 501
+    stage.channel.send(Subscribe())
+    assert stage.ends == ["abort"]
+    assert stage.written == [Subscribe()]
 
 
-def test_closing_says_goodbye_once():
-    async def scenario(stage):
-        stage.channel.close("done")
-        stage.channel.close("done")
-        stage.channel.send(Subscribe())
-        assert stage.transport.written == [Goodbye(reason="done")]
-        assert stage.transport.ends == ["close"]
-        assert not stage.channel.is_open
-        stage.channel.resume_writing()
-        assert stage.handler.rooms == 0
-        stage.channel.connection_lost(None)
-        assert stage.handler.closed == ["closed"]
-        assert stage.channel.closed.is_set()
-        stage.channel.abort("too late")
-
-    run_scenario(scenario)
+async def test_closing_says_goodbye_once():
+    stage = Stage()
+    stage.channel.close("done")
+    stage.channel.close("done")
+    stage.channel.send(Subscribe())
+    assert stage.written == [Goodbye(reason="done")]
+    assert stage.ends == ["close"]
+    assert not stage.channel.is_open
+    stage.channel.resume_writing()
+    assert stage.rooms == 0
+    stage.channel.connection_lost(None)
+    assert stage.reasons == ["closed"]
+    assert stage.channel.closed.is_set()
+    stage.channel.abort("too late")
 
 
-def test_who_reads_no_goodbye_is_given_up():
+async def test_who_reads_no_goodbye_is_given_up():
     """It may go on to speak, which shows that it lives, and would keep this end open for ever."""
-
-    async def scenario(stage):
-        stage.channel.close("done")
-        for _ in range(7):
-            await asyncio.sleep(0.5)
-            stage.receive(Ping())
-        assert stage.transport.ends == ["close"]
-        await asyncio.sleep(1)
-        assert stage.transport.ends == ["close", "abort"]
-
-    run_scenario(scenario)
+    stage = Stage()
+    stage.channel.close("done")
+    for _ in range(7):
+        await asyncio.sleep(0.5)
+        stage.receive(Ping())
+    assert stage.ends == ["close"]
+    await asyncio.sleep(1)
+    assert stage.ends == ["close", "abort"]
 
 
-def test_a_goodbye_is_the_reason():
-    async def scenario(stage):
-        stage.receive(Goodbye(reason="draining"))
-        assert stage.channel.said_goodbye
-        stage.channel.connection_lost(None)
-        assert stage.handler.closed == ["it said goodbye: draining"]
-
-    run_scenario(scenario)
+async def test_a_goodbye_is_the_reason():
+    stage = Stage()
+    stage.receive(Goodbye(reason="draining"))
+    assert stage.channel.said_goodbye
+    stage.channel.connection_lost(None)
+    assert stage.reasons == ["it said goodbye: draining"]
 
 
 @pytest.mark.parametrize(
@@ -275,27 +213,35 @@ def test_a_goodbye_is_the_reason():
         (ValueError("a bug"), "message_failed", "an internal error, see the log"),
     ],
 )
-def test_a_handler_that_fails_ends_the_connection(error, log, reason):
-    async def scenario(stage):
-        stage.handler.error = error
-        with capture_logs() as logs:
-            stage.receive(Abort(request_id="a"), Abort(request_id="b"))
-        assert [entry["event"] for entry in logs] == [log]
-        assert stage.transport.ends == ["abort"]
-        stage.channel.connection_lost(None)
-        assert stage.handler.closed == [reason]
-
-    run_scenario(scenario)
+async def test_a_handler_that_fails_ends_the_connection(error, log, reason):
+    stage = Stage()
+    stage.error = error
+    with capture_logs() as logs:
+        stage.receive(Abort(request_id="a"), Abort(request_id="b"))
+    assert [entry["event"] for entry in logs] == [log]
+    assert stage.ends == ["abort"]
+    stage.channel.connection_lost(None)
+    assert stage.reasons == [reason]
 
 
-def test_unknown_frames_are_counted_and_logged_once():
-    async def scenario(stage):
-        payload = b"\x81\xa4type\xa3new"
-        frame = len(payload).to_bytes(LENGTH_BYTES, "little") + payload
-        with capture_logs() as logs:
-            stage.channel.data_received(frame * 3)
-        assert stage.channel.unknown_frames == 3
-        assert stage.handler.unknown == ["new"] * 3
-        assert len(logs) == 1
+async def test_unknown_frames_are_counted_and_logged_once():
+    stage = Stage()
+    payload = b"\x81\xa4type\xa3new"
+    frame = len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+    with capture_logs() as logs:
+        stage.channel.data_received(frame * 3)
+    assert stage.channel.unknown_frames == 3
+    assert stage.unknown == ["new"] * 3
+    assert len(logs) == 1
 
-    run_scenario(scenario)
+
+def test_time_in_which_this_process_stood_still_is_not_the_peers():
+    async def main():
+        stage = Stage(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.2)
+        time.sleep(0.5)  # noqa: ASYNC251 - the point: a step of this process that holds the loop
+        await asyncio.sleep(0.01)
+        assert stage.ends == []
+        while not stage.ends:  # noqa: ASYNC110 - from then on its silence counts
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())

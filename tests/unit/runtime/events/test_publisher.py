@@ -57,10 +57,12 @@ def test_batches_are_numbered_from_one_and_pushed():
     publisher.publish([])
     publisher.publish([stored(1)])
     publisher.publish([stored(2), removed(1)])
-    assert sink.messages == [
+    pushed = [
         EventBatch(sequence=1, events=(stored(1),)),
         EventBatch(sequence=2, events=(stored(2), removed(1))),
     ]
+    assert sink.messages == said(publisher, 0) == pushed
+    assert said(publisher, 1) == pushed[1:]
     publisher.unsubscribe(sink)
     publisher.unsubscribe(sink)
     publisher.publish([stored(3)])
@@ -68,34 +70,18 @@ def test_batches_are_numbered_from_one_and_pushed():
     publisher.check()
 
 
-def test_the_tail_is_replayed():
-    publisher = EventPublisher()
+@pytest.mark.parametrize(
+    ("ring", "after", "is_snapshot"),
+    [(2, None, True), (2, 2, True), (2, 6, True), (2, 100, True), (2, -7, True), (2, 3, False), (0, 4, True)],
+)
+def test_who_cannot_be_served_from_the_ring_gets_a_snapshot(ring, after, is_snapshot):
+    publisher = EventPublisher(EventConfig(replay_batches_max=ring))
     for block_hash in range(1, 6):
         publisher.publish([stored(block_hash)])
-    assert [message.sequence for message in said(publisher, 3)] == [4, 5]
+    first = said(publisher, after)[0]
+    assert isinstance(first, EventSnapshot) is is_snapshot
+    assert not is_snapshot or (first.sequence, first.last) == (5, True)
     assert said(publisher, 5) == []
-    assert [message.sequence for message in said(publisher, 0)] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("after", [None, 2, 6, 100, -7])
-def test_who_cannot_be_served_from_the_ring_gets_a_snapshot(after):
-    publisher = EventPublisher(EventConfig(replay_batches_max=2))
-    for block_hash in range(1, 6):
-        publisher.publish([stored(block_hash)])
-    (snapshot,) = said(publisher, after)
-    assert isinstance(snapshot, EventSnapshot)
-    assert snapshot.sequence == 5
-    assert snapshot.last
-    publisher.check()
-
-
-def test_without_a_ring_who_lacks_anything_gets_a_snapshot():
-    publisher = EventPublisher(EventConfig(replay_batches_max=0))
-    publisher.publish([stored(1)])
-    publisher.publish([stored(2)])
-    assert said(publisher, 2) == []
-    (snapshot,) = said(publisher, 1)
-    assert isinstance(snapshot, EventSnapshot)
     publisher.check()
 
 
@@ -112,16 +98,21 @@ def test_the_ring_is_bounded_by_hashes_too():
     publisher.check()
 
 
-def test_an_empty_worker_has_a_snapshot():
-    assert said(EventPublisher(), None) == [EventSnapshot(sequence=0, chunk=0, last=True, events=())]
-
-
-def test_a_snapshot_says_chains_in_one_piece():
+@pytest.mark.parametrize(
+    ("batches", "events"),
+    [
+        ([], ()),
+        ([[stored(1, 2, 3)], [stored(4, parent=3)]], (stored(1, 2, 3, 4),)),
+        ([[stored(1, 2)], [removed(1)]], (stored(2, parent=1),)),
+        ([[stored(2**64 - 1, 2**63, parent=5)]], (stored(2**64 - 1, 2**63, parent=5),)),
+    ],
+    ids=["nothing", "one chain", "a parent that is gone", "64 bits"],
+)
+def test_a_snapshot_says_chains_in_one_piece(batches, events):
     publisher = EventPublisher()
-    publisher.publish([stored(1, 2, 3)])
-    publisher.publish([stored(4, parent=3)])
-    (snapshot,) = said(publisher, None)
-    assert snapshot.events == (stored(1, 2, 3, 4),)
+    for batch in batches:
+        publisher.publish(batch)
+    assert said(publisher, None) == [EventSnapshot(sequence=len(batches), chunk=0, last=True, events=events)]
 
 
 def test_a_snapshot_puts_parents_first_even_where_they_came_later():
@@ -129,42 +120,15 @@ def test_a_snapshot_puts_parents_first_even_where_they_came_later():
     publisher.publish([stored(1, 2, 3), stored(9, parent=2), stored(10, parent=9)])
     publisher.publish([removed(1)])
     publisher.publish([stored(1)])
-    snapshot = said(publisher, None)
-    assert replayed(snapshot).counts() == publisher.mirror.counts()
-
-
-def test_a_block_whose_parent_is_gone_names_it_still():
-    publisher = EventPublisher()
-    publisher.publish([stored(1, 2)])
-    publisher.publish([removed(1)])
-    (snapshot,) = said(publisher, None)
-    assert snapshot.events == (stored(2, parent=1),)
-
-
-def test_copies_are_counted():
-    publisher = EventPublisher()
-    publisher.publish([stored(1, 2)])
-    publisher.publish([stored(1, 2)])
-    publisher.publish([removed(2)])
-    assert publisher.mirror.counts() == {(1, Tier.DEVICE): 2, (2, Tier.DEVICE): 1}
     assert replayed(said(publisher, None)).counts() == publisher.mirror.counts()
-    publisher.publish([removed(2), removed(1)])
-    assert publisher.mirror.counts() == {(1, Tier.DEVICE): 1}
-    publisher.check()
 
 
-def test_tiers_are_kept_apart():
+def test_copies_are_counted_and_tiers_kept_apart():
     publisher = EventPublisher()
-    publisher.publish([stored(1, 2, 3)])
-    publisher.publish([stored(2, 3, parent=1, tier=Tier.HOST)])
-    publisher.publish([removed(3)])
-    assert publisher.mirror.counts() == {
-        (1, Tier.DEVICE): 1,
-        (2, Tier.DEVICE): 1,
-        (2, Tier.HOST): 1,
-        (3, Tier.HOST): 1,
-    }
-    assert replayed(said(publisher, None)).counts() == publisher.mirror.counts()
+    publisher.publish([stored(1, 2), stored(1, 2), removed(2), stored(2, 3, parent=1, tier=Tier.HOST)])
+    counts = {(1, Tier.DEVICE): 2, (2, Tier.DEVICE): 1, (2, Tier.HOST): 1, (3, Tier.HOST): 1}
+    assert publisher.mirror.counts() == counts
+    assert replayed(said(publisher, None)).counts() == counts
     publisher.publish([AllBlocksCleared()])
     assert publisher.mirror.counts() == {}
     publisher.check()
@@ -187,13 +151,6 @@ def test_chunks_are_of_the_size_asked_for_and_lose_nothing():
     assert [chunk.last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert all(sum(len(unpack_hashes(e.block_hashes)) for e in chunk.events) <= 4 for chunk in chunks)
     assert replayed(chunks).counts() == publisher.mirror.counts()
-
-
-def test_hashes_of_64_bits_survive():
-    publisher = EventPublisher()
-    publisher.publish([stored(2**64 - 1, 2**63, parent=2**63 + 1)])
-    (snapshot,) = said(publisher, None)
-    assert snapshot.events == (stored(2**64 - 1, 2**63, parent=2**63 + 1),)
 
 
 def test_a_long_snapshot_is_made_a_bounded_part_at_a_time():

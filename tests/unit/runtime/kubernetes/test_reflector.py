@@ -12,7 +12,6 @@ from penstock.runtime.kubernetes.access import KubernetesAccess
 from penstock.runtime.kubernetes.client import LEASES, KubernetesClient, KubernetesError, Listing
 from penstock.runtime.kubernetes.reflector import Pace, Reflector
 from penstock.sim.loop.loop import run_virtual
-from penstock.testing.loop import run_async
 
 
 class Scripted:
@@ -79,29 +78,26 @@ def test_an_error_after_a_long_watch_has_the_first_pause():
     assert client.watches == 5
 
 
-def test_a_watch_of_a_dead_connection_ends_by_the_clients_own_deadline():
-    async def scenario():
-        ended = asyncio.Event()
+async def test_a_watch_of_a_dead_connection_ends_by_the_clients_own_deadline():
+    ended = asyncio.Event()
 
-        async def silent(reader, writer):
-            await reader.readuntil(b"\r\n\r\n")
-            bookmark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "7"}}}
-            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps(bookmark).encode() + b"\n")
-            await reader.read()
-            writer.close()
-            await writer.wait_closed()
-            ended.set()
+    async def silent(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        bookmark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "7"}}}
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps(bookmark).encode() + b"\n")
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
 
-        server = await asyncio.start_server(silent, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        access = KubernetesAccess(f"http://127.0.0.1:{port}", namespace="default", token="t")
-        async with KubernetesClient(access, timeout_s=1.0) as client:
-            watch = client.watch(LEASES, "", "1", seconds=0)
-            first, bookmark = [event async for event in watch]
-            assert first is None
-            assert bookmark.object["metadata"]["resourceVersion"] == "7"
-        await ended.wait()
-        server.close()
-        await server.wait_closed()
-
-    run_async(scenario(), timeout_s=30.0)
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    access = KubernetesAccess(f"http://127.0.0.1:{port}", namespace="default", token="t")
+    async with KubernetesClient(access, timeout_s=1.0) as client:
+        watch = client.watch(LEASES, "", "1", seconds=0)
+        first, bookmark = [event async for event in watch]
+        assert first is None
+        assert bookmark.object["metadata"]["resourceVersion"] == "7"
+    await ended.wait()
+    server.close()
+    await server.wait_closed()

@@ -9,7 +9,8 @@ import pytest
 
 from penstock.runtime.observations.gpu_meter import GpuMeter, gpu_names
 from penstock.runtime.observations.windows import GpuUse
-from penstock.sim.loop.loop import run_virtual
+
+pytestmark = pytest.mark.virtual
 
 
 class NVMLError(Exception):
@@ -70,20 +71,17 @@ def test_what_is_not_there_is_not_read(nvml, monkeypatch):
     assert GpuMeter.open(["0"]) is None
 
 
-def test_a_meter_reads_each_second(nvml):
-    async def main():
-        meter = GpuMeter.open(["0"])
+async def test_a_meter_reads_each_second(nvml):
+    meter = GpuMeter.open(["0"])
+    assert meter.latest is None
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(meter.run())
+        await asyncio.sleep(0.5)
+        assert meter.latest.watts == 300.0
+        nvml.is_broken = True
+        await asyncio.sleep(1.0)
         assert meter.latest is None
-        async with asyncio.TaskGroup() as group:
-            task = group.create_task(meter.run())
-            await asyncio.sleep(0.5)
-            assert meter.latest.watts == 300.0
-            nvml.is_broken = True
-            await asyncio.sleep(1.0)
-            assert meter.latest is None
-            task.cancel()
-
-    run_virtual(main())
+        task.cancel()
 
 
 def test_names_are_those_of_visible_devices():
