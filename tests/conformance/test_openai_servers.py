@@ -101,13 +101,6 @@ async def test_an_end_of_sequence_token_is_the_last_of_its_delta(api: str) -> No
         assert 0 not in case.tokens("a")[:-1]
 
 
-async def test_a_stop_token_of_the_request_ends_it() -> None:
-    async with fake_of() as fake, driven(fake) as case:
-        stop = fake.continuation(PROMPT, 6)[5]
-        end = await case.ask(stop_token_ids=(stop,), ignore_eos=True)
-        assert (end.finish_reason, token_list(end.token_ids)) == (FinishReason.STOP, [stop])
-
-
 @pytest.mark.parametrize("api", IDS_APIS)
 async def test_logprobs_come_with_every_token(api: str) -> None:
     async with fake_of(api) as fake, driven(fake) as case:
@@ -298,21 +291,8 @@ async def test_a_broken_answer_fails_so_that_the_request_goes_elsewhere(name: st
         assert end.finish_reason is FinishReason.LENGTH
 
 
-async def test_a_stalled_answer_ends_in_time() -> None:
-    async def stall(server: FakeServer, response: web.StreamResponse, count: int) -> None:
-        await asyncio.sleep(60)
-
-    async with fake_of() as fake, driven(fake, limits={"silence_s": 1.0}) as case:
-        fake.fault = after(3, stall)
-        end = await case.ask()
-        assert end.error is not None
-        assert end.error.code == "step_failed"
-        assert "no answer within 1 s" in end.error.message
-        await case.until(lambda: fake.open == 0)
-
-
-@pytest.mark.parametrize("content", [b": ping\n\n", b'data: {"choices": [{"token_ids": []}]}\n\n'])
-async def test_bytes_that_bring_no_token_are_silence(content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b": ping\n\n", b'data: {"choices": [{"token_ids": []}]}\n\n'])
+async def test_silence_and_bytes_that_bring_no_token_end_an_answer(content: bytes) -> None:
     async def flood(server: FakeServer, response: web.StreamResponse, count: int) -> None:
         while True:
             await response.write(content)
@@ -322,8 +302,10 @@ async def test_bytes_that_bring_no_token_are_silence(content: bytes) -> None:
         fake.fault = after(3, flood)
         end = await case.ask()
         assert end.error is not None
-        assert "no answer within 1 s: no token came" in end.error.message
+        assert end.error.code == "step_failed"
+        assert "no answer within 1 s" in end.error.message
         assert case.tokens("a") == fake.continuation(PROMPT, 3)
+        await case.until(lambda: fake.open == 0)
 
 
 @pytest.mark.parametrize("ending", ["cut", "hang", "garbage"])
@@ -340,8 +322,7 @@ async def test_what_goes_wrong_after_the_finish_reason_does_not_reach_the_client
 
     async with fake_of() as fake, driven(fake, limits={"silence_s": 30.0}) as case:
         fake.fault = after(3, break_off)
-        async with asyncio.timeout(15):
-            end = await case.ask()
+        end = await case.ask()
         assert end.error is None
         assert end.finish_reason is FinishReason.STOP
         assert case.tokens("a") == [*fake.continuation(PROMPT, 3), fake.eos_token_id]
@@ -410,7 +391,7 @@ async def test_the_requests_of_a_silent_server_go_elsewhere_before_their_own_lim
     limits = {"silence_s": 60.0}
     async with (
         fake_of(token_s=0.01) as fake,
-        driven(fake, limits=limits, health={"interval_s": 0.05, "timeout_s": 0.1, "failures_max": 2}) as case,
+        driven(fake, limits=limits, health={"interval_s": 0.05, "timeout_s": 0.5, "failures_max": 2}) as case,
     ):
         case.engine.submit(make_request("a", max_tokens=2000, ignore_eos=True))
         await case.until(lambda: "a" in case.deltas)
@@ -418,7 +399,7 @@ async def test_the_requests_of_a_silent_server_go_elsewhere_before_their_own_lim
         end = await case.ends("a")
         assert end.error is not None
         assert end.error.code == "step_failed"
-        assert "no answer within 0.1 s" in end.error.message
+        assert "no answer within 0.5 s" in end.error.message
         fake.silent = False
         await case.until(lambda: case.problems[-1] is None)
 
@@ -454,25 +435,26 @@ async def test_a_context_length_below_one_is_none(length: int) -> None:
 # -- load
 
 
-async def test_a_server_serves_whatever_its_metrics_are() -> None:
-    for metrics in (
+@pytest.mark.parametrize(
+    "metrics",
+    [
         'vllm:cache_config_info{block_size="16",num_gpu_blocks="%s"} 1\n' % ("9" * 5000),
         "vllm:num_requests_running 1\n" * 200_000,
-    ):
-        fake = fake_of()
-        fake.metrics = metrics
-        async with fake, driven(fake) as case:
-            assert (await case.ask()).finish_reason is FinishReason.LENGTH
-            assert case.engine.load().total_blocks == 0
+    ],
+    ids=["a long number", "many lines"],
+)
+async def test_a_server_serves_whatever_its_metrics_are(metrics: str) -> None:
+    async with fake_of(metrics=metrics) as fake, driven(fake) as case:
+        assert (await case.ask()).finish_reason is FinishReason.LENGTH
+        assert case.engine.load().total_blocks == 0
 
 
 async def test_metrics_tell_of_the_requests_of_others() -> None:
-    fake = fake_of(token_s=0.01)
-    fake.metrics = (
+    metrics = (
         'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
         'vllm:num_requests_running{model="m"} 0.0\nvllm:num_requests_waiting 0.0\nvllm:kv_cache_usage_perc 0.0\n'
     )
-    async with fake, driven(fake) as case:
+    async with fake_of(token_s=0.01, metrics=metrics) as fake, driven(fake) as case:
         assert (await case.engine.start()).total_blocks == 200
         assert case.engine.load().running_requests == 0
         fake.metrics = (
@@ -486,9 +468,7 @@ async def test_metrics_tell_of_the_requests_of_others() -> None:
 @pytest.mark.parametrize("metrics", ["", "broken"], ids=["gone", "broken"])
 async def test_load_that_is_told_no_more_is_forgotten_until_it_is_told_again(metrics: str) -> None:
     told = "vllm:num_requests_running 5.0\n"
-    fake = fake_of()
-    fake.metrics = told
-    async with fake, driven(fake) as case:
+    async with fake_of(metrics=told) as fake, driven(fake) as case:
         await case.until(lambda: case.engine.load().running_requests == 5)
         fake.metrics = metrics
         await case.until(lambda: case.engine.load().running_requests == 0)
@@ -523,11 +503,11 @@ async def test_kv_events_of_the_server_are_those_of_its_steps(tmp_path: Path) ->
         publisher.bind(endpoint)
         async with fake_of() as fake, driven(fake, replace(SERVING, follow=follow)) as case:
             assert (await case.engine.start()).kv_events
-            for number in range(1000):
-                if case.events:
-                    break
+            number = 0
+            while not case.events:
                 payload = msgspec.msgpack.encode([0.0, [stored], 0])
                 await publisher.send_multipart([b"", number.to_bytes(8, "big"), payload])
+                number += 1
                 await asyncio.sleep(0.01)
             (event,) = case.events[:1]
             assert isinstance(event, BlockStored)
@@ -577,5 +557,5 @@ async def test_sglang_pairs_meet_in_a_room_and_run_together() -> None:
         assert decode.tokens("d") == second.continuation(PROMPT, 12)
         (room,) = second.pulled
         assert (room["host"], room["port"]) == ("127.0.0.1", 9001)
-        await prefill.until(lambda: not prefill.engine._streams)
+        await prefill.until(lambda: prefill.engine.load().running_requests == 0)
         assert prefill.engine.load().failed_steps == 0

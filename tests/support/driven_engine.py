@@ -1,7 +1,7 @@
 """Engines in front of servers, whose steps are read by a task."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,14 +23,6 @@ SERVING = Serving(
     max_batch_tokens=512,
 )  # fmt: skip
 PROMPT = TOKENIZER.encode("the quick brown fox jumps over the lazy dog").ids
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(90):
-            await main
-
-    asyncio.run(bounded())
 
 
 class Driven:
@@ -57,7 +49,7 @@ class Driven:
             self._news.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not holds():  # noqa: ASYNC110 - the state is another task's
                 await asyncio.sleep(0.005)
 
