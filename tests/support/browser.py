@@ -9,7 +9,6 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 FLAGS = [
@@ -59,9 +58,7 @@ class Page:
         self._call("Emulation.setDeviceMetricsOverride", self._size)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         os.close(self._read)

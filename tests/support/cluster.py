@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from prometheus_client import CollectorRegistry
@@ -56,9 +55,7 @@ class MemoryCluster:
         await self._group.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for member in self._members.values():
             member.task.cancel()
         await self._group.__aexit__(None, None, None)

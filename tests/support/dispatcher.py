@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Self, cast
 
 from penstock.core.errors import RequestError
@@ -138,9 +137,7 @@ class ScriptedStream:
         self._dispatcher.open_streams += 1
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._dispatcher.open_streams -= 1
         self._dispatcher.cancelled += not self._finished
         close = getattr(self._deltas, "aclose", None)

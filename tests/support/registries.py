@@ -11,7 +11,6 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from penstock.transfer.tls import TlsConfig
@@ -103,9 +102,7 @@ class RegistryServer:
         await asyncio.to_thread(self.start)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -77,11 +76,9 @@ class Load:
             self._group.create_task(self._repeat(self._session, prompt))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *how: Any) -> None:
         self._ends = True
-        await self._stack.__aexit__(kind, error, trace)
+        await self._stack.__aexit__(*how)
 
     async def more(self, count: int) -> None:
         """Wait until `count` more streams have ended."""

@@ -13,7 +13,6 @@ import json
 import secrets
 import ssl
 from collections.abc import AsyncGenerator
-from types import TracebackType
 from typing import Any, Self
 
 from aiohttp import web
@@ -123,9 +122,7 @@ class ApiServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.resume()
         await self.stop()
 

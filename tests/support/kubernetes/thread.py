@@ -5,7 +5,6 @@ import json
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from tests.support.kubernetes.api_server import ApiServer
@@ -27,9 +26,7 @@ class ApiServerThread:
         self.call(self.server.start)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.server.resume()
         self.call(self.server.stop)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -22,14 +22,13 @@ def shake(client=OURS, server=THEIRS, *, expected=7, **changes):
     return reply
 
 
-def test_those_of_one_deployment_accept_each_other():
-    reply = shake()
+@pytest.mark.parametrize(
+    ("expected", "version"),
+    [(7, WIRE_VERSION), (None, WIRE_VERSION), (7, WIRE_VERSION - 1), (7, WIRE_VERSION + 1)],
+)
+def test_those_of_one_deployment_and_of_neighbouring_versions_accept_each_other(expected, version):
+    reply = shake(expected=expected, wire_version=version)
     assert (reply.process, reply.worker_id) == ("worker-0", 7)
-
-
-@pytest.mark.parametrize("expected", [7, None])
-def test_who_expects_nobody_in_particular_is_content(expected):
-    shake(expected=expected)
 
 
 def test_another_worker_is_not_whom_one_expects():

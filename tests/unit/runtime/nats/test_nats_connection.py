@@ -58,10 +58,6 @@ async def test_a_cancellation_that_has_ended_before_is_not_raised_again():
     assert await uncancelled(asyncio.sleep(0, "answer")) == "answer"
 
 
-async def test_answers_come_through():
-    assert await uncancelled(asyncio.sleep(0, "answer")) == "answer"
-
-
 async def test_a_cancellation_while_a_connection_ends_by_an_error_ends_keep():
     connection = NatsConnection(
         ["nats://127.0.0.1:1"], None, needs="", rng=random.Random(1), tls=None, config=DiscoveryConfig()
@@ -89,7 +85,7 @@ async def test_a_cancellation_while_a_connection_ends_by_an_error_ends_keep():
     connection.close()
     keeping.cancel()
     may_end.set()
-    done, _ = await asyncio.wait([keeping], timeout=5.0)
+    done, _ = await asyncio.wait([keeping], timeout=60.0)
     for _ in range(9):
         keeping.cancel()
         await asyncio.sleep(0)
