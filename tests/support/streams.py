@@ -76,7 +76,7 @@ class Load:
             self._group.create_task(self._repeat(self._session, prompt))
         return self
 
-    async def __aexit__(self, *how: Any) -> None:
+    async def __aexit__(self, *how: object) -> None:
         self._ends = True
         await self._stack.__aexit__(*how)
 
