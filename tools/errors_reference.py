@@ -3,7 +3,7 @@
 import ast
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -112,16 +112,18 @@ def _fixes_by_code() -> dict[str, str]:
     return {code: cells[-1].strip() for cells in rows for code in re.findall(r"`(\w+)`", cells[0])}
 
 
+@cache
 def messages() -> list[Said]:
     """Find all of them, each once, by area and text."""
     areas = {folder: area for area, folders in AREAS.items() for folder in folders}
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCES.rglob("*.py"))}
-    codes = _codes(trees.values())
+    paths = sorted(SOURCES.rglob("*.py"))
+    nodes = {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in paths}
+    codes = _codes([node for each in nodes.values() for node in each])
     found: dict[tuple[str, str], Said] = {}
-    for path, tree in trees.items():
+    for path in paths:
         if (area := areas.get(path.relative_to(SOURCES).parts[0])) is None:
             continue
-        for node in ast.walk(tree):
+        for node in nodes[path]:
             if isinstance(node, ast.Call) and node.args and (kind := _name(node.func)) in codes:
                 for text in (" ".join(text.split()) for text in _texts(node.args[0])):
                     said = Said(area, text, "" if kind in OWN_FIX else codes[kind])
@@ -130,9 +132,8 @@ def messages() -> list[Said]:
     return sorted(found.values())
 
 
-def _codes(trees: Iterable[ast.Module]) -> dict[str, str]:
+def _codes(nodes: Sequence[ast.AST]) -> dict[str, str]:
     """Give the code of each error by its class, and of functions that make one of a message: those have their own fixes."""
-    nodes = [node for tree in trees for node in ast.walk(tree)]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     codes, before = {ROOT_KIND: "internal_error"}, 0
     while len(codes) > before:
