@@ -62,16 +62,19 @@ class TestVllm(ServerSuite):
     api = "vllm"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 class TestTrtllm(ServerSuite):
     api = "trtllm"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 class TestSglang(ServerSuite):
     api = "sglang"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 class TestLlamaCpp(ServerSuite):
     api = "llamacpp"

@@ -60,6 +60,7 @@ class TestPagedEngine(EngineSuite, CachingEngineSuite, MovableKvSuite, KvManaged
         return paged_engine(*configs(self.checkpoint, setup))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 class TestPagedEngineWithHostTier(EngineSuite, CachingEngineSuite, MovableKvSuite):
     vocab_size: ClassVar[int] = 512

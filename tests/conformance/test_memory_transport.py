@@ -1,5 +1,7 @@
 """The reference transport, over a link within the process and over sockets."""
 
+import pytest
+
 from penstock.testing.peer_transport import PeerTransportSuite
 from penstock.testing.transports.harness import TwoAgents
 from penstock.transfer import TransferConfig
@@ -17,6 +19,7 @@ class TestMemoryTransport(PeerTransportSuite):
         return EndlessCopies(_memory, size_bytes=size_bytes, config=TransferConfig(listen=("memory",)))
 
 
+@pytest.mark.nightly
 class TestMemoryTransportWithSocketLinks(PeerTransportSuite):
     @staticmethod
     def harness(size_bytes: int) -> TwoAgents:

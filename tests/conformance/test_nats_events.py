@@ -4,6 +4,7 @@ import asyncio
 import random
 from contextlib import asynccontextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -60,6 +61,7 @@ class TestNatsEvents(EventPlaneSuite):
     is_carried = True
 
 
+@pytest.mark.nightly
 class TestRequestsBesideNats(CallsSuite):
     """Requests go as they do without a carrier."""
 
@@ -93,15 +95,17 @@ async def until_carried(scene, follower):
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("fault", ["killed", "stopped"])
-async def test_events_go_on_by_connections_while_the_server_is_away(fault):
+@pytest.mark.parametrize("fault", ["killed", pytest.param("stopped", marks=pytest.mark.nightly)])
+async def test_events_and_load_reports_go_on_by_connections_while_the_server_is_away(fault):
     async with following() as (scene, follower):
         server = scene.harness.server
         await until_carried(scene, follower)
         at = follower.subscriber.sequence
         server.kill() if fault == "killed" else server.pause()
+        accepted = scene.sink.loads[-1].accepted_requests
         await publish(scene, 1, 2, 3)
         await follower.until_at(at + 3)
+        await scene.sink.until(lambda: scene.sink.loads[-1].accepted_requests > accepted)
         assert {1, 2, 3} <= follower.blocks
         if fault == "killed":
             await asyncio.to_thread(server.start)
@@ -114,15 +118,6 @@ async def test_events_go_on_by_connections_while_the_server_is_away(fault):
         assert follower.snapshots == 1, "tails were enough"
 
 
-async def test_load_reports_go_on_by_connections_while_the_server_is_away():
-    async with following() as (scene, follower):
-        await until_carried(scene, follower)
-        scene.harness.server.kill()
-        accepted = scene.sink.loads[-1].accepted_requests
-        await publish(scene, 1)
-        await scene.sink.until(lambda: scene.sink.loads[-1].accepted_requests > accepted)
-
-
 async def test_what_others_write_is_refused_and_counted_once_in_logs():
     async with following() as (scene, follower):
         await until_carried(scene, follower)
@@ -130,7 +125,7 @@ async def test_what_others_write_is_refused_and_counted_once_in_logs():
         at = follower.subscriber.sequence
         batch = EventBatch(sequence=at + 1, events=(AllBlocksCleared(),))
         forged = Broadcast(worker_id=scene.instance.worker_id, ranks=(RankNews(batches=(batch,)),))
-        heard = []
+        heard, refused = [], []
 
         async def opening(client):
             return client
@@ -143,23 +138,16 @@ async def test_what_others_write_is_refused_and_counted_once_in_logs():
                 carrier(scene.harness.server.url, identity, BroadcastMetrics(registry)) as listening,
                 stranger.connected() as (_, client),
             ):
-                listening.follow(scene.instance.worker_id, 0, b"key", Listener(heard))
-                dropped = 0
-                while not dropped:
+                listener = SimpleNamespace(push_event=heard.append, push_load=heard.append)
+                listening.follow(scene.instance.worker_id, 0, b"key", listener)
+                while len(refused) < 2:  # here and in the scene
                     for data in (b"", b"x" * 100, seal(b"another secret", forged), seal(SECRET, forged)[:-1]):
                         subject = f"penstock.suite.events.{scene.instance.worker_id:016x}"
                         await client.publish(subject, data)
                     await asyncio.sleep(0.02)
-                    name = "penstock_runtime_broadcasts_dropped_total"
-                    dropped = registry.get_sample_value(name, {"reason": "refused"}) or 0
+                    refused = [line for line in logs if line["event"] == "broadcast_refused"]
+        assert registry.get_sample_value("penstock_runtime_broadcasts_dropped_total", {"reason": "refused"})
+        assert len(refused) == 2, "once each"
         assert not heard
-        assert len([line for line in logs if line["event"] == "broadcast_refused"]) == 2, (
-            "here and in the scene"
-        )
         assert follower.subscriber.sequence == at
         assert follower.blocks
-
-
-class Listener:
-    def __init__(self, heard):
-        self.push_event = self.push_load = heard.append

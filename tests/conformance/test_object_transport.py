@@ -26,6 +26,7 @@ class TestObjectTransport(TransportSuite):
         return _own_objects("memory:///", size_bytes)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 class TestObjectTransportOnDirectory(TransportSuite):
     size_bytes = 5 << 19

@@ -1,5 +1,6 @@
 from functools import partial
 
+import pytest
 import uvloop
 
 from penstock.testing.planes.harness import TcpPlaneHarness
@@ -10,6 +11,7 @@ class TestTcpPlane(RanksSuite):
     harness = TcpPlaneHarness
 
 
+@pytest.mark.nightly
 class TestTcpPlaneOnTheOtherLoops(RanksSuite):
     harness = partial(TcpPlaneHarness, loop="asyncio")
     loop_factory = uvloop.new_event_loop

@@ -29,6 +29,7 @@ class TestTcpTransport(PeerTransportSuite):
         return TwoAgents(_tcp, size_bytes=size_bytes, config=TransferConfig(listen=("tcp://127.0.0.1:0",)))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 class TestTcpTransportOverUnixSockets(PeerTransportSuite):
     large_bytes = 24 << 20

@@ -53,6 +53,7 @@ class TestTlsPlane(_OverTls, CallsSuite):
     pass
 
 
+@pytest.mark.nightly
 class TestTlsEvents(_OverTls, EventPlaneSuite):
     pass
 
