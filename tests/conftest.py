@@ -32,6 +32,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile(
     "quick", hypothesis.settings.get_profile("penstock"), max_examples=10
 )  # what `make check` has time for: of the 7 bugs that tests plant in state machines, 10 examples find 6, and 25 no more
+hypothesis.settings.register_profile(
+    "without nightly", hypothesis.settings.get_profile("penstock"), max_examples=25
+)  # a quarter of the time of properties; the night tries 100
 hypothesis.settings.load_profile("penstock")
 
 
@@ -47,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that runs the tests in the background has them ignore SIGINT, which programs under test would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "not nightly" in config.option.markexpr:
+        hypothesis.settings.load_profile("without nightly")
     if config.option.folder_durations and _PROCESS is None:
         config.pluginmanager.register(FolderDurations())
     # Commands choose among the deployments that run on this host: tests see neither the user's nor another process's.
