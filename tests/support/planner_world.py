@@ -17,6 +17,7 @@ from penstock.planner.estimate.slo import Slo
 from penstock.planner.explain.record import DecisionRecord
 from penstock.planner.observe.observation import Demand, Observation, WorkerView
 from penstock.planner.planner import Planner
+from penstock.planner.policy import Policy
 from penstock.runtime.observations.windows import Digest, bucket_of
 
 MODEL = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"))
@@ -41,6 +42,8 @@ class World:
         start_s: float = 20.0,
         workers_max: int = 64,
         slo: Slo = SLO,
+        price: float | None = None,
+        policy: type[Policy] = Policy,
         **settings: Any,
     ) -> None:
         self.connector = MemoryConnector(
@@ -53,12 +56,14 @@ class World:
         self.frontends: tuple[str, ...] = ("frontend-1",)
         self.records: list[DecisionRecord] = []
         self.capacities = [
-            Capacity(role=role, model=MODEL, max_batch_tokens=TOKENS[role]) for role in replicas
+            Capacity(role=role, model=MODEL, max_batch_tokens=TOKENS[role], price=price) for role in replicas
         ]
+        config = PlannerConfig(**settings)
         self.planner = Planner(
             self.connector,
             self.observe,
-            config=PlannerConfig(**settings),
+            config=config,
+            policy=policy(config, slo, self.capacities),
             slo=slo,
             capacities=self.capacities,
             on_record=self.records.append,

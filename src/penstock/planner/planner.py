@@ -61,6 +61,7 @@ class Planner:
         config: PlannerConfig,
         slo: Slo,
         capacities: Sequence[Capacity],
+        policy: Policy | None = None,
         by: str = BY,
         on_record: Callable[[DecisionRecord], None] = lambda _record: None,
         on_round: Callable[[float, str], None] = lambda _seconds, _error: None,
@@ -74,6 +75,7 @@ class Planner:
             slo: latency targets.
             capacities: the latency model of each role's workers, with prices in the unit of `config.budget`: one aggregated
                 role, prefill and decode, or all three.
+            policy: decides and damps; left out, the one that these settings make.
             by: the planner's name for the connector.
             on_record: called with the record of each round.
             on_round: called with the seconds of each round of `run` and why it failed, empty if it did not.
@@ -81,7 +83,7 @@ class Planner:
         Raises:
             ConfigError: the roles cannot be planned, a bound names none of them, or the budget pays no replica of each.
         """
-        self._policy = Policy(config, slo, capacities)
+        self._policy = policy or Policy(config, slo, capacities)
         self._observe = observe
         self._config = config
         self._slo = slo

@@ -17,8 +17,8 @@ from penstock.planner.explain.entries import Round, Run
 from penstock.planner.explain.record import DecisionRecord
 from penstock.planner.explain.replay import Replay
 from penstock.planner.policy import Policy
-from penstock.sim.loop.loop import run_virtual
-from tests.support.planner_world import World
+from tests.support.planner_world import SLO, World
+from tests.support.virtual_time import virtual
 
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
 
@@ -31,257 +31,194 @@ async def running(world):
         task.cancel()
 
 
-def test_workers_follow_a_step_of_load_up_and_down():
-    async def main():
-        world = World({A: 1}, max_workers=16)
-        async with running(world):
-            await asyncio.sleep(400)
-            assert await world.counts() == {A: 1}
-            world.rate_per_s = 60.0
-            await asyncio.sleep(120)
-            peak = (await world.counts())[A]
-            assert world.needed(60.0) <= peak <= world.needed(2 * 60.0)
-            world.rate_per_s = 5.0
-            await asyncio.sleep(90)
-            assert (await world.counts())[A] == peak, "cools down"
-            await asyncio.sleep(1500)
-            assert await world.counts() == {A: world.needed(5.0)}
-
-    run_virtual(main())
-
-
-def test_a_new_planner_does_not_scale_in_at_once():
-    async def main():
-        world = World({A: 6}, cool_down_s=300)
-        async with running(world):
-            await asyncio.sleep(299)
-            assert await world.counts() == {A: 6}
-            assert "cool-down" in world.records[-1].explain()
-            await asyncio.sleep(10)
-            assert await world.counts() == {A: 1}
-
-    run_virtual(main())
-
-
-def test_a_queue_adds_workers_within_seconds():
-    async def main():
-        world = World({A: 1}, start_s=60, floor_period_s=60)
-        async with running(world):
-            world.rate_per_s = 1.0
-            await asyncio.sleep(100)
-            assert await world.counts() == {A: 1}
-            world.queued = 3000
-            await asyncio.sleep(5)
-            assert (await world.counts())[A] > 1
-            assert not world.records[-1].is_floor
-            assert "3000 queued" in world.records[-1].explain()
-
-    run_virtual(main())
-
-
-def test_roles_are_exchanged_before_workers_start():
-    async def main():
-        world = World({P: 1, D: 5}, cool_down_s=3600)
-        world.rate_per_s = 40.0
-        async with running(world):
-            await asyncio.sleep(15)
-            first = next(record for record in world.records if record.is_change)
-            assert first.flips
-            assert all(role is P for _, role in first.flips)
-            assert not first.adds
-            assert sum((await world.counts()).values()) == 6
-
-    run_virtual(main())
-
-
-def test_an_slo_error_of_warm_workers_adds_and_one_of_cold_workers_waits():
-    async def main():
-        world = World({A: 2}, cold_s=30)
-        world.rate_per_s, world.ttft_s = 10.0, 0.9
-        async with running(world):
-            await asyncio.sleep(29)
-            assert world.records[-1].decision.expected.ttft_s is None
-            await asyncio.sleep(10)
-            assert any(record.decision.expected.ttft_s for record in world.records)
-            assert (await world.counts())[A] == 4
-            await asyncio.sleep(15)
-            assert (await world.counts())[A] == 4, "what starts counts, and its latencies are not judged"
-
-    run_virtual(main())
-
-
-def test_a_persons_change_is_respected_for_a_while():
-    async def main():
-        world = World({A: 2}, act={"hold_s": 600}, cool_down_s=0)
-        world.rate_per_s = 5.0
-        async with running(world):
-            await asyncio.sleep(30)
-            before = await world.counts()
-            await world.connector.add(A, 3, by="penstock scale")
-            await asyncio.sleep(590)
-            assert await world.counts() == {A: before[A] + 3}
-            held = world.records[-1]
-            assert held.held.startswith("penstock scale has set")
-            assert (held.target, held.damped, held.is_change) == (held.now, (), False)
-            await asyncio.sleep(60)
-            assert await world.counts() == {A: world.needed(5.0)}
-
-    run_virtual(main())
-
-
-def test_without_frontends_nothing_changes():
-    async def main():
-        world = World({A: 3}, cool_down_s=0)
-        world.frontends = ()
-        async with running(world):
-            await asyncio.sleep(300)
-            assert await world.counts() == {A: 3}
-            assert "nothing is known of the demand" in world.records[-1].explain()
-
-    run_virtual(main())
-
-
-def test_a_dry_run_decides_and_changes_nothing():
-    async def main():
-        world = World({A: 1}, act={"dry_run": True})
+@virtual
+async def test_workers_follow_a_step_of_load_up_and_down():
+    world = World({A: 1}, max_workers=16)
+    async with running(world):
+        await asyncio.sleep(400)
+        assert await world.counts() == {A: 1}
         world.rate_per_s = 60.0
-        async with running(world):
-            await asyncio.sleep(120)
-            assert await world.counts() == {A: 1}
-            assert world.records[-1].adds[A] > 1
-            assert world.records[-1].explain().startswith("would: ")
+        await asyncio.sleep(120)
+        peak = (await world.counts())[A]
+        assert world.needed(60.0) <= peak <= world.needed(2 * 60.0)
+        world.rate_per_s = 5.0
+        await asyncio.sleep(90)
+        assert (await world.counts())[A] == peak, "cools down"
+        await asyncio.sleep(1500)
+        assert await world.counts() == {A: world.needed(5.0)}
 
-    run_virtual(main())
+
+@virtual
+async def test_a_queue_adds_workers_within_seconds():
+    world = World({A: 1}, start_s=60, floor_period_s=60)
+    async with running(world):
+        world.rate_per_s = 1.0
+        await asyncio.sleep(100)
+        assert await world.counts() == {A: 1}
+        world.queued = 3000
+        await asyncio.sleep(5)
+        assert (await world.counts())[A] > 1
+        assert not world.records[-1].is_floor
+        assert "3000 queued" in world.records[-1].explain()
+
+
+@virtual
+async def test_roles_are_exchanged_before_workers_start():
+    world = World({P: 1, D: 5}, cool_down_s=3600)
+    world.rate_per_s = 40.0
+    async with running(world):
+        await asyncio.sleep(15)
+        first = next(record for record in world.records if record.is_change)
+        assert first.flips
+        assert all(role is P for _, role in first.flips)
+        assert not first.adds
+        assert sum((await world.counts()).values()) == 6
+
+
+@virtual
+async def test_an_slo_error_of_warm_workers_adds_and_one_of_cold_workers_waits():
+    world = World({A: 2}, cold_s=30)
+    world.rate_per_s, world.ttft_s = 10.0, 0.9
+    async with running(world):
+        await asyncio.sleep(29)
+        assert world.records[-1].decision.expected.ttft_s is None
+        await asyncio.sleep(10)
+        assert any(record.decision.expected.ttft_s for record in world.records)
+        assert (await world.counts())[A] == 4
+        await asyncio.sleep(15)
+        assert (await world.counts())[A] == 4, "what starts counts, and its latencies are not judged"
+
+
+@virtual
+async def test_a_persons_change_is_respected_for_a_while():
+    world = World({A: 2}, act={"hold_s": 600}, cool_down_s=0)
+    world.rate_per_s = 5.0
+    async with running(world):
+        await asyncio.sleep(30)
+        before = await world.counts()
+        await world.connector.add(A, 3, by="penstock scale")
+        await asyncio.sleep(590)
+        assert await world.counts() == {A: before[A] + 3}
+        held = world.records[-1]
+        assert held.held.startswith("penstock scale has set")
+        assert (held.target, held.damped, held.is_change) == (held.now, (), False)
+        await asyncio.sleep(60)
+        assert await world.counts() == {A: world.needed(5.0)}
+
+
+@pytest.mark.parametrize("replicas", [{A: 3}, {A: 1, P: 1, D: 0}])
+@virtual
+async def test_without_frontends_nothing_changes(replicas):
+    world = World(replicas, min_workers=1, cool_down_s=0)
+    world.frontends = ()
+    async with running(world):
+        await asyncio.sleep(300)
+        assert await world.counts() == replicas
+        assert "nothing is known of the demand" in world.records[-1].explain()
+
+
+@virtual
+async def test_a_dry_run_decides_and_changes_nothing():
+    world = World({A: 1}, act={"dry_run": True})
+    world.rate_per_s = 60.0
+    async with running(world):
+        await asyncio.sleep(120)
+        assert await world.counts() == {A: 1}
+        assert world.records[-1].adds[A] > 1
+        assert world.records[-1].explain().startswith("would: ")
 
 
 @pytest.mark.parametrize("error", [Unavailable("no supervisor answers"), ZeroDivisionError("a mistake")])
-def test_a_round_that_fails_is_tried_again(error):
-    async def main():
-        world = World({A: 1})
-        answers = world.connector.scale
+@virtual
+async def test_a_round_that_fails_is_tried_again(error):
+    world = World({A: 1})
+    answers = world.connector.scale
 
-        async def nobody(after=None):
-            raise error
+    async def nobody(after=None):
+        raise error
 
-        world.connector.scale = nobody
-        async with running(world):
-            await asyncio.sleep(100)
-            world.connector.scale = answers
-            await asyncio.sleep(60)
-            assert world.records
-
-    run_virtual(main())
-
-
-def test_an_slo_out_of_reach_runs_at_max_and_says_so():
-    async def main():
-        world = World({A: 1}, max_workers=5, slo=Slo(ttft_s=0.005, itl_s=1.0))
-        world.rate_per_s = 2.0
-        async with running(world):
-            await asyncio.sleep(100)
-            assert await world.counts() == {A: 5}
-            assert "an idle worker's TTFT is" in world.records[-1].explain()
-
-    run_virtual(main())
+    world.connector.scale = nobody
+    async with running(world):
+        await asyncio.sleep(100)
+        world.connector.scale = answers
+        await asyncio.sleep(60)
+        assert world.records
 
 
 @pytest.mark.slow
-def test_an_slo_out_of_reach_now_and_then_is_said_once_until_it_was_in_reach_for_a_cool_down():
-    async def main():
-        world = World({A: 1}, max_workers=2, cool_down_s=600, floor_period_s=10)
-        world.rate_per_s = 1.0
-        async with running(world):
-            with structlog.testing.capture_logs() as said:
-                for _ in range(8):
-                    world.input_tokens = 50_000
-                    await asyncio.sleep(400)
-                    world.input_tokens = 100
-                    await asyncio.sleep(400)
-                shortfalls = [bool(record.decision.shortfall) for record in world.records if record.decision]
-                assert sum(one != other for one, other in itertools.pairwise(shortfalls)) > 8
-                assert _slo_events(said) == ["slo_out_of_reach"]
-                await asyncio.sleep(1200)
-                assert _slo_events(said) == ["slo_out_of_reach", "slo_in_reach"]
-
-    run_virtual(main())
+@virtual
+async def test_an_slo_out_of_reach_now_and_then_is_said_once_until_it_was_in_reach_for_a_cool_down():
+    world = World({A: 1}, max_workers=2, cool_down_s=600, floor_period_s=10)
+    world.rate_per_s = 1.0
+    async with running(world):
+        with structlog.testing.capture_logs() as said:
+            for _ in range(8):
+                world.input_tokens = 50_000
+                await asyncio.sleep(400)
+                world.input_tokens = 100
+                await asyncio.sleep(400)
+            shortfalls = [bool(record.decision.shortfall) for record in world.records if record.decision]
+            assert sum(one != other for one, other in itertools.pairwise(shortfalls)) > 8
+            assert _slo_events(said) == ["slo_out_of_reach"]
+            await asyncio.sleep(1200)
+            assert _slo_events(said) == ["slo_out_of_reach", "slo_in_reach"]
 
 
 def _slo_events(said):
     return [entry["event"] for entry in said if entry["event"].startswith("slo_")]
 
 
-def test_demand_is_forecast_in_intervals_of_two_reactions():
+@virtual
+async def test_demand_is_forecast_in_intervals_of_two_reactions():
     """A planner that looks every half second follows a step down within seconds, one that looks every 5 s not."""
-
-    async def main():
-        for react_period_s, is_fast in ((0.5, True), (5.0, False)):
-            world = World(
-                {A: 8}, react_period_s=react_period_s, floor_period_s=1, cool_down_s=0, cold_s=1, start_s=1
-            )
-            async with running(world):
-                world.rate_per_s = 40.0
-                await asyncio.sleep(202)
-                assert (await world.counts())[A] > 1
-                world.rate_per_s = 1.0
-                await asyncio.sleep(9)
-                assert ((await world.counts())[A] == 1) is is_fast
-
-    run_virtual(main())
-
-
-def test_before_the_first_request_nothing_starts():
-    async def main():
-        world = World({P: 1, D: 3}, slo=Slo(ttft_s=0.005, itl_s=0.001))
+    for react_period_s, is_fast in ((0.5, True), (5.0, False)):
+        world = World(
+            {A: 8}, react_period_s=react_period_s, floor_period_s=1, cool_down_s=0, cold_s=1, start_s=1
+        )
         async with running(world):
-            await asyncio.sleep(100)
-            assert await world.counts() == {P: 1, D: 3}
-
-    run_virtual(main())
-
-
-def test_room_bounds_both_roles_together():
-    async def main():
-        world = World({P: 1, D: 1}, workers_max=6, max_workers=16)
-        world.rate_per_s = 200.0
-        async with running(world):
-            await asyncio.sleep(200)
-            counts = await world.counts()
-            assert sum(counts.values()) == 6
-            assert min(counts.values()) >= 2
-            assert "GPUs, there are 6" in world.records[-1].explain()
-
-    run_virtual(main())
+            world.rate_per_s = 40.0
+            await asyncio.sleep(202)
+            assert (await world.counts())[A] > 1
+            world.rate_per_s = 1.0
+            await asyncio.sleep(9)
+            assert ((await world.counts())[A] == 1) is is_fast
 
 
-def test_aggregated_workers_become_disaggregated_ones_where_these_are_clearly_fewer_and_back():
-    async def main():
-        # At 10 ms of ITL, 18 aggregated workers do as much as 5 prefill and 6 decode workers: long steps with prompts hurt.
-        world = World({A: 20, P: 0, D: 0}, cool_down_s=60, max_workers=32, slo=Slo(ttft_s=0.5, itl_s=0.010))
-        world.rate_per_s = 100.0
-        async with running(world):
-            await asyncio.sleep(900)
-            counts = await world.counts()
-            assert counts[A] == 0
-            assert counts[P] + counts[D] <= 15
-            switched = next(record for record in world.records if record.flips)
-            assert not switched.adds
-            world.rate_per_s = 1.0  # one aggregated worker does what a prefill and a decode worker do
-            await asyncio.sleep(900)
-            assert await world.counts() == {A: 1, P: 0, D: 0}
-
-    run_virtual(main())
+@virtual
+async def test_before_the_first_request_nothing_starts():
+    world = World({P: 1, D: 3}, slo=Slo(ttft_s=0.005, itl_s=0.001))
+    async with running(world):
+        await asyncio.sleep(100)
+        assert await world.counts() == {P: 1, D: 3}
 
 
-def test_a_record_survives_the_wire():
-    async def main():
-        world = World({P: 1, D: 1})
-        world.rate_per_s = 60.0
-        async with running(world):
-            await asyncio.sleep(30)
-        for record in world.records:
-            assert msgspec.json.decode(msgspec.json.encode(record), type=DecisionRecord) == record
+@virtual
+async def test_room_bounds_both_roles_together():
+    world = World({P: 1, D: 1}, workers_max=6, max_workers=16)
+    world.rate_per_s = 200.0
+    async with running(world):
+        await asyncio.sleep(200)
+        counts = await world.counts()
+        assert sum(counts.values()) == 6
+        assert min(counts.values()) >= 2
+        assert "GPUs, there are 6" in world.records[-1].explain()
 
-    run_virtual(main())
+
+@virtual
+async def test_aggregated_workers_become_disaggregated_ones_where_these_are_clearly_fewer_and_back():
+    # At 10 ms of ITL, 18 aggregated workers do as much as 5 prefill and 6 decode workers: long steps with prompts hurt.
+    world = World({A: 20, P: 0, D: 0}, cool_down_s=60, max_workers=32, slo=Slo(ttft_s=0.5, itl_s=0.010))
+    world.rate_per_s = 100.0
+    async with running(world):
+        await asyncio.sleep(900)
+        counts = await world.counts()
+        assert counts[A] == 0
+        assert counts[P] + counts[D] <= 15
+        switched = next(record for record in world.records if record.flips)
+        assert not switched.adds
+        world.rate_per_s = 1.0  # one aggregated worker does what a prefill and a decode worker do
+        await asyncio.sleep(900)
+        assert await world.counts() == {A: 1, P: 0, D: 0}
 
 
 @pytest.mark.parametrize(
@@ -316,7 +253,8 @@ def test_settings_that_make_no_sense_are_refused(settings, text):
         PlannerConfig.parse(settings, source="graph.yaml")
 
 
-def test_workers_stay_after_an_interval_that_was_not_seen_whole():
+@virtual
+async def test_workers_stay_after_an_interval_that_was_not_seen_whole():
     """A supervisor that stood still hears afterwards of what arrived meanwhile; requests arrive as before."""
 
     class StoodStill(World):
@@ -328,84 +266,69 @@ def test_workers_stay_after_an_interval_that_was_not_seen_whole():
             self.rate_per_s = whole_per_s
             return seen
 
-    async def main():
-        world = StoodStill({A: 2}, cool_down_s=10.0, floor_period_s=10.0)
+    world = StoodStill({A: 2}, cool_down_s=10.0, floor_period_s=10.0)
+    world.rate_per_s = 40.0
+    for _ in range(40):
+        await world.planner.step()
+        await asyncio.sleep(5.0)
+    for seconds in (40.0, 5.0, 5.0, 5.0, 40.0, *[5.0] * 12):
+        await asyncio.sleep(seconds)
+        await world.planner.step()
+    after = world.records[40:]
+    assert {record.held for record in after} == {""}
+    assert min(record.target[A] for record in after) >= world.needed(40.0)
+
+
+class Eager(Policy):
+    """Takes all workers but one away, after 20 rounds."""
+
+    rounds = 0
+
+    def damp(self, *of, **given):
+        self.rounds += 1
+        return Damped({A: 1}) if self.rounds > 20 else super().damp(*of, **given)
+
+
+@virtual
+async def test_a_scale_in_is_rehearsed_and_refused_if_the_rest_would_miss_the_slo():
+    async def last_of(rehearse_s):
+        world = World({A: 6}, policy=Eager, rehearse_s=rehearse_s)
         world.rate_per_s = 40.0
-        for _ in range(40):
-            await world.planner.step()
-            await asyncio.sleep(5.0)
-        for seconds in (40.0, 5.0, 5.0, 5.0, 40.0, *[5.0] * 12):
-            await asyncio.sleep(seconds)
-            await world.planner.step()
-        after = world.records[40:]
-        assert {record.held for record in after} == {""}
-        assert min(record.target[A] for record in after) >= world.needed(40.0)
-
-    run_virtual(main())
-
-
-class Eager:
-    """A policy that takes all workers but one away."""
-
-    def damp(self, *_, **__):
-        return Damped({A: 1})
-
-
-def test_a_scale_in_is_rehearsed_and_refused_if_the_rest_would_miss_the_slo(monkeypatch):
-    async def run(rehearse_s):
-        world = World({A: 6}, rehearse_s=rehearse_s)
-        world.rate_per_s = 40.0
-        for _ in range(20):
-            await world.planner.step()
+        for _ in range(21):
             await asyncio.sleep(5)
-        monkeypatch.setattr(Policy, "damp", Eager.damp)
-        record = await world.planner.step()
-        monkeypatch.undo()
+            record = await world.planner.step()
         return world, record
 
-    async def main():
-        world, record = await run(None)
-        assert record.checked is None
-        assert record.target == {A: 1}
-        world, record = await run(60.0)
-        kept = record.target[A]
-        assert world.needed(40.0) - 1 <= kept <= 6, "what the capacity says, but for its margin"
-        assert any("in a simulation of" in why for why in record.damped)
-        assert record.checked.trials[0].workers == {A: 1}
-        assert len(record.retires) == 6 - kept
-        assert msgspec.json.decode(msgspec.json.encode(record), type=DecisionRecord) == record
-        replay = Replay(lambda _run: world.planner._policy, cool_down_s=lambda _run: 300.0)
-        (replayed,) = replay.run([Run(time_s=0.0, version=""), Round(time_s=0.0, record=record)])
-        assert replayed.target[A] >= kept
-
-    run_virtual(main())
+    _, record = await last_of(None)
+    assert record.checked is None
+    assert record.target == {A: 1}
+    world, record = await last_of(60.0)
+    kept = record.target[A]
+    assert world.needed(40.0) - 1 <= kept <= 6, "what the capacity says, but for its margin"
+    assert any("in a simulation of" in why for why in record.damped)
+    assert record.checked.trials[0].workers == {A: 1}
+    assert len(record.retires) == 6 - kept
+    assert msgspec.json.decode(msgspec.json.encode(record), type=DecisionRecord) == record
+    policy = Policy(PlannerConfig(), SLO, world.capacities)
+    replay = Replay(lambda _run: policy, cool_down_s=lambda _run: 300.0)
+    (replayed,) = replay.run([Run(time_s=0.0, version=""), Round(time_s=0.0, record=record)])
+    assert replayed.target[A] >= kept
 
 
 @pytest.mark.parametrize(
     ("replicas", "started"),
     [({A: 0}, {A: 2}), ({P: 1, D: 0}, {P: 2, D: 2}), ({A: 0, P: 0, D: 1}, {A: 0, P: 2, D: 2})],
 )
-def test_where_no_worker_could_answer_the_fewest_start_so_that_frontends_become_ready(replicas, started):
-    async def main():
-        world = World(replicas, min_workers=2)
-        world.frontends = ()
-        async with running(world):
-            await asyncio.sleep(60)
-            assert await world.counts() == started
-            assert "no worker could answer it, so the fewest start" in world.records[0].explain()
-            await asyncio.sleep(60)
-            assert await world.counts() == started
-            assert not world.records[-1].is_change
-
-    run_virtual(main())
-
-
-def test_workers_that_serve_stay_while_no_frontend_is_heard():
-    async def main():
-        world = World({A: 1, P: 1, D: 0}, min_workers=2)
-        world.frontends = ()
-        async with running(world):
-            await asyncio.sleep(60)
-            assert await world.counts() == {A: 1, P: 1, D: 0}
-
-    run_virtual(main())
+@virtual
+async def test_where_no_worker_could_answer_the_fewest_start_so_that_frontends_become_ready(
+    replicas, started
+):
+    world = World(replicas, min_workers=2)
+    world.frontends = ()
+    async with running(world):
+        await asyncio.sleep(60)
+        assert await world.counts() == started
+        assert "no worker could answer it, so the fewest start" in world.records[0].explain()
+        await asyncio.sleep(60)
+        assert await world.counts() == started
+        assert not world.records[-1].is_change

@@ -6,37 +6,35 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from penstock.core.errors import RequestError, Unavailable
+from penstock.core.errors import RequestError
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState
 from penstock.planner.act.actor import Actor, ActorConfig
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.act.worker_changes import TimedChanges
-from penstock.sim.loop.loop import run_virtual
+from tests.support.virtual_time import virtual
 
 A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
 
 
-def test_another_worker_ends_where_one_may_not():
+@virtual
+async def test_another_worker_ends_where_one_may_not():
     class Adapted(MemoryConnector):
         async def retire(self, names, **values):
             if "aggregated-1" in names:
                 raise RequestError("no other worker has adapter 'a'; retire another worker", http_status=409)
             await super().retire(names, **values)
 
-    async def main():
-        connector = Adapted({A: 3})
-        actor = Actor(connector)
-        outcome = await actor.carry_out({A: 2})
-        assert "adapter 'a'" in outcome.refused[0]
-        assert not (await actor.carry_out({A: 2})).refused
-        assert await counts(connector) == {A: 2}
-        assert [replica.name for replica in (await connector.scale()).of(A)] == [
-            "aggregated-1",
-            "aggregated-3",
-        ]
-
-    run_virtual(main())
+    connector = Adapted({A: 3})
+    actor = Actor(connector)
+    outcome = await actor.carry_out({A: 2})
+    assert "adapter 'a'" in outcome.refused[0]
+    assert not (await actor.carry_out({A: 2})).refused
+    assert await counts(connector) == {A: 2}
+    assert [replica.name for replica in (await connector.scale()).of(A)] == [
+        "aggregated-1",
+        "aggregated-3",
+    ]
 
 
 async def counts(connector):
@@ -44,280 +42,151 @@ async def counts(connector):
     return {limit.role: len(scale.of(limit.role)) for limit in scale.limits}
 
 
-def test_targets_are_reached():
-    async def main():
-        connector = MemoryConnector({P: 1, D: 3})
-        actor = Actor(connector)
-        outcome = await actor.carry_out({P: 3, D: 2})
-        assert [len(outcome.plan.flips), outcome.plan.adds, outcome.refused] == [1, {P: 1}, ()]
-        assert await counts(connector) == {P: 3, D: 2}
-        assert (await actor.carry_out({P: 3, D: 2})).plan.is_empty, "what starts counts"
-        await asyncio.sleep(30)
-        await actor.carry_out({P: 1, D: 1})
-        assert await counts(connector) == {P: 1, D: 1}
-
-    run_virtual(main())
+@virtual
+async def test_targets_are_reached():
+    connector = MemoryConnector({P: 1, D: 3})
+    actor = Actor(connector)
+    outcome = await actor.carry_out({P: 3, D: 2})
+    assert [len(outcome.plan.flips), outcome.plan.adds, outcome.refused] == [1, {P: 1}, ()]
+    assert await counts(connector) == {P: 3, D: 2}
+    assert (await actor.carry_out({P: 3, D: 2})).plan.is_empty, "what starts counts"
+    await asyncio.sleep(30)
+    await actor.carry_out({P: 1, D: 1})
+    assert await counts(connector) == {P: 1, D: 1}
 
 
-def test_a_persons_change_is_kept_for_a_while():
-    async def main():
-        connector = MemoryConnector({A: 2})
-        actor = Actor(connector, config=ActorConfig(hold_s=100))
-        await actor.carry_out({A: 3})
-        await connector.add(A, 2, by="penstock scale")
-        outcome = await actor.carry_out({A: 3})
-        assert outcome.plan.is_empty
-        assert outcome.held == "penstock scale has set 5 aggregated; the planner waits 100 s more"
-        await asyncio.sleep(99)
-        assert (await actor.carry_out({A: 3})).held
-        assert await counts(connector) == {A: 5}
-        await asyncio.sleep(2)
-        assert not (await actor.carry_out({A: 3})).held
-        assert await counts(connector) == {A: 3}
-
-    run_virtual(main())
+@virtual
+async def test_a_persons_change_is_kept_for_a_while():
+    connector = MemoryConnector({A: 2})
+    actor = Actor(connector, config=ActorConfig(hold_s=100))
+    await actor.carry_out({A: 3})
+    await connector.add(A, 2, by="penstock scale")
+    outcome = await actor.carry_out({A: 3})
+    assert outcome.plan.is_empty
+    assert outcome.held == "penstock scale has set 5 aggregated; the planner waits 100 s more"
+    await asyncio.sleep(99)
+    assert (await actor.carry_out({A: 3})).held
+    assert await counts(connector) == {A: 5}
+    await asyncio.sleep(2)
+    assert not (await actor.carry_out({A: 3})).held
+    assert await counts(connector) == {A: 3}
 
 
-def test_a_change_while_the_actor_acts_stops_it():
+@virtual
+async def test_a_change_while_the_actor_acts_stops_it():
     class Meddled(MemoryConnector):
         async def flip(self, name, role, **values):
             await super().flip(name, role, **values)
             await self.add(D, by="somebody")
 
-    async def main():
-        connector = Meddled({P: 1, D: 3})
-        actor = Actor(connector)
-        outcome = await actor.carry_out({P: 4, D: 1})
-        assert "somebody has scaled meanwhile" in outcome.refused[-1]
-        assert await counts(connector) == {P: 2, D: 3}
-        assert (await actor.carry_out({P: 4, D: 1})).held.startswith("somebody has set 2 prefill, 3 decode")
-
-    run_virtual(main())
+    connector = Meddled({P: 1, D: 3})
+    actor = Actor(connector)
+    outcome = await actor.carry_out({P: 4, D: 1})
+    assert "somebody has scaled meanwhile" in outcome.refused[-1]
+    assert await counts(connector) == {P: 2, D: 3}
+    assert (await actor.carry_out({P: 4, D: 1})).held.startswith("somebody has set 2 prefill, 3 decode")
 
 
-def test_two_actors_do_not_fight():
-    async def main():
-        connector = MemoryConnector({A: 2})
-        first, second = (
-            Actor(connector, by=name, config=ActorConfig(hold_s=1000)) for name in ("one", "two")
-        )
+@virtual
+async def test_two_actors_do_not_fight():
+    connector = MemoryConnector({A: 2})
+    first, second = (Actor(connector, by=name, config=ActorConfig(hold_s=1000)) for name in ("one", "two"))
+    await first.carry_out({A: 2})
+    await second.carry_out({A: 5})
+    changes = 0
+    for _ in range(100):
+        before = await counts(connector)
         await first.carry_out({A: 2})
         await second.carry_out({A: 5})
-        changes = 0
-        for _ in range(100):
-            before = await counts(connector)
-            await first.carry_out({A: 2})
-            await second.carry_out({A: 5})
-            changes += await counts(connector) != before
-            await asyncio.sleep(10)
-        assert changes <= 2
-
-    run_virtual(main())
+        changes += await counts(connector) != before
+        await asyncio.sleep(10)
+    assert changes <= 2
 
 
-def test_a_worker_that_does_not_start_in_time_is_replaced():
-    async def main():
-        connector = MemoryConnector({A: 1}, changes=TimedChanges(starts_s=1e6))
-        actor = Actor(connector, config=ActorConfig(start_deadline_s=60, start_deadline_factor=0))
-        await actor.carry_out({A: 2})
-        await actor.carry_out({A: 2})
-        await asyncio.sleep(59)
-        assert (await actor.carry_out({A: 2})).plan.is_empty
-        await asyncio.sleep(2)
-        look = await actor.look()
-        assert look.overdue == ("aggregated-2",)
-        await actor.carry_out({A: 2}, look=look)
-        scale = await connector.scale()
-        assert [replica.name for replica in scale.of(A)] == ["aggregated-1", "aggregated-3"]
-        assert (await actor.carry_out({A: 2})).plan.is_empty
-
-    run_virtual(main())
+@virtual
+async def test_a_worker_that_does_not_start_in_time_is_replaced():
+    connector = MemoryConnector({A: 1}, changes=TimedChanges(starts_s=1e6))
+    actor = Actor(connector, config=ActorConfig(start_deadline_s=60, start_deadline_factor=0))
+    await actor.carry_out({A: 2})
+    await actor.carry_out({A: 2})
+    await asyncio.sleep(59)
+    assert (await actor.carry_out({A: 2})).plan.is_empty
+    await asyncio.sleep(2)
+    look = await actor.look()
+    assert look.overdue == ("aggregated-2",)
+    await actor.carry_out({A: 2}, look=look)
+    scale = await connector.scale()
+    assert [replica.name for replica in scale.of(A)] == ["aggregated-1", "aggregated-3"]
+    assert (await actor.carry_out({A: 2})).plan.is_empty
 
 
-async def starts_of(actor, connector, seconds, target=None):
+async def starts_of(actor, seconds, target):
     """Carry out a target every 5 s; returns the times at which workers were added, and all reasons for waits."""
     loop, added, waits = asyncio.get_running_loop(), [], []
     end_s = loop.time() + seconds
     while loop.time() < end_s:
         look = await actor.look()
-        outcome = await actor.carry_out(target or {A: 3}, look=look)
+        outcome = await actor.carry_out(target, look=look)
         added += [round(loop.time())] * sum(outcome.plan.adds.values())
         waits += outcome.waits
         await asyncio.sleep(5)
     return added, waits
 
 
-def test_starts_that_keep_failing_are_tried_later_each_time():
-    async def main():
-        connector = MemoryConnector({A: 1}, changes=TimedChanges(starts_s=1e9))
-        config = ActorConfig(start_deadline_s=60, start_deadline_factor=0, start_wait_s_max=480)
-        added, waits = await starts_of(Actor(connector, config=config), connector, 3600)
-        assert added[::2] == added[1::2], "both that lack are tried again together"
-        gaps = [later - sooner for sooner, later in pairwise(added[::2])]
-        assert gaps == [65, 125, 185, 305, 545, 545, 545, 545, 545]
-        assert waits[0] == (
-            "aggregated: 2 more wanted, tried again in 60 s, as 2 starts in a row were not done in time"
-        )
-        assert await counts(connector) in ({A: 1}, {A: 3}), "what did not start is gone"
-
-    run_virtual(main())
+@virtual
+async def test_starts_that_keep_failing_are_tried_later_each_time():
+    connector = MemoryConnector({A: 1}, changes=TimedChanges(starts_s=1e9))
+    config = ActorConfig(start_deadline_s=60, start_deadline_factor=0, start_wait_s_max=480)
+    added, waits = await starts_of(Actor(connector, config=config), 3600, {A: 3})
+    assert added[::2] == added[1::2], "both that lack are tried again together"
+    gaps = [later - sooner for sooner, later in pairwise(added[::2])]
+    assert gaps == [65, 125, 185, 305, 545, 545, 545, 545, 545]
+    assert waits[0] == (
+        "aggregated: 2 more wanted, tried again in 60 s, as 2 starts in a row were not done in time"
+    )
+    assert await counts(connector) in ({A: 1}, {A: 3}), "what did not start is gone"
 
 
-def test_a_start_that_succeeds_ends_the_wait():
-    async def main():
-        never, soon = TimedChanges(starts_s=1e9), TimedChanges(starts_s=20)
-        connector = MemoryConnector({A: 1}, changes=never)
-        config = ActorConfig(start_deadline_s=60, start_deadline_factor=0)
-        actor = Actor(connector, config=config)
-        await starts_of(actor, connector, 900)
-        connector._changes = soon
-        await starts_of(actor, connector, 600)
-        assert await counts(connector) == {A: 3}
-        connector._changes = never
-        for name in ("aggregated-2", "aggregated-3"):
-            connector.fail(name)
-        failed_s = asyncio.get_running_loop().time()
-        added, _ = await starts_of(actor, connector, 200)
-        assert [at_s - failed_s for at_s in added[::2]] == [60, 185], "counted anew: at once, then later"
-
-    run_virtual(main())
+@virtual
+async def test_a_silent_worker_is_replaced_after_the_deadline_and_one_that_speaks_again_stays():
+    connector = MemoryConnector({A: 2})
+    actor = Actor(connector, config=ActorConfig(start_deadline_s=60))
+    for _ in range(12):
+        look = await actor.look(silent=("aggregated-2", "frontend-1"))
+        assert (look.now, look.overdue) == ({A: 2}, ())
+        await asyncio.sleep(5)
+    assert (await actor.look()).overdue == (), "it is heard"
+    for _ in range(13):
+        look = await actor.look(silent=("aggregated-2",))
+        await asyncio.sleep(5)
+    assert (look.now, look.overdue) == ({A: 1}, ("aggregated-2",))
+    outcome = await actor.carry_out({A: 2}, look=look)
+    assert (outcome.plan.adds, outcome.plan.retires) == ({A: 1}, ("aggregated-2",))
 
 
-def test_workers_that_serve_stay_while_others_wait_to_start():
-    """From aggregated to disaggregated, whose workers never start."""
-
-    async def main():
-        connector = MemoryConnector({A: 2, P: 0, D: 0}, changes=TimedChanges(starts_s=1e9, flips_s=0.1))
-        config = ActorConfig(start_deadline_s=60, start_deadline_factor=0)
-        actor = Actor(connector, config=config)
-        actor._rigid_until_s = dict.fromkeys([(A, P), (A, D)], 1e9)
-        _, waits = await starts_of(actor, connector, 1800, {A: 0, P: 1, D: 1})
-        assert (await counts(connector))[A] == 2
-        assert any(wait.startswith("prefill: 1 more wanted") for wait in waits)
-
-    run_virtual(main())
+@virtual
+async def test_the_deadline_follows_measured_starts():
+    connector = MemoryConnector({A: 1}, changes=TimedChanges(starts_s=500))
+    actor = Actor(connector, config=ActorConfig(start_deadline_s=60, start_deadline_factor=2))
+    await actor.carry_out({A: 2})
+    await asyncio.sleep(400)
+    assert (await actor.carry_out({A: 2})).plan.is_empty
+    await asyncio.sleep(200)
+    assert all(r.state is ReplicaState.READY for r in (await connector.scale()).replicas)
 
 
-def test_a_silent_worker_is_replaced_after_the_deadline_and_one_that_speaks_again_stays():
-    async def main():
-        connector = MemoryConnector({A: 2})
-        actor = Actor(connector, config=ActorConfig(start_deadline_s=60))
-        for _ in range(12):
-            look = await actor.look(silent=("aggregated-2", "frontend-1"))
-            assert (look.now, look.overdue) == ({A: 2}, ())
-            await asyncio.sleep(5)
-        assert (await actor.look()).overdue == (), "it is heard"
-        for _ in range(13):
-            look = await actor.look(silent=("aggregated-2",))
-            await asyncio.sleep(5)
-        assert (look.now, look.overdue) == ({A: 1}, ("aggregated-2",))
-        outcome = await actor.carry_out({A: 2}, look=look)
-        assert (outcome.plan.adds, outcome.plan.retires) == ({A: 1}, ("aggregated-2",))
-
-    run_virtual(main())
+@virtual
+async def test_more_than_finds_room_is_said():
+    connector = MemoryConnector({A: 1}, workers_max=3)
+    outcome = await Actor(connector).carry_out({A: 9})
+    assert outcome.refused == (
+        "aggregated: 8 more are wanted, 2 can be added: at most 3 workers, all roles together",
+    )
+    assert await counts(connector) == {A: 3}
 
 
-def test_the_deadline_follows_measured_starts():
-    async def main():
-        connector = MemoryConnector({A: 1}, changes=TimedChanges(starts_s=500))
-        actor = Actor(connector, config=ActorConfig(start_deadline_s=60, start_deadline_factor=2))
-        await actor.carry_out({A: 2})
-        await asyncio.sleep(400)
-        assert (await actor.carry_out({A: 2})).plan.is_empty
-        await asyncio.sleep(200)
-        assert all(r.state is ReplicaState.READY for r in (await connector.scale()).replicas)
-
-    run_virtual(main())
-
-
-def test_where_flips_fail_workers_are_started_instead():
-    class Rigid(MemoryConnector):
-        async def flip(self, name, role, **_):
-            raise RequestError(f"role {role}: transfers no KV", http_status=409)
-
-    async def main():
-        connector = Rigid({P: 1, D: 2})
-        actor = Actor(connector)
-        outcome = await actor.carry_out({P: 2, D: 1})
-        assert outcome.refused == ("role prefill: transfers no KV",)
-        outcome = await actor.carry_out({P: 2, D: 1})
-        assert (outcome.plan.adds, outcome.plan.retires) == ({P: 1}, ())
-        assert await counts(connector) == {P: 2, D: 2}, "one that serves leaves once the new one serves"
-        outcome = await actor.carry_out({P: 2, D: 1})
-        assert outcome.plan.retires == ()
-        await asyncio.sleep(25)
-        await actor.carry_out({P: 2, D: 1})
-        assert await counts(connector) == {P: 2, D: 1}
-
-    run_virtual(main())
-
-
-def test_a_flip_that_the_deployment_refuses_for_now_is_tried_again_soon():
-    class Busy(MemoryConnector):
-        async def flip(self, name, role, **_):
-            raise RequestError(f"{name} is the last worker that answers requests", http_status=409)
-
-    async def main():
-        connector = Busy({P: 1, D: 2})
-        actor = Actor(connector)
-        await actor.carry_out({P: 2, D: 1})
-        assert actor.rigid == ((D, P),)
-        await asyncio.sleep(30)
-        assert actor.rigid == ()
-
-    run_virtual(main())
-
-
-def test_a_flip_that_fails_once_begun_is_not_tried_for_ten_minutes():
-    class Failing(MemoryConnector):
-        async def flip(self, name, role, **settings):
-            await super().flip(name, role, **settings)
-            raise Unavailable(f"{name} ended while it became {role}")
-
-    async def main():
-        actor = Actor(Failing({P: 1, D: 2}))
-        await actor.carry_out({P: 2, D: 1})
-        await asyncio.sleep(599)
-        assert actor.rigid == ((D, P),)
-        await asyncio.sleep(2)
-        assert actor.rigid == ()
-
-    run_virtual(main())
-
-
-def test_more_than_finds_room_is_said():
-    async def main():
-        connector = MemoryConnector({A: 1}, workers_max=3)
-        outcome = await Actor(connector).carry_out({A: 9})
-        assert outcome.refused == (
-            "aggregated: 8 more are wanted, 2 can be added: at most 3 workers, all roles together",
-        )
-        assert await counts(connector) == {A: 3}
-
-    run_virtual(main())
-
-
-def test_the_last_worker_is_never_retired():
-    async def main():
-        connector = MemoryConnector({A: 2})
-        outcome = await Actor(connector).carry_out({A: 0})
-        assert any("last worker that answers" in reason for reason in outcome.refused)
-        assert await counts(connector) == {A: 1}
-
-    run_virtual(main())
-
-
-def test_a_deployment_that_has_ended_is_an_error():
-    async def main():
-        connector = MemoryConnector({A: 2})
-        await connector.close()
-        with pytest.raises(Unavailable):
-            await Actor(connector).carry_out({A: 1})
-
-    run_virtual(main())
-
-
-def test_a_role_that_somebody_else_scales_is_left_alone():
+@virtual
+async def test_a_role_that_somebody_else_scales_is_left_alone():
     class Owned(MemoryConnector):
         async def scale(self, after=None):
             scale = await super().scale(after)
@@ -327,25 +196,67 @@ def test_a_role_that_somebody_else_scales_is_left_alone():
             )
             return msgspec.structs.replace(scale, limits=limits)
 
-    async def main():
-        connector = Owned({P: 2, D: 2})
-        outcome = await Actor(connector).carry_out({P: 1, D: 4})
-        assert outcome.refused == ("decode: 4 are wanted and 2 are there: hpa chat decides",)
-        assert await counts(connector) == {P: 1, D: 2}, "no prefill worker becomes one for decode"
-        assert not (await Actor(connector).carry_out({P: 1, D: 2})).refused
-
-    run_virtual(main())
+    connector = Owned({P: 2, D: 2})
+    outcome = await Actor(connector).carry_out({P: 1, D: 4})
+    assert outcome.refused == ("decode: 4 are wanted and 2 are there: hpa chat decides",)
+    assert await counts(connector) == {P: 1, D: 2}, "no prefill worker becomes one for decode"
+    assert not (await Actor(connector).carry_out({P: 1, D: 2})).refused
 
 
-def test_while_a_deployment_is_held_workers_are_added_and_none_leaves_or_flips():
+@virtual
+async def test_while_a_deployment_is_held_workers_are_added_and_none_leaves_or_flips():
     class Held(MemoryConnector):
         async def scale(self, after=None):
             return msgspec.structs.replace(await super().scale(after), held="b: no answer")
 
-    async def main():
-        connector = Held({P: 3, D: 1})
-        outcome = await Actor(connector).carry_out({P: 1, D: 2})
-        assert outcome.refused == ("b: no answer",)
-        assert await counts(connector) == {P: 3, D: 2}
+    connector = Held({P: 3, D: 1})
+    outcome = await Actor(connector).carry_out({P: 1, D: 2})
+    assert outcome.refused == ("b: no answer",)
+    assert await counts(connector) == {P: 3, D: 2}
 
-    run_virtual(main())
+
+class Rigid(MemoryConnector):
+    """Workers that take no other role: they refuse it, or fail once they have begun."""
+
+    begins = False
+
+    async def flip(self, name, role, **settings):
+        if self.begins:
+            await super().flip(name, role, **settings)
+        raise RequestError("transfers no KV", http_status=409)
+
+
+@virtual
+async def test_where_flips_fail_workers_are_started_instead():
+    connector = Rigid({P: 1, D: 2})
+    actor = Actor(connector)
+    assert (await actor.carry_out({P: 2, D: 1})).refused == ("transfers no KV",)
+    outcome = await actor.carry_out({P: 2, D: 1})
+    assert (outcome.plan.adds, outcome.plan.retires) == ({P: 1}, ())
+    assert await counts(connector) == {P: 2, D: 2}, "one that serves leaves once the new one serves"
+    await asyncio.sleep(25)
+    await actor.carry_out({P: 2, D: 1})
+    assert await counts(connector) == {P: 2, D: 1}
+
+
+@pytest.mark.parametrize(("begins", "seconds"), [(False, 30), (True, 600)])
+@virtual
+async def test_a_refused_flip_is_tried_again_soon_and_one_that_failed_once_begun_later(begins, seconds):
+    connector = Rigid({P: 1, D: 2})
+    connector.begins = begins
+    actor = Actor(connector)
+    await actor.carry_out({P: 2, D: 1})
+    await asyncio.sleep(seconds - 1)
+    assert actor.rigid == ((D, P),)
+    await asyncio.sleep(2)
+    assert actor.rigid == ()
+
+
+@virtual
+async def test_workers_that_serve_stay_while_others_wait_to_start():
+    """From aggregated to disaggregated, whose workers never start."""
+    connector = Rigid({A: 2, P: 0, D: 0}, changes=TimedChanges(starts_s=1e9))
+    actor = Actor(connector, config=ActorConfig(start_deadline_s=60, start_deadline_factor=0))
+    _, waits = await starts_of(actor, 1800, {A: 0, P: 1, D: 1})
+    assert (await counts(connector))[A] == 2
+    assert any(wait.startswith("prefill: 1 more wanted") for wait in waits)

@@ -9,7 +9,7 @@ from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState
 from penstock.planner.act.memory_connector import MemoryConnector
 from penstock.planner.act.worker_changes import TimedChanges
-from penstock.sim.loop.loop import run_virtual
+from tests.support.virtual_time import virtual
 
 P, D = Role.PREFILL, Role.DECODE
 
@@ -21,51 +21,45 @@ class Refusing(TimedChanges):
         asyncio.get_running_loop().call_later(1.0, done, RequestError(f"{name}: no", http_status=409))
 
 
-def test_a_flip_that_a_worker_refuses_leaves_its_role():
-    async def main():
-        connector = MemoryConnector({P: 1, D: 2}, changes=Refusing())
-        with pytest.raises(RequestError, match="decode-1: no"):
-            await connector.flip("decode-1", P, by="me")
-        worker = next(each for each in connector.workers if each.name == "decode-1")
-        assert (worker.role, worker.state) == (D, ReplicaState.READY)
-        assert (await connector.scale()).revision == 1, "it was accepted"
-
-    run_virtual(main())
+@virtual
+async def test_a_flip_that_a_worker_refuses_leaves_its_role():
+    connector = MemoryConnector({P: 1, D: 2}, changes=Refusing())
+    with pytest.raises(RequestError, match="decode-1: no"):
+        await connector.flip("decode-1", P, by="me")
+    worker = next(each for each in connector.workers if each.name == "decode-1")
+    assert (worker.role, worker.state) == (D, ReplicaState.READY)
+    assert (await connector.scale()).revision == 1, "it was accepted"
 
 
-def test_a_worker_that_drains_while_it_flips_is_gone_and_its_caller_hears_of_it():
-    async def main():
-        connector = MemoryConnector({P: 1, D: 2}, changes=TimedChanges(drains_s=5.0, flips_s=1.0))
-        flip = asyncio.get_running_loop().create_task(connector.flip("decode-1", P, by="me"))
-        await asyncio.sleep(0.5)
-        await connector.retire(["decode-1"], by="me")
-        with pytest.raises(Unavailable, match="has ended while it became prefill"):
-            await flip
-        await asyncio.sleep(5.0)
-        assert [each.name for each in connector.workers] == ["prefill-1", "decode-2"]
-
-    run_virtual(main())
+@virtual
+async def test_a_worker_that_drains_while_it_flips_is_gone_and_its_caller_hears_of_it():
+    connector = MemoryConnector({P: 1, D: 2}, changes=TimedChanges(drains_s=5.0, flips_s=1.0))
+    flip = asyncio.get_running_loop().create_task(connector.flip("decode-1", P, by="me"))
+    await asyncio.sleep(0.5)
+    await connector.retire(["decode-1"], by="me")
+    with pytest.raises(Unavailable, match="has ended while it became prefill"):
+        await flip
+    await asyncio.sleep(5.0)
+    assert [each.name for each in connector.workers] == ["prefill-1", "decode-2"]
 
 
-def test_every_change_of_state_is_told():
-    async def main():
-        told = []
-        connector = MemoryConnector({D: 1}, changes=TimedChanges(starts_s=2.0, drains_s=None))
-        connector.on_state = lambda replica: told.append((replica.name, replica.state.value))
-        await connector.add(D, by="me")
-        await asyncio.sleep(3.0)
-        connector.fail("decode-2")
-        await asyncio.sleep(3.0)
-        await connector.retire(["decode-2"], by="me")
-        connector.end("decode-2")
-        assert [state for _, state in told] == [
-            "starting",
-            "ready",
-            "failed",
-            "ready",
-            "draining",
-            "draining",
-        ]
-        assert {name for name, _ in told} == {"decode-2"}
-
-    run_virtual(main())
+@virtual
+async def test_every_change_of_state_is_told():
+    told = []
+    connector = MemoryConnector({D: 1}, changes=TimedChanges(starts_s=2.0, drains_s=None))
+    connector.on_state = lambda replica: told.append((replica.name, replica.state.value))
+    await connector.add(D, by="me")
+    await asyncio.sleep(3.0)
+    connector.fail("decode-2")
+    await asyncio.sleep(3.0)
+    await connector.retire(["decode-2"], by="me")
+    connector.end("decode-2")
+    assert [state for _, state in told] == [
+        "starting",
+        "ready",
+        "failed",
+        "ready",
+        "draining",
+        "draining",
+    ]
+    assert {name for name, _ in told} == {"decode-2"}

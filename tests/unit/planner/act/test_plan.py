@@ -24,11 +24,6 @@ def scale_of(*replicas, room=None):
 PAIR = scale_of(("p1", P, "ready"), ("d1", D, "ready"), ("d2", D, "ready"), ("d3", D, "ready"))
 
 
-def test_nothing_to_do():
-    assert make_plan(PAIR, {P: 1, D: 3}).is_empty
-    assert make_plan(PAIR, {P: 1}) == Plan(), "roles that are not named stay"
-
-
 def test_flips_come_before_starts_and_take_the_least_loaded():
     plan = make_plan(PAIR, {P: 3, D: 2}, load={"d1": 5.0, "d2": 1.0, "d3": 3.0})
     assert plan == Plan(flips=(("d2", P),), adds={P: 1})
@@ -54,11 +49,6 @@ def test_failed_and_starting_workers_are_retired_before_those_that_serve():
     scale = scale_of(("d1", D, "ready"), ("d2", D, "starting"), ("d3", D, "failed"), ("d4", D, "draining"))
     assert make_plan(scale, {D: 1}) == Plan(retires=("d3", "d2"))
     assert make_plan(scale, {D: 3}).is_empty, "what starts counts, what drains does not"
-
-
-def test_overdue_workers_are_replaced():
-    scale = scale_of(("d1", D, "ready"), ("d2", D, "starting"))
-    assert make_plan(scale, {D: 2}, overdue=("d2",)) == Plan(adds={D: 1}, retires=("d2",))
 
 
 def test_roles_that_wait_start_none_and_others_stay_meanwhile():

@@ -11,14 +11,6 @@ def fail(backoff, at_s, *, begun_s=None, role=A):
     return backoff.wait_s(role, at_s)
 
 
-def test_the_wait_doubles_to_its_bound():
-    backoff = StartBackoff(wait_s_max=400)
-    assert [fail(backoff, 1000.0 * number) for number in range(6)] == [0, 60, 120, 240, 400, 400]
-    assert backoff.failures(A) == 6
-    assert backoff.wait_s(A, 5100.0) == 300
-    assert backoff.wait_s(A, 9999.0) == 0
-
-
 def test_starts_that_began_together_are_one_failure():
     backoff = StartBackoff(wait_s_max=400)
     fail(backoff, 60, begun_s=0)
@@ -28,20 +20,13 @@ def test_starts_that_began_together_are_one_failure():
     assert fail(backoff, 140, begun_s=61) == 60
 
 
-def test_a_success_after_the_last_failure_ends_the_wait():
+def test_a_success_after_the_last_failure_of_a_role_ends_its_wait():
     backoff = StartBackoff(wait_s_max=400)
     fail(backoff, 60)
-    fail(backoff, 200)
+    assert fail(backoff, 200) == 60
+    assert backoff.wait_s(D, 200) == 0, "roles wait for themselves"
     backoff.note_success(A, ready_at_s=150)
+    backoff.note_success(D, ready_at_s=300)
     assert backoff.failures(A) == 2, "it was ready before"
     backoff.note_success(A, ready_at_s=201)
     assert (backoff.failures(A), backoff.wait_s(A, 202)) == (0, 0)
-
-
-def test_roles_wait_for_themselves():
-    backoff = StartBackoff(wait_s_max=400)
-    fail(backoff, 60)
-    fail(backoff, 200)
-    assert backoff.wait_s(D, 200) == 0
-    backoff.note_success(D, ready_at_s=300)
-    assert backoff.failures(A) == 2

@@ -14,8 +14,7 @@ from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.roofline.roofline import Roofline
 from penstock.planner.decide.capacity import Capacity
-from penstock.planner.decide.decider import Decider, cheapest
-from penstock.planner.decide.decision import Decision
+from penstock.planner.decide.decider import Decider
 from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.estimate.slo import Slo
 from penstock.runtime.observations.windows import Digest, bucket_of
@@ -176,17 +175,6 @@ def test_what_the_budget_pays_is_used():
     for budget in range(2, 9):
         found = Decider(capacities=(P, D), slo=SLO, budget=budget).decide(asked(300.0), {})
         assert found.gpus == budget, found.explain()
-
-
-def test_the_cheaper_kind_of_deployment_is_chosen():
-    both = [decider.decide(asked(60.0), {}) for decider in (ONE, TWO)]
-    assert cheapest(both).gpus == min(each.gpus for each in both)
-    assert not cheapest(both).shortfall
-
-
-def test_a_decision_survives_the_wire():
-    found = TWO.decide(asked(60.0), {Role.PREFILL: 1})
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Decision) == found
 
 
 @pytest.mark.parametrize(

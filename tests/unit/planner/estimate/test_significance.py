@@ -15,9 +15,7 @@ def digest(values):
     return Digest(count=len(values), total=sum(values), buckets=buckets)
 
 
-@pytest.mark.parametrize(
-    ("count", "share"), [(20, 0.1), (200, 0.1), (500, 0.01), pytest.param(5000, 0.1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("count", "share"), [(20, 0.1), (200, 0.1), (500, 0.01)])
 def test_an_slo_that_is_just_met_is_hardly_ever_missed(count, share):
     rng = random.Random(1)
     target = 1.0
@@ -30,7 +28,7 @@ def test_an_slo_that_is_just_met_is_hardly_ever_missed(count, share):
     assert sum(value is not None for value in found) <= 3, "one of 400, and some chance"
 
 
-@pytest.mark.parametrize(("count", "share"), [(20, 0.1), (200, 0.1), (500, 0.01), (5000, 0.1)])
+@pytest.mark.parametrize(("count", "share"), [(20, 0.1), (500, 0.01)])
 def test_an_slo_that_is_clearly_missed_is_noticed(count, share):
     values = [3.0] * max(round(4 * share * count), 1) + [0.3] * round((1 - 4 * share) * count)
     assert missed_quantile(digest(values), 1.0, 100 * (1 - share)) == pytest.approx(3.0, rel=0.1)

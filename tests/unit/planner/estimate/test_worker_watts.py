@@ -8,7 +8,6 @@ import pytest
 from penstock.core.types.instances import Role
 from penstock.planner.estimate.worker_watts import WorkerWatts
 from penstock.planner.observe.observation import WorkerView
-from penstock.planner.policy import Policy
 from penstock.runtime.observations.windows import Digest, GpuUse
 from penstock.sim.loop.loop import run_virtual
 from tests.support.planner_world import World
@@ -52,12 +51,8 @@ class Metered(World):
 
 def planned(watts, budget):
     async def main():
-        world = Metered({A: 1}, budget={"watts": budget}, cool_down_s=10)
+        world = Metered({A: 1}, price=700.0, budget={"watts": budget}, cool_down_s=10)
         world.watts = watts
-        # World prices a worker as its one GPU: say what the data sheet says.
-        world.capacities[0] = replace(world.capacities[0], price=700.0)
-        world.planner._policy = Policy(world.planner._config, world.planner._slo, world.capacities)
-        world.planner._watts = WorkerWatts({A: 700.0})
         world.rate_per_s = 200.0
         for _ in range(30):
             record = await world.planner.step()

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.core.types.instances import Role
 from penstock.graph import build
+from penstock.planner.decide.capacity import Capacity
 from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.estimate.slo import Slo
 from penstock.planner.observe.observation import Demand, Observation
@@ -19,7 +20,6 @@ from penstock.planner.rehearse.rehearser import Rehearser
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.loop.loop import run_virtual
 from penstock.sim.report.report import latencies_s
-from penstock.sim.scaling.planning import _capacity
 from penstock.sim.simulate import simulate
 from penstock.sim.workload.workload import WorkloadConfig, make_sessions
 from tests.support.planner_world import MODEL, SLO, World, digest
@@ -38,6 +38,7 @@ def test_one_request_takes_its_steps():
     assert found.ttft_s == pytest.approx(MODEL.mixed_step_s([(512, 0)], 0, 0), rel=0.06)
     assert found.itl_s == pytest.approx(MODEL.decode_step_s(1, 517), rel=0.06)
     assert (found.requests, found.late, found.missed(SLO)) == (1, 0, "")
+    assert rehearse([], {A: 1}, CAPACITIES, SLO).missed(SLO) == ""
 
 
 @pytest.mark.parametrize("capacities", [CAPACITIES, PAIR], ids=["aggregated", "disaggregated"])
@@ -66,24 +67,18 @@ def test_what_never_ends_is_late_and_the_work_is_bounded():
     assert not found.missed(SLO), "nothing is known"
 
 
-def test_nothing_is_late_without_requests():
-    found = rehearse([], {A: 1}, CAPACITIES, SLO)
-    assert (found.requests, found.missed(SLO)) == (0, "")
-
-
-@pytest.mark.parametrize("rate_per_s", [4.0, 9.0])
-def test_it_comes_near_to_the_real_simulator(rate_per_s):
+def test_it_comes_near_to_the_real_simulator():
     """Two workers on the same requests: p90 of TTFT and ITL within a third, as the router's choice differs."""
     roles = {"aggregated": {"hardware": "h100", "replicas": 2, "max_batch_tokens": 512}}
     deployment = plan_deployment(build({"model": "llama-3.1-8b", "roles": roles}), beside=Path())
-    config = WorkloadConfig(requests=240, rate_per_s=rate_per_s, input_tokens=4000, output_tokens=120)
+    config = WorkloadConfig(requests=240, rate_per_s=9.0, input_tokens=4000, output_tokens=120)
     sessions = list(make_sessions(config, random.Random(3)))
     ttft_s, itl_s, _ = latencies_s(simulate(deployment, sessions, seed=1))
     load = [
         RehearsedRequest(s.at_s, s.turns[0].input_tokens, s.turns[0].input_tokens, s.turns[0].output_tokens)
         for s in sessions
     ]
-    capacity = _capacity(deployment, deployment.role_groups[0])
+    capacity = Capacity(role=A, model=deployment.role_groups[0].latency, max_batch_tokens=512)
     found = rehearse(load, {A: 2}, [capacity], Slo(ttft_s=1.0, itl_s=1.0, percentile=90))
     assert found.ttft_s == pytest.approx(np.percentile(ttft_s, 90), rel=0.33)
     assert found.itl_s == pytest.approx(np.percentile(itl_s, 90), rel=0.33)
@@ -117,9 +112,7 @@ def test_recent_requests_keep_their_bursts_and_have_the_expected_rate():
     assert sum(each.new_tokens for each in load) == pytest.approx(0.75 * tokens * len(load), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("rates", "count"), [({}, 20), ({A: 40.0}, 40), ({P: 40.0, D: 20.0}, 40), ({P: 10.0, D: 30.0}, 30)]
-)
+@pytest.mark.parametrize(("rates", "count"), [({}, 20), ({P: 40.0, D: 20.0}, 40), ({P: 10.0, D: 30.0}, 30)])
 def test_recent_requests_have_the_expected_work_of_the_role_with_the_most(rates, count):
     recent = RecentDemand(60.0)
     for _ in range(6):
