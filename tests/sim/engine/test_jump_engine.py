@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -9,12 +11,13 @@ import pytest
 from penstock.core.ids import RequestId
 from penstock.core.native import native
 from penstock.core.types.events import Tier
+from penstock.core.types.load import WorkerLoad
 from penstock.core.types.requests import KvRetention, Request, SamplingParams
 from penstock.core.wire import PackedTokens, num_tokens, pack_hashes
 from penstock.engine.runner import RunnerInfo
 from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.kv.groups.windows import ONE_TABLE, Windows
-from penstock.kv.shared_loads import SharedLoads
+from penstock.perf.latency import LatencyModel
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.model.model_config import shape_of
 from penstock.perf.model.parallel import Parallel
@@ -146,9 +149,10 @@ async def drive(engine, work, block_size, *, abort_every=0, disturb=(), retains=
 
 
 def both(
-    latency, *, num_blocks=512, block_size=16, scheduler=None, count=150, seed=1, abort_every=0,
-    disturb=lambda _: (), lower_tiers=(), retains=False, tenants=1, windows=ONE_TABLE, crowd_s=0.0, **fields,
+    latency, *, num_blocks=512, block_size=16, scheduler=None, count=150, seed=1, disturb=lambda _: (),
+    lower_tiers=(), windows=ONE_TABLE, crowd_s=0.0, abort_every=0, retains=False, tenants=1, **fields,
 ):  # fmt: skip
+    """Run the same work on both engines; `fields` are of the workload."""
     info = RunnerInfo(
         num_blocks=num_blocks, block_size=block_size, context_length=8192, vocab_size=1 << 16, windows=windows,
     )  # fmt: skip
@@ -156,285 +160,54 @@ def both(
     work = list(requests(seed, count, **fields))
     if crowd_s:
         work = [(at_s // crowd_s * crowd_s, *rest) for at_s, *rest in work]
-    streams = {f"r{number}": item[3] for number, item in enumerate(work)}
 
-    async def exact():
+    def exact(pace):
+        return ExactEngine(latency, info, scheduler, pace, lower_tiers=lower_tiers)
+
+    def jump(pace):
+        return JumpEngine(latency, info, scheduler, stream_of(work), pace=pace, lower_tiers=lower_tiers)
+
+    async def run(make):
         pace = Pace()
-        engine = ExactEngine(latency, info, scheduler, pace, lower_tiers=lower_tiers)
-        return await drive(
-            engine,
-            work,
-            block_size,
-            abort_every=abort_every,
-            disturb=disturb(pace),
-            retains=retains,
-            tenants=tenants,
-        )
+        told = {"abort_every": abort_every, "retains": retains, "tenants": tenants}
+        return await drive(make(pace), work, block_size, disturb=disturb(pace), **told)
 
-    async def jump():
-        pace = Pace()
-        engine = JumpEngine(
-            latency, info, scheduler, lambda request: streams[request.request_id], pace=pace,
-            lower_tiers=lower_tiers,
-        )  # fmt: skip
-        return await drive(
-            engine,
-            work,
-            block_size,
-            abort_every=abort_every,
-            disturb=disturb(pace),
-            retains=retains,
-            tenants=tenants,
-        )
+    return run_virtual(run(exact)), run_virtual(run(jump))
 
-    return run_virtual(exact()), run_virtual(jump())
+
+def stream_of(work):
+    return lambda request: work[int(request.request_id[1:])][3]
 
 
 def assert_equal(exact, jump):
+    """Compare all, or where requests were aborted those that were not: the others had got as far as they had."""
     (times, load), (jumped, jumped_load) = exact, jump
     assert times.keys() == jumped.keys()
+    is_whole = ("aborted",) not in times.values()
     for name, expected in times.items():
-        assert jumped[name] == pytest.approx(expected, rel=1e-3), name
-    for column in (
-        "preemptions", "prefix_hit_tokens", "active_blocks", "cached_blocks", "onboarded_tokens", "steps",
-    ):  # fmt: skip
+        if expected != ("aborted",):
+            assert jumped[name] == pytest.approx(expected, rel=1e-3), name
+    columns = (
+        "preemptions",
+        "prefix_hit_tokens",
+        "active_blocks",
+        "cached_blocks",
+        "onboarded_tokens",
+        "steps",
+    )
+    for column in columns if is_whole else ():
         assert getattr(jumped_load, column) == getattr(load, column), column
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    "latency",
-    [H100, WINDOWED, PROFILED, SPECULATIVE],
-    ids=["roofline", "windowed", "profiled", "speculative"],
-)
-def test_first_and_last_tokens_come_at_the_same_moments(latency, seed):
-    exact, jump = both(
-        latency, seed=seed, input_tokens=400, output_tokens=100, shared_prefix_tokens=256, prefix_groups=3
-    )
-    assert_equal(exact, jump)
-    assert exact[1].prefix_hit_tokens > 1000
+class Case(NamedTuple):
+    """Work on which both engines agree, and what it is about."""
 
-
-def test_they_agree_on_what_retention_keeps():
-    fields = {
-        "input_tokens": 300, "output_tokens": 60, "shared_prefix_tokens": 1024, "prefix_groups": 20,
-        "num_blocks": 1024, "rate_per_s": 12.0, "scheduler": SchedulerConfig(tenant_share=0.4),
-    }  # fmt: skip
-    without = both(H100, **fields)
-    exact, jump = both(H100, retains=True, tenants=3, **fields)
-    assert_equal(exact, jump)
-    assert exact[1].prefix_hit_tokens != without[0][1].prefix_hit_tokens
-
-
-@pytest.mark.parametrize("block_size", [1, 16, 64])
-def test_they_agree_when_blocks_run_out(block_size):
-    exact, jump = both(
-        H100,
-        num_blocks=4096 // block_size,
-        block_size=block_size,
-        input_tokens=100,
-        output_tokens=300,
-        count=120,
-    )
-    assert_equal(exact, jump)
-    assert exact[1].preemptions > 3
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(
-    ("windows", "fields"),
-    [
-        (Windows(((128, 18),), 18), {"num_blocks": 300, "output_tokens": 300}),
-        (Windows(((256, 52),), 10), {"num_blocks": 600, "output_tokens": 200, "abort_every": 7}),
-        (
-            Windows(((64, 3), (200, 2)), 4),
-            {"num_blocks": 400, "output_tokens": 200, "scheduler": SchedulerConfig(
-                max_batch_tokens=256, max_running_requests=24, order="shortest", ageing=0.5)},
-        ),
-        (
-            Windows(((128, 5),), 1),
-            {"num_blocks": 500, "output_tokens": 300, "lower_tiers": (LowerTier(Tier.HOST, 2048),),
-             "shared_prefix_tokens": 1024, "prefix_groups": 20, "input_tokens": 200, "rate_per_s": 20.0},
-        ),
-    ],
-    ids=["one to one", "five to one", "two sizes", "tiers"],
-)  # fmt: skip
-def test_they_agree_on_models_with_sliding_windows(windows, fields, seed):
-    fields = {"input_tokens": 300, "count": 80} | fields
-    exact, jump = both(H100, windows=windows, seed=seed, **fields)
-    if "abort_every" not in fields:
-        assert_equal(exact, jump)
-    for name, times in exact[0].items():
-        if times != ("aborted",):
-            assert jump[0][name] == pytest.approx(times, rel=1e-3), name
-    without, _ = both(H100, seed=seed, **fields)
-    assert exact[0] != without[0], "windows take blocks"
-    assert exact[1].active_blocks == jump[1].active_blocks == 0, "they give them back"
-
-
-def test_they_agree_when_requests_are_aborted():
-    exact, jump = both(H100, abort_every=3, input_tokens=600, output_tokens=200, num_blocks=400)
-    for name, times in exact[0].items():
-        if times != ("aborted",):
-            assert jump[0][name] == pytest.approx(times, rel=1e-3), name
-
-
-def test_they_agree_when_the_batch_is_full():
-    scheduler = SchedulerConfig(max_batch_tokens=128, max_running_requests=8)
-    assert_equal(*both(H100, scheduler=scheduler, input_tokens=300, output_tokens=40))
-
-
-def test_they_agree_where_a_prompt_runs_on_one_of_several_ranks():
-    scheduler = SchedulerConfig.of_ranks(8, max_batch_tokens=128, max_running_requests=6)
-    exact, jump = both(WIDE, scheduler=scheduler, input_tokens=900, output_tokens=60, num_blocks=4096)
-    assert_equal(exact, jump)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"input_tokens": 800, "output_tokens": 1, "num_blocks": 2048, "rate_per_s": 60.0},
-        {"input_tokens": 300, "output_tokens": 200, "num_blocks": 300},
-        {
-            "input_tokens": 300, "output_tokens": 60, "shared_prefix_tokens": 1024, "prefix_groups": 20,
-            "lower_tiers": (LowerTier(Tier.HOST, 2048),), "rate_per_s": 12.0,
-        },
-    ],
-    ids=["prompts alone", "out of blocks", "tiers"],
-)  # fmt: skip
-def test_they_agree_where_tenants_take_turns(fields, seed):
-    scheduler = SchedulerConfig(max_batch_tokens=256, max_running_requests=24)
-    exact, jump = both(H100, scheduler=scheduler, seed=seed, count=80, tenants=3, **fields)
-    assert_equal(exact, jump)
-    as_they_came, _ = both(H100, scheduler=scheduler, seed=seed, count=80, **fields)
-    assert exact[0] != as_they_came[0]
-
-
-@pytest.mark.parametrize(("seed", "ageing"), [(0, 0.02), (1, 0.5)])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"input_tokens": 800, "output_tokens": 1, "num_blocks": 2048, "rate_per_s": 60.0},
-        {"input_tokens": 300, "output_tokens": 200, "num_blocks": 300, "abort_every": 5},
-        {
-            "input_tokens": 300, "output_tokens": 60, "shared_prefix_tokens": 1024, "prefix_groups": 20,
-            "lower_tiers": (LowerTier(Tier.HOST, 2048),), "rate_per_s": 12.0,
-        },
-    ],
-    ids=["prompts alone", "out of blocks", "tiers"],
-)  # fmt: skip
-def test_they_agree_where_the_shortest_prompt_is_first(fields, seed, ageing):
-    scheduler = SchedulerConfig(
-        max_batch_tokens=256, max_running_requests=24, order="shortest", ageing=ageing
-    )
-    exact, jump = both(H100, scheduler=scheduler, seed=seed, count=80, **fields)
-    if "abort_every" not in fields:
-        assert_equal(exact, jump)
-    for name, times in exact[0].items():
-        if times != ("aborted",):
-            assert jump[0][name] == pytest.approx(times, rel=1e-3), name
-    usual = SchedulerConfig(max_batch_tokens=256, max_running_requests=24)
-    as_they_came, _ = both(H100, scheduler=usual, seed=seed, count=80, **fields)
-    assert exact[0] != as_they_came[0]
-
-
-HOST = (LowerTier(Tier.HOST, 2048),)
-SHARED = {
-    "input_tokens": 200, "output_tokens": 60, "shared_prefix_tokens": 1024, "prefix_groups": 20, "rate_per_s": 12.0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_they_agree_where_the_host_holds_what_the_device_gave_up(seed):
-    exact, jump = both(H100, seed=seed, lower_tiers=HOST, **SHARED)
-    assert_equal(exact, jump)
-    (without, _) = both(H100, seed=seed, **SHARED)
-    assert exact[1].onboarded_tokens[0] > 20_000
-    assert exact[1].prefix_hit_tokens > without[1].prefix_hit_tokens + 20_000
-    assert exact[1].prefilled_tokens < without[1].prefilled_tokens - 20_000
-    first_s, cached = (
-        [np.mean([times[column] for times in engine[0].values()]) for engine in (exact, without)]
-        for column in (0, 3)
-    )
-    assert first_s[0] < first_s[1]
-    assert cached[0] > cached[1] + 100
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_they_agree_on_three_lower_tiers_that_all_run_full(seed):
-    lower = (LowerTier(Tier.HOST, 300), LowerTier(Tier.DISK, 500), LowerTier(Tier.OBJECT, 600))
-    exact, jump = both(QUICK_TIERS, seed=seed, lower_tiers=lower, num_blocks=300, **SHARED)
-    assert_equal(exact, jump)
-    assert all(tokens > 2000 for tokens in exact[1].onboarded_tokens)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_they_agree_where_fetches_are_slow_and_blocks_run_out(seed):
-    fields = SHARED | {"output_tokens": 300, "rate_per_s": 20.0}
-    exact, jump = both(SLOW_HOST, seed=seed, lower_tiers=HOST, num_blocks=300, count=100, **fields)
-    assert_equal(exact, jump)
-    assert exact[1].onboarded_tokens[0] > 10_000
-    assert exact[1].preemptions > 3
-
-
-def test_they_agree_when_requests_are_aborted_while_their_prefix_comes():
-    exact, jump = both(SLOW_HOST, abort_every=3, lower_tiers=HOST, **SHARED)
-    for name, times in exact[0].items():
-        if times != ("aborted",):
-            assert jump[0][name] == pytest.approx(times, rel=1e-3), name
-    assert exact[1].onboarded_tokens == jump[1].onboarded_tokens
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("abort_every", [0, 3])
-def test_they_agree_where_crowds_wait_for_one_load(monkeypatch, seed, abort_every):
-    joined = []
-    join = SharedLoads.join
-    monkeypatch.setattr(
-        SharedLoads,
-        "join",
-        lambda loads, load, *waiter: (joined.append(len(load.waiters)), join(loads, load, *waiter)),
-    )
-    fields = SHARED | {"prefix_groups": 8}
-    exact, jump = both(
-        SLOW_HOST, seed=seed, abort_every=abort_every, lower_tiers=HOST, crowd_s=2.0, count=120, **fields
-    )
-    if abort_every:
-        assert exact[1].onboarded_tokens == jump[1].onboarded_tokens
-    else:
-        assert_equal(exact, jump)
-    assert sum(waiting > 0 for waiting in joined) > 1
-
-
-def test_they_agree_on_a_host_that_stops_and_slows_down_while_prefixes_come():
-    exact, jump = both(SLOW_HOST, disturb=disturbed, lower_tiers=HOST, **SHARED)
-    assert_equal(exact, jump)
-    assert exact[1].onboarded_tokens[0] > 10_000
-
-
-def test_what_takes_longer_to_fetch_than_to_compute_is_computed():
-    at_its_turn = SchedulerConfig(prefetched_requests=0)
-    exact, jump = both(NO_USE, lower_tiers=HOST, scheduler=at_its_turn, **SHARED)
-    assert_equal(exact, jump)
-    assert exact[1].onboarded_tokens == (0, 0, 0)
-    without, _ = both(NO_USE, **SHARED)
-    assert exact[0] == without[0]
-
-
-def test_it_is_fetched_while_its_request_waits_for_longer():
-    exact, jump = both(NO_USE, lower_tiers=HOST, **SHARED)
-    assert_equal(exact, jump)
-    assert exact[1].onboarded_tokens[0] > 0
-
-
-def test_they_agree_where_shorter_prompts_overtake_one_whose_prefix_comes():
-    one_ahead = SchedulerConfig(
-        max_batch_tokens=512, max_running_requests=4, prefetched_requests=1, order="shortest"
-    )
-    exact, jump = both(SLOW_HOST, lower_tiers=HOST, scheduler=one_ahead, **SHARED)
-    assert_equal(exact, jump)
-    assert exact[1].onboarded_tokens[0] > 0
+    fields: dict
+    shows: Callable[[WorkerLoad], bool] = lambda _load: True
+    """What the engine says at the end, or the case is not what it is named after."""
+    unlike: dict | None = None
+    """Fields of a run in which the moments are others."""
+    latency: LatencyModel = H100
 
 
 def set_factor(pace, factor):
@@ -456,12 +229,161 @@ def disturbed(pace):
         at_s += lasts_s + rng.uniform(0.1, 0.6)
 
 
-def test_they_agree_on_a_host_that_stops_and_slows_down():
-    fields = {"input_tokens": 400, "output_tokens": 200}
-    exact, jump = both(H100, disturb=disturbed, **fields)
+def scheduled(tokens=256, requests=24, **settings):
+    return SchedulerConfig(max_batch_tokens=tokens, max_running_requests=requests, **settings)
+
+
+HOST = (LowerTier(Tier.HOST, 2048),)
+SHARED = {
+    "input_tokens": 200, "output_tokens": 60, "shared_prefix_tokens": 1024, "prefix_groups": 20, "rate_per_s": 12.0,
+}  # fmt: skip
+FEW = {"input_tokens": 400, "output_tokens": 100, "shared_prefix_tokens": 256, "prefix_groups": 3}
+LATENCIES = {"roofline": H100, "windowed": WINDOWED, "profiled": PROFILED, "speculative": SPECULATIVE}
+WINDOWS = {
+    "one to one": {"windows": Windows(((128, 18),), 18), "num_blocks": 300, "output_tokens": 300},
+    "five to one": {
+        "windows": Windows(((256, 52),), 10), "num_blocks": 600, "output_tokens": 200, "abort_every": 7,
+    },
+    "two sizes": {
+        "windows": Windows(((64, 3), (200, 2)), 4), "num_blocks": 400, "output_tokens": 200,
+        "scheduler": scheduled(order="shortest", ageing=0.5),
+    },
+    "tiers": SHARED | {
+        "windows": Windows(((128, 5),), 1), "num_blocks": 500, "output_tokens": 300, "lower_tiers": HOST,
+        "rate_per_s": 20.0,
+    },
+}  # fmt: skip
+ORDERED = {
+    "prompts alone": {"input_tokens": 800, "output_tokens": 1, "num_blocks": 2048, "rate_per_s": 60.0},
+    "out of blocks": {"input_tokens": 300, "output_tokens": 200, "num_blocks": 300},
+    "tiers": SHARED | {"input_tokens": 300, "lower_tiers": HOST},
+}
+THREE = (LowerTier(Tier.HOST, 300), LowerTier(Tier.DISK, 500), LowerTier(Tier.OBJECT, 600))
+ONE_AHEAD = scheduled(512, 4, prefetched_requests=1, order="shortest")
+RANKS = SchedulerConfig.of_ranks(8, max_batch_tokens=128, max_running_requests=6)
+CASES = {
+    **{
+        name: Case(FEW, lambda load: load.prefix_hit_tokens > 1000, latency=latency)
+        for name, latency in LATENCIES.items()
+    },
+    **{
+        f"blocks of {size} run out": Case(
+            {
+                "num_blocks": 4096 // size, "block_size": size, "input_tokens": 100, "output_tokens": 300,
+                "count": 120,
+            },
+            lambda load: load.preemptions > 3,
+        )
+        for size in (1, 16, 64)
+    },
+    **{
+        f"windows, {name}": Case(
+            {"input_tokens": 300, "count": 80} | fields,
+            lambda load: load.active_blocks == 0,
+            unlike={"windows": ONE_TABLE},
+        )
+        for name, fields in WINDOWS.items()
+    },
+    **{
+        f"tenants take turns, {name}": Case(
+            {"tenants": 3, "count": 80, "scheduler": scheduled()} | fields, unlike={"tenants": 1}
+        )
+        for name, fields in ORDERED.items()
+    },
+    **{
+        f"the shortest first, {name}": Case(
+            {"count": 80, "scheduler": scheduled(order="shortest", ageing=ageing), "abort_every": aborts} | fields,
+            unlike={"scheduler": scheduled()},
+        )
+        for (name, fields), ageing, aborts in zip(ORDERED.items(), (0.02, 0.5, 0.5), (0, 5, 0), strict=True)
+    },
+    "retention": Case(
+        SHARED | {
+            "input_tokens": 300, "num_blocks": 1024, "scheduler": SchedulerConfig(tenant_share=0.4),
+            "retains": True, "tenants": 3,
+        },
+        unlike={"retains": False, "tenants": 1},
+    ),
+    "aborted": Case({"abort_every": 3, "input_tokens": 600, "output_tokens": 200, "num_blocks": 400}),
+    "a full batch": Case({"scheduler": scheduled(128, 8), "input_tokens": 300, "output_tokens": 40}),
+    "ranks": Case(
+        {"scheduler": RANKS, "input_tokens": 900, "output_tokens": 60, "num_blocks": 4096}, latency=WIDE
+    ),
+    "a host that stops": Case(
+        {"disturb": disturbed, "input_tokens": 400, "output_tokens": 200}, unlike={"disturb": lambda _: ()}
+    ),
+    "a host holds what the device gave up": Case(
+        SHARED | {"lower_tiers": HOST}, lambda load: load.onboarded_tokens[0] > 20_000, unlike={"lower_tiers": ()}
+    ),
+    "three lower tiers run full": Case(
+        SHARED | {"lower_tiers": THREE, "num_blocks": 300},
+        lambda load: min(load.onboarded_tokens) > 2000,
+        latency=QUICK_TIERS,
+    ),
+    "slow fetches, blocks run out": Case(
+        SHARED
+        | {"output_tokens": 300, "rate_per_s": 20.0, "lower_tiers": HOST, "num_blocks": 300, "count": 100},
+        lambda load: load.onboarded_tokens[0] > 10_000 and load.preemptions > 3,
+        latency=SLOW_HOST,
+    ),
+    "aborted while a prefix comes": Case(
+        SHARED | {"abort_every": 3, "lower_tiers": HOST},
+        lambda load: load.onboarded_tokens[0] > 0,
+        latency=SLOW_HOST,
+    ),
+    "crowds wait for one load": Case(
+        SHARED | {"prefix_groups": 8, "lower_tiers": HOST, "crowd_s": 2.0, "count": 120},
+        lambda load: load.onboarded_tokens[0] > 0,
+        latency=SLOW_HOST,
+    ),
+    "a host that stops while prefixes come": Case(
+        SHARED | {"disturb": disturbed, "lower_tiers": HOST},
+        lambda load: load.onboarded_tokens[0] > 10_000,
+        latency=SLOW_HOST,
+    ),
+    "fetched while its request waits for longer": Case(
+        SHARED | {"lower_tiers": HOST}, lambda load: load.onboarded_tokens[0] > 0, latency=NO_USE
+    ),
+    "shorter prompts overtake one whose prefix comes": Case(
+        SHARED | {"lower_tiers": HOST, "scheduler": ONE_AHEAD},
+        lambda load: load.onboarded_tokens[0] > 0,
+        latency=SLOW_HOST,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (0, 2, 3))])
+@pytest.mark.parametrize("name", CASES)
+def test_they_agree(name, seed):
+    case = CASES[name]
+    exact, jump = both(case.latency, seed=seed, **case.fields)
     assert_equal(exact, jump)
-    undisturbed, _ = both(H100, **fields)
-    assert exact[0]["r149"][1] > undisturbed[0]["r149"][1] + 0.5
+    assert case.shows(exact[1])
+    if case.unlike is not None:
+        without, _ = both(case.latency, seed=seed, **case.fields | case.unlike)
+        assert exact[0] != without[0]
+
+
+def test_a_host_tier_saves_prompt_tokens_and_time():
+    (exact, load), _ = both(H100, lower_tiers=HOST, **SHARED)
+    (without, bare), _ = both(H100, **SHARED)
+    assert load.prefix_hit_tokens > bare.prefix_hit_tokens + 20_000
+    assert load.prefilled_tokens < bare.prefilled_tokens - 20_000
+    first_s, cached = (
+        [np.mean([times[column] for times in seen.values()]) for seen in (exact, without)]
+        for column in (0, 3)
+    )
+    assert first_s[0] < first_s[1]
+    assert cached[0] > cached[1] + 100
+
+
+def test_what_takes_longer_to_fetch_than_to_compute_is_computed():
+    at_its_turn = SchedulerConfig(prefetched_requests=0)
+    exact, jump = both(NO_USE, lower_tiers=HOST, scheduler=at_its_turn, **SHARED)
+    assert_equal(exact, jump)
+    assert exact[1].onboarded_tokens == (0, 0, 0)
+    without, _ = both(NO_USE, **SHARED)
+    assert exact[0] == without[0]
 
 
 def test_a_fault_finds_the_same_deltas_sent_as_by_the_exact_engine():
@@ -505,15 +427,14 @@ def test_a_fault_finds_the_same_deltas_sent_as_by_the_exact_engine():
         return at, load.active_blocks, load.generated_tokens
 
     exact = run_virtual(told(lambda: ExactEngine(H100, info, scheduler)))
-    jump = run_virtual(
-        told(lambda: JumpEngine(H100, info, scheduler, lambda r: work[int(r.request_id[1:])][3]))
-    )
+    jump = run_virtual(told(lambda: JumpEngine(H100, info, scheduler, stream_of(work))))
     assert jump == exact
     assert all(count > 0 for counts in exact[0] for count in counts.values())
 
 
-@pytest.mark.parametrize("latency", [H100, WINDOWED, PROFILED], ids=["roofline", "windowed", "profiled"])
-def test_sums_of_steps_are_exact(latency):
+@pytest.mark.parametrize("name", ["roofline", "windowed", "profiled"])
+def test_sums_of_steps_are_exact(name):
+    latency = LATENCIES[name]
     prices = DecodePrices(latency, 8192)
     rng = random.Random(0)
     for _ in range(30):

@@ -44,11 +44,6 @@ def test_parts_of_different_runs_are_refused(tmp_path, other, said):
         add_up([part(tmp_path, 1), part(tmp_path, 2, **other)], {}, {})
 
 
-def test_a_part_counts_once(tmp_path):
-    with pytest.raises(ConfigError, match="one seed"):
-        add_up([part(tmp_path, 1)] * 2, {}, {})
-
-
 @pytest.mark.parametrize("text", ["", "{}", '{"name": "chaos", "figures": {}}'])
 def test_a_file_that_is_no_report_is_refused(tmp_path, text):
     (tmp_path / "part.json").write_text(text)

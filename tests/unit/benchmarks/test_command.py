@@ -39,32 +39,6 @@ def test_a_wrong_size_is_refused():
         _main("reshard", "--blocks", "0")
 
 
-def test_a_quick_run_of_reshard_times_every_case(tmp_path):
-    out = tmp_path / "reshard.json"
-    assert _main("reshard", "--quick", "--blocks", "4", "--json", str(out)) == 0
-    figures = json.loads(out.read_text())["figures"]
-    assert figures["plan_per_layer_tp8_tp4_ms"] > 0
-    assert figures["ranges_per_block_heads_first_tp8_tp4"] == 160
-
-
-def test_a_quick_run_of_pool_times_all_of_each_size(tmp_path):
-    out = tmp_path / "pool.json"
-    assert _main("pool", "--quick", "--blocks", "4", "8", "--json", str(out)) == 0
-    figures = json.loads(out.read_text())["figures"]
-    assert figures.keys() == {
-        f"{name}_{blocks}_blocks"
-        for name in (
-            "pool_request_us",
-            "pool_seconds_request_us",
-            "pool_reference_request_us",
-            "pool_speedup_over_reference",
-        )
-        for blocks in (4, 8)
-    }
-    with pytest.raises(ConfigError, match="--blocks: must be >= 2, got 1"):
-        _main("pool", "--blocks", "1")
-
-
 def test_a_report_that_cannot_be_kept_is_refused_before_the_run(tmp_path):
     with pytest.raises(ConfigError, match="expected a file in a directory that exists"):
         _main("hashing", "--json", str(tmp_path / "nowhere" / "out.json"))
@@ -95,11 +69,6 @@ def test_a_quick_run_of_simulate_writes_figures_and_a_profile(tmp_path):
     for block_size in (16, 64, 512):
         assert written["figures"][f"simulate_requests_per_wall_s_b{block_size}"] > 0
     assert 0 < sum(share for [share] in written["samples"].values()) <= 1
-
-
-def test_a_whole_run_of_simulate_needs_a_trace():
-    with pytest.raises(ConfigError, match="--trace: name a trace's file"):
-        _main("simulate")
 
 
 def test_a_bench_of_vllm_without_vllm_says_where_it_runs(monkeypatch):

@@ -27,14 +27,6 @@ def test_a_token_that_differs_is_a_problem():
     assert figures["eval_score_migrated"] == 1
 
 
-def test_a_score_that_differs_and_answers_cut_short_are_problems():
-    cut = [ANSWERS[0], Answer("apa", ("apache",))]
-    figures, problems = judge(QUESTIONS, GOOD | {"disaggregated": Outcome(cut, 0, 2, 4096, 0)})
-    assert problems[1] == "disaggregated: the score differs from the aggregated one"
-    assert figures["eval_score_disaggregated"] == 1 / 2
-    assert figures["eval_equal_tokens_disaggregated_share"] == 4 / 5
-
-
 def test_a_run_in_which_nothing_moved_shows_nothing():
     _, problems = judge(
         QUESTIONS,
@@ -54,12 +46,3 @@ def test_kv_that_did_not_come_is_a_problem():
     assert problems == [
         "disaggregated: 1 prompts were computed by the decode worker, as their KV did not come"
     ]
-
-
-def test_an_offloaded_run_must_have_loaded_from_the_host():
-    figures, problems = judge(QUESTIONS, GOOD | {"offloaded": Outcome(ANSWERS, 0, 0, 0, 96)})
-    assert problems == []
-    assert figures["eval_onboarded_tokens"] == 96
-    assert figures["eval_equal_tokens_offloaded_share"] == 1
-    _, problems = judge(QUESTIONS, GOOD | {"offloaded": Outcome(ANSWERS, 0, 0, 0, 0)})
-    assert problems == ["offloaded: no KV came from the host tier"]

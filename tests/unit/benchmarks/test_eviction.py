@@ -5,17 +5,14 @@ import random
 
 import pytest
 
-from benchmarks.eviction.command import OFFLINE, POLICIES, key_of
+from benchmarks.eviction.command import POLICIES
 from benchmarks.eviction.host import Sizes, host_saved, read_sizes
 from benchmarks.eviction.offline import replay_offline
-from benchmarks.eviction.plot import draw
 from benchmarks.eviction.replay import Prompts, replay
 from benchmarks.eviction.workloads import WORKLOADS
-from penstock.core.types.events import Tier
 from penstock.kv.pool.use import PrefillPrice
 from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import find_hardware
-from penstock.perf.roofline.factors import Factors
 from penstock.perf.roofline.roofline import Roofline
 from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS, TraceRow
 
@@ -30,12 +27,6 @@ def test_a_pool_with_room_for_all_hits_all_that_came_before():
     for policy in POLICIES:
         assert replay(prompts, 100, policy, PrefillPrice()) == [0, 2, 1, 3]
     assert replay_offline(rows, 100) == [0, 2, 1, 3]
-
-
-def test_seconds_saved_leave_the_last_token_to_compute():
-    prompts = Prompts([row(0, 1, 2), row(1, 1, 2)], lambda new, cached: float(new))
-    tokens = 2 * PREFIX_BLOCK_TOKENS
-    assert prompts.saved([0, 2]) == pytest.approx(100 * (tokens - 1) / (2 * tokens))
 
 
 def test_the_offline_rule_finds_the_most_hits():
@@ -76,13 +67,6 @@ def test_seconds_keeps_conversations_beside_scans():
     assert saved["seconds"] > saved["lfu"]
 
 
-def test_the_picture_has_a_line_for_each_policy():
-    figures = {
-        key_of("trace", policy, size): size / 100 for policy in (*POLICIES, OFFLINE) for size in (1000, 3000)
-    }
-    assert draw(figures).count("<polyline") == len(POLICIES) + 1
-
-
 def test_a_host_tier_saves_what_loads_are_sooner_than_computing():
     model = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"))
     rows = WORKLOADS["agents"](0)[:800]
@@ -96,19 +80,7 @@ def test_a_host_tier_saves_what_loads_are_sooner_than_computing():
         assert none < saved[policy] <= unbounded < whole, policy
 
 
-def test_a_host_tier_slower_than_computing_is_not_asked():
-    slow = Factors(storage_bytes_per_s={Tier.HOST: 1e6, Tier.DISK: 1e6, Tier.OBJECT: 1e6})
-    model = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"), factors=slow)
-    prompts = Prompts(WORKLOADS["agents"](0)[:400], model.prefill_s)
-    none = host_saved(prompts, Sizes(500, 0), "lru", model)
-    assert host_saved(prompts, Sizes(500, 2000), "lru", model) == pytest.approx(none, abs=0.5)
-
-
 @pytest.mark.parametrize("text", ["1000", "1000:", "a:b", "1:3000", "1000:1", "-5:10"])
 def test_wrong_sizes_of_a_host_tier_are_refused(text):
     with pytest.raises(ValueError, match="expected DEVICE:HOST, blocks >= 2 of each, got"):
         read_sizes([text])
-
-
-def test_sizes_of_host_tiers_are_read():
-    assert read_sizes(["1000:3000", "2:2"]) == [Sizes(1000, 3000), Sizes(2, 2)]

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from benchmarks.planner.baselines import Autoscaler, Interpolation, Oracle, Static
-from benchmarks.planner.case import Case, Play
-from benchmarks.planner.comparison import best, compare
+from benchmarks.planner.case import Case
+from benchmarks.planner.comparison import compare
 from benchmarks.planner.exact import against_exact
 from benchmarks.planner.experiment import play
 from benchmarks.planner.planned import Planned
 from benchmarks.planner.plot import Row, draw
 from benchmarks.planner.strategies import workers_at_mean, workers_at_peak
 from benchmarks.planner.timeline import timeline
-from benchmarks.planner.workload import Workload, alternating, diurnal, from_trace, growing, steady
+from benchmarks.planner.workload import Workload, from_trace, steady
 from benchmarks.planner.world.fleets import find_model
 from benchmarks.planner.world.prefix_cache import PrefixCache
-from penstock.core.errors import ConfigError, RequestError
+from penstock.core.errors import RequestError
 from penstock.core.types.instances import Role
 
 MODEL = find_model("8b", Path(__file__).parents[3] / "examples")
@@ -126,12 +126,6 @@ def test_no_request_is_lost_while_workers_start_flip_and_retire():
     assert found.history[-1][2] == {Role.PREFILL: 2, Role.DECODE: 1}
 
 
-def test_gpu_hours_count_workers_that_start_and_drain():
-    still = run(Static(), steady(10.0, 120.0, seed=1), {Role.AGGREGATED: 2})
-    assert still.gpu_hours == pytest.approx(2 * 120 / 3600, rel=0.01)
-    assert still.changes == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
@@ -148,12 +142,6 @@ def test_strategies_follow_a_step(strategy):
     counts = [counts[Role.AGGREGATED] for _, _, counts in found.history]
     assert max(counts) >= 3
     assert found.failed == 0
-
-
-def test_an_autoscaler_keeps_its_first_workers_until_it_is_stabilised():
-    found = run(Autoscaler({Role.AGGREGATED: 25.0}), steady(5.0, 330.0, seed=1), {Role.AGGREGATED: 3})
-    ends_s = [at_s for at_s, _, counts in found.history if counts[Role.AGGREGATED] < 3]
-    assert 300 <= ends_s[0] <= 320
 
 
 class Flipper:
@@ -186,20 +174,6 @@ def test_a_case_without_flips_refuses_them(can_flip):
     assert found.failed == 0
 
 
-class Toggle:
-    """Moves a worker from one role to the other and back, so that their sum stays."""
-
-    async def run(self, cluster):
-        for role in (Role.DECODE, Role.PREFILL, Role.DECODE, Role.PREFILL):
-            await asyncio.sleep(10)
-            await cluster.connector.flip("prefill-1", role, by="test")
-
-
-def test_changes_of_direction_are_those_of_the_busiest_role():
-    found = run(Toggle(), steady(10.0, 60.0, seed=1), {Role.PREFILL: 2, Role.DECODE: 1})
-    assert found.changes == 3
-
-
 def test_a_timeline_has_the_worst_minutes_and_the_most_workers():
     at_s = np.arange(0, 12_000, 10.0)
     load = Workload("even", at_s, np.full(1200, 100), np.full(1200, 10), 12_000.0)
@@ -216,18 +190,6 @@ def test_a_timeline_has_the_worst_minutes_and_the_most_workers():
     assert found["workers_decode"][:3] == [1.0, 2.0, 2.0]
     assert found["requests_per_s"][0] == 0.1
     assert found["input_tokens_per_s"][0] == 10.0
-
-
-def test_static_and_starting_workers_are_of_the_roles():
-    case = Case("roles", "steady", "8b", 10.0, 30.0, span_s=60.0, roles=(Role.PREFILL, Role.DECODE))
-    examples = Path(__file__).parents[3] / "examples"
-    still = Play(case, "static", (1.0, 2.0), examples)
-    assert still()["gpu_hours"] == pytest.approx(3 * 60 / 3600)
-    assert still.key == replace(still, case=replace(case, start_s=60.0)).key
-    switching = Play(case, "planner-switching", (), examples)
-    assert switching.key != replace(switching, case=replace(case, start_s=60.0)).key
-    figures = switching()
-    assert figures["timeline workers_aggregated 0000"] >= 1
 
 
 def test_a_plot_has_a_row_for_each_run():
@@ -250,16 +212,6 @@ def test_a_plot_has_a_row_for_each_run():
 def made_figures(attainment, gpu_hours):
     names = ("ttft_share", "itl_share", "failed", "flips", "changes_per_hour", "cached_share")
     return dict.fromkeys(names, 0.0) | {"attainment": attainment, "gpu_hours": gpu_hours}
-
-
-def test_baselines_can_be_left_out():
-    runner = MadeRunner()
-    case = Case("made", "steady", "8b", 10.0, 30.0, span_s=600.0)
-    found = compare(case, runner, Path(__file__).parents[3] / "examples", ["autoscaler", "oracle"])
-    assert set(found.chosen) == {"static-peak", "static-mean", "planner", "interpolation"}
-    assert {job.strategy for job in runner.jobs} == {"static", "planner", "interpolation"}
-    assert "made_gpu_hours_over_interpolation" in found.figures()
-    assert found.timelines() == {}
 
 
 class MadeRunner:
@@ -289,24 +241,6 @@ def test_the_cheapest_setting_that_holds_is_found():
     assert found.settings["interpolation"] == (3.0,)  # none holds: the one that comes nearest
 
 
-def test_the_oracle_keeps_the_slo_with_fewer_gpu_hours_than_the_peak():
-    load = stepped()
-    oracle = run(Oracle({Role.AGGREGATED: np.array([1, 1, 4, 4, 4, 4, 1, 1])}), load, {Role.AGGREGATED: 1})
-    peak = run(Static(), load, {Role.AGGREGATED: 4})
-    assert oracle.attainment > 0.98
-    assert oracle.gpu_hours < 0.9 * peak.gpu_hours
-
-
-def test_the_best_setting_holds_the_slo_for_the_fewest_gpu_hours():
-    tried = [
-        ((1.0,), {"attainment": 0.9, "gpu_hours": 1.0}),
-        ((1.2,), {"attainment": 0.992, "gpu_hours": 2.0}),
-        ((1.4,), {"attainment": 0.999, "gpu_hours": 3.0}),
-    ]
-    assert best(tried)[0] == (1.2,)
-    assert best(tried[:1])[0] == (1.0,)
-
-
 class TestWorkload:
     def test_copies_of_a_trace_keep_its_rate_over_time(self, tmp_path):
         path = tmp_path / "trace.csv.gz"
@@ -333,33 +267,6 @@ class TestWorkload:
         assert {len(ids) for ids in of} == {2}
         assert len(set(of)) == 3
         assert sorted(load.reusable_tokens().tolist()) == [0] * 3 + [1024] * 21
-
-    def test_a_short_trace_is_refused(self, tmp_path):
-        path = tmp_path / "trace.csv"
-        path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,100,10\n")
-        with pytest.raises(ConfigError, match="at least 600"):
-            from_trace(path, "trace", 2.0)
-
-    def test_a_day_has_bursts_below_its_peak(self):
-        counts = np.histogram(diurnal(10.0, seed=1).at_s, bins=1440)[0] / 60
-        assert counts.max() < 13
-        assert 1.5 < counts.mean() < 5
-
-    def test_prompts_grow(self):
-        load = growing(2.0, seed=1, span_s=3600.0)
-        middle = load.requests // 2
-        assert load.input_tokens[middle:].mean() > 2 * load.input_tokens[:middle].mean()
-
-    def test_documents_and_chats_alternate(self):
-        load = alternating(20.0, seed=1, span_s=3600.0)
-        documents = load.input_tokens[load.at_s < 1800].mean(), load.output_tokens[load.at_s < 1800].mean()
-        chats = load.input_tokens[load.at_s >= 1800].mean(), load.output_tokens[load.at_s >= 1800].mean()
-        assert documents[0] > 1.8 * chats[0]
-        assert chats[1] > 1.8 * documents[1]
-
-    def test_equal_seeds_make_equal_requests(self):
-        one, other = (steady(10.0, 100.0, seed=4).at_s for _ in range(2))
-        assert (one == other).all()
 
     def test_the_peak_needs_more_workers_than_the_mean(self):
         load = Case("diurnal", "diurnal", "8b", 100.0, 60.0, span_s=3600.0).workload()

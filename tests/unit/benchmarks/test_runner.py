@@ -32,19 +32,6 @@ ROOT = Path(__file__).parents[3]
 
 
 class TestCache:
-    def test_what_was_put_is_there_after_a_restart(self, tmp_path):
-        path = tmp_path / "state.jsonl"
-        first = Cache(path)
-        first.put("a", {"x": 1.5})
-        first.put("b", {"x": 2.0})
-        again = Cache(path)
-        assert (len(again), again.get("a"), again.get("b"), again.get("c")) == (
-            2,
-            {"x": 1.5},
-            {"x": 2.0},
-            None,
-        )
-
     def test_a_line_that_was_cut_off_is_run_again(self, tmp_path):
         path = tmp_path / "state.jsonl"
         Cache(path).put("a", {"x": 1.0})
@@ -66,16 +53,6 @@ class TestCache:
             Cache(tmp_path)
         with pytest.raises(ConfigError, match=r"state.jsonl: cannot be used: No such file or directory"):
             Cache(tmp_path / "nowhere" / "state.jsonl")
-
-    def test_forgetting_is_for_good(self, tmp_path):
-        path = tmp_path / "state.jsonl"
-        cache = Cache(path)
-        for key in ("policy=kv 1", "policy=product 1"):
-            cache.put(key, {})
-        assert len(cache.forget(lambda key: "kv" in key)) == 1
-        assert Cache(path).get("policy=kv 1") is None
-        assert Cache(path).get("policy=product 1") == {}
-        assert list(tmp_path.iterdir()) == [path]
 
 
 @dataclass(frozen=True)
@@ -182,24 +159,6 @@ class TestWorkload:
             assert output_tokens == pytest.approx(800, rel=0.02)
             assert sessions[-1].at_s == pytest.approx(8_000 / 25.0, rel=0.05)
             assert 0.55 < reusable_share(sessions, 64) < 0.70
-
-    def test_seeds_differ_and_rates_only_stretch(self):
-        one, same, fast, other = (
-            Workload(SYNTHETIC, 200).sessions(rate, seed)
-            for seed, rate in ((1, 5.0), (1, 5.0), (1, 10.0), (2, 5.0))
-        )
-        assert [s.turns for s in one] == [s.turns for s in same] == [s.turns for s in fast]
-        assert [s.at_s for s in one] == pytest.approx([2 * s.at_s for s in fast])
-        assert [s.turns for s in one] != [s.turns for s in other]
-
-    def test_the_recorded_one_has_the_rate_it_is_given(self, tmp_path):
-        trace = tmp_path / "trace.jsonl"
-        row = '{"timestamp": %d, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]}\n'
-        trace.write_text("".join(row % (300 * number) for number in range(9)))
-        sessions = Workload(RECORDED, 6, trace=trace).sessions(8.0)
-        assert len(sessions) == 6
-        assert {len(session.turns) for session in sessions} == {1}
-        assert sessions[-1].at_s == pytest.approx(6 / 8.0)
 
     def test_a_part_of_the_trace_has_a_name_and_requests_of_its_own(self, tmp_path):
         trace = tmp_path / "trace.jsonl"

@@ -1,14 +1,11 @@
 """The parts of the benches of routers at scale."""
 
 import asyncio
-import math
 
 import numpy as np
-import pytest
 
-from benchmarks.scale.alone import breaking, crossing, decision_cores
 from benchmarks.scale.cluster import Size, simulate
-from benchmarks.scale.one_router import Alone, Copies, measure
+from benchmarks.scale.one_router import Copies, measure
 from benchmarks.scale.spread import TOGETHER_S, same_worker_share
 from benchmarks.scale.traffic import Recording
 from penstock.core.ids import WorkerId
@@ -29,34 +26,6 @@ def test_requests_of_other_routers_at_once_share_a_worker() -> None:
     assert same_worker_share([(0.0, 0, 7), (0.0, 0, 7)]) == 0, "one router knows what it has sent"
     assert same_worker_share([(0.0, 0, 7), (0.0, 1, 8)]) == 0
     assert same_worker_share([(0.0, 0, 7), (late_s, 1, 7)]) == 0
-
-
-def test_a_limit_is_crossed_on_straight_lines() -> None:
-    points = [(10.0, 1.0), (20.0, 3.0)]
-    assert crossing(points, 0.5) == 5
-    assert crossing(points, 2.0) == 15
-    assert crossing(points, 5.0) == 30, "beyond the last point"
-    assert crossing([(10.0, 1.0), (20.0, 1.0)], 2.0) == math.inf
-
-
-def test_what_breaks_first_is_named() -> None:
-    alone = Alone(
-        workers=1000,
-        rss_bytes=1_000_000_000,
-        index_bytes=0,
-        pairs=0,
-        whole_cpu_s=6.0,
-        event_us=10.0,
-        load_us=10.0,
-        decision_us=100.0,
-        input_cores=0.25,
-    )
-    size = Size(workers=10, routers=4, per_worker_s=10.0, ramp_s=0.0, window_s=1.0)
-    assert decision_cores(alone, size) == pytest.approx(0.25)
-    found = breaking([alone], size)
-    assert found["breaks_at_workers_input_and_decisions"] == pytest.approx(2000)
-    assert found["breaks_at_workers_rss"] == pytest.approx(4000)
-    assert min(found, key=found.__getitem__) == "breaks_at_workers_input_and_decisions"
 
 
 def test_copies_have_blocks_of_their_own_but_for_common_beginnings() -> None:

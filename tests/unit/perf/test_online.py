@@ -40,13 +40,6 @@ def test_one_outlier_changes_nothing() -> None:
     assert correction.factor == pytest.approx(1.0)
 
 
-def test_an_outlier_at_the_very_start_changes_nothing() -> None:
-    correction = Correction()
-    for measured_s in (50.0, 1.0, 1.0, 1.0):
-        correction.observe(1.0, measured_s)
-    assert correction.factor == pytest.approx(1.0)
-
-
 def test_clamped_and_distrusted() -> None:
     correction = Correction()
     for _ in range(50):

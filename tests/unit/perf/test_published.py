@@ -23,12 +23,9 @@ SEVENTY = Roofline(
     weight_dtype=Dtype.FP8,
     kv_dtype=Dtype.FP8,
 )
-WIDER = Roofline(find_shape("llama-3.1-8b"), find_hardware("h200"), Parallel(tp=2))
 CASES = {
     "8b": (EIGHT, 0.02),
     "70b-fp8-tp2": (SEVENTY, 0.02),
-    "8b-h200-tp2": (WIDER, 0.03),
-    "8b-profile": (ProfiledModel(Profile.load(PROFILES / "8b-h100-bf16-tp1.json"), EIGHT), 0.06),
     "70b-profile": (ProfiledModel(Profile.load(PROFILES / "70b-h100-fp8-tp2.json"), SEVENTY), 0.04),
 }
 

@@ -2,10 +2,7 @@
 
 import argparse
 
-import pytest
-
 from benchmarks.kv import cut
-from penstock.core.errors import ConfigError
 
 
 def run(**options):
@@ -25,8 +22,3 @@ def test_a_slow_store_costs_time_without_the_cut_alone():
     for speed in cut.SPEEDS_GB_PER_S:
         assert over["cut", speed] <= min(over["always", speed], 1) + 1e-9
     assert report.problems == []
-
-
-def test_a_pool_of_one_block_is_refused():
-    with pytest.raises(ConfigError, match="--blocks: must be >= 2, got 1"):
-        run(blocks=1)

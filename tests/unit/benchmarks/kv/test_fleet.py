@@ -1,17 +1,13 @@
 """What kv-fleet makes of its runs, and the link that it slows them with."""
 
-import asyncio
-
 import pytest
 
-from benchmarks.kv.fleet import LINKS, LONG_PAYS_GB_PER_S, SHORT_PAYS_GB_PER_S, Fleet, judge
-from benchmarks.kv.slow_link import Direction
+from benchmarks.kv.fleet import LONG_PAYS_GB_PER_S, SHORT_PAYS_GB_PER_S, Fleet, judge
 from benchmarks.processes.chats import Answer
 from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import Dtype, find_hardware
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.roofline.roofline import Roofline
-from penstock.testing.loop import run_async
 
 
 def fleet(ttft_s, *, words="same", workers=4, block_bytes=40_960, hits=100):
@@ -53,11 +49,6 @@ def test_what_is_not_as_it_must_be_is_said(changed, why):
     assert why in problems[0]
 
 
-def test_one_link_pays_at_1_gb_per_s():
-    pays = {name: gb_per_s > pays_gb_per_s for name, (gb_per_s, pays_gb_per_s) in LINKS.items()}
-    assert pays == {"0.2_gb_per_s": False, "1_gb_per_s": False, "5_gb_per_s": True, "1_gb_per_s_long": True}
-
-
 @pytest.mark.parametrize(
     ("hardware", "tensor", "tokens", "pays"),
     [("h100", 2, 4096, SHORT_PAYS_GB_PER_S), ("h200", 1, 98_304, LONG_PAYS_GB_PER_S)],
@@ -67,32 +58,3 @@ def test_what_pays_is_the_rooflines(hardware, tensor, tokens, pays):
     model = Roofline(shape, find_hardware(hardware), Parallel(tp=tensor), Dtype.FP8, Dtype.FP8)
     bytes_ = tokens * shape.kv_bytes_per_token(Dtype.FP8)
     assert bytes_ / model.prefill_s(tokens) / 1e9 == pytest.approx(pays, rel=0.03)
-
-
-def test_connections_share_a_links_bandwidth():
-    class Sink:
-        def __init__(self):
-            self.got = 0
-
-        def write(self, data):
-            self.got += len(data)
-
-        async def drain(self):
-            pass
-
-        def close(self):
-            pass
-
-    async def main():
-        direction, sinks = Direction(1e6), [Sink(), Sink()]
-        began_s = asyncio.get_running_loop().time()
-        async with asyncio.TaskGroup() as group:
-            for sink in sinks:
-                reader = asyncio.StreamReader()
-                reader.feed_data(bytes(20_000))
-                reader.feed_eof()
-                group.create_task(direction.copy(reader, sink))
-        assert [sink.got for sink in sinks] == [20_000, 20_000]
-        assert asyncio.get_running_loop().time() - began_s >= 0.025
-
-    run_async(main())

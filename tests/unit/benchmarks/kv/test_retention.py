@@ -6,11 +6,9 @@ import pytest
 
 from benchmarks.eviction.replay import block_names
 from benchmarks.kv import retention
-from benchmarks.kv.retention.clock import ReplayClock
 from benchmarks.kv.retention.command import CASES, key_of
 from benchmarks.kv.retention.replay import Case, Device
 from benchmarks.kv.retention.workloads import AGENTS, CHATS, MIXTURE, Ask, mixed
-from penstock.core.errors import ConfigError
 from penstock.kv.pool.use import PrefillPrice
 from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS, TraceRow
 
@@ -39,22 +37,11 @@ def test_a_pin_outlasts_a_flood_until_its_ttl_is_over():
     assert hits_of(Case("lru", pin_ttl_s=10), late)[-1] == 0
 
 
-def test_the_last_turn_of_a_session_unpins_its_blocks():
-    turns = [ask(0, [1, 2]), ask(1, [1, 2, 3], is_last=True), *flood(2), ask(3, [1, 2, 3])]
-    assert hits_of(Case("lru", pin_ttl_s=60), turns)[-1] == 0
-    assert hits_of(Case("lru", pin_ttl_s=60), [each for each in turns if not each.is_last])[-1] == 2
-
-
 def test_a_priority_outlasts_a_flood_until_its_ttl_is_over():
     turns = [ask(0, [1, 2]), *flood(1), ask(9, [1, 2, 3])]
     late = [ask(0, [1, 2]), *flood(11), ask(12, [1, 2, 3])]
     assert hits_of(Case("lfu", priority_ttl_s=10), turns)[-1] == 2
     assert hits_of(Case("lfu", priority_ttl_s=10), late)[-1] == 0
-
-
-def test_pins_make_way_for_a_prompt_as_large_as_the_device():
-    turns = [ask(0, [1, 2, 3]), ask(1, range(50, 60), group="scans"), ask(2, [1, 2, 3])]
-    assert hits_of(Case("lru", pin_ttl_s=60), turns) == [0, 0, 0]
 
 
 def test_a_share_keeps_a_neighbours_flood_from_a_tenants_blocks():
@@ -73,16 +60,6 @@ def test_a_parts_requests_are_the_same_beside_others():
     assert {each.group for each in beside if each.follows_tool} == {AGENTS}
 
 
-def test_the_clock_makes_calls_in_order_and_drops_cancelled_ones():
-    clock, made = ReplayClock(), []
-    clock.call_later(2, lambda: made.append(("two", clock.time())))
-    clock.call_later(1, lambda: clock.call_later(0.5, lambda: made.append(("later", clock.time()))))
-    clock.call_later(1, lambda: made.append(("never", 0.0))).cancel()
-    clock.advance(3)
-    assert made == [("later", 1.5), ("two", 2)]
-    assert clock.time() == 3
-
-
 @pytest.mark.slow
 def test_a_quick_run_has_a_figure_for_each_case():
     report = retention.run(argparse.Namespace(blocks=[500], seeds=1, quick=True))
@@ -93,12 +70,3 @@ def test_a_quick_run_has_a_figure_for_each_case():
         report.figures[key_of("alone", "lru-1", CHATS, 500)]
         > report.figures[key_of("beside-prompts", "lru-1", CHATS, 500)]
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [({"blocks": [1]}, "--blocks: must be >= 2, got 1"), ({"seeds": 0}, "--seeds: must be >= 1, got 0")],
-)
-def test_wrong_options_are_refused(options, problem):
-    with pytest.raises(ConfigError, match=problem):
-        retention.run(argparse.Namespace(**({"blocks": [500], "seeds": 1, "quick": True} | options)))

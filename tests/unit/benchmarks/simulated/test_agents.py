@@ -1,11 +1,10 @@
 """The workload of agents, and one of its simulations."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.simulated.agents import CASES, _Cell, _simulate, largest_rate, sessions_of
+from benchmarks.simulated.agents import largest_rate, sessions_of
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 
@@ -25,22 +24,6 @@ def test_agents_and_chats_are_the_same_whether_or_not_sessions_are_opened():
     for each in agents:
         lengths = [turn.input_tokens for turn in each.turns]
         assert lengths == sorted(lengths)
-
-
-@pytest.mark.slow
-def test_sessions_find_what_was_evicted_without_them(monkeypatch):
-    small = (
-        "roles.aggregated.replicas=1",
-        "roles.aggregated.kv_blocks=4000",  # 64,000 tokens
-        "roles.aggregated.sessions.kv_share=0.8",
-    )
-    monkeypatch.setitem(CASES, "plain", (False, small))
-    monkeypatch.setitem(CASES, "sessions", (True, small))
-    cell = _Cell("plain", 0.03, 1, 3, EXAMPLES)
-    plain, sessions = _simulate(cell), _simulate(replace(cell, case="sessions"))
-    assert plain["failed"] == sessions["failed"] == 0
-    assert sessions["hit_share"] > plain["hit_share"] + 0.003
-    assert sessions["ttft_mean_s"] < plain["ttft_mean_s"]
 
 
 def test_the_largest_rate_lies_where_the_target_is_reached():

@@ -1,6 +1,5 @@
 """The experiment `regions`: its requests, and a small run of it."""
 
-import argparse
 import math
 import random
 
@@ -8,7 +7,6 @@ import pytest
 
 from benchmarks.regions import command
 from benchmarks.regions.traffic import Traffic, questions
-from penstock.core.errors import ConfigError
 
 
 def test_busy_hours_follow_each_other_and_documents_are_shared() -> None:
@@ -37,8 +35,3 @@ def test_a_small_run_has_the_figures_of_each_way(monkeypatch: pytest.MonkeyPatch
     assert 0 < told["summary_bytes_per_s"] < 64_000
     assert told["told_chunks"] > 0
     assert told["decision_us"] > 0
-
-
-def test_wrong_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match="jobs"):
-        command.run(argparse.Namespace(quick=True, workers=None, jobs=0))

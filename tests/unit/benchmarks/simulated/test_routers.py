@@ -53,17 +53,6 @@ def test_ratios_are_of_means_over_the_seeds_and_a_high_one_is_a_problem():
     assert not routers._report(found, parse("--quick")).problems
 
 
-def test_a_run_has_as_many_routers_as_it_says():
-    run = dict(routers._runs(parse("--requests", "50", "--routers", "5")))["S/8b-bf16/60", 5, 1]
-    assert run.graph.deployment().cluster_spec({}).frontends == 5
-
-
-@pytest.mark.parametrize("flag", ["--routers=1", "--requests=49", "--seeds=0", "--jobs=0"])
-def test_options_are_checked(flag):
-    with pytest.raises(ConfigError, match="must be >="):
-        routers.run(parse(flag))
-
-
 def test_a_trace_that_is_not_there_is_told_before_anything_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(routers, "Runner", None)
     with pytest.raises(ConfigError, match=r"nothing.jsonl: cannot be read"):

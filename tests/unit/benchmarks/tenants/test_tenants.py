@@ -1,9 +1,7 @@
 import pytest
 
-from benchmarks.command import make_parser
 from benchmarks.tenants import figures_of
 from benchmarks.tenants.load import Flooded
-from penstock.core.errors import ConfigError
 
 
 def test_a_half_beside_a_flood_is_compared_with_the_one_alone() -> None:
@@ -18,10 +16,3 @@ def test_a_half_beside_a_flood_is_compared_with_the_one_alone() -> None:
     assert figures["p99_over_alone"] == pytest.approx(1.5)
     assert figures["flood_requests_per_s"] == 30
     assert figures["flood_refusals_per_s"] == 2
-
-
-@pytest.mark.parametrize("flags", [("--rounds", "0"), ("--seconds", "0"), ("--seconds", "nan")])
-def test_a_wrong_number_is_refused(flags: tuple[str, str]) -> None:
-    options = make_parser().parse_args(["tenants", *flags])
-    with pytest.raises(ConfigError, match=f"{flags[0]}: must be >"):
-        options.run(options)

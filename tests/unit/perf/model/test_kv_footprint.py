@@ -1,6 +1,5 @@
 import pytest
 
-from penstock.core.errors import ConfigError
 from penstock.graph.engine_prices import make_roofline
 from penstock.graph.role import RoleSpec
 from penstock.perf.model.catalogue import find_shape
@@ -11,8 +10,6 @@ from penstock.perf.model.parallel import Parallel
 from penstock.perf.profile.profile import DecodePoint, PrefillPoint, Profile, ProfiledModel
 from penstock.perf.roofline.roofline import Roofline
 from penstock.perf.roofline.speculation import price_per_token
-from penstock.perf.search.demand import Demand
-from penstock.perf.search.pool import Pool, aggregated_share
 
 CONFIG = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -94,25 +91,3 @@ def test_a_profile_holds_windows_as_its_roofline_does():
     roofline = Roofline(shape, find_hardware("h100"), Parallel(tp=4))
     assert ProfiledModel(profile, roofline).kv_held_tokens(8000) == 8128
     assert ProfiledModel(profile).kv_held_tokens(8000) == 8000
-
-
-def test_more_requests_fit_beside_each_other():
-    """Requests of 4,000 + 1,000 tokens: those that the memory of 18 layers and 18 windows holds, not of 36 layers."""
-    shape, h100 = find_shape("gpt-oss-120b"), find_hardware("h100")
-    demand = Demand(input_tokens=4000, output_tokens=1001, ttft_s=10.0, itl_s=1.0)
-    share = aggregated_share(demand)
-    memory_bytes = 0.9 * 80e9 * 2 - 2 * Roofline(shape, h100, Parallel(tp=2)).weight_bytes_per_device()
-    whole, windows = 5000 * 18 * 2 * 8 * 64 * 2, 128 * 18 * 2 * 8 * 64 * 2
-    for frees, request_bytes in ((True, whole + windows), (False, 2 * whole)):
-        model = price_per_token(Roofline(shape, h100, Parallel(tp=2), frees_windows=frees))
-        seen = Pool(model, 1, 8192).predict(share, 1.0, 50.0)
-        assert seen is not None
-        fits = (seen.batch + 1.0 * seen.ttft_s) / seen.kv_share  # those that decode, and prompts on their way
-        assert fits == pytest.approx(memory_bytes / request_bytes, rel=0.01)
-
-
-def test_weights_that_do_not_fit_are_still_refused():
-    with pytest.raises(ConfigError, match="do not fit"):
-        _ = Roofline(
-            find_shape("gpt-oss-120b"), find_hardware("h100"), frees_windows=False, weight_dtype=Dtype.BF16
-        ).kv_capacity_tokens

@@ -11,7 +11,6 @@ from penstock.perf.model.hardware import find_hardware
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.roofline.collectives import Collectives
 from penstock.perf.roofline.factors import Factors
-from tests.support.ideal import IDEAL
 
 TABLES = json.loads((Path(__file__).parents[3] / "data" / "all_reduce_tables.json").read_text())
 
@@ -48,12 +47,3 @@ def test_between_them_it_grows_faster_than_its_bytes() -> None:
     row_s = model.all_reduce_s(2) - model.all_reduce_s(1)
     late_row_s = model.all_reduce_s(10_001) - model.all_reduce_s(10_000)
     assert row_s > 4 * late_row_s
-
-
-def test_one_device_has_nobody_to_add_to() -> None:
-    assert collectives("h100", 1, Factors()).all_reduce_s(100) == 0
-
-
-def test_without_latency_and_ramp_a_ring_moves_each_byte_twice_but_for_its_own_part() -> None:
-    found = collectives("h100", 4, IDEAL).all_reduce_s(1000)
-    assert found == pytest.approx(1000 * 16_384 * 2 * 3 / 4 / 450e9)

@@ -5,7 +5,6 @@ import pytest
 from penstock.core.errors import ConfigError
 from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import Dtype, Hardware, find_hardware
-from penstock.perf.model.model_config import shape_of
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.roofline.roofline import Roofline
 from tests.support.ideal import IDEAL
@@ -38,17 +37,6 @@ def only(hardware: str, **kept: float) -> Hardware:
 
 def hit(tokens: float) -> float:
     return 256 * (1 - (1 - 8 / 256) ** tokens)
-
-
-def test_the_shipped_shape_counts_what_its_authors_state() -> None:
-    dense = LAYERS * ATTENTION + DENSE_LAYERS + MOE_LAYERS * (SHARED + GATE)
-    assert R1.total_params() == dense + MOE_LAYERS * 256 * EXPERT + 2 * HEAD
-    assert R1.total_params() == pytest.approx(671e9, rel=0.001)
-    assert R1.active_params() == dense + MOE_LAYERS * 8 * EXPERT + HEAD
-    assert R1.active_params() == pytest.approx(37e9, rel=0.02)
-    assert R1.weight_dtype is R1.expert_dtype is Dtype.FP8
-    assert R1.kv_bytes_per_token(Dtype.FP8) == (512 + 64) * 61
-    assert R1.kv_bytes_per_token(Dtype.BF16) == (512 + 64) * 61 * 2
 
 
 def test_a_larger_batch_reads_more_experts() -> None:
@@ -142,11 +130,10 @@ def test_fewer_expert_devices_than_devices_are_copies_of_the_experts() -> None:
     assert four_times.decode_step_s(1024, 1 << 20) == pytest.approx(eight.decode_step_s(256, 1 << 18))
 
 
-@pytest.mark.parametrize(("ep", "domain"), [(32, 72), (64, 72)])
-def test_exchange_within_an_nvlink_domain(ep: int, domain: int) -> None:
+@pytest.mark.parametrize("ep", [32, 64])
+def test_exchange_within_an_nvlink_domain(ep: int) -> None:
     """Eight copies of a token, 1 byte an element out and 2 back, all but the device's own share."""
     gb200 = only("gb200", scale_up_bytes_per_s=900e9)
-    assert gb200.scale_up_devices == domain
     found = engine(gb200, dp=ep, ep=ep).decode_step_s(64 * ep, 0)
     assert found == pytest.approx(MOE_LAYERS * 64 * 8 * HIDDEN * 3 * (ep - 1) / ep / 900e9, rel=0.001)
 
@@ -162,12 +149,6 @@ def test_exchange_across_domains_goes_over_the_network() -> None:
     assert domain.decode_step_s(64 * 32, 0) == pytest.approx(0, abs=1e-9)
 
 
-def test_a_larger_batch_never_takes_less_time_to_exchange() -> None:
-    wide = engine(only("h100", scale_out_bytes_per_s=50e9), dp=32, ep=32)
-    steps = [wide.decode_step_s(32 * n, 0) for n in (128, 255, 256, 257, 300, 512, 1024)]
-    assert steps == sorted(steps)
-
-
 def test_experts_alone_in_four_bits() -> None:
     mixed = Roofline(R1, find_hardware("gb200"), Parallel(dp=32, ep=32), Dtype.FP8, expert_dtype=Dtype.NVFP4)
     dense = LAYERS * ATTENTION + DENSE_LAYERS + MOE_LAYERS * (SHARED + GATE)
@@ -175,29 +156,6 @@ def test_experts_alone_in_four_bits() -> None:
         dense + MOE_LAYERS * 256 * EXPERT / 32 * 0.5625 + 2 * HEAD * 2
     )
     assert mixed.kv_dtype is Dtype.FP8
-
-
-def test_a_checkpoint_in_mxfp4_has_it_in_its_experts() -> None:
-    config = {
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_hidden_layers": 36,
-        "vocab_size": 201088,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "quantization_config": {"quant_method": "mxfp4"},
-    }
-    shape = shape_of(config, name="gpt-oss-120b")
-    assert (shape.weight_dtype, shape.expert_dtype) == (Dtype.BF16, Dtype.MXFP4)
-    found = Roofline(shape, find_hardware("h100"))
-    experts = 36 * 128 * 3 * 2880 * 2880
-    assert found.weight_bytes_per_device() == pytest.approx(
-        shape.dense_params() * 2 + experts * 0.53125 + 2 * 201088 * 2880 * 2
-    )
-    assert Roofline(shape, find_hardware("h100"), weight_dtype=Dtype.FP8).expert_dtype is Dtype.FP8
 
 
 @pytest.mark.parametrize(
@@ -215,50 +173,39 @@ def test_what_cannot_be_spread(parallel: dict[str, int], message: str) -> None:
         engine("gb200", **parallel)
 
 
+BF16_KV, NARROW = (Dtype.FP8, Dtype.FP8, Dtype.BF16), (Dtype.FP8, Dtype.NVFP4, Dtype.FP8)
+"""Formats of weights, experts and KV."""
+
+
+def spread(hardware: str, formats: tuple[Dtype, Dtype, Dtype], devices: int) -> Roofline:
+    weights, experts, kv = formats
+    parallel = Parallel(dp=devices, ep=devices)
+    return Roofline(R1, find_hardware(hardware), parallel, weights, kv, expert_dtype=experts)
+
+
 @pytest.mark.parametrize(
     ("hardware", "formats", "devices", "batch", "context", "published"),
     [
         # SGLang, 2025-05-05: 12 hosts of 8 H100, decode on 9 of them, 22,300 tokens/s a host, prompts of 2,000 tokens.
-        ("h100", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 72, 256, 2050, 22_300 / 8),
+        ("h100", BF16_KV, 72, 256, 2050, 22_300 / 8),
         # DeepSeek, 2025-03: H800, EP 144, 14,800 tokens/s a host, 20 to 22 a user (so 88 users a GPU), context 4,989.
-        ("h100", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 144, 88, 4989, 14_800 / 8),
+        ("h100", BF16_KV, 144, 88, 4989, 14_800 / 8),
         # SGLang, 2025-09-25: GB200 NVL72, decode on 48, attention in fp8 and experts in NVFP4, and as trained.
-        ("gb200", (Dtype.FP8, Dtype.NVFP4, Dtype.FP8), 48, 768, 2050, 13_386),
-        ("gb200", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 48, 768, 2050, 9_087),
+        ("gb200", NARROW, 48, 768, 2050, 13_386),
+        ("gb200", BF16_KV, 48, 768, 2050, 9_087),
     ],
 )
-def test_published_decode_rates_are_of_the_order_found(
-    hardware: str,
-    formats: tuple[Dtype, Dtype, Dtype],
-    devices: int,
-    batch: int,
-    context: int,
-    published: float,
-) -> None:
+def test_published_decode_rates_are_of_the_order_found(hardware, formats, devices, batch, context, published):
     """No factor was fitted to these. Batches are not published and assumed; DeepSeek's had speculation besides."""
-    weights, experts, kv = formats
-    model = Roofline(
-        R1, find_hardware(hardware), Parallel(dp=devices, ep=devices), weights, kv, expert_dtype=experts
-    )
-    rate = batch / model.decode_step_s(batch * devices, batch * devices * context)
-    assert 0.9 < rate / published < 1.7
+    step_s = spread(hardware, formats, devices).decode_step_s(batch * devices, batch * devices * context)
+    assert 0.9 < batch / step_s / published < 1.7
 
 
 @pytest.mark.parametrize(
     ("hardware", "formats", "devices", "published"),
-    [
-        ("h100", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 32, 52_300 / 8),
-        ("gb200", (Dtype.FP8, Dtype.NVFP4, Dtype.FP8), 8, 26_156),
-        ("gb200", (Dtype.FP8, Dtype.FP8, Dtype.BF16), 8, 18_471),
-    ],
+    [("h100", BF16_KV, 32, 52_300 / 8), ("gb200", NARROW, 8, 26_156), ("gb200", BF16_KV, 8, 18_471)],
 )
-def test_published_prefill_rates_are_of_the_order_found(
-    hardware: str, formats: tuple[Dtype, Dtype, Dtype], devices: int, published: float
-) -> None:
+def test_published_prefill_rates_are_of_the_order_found(hardware, formats, devices, published):
     """The same reports, prompts of 2,000 tokens, 16,000 tokens a GPU and step."""
-    weights, experts, kv = formats
-    model = Roofline(
-        R1, find_hardware(hardware), Parallel(dp=devices, ep=devices), weights, kv, expert_dtype=experts
-    )
-    rate = 8 * 2000 / model.prefill_batch_s([(2000, 0)] * 8 * devices)
-    assert 0.9 < rate / published < 1.7
+    step_s = spread(hardware, formats, devices).prefill_batch_s([(2000, 0)] * 8 * devices)
+    assert 0.9 < 8 * 2000 / step_s / published < 1.7

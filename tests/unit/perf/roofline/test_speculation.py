@@ -16,20 +16,11 @@ STEP = Roofline(SHAPE, H100, tokens_per_step=2.5)
 TOKEN = price_per_token(STEP)
 
 
-def test_without_speculation_a_step_is_a_token() -> None:
-    assert price_per_token(PLAIN) is PLAIN
-
-
 @pytest.mark.parametrize("batch", [1, 16, 256])
 def test_a_token_takes_its_part_of_a_step(batch: int) -> None:
     assert 2.5 * TOKEN.decode_step_s(batch, batch * 1000) == pytest.approx(
         STEP.decode_step_s(batch, batch * 1000)
     )
-
-
-def test_few_sequences_gain_and_many_pay_for_the_arithmetic() -> None:
-    assert TOKEN.decode_step_s(4, 4000) < PLAIN.decode_step_s(4, 4000) / 2
-    assert TOKEN.decode_step_s(2048, 2048) > 0.8 * PLAIN.decode_step_s(2048, 2048)
 
 
 def test_prompts_and_answers_together_take_as_long_as_in_steps_of_several_tokens() -> None:

@@ -10,7 +10,6 @@ from penstock.perf.model.hardware import Dtype, find_hardware
 from penstock.perf.model.parallel import Parallel, parallelisms
 from penstock.perf.roofline.roofline import Roofline
 from penstock.perf.search.demand import Demand
-from penstock.perf.search.pool import Pool, aggregated_share
 from penstock.perf.search.search import LayoutSearch
 
 DEMAND = Demand(input_tokens=1000, output_tokens=101, ttft_s=1.0, itl_s=0.03)
@@ -113,14 +112,8 @@ def test_each_role_has_a_worker():
 def test_sharing_a_device_pair_is_chosen_where_it_keeps_what_one_cannot():
     choices = (Parallel(), Parallel(tp=2))
     assert search(4, replace(DEMAND, itl_s=0.018), choices).aggregated()[0].role_layouts[0].parallel.tp == 2
-    assert {
-        role_layout.parallel.tp
-        for lay in search(4, DEMAND, choices).aggregated()
-        for role_layout in lay.role_layouts
-    } == {
-        1,
-        2,
-    }
+    tried = [layout.role_layouts[0].parallel.tp for layout in search(4, DEMAND, choices).aggregated()]
+    assert set(tried) == {1, 2}
 
 
 def test_weights_that_do_not_fit_are_not_tried():
@@ -136,35 +129,6 @@ def test_weights_that_do_not_fit_are_not_tried():
     assert {model.parallel.tp for model in found.models} == {2, 4}
     for layout in found.aggregated() + found.disaggregated():
         assert layout.devices <= 4
-    best = found.aggregated()[0]
-    role_layout = best.role_layouts[0]
-    seen = Pool(found.price(role_layout.parallel), role_layout.workers, role_layout.max_batch_tokens).predict(
-        aggregated_share(found.demand), best.rate_per_s, 90.0
-    )
-    assert seen is not None
-    for name in ("ttft_s", "itl_s", "kv_share"):
-        assert getattr(seen, name) == pytest.approx(getattr(best.prediction, name), rel=0.03)
-
-
-def test_speculation_pays_where_users_get_much_and_not_where_batches_are_full():
-    shape, hardware = find_shape("llama-3.1-8b"), find_hardware("h100")
-
-    def rate(itl_s: float, tokens_per_step: float, draft_tokens: int) -> float:
-        found = LayoutSearch(
-            price=lambda parallel: Roofline(
-                shape, hardware, parallel, tokens_per_step=tokens_per_step, draft_tokens=draft_tokens
-            ),
-            choices=SINGLE,
-            devices=1,
-            demand=replace(DEMAND, itl_s=itl_s),
-            block_size=64,
-            link_bytes_per_s=lambda _one, _other: 50e9,
-        ).aggregated()
-        return found[0].rate_per_s if found else 0.0
-
-    assert rate(0.006, 1.8, 1) > 0 == rate(0.006, 1.0, 0)
-    few, many = (rate(0.03, 1.8, drafted) for drafted in (1, 7))
-    assert many < few, "drafts that are not accepted cost what they take to verify"
 
 
 def test_a_prompt_on_a_pipeline_is_not_promised_a_stage_s_time():
