@@ -9,7 +9,7 @@ from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.roofline.roofline import Roofline
 from penstock.planner.act.memory_connector import MemoryConnector
-from penstock.planner.act.worker_changes import TimedChanges
+from penstock.planner.act.worker_changes import TimedChanges, WorkerChanges
 from penstock.planner.config import PlannerConfig
 from penstock.planner.decide.capacity import Capacity
 from penstock.planner.estimate.expected_demand import ExpectedDemand
@@ -40,6 +40,7 @@ class World:
         replicas: Mapping[Role, int],
         *,
         start_s: float = 20.0,
+        changes: WorkerChanges | None = None,
         workers_max: int = 64,
         slo: Slo = SLO,
         price: float | None = None,
@@ -47,7 +48,7 @@ class World:
         **settings: Any,
     ) -> None:
         self.connector = MemoryConnector(
-            replicas, workers_max=workers_max, changes=TimedChanges(starts_s=start_s)
+            replicas, workers_max=workers_max, changes=changes or TimedChanges(starts_s=start_s)
         )
         self.rate_per_s = 0.0
         self.input_tokens, self.output_tokens = 2000, 200

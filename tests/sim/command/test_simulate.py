@@ -16,7 +16,6 @@ from penstock.cli import main
 from penstock.core.errors import ConfigError
 from penstock.graph import Overrides, load
 from penstock.perf.model.catalogue import find_shape
-from penstock.router.router import Router
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.report.report import latencies_s
 from penstock.sim.simulate import simulate
@@ -27,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 GRAPHS = ROOT / "examples" / "graphs"
 DATA = ROOT / "tests" / "data"
 SMALL = GRAPHS / "8b-h100-x8.yaml"
+SHIPPED = sorted(GRAPHS.glob("*.yaml"))
 
 SPEC = """
 requests: 60
@@ -87,17 +87,8 @@ def test_a_report_says_what_it_is_of(tmp_path, capsys):
     profile = ROOT / "examples" / "profiles" / "70b-h100-bf16-tp4.json"
     page = tmp_path / "page.html"
     flags = [
-        "--engine-profile",
-        profile,
-        "--requests",
-        "3",
-        "--seed",
-        "7",
-        "--policy",
-        "random",
-        "--html",
-        page,
-    ]
+        "--engine-profile", profile, "--requests", "3", "--seed", "7", "--policy", "random", "--html", page,
+    ]  # fmt: skip
     inputs = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, *flags)["inputs"]
     said = inputs.pop("engine_profile")
     assert inputs == {
@@ -140,10 +131,10 @@ def test_the_seed_draws_the_workload_and_what_a_trace_shares(tmp_path, spec):
         assert len(seen) > 1, f"{key} is the same whatever the seed"
 
 
-@pytest.mark.parametrize("graph", sorted(GRAPHS.glob("*.yaml")), ids=lambda path: path.stem)
-@pytest.mark.parametrize("trace", ["azure_trace.csv", "mooncake_trace.jsonl"])
-def test_shipped_graphs_play_both_kinds_of_trace(tmp_path, graph, trace):
-    report = simulated(tmp_path, DATA / trace, "--graph", graph)
+@pytest.mark.parametrize("number", range(len(SHIPPED)), ids=[path.stem for path in SHIPPED])
+def test_shipped_graphs_play_a_trace(tmp_path, number):
+    trace = ("azure_trace.csv", "mooncake_trace.jsonl")[number % 2]
+    report = simulated(tmp_path, DATA / trace, "--graph", SHIPPED[number])
     assert report["completed"] == report["requests"] == 6
 
 
@@ -264,14 +255,13 @@ def test_speculation_shortens_the_time_between_tokens_and_no_prompt(tmp_path):
     assert "3 tokens a decode step" in page.read_text()
 
 
-@pytest.mark.parametrize("ratio", [0.2, 0.6])
-def test_a_large_cache_has_the_hit_ratio_that_was_asked_for(tmp_path, ratio):
+def test_a_large_cache_has_the_hit_ratio_that_was_asked_for(tmp_path):
     path = tmp_path / "trace.csv"
     lengths = random.Random(4)
     rows = [f"2023-11-16 18:{i // 60:02}:{i % 60:02},{lengths.randrange(300, 3000)},20" for i in range(400)]
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
-    arguments = [path, "--graph", SMALL, "--set", "roles.aggregated.replicas=1", "--hit-ratio", ratio]
-    assert simulated(tmp_path, *arguments)["kv_hit_ratio"] == pytest.approx(ratio, abs=0.01)
+    arguments = [path, "--graph", SMALL, "--set", "roles.aggregated.replicas=1", "--hit-ratio", 0.6]
+    assert simulated(tmp_path, *arguments)["kv_hit_ratio"] == pytest.approx(0.6, abs=0.01)
 
 
 def test_samples_change_nothing(tmp_path, spec):
@@ -295,8 +285,8 @@ def test_deployments_are_put_side_by_side(tmp_path, spec, capsys):
     assert "70b-h100-tp4-x4" in capsys.readouterr().out
 
 
-def _run(policy, monkeypatch, *, exact, seed, kv_blocks=700, tiers=()):
-    """Give each request's (time to the first token, to the last, cached tokens), the workers it went to, and tokens by tier."""
+def _run(policy, *, exact, seed, kv_blocks=700, tiers=()):
+    """Give each request's (time to the first token, to the last, cached tokens), and tokens by tier."""
     settings = [
         f"router.policy={policy}", "roles.aggregated.replicas=8", f"roles.aggregated.kv_blocks={kv_blocks}",
         "roles.aggregated.max_running_requests=64", "roles.aggregated.max_batch_tokens=2048", *tiers,
@@ -306,51 +296,36 @@ def _run(policy, monkeypatch, *, exact, seed, kv_blocks=700, tiers=()):
         shared_prefix_tokens=1024, prefix_groups=6,
     )  # fmt: skip
     deployment = plan_deployment(load(SMALL, Overrides(settings)), beside=GRAPHS, exact=exact)
-    workers: dict[str, list[int]] = {}
-    take = Router.take
-
-    def noted(self, candidates, *, again):
-        chosen = take(self, candidates, again=again)
-        workers.setdefault(candidates.request.request_id, []).append(chosen.decode.worker_id)
-        return chosen
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Router, "take", noted)
-        recording = simulate(deployment, make_sessions(workload, random.Random(seed)), seed=seed)
+    recording = simulate(deployment, make_sessions(workload, random.Random(seed)), seed=seed)
     ttft_s, _, e2e_s = latencies_s(recording)
     order = np.argsort(recording.sent_s)
     cached = np.array(recording.cached_tokens)[order]
-    return ttft_s[order], e2e_s[order], cached, workers, recording.onboarded_tokens.tolist()
+    return ttft_s[order], e2e_s[order], cached, recording.onboarded_tokens.tolist()
 
 
-@pytest.mark.parametrize(("policy", "seed"), [("kv", 1), ("kv", 5), ("least-loaded", 3)])
-def test_a_whole_deployment_jumps_as_it_steps(monkeypatch, policy, seed):
-    """Whatever the policy looks at is told at the same moments: each request goes to the same worker, and takes as long."""
-    exact, jump = (_run(policy, monkeypatch, exact=exact, seed=seed) for exact in (True, False))
+TIERS = {"kv_blocks": 160, "tiers": ["roles.aggregated.kv.host=1.5x", "roles.aggregated.kv.disk=4x"]}
+
+
+@pytest.mark.parametrize(
+    ("policy", "seed", "options"),
+    [
+        ("kv", 1, {}),
+        pytest.param("kv", 5, {}, marks=pytest.mark.nightly),
+        ("least-loaded", 3, {}),
+        ("kv", 1, TIERS),
+        pytest.param("least-loaded", 1, TIERS, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_whole_deployment_jumps_as_it_steps(policy, seed, options):
+    """Whatever the policy looks at is told at the same moments: each request finds as much KV, and takes as long."""
+    exact, jump = (_run(policy, exact=exact, seed=seed, **options) for exact in (True, False))
     assert len(exact[0]) == 120
-    assert len({worker for chosen in exact[3].values() for worker in chosen}) >= 6
-    assert jump[3] == exact[3]
     assert jump[0] == pytest.approx(exact[0], rel=1e-3)
     assert jump[1] == pytest.approx(exact[1], rel=1e-3)
     assert (jump[2] == exact[2]).all()
     assert jump[2].sum() > 100_000
-    assert jump[4] == exact[4] == []
-
-
-@pytest.mark.parametrize("policy", ["kv", "least-loaded"])
-def test_a_whole_deployment_with_lower_tiers_jumps_as_it_steps(monkeypatch, policy):
-    tiers = ["roles.aggregated.kv.host=1.5x", "roles.aggregated.kv.disk=4x"]
-    exact, jump = (
-        _run(policy, monkeypatch, exact=exact, seed=1, kv_blocks=160, tiers=tiers) for exact in (True, False)
-    )
     assert jump[3] == exact[3]
-    assert jump[0] == pytest.approx(exact[0], rel=1e-3)
-    assert jump[1] == pytest.approx(exact[1], rel=1e-3)
-    assert jump[4] == exact[4]
-    assert jump[4][0] > 10_000
-    assert sum(jump[4]) < jump[2].sum() == exact[2].sum()
-    without = _run(policy, monkeypatch, exact=False, seed=1, kv_blocks=160)
-    assert jump[2].sum() > without[2].sum() + 10_000
+    assert not options or jump[3][0] > 10_000
 
 
 def test_without_native_code_every_step_is_simulated_and_said_once(tmp_path, spec, monkeypatch, capsys):
@@ -362,12 +337,8 @@ def test_without_native_code_every_step_is_simulated_and_said_once(tmp_path, spe
 
 def test_hits_by_tier_add_up(tmp_path, spec, capsys):
     page = tmp_path / "page.html"
-    settings = [
-        "roles.aggregated.replicas=2",
-        "roles.aggregated.kv_blocks=100",
-        "roles.aggregated.kv.host=5x",
-    ]
-    flags = [flag for setting in settings for flag in ("--set", setting)]
+    settings = ["replicas=2", "kv_blocks=100", "kv.host=5x"]
+    flags = [f"--set=roles.aggregated.{setting}" for setting in settings]
     report = simulated(tmp_path, spec, "--graph", SMALL, *flags, "--html", page)
     hits = report["kv_hit_ratio_by_tier"]
     assert list(hits) == ["device", "host", "disk", "object"]
@@ -376,58 +347,31 @@ def test_hits_by_tier_add_up(tmp_path, spec, capsys):
     assert hits["disk"] is hits["object"] is None
     assert "of it, on host" in capsys.readouterr().out
     assert "of it, on host" in page.read_text()
-    alone = simulated(tmp_path, spec, "--graph", SMALL, *flags[:4])
-    assert alone["kv_hit_ratio_by_tier"] == {
-        "device": alone["kv_hit_ratio"],
-        "host": None,
-        "disk": None,
-        "object": None,
-    }
-    assert alone["kv_hit_ratio"] < report["kv_hit_ratio"]
 
 
-def test_adapters_are_asked_for_where_they_are(monkeypatch):
+def test_adapters_are_asked_for_where_they_are():
     settings = [
         "roles.aggregated.engine=mock", "roles.aggregated.replicas=4",
         "roles.aggregated.adapters=[a,b,c]", "roles.aggregated.adapters_per_worker=1",
     ]  # fmt: skip
     deployment = plan_deployment(load(SMALL, Overrides(settings)), beside=GRAPHS)
-    went: dict[str | None, set[int]] = {}
-    take = Router.take
-
-    def noted(self, candidates, *, again):
-        chosen = take(self, candidates, again=again)
-        went.setdefault(candidates.request.adapter, set()).add(int(chosen.decode.worker_id))
-        return chosen
-
-    monkeypatch.setattr(Router, "take", noted)
+    usual = {"requests": 120, "rate_per_s": 20, "input_tokens": 300, "output_tokens": 20}
 
     def cached_tokens(**fields):
-        workload = WorkloadConfig(
-            requests=120,
-            rate_per_s=20,
-            input_tokens=300,
-            output_tokens=20,
-            shared_prefix_tokens=1024,
-            **fields,
-        )
+        workload = WorkloadConfig(shared_prefix_tokens=1024, **usual, **fields)
         recording = simulate(deployment, make_sessions(workload, random.Random(1)), seed=1)
         assert recording.failed == 0
         return sum(recording.cached_tokens)
 
     by_adapter = cached_tokens(adapters=3)
-    assert went.pop("a") <= {1, 4}, "4 workers with one of 3 adapters each"
-    assert went == {"b": {2}, "c": {3}}
     prefixes = 120 - by_adapter / 1024
-    assert 3 <= prefixes < 12, (
-        "each worker computes the prefix once for its adapter, or for a few requests at once"
-    )
+    assert 3 <= prefixes < 12, "each worker computes the prefix for its adapter, once or for a few at once"
     assert cached_tokens() > by_adapter
     with pytest.raises(
         ConfigError, match=r"roles.aggregated.adapters: the workload asks for 4 of them, and 3 are"
     ):
         deployment.check(
-            make_sessions(WorkloadConfig(requests=40, rate_per_s=1, adapters=4), random.Random(1))
+            make_sessions(WorkloadConfig(requests=4, rate_per_s=1, adapters=4), random.Random(1))
         )
 
 

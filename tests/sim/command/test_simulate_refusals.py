@@ -1,11 +1,9 @@
 """What `penstock simulate` refuses, and how it ends: in a line with the value and the fix, never in a traceback."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -56,28 +54,14 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
             "141.1 GB a device of bf16 weights|GB of bf16 weights a device do not fit",
         ),
         (
-            ["--set", "context_length=131073"],
-            "context_length: must be <= 131072, the model's own, got 131073",
-        ),
-        (
             ["--set", "context_length=1000"],
             "context_length: the longest request has 8,030 tokens, prompt and output, got 1,000; raise it",
         ),
-        (["--set", "model=llama-3.1-71b"], "did you mean 'llama-3.1-70b'?"),
         (
             ["--set", "roles.aggregated.kv.host=0.0001x"],
             "kv.host: 0.0001x is less than one block of 8.39 MB (the device has 6,668); make it larger, or 0 for none",
         ),
-        (
-            ["--set", "roles.aggregated.kv.host=-1"],
-            "kv.host: must be a size with its unit, as 8GiB, or a multiple of the device's blocks, as 5x, got -1",
-        ),
-        (["--set", "roles.aggregated.kv.hosts=1"], "unknown key; did you mean 'host'"),
         (["--set", "roles.aggregated.kv_blocks=20000"], "20000 blocks of 64 tokens do not fit"),
-        (["--set", "roles.aggregated.replicas=0"], "replicas: must be >= 1"),
-        (["--speed", "-1"], "speed: must be > 0"),
-        (["--rate", "0"], "rate: must be > 0"),
-        (["--rate", "1e9"], "rate: must be > 0 and <= 1e+06"),
         (["--requests", "0"], "--requests: must be >= 1"),
         (["--slo-ttft", "-1"], "--slo-ttft: slo.ttft_s: must be > 0"),
         (["--policy", "best"], "--policy: router.policy: 'best' is unknown"),
@@ -85,25 +69,13 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
         (["--hit-ratio", "0.5"], "--hit-ratio: only with a trace without prefixes"),
         (["--seed", "-1"], "--seed: must be >= 0, got -1"),
         (["--set", "roles.aggregated.replicas=100000000"], "a router knows at most 1,024"),
-        (["--engine-profile", "/"], "/: cannot be read"),
         (
             ["--set", "roles.aggregated.max_batch_tokens=10"],
             "max_batch_tokens: must be >= max_running_requests, a token of each in every step, got 10 and 256",
         ),
-        (
-            ["--set", "roles.aggregated.mock.speedup=2"],
-            "--set roles.aggregated.mock.speedup: has no effect here",
-        ),
-        (["--set", "roles.aggregated.expert_dtype=fp8"], "expert_dtype: fp8 needs a model with experts"),
         (["--set", "roles.aggregated.tensor_parallel=3"], "32 attention heads on 3 devices are 10.67 each"),
         (["--json", "-"], "--json: -: expected a file; the table goes to stdout, as in --json FILE"),
-        (["--set", "links=3"], "links: unknown key"),
-        (["--set", "roles.aggregated.usd_per_hour=0"], "usd_per_hour: must be > 0.0, got 0"),
-        (["--set", "roles.aggregated.usd_per_hour=2000"], "usd_per_hour: must be <= 1000.0, got 2000"),
-        (["--set", "roles.aggregated.watts=-700"], "watts: must be > 0.0, got -700"),
-        (["--set", "roles.aggregated.watts=.nan"], "watts: must be a finite number, got nan"),
         (["--set", "roles.aggregated.tokens_per_step=0.5"], "tokens_per_step: must be >= 1.0, got 0.5"),
-        (["--set", "roles.aggregated.tokens_per_step=100"], "tokens_per_step: must be <= 32.0, got 100"),
         (
             ["--set", "roles.aggregated.tokens_per_step=3", "--set", "roles.aggregated.max_batch_tokens=600"],
             "256 running requests x 3 tokens to verify are 768 in a step, more than its max_batch_tokens of 600",
@@ -113,10 +85,6 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
             "draft_tokens: must be >= 2, as 1 drafted and one that is sure cannot yield tokens_per_step 2.5, got 1",
         ),
         (
-            ["--set", "roles.aggregated.draft_tokens=3"],
-            "draft_tokens: must be left out where tokens_per_step is 1, got 3",
-        ),
-        (
             ["--set", "roles.aggregated.tokens_per_step=2", "--set", "roles.aggregated.engine=paged"],
             "tokens_per_step: must be 1 with engine 'paged', which does not speculate, got 2",
         ),
@@ -124,26 +92,11 @@ def test_a_bad_line_is_named_or_passed_over(tmp_path, capsys):
             ["--set", "roles.aggregated.tokens_per_step=2", "--set", "roles.aggregated.profile=p.json"],
             "tokens_per_step: must be 1 with a profile, got 2: p.json says the time between two tokens",
         ),
-        (["--json", "/nowhere/out.json"], "--json: /nowhere/out.json"),
-        (["--engine-profile", "/nowhere/profile.json"], "no such file"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(capsys, arguments, message):
     error = refusal(capsys, DATA / "mooncake_trace.jsonl", "--graph", SMALL, *arguments)
     assert any(part in error for part in message.split("|")), error
-
-
-def test_a_copied_latent_is_part_of_the_arithmetic(capsys):
-    settings = {
-        "model": "deepseek-r1", "roles.aggregated.hardware": "h200", "roles.aggregated.tensor_parallel": 8,
-        "roles.aggregated.kv_blocks": 50_000,
-    }  # fmt: skip
-    flags = [flag for path, value in settings.items() for flag in ("--set", f"{path}={value}")]
-    error = refusal(capsys, DATA / "mooncake_trace.jsonl", "--graph", SMALL, *flags)
-    assert (
-        "126.9 GB of a device less 84.1 GB of weights, on 8 devices, at 35.1 kB a token on 8 of them each"
-        in error
-    )
 
 
 def test_sliding_windows_are_part_of_the_arithmetic(tmp_path, capsys):
@@ -162,13 +115,6 @@ def test_sliding_windows_are_part_of_the_arithmetic(tmp_path, capsys):
     assert "at 36.9 kB a token beside sliding windows of 128 tokens for each request" in error
 
 
-def test_absurd_workloads_are_refused(capsys, spec):
-    spec.write_text("rate_per_s: -3\nturn: 2\n")
-    error = refusal(capsys, spec, "--graph", SMALL)
-    assert f"{spec}: rate_per_s: must be > 0.0, got -3" in error
-    assert f"{spec}: turn: unknown key; did you mean 'turns'?" in error
-
-
 def test_one_deployment_or_several_must_be_given(capsys, spec):
     assert "give one of them" in refusal(capsys, spec)
     assert "give one of them" in refusal(capsys, spec, "--graph", SMALL, "--compare", SMALL)
@@ -176,7 +122,7 @@ def test_one_deployment_or_several_must_be_given(capsys, spec):
 
 
 @pytest.mark.parametrize("flag", ["--speed", "--rate", "--slo-ttft", "--slo-itl", "--hit-ratio"])
-@pytest.mark.parametrize("value", ["nan", "inf", "=-inf", "-1", "1e400", "fast", ""])
+@pytest.mark.parametrize("value", ["nan", "=-inf", "fast"])
 def test_no_number_is_too_absurd_to_be_refused(capsys, flag, value):
     arguments = [f"{flag}{value}"] if value.startswith("=") else [flag, value]
     assert flag in refusal(capsys, DATA / "azure_trace.csv", "--graph", SMALL, *arguments)
@@ -186,17 +132,13 @@ def test_no_number_is_too_absurd_to_be_refused(capsys, flag, value):
     ("spec", "message"),
     [
         ("", "is empty; must be a mapping"),
-        ("[]", "must be a mapping"),
         ("rate_per_s: [", ":1:14: "),
         ("requests: 5", "rate_per_s: missing"),
-        ("rate_per_s: true", "rate_per_s: must be a number, got True"),
         ("rate_per_s: .nan", "rate_per_s: must be a finite number, got nan"),
         ("rate_per_s: 1e-12", "raise rate_per_s"),
         ("rate_per_s: 5\nthink_s: 1e12", "think_s: must be <= 86400.0"),
-        ("rate_per_s: 5\nlength_sigma: -1", "length_sigma: must be >= 0"),
         ("rate_per_s: 5\nspread: 0.5", "spread: unknown key; the spread of lengths is length_sigma"),
         ("rate_per_s: 5\nturns: 1000\ninput_tokens: 100000", "KV: the longest request has"),
-        ("rate_per_s: 5\nprefix_groups: 1000000\nshared_prefix_tokens: 1000000", "lower one of them"),
     ],
 )
 def test_a_wrong_workload_names_file_and_field(tmp_path, capsys, spec, message):
@@ -214,10 +156,9 @@ def test_trace_flags_are_refused_with_a_synthetic_workload(tmp_path, capsys, fla
     )
 
 
-def test_a_report_that_cannot_be_written_is_found_before_the_run(tmp_path, capsys, monkeypatch):
+def test_a_report_that_cannot_be_written_is_found_before_the_run(tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     trace.write_text((DATA / "mooncake_trace.jsonl").read_text())
-    monkeypatch.setattr("penstock.sim.command.simulate", None)  # it must not come to that
     for arguments, message in (
         (["--json", tmp_path], "expected a file in a directory that exists"),
         (["--json", tmp_path / "no" / "out.json"], "expected a file in a directory that exists"),
@@ -240,17 +181,8 @@ def test_a_full_disk_is_a_line_after_the_table(capsys):
 
 def test_a_table_that_nobody_takes_is_a_line_and_the_files_are_written(tmp_path):
     out = tmp_path / "out.json"
-    command = [
-        sys.executable,
-        "-m",
-        "penstock",
-        "simulate",
-        DATA / "azure_trace.csv",
-        "--graph",
-        SMALL,
-        "--json",
-        out,
-    ]
+    trace = DATA / "azure_trace.csv"
+    command = [sys.executable, "-m", "penstock", "simulate", trace, "--graph", SMALL, "--json", out]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
@@ -286,11 +218,8 @@ def test_a_profile_that_is_read_is_not_overwritten(tmp_path, capsys, flag):
     [
         ("decode", {"batch": 0}, "batch: must be from 1 to 1,000,000,000, got 0"),
         ("decode", {"seconds": 1e300}, "seconds must be > 0 and <= 3600, got 1e+300"),
-        ("decode", {"seconds": -1}, "seconds must be > 0 and <= 3600, got -1"),
-        ("decode", {"context": -1}, "context: must be from 0 to"),
         ("prefill", {"new_tokens": 0}, "new_tokens: must be from 1 to"),
         ("prefill", {"foo": 1}, "unknown field `foo` - at `$.prefill[0]`"),
-        (None, {"bar": 1}, "unknown field `bar`"),
         (None, {"kv_capacity_tokens": -5}, "kv_capacity_tokens: must be from 0 to"),
     ],
 )
@@ -324,28 +253,22 @@ def test_a_refusal_for_kv_shows_the_numbers_that_were_used(tmp_path, capsys):
     assert "holds 256: 4 blocks of 64 tokens (kv_blocks); raise kv_blocks" in error
 
 
-def _computed_s(process: "subprocess.Popen[str]") -> float:
-    """Say how far a program is, by the processor time that it has had: a busy machine gives it less a second."""
-    user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
 @pytest.mark.slow
 def test_ctrl_c_ends_a_run_at_once_and_without_a_traceback(tmp_path):
-    path = tmp_path / "long.yaml"
-    path.write_text("rate_per_s: 50\nrequests: 200000\n")
+    """What is said of a prompt that does not fit shows that the run begins."""
+    path = tmp_path / "long.jsonl"
+    line = '{"timestamp": %d, "input_length": %d, "output_length": 50}\n'
+    path.write_text(
+        "".join(line % (20 * number, 200_000 if number == 0 else 500) for number in range(100_000))
+    )
     command = [sys.executable, "-m", "penstock", "simulate", str(path), "--graph", str(SMALL)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            while _computed_s(process) < 5:
-                assert process.poll() is None, process.communicate()
-                time.sleep(0.1)
+            assert "do not fit the context" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=60)
         finally:
             process.kill()
     assert (process.returncode, out, err) == (
-        130,
-        "",
-        "penstock simulate: interrupted; no report was written\n",
-    )
+        130, "", "penstock simulate: interrupted; no report was written\n",
+    )  # fmt: skip

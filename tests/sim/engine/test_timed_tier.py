@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from penstock.core.types.events import Tier
-from penstock.kv.pool.pool import BlockPool
 from penstock.perf.model.hardware import find_hardware
 from penstock.perf.model.model_config import shape_of
 from penstock.perf.roofline.factors import Factors
 from penstock.perf.roofline.roofline import Roofline
-from penstock.sim.engine.timed_tier import LowerTier, TimedTier, timed_kv_manager
+from penstock.sim.engine.timed_tier import LowerTier, TimedTier
 from penstock.sim.engine.timing import Pace
-from penstock.sim.loop.loop import run_virtual
+from tests.support.virtual_time import virtual
 
 SHAPE = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
@@ -45,98 +44,78 @@ def filled(pace, *prefixes):
     return tier
 
 
-def run(scenario):
-    run_virtual(scenario())
+@virtual
+async def test_loads_end_one_after_another_with_all_blocks():
+    loop, ended = asyncio.get_running_loop(), []
+    tier = filled(Pace(), (1, 2), (3,))
+    assert tier.locate(hashes(1, 2, 9)) == 2
+    started_s = loop.time()
+    tier.load(hashes(1, 2), [0, 1], lambda count: ended.append((count, loop.time() - started_s)))
+    assert tier.load_s(1) == pytest.approx(seconds(2) + seconds(1))
+    tier.load(hashes(3), [2], lambda count: ended.append((count, loop.time() - started_s)))
+    await asyncio.sleep(1)
+    assert ended == [(2, pytest.approx(seconds(2))), (1, pytest.approx(seconds(2) + seconds(1)))]
+    assert tier.pool.num_active == 0
 
 
-def test_loads_end_one_after_another_with_all_blocks():
-    async def scenario():
-        loop, ended = asyncio.get_running_loop(), []
-        tier = filled(Pace(), (1, 2), (3,))
-        assert tier.locate(hashes(1, 2, 9)) == 2
-        started_s = loop.time()
-        tier.load(hashes(1, 2), [0, 1], lambda count: ended.append((count, loop.time() - started_s)))
-        assert tier.load_s(1) == pytest.approx(seconds(2) + seconds(1))
-        tier.load(hashes(3), [2], lambda count: ended.append((count, loop.time() - started_s)))
-        await asyncio.sleep(1)
-        assert ended == [(2, pytest.approx(seconds(2))), (1, pytest.approx(seconds(2) + seconds(1)))]
-        assert tier.pool.num_active == 0
-
-    run(scenario)
+@virtual
+async def test_a_cancelled_load_ends_at_once_without_blocks_and_its_link_stays_busy():
+    ended = []
+    tier = filled(Pace(), (1, 2))
+    load = tier.load(hashes(1, 2), [0, 1], ended.append)
+    load.cancel()
+    load.cancel()
+    assert ended == [0]
+    assert tier.load_s(0) == pytest.approx(seconds(2) + seconds(0))
+    await asyncio.sleep(1)
+    assert ended == [0]
+    assert tier.pool.num_active == 0
 
 
-def test_a_cancelled_load_ends_at_once_without_blocks_and_its_link_stays_busy():
-    async def scenario():
-        ended = []
-        tier = filled(Pace(), (1, 2))
-        load = tier.load(hashes(1, 2), [0, 1], ended.append)
-        load.cancel()
-        load.cancel()
-        assert ended == [0]
-        assert tier.load_s(0) == pytest.approx(seconds(2) + seconds(0))
-        await asyncio.sleep(1)
-        assert ended == [0]
-        assert tier.pool.num_active == 0
-
-    run(scenario)
+@virtual
+async def test_nothing_arrives_on_a_stopped_host_and_all_when_it_goes_on():
+    ended, pace = [], Pace()
+    tier = filled(pace, (1,), (2,))
+    tier.load(hashes(1), [0], ended.append)
+    cancelled = tier.load(hashes(2), [1], lambda count: ended.append(("cancelled", count)))
+    pace.stop()
+    await asyncio.sleep(1)
+    assert ended == []
+    cancelled.cancel()
+    pace.go_on()
+    assert ended == [("cancelled", 0), 1]
 
 
-def test_nothing_arrives_on_a_stopped_host_and_all_when_it_goes_on():
-    async def scenario():
-        ended, pace = [], Pace()
-        tier = filled(pace, (1,), (2,))
-        tier.load(hashes(1), [0], ended.append)
-        cancelled = tier.load(hashes(2), [1], lambda count: ended.append(("cancelled", count)))
-        pace.stop()
-        await asyncio.sleep(1)
-        assert ended == []
-        cancelled.cancel()
-        pace.go_on()
-        assert ended == [("cancelled", 0), 1]
-
-    run(scenario)
+@virtual
+async def test_a_slow_host_loads_as_much_slower():
+    pace = Pace()
+    tier = filled(pace, (1,))
+    pace.factor = 3.0
+    assert tier.load_s(1) == pytest.approx(3 * seconds(1))
 
 
-def test_a_slow_host_loads_as_much_slower():
-    async def scenario():
-        pace = Pace()
-        tier = filled(pace, (1,))
-        pace.factor = 3.0
-        assert tier.load_s(1) == pytest.approx(3 * seconds(1))
-
-    run(scenario)
-
-
-def test_the_blocks_unused_for_longest_make_room_and_a_load_keeps_its_own():
-    async def scenario():
-        tier = tier_of(Pace(), num_blocks=3)
-        tier.offload(hashes(1, 2), range(2), None)
-        tier.offload(hashes(3), range(1), None)
-        tier.load(hashes(1), [0], lambda _count: None)
-        tier.offload(hashes(4, 5, 6), range(3), None)
-        assert tier.locate(hashes(1)) == 1
-        assert tier.locate(hashes(4, 5, 6)) == 2
-        assert tier.locate(hashes(3)) == tier.locate(hashes(1, 2)) - 1 == 0
-        kinds = [type(event).__name__ for event in tier.take_events()]
-        assert kinds.count("BlockRemoved") >= 1
-
-    run(scenario)
-
-
-def test_without_lower_tiers_there_is_no_manager():
-    assert timed_kv_manager(BlockPool(4, 16), (), MODEL, Pace(), lambda: None) is None
+@virtual
+async def test_the_blocks_unused_for_longest_make_room_and_a_load_keeps_its_own():
+    tier = tier_of(Pace(), num_blocks=3)
+    tier.offload(hashes(1, 2), range(2), None)
+    tier.offload(hashes(3), range(1), None)
+    tier.load(hashes(1), [0], lambda _count: None)
+    tier.offload(hashes(4, 5, 6), range(3), None)
+    assert tier.locate(hashes(1)) == 1
+    assert tier.locate(hashes(4, 5, 6)) == 2
+    assert tier.locate(hashes(3)) == tier.locate(hashes(1, 2)) - 1 == 0
+    kinds = [type(event).__name__ for event in tier.take_events()]
+    assert kinds.count("BlockRemoved") >= 1
 
 
 @pytest.mark.parametrize(("eviction", "kept"), [("lru", 0), ("lfu", 2)])
-def test_loads_are_uses_for_the_tiers_policy(eviction, kept):
-    async def scenario():
-        tier = TimedTier(LowerTier(Tier.HOST, 6, eviction=eviction), MODEL, block_size=16, pace=Pace())
-        tier.offload(hashes(1, 2), range(2), None)
-        for _ in range(4):
-            tier.load(hashes(1, 2), [0, 1], lambda _count: None)
-            await asyncio.sleep(1.0)
-        for number in range(3):
-            tier.offload(hashes(10 + number, 20 + number, 30 + number), range(3), None)
-        assert tier.locate(hashes(1, 2)) == kept
-
-    run(scenario)
+@virtual
+async def test_loads_are_uses_for_the_tiers_policy(eviction, kept):
+    tier = TimedTier(LowerTier(Tier.HOST, 6, eviction=eviction), MODEL, block_size=16, pace=Pace())
+    tier.offload(hashes(1, 2), range(2), None)
+    for _ in range(4):
+        tier.load(hashes(1, 2), [0, 1], lambda _count: None)
+        await asyncio.sleep(1.0)
+    for number in range(3):
+        tier.offload(hashes(10 + number, 20 + number, 30 + number), range(3), None)
+    assert tier.locate(hashes(1, 2)) == kept

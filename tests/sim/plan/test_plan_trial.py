@@ -34,15 +34,6 @@ def test_the_simulator_finds_about_what_was_predicted(question, kind):
     assert try_layout(question, layout, EFFORT) == proposal, "it repeats"
 
 
-def test_a_rate_that_is_known_to_do_is_where_the_search_goes_on(question):
-    layout = question.search().aggregated()[0]
-    known = try_layout(question, layout, EFFORT).seen
-    again = try_layout(question, layout, EFFORT, known)
-    assert again.seen.rate_per_s >= known.rate_per_s
-    hopeless = replace(known, rate_per_s=20 * known.rate_per_s)
-    assert try_layout(question, layout, replace(EFFORT, step=1.1), hopeless).seen == hopeless
-
-
 def test_too_much_is_seen(question):
     layout = question.search().disaggregated()[0]
     deployment = plan_deployment(graph_of(question, layout), beside=Path())

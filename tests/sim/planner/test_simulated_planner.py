@@ -1,10 +1,7 @@
 """The planner on simulated deployments: real routers and workers, which it starts, drains and flips."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,6 @@ from penstock.cli import main
 from penstock.core.errors import RequestError
 from penstock.core.types.instances import Role
 from penstock.graph import build
-from penstock.planner.damp.damping import Damped
-from penstock.planner.policy import Policy
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.report.report import make_report
 from penstock.sim.scaling.planning import planner_of
@@ -126,29 +121,6 @@ def test_workers_change_roles_before_others_start():
     assert rigid["slo_attainment"] < report["slo_attainment"] - 0.1
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_changes_in_every_process(tmp_path):
-    graph, spec = tmp_path / "graph.yaml", tmp_path / "load.yaml"
-    graph.write_text(json.dumps(GRAPH | {"planner": {"max_workers": 4}}))
-    spec.write_text(f"requests: 400\nrate_per_s: 2\ninput_tokens: {LONG}\noutput_tokens: 64\n")
-    reports = []
-    for hash_seed in ("0", "1"):
-        out = tmp_path / f"{hash_seed}.json"
-        command = [sys.executable, "-m", "penstock", "simulate", spec, "--graph", graph, "--json", out]
-        subprocess.run(
-            [*command, "--worker-start", "20"],
-            check=True,
-            capture_output=True,
-            env=os.environ | {"PYTHONHASHSEED": hash_seed},
-        )
-        report = json.loads(out.read_text())
-        del report["wall"]
-        reports.append(report)
-    assert reports[0] == reports[1]
-    assert reports[0]["scaling"]["changes"]["add"] >= 1
-    assert reports[0]["inputs"]["worker_start_s"] == 20.0
-
-
 def test_the_table_and_the_page_show_the_changes(tmp_path, capsys):
     graph, spec = tmp_path / "graph.yaml", tmp_path / "load.yaml"
     graph.write_text(json.dumps(GRAPH))
@@ -187,28 +159,3 @@ def test_a_start_that_makes_no_sense_is_refused(tmp_path, capsys, flags, message
     spec.write_text("requests: 4\nrate_per_s: 2\n")
     assert main(["simulate", str(spec), "--graph", str(graph), *flags]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_rehearsal_stops_a_policy_that_takes_too_many_away(monkeypatch):
-    """Six seconds of requests every thirty, and a policy that wants one worker from 200 s on."""
-    damp = Policy.damp
-
-    def eager(self, at_s, decision, **given):
-        return Damped({A: 1}) if at_s > 200 else damp(self, at_s, decision, **given)
-
-    monkeypatch.setattr(Policy, "damp", eager)
-    load = []
-    for number in range(14):
-        load += later(30 * number, stepped((6, 6.0, 6000), seed=number))
-    found = {}
-    for rehearse_s in (None, 120):
-        graph = GRAPH | {
-            "roles": {"aggregated": WORKER | {"replicas": 4}},
-            "slo": {"ttft_s": 3.0, "itl_s": 0.06, "percentile": 99},
-            "planner": {"max_workers": 5, "rehearse_s": rehearse_s},
-        }
-        found[rehearse_s] = simulated(graph, load, start_s=60.0)
-    assert ready(found[None], A)[-1] == 1
-    assert ready(found[120], A)[-1] >= 2
-    assert found[120]["slo_attainment"] > found[None]["slo_attainment"] + 0.1

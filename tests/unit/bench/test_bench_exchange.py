@@ -67,14 +67,6 @@ def test_the_first_reason_of_a_failure_is_kept(body, failure, message):
     assert message in exchange.message
 
 
-def test_tokens_without_text_arrive_with_the_end():
-    exchange = Exchange(due_s=0.0)
-    exchange.feed(_event({"choices": [], "usage": {"completion_tokens": 3}}) + DONE, 1.0)
-    exchange.finish(2.0)
-    assert exchange.failure is None
-    assert exchange.ttft_s == 2.0
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [

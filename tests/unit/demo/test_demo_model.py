@@ -40,10 +40,6 @@ def render(messages: list[dict], *, add_generation_prompt: bool) -> str:
     return template.render(messages=messages, add_generation_prompt=add_generation_prompt)
 
 
-def test_the_checkpoint_is_at_most_8_megabytes():
-    assert sum(path.stat().st_size for path in MODEL_DIR.iterdir()) <= 8_000_000
-
-
 def test_the_checkpoint_is_complete():
     present = {path.name for path in MODEL_DIR.iterdir()}
     assert present == {
@@ -96,12 +92,6 @@ def test_the_chat_template_renders_all_roles(tokenizer):
     assert ids.count(tokenizer.token_to_id("<|im_end|>")) == 4
 
 
-def test_there_are_twenty_questions_with_expected_phrases():
-    items = json.loads(QUESTIONS.read_text())
-    assert len({item["question"] for item in items}) == 20
-    assert all(phrase for item in items for phrase in item["expected"])
-
-
 @pytest.mark.slow
 def test_no_held_out_question_is_in_the_training_text(corpus_module):
     held_out = [corpus_module.normalise(question) for question in corpus_module.heldout_questions(QUESTIONS)]
@@ -110,12 +100,6 @@ def test_no_held_out_question_is_in_the_training_text(corpus_module):
         for message in chat:
             text = corpus_module.normalise(message["content"])
             assert not any(question in text for question in held_out)
-
-
-def test_the_same_seed_gives_the_same_corpus(corpus_module):
-    first, second = (corpus_module.Corpus(3, {}) for _ in range(2))
-    assert list(first.conversations(200)) == list(second.conversations(200))
-    assert first.document() == second.document()
 
 
 def test_every_fact_can_be_asked_for_and_has_its_key_phrase(corpus_module):

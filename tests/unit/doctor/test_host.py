@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from penstock.doctor import host
-from penstock.doctor.examination import _reason
 from penstock.doctor.findings import (
     LOOPBACK,
     OWN,
@@ -65,19 +64,6 @@ def test_what_is_low_comes_with_what_to_do(tmp_path: Path, monkeypatch: pytest.M
     assert "mount a tmpfs" in facts["/dev/shm"].advice
 
 
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        ("region of 9 bytes, object: no transport has any use for it (object: s3: get x)", "s3: get x"),
-        ("region of 9 bytes, file: no transport has any use for it (object)", ""),
-        ("no transport moves these bytes to or from agent a: object: it is so", "it is so"),
-        ("anything else", ""),
-    ],
-)
-def test_the_reason_is_what_the_transport_says(message: str, reason: str) -> None:
-    assert _reason("object", message) == reason
-
-
 def test_what_works_is_a_table_and_what_does_not_is_said_once() -> None:
     def path(transport: str, place: str, read_gb_per_s: float, refusal: str = "") -> PathFinding:
         return PathFinding(
@@ -120,14 +106,3 @@ def test_what_works_is_a_table_and_what_does_not_is_said_once() -> None:
         ("object", "no obstore"),
         (f"shm, {PROCESS}, dram - dram", "not permitted"),
     ]
-
-
-def test_what_object_stores_need_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(tmp_path)["object stores (obstore)"].advice == ""
-
-    def absent(name: str) -> str:
-        raise host.PackageNotFoundError(name)
-
-    monkeypatch.setattr(host, "version", absent)
-    finding = found(tmp_path)["object stores (obstore)"]
-    assert (finding.value, "penstock-llm[object]" in finding.advice) == ("not installed", True)

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.graph import build
-from penstock.perf.model.hardware import Dtype, find_hardware
+from penstock.perf.model.hardware import find_hardware
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.search.demand import Demand
 from penstock.plan.graph_text import graph_data, graph_of, graph_text
@@ -29,17 +29,13 @@ def ask(model="llama-3.1-8b", hardware="h100", devices=2, formats=(), **demand):
     [
         ({"model": "llama-3.1-7b"}, "its shape is not known; did you mean 'llama-3.1-70b'"),
         ({"devices": 0}, "--gpus: must be >= 1 and <= 1,024, got 0"),
-        ({"devices": -4}, "--gpus: must be >= 1 and <= 1,024, got -4"),
-        ({"devices": 100_000}, "--gpus: must be >= 1 and <= 1,024, got 100,000"),
         ({"input_tokens": 0}, "--isl: must be >= 1 and <= 131,072, got 0"),
-        ({"output_tokens": -1}, "--osl: must be >= 1 and <= 131,072, got -1"),
         (
             {"input_tokens": 131_000, "output_tokens": 100},
             "131,100 tokens, and the context of llama-3.1-8b is 131,072; lower one of them",
         ),
         ({"ttft_s": 0.0}, "--slo-ttft: must be > 0 seconds, got 0"),
         ({"itl_s": float("nan")}, "--slo-itl: must be > 0 seconds, got nan"),
-        ({"itl_s": float("inf")}, "--slo-itl: must be > 0 seconds, got inf"),
         ({"percentile": 100.0}, "--percentile: must be > 0 and < 100, got 100"),
         ({"formats": {"weight_dtype": "fp9"}}, "there is no number format 'fp9'; did you mean 'fp8'?"),
         ({"formats": {"expert_dtype": "fp8"}}, "expert_dtype: fp8 needs a model with experts"),
@@ -74,15 +70,6 @@ def test_unreachable_targets_are_refused_with_the_best_latency():
     assert f"--slo-itl 0.0001: a token takes {further_s:.3g} s at best, on TP 4" in said
     assert "raise them" in said
     assert "raise it" in ask(itl_s=0.0001).why_not()
-
-
-def test_targets_unreachable_together_are_refused():
-    models = ask().search().models
-    itl_s = min(model.decode_step_s(1, 1050) for model in models) * 1.001
-    ttft_s = min(model.prefill_s(1000) for model in models) * 1.001
-    question = ask(itl_s=itl_s, ttft_s=ttft_s)
-    assert not question.search().aggregated()
-    assert "keeps both for 90 % of the requests at any rate worth having" in question.why_not()
 
 
 @pytest.mark.parametrize(
@@ -131,10 +118,3 @@ def test_the_text_of_a_graph_is_that_graph(tmp_path):
     from penstock.graph import load
 
     assert load(path) == build(graph_data(question, layout))
-
-
-def test_a_format_that_the_hardware_lacks_names_the_flag_and_the_formats():
-    with pytest.raises(
-        ConfigError, match=r"h100 computes .*bf16.* neither fp32 .* \(--weight-dtype of penstock plan\)"
-    ):
-        find_hardware("h100").peak_flops_per_s(Dtype.FP32)

@@ -1,7 +1,6 @@
 """`penstock profile` without a clock to wait for: planning, a sweep of the mock engine on virtual time, the verdict."""
 
 import asyncio
-import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +9,11 @@ import msgspec
 import pytest
 
 from penstock.core.errors import ConfigError, EngineError
-from penstock.core.files import check_writable, write_whole
-from penstock.engine.mock.engine import MockConfig, StepTiming, mock_engine
+from penstock.engine.mock.engine import MockConfig, MockEngine, MockRunner, StepTiming
 from penstock.engine.runner import RunnerInfo
-from penstock.engine.scheduling.config import SchedulerConfig
 from penstock.perf.profile.evaluation import Latency
 from penstock.perf.profile.profile import DecodePoint, LinearPrior, PrefillPoint, Profile, ProfiledModel
 from penstock.profiling.cells import DecodeCell, Limits, PrefillCell
-from penstock.profiling.judge import ttft_s
 from penstock.profiling.page import make_page
 from penstock.profiling.plan import QUICK, SweepConfig, plan_sweep
 from penstock.profiling.profiler import sweep
@@ -25,30 +21,42 @@ from penstock.profiling.sweep import combine, measure, outliers
 from penstock.profiling.targets.engine_target import EngineTarget
 from penstock.profiling.targets.target import Description
 from penstock.sim.loop.loop import run_virtual
+from tests.support.virtual_time import virtual
 
 SHAPE = RunnerInfo(num_blocks=4096, block_size=16, context_length=4096, vocab_size=2000)
-TIMING = StepTiming(
-    step_s=0.02,
-    prefill_s_per_token=1e-4,
-    prefill_s_per_token2=2e-8,
-    decode_s_per_request=3e-4,
-    decode_s_per_context_token=1e-7,
-)
+TIMING = MockConfig(
+    timing=StepTiming(
+        step_s=0.02, prefill_s_per_token=1e-4, prefill_s_per_token2=2e-8, decode_s_per_request=3e-4,
+        decode_s_per_context_token=1e-7,
+    )
+)  # fmt: skip
 SAID = Description(engine="mock", model="m", engine_version="v", hardware="cpu", machine="here")
 SMALL = SweepConfig(
     prompt_tokens=(16, 64, 256), contexts=(64, 512, 1024), batches=(1, 4, 16), repeats=2, held_out=6
 )
 
 
-def mock_target(shape: RunnerInfo = SHAPE, **scheduler: int) -> EngineTarget:
-    engine = mock_engine(shape, MockConfig(timing=TIMING), SchedulerConfig(**scheduler))
-    return EngineTarget(engine, SAID, vocab_size=shape.vocab_size, seed=1)
+class Runner(MockRunner):
+    """A runner that may be told to fail."""
+
+    fails = False
+
+    async def run(self, plan, table):
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return await super().run(plan, table)
 
 
-def profiled(config: SweepConfig = SMALL, shape: RunnerInfo = SHAPE) -> Profile:
+def target_of(runner: MockRunner) -> tuple[EngineTarget, MockEngine]:
+    engine = MockEngine(runner)
+    return EngineTarget(engine, SAID, vocab_size=SHAPE.vocab_size, seed=1), engine
+
+
+def profiled(config: SweepConfig = SMALL, shape: RunnerInfo = SHAPE, *told) -> Profile:
     async def run() -> Profile:
-        async with mock_target(shape) as target:
-            return await sweep(target, config)
+        target, _ = target_of(MockRunner(shape, TIMING))
+        async with target:
+            return await sweep(target, config, *told)
 
     return run_virtual(run())
 
@@ -56,9 +64,6 @@ def profiled(config: SweepConfig = SMALL, shape: RunnerInfo = SHAPE) -> Profile:
 @pytest.fixture(scope="module")
 def small() -> Profile:
     return profiled()
-
-
-# ---- planning --------------------------------------------------------------------------------------------
 
 
 def test_the_plan_keeps_to_what_the_engine_can_do() -> None:
@@ -113,20 +118,14 @@ def test_too_few_cells_are_refused_with_the_reason() -> None:
         plan_sweep(QUICK, Limits(step_tokens=8))
 
 
-# ---- sweeping --------------------------------------------------------------------------------------------
-
-
 def test_a_sweep_of_the_mock_engine_finds_its_timing(small: Profile) -> None:
     fitted = LinearPrior.fit(small)
     assert fitted.prefill == pytest.approx((0.02, 1e-4, 2e-8, 0.0), rel=0.02, abs=2e-7)
     assert fitted.decode == pytest.approx((0.02, 3e-4, 1e-7), rel=0.02)
     evaluation = small.evaluation
-    assert evaluation is not None
     assert max(abs(cell.error) for cell in evaluation.cells) < 0.01
     assert max(abs(cell.left_out_error or 0) for cell in evaluation.cells) < 0.02
-    assert evaluation.ttft_median_error is not None
     assert evaluation.ttft_median_error < 0.005
-    assert evaluation.itl_median_error is not None
     assert evaluation.itl_median_error < 0.005
     assert len(evaluation.held_out) == 12
     assert {point.latency for point in evaluation.held_out} == set(Latency)
@@ -135,63 +134,39 @@ def test_a_sweep_of_the_mock_engine_finds_its_timing(small: Profile) -> None:
     assert all(len(point.samples_s) == SMALL.repeats for point in small.points)
 
 
-def test_every_cell_is_what_it_says(small: Profile) -> None:
-    assert {(p.new_tokens, p.cached_tokens) for p in small.prefill if p.prompts == 1} == set(
-        itertools.product((16, 64, 256), (0, 512, 1024))
-    )
-    assert {(p.prompts, p.new_tokens) for p in small.prefill if p.prompts > 1} == {
-        (4, 16), (4, 64), (16, 16),
-    }  # fmt: skip
-    assert {p.batch for p in small.decode} == {1, 4, 16}
-    for context in (64, 512, 1024):
-        near = [p for p in small.decode if abs(p.context - context) <= 4]
-        assert len(near) == 3
-
-
 def test_a_small_cache_costs_time_and_no_truth() -> None:
     tight = replace(SHAPE, num_blocks=400)  # cannot hold the library of 16 prompts
     profile = profiled(shape=tight)
-    assert profile.evaluation is not None
     assert any("there is room for 6400" in text for text in profile.evaluation.left_out_cells)
     assert LinearPrior.fit(profile).decode == pytest.approx((0.02, 3e-4, 1e-7), rel=0.05)
 
 
-def test_requests_leave_nothing_behind() -> None:
-    async def run() -> None:
-        async with mock_target() as target:
-            for cell in (PrefillCell(64, 512), PrefillCell(16, prompts=4)):
-                await target.prefill(cell)
-            await target.decode(DecodeCell(16, 512))
-            load = target._engine.load()
-            assert (load.running_requests, load.waiting_requests, load.active_blocks) == (0, 0, 0)
+@virtual
+async def test_requests_leave_nothing_behind() -> None:
+    target, engine = target_of(MockRunner(SHAPE, TIMING))
+    async with target:
+        for cell in (PrefillCell(64, 512), PrefillCell(16, prompts=4)):
+            await target.prefill(cell)
+        await target.decode(DecodeCell(16, 512))
+        load = engine.load()
+        assert (load.running_requests, load.waiting_requests, load.active_blocks) == (0, 0, 0)
 
-    run_virtual(run())
 
-
-def test_an_engine_that_fails_names_the_cell() -> None:
-    async def run() -> None:
-        target = mock_target()
-        async with target:
-            runner = target._engine._runner
-
-            async def fail(plan: object, table: object) -> None:
-                raise RuntimeError("out of memory")
-
-            await target.prefill(PrefillCell(16))
-            runner.run = fail
+@virtual
+async def test_an_engine_that_fails_names_the_cell() -> None:
+    runner = Runner(SHAPE, TIMING)
+    target, _ = target_of(runner)
+    said = r"^prefill 16: the step that computed this request failed: RuntimeError: out of memory"
+    async with target:
+        await target.prefill(PrefillCell(16))
+        runner.fails = True
+        with pytest.raises(EngineError, match=said):
             await measure(target, plan_sweep(SMALL, target.limits), SMALL)
-
-    with pytest.raises(
-        EngineError,
-        match=r"^prefill 16: the step that computed this request failed: RuntimeError: out of memory",
-    ):
-        run_virtual(run())
 
 
 def test_time_that_runs_out_leaves_cells_out_and_too_little_of_it_is_refused() -> None:
     profile = profiled(replace(SMALL, max_seconds=6.0))
     evaluation = profile.evaluation
-    assert evaluation is not None
     assert "decode 16 x 1024: no time left (--max-seconds 6)" in evaluation.left_out_cells
     assert ProfiledModel(profile).decode_step_s(1, 64) == pytest.approx(0.0203, rel=0.01)
     with pytest.raises(ConfigError, match=r"--max-seconds 0\.1: 2 prefill and 1 decode cells were measured"):
@@ -200,12 +175,7 @@ def test_time_that_runs_out_leaves_cells_out_and_too_little_of_it_is_refused() -
 
 def test_progress_counts_every_measurement() -> None:
     told: list[tuple[int, int]] = []
-
-    async def run() -> None:
-        async with mock_target() as target:
-            await sweep(target, SMALL, lambda done, total, cell: told.append((done, total)))
-
-    run_virtual(run())
+    profiled(SMALL, SHAPE, lambda done, total, cell: told.append((done, total)))
     total = (9 + 3 + 9 + 12) * (SMALL.repeats + 1)
     assert told == [(number, total) for number in range(total)]
 
@@ -219,15 +189,6 @@ def test_a_cell_is_the_median_of_its_samples_without_the_first() -> None:
     assert outliers(msgspec.structs.replace(steady, samples_s=(*steady.samples_s, 1.5, 0.5))) == 2
 
 
-def test_a_prompt_of_several_steps_is_their_sum(small: Profile) -> None:
-    model = ProfiledModel(small)
-    assert ttft_s(model, 600, 0, 512) == pytest.approx(model.prefill_s(512) + model.prefill_s(88, 512))
-    assert ttft_s(model, 600, 64, None) == pytest.approx(model.prefill_s(600, 64))
-
-
-# ---- what is written -------------------------------------------------------------------------------------
-
-
 def test_a_profile_survives_its_file_and_has_a_page(small: Profile, tmp_path: Path) -> None:
     small.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == small
@@ -236,23 +197,6 @@ def test_a_profile_survives_its_file_and_has_a_page(small: Profile, tmp_path: Pa
     assert "decode 16 x 512" in page
     assert "http" not in page.replace("http://www.w3.org", "")
     assert "<circle" in page
-
-
-def test_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / "p.json"
-    check_writable(path, flag="--out")
-    assert list(tmp_path.iterdir()) == []
-    write_whole(path, b"one")
-    with pytest.raises(TypeError):
-        write_whole(path, "no bytes")  # type: ignore[arg-type]
-    assert path.read_bytes() == b"one"
-    assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(ConfigError, match=r"--out: .* is a directory"):
-        check_writable(tmp_path, flag="--out")
-    with pytest.raises(ConfigError, match=r"--out: .*cannot be written: no such file or directory"):
-        check_writable(tmp_path / "absent" / "p.json", flag="--out")
-    with pytest.raises(ConfigError, match=r"--out: .*cannot be written: not a directory"):
-        check_writable(path / "p.json", flag="--out")
 
 
 def test_a_noisy_engine_is_fitted_within_its_noise() -> None:
@@ -288,5 +232,4 @@ def test_a_noisy_engine_is_fitted_within_its_noise() -> None:
         assert model.decode_step_s(batch, batch * context) == pytest.approx(
             truth.decode_step_s(batch, batch * context), rel=0.1
         )
-    assert profile.evaluation is not None
     assert sum(cell.outliers for cell in profile.evaluation.cells) > 0

@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
-from penstock.sim.report.charts import Band, Chart, Dots, Line, XAxis, same_scale, say_s
+from penstock.sim.report.charts import Band, Chart, Line, say_s
 from penstock.sim.report.document import make_picture
 
 
@@ -46,14 +46,6 @@ def test_the_time_axis_has_a_unit_that_suits_its_length(longest_s, last):
     assert last in ticks(svg, "middle") + ticks(svg, "end")
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.005, 0.02), (0.001, 1000.0), (0.2, 0.2), (1e-6, 3600.0)])
-def test_a_logarithmic_axis_has_some_labels_and_not_too_many(low, high):
-    svg = chart([0, 1], xs=[low, high], x_axis=XAxis.LOG_TIME, unit="%").to_svg()
-    labels = [label for label in ticks(svg, "middle") + ticks(svg, "end") if " " in label]
-    assert 1 <= len(labels) <= 7
-    assert len(set(labels)) == len(labels)
-
-
 def test_a_gap_is_not_bridged_and_nothing_leaves_the_frame():
     svg = chart([1, np.nan, 3, 4]).to_svg()
     (path,) = re.findall(r'class="line c0" d="([^"]*)"', svg)
@@ -75,14 +67,6 @@ def test_the_reading_has_every_value_of_lines_and_bands():
     }
 
 
-def test_dots_are_drawn_in_the_colour_of_their_line_and_widen_the_axes():
-    dots = Dots(np.array([0.0, 40.0]), np.array([1.0, 90.0]), 3)
-    svg = chart([0, 1], xs=[0, 10], dots=[dots], x_axis=XAxis.PLAIN).to_svg()
-    assert '<g class="dots c3">' in svg
-    assert svg.count("<circle") == 2
-    assert ticks(svg, "end")[-2:] == ["100", "40"]
-
-
 def test_names_are_text_and_no_markup():
     svg = Chart(
         "T",
@@ -92,17 +76,6 @@ def test_names_are_text_and_no_markup():
     ).to_svg()
     assert "<b>" not in svg
     assert "&lt;b&gt;&amp;" in svg
-
-
-def test_charts_beside_each_other_have_the_same_axes():
-    a, b = same_scale([chart([0, 1], xs=[0, 10]), chart([0, 50], xs=[0, 100])])
-    assert ticks(a.to_svg(), "end") == ticks(b.to_svg(), "end")
-    assert ticks(a.to_svg(), "middle") == ticks(b.to_svg(), "middle")
-
-
-def test_nothing_at_all_can_be_drawn():
-    assert "<svg" in chart([]).to_svg()
-    assert "<svg" in chart([np.nan, np.nan]).to_svg()
 
 
 @pytest.mark.parametrize(

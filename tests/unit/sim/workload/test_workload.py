@@ -1,4 +1,3 @@
-import math
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -7,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.core.errors import ConfigError
-from penstock.sim.workload.prompt import Prompt, mix, named, named_units
+from penstock.sim.workload.prompt import Prompt, named_units
 from penstock.sim.workload.trace import TraceRow, read_trace
 from penstock.sim.workload.workload import WorkloadConfig, make_sessions, rescaled, trace_sessions
 
@@ -46,14 +45,6 @@ def test_blocks_are_equal_exactly_as_far_as_streams_are():
     assert (wide == a[1::2]).all()
 
 
-def test_a_name_is_its_parts_mixed_in_one_after_the_other():
-    golden, other_half = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
-    name = np.zeros(1, dtype=np.uint64)
-    for part in (2**62 - 5, 2, 0):
-        name = mix(name * golden + np.uint64(part) + other_half)
-    assert named(2**62 - 5, 2, 0) == int(name[0])
-
-
 def test_no_block_is_common_beyond_what_the_ids_say():
     """Also where a block crosses from one id to the next, and the last one is not full."""
     one, other = (Prompt(own, np.array(ids, dtype=np.uint64), 512) for own, ids in ((1, [7, 8]), (2, [7, 9])))
@@ -85,24 +76,12 @@ def test_a_conversation_grows_and_every_turn_continues_the_one_before():
     assert {len(group) for group in groups} == {6}
 
 
-def test_lengths_have_the_mean_asked_for():
-    sessions = make(requests=8_000, length_sigma=1.0, input_tokens=500)
-    assert np.mean([s.turns[0].input_tokens for s in sessions]) == pytest.approx(500, rel=0.05)
-
-
 def test_tenants_have_the_shares_asked_for_and_change_nothing_else():
     sessions = make(requests=4000, tenants={"flood": 9, "quiet": 1})
     quiet = sum(session.tenant == "quiet" for session in sessions)
     assert quiet / 4000 == pytest.approx(0.1, abs=0.02)
     assert {session.tenant for session in sessions} == {"flood", "quiet"}
     assert {session.tenant for session in make(requests=10)} == {""}
-
-
-def test_the_seed_decides():
-    def shapes(seed):
-        return [(s.at_s, s.turns, s.prompt.own) for s in make(seed, length_sigma=0.3)]
-
-    assert shapes(1) == shapes(1) != shapes(2)
 
 
 def test_a_mooncake_trace_keeps_its_prefixes_at_any_block_size():
@@ -112,9 +91,7 @@ def test_a_mooncake_trace_keeps_its_prefixes_at_any_block_size():
         assert found == shared * (len(rows) - 1)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "block_size"), [(0.0, 16), (0.3, 16), (0.3, 64), (0.3, 512), (0.8, 16), (0.8, 64)]
-)
+@pytest.mark.parametrize(("ratio", "block_size"), [(0.0, 16), (0.3, 512), (0.8, 16)])
 def test_an_azure_trace_gets_the_hit_ratio_asked_for(ratio, block_size):
     rng = random.Random(3)
     rows = [TraceRow(i * 0.1, rng.randrange(200, 4000), 10) for i in range(600)]
@@ -158,32 +135,6 @@ def test_a_workload_of_a_lifetime_or_of_endless_prefixes_is_refused():
     ):
         with pytest.raises(ConfigError, match=f"spec.yaml: {message}"):
             WorkloadConfig.parse(fields, source="spec.yaml")
-
-
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [
-        ("speed", 0.0),
-        ("speed", -1.0),
-        ("speed", math.nan),
-        ("rate_per_s", math.inf),
-        ("rate_per_s", -3.0),
-        ("rate_per_s", 1e9),
-    ],
-)
-def test_absurd_scales_are_refused(kind, value):
-    with pytest.raises(ConfigError, match=r"must be > 0 and <= 1e\+06, got"):
-        rescaled([TraceRow(0.0, 1, 1), TraceRow(1.0, 1, 1)], **{kind: value})
-
-
-@pytest.mark.parametrize(
-    "fields", [{"rate_per_s": -1}, {"rate_per_s": 0}, {"rate_per_s": 1e9}, {"requests": 0}, {"burstiness": 0}]
-)
-def test_absurd_workloads_are_refused(fields):
-    with pytest.raises(ConfigError, match=f"spec.yaml: {next(iter(fields))}: must be"):
-        WorkloadConfig.parse({"rate_per_s": 1.0} | fields, source="spec.yaml")
-    with pytest.raises(ConfigError, match=r"--hit-ratio: must be >= 0 and < 1, got 1\.5"):
-        list(trace_sessions([TraceRow(0.0, 1, 1)], seed=0, hit_ratio=1.5))
 
 
 @pytest.mark.parametrize(

@@ -61,16 +61,6 @@ def test_what_is_sent_over_a_cut_path_waits():
     assert arrivals(config, [(0.0, 0), (4.0, 0), (6.5, 0)], faults) == [(0, 7.0), (1, 7.0), (2, 7.5)]
 
 
-def test_a_fault_that_is_never_taken_back_is_named():
-    with pytest.raises(AssertionError, match="paths still cut"):
-        arrivals(NetworkConfig(), [], [(1.0, "cut")])
-
-
-def test_what_is_sent_in_one_moment_arrives_together_once_all_of_it_has():
-    config = NetworkConfig(latency_s=1.0, bandwidth_bytes_per_s=10.0)
-    assert arrivals(config, [(0.0, 5), (0.0, 5), (0.5, 10)]) == [(0, 2.0), (1, 2.0), (2, 3.0)]
-
-
 def test_nothing_is_delivered_to_an_end_that_has_gone():
     async def main(rng: random.Random):
         pipe = Pipe(SimNetwork(rng, NetworkConfig(latency_s=1.0)), ("a", "b"))
