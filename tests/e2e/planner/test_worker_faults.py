@@ -1,10 +1,7 @@
 """Workers that die, hang or never start while a planner scales them: no request fails, and the log tells what happened."""
 
 import asyncio
-import contextlib
-import json
 import os
-import re
 import signal
 
 import pytest
@@ -95,63 +92,5 @@ def test_a_worker_that_does_not_become_ready_is_replaced_after_the_deadline():
             assert all(len(texts) == 1 for texts in load.answers.values())
             log = await asyncio.to_thread(command, "planner", "log", "-n", "1000")
             assert "1 aggregated more, worker-3 retires: worker-3 was not ready in time" in log
-
-    run(main())
-
-
-async def kill_those_that_start(deployment):
-    """Let no start succeed, for ever."""
-    pool, pending = deployment.pool, {ReplicaState.STARTING, ReplicaState.FAILED}
-    while True:
-        scale, pids = await pool.scale(), deployment.pids()
-        for each in scale.replicas:
-            if each.state in pending and each.name in pids:
-                with contextlib.suppress(ProcessLookupError):  # it has been killed a moment ago
-                    os.kill(pids[each.name], signal.SIGKILL)
-        await asyncio.sleep(0.05)
-
-
-def test_starts_that_keep_failing_are_tried_later_each_time_until_one_succeeds():
-    async def main():
-        planner = {"max_workers": 2, "act": {"start_deadline_s": 3}}
-        async with LocalDeployment(graph_of(planner=planner)) as deployment:
-            deployment.pool._start_s[A] = 1.0  # the deadline is 3 s, also on a busy machine
-            killing = asyncio.create_task(kill_those_that_start(deployment))
-            async with Load(deployment.url, PROMPTS) as load:
-                log = await told("as 3 starts in a row were not done in time")
-                killing.cancel()
-                deployment.pool._start_s[A] = 60.0  # a start that is not killed is in time there
-                await until(deployment.pool, lambda scale: all_ready(scale, 2))
-                await load.more(12)
-            assert all(len(texts) == 1 for texts in load.answers.values())
-            assert re.search(r"aggregated: 1 more wanted, tried again in [23] s, as 2 starts in a row", log)
-            assert re.search(r"aggregated: 1 more wanted, tried again in [56] s, as 3 starts in a row", log)
-            number = next(
-                json.loads(line)["record"]["number"] for line in log.splitlines() if "as 3 starts" in line
-            )
-            why = await asyncio.to_thread(command, "planner", "why", str(number))
-            assert "waits     aggregated: 1 more wanted, tried again in" in why
-
-    run(main())
-
-
-def test_a_persons_change_stays_under_load_also_where_the_worker_dies_that_drains():
-    async def main():
-        async with LocalDeployment(graph_of(worker={"drain_timeout_s": 30})) as deployment:
-            pool = deployment.pool
-            async with Load(deployment.url, PROMPTS, tokens=400) as load:
-                await until(pool, lambda scale: all_ready(scale, 3))
-                await load.more(1)
-                await asyncio.to_thread(command, "scale", "aggregated", "2", "--no-wait")
-                scale = await pool.scale()
-                (leaving,) = [each.name for each in scale.replicas if each.state is ReplicaState.DRAINING]
-                os.kill(deployment.pids()[leaving], signal.SIGKILL)
-                await until(pool, lambda scale: state(scale, leaving) is None)
-                await load.more(16)
-                later = await pool.scale()
-                assert (later.revision, later.changed_by) == (scale.revision, "penstock scale")
-                assert all_ready(later, 2)
-            assert all(len(texts) == 1 for texts in load.answers.values())
-            await told("penstock scale has set 2 aggregated")
 
     run(main())

@@ -121,16 +121,6 @@ def test_the_same_seed_gives_the_same_report_in_every_process(tmp_path, spec):
     assert reports[0] == reports[1]
 
 
-def test_the_seed_draws_the_workload_and_what_a_trace_shares(tmp_path, spec):
-    shared = (DATA / "azure_trace.csv", "--hit-ratio", "0.5")
-    for drawn, key in (((spec,), "generated_tokens"), (shared, "prefilled_tokens")):
-        seen = {
-            simulated(tmp_path, *drawn, "--graph", SMALL, "--seed", seed)["roles"]["aggregated"][key]
-            for seed in range(4)
-        }
-        assert len(seen) > 1, f"{key} is the same whatever the seed"
-
-
 @pytest.mark.parametrize("number", range(len(SHIPPED)), ids=[path.stem for path in SHIPPED])
 def test_shipped_graphs_play_a_trace(tmp_path, number):
     trace = ("azure_trace.csv", "mooncake_trace.jsonl")[number % 2]
@@ -152,11 +142,9 @@ def test_goodput_depends_on_the_targets(tmp_path, spec):
     for targets in (("1e-6", "10"), ("100", "1e-6")):
         hard = simulated(tmp_path, spec, "--graph", SMALL, "--slo-ttft", targets[0], "--slo-itl", targets[1])
         assert hard["goodput_rps"] == 0
-    for name in ("ttft", "itl"):  # half of the requests are within the median
-        targets = {"ttft": 100, "itl": 10} | {name: easy[f"{name}_s"]["p50"]}
-        flags = [flag for of, target in targets.items() for flag in (f"--slo-{of}", target)]
-        half = simulated(tmp_path, spec, "--graph", SMALL, *flags)
-        assert half["goodput_rps"] == pytest.approx(30 / half["duration_s"])
+    median = ("--slo-ttft", easy["ttft_s"]["p50"], "--slo-itl", "10")
+    half = simulated(tmp_path, spec, "--graph", SMALL, *median)
+    assert half["goodput_rps"] == pytest.approx(30 / half["duration_s"]), "half of the requests are within it"
 
 
 def test_a_trace_can_be_cut_and_run_faster(tmp_path):
@@ -209,19 +197,6 @@ def test_requests_that_never_meet_take_what_the_latency_model_says(tmp_path):
     for name, expected in (("ttft_s", ttft_s), ("itl_s", decode_s / 399), ("e2e_s", ttft_s + decode_s)):
         percentiles = dict(zip(("p50", "p90", "p99"), np.percentile(expected, (50, 90, 99)), strict=True))
         assert report[name] == pytest.approx({"mean": expected.mean(), **percentiles}, rel=1e-3), name
-
-
-def test_energy_and_cost_are_those_of_all_devices_over_the_whole_time(tmp_path):
-    """Two requests a minute apart on 4 workers of 4 H100s (10.2 kW / 8 and 3 USD an hour each, by their entry)."""
-    path = tmp_path / "trace.jsonl"
-    line = '{"timestamp": %d, "input_length": 100, "output_length": 1000}\n'
-    path.write_text(line % 0 + line % 60_000)
-    report = simulated(tmp_path, path, "--graph", GRAPHS / "70b-h100-tp4-x4.yaml")
-    assert report["duration_s"] == pytest.approx(60 + report["e2e_s"]["mean"], rel=1e-3)
-    assert report["gpu_hours"] == pytest.approx(16 * report["duration_s"] / 3600)
-    assert report["tokens_per_joule"] == pytest.approx(2000 / (16 * 1275 * report["duration_s"]))
-    assert report["usd_per_million_tokens"] == pytest.approx(report["gpu_hours"] * 3.0 / 2000 * 1e6)
-    assert report["output_tokens_per_s"] == pytest.approx(2000 / report["duration_s"])
 
 
 def test_dollars_and_watts_of_ones_own_are_reckoned_with_and_shown(tmp_path, spec, capsys):
@@ -328,13 +303,6 @@ def test_a_whole_deployment_jumps_as_it_steps(policy, seed, options):
     assert not options or jump[3][0] > 10_000
 
 
-def test_without_native_code_every_step_is_simulated_and_said_once(tmp_path, spec, monkeypatch, capsys):
-    monkeypatch.setattr("penstock.sim.deployment.native", None)
-    report = simulated(tmp_path, spec, "--graph", SMALL)
-    assert report["inputs"]["exact"] is True
-    assert capsys.readouterr().err.count("no native code") == 1
-
-
 def test_hits_by_tier_add_up(tmp_path, spec, capsys):
     page = tmp_path / "page.html"
     settings = ["replicas=2", "kv_blocks=100", "kv.host=5x"]
@@ -373,16 +341,6 @@ def test_adapters_are_asked_for_where_they_are():
         deployment.check(
             make_sessions(WorkloadConfig(requests=4, rate_per_s=1, adapters=4), random.Random(1))
         )
-
-
-def test_devices_of_every_parallelism_are_counted(tmp_path):
-    settings = ["model=deepseek-r1", "roles.aggregated.hardware=gb200", "roles.aggregated.expert_dtype=nvfp4"]
-    settings += [f"roles.aggregated.{name}_parallel=16" for name in ("data", "expert")]
-    settings += ["roles.aggregated.replicas=2", "roles.aggregated.max_running_requests=512"]
-    flags = [flag for setting in settings for flag in ("--set", setting)]
-    report = simulated(tmp_path, DATA / "azure_trace.csv", "--graph", SMALL, *flags)
-    assert report["completed"] == 6
-    assert report["gpu_hours"] == pytest.approx(2 * 16 * report["duration_s"] / 3600)
 
 
 def test_simulated_workers_do_not_log_steps_whose_moments_would_be_real_ones(tmp_path):

@@ -10,14 +10,13 @@ import pytest
 
 from penstock.cli import main
 from penstock.core.errors import ConfigError
-from penstock.graph import build, load
+from penstock.graph import build
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.outcome import simulate_graph
 from penstock.sim.simulate import simulate
 from penstock.sim.workload.workload import WorkloadConfig, make_sessions
 
 ROOT = Path(__file__).parents[3]
-DATA = ROOT / "tests" / "data"
 GRAPHS = ROOT / "examples" / "graphs"
 NODE = [{"host": "node-1"}]
 
@@ -125,19 +124,6 @@ def test_a_report_says_what_each_role_did_and_what_was_transferred(tmp_path, cap
     html = page.read_text()
     assert "2 decode workers of 2 h100 and 2 prefill workers of 2 h100" in html
     assert "prefill-0" in html
-
-
-def test_a_mixture_of_experts_with_windows_is_simulated_as_shipped():
-    shipped = GRAPHS / "gpt-oss-120b-h100-p4d4.yaml"
-    report = simulate_graph(
-        load(shipped), chat(60, rate=20, input_tokens=3000, turns=1, slo_ttft_s=1.0, slo_itl_s=0.02)
-    )
-    assert (report["completed"], report["failed"], report["kv_transfer"]["failures"]) == (60, 0, {})
-    assert report["kv_transfer"]["remote"] > report["kv_transfer"]["local"]
-    assert report["itl_s"]["p90"] < 0.02
-    assert report["roles"]["decode"]["kv_tokens"] > 2_000_000, (
-        "KV of 16 bits in 36 layers beside 16 GB of weights a GPU"
-    )
 
 
 def test_many_workers_show_by_role(tmp_path):

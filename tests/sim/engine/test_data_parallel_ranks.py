@@ -56,12 +56,6 @@ def test_a_long_prompt_is_cut_to_its_ranks_budget_and_does_not_hold_up_the_other
     assert max(at_once[:-1]) > 2 * max(others)
 
 
-def test_as_many_run_as_the_ranks_have_room_for() -> None:
-    deployment = wide(max_running_requests=1)
-    eight, nine = (measured_s(deployment, *[64] * count, output_tokens=100)[0] for count in (8, 9))
-    assert nine.max() > 10 * eight.max(), "the ninth waits for another to end"
-
-
 def test_it_jumps_as_it_steps() -> None:
     lengths = (30_000, 9_000, *[700] * 30, 12_000)
     jump, exact = (

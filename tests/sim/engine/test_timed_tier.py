@@ -6,21 +6,17 @@ import numpy as np
 import pytest
 
 from penstock.core.types.events import Tier
+from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import find_hardware
-from penstock.perf.model.model_config import shape_of
 from penstock.perf.roofline.factors import Factors
 from penstock.perf.roofline.roofline import Roofline
 from penstock.sim.engine.timed_tier import LowerTier, TimedTier
 from penstock.sim.engine.timing import Pace
 from tests.support.virtual_time import virtual
 
-SHAPE = {
-    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
-    "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192,
-}  # fmt: skip
 RATES = {Tier.HOST: 10e9, Tier.DISK: 5e9, Tier.OBJECT: 1e9}
 MODEL = Roofline(
-    shape_of(SHAPE, name="8b"), find_hardware("h100"), factors=Factors(storage_bytes_per_s=RATES)
+    find_shape("llama-3.1-8b"), find_hardware("h100"), factors=Factors(storage_bytes_per_s=RATES)
 )
 
 

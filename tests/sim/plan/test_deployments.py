@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.command import main
-from benchmarks.simulated.curves import WORKLOADS, curves
 from benchmarks.simulated.goodput import Search
 from benchmarks.simulated.systems import SIMULATED
 from penstock.core.types.instances import Role
@@ -49,10 +48,8 @@ def test_the_largest_goodput_is_found_from_any_estimate(estimate: float) -> None
 @pytest.mark.parametrize(
     ("file", "name", "devices"),
     [
-        ("70b-h100-fp8-tp2-x4", "70b-h100", 8),
         ("671b-h100-tp8-pp2-x2", "671b-h100", 32),
         ("671b-gb200-nvl72-tp4-x18", "671b-gb200", 72),
-        ("671b-gb300-nvl72-tp2-x36", "671b-gb300", 72),
     ],
 )
 def test_shipped_graphs_keep_the_interactive_targets(file: str, name: str, devices: int) -> None:
@@ -73,6 +70,8 @@ def test_shipped_graphs_keep_the_interactive_targets(file: str, name: str, devic
     assert spread in {layout.role_layouts[0].parallel for layout in question.search().aggregated()}
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_quick_run_reports_every_kind_of_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,19 +96,6 @@ def test_a_quick_run_reports_every_kind_of_figure(
         >= figures["8b-h100_fast_aggregated_tokens_per_s_per_gpu"]
     )
     assert "8b-h100_goodput_rps_per_gpu_x2" in capsys.readouterr().err
-
-
-def test_curves_fall_with_what_each_user_gets() -> None:
-    targets = (20, 100)
-    samples, placements = curves(targets, devices_max=16)
-    assert samples.pop("curve_tokens_per_s_per_user") == [20.0, 100.0]
-    assert len(samples) == len(placements) == len(WORKLOADS) * 3
-    for slow, fast in samples.values():
-        assert slow > fast > 0
-    plain, mtp = (
-        samples[f"curve_1k_1k_{name}_tokens_per_s_per_gpu"] for name in ("h200-host", "h200-host-mtp")
-    )
-    assert mtp[1] > plain[1], "drafts pay where each user gets much"
 
 
 def test_the_router_expects_what_was_measured_and_engines_may_run_on_something_else():

@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.core.errors import RequestError
 from penstock.core.types.instances import Role
 from penstock.graph import build
 from penstock.sim.deployment import plan_deployment
 from penstock.sim.report.report import make_report
-from penstock.sim.scaling.planning import planner_of
 from penstock.sim.simulate import simulate
 from penstock.sim.workload.workload import Session, WorkloadConfig, make_sessions
 
-A, P, D = Role.AGGREGATED, Role.PREFILL, Role.DECODE
+A = Role.AGGREGATED
 WORKER = {"hardware": "h100", "tensor_parallel": 4}
 GRAPH = {
     "model": "llama-3.1-70b",
@@ -53,20 +51,6 @@ def simulated(graph, sessions, **options):
     return make_report(recording, deployment, deployment.graph.slo, wall_s=1.0)
 
 
-def without_flips(graph):
-    """The planner of a graph, on workers that take no other role."""
-    scale = planner_of(plan_deployment(build(graph), beside=Path()))
-
-    async def control(scaled):
-        async def flip(name, role, **_):
-            raise RequestError(f"{name} does not become {role}", http_status=409)
-
-        scaled.connector.flip = flip
-        await scale(scaled)
-
-    return control
-
-
 def ready(report, role):
     return [entry.get(role, {"ready": 0})["ready"] for entry in report["scaling"]["workers"]]
 
@@ -99,26 +83,6 @@ def test_workers_follow_the_load_and_no_request_fails():
     late = simulated(GRAPH | {"planner": None}, load)
     assert late["scaling"] is None
     assert late["slo_attainment"] < report["slo_attainment"] - 0.2, "one worker alone is too few"
-
-
-@pytest.mark.slow
-def test_workers_change_roles_before_others_start():
-    """Long prompts with short answers, then the opposite: what prefill no longer needs becomes decode."""
-    roles = {"prefill": WORKER | {"replicas": 3}, "decode": WORKER | {"replicas": 1}}
-    graph = GRAPH | {
-        "roles": roles,
-        "planner": {"budget": {"gpus": 16}, "cool_down_s": 600},
-        "router": {"disagg": {"remote_tokens_min": 1}},
-    }
-    load = stepped((120, 1.6, LONG)) + later(120, stepped((240, 3.0, 200), seed=2, output_tokens=1500))
-    report = simulated(graph, load, start_s=300.0)
-    assert report["scaling"]["changes"]["flip"] >= 1
-    assert report["scaling"]["changes"]["add"] == 0, "flips take a moment, starts 300 s"
-    assert max(ready(report, D)) >= 2
-    assert report["failed"] == 0
-    rigid = simulated(graph, load, start_s=300.0, controller=without_flips(graph))
-    assert rigid["scaling"]["changes"]["flip"] == rigid["failed"] == 0
-    assert rigid["slo_attainment"] < report["slo_attainment"] - 0.1
 
 
 def test_the_table_and_the_page_show_the_changes(tmp_path, capsys):

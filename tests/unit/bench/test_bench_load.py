@@ -65,24 +65,19 @@ def test_no_more_are_under_way_than_allowed_and_all_end():
     assert sorted(ended) == sorted((str(index), None) for index in range(20))
 
 
-def test_a_planned_moment_is_when_it_was_due():
-    due = []
-
-    async def send(planned, due_s):
-        due.append(due_s)
-
-    plan = iter([Planned("a", 1, 0.0), Planned("b", 1, 0.01)])
-    asyncio.run(run_load(plan, send, concurrency=9, duration_s=None))
-    assert due[1] - due[0] == pytest.approx(0.01)
-
-
-def test_after_the_duration_nothing_is_sent():
+def test_requests_are_sent_when_they_are_due_and_none_after_the_duration():
     sent = []
 
     async def send(planned, due_s):
-        sent.append(planned.at_s)
+        sent.append((planned.prompt, due_s))
 
-    asyncio.run(
-        run_load(iter([Planned("a", 1, 0.0), Planned("b", 1, 60.0)]), send, concurrency=9, duration_s=0.01)
-    )
-    assert sent == [0.0]
+    async def run(duration_s):
+        plan = iter([Planned("a", 1, 0.0), Planned("b", 1, 0.01)])
+        await run_load(plan, send, concurrency=9, duration_s=duration_s)
+
+    asyncio.run(run(0.0))
+    assert sent == []
+    asyncio.run(run(None))
+    (first, first_s), (second, second_s) = sent
+    assert (first, second) == ("a", "b")
+    assert second_s - first_s == pytest.approx(0.01)

@@ -42,10 +42,3 @@ def test_counts_are_sums_and_each_part_is_shown(tmp_path):
 def test_parts_of_different_runs_are_refused(tmp_path, other, said):
     with pytest.raises(ConfigError, match=said):
         add_up([part(tmp_path, 1), part(tmp_path, 2, **other)], {}, {})
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"name": "chaos", "figures": {}}'])
-def test_a_file_that_is_no_report_is_refused(tmp_path, text):
-    (tmp_path / "part.json").write_text(text)
-    with pytest.raises(ConfigError, match="expected a report of this bench"):
-        add_up([tmp_path / "part.json"], {}, {})

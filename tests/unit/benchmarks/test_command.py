@@ -22,14 +22,21 @@ def test_every_experiment_explains_its_arguments(name, capsys):
     assert "--quick" in capsys.readouterr().out
 
 
-def test_a_quick_run_of_hashing_writes_its_report(tmp_path, capsys):
-    out = tmp_path / "hashing.json"
-    assert _main("hashing", "--quick", "--tokens", "256", "--json", str(out)) == 0
+@pytest.mark.parametrize(
+    ("arguments", "figure"),
+    [
+        (("hashing", "--tokens", "256"), "hash_tokens_per_s"),
+        (("reshard", "--blocks", "4"), "plan_per_layer_tp8_tp4_ms"),
+        (("pool", "--blocks", "4", "8"), "pool_speedup_over_reference_8_blocks"),
+    ],
+)
+def test_a_quick_run_writes_its_report(arguments, figure, tmp_path, capsys):
+    out = tmp_path / "report.json"
+    assert _main(*arguments, "--quick", "--json", str(out)) == 0
     written = json.loads(out.read_text())
-    assert written["name"] == "hashing"
-    assert written["figures"]["hash_tokens_per_s"] > 0
-    assert len(written["samples"]["block_hashes_s"]) == 20
-    assert "hash_tokens_per_s" in capsys.readouterr().out
+    assert written["name"] == arguments[0]
+    assert written["figures"][figure] > 0
+    assert figure in capsys.readouterr().out
 
 
 def test_a_wrong_size_is_refused():
@@ -69,11 +76,3 @@ def test_a_quick_run_of_simulate_writes_figures_and_a_profile(tmp_path):
     for block_size in (16, 64, 512):
         assert written["figures"][f"simulate_requests_per_wall_s_b{block_size}"] > 0
     assert 0 < sum(share for [share] in written["samples"].values()) <= 1
-
-
-def test_a_bench_of_vllm_without_vllm_says_where_it_runs(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else object())
-    with pytest.raises(
-        ConfigError, match="vllm not installed here; run it by the Python of an environment with vLLM"
-    ):
-        _main("vllm", "--quick")

@@ -36,13 +36,3 @@ def test_a_run_in_which_nothing_moved_shows_nothing():
         "migrated: only 1 of 2 answers lost their worker in the middle",
         "disaggregated: only 1 of 2 prompts went to the prefill worker",
     ]
-
-
-def test_kv_that_did_not_come_is_a_problem():
-    figures, problems = judge(
-        QUESTIONS, GOOD | {"disaggregated": Outcome(ANSWERS, 0, 2, 0, 0, kv_failures=1)}
-    )
-    assert figures["eval_kv_failures"] == 1
-    assert problems == [
-        "disaggregated: 1 prompts were computed by the decode worker, as their KV did not come"
-    ]

@@ -1,24 +1,16 @@
 """`python -m benchmarks policies`: what is resumed, what is searched, what the ratios are, and what a workload is."""
 
-import argparse
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
-from xml.etree import ElementTree as ET
 
 import pytest
 
-from benchmarks.policies import cells, command, summary
-from benchmarks.policies.cells import Cell, Effort, read_rates
+from benchmarks.policies import summary
+from benchmarks.policies.cells import Cell, Effort
 from benchmarks.policies.comparison import Comparison, Results, find_saturation
-from benchmarks.policies.plot import draw
 from benchmarks.runner import DEPLOYMENTS, Cache, Description, find_graph
-from benchmarks.runner.run import fingerprint
 from penstock.core.errors import ConfigError, PenstockError
-
-ROOT = Path(__file__).parents[3]
-
 
 HEAD = Cell("S", "70b-fp8", 80)
 LOW, OVER, SLOW = Cell("S", "8b-bf16", 30), Cell("S", "8b-bf16", 110), Cell("S", "70b-fp8", 80, "slow-worker")
@@ -34,12 +26,9 @@ def results(rows, reusable=None):
         made.saturation_rps[key] = 10.0
         for seed, ttft_s in enumerate(seconds, start=1):
             made.runs[cell, policy, seed] = {
-                "ttft_mean_s": ttft_s,
-                "e2e_mean_s": 10 * ttft_s,
-                "failed": 0,
-                "worker_share_min": 0.5,
+                "ttft_mean_s": ttft_s, "e2e_mean_s": 10 * ttft_s, "failed": 0, "worker_share_min": 0.5,
                 "worker_share_max": 1.5,
-            }
+            }  # fmt: skip
     return made
 
 
@@ -78,33 +67,6 @@ class TestSummary:
         assert found["ttft_geomean_over_best_single"] == 0.5
         assert found["cells_near_best_share"] == 0.5
         assert found["ttft_over_best_of_cell_worst"] == 1.25
-
-    def test_trouble_is_held_against_the_same_cell_without(self):
-        rows = [(HEAD, "kv", [2.0]), (HEAD, "a", [1.0]), (SLOW, "kv", [2.2]), (SLOW, "a", [1.1])]
-        found = self.figures(rows)
-        assert found["slow-worker_ttft_over_calm_worst"] == pytest.approx(1.1)
-        assert found["slow-worker_ttft_over_best_worst"] == pytest.approx(2.0)
-        assert (found["slow-worker_worker_share_min"], found["slow-worker_worker_share_max"]) == (0.5, 1.5)
-
-    def test_the_plot_has_a_line_for_each_policy(self):
-        rows = [(cell, policy, [1.0]) for cell in (HEAD, LOW, OVER, SLOW) for policy in ("kv", "a<b")]
-        root = ET.fromstring(draw(summary.summarise(results(rows), "kv").means))
-        lines = root.findall("{http://www.w3.org/2000/svg}polyline")
-        assert len(lines) == 4  # two panels
-        assert {line[0].text for line in lines} == {"kv", "a<b"}
-
-
-class TestCells:
-    def test_patterns_choose(self):
-        every = list(cells.all_cells(with_recorded=True))
-        assert len(every) == len(set(every)) == 2 * 4 * (5 + 3)
-        assert [c.name for c in cells.select(every, ["S/*/80", "M/8b-bf16/80/slow*"])] == [
-            "S/70b-fp8/80", "S/8b-bf16/80", "S/70b-fp8-host/80", "S/8b-bf16-host/80", "M/8b-bf16/80/slow-worker",
-        ]  # fmt: skip
-        assert cells.select(every, []) == every
-        assert sum(c.is_headline for c in every) == 1
-        with pytest.raises(ConfigError, match=r"'S/\*/85' matches none of"):
-            cells.select(every, ["S/*/85"])
 
 
 @pytest.mark.parametrize(("limit", "message"), [(0.0, "no rate down to 2"), (math.inf, "every rate up to 4")])
@@ -188,12 +150,6 @@ class TestComparison:
         assert found.runs[LOW, "bad", 1]["ttft_mean_s"] == pytest.approx(1.2)
         assert len(runs) == 1 + 3 * 2
 
-    @pytest.mark.parametrize("text", ["S/8b-bf16", "S/8b-bf16=", "S/8b-bf16=-1", "S/9b=3", "S/8b-bf16=nan"])
-    def test_a_saturation_that_is_none_is_refused(self, text):
-        assert read_rates("S/8b-bf16=31.9,M/70b-fp8=4") == {"S/8b-bf16": 31.9, "M/70b-fp8": 4.0}
-        with pytest.raises(ConfigError, match="expected NAME=RATE"):
-            read_rates(text)
-
     @pytest.mark.parametrize("after", [0, 1, 5, 14])
     def test_after_an_interruption_only_the_rest_is_run(self, compare, after):
         """Of the search as well as of the cells."""
@@ -203,20 +159,3 @@ class TestComparison:
         found, rest = compare([LOW])
         assert len(rest) == len(runs) - after
         assert found == whole
-
-    def test_another_profile_is_another_run(self, compare, tmp_path):
-        compare([LOW])
-        fingerprint.cache_clear()
-        find_graph(tmp_path, "8b-bf16").profile.write_text("changed")
-        _, runs = compare([LOW])
-        fingerprint.cache_clear()
-        assert runs
-
-
-def test_a_policy_that_is_kv_without_sessions_is_no_baseline_unless_asked_for():
-    options = argparse.Namespace(policies=None, ablations=False)
-    found = command._policies(options)
-    assert "session" not in found
-    assert {"kv", "round-robin", "product", "weighted-scores"} <= set(found)
-    options.policies = "kv,session"
-    assert set(command._policies(options)) == {"kv", "session"}

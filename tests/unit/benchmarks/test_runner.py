@@ -1,8 +1,5 @@
 """Runs of the experiments: what the cache keeps, what the runner runs, what a workload is, what a run's figures are."""
 
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,21 +7,18 @@ import pytest
 
 from benchmarks.policies.cells import TROUBLES
 from benchmarks.runner import (
-    RECORDED,
     SYNTHETIC,
     Cache,
     Description,
     Run,
-    Runner,
     Trouble,
     Workload,
     find_graph,
     workload,
 )
-from benchmarks.runner import runner as runner_module
 from benchmarks.runner.figures import served_share
 from benchmarks.runner.workload import reusable_share
-from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.errors import ConfigError
 from penstock.sim.workload.prompt import Prompt, named_units
 from penstock.sim.workload.workload import Session, Turn
 
@@ -55,79 +49,6 @@ class TestCache:
             Cache(tmp_path / "nowhere" / "state.jsonl")
 
 
-@dataclass(frozen=True)
-class Doubled:
-    """A job that doubles a number; some fail."""
-
-    number: int
-    error: type[Exception] | None = None
-
-    @property
-    def key(self):
-        return f"doubled {self.number}"
-
-    def __call__(self):
-        if self.error is not None:
-            raise self.error("no")
-        return {"doubled": 2.0 * self.number}
-
-
-class Inline:
-    """Processes that run each job at once, in this process."""
-
-    def __init__(self, jobs):
-        self.jobs = []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def submit(self, job):
-        self.jobs.append(job)
-        future = Future()
-        try:
-            future.set_result(job())
-        except Exception as error:  # noqa: BLE001
-            future.set_exception(error)
-        return future
-
-
-class TestRunner:
-    @pytest.fixture(autouse=True)
-    def inline(self, monkeypatch):
-        monkeypatch.setattr(runner_module, "Processes", Inline)
-
-    def test_each_job_runs_once(self, tmp_path):
-        jobs = [Doubled(number) for number in range(4)]
-        with Runner(2, Cache(tmp_path / "state.jsonl")) as runner:
-            assert runner.run(jobs[1]) == {"doubled": 2.0}
-            assert [runner.knows(job) for job in jobs] == [False, True, False, False]
-            assert dict(runner.run_many(jobs)) == {job: {"doubled": 2.0 * job.number} for job in jobs}
-        assert runner._processes.jobs == [jobs[1], jobs[0], jobs[2], jobs[3]]
-        with Runner(2, Cache(tmp_path / "state.jsonl")) as again:
-            assert len(dict(again.run_many(jobs))) == 4
-        assert again._processes.jobs == []
-
-    def test_a_failure_keeps_what_was_done_before(self, tmp_path):
-        cache = Cache(tmp_path / "state.jsonl")
-        with Runner(2, cache) as runner:
-            runner.run(Doubled(1))
-            with pytest.raises(ConfigError, match="no"):
-                list(runner.run_many([Doubled(1), Doubled(2, ConfigError)]))
-            with pytest.raises(PenstockError, match="try fewer --jobs, and the same --state"):
-                runner.run(Doubled(3, BrokenProcessPool))
-        assert len(cache) == 1
-
-
-@pytest.mark.slow
-def test_a_job_runs_in_a_process():
-    job = Description(find_graph(ROOT / "examples", "8b-bf16"), Workload(SYNTHETIC, 50))
-    with Runner(1) as runner:
-        assert runner.run(job) == job()
-
-
 class TestServedShare:
     @pytest.mark.parametrize(("rate", "share"), [(8.0, 1.0), (10.0, 1.0), (12.5, 0.8)])
     def test_a_queue_that_serves_ten_a_second_completes_at_most_as_many(self, rate, share):
@@ -141,13 +62,6 @@ class TestServedShare:
                 free = begun[number] + 0.1
             assert served_share(sent, begun, sent[-1]) == pytest.approx(share, abs=0.002)
 
-    def test_only_the_middle_of_the_second_half_counts(self):
-        sent = np.array([5.0, 50.0, 60.0, 70.0, 93.0, 96.0])
-        assert served_share(sent, sent + 1.0, 100.0) == 1.0  # 61, 71, 94 of 60, 70, 93
-        assert served_share(sent, sent + 22.0, 100.0) == 1.0  # 72, 82, 92
-        assert served_share(sent, sent + 30.0, 100.0) == pytest.approx(2 / 3)  # 80, 90
-        assert served_share(np.array([5.0]), np.array([6.0]), 100.0) == 0.0
-
 
 class TestWorkload:
     def test_the_synthetic_one_is_as_published(self):
@@ -159,20 +73,6 @@ class TestWorkload:
             assert output_tokens == pytest.approx(800, rel=0.02)
             assert sessions[-1].at_s == pytest.approx(8_000 / 25.0, rel=0.05)
             assert 0.55 < reusable_share(sessions, 64) < 0.70
-
-    def test_a_part_of_the_trace_has_a_name_and_requests_of_its_own(self, tmp_path):
-        trace = tmp_path / "trace.jsonl"
-        row = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": [0, 1]}\n'
-        trace.write_text("".join(row % (300 * number, 600 + number) for number in range(9)))
-        graph = find_graph(ROOT / "examples", "8b-bf16")
-        whole, part, last = (Workload(RECORDED, 4, trace, skip) for skip in (0, 4, 8))
-        lengths = [[one.turns[0].input_tokens for one in each.sessions(8.0)] for each in (whole, part, last)]
-        assert lengths == [[600, 601, 602, 603], [604, 605, 606, 607], [608]]
-        times = [[one.at_s for one in each.sessions(8.0)] for each in (whole, part)]
-        assert times[0] == pytest.approx(times[1]), "a part begins at once, at the rate of all"
-        assert Run(graph, whole, 8.0).key != Run(graph, part, 8.0).key
-        with pytest.raises(ConfigError, match="has no more than 9 requests"):
-            Workload(RECORDED, 4, trace, 9).sessions(8.0)
 
     def test_what_could_be_reused_is_counted_by_hand(self):
         shared = named_units(1, 4)  # 64 tokens

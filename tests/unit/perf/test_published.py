@@ -6,13 +6,13 @@ import pytest
 
 from penstock.core.types.events import Tier
 from penstock.core.types.instances import Prices
-from penstock.perf.latency import LatencyModel
 from penstock.perf.model.catalogue import find_shape
 from penstock.perf.model.hardware import Dtype, find_hardware
 from penstock.perf.model.parallel import Parallel
 from penstock.perf.profile.profile import Profile, ProfiledModel
 from penstock.perf.published import publish
 from penstock.perf.roofline.roofline import Roofline
+from penstock.perf.step_size import saturating_tokens
 
 PROFILES = Path(__file__).parents[3] / "examples" / "profiles"
 EIGHT = Roofline(find_shape("llama-3.1-8b"), find_hardware("h100"), Parallel())
@@ -55,12 +55,32 @@ def test_tiers_are_priced_by_token():
     assert list(prices.onboard_token_s) == sorted(prices.onboard_token_s)
 
 
-def test_a_profile_alone_knows_no_tiers():
-    alone: LatencyModel = ProfiledModel(Profile.load(PROFILES / "8b-h100-bf16-tp1.json"))
-    assert publish(alone, context_length=8192).onboard_token_s == ()
-
-
 @pytest.mark.parametrize("context_length", [1, 2, 5, 64, 300])
 def test_a_short_context_is_enough(context_length):
     prices = publish(EIGHT, context_length=context_length)
     assert prefill_s(prices, context_length, 0) == pytest.approx(EIGHT.prefill_s(context_length), rel=0.1)
+
+
+def priced(step_s: float, token_s: float, pair_s: float) -> Prices:
+    return Prices(step_s, token_s, pair_s, step_s, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "tokens"),
+    [
+        (0.01, 64),  # 64 tokens take 0.65 ms, and 0.64 without the step's own cost
+        (1, 2048),  # 1,024 tokens: 91 % of the rate that there is; 2,048: 95.4
+        (1000, 16_384),  # never busy: the largest there is
+    ],
+)
+def test_the_fewest_tokens_that_make_a_steps_own_cost_a_twentieth(step_ms, tokens):
+    assert saturating_tokens(priced(step_ms / 1e3, 1e-5, 0.0)) == tokens
+
+
+def test_attention_over_long_chunks_is_no_reason_for_larger_steps():
+    # Rates peak where pairs cost what the step does, at sqrt(2 x 1 ms / 1 ns) = 1,414 tokens: 512 reach 94 % of it.
+    assert saturating_tokens(priced(1e-3, 1e-5, 1e-9)) == 1024
+
+
+def test_an_engine_that_takes_no_time_is_busy_with_the_smallest_step():
+    assert saturating_tokens(priced(0.0, 0.0, 0.0)) == 64

@@ -89,23 +89,6 @@ async def test_an_slo_error_of_warm_workers_adds_and_one_of_cold_workers_waits()
         assert (await world.counts())[A] == 4, "what starts counts, and its latencies are not judged"
 
 
-@virtual
-async def test_a_persons_change_is_respected_for_a_while():
-    world = World({A: 2}, act={"hold_s": 600}, cool_down_s=0)
-    world.rate_per_s = 5.0
-    async with running(world):
-        await asyncio.sleep(30)
-        before = await world.counts()
-        await world.connector.add(A, 3, by="penstock scale")
-        await asyncio.sleep(590)
-        assert await world.counts() == {A: before[A] + 3}
-        held = world.records[-1]
-        assert held.held.startswith("penstock scale has set")
-        assert (held.target, held.damped, held.is_change) == (held.now, (), False)
-        await asyncio.sleep(60)
-        assert await world.counts() == {A: world.needed(5.0)}
-
-
 @pytest.mark.parametrize("replicas", [{A: 3}, {A: 1, P: 1, D: 0}])
 @virtual
 async def test_without_frontends_nothing_changes(replicas):
@@ -185,14 +168,6 @@ async def test_demand_is_forecast_in_intervals_of_two_reactions():
 
 
 @virtual
-async def test_before_the_first_request_nothing_starts():
-    world = World({P: 1, D: 3}, slo=Slo(ttft_s=0.005, itl_s=0.001))
-    async with running(world):
-        await asyncio.sleep(100)
-        assert await world.counts() == {P: 1, D: 3}
-
-
-@virtual
 async def test_room_bounds_both_roles_together():
     world = World({P: 1, D: 1}, workers_max=6, max_workers=16)
     world.rate_per_s = 200.0
@@ -237,12 +212,9 @@ def test_roles_and_budgets_that_do_not_fit_are_refused(replicas, settings, text)
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"min_workers": 5, "max_workers": 2}, "min_workers is 5 and max_workers 2"),
         ({"roles": {"decode": {"min_workers": 9}}}, "min_workers of decode is 9 and max_workers 8"),
         ({"budget": {"gpus": 4, "watts": 3.0}}, "one of gpus, usd_per_hour or watts, got gpus, watts"),
         ({"budget": {"watts": float("nan")}}, "finite"),
-        ({"budget": {"usd_per_hour": -3}}, "must be > 0"),
-        ({"cool_down_s": float("inf")}, "finite"),
         ({"cool_down_s": -1}, "must be >= 0"),
         ({"roles": {"decoder": {}}}, "decoder"),
         ({"max_worker": 2}, "did you mean 'max_workers'"),

@@ -8,7 +8,7 @@ from benchmarks.eviction.replay import block_names
 from benchmarks.kv import retention
 from benchmarks.kv.retention.command import CASES, key_of
 from benchmarks.kv.retention.replay import Case, Device
-from benchmarks.kv.retention.workloads import AGENTS, CHATS, MIXTURE, Ask, mixed
+from benchmarks.kv.retention.workloads import AGENTS, CHATS, Ask
 from penstock.kv.pool.use import PrefillPrice
 from penstock.sim.workload.trace import PREFIX_BLOCK_TOKENS, TraceRow
 
@@ -48,16 +48,6 @@ def test_a_share_keeps_a_neighbours_flood_from_a_tenants_blocks():
     turns = [ask(0, [1, 2, 3], group=CHATS), *flood(1), ask(2, [1, 2, 3], group=CHATS)]
     assert hits_of(Case("lru"), turns)[-1] == 0
     assert hits_of(Case("lru", tenant_share=0.5), turns)[-1] == 3
-
-
-def test_a_parts_requests_are_the_same_beside_others():
-    alone = mixed({CHATS: MIXTURE[CHATS]}, 1, 200.0)
-    beside = mixed(MIXTURE, 1, 200.0)
-    assert alone == [each for each in beside if each.group == CHATS]
-    assert all(each.row.at_s < 200 for each in beside)
-    blocks = {group: {b for a in beside if a.group == group for b in a.row.prefix_ids} for group in MIXTURE}
-    assert sum(map(len, blocks.values())) == len(set().union(*blocks.values()))
-    assert {each.group for each in beside if each.follows_tool} == {AGENTS}
 
 
 @pytest.mark.slow

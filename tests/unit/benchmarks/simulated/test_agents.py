@@ -1,12 +1,8 @@
 """The workload of agents, and one of its simulations."""
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks.simulated.agents import largest_rate, sessions_of
-
-EXAMPLES = Path(__file__).parents[4] / "examples"
 
 
 def test_agents_and_chats_are_the_same_whether_or_not_sessions_are_opened():

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulated import routers
-from penstock.core.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 
@@ -29,14 +28,6 @@ def test_every_cell_is_run_with_one_router_and_with_several():
     assert len(dict(routers._runs(parse("--quick")))) == 2
 
 
-def test_loads_are_parts_of_the_saturation_that_is_said():
-    runs = dict(routers._runs(parse("--saturation", "S/8b-bf16=40")))
-    assert runs["S/8b-bf16/80", 1, 1].rate_per_s == pytest.approx(32)
-    assert runs["S/70b-fp8/80", 1, 1].rate_per_s == pytest.approx(0.8 * 18.9)
-    with pytest.raises(ConfigError, match="--saturation: 'S/9b=1'"):
-        list(routers._runs(parse("--saturation", "S/9b=1")))
-
-
 def test_ratios_are_of_means_over_the_seeds_and_a_high_one_is_a_problem():
     found = {
         f"{cell} {metric}": {1: [1.0, 3.0], 4: [factor, 3 * factor]}
@@ -51,9 +42,3 @@ def test_ratios_are_of_means_over_the_seeds_and_a_high_one_is_a_problem():
     (problem,) = report.problems
     assert problem == "S/a/95: the p99 TTFT of 4 routers is 1.21 times one's, more than 1.15"
     assert not routers._report(found, parse("--quick")).problems
-
-
-def test_a_trace_that_is_not_there_is_told_before_anything_runs(monkeypatch, tmp_path):
-    monkeypatch.setattr(routers, "Runner", None)
-    with pytest.raises(ConfigError, match=r"nothing.jsonl: cannot be read"):
-        routers.run(parse("--trace", str(tmp_path / "nothing.jsonl")))

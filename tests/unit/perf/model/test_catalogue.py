@@ -2,7 +2,9 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.perf.model.catalogue import find_shape, known_shapes
-from penstock.perf.model.hardware import Dtype
+from penstock.perf.model.hardware import Dtype, find_hardware
+from penstock.perf.model.parallel import parallelisms
+from penstock.perf.roofline.roofline import Roofline
 
 
 def test_known_shapes_have_their_parameters():
@@ -41,3 +43,15 @@ def test_an_unknown_model_names_the_nearest():
         ConfigError, match=r"model llama-3\.1-9b: its shape is not known; did you mean 'llama-3.1-8b'"
     ):
         find_shape("llama-3.1-9b")
+
+
+@pytest.mark.parametrize("hardware", ["h100", "gb200"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-r1"])
+def test_every_parallelism_tried_can_be_priced(name, hardware):
+    shape, entry = find_shape(name), find_hardware(hardware)
+    choices = list(parallelisms(shape, entry, devices_max=64))
+    assert len(choices) == len(set(map(repr, choices)))
+    for parallel in choices:
+        assert parallel.devices <= 64
+        assert parallel.tp <= entry.scale_up_devices
+        assert Roofline(shape, entry, parallel).decode_step_s(1, 1) > 0

@@ -7,7 +7,6 @@ from penstock.perf.model.hardware import Dtype, find_hardware
 from penstock.perf.model.kv_footprint import KvFootprint
 from penstock.perf.model.model_config import shape_of
 from penstock.perf.model.parallel import Parallel
-from penstock.perf.profile.profile import DecodePoint, PrefillPoint, Profile, ProfiledModel
 from penstock.perf.roofline.roofline import Roofline
 from penstock.perf.roofline.speculation import price_per_token
 
@@ -78,16 +77,3 @@ def test_mla_holds_one_vector_a_layer():
 def test_engines_that_keep_one_table_hold_the_whole_context(role, frees):
     spec = RoleSpec.parse(role, source=str)
     assert make_roofline(find_shape("gpt-oss-120b"), spec).frees_windows is frees
-
-
-def test_a_profile_holds_windows_as_its_roofline_does():
-    shape = find_shape("gpt-oss-120b")
-    profile = Profile(
-        engine="vllm",
-        prefill=(PrefillPoint(new_tokens=512, seconds=0.1),),
-        decode=(DecodePoint(batch=1, context=512, seconds=0.01),),
-        kv_capacity_tokens=50_000,
-    )
-    roofline = Roofline(shape, find_hardware("h100"), Parallel(tp=4))
-    assert ProfiledModel(profile, roofline).kv_held_tokens(8000) == 8128
-    assert ProfiledModel(profile).kv_held_tokens(8000) == 8000

@@ -37,20 +37,6 @@ def test_layers_that_have_experts(fields: dict, layers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "limit"),
-    [
-        ({}, None),
-        ({"n_group": 8, "topk_group": 4}, 4),
-        ({"n_group": 1, "topk_group": 1}, None),  # one group of all: no limit
-    ],
-)
-def test_groups_of_experts_that_a_token_reaches(fields: dict, limit: int | None) -> None:
-    moe = shape_of(EXPERTS | fields, name="m").moe
-    assert moe is not None
-    assert moe.expert_groups_per_token == limit
-
-
-@pytest.mark.parametrize(
     ("fields", "windows"),
     [
         ({}, (None,) * 32),

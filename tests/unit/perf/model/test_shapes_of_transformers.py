@@ -21,18 +21,10 @@ LATENT = EXPERTS | {
 }  # fmt: skip
 NARROW = {"moe_intermediate_size": 128, "num_experts": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", GROUPED),
-    "llama, one KV head a head": ("LlamaConfig", SMALL | {"num_key_value_heads": 8}),
     "llama, tied": ("LlamaConfig", GROUPED | {"tie_word_embeddings": True}),
-    "mistral": ("MistralConfig", GROUPED | {"sliding_window": 64}),
-    "phi 3": ("Phi3Config", GROUPED),
     "qwen 2": ("Qwen2Config", GROUPED | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}),
-    "qwen 3": ("Qwen3Config", GROUPED | {"head_dim": 64}),
-    "gemma 2": ("Gemma2Config", GROUPED | {"head_dim": 32, "sliding_window": 64}),
     "gemma 3": ("Gemma3TextConfig", GROUPED | {"head_dim": 32, "sliding_window": 64}),
     "mixtral": ("MixtralConfig", EXPERTS | {"num_local_experts": 8}),
-    "qwen 2 moe": ("Qwen2MoeConfig", EXPERTS | NARROW | {"shared_expert_intermediate_size": 384}),
-    "qwen 3 moe": ("Qwen3MoeConfig", EXPERTS | NARROW | {"head_dim": 32}),
     "qwen 3 moe, some dense": (
         "Qwen3MoeConfig", EXPERTS | NARROW | {"head_dim": 32, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
     ),

@@ -61,45 +61,6 @@ def test_leave_one_out(table: dict) -> None:
     assert max(map(abs, left_out.values())) < 0.20, left_out
 
 
-def test_plain_engine_is_recovered_exactly() -> None:
-    truth = LinearPrior(prefill=(0.005, 1e-4, 1e-8, 0.0), decode=(0.004, 2e-4, 1e-7))
-    profile = Profile(
-        engine="plain",
-        prefill=tuple(PrefillPoint(new_tokens=n, seconds=truth.prefill_s(n)) for n in (16, 128, 1024, 4096)),
-        decode=tuple(
-            DecodePoint(batch=b, context=c, seconds=truth.decode_step_s(b, b * c))
-            for b in (1, 8, 32)
-            for c in (128, 1024, 4096)
-        ),
-    )
-    model = ProfiledModel(profile)
-    assert model.prefill_s(300) == pytest.approx(truth.prefill_s(300), rel=1e-3)
-    assert model.prefill_s(100, 1000) == pytest.approx(truth.prefill_s(100, 1000), rel=1e-3)
-    assert model.decode_step_s(20, 20 * 700) == pytest.approx(truth.decode_step_s(20, 20 * 700), rel=1e-3)
-    assert model.decode_step_s(64, 64 * 9000) == pytest.approx(truth.decode_step_s(64, 64 * 9000), rel=1e-3)
-    two = model.prefill_batch_s([(300, 0), (200, 0)])
-    assert model.prefill_s(300) < two < model.prefill_s(300) + model.prefill_s(200)
-
-
-def test_steps_of_many_kinds_are_shared_as_the_prior_shares_them() -> None:
-    """An engine that is half as fast as its roofline at all that was measured is so at what was not."""
-    prior = prior_of(TABLES[0])
-    profile = Profile(
-        engine="half",
-        prefill=tuple(PrefillPoint(new_tokens=n, seconds=2 * prior.prefill_s(n)) for n in (128, 1024, 8192)),
-        decode=tuple(
-            DecodePoint(batch=b, context=c, seconds=2 * prior.decode_step_s(b, b * c))
-            for b in (1, 16, 256)
-            for c in (128, 1024, 4096)
-        ),
-    )
-    model = ProfiledModel(profile, prior)
-    chunks = [(512, 0), (300, 2048)]
-    assert model.prefill_batch_s(chunks) == pytest.approx(2 * prior.prefill_batch_s(chunks))
-    mixed = 2 * prior.mixed_step_s(chunks, 16, 16 * 1024)
-    assert model.mixed_step_s(chunks, 16, 16 * 1024) == pytest.approx(mixed)
-
-
 @pytest.mark.parametrize("batch", [3, 100, 256, 1000])
 @pytest.mark.parametrize("context", [200, 5000, 60_000])
 def test_decode_is_piecewise_linear_in_context(batch: int, context: int) -> None:
@@ -123,19 +84,6 @@ def test_save_and_load(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text('{"engine": "e", "prefill": [], "decode": [], "schema": 99}')
     with pytest.raises(ConfigError, match="schema 99, expected 1"):
         Profile.load(tmp_path / "old.json")
-
-
-def test_bad_points() -> None:
-    with pytest.raises(ConfigError, match="0 prefill and 0 decode points"):
-        ProfiledModel(Profile(engine="e", prefill=(), decode=()))
-    with pytest.raises(ConfigError, match="seconds must be > 0"):
-        ProfiledModel(
-            Profile(
-                engine="e",
-                prefill=(PrefillPoint(new_tokens=1, seconds=0.0),),
-                decode=(DecodePoint(batch=1, context=1, seconds=1.0),),
-            )
-        )
 
 
 TRUTH = LinearPrior(prefill=(0.005, 1e-4, 1e-8, 2e-6), decode=(0.004, 2e-4, 1e-7))

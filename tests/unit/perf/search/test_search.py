@@ -1,6 +1,7 @@
 """Layouts fit, keep the targets, and are the best there are, on an engine whose sums are done by hand."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -11,40 +12,21 @@ from penstock.perf.model.parallel import Parallel, parallelisms
 from penstock.perf.roofline.roofline import Roofline
 from penstock.perf.search.demand import Demand
 from penstock.perf.search.search import LayoutSearch
+from tests.support.linear_engine import LinearEngine
 
 DEMAND = Demand(input_tokens=1000, output_tokens=101, ttft_s=1.0, itl_s=0.03)
 
 
-@dataclass
-class Linear:
-    """A device that takes 20 ms a step and 0.1 ms a prompt token, divided by the devices that share it."""
-
-    parallel: Parallel = field(default_factory=Parallel)
-    kv_capacity_tokens: int = 10_000_000
-    kv_bytes_per_token: float = 1000.0
-    tokens_per_step: float = 1.0
-    verified_tokens: int = 1
-
-    def kv_held_tokens(self, tokens):
-        return tokens
-
-    def mixed_step_s(self, chunks, batch, context_tokens):
-        del batch, context_tokens
-        return (0.020 + 1e-4 * sum(new for new, _ in chunks)) / self.parallel.tp
-
-    def prefill_batch_s(self, chunks):
-        return self.mixed_step_s(chunks, 0, 0)
-
-    def decode_step_s(self, batch, context_tokens):
-        return self.mixed_step_s((), batch, context_tokens)
+def price(parallel, **room):
+    return LinearEngine(parallel, step_s=0.020, sequence_s=0.0, **{"kv_capacity_tokens": 10_000_000} | room)
 
 
 SINGLE = (Parallel(),)
 
 
-def search(devices, demand=DEMAND, choices=SINGLE, link_bytes_per_s=1e12):
+def search(devices, demand=DEMAND, choices=SINGLE, link_bytes_per_s=1e12, price=price):
     return LayoutSearch(
-        price=Linear,
+        price=price,
         choices=choices,
         devices=devices,
         demand=demand,
@@ -68,19 +50,10 @@ def test_prompts_get_the_devices_that_they_need():
 
 def test_answers_get_more_where_they_are_longer():
     longer = replace(DEMAND, input_tokens=100, output_tokens=1001)
-    room = 50 * 1100
-
-    def small(parallel):
-        return Linear(parallel, kv_capacity_tokens=room)
-
-    best = replace_price(search(8, longer), small).disaggregated()[0]
+    small = partial(price, kv_capacity_tokens=50 * 1100)
+    best = search(8, longer, price=small).disaggregated()[0]
     # 50 streams of 1,000 tokens at 20 to 30 ms: at most 2.5 requests a second and worker, where a prompt takes 30 ms of one.
     assert counts(best) == {Role.PREFILL: 1, Role.DECODE: 7}
-
-
-def replace_price(found, price):
-    found.price = price
-    return found
 
 
 def test_strict_targets_part_prompts_from_answers_and_lax_ones_do_not():
@@ -101,12 +74,6 @@ def test_one_token_leaves_nothing_to_transfer():
     only_first = replace(DEMAND, output_tokens=1)
     assert search(8, only_first).disaggregated() == []
     assert search(8, only_first).aggregated()
-
-
-def test_each_role_has_a_worker():
-    assert search(1).disaggregated() == []
-    for layout in search(2).disaggregated():
-        assert counts(layout) == {Role.PREFILL: 1, Role.DECODE: 1}
 
 
 def test_sharing_a_device_pair_is_chosen_where_it_keeps_what_one_cannot():

@@ -103,23 +103,6 @@ async def test_two_actors_do_not_fight():
     assert changes <= 2
 
 
-@virtual
-async def test_a_worker_that_does_not_start_in_time_is_replaced():
-    connector = MemoryConnector({A: 1}, changes=TimedChanges(starts_s=1e6))
-    actor = Actor(connector, config=ActorConfig(start_deadline_s=60, start_deadline_factor=0))
-    await actor.carry_out({A: 2})
-    await actor.carry_out({A: 2})
-    await asyncio.sleep(59)
-    assert (await actor.carry_out({A: 2})).plan.is_empty
-    await asyncio.sleep(2)
-    look = await actor.look()
-    assert look.overdue == ("aggregated-2",)
-    await actor.carry_out({A: 2}, look=look)
-    scale = await connector.scale()
-    assert [replica.name for replica in scale.of(A)] == ["aggregated-1", "aggregated-3"]
-    assert (await actor.carry_out({A: 2})).plan.is_empty
-
-
 async def starts_of(actor, seconds, target):
     """Carry out a target every 5 s; returns the times at which workers were added, and all reasons for waits."""
     loop, added, waits = asyncio.get_running_loop(), [], []
@@ -173,16 +156,6 @@ async def test_the_deadline_follows_measured_starts():
     assert (await actor.carry_out({A: 2})).plan.is_empty
     await asyncio.sleep(200)
     assert all(r.state is ReplicaState.READY for r in (await connector.scale()).replicas)
-
-
-@virtual
-async def test_more_than_finds_room_is_said():
-    connector = MemoryConnector({A: 1}, workers_max=3)
-    outcome = await Actor(connector).carry_out({A: 9})
-    assert outcome.refused == (
-        "aggregated: 8 more are wanted, 2 can be added: at most 3 workers, all roles together",
-    )
-    assert await counts(connector) == {A: 3}
 
 
 @virtual

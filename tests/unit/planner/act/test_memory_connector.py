@@ -41,25 +41,3 @@ async def test_a_worker_that_drains_while_it_flips_is_gone_and_its_caller_hears_
         await flip
     await asyncio.sleep(5.0)
     assert [each.name for each in connector.workers] == ["prefill-1", "decode-2"]
-
-
-@virtual
-async def test_every_change_of_state_is_told():
-    told = []
-    connector = MemoryConnector({D: 1}, changes=TimedChanges(starts_s=2.0, drains_s=None))
-    connector.on_state = lambda replica: told.append((replica.name, replica.state.value))
-    await connector.add(D, by="me")
-    await asyncio.sleep(3.0)
-    connector.fail("decode-2")
-    await asyncio.sleep(3.0)
-    await connector.retire(["decode-2"], by="me")
-    connector.end("decode-2")
-    assert [state for _, state in told] == [
-        "starting",
-        "ready",
-        "failed",
-        "ready",
-        "draining",
-        "draining",
-    ]
-    assert {name for name, _ in told} == {"decode-2"}

@@ -58,11 +58,6 @@ def test_roles_that_wait_start_none_and_others_stay_meanwhile():
     assert make_plan(PAIR, {P: 3, D: 2}, waiting=[P]) == Plan(flips=(("d1", P),), later_adds={P: 1})
 
 
-def test_overdue_workers_of_roles_that_are_not_named_stay():
-    scale = scale_of(("p1", P, "starting"), ("d1", D, "ready"))
-    assert make_plan(scale, {D: 1}, overdue=("p1",)) == Plan()
-
-
 states = st.sampled_from(["ready", "starting", "failed", "flipping", "draining"])
 counts = st.integers(0, 5)
 

@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import replace
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,15 +138,6 @@ def test_an_slo_error_adds_in_proportion_to_the_role_that_causes_it():
     assert "its SLO is missed now" in waiting.explain()
 
 
-def test_long_prompts_add_prefill_and_cached_ones_do_not():
-    short = TWO.decide(asked(60.0), {}).target
-    long = TWO.decide(msgspec.structs.replace(asked(60.0), input_tokens=3500), {}).target
-    assert long[Role.PREFILL] > short[Role.PREFILL]
-    cached = TWO.decide(asked(60.0, cached_share=0.8), {}).target
-    assert cached[Role.PREFILL] < short[Role.PREFILL]
-    assert cached[Role.DECODE] == short[Role.DECODE]
-
-
 @pytest.mark.parametrize(
     ("slo", "bound"), [(Slo(ttft_s=0.005, itl_s=1.0), "TTFT"), (Slo(ttft_s=9.0, itl_s=0.001), "ITL")]
 )
@@ -171,12 +161,6 @@ def test_a_budget_in_dollars_that_is_too_small_is_divided():
     assert found.shortfall
 
 
-def test_what_the_budget_pays_is_used():
-    for budget in range(2, 9):
-        found = Decider(capacities=(P, D), slo=SLO, budget=budget).decide(asked(300.0), {})
-        assert found.gpus == budget, found.explain()
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -190,11 +174,3 @@ def test_what_the_budget_pays_is_used():
 def test_bad_settings_are_refused(changes, text):
     with pytest.raises(ConfigError, match=text):
         Decider(**{"capacities": (P, D), "slo": SLO, "budget": 8, **changes})
-
-
-def test_workers_that_are_on_their_way_already_count_for_what_is_missed_now():
-    """Latencies are of the warm workers: with as many again on their way, nothing more is added."""
-    slow = asked(1.0, itl_s=10 * SLO.itl_s, warm={Role.AGGREGATED: 3})
-    assert ONE.decide(slow, {Role.AGGREGATED: 3}).target == {Role.AGGREGATED: 6}
-    found = ONE.decide(slow, {Role.AGGREGATED: 6})
-    assert found.terms[0].reaction == 6

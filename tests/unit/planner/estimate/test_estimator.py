@@ -100,19 +100,6 @@ def test_the_first_answers_that_end_are_the_shortest():
     assert (later.input_tokens, later.output_tokens) == (2000, 10)
 
 
-def test_rare_requests_are_described_by_as_many_as_the_percentile_needs():
-    """At 0.4 requests/s, 30 intervals have 120 requests; at a tenth of it the distribution reaches further back."""
-    new = estimator(STRICT)
-    for _ in range(100):
-        new.take(seen(0.4))
-    assert new.expect(seen(0.4), warm={}).input_lengths.count == 120
-    for _ in range(60):
-        new.take(seen(0.1, inputs=300))
-    expected = new.expect(seen(0.1), warm={})
-    assert expected.input_lengths.count == 60 + 40
-    assert 100 < expected.input_tokens < 300
-
-
 def test_a_surge_of_work_is_one_without_more_requests():
     new = estimator()
     for _ in range(60):
@@ -161,12 +148,6 @@ def test_step_times_are_corrected_by_measured_ones(factor):
         found.learn([decoding, mixed, IDLE], 10.0)
     assert found.value == pytest.approx(factor, rel=0.06)
     assert found.is_trusted
-
-
-def test_a_few_steps_correct_nothing():
-    found = StepFactor(MODEL)
-    found.learn([replace(IDLE, step_s=digest(1.0, 5), running_requests=1)] * 10, 10.0)
-    assert found.value == 1.0
 
 
 def test_work_counts_where_requests_get_fewer_as_they_get_longer():

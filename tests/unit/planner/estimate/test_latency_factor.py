@@ -24,10 +24,3 @@ def test_what_tells_nothing_of_the_model_is_not_learned(measured_s, count, predi
     for _ in range(100):
         found.learn(measured_s, count, predicted_s, 0.025)
     assert found.value == 1.15
-
-
-def test_a_backlog_counts_as_twice_the_prediction_at_most():
-    found = LatencyFactor()
-    for _ in range(500):
-        found.learn(5.0, 500, 0.02, 0.025)
-    assert found.value == pytest.approx(2.0, rel=0.06)

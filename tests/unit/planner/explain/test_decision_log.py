@@ -1,6 +1,7 @@
 """The planner's log: what is kept, how much of it, and what a broken disk does."""
 
 import os
+import threading
 import time
 
 import msgspec
@@ -8,6 +9,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
+from penstock.deploy.commands.planner.text import paragraphs
 from penstock.planner.decide.decision import Decision, RoleTerm
 from penstock.planner.estimate.expected_demand import ExpectedDemand
 from penstock.planner.estimate.slo import Slo
@@ -116,9 +118,11 @@ def test_a_disk_that_hangs_stops_nobody(tmp_path):
     for number in range(1, 300):
         log.put(record(number, is_floor=True))
     assert 299 - 128 <= log.lost <= 299 - 126
-    log.close()
+    closing = threading.Thread(target=log.close)
     with path.open("rb") as reader:  # it goes on
-        assert b'"run"' in reader.readline()
+        closing.start()
+        assert b'"run"' in reader.read()
+    closing.join()
 
 
 def until(holds):
@@ -180,3 +184,22 @@ def test_what_is_no_log_is_refused(tmp_path):
         list(read_entries(tmp_path / "none"))
     with pytest.raises(ConfigError, match="is a directory"):
         list(read_entries(tmp_path))
+
+
+def test_silent_workers_and_waits_are_told():
+    record = DecisionRecord(
+        number=1,
+        at_s=0.0,
+        seen=Seen(seconds=10.0, silent=("decode-2", "frontend-1")),
+        retires=("decode-2",),
+        overdue=("decode-1", "decode-2"),
+        waits=("decode: 1 more wanted, tried again in 60 s, as 2 starts in a row were not done in time",),
+    )
+    assert record.explain() == (
+        "decode-2 retires: decode-1 was not ready in time; decode-2 has been silent for too long; decode: 1 more wanted, tried"
+        " again in 60 s, as 2 starts in a row were not done in time"
+    )
+    said = list(paragraphs(Round(time_s=0.0, record=record)))
+    assert "  overdue   decode-1 was not ready in time" in said
+    assert "            decode-2 has been silent for too long" in said
+    assert any(line.startswith("  waits     decode: 1 more wanted") for line in said)

@@ -2,10 +2,8 @@
 
 import asyncio
 
-import msgspec
 import pytest
 
-from penstock.core.errors import ConfigError
 from penstock.core.types.instances import Role
 from penstock.planner.config import PlannerConfig
 from penstock.planner.estimate.slo import Slo
@@ -106,17 +104,3 @@ def test_a_log_whose_beginning_is_gone_is_compared_after_a_cool_down(recorded):
     assert not found[0].is_compared
     again, found = replayed(world, entries)
     assert (found, again.skipped) == ([], len(entries))
-
-
-def test_a_round_whose_numbers_nobody_can_reckon_with_is_named(recorded):
-    world, path = recorded
-    run, *entries = read_entries(path)
-    entry = next(each for each in entries if each.record.decision is not None)
-    decision = entry.record.decision
-    lengths = msgspec.structs.replace(decision.expected.input_lengths, count=2, total=1e308)
-    expected = msgspec.structs.replace(decision.expected, input_lengths=lengths, rate_per_s=1.0)
-    record = msgspec.structs.replace(
-        entry.record, decision=msgspec.structs.replace(decision, expected=expected)
-    )
-    with pytest.raises(ConfigError, match=f"round {record.number}: its numbers are out of range"):
-        replayed(world, [run, msgspec.structs.replace(entry, record=record)])

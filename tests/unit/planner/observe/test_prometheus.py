@@ -70,7 +70,6 @@ def test_values_that_are_no_numbers_are_none():
     ("answer", "error", "why"),
     [
         (b"<html>", ProtocolError, "none of Prometheus' HTTP API"),
-        (b"[]", ProtocolError, "none of Prometheus' HTTP API"),
         (b'{"status": "success", "data": {"result": [1]}}', ProtocolError, "none of Prometheus' HTTP API"),
         (b'{"status": "error", "error": "parse error"}', Unavailable, "refuses .*: parse error"),
     ],

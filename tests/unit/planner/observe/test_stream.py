@@ -97,20 +97,6 @@ async def test_a_process_that_is_ready_and_never_heard_is_silent():
 
 
 @virtual
-async def test_nothing_seen_is_no_demand():
-    seen = ObservationStream().observe(10.0)
-    assert (seen.demand.arrivals_per_s, seen.workers, seen.demand.ttft_s.quantile(0.9)) == (0.0, (), None)
-
-
-@virtual
-async def test_a_source_keeps_a_bounded_number_of_windows():
-    stream = ObservationStream(windows_max=3)
-    for _ in range(10):
-        stream.put("frontend-1", requests(1))
-    assert stream.observe(100.0).demand.input_tokens.count == 3
-
-
-@virtual
 async def test_windows_that_arrive_at_once_after_a_pause_are_of_the_whole_pause():
     stream = ObservationStream()
     await asyncio.sleep(30)

@@ -43,12 +43,12 @@ def test_one_request_takes_its_steps():
 
 @pytest.mark.parametrize("capacities", [CAPACITIES, PAIR], ids=["aggregated", "disaggregated"])
 def test_more_workers_are_never_later(capacities):
-    load = even(3000, 60)
+    load = even(1500, 30)
     counts = [{each.role: count for each in capacities} for count in (1, 2, 4, 8)]
     found = [rehearse(load, workers, capacities, SLO) for workers in counts]
     late = [each.late for each in found]
     assert late == sorted(late, reverse=True)
-    assert late[0] > 500
+    assert late[0] > 250
     assert late[-1] == 0
     assert "TTFT would be" in found[0].missed(SLO)
 

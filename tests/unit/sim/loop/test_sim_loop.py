@@ -1,7 +1,4 @@
 import asyncio
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -65,50 +62,6 @@ def test_executors_run_on_the_spot():
     assert run_virtual(main()) == [42, ValueError]
 
 
-_GROUP = """
-import asyncio
-from penstock.sim.loop.loop import run_virtual
-
-order = []
-
-async def member(number):
-    try:
-        await asyncio.sleep(number)
-    finally:
-        order.append(number)
-
-async def main():
-    try:
-        async with asyncio.TaskGroup() as group:
-            junk = [bytearray(7 * i) for i in range(50)]
-            for number in range(5, 55):
-                group.create_task(member(number))
-            del junk
-            await asyncio.sleep(4)
-            raise ValueError
-    except ExceptionGroup:
-        pass
-
-run_virtual(main())
-print(order)
-"""
-
-
-@pytest.mark.slow
-def test_a_group_cancels_its_tasks_in_the_same_order_in_every_process():
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", _GROUP],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=os.environ | {"PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in ("0", "1", "2")
-    }
-    assert outputs == {f"{list(range(5, 55))}\n"}
-
-
 def test_timers_of_one_moment_run_in_the_order_they_were_set_and_cancelled_ones_never():
     async def main() -> list[object]:
         loop = asyncio.get_running_loop()
@@ -138,16 +91,3 @@ def test_cancelled_timers_are_forgotten_before_their_moment():
         return most
 
     assert run_virtual(main()) < 300
-
-
-def test_an_error_in_a_callback_is_reported_and_the_loop_goes_on():
-    async def main() -> list[dict]:
-        loop = asyncio.get_running_loop()
-        told: list[dict] = []
-        loop.set_exception_handler(lambda _, context: told.append(context))
-        loop.call_soon(int, "x")
-        await asyncio.sleep(1)
-        return told
-
-    (context,) = run_virtual(main())
-    assert isinstance(context["exception"], ValueError)

@@ -1,13 +1,11 @@
 import html
 import json
 import re
-from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
 
 from penstock.sim.report.charts import Band, Chart, Line, say_s
-from penstock.sim.report.document import make_picture
 
 
 def chart(ys, xs=None, **fields):
@@ -92,21 +90,3 @@ def test_names_are_text_and_no_markup():
 )
 def test_times_are_worded(value_s, text):
     assert say_s(value_s) == text
-
-
-def test_a_picture_has_every_chart_and_needs_no_page():
-    charts = [
-        Chart(
-            "Rate <1>",
-            "of A & B",
-            np.array([1.0, 2.0]),
-            [Line("one", np.array([1.0, 2.0])), Line("two", np.array([2.0, 3.0]), 1)],
-        )
-    ] * 3
-    picture = ET.fromstring(make_picture(charts))
-    texts = ["".join(text.itertext()) for text in picture.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts.count("Rate <1>") == 3
-    assert texts.count("of A & B") == 3
-    assert texts.count("two") == 3
-    assert picture.get("width") == "1160"
-    assert int(picture.get("height", "0")) > 500, "two rows"

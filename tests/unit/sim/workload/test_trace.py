@@ -128,17 +128,6 @@ def test_a_file_that_breaks_off_is_kept_so_far(tmp_path):
     assert f"line {len(rows) + 1}: the file is damaged or cut off here" in bad[0].message
 
 
-@pytest.mark.parametrize(
-    ("lines", "number"), [("oops\nagain\n\n", "all 2 lines are"), ("oops\n", "its only line is")]
-)
-def test_a_file_of_only_bad_lines_tells_how_many_and_the_first(tmp_path, lines, number):
-    path = tmp_path / "trace.jsonl"
-    path.write_text(lines)
-    expected = f"trace.jsonl: holds no request: {number} bad; the first: line 1: expected an Azure trace"
-    with pytest.raises(ConfigError, match=expected):
-        read_trace(path, on_bad=lambda _: None)
-
-
 def test_a_line_is_one_however_long_it_is(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{LINE % 0}\n{'x' * (5 << 19)}\n{LINE % 1000}\noops\n" + "y" * (1 << 20))
