@@ -1,14 +1,13 @@
 """`penstock serve` with a planner under a load that comes and goes: real processes, no request fails, tokens are exact."""
 
 import re
-import signal
 
 import aiohttp
 import pytest
 
 from penstock.core.types.instances import Role
 from penstock.deploy.control.deployments import find_deployment
-from tests.e2e.helpers.planned import TIMEOUT_S, command, planner_metrics, run, serving, until_ready
+from tests.e2e.helpers.planned import command, planner_metrics, run, serving, until_ready
 from tests.support.streams import Load
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("runtime_dir")]
@@ -65,25 +64,3 @@ def test_one_worker_to_four_and_back_in_one_life_of_a_planner(engine, settings):
     assert seen["penstock_planner_forecast_high", "requests_per_s"] > 0
     assert seen["penstock_planner_rounds_total", "changed"] >= 2
     assert ("penstock_planner_rounds_total", "failed") not in seen
-
-
-@pytest.mark.nightly
-def test_a_killed_supervisor_comes_back_with_four_workers_and_scales_in():
-    async def load(url):
-        connector = await find_deployment(url=url)
-        async with Load(url, PROMPTS):
-            await until_ready(connector, {Role.AGGREGATED: 4})
-
-    async def idle(url):
-        await until_ready(await find_deployment(url=url), {Role.AGGREGATED: 1})
-
-    with serving(*MOCK, **FEW) as planned:
-        run(load(planned.url))
-        log = command("planner", "log", "-n", "1000")
-        planned.process.send_signal(signal.SIGKILL)
-        planned.process.wait(timeout=TIMEOUT_S)
-        assert command("planner", "log", "--name", "default", "-n", "1000").startswith(log[:40])
-    with serving(*MOCK, **FEW) as planned:
-        assert any("4 aggregated: set by planner before the restart" in line for line in planned.lines)
-        run(idle(planned.url))
-        assert re.search(r"did +retires worker-", command("planner", "why"))

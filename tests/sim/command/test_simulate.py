@@ -230,15 +230,6 @@ def test_speculation_shortens_the_time_between_tokens_and_no_prompt(tmp_path):
     assert "3 tokens a decode step" in page.read_text()
 
 
-def test_a_large_cache_has_the_hit_ratio_that_was_asked_for(tmp_path):
-    path = tmp_path / "trace.csv"
-    lengths = random.Random(4)
-    rows = [f"2023-11-16 18:{i // 60:02}:{i % 60:02},{lengths.randrange(300, 3000)},20" for i in range(400)]
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
-    arguments = [path, "--graph", SMALL, "--set", "roles.aggregated.replicas=1", "--hit-ratio", 0.6]
-    assert simulated(tmp_path, *arguments)["kv_hit_ratio"] == pytest.approx(0.6, abs=0.01)
-
-
 def test_samples_change_nothing(tmp_path, spec):
     plain = simulated(tmp_path, spec, "--graph", SMALL)
     sampled = simulated(tmp_path, spec, "--graph", SMALL, "--html", tmp_path / "report.html")

@@ -1,12 +1,9 @@
 """The compared deployments: the search for the largest goodput, engines that differ from their model, a quick run."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.command import main
 from benchmarks.simulated.goodput import Search
 from benchmarks.simulated.systems import SIMULATED
 from penstock.core.types.instances import Role
@@ -47,10 +44,7 @@ def test_the_largest_goodput_is_found_from_any_estimate(estimate: float) -> None
 
 @pytest.mark.parametrize(
     ("file", "name", "devices"),
-    [
-        ("671b-h100-tp8-pp2-x2", "671b-h100", 32),
-        ("671b-gb200-nvl72-tp4-x18", "671b-gb200", 72),
-    ],
+    [("671b-h100-tp8-pp2-x2", "671b-h100", 32), ("671b-gb200-nvl72-tp4-x18", "671b-gb200", 72)],
 )
 def test_shipped_graphs_keep_the_interactive_targets(file: str, name: str, devices: int) -> None:
     role = load(GRAPHS / f"{file}.yaml").roles.aggregated
@@ -68,34 +62,6 @@ def test_shipped_graphs_keep_the_interactive_targets(file: str, name: str, devic
         tp=role.tensor_parallel, pp=role.pipeline_parallel, dp=role.data_parallel, ep=role.expert_parallel
     )
     assert spread in {layout.role_layouts[0].parallel for layout in question.search().aggregated()}
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_quick_run_reports_every_kind_of_figure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "benchmarks.simulated.deployments.SIMULATED", [replace(BY_NAME["8b-h100"], devices=2)]
-    )
-    monkeypatch.setattr("benchmarks.simulated.deployments._SCALES", (2,))
-    out = tmp_path / "deployments.json"
-    arguments = ["deployments", "--quick", "--only", "8b-h100"]
-    assert main([*arguments, "--json", str(out)]) == 0
-    report = json.loads(out.read_text())
-    figures = report["figures"]
-    tokens_per_s = figures["8b-h100_fast_aggregated_tokens_per_s_per_gpu"]
-    assert figures["8b-h100_fast_aggregated_tokens_per_joule"] == pytest.approx(tokens_per_s / 1275)
-    usd = figures["8b-h100_fast_aggregated_usd_per_million_tokens"]
-    assert usd == pytest.approx(3.0 / 3600 / tokens_per_s * 1e6)
-    assert figures["8b-h100_goodput_rps_per_gpu_x2"] > 0
-    assert report["config"]["layouts"]["8b-h100_fast_aggregated"].startswith("2 aggregated (one device, ")
-    assert report["config"]["layouts"]["8b-h100_fast_disaggregated"].count("decode") == 1
-    assert (
-        figures["8b-h100_interactive_aggregated_tokens_per_s_per_gpu"]
-        >= figures["8b-h100_fast_aggregated_tokens_per_s_per_gpu"]
-    )
-    assert "8b-h100_goodput_rps_per_gpu_x2" in capsys.readouterr().err
 
 
 def test_the_router_expects_what_was_measured_and_engines_may_run_on_something_else():

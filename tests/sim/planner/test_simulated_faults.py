@@ -201,8 +201,7 @@ def drains_without_waiting(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "bug",
-    [counts_workers_that_never_start, never_takes_away, loses_those_that_die, drains_without_waiting],
+    "bug", [counts_workers_that_never_start, never_takes_away, loses_those_that_die, drains_without_waiting]
 )
 def test_a_planted_bug_is_found(bug, monkeypatch):
     bug(monkeypatch)

@@ -3,9 +3,8 @@
 import pytest
 
 from benchmarks.disagg.choice import Point, best_chunk
-from benchmarks.disagg.measured import measure, measure_quiet
+from benchmarks.disagg.measured import measure
 from benchmarks.disagg.traffic import Asked, Traffic
-from benchmarks.disagg.workload import StreamsAndPrompts
 from penstock.core.ids import RequestId
 from penstock.worker.step_log import LoggedStep
 
@@ -32,26 +31,6 @@ class TestBestChunk:
         assert best_chunk(points, ttft_p99_ms=900).chunk == 128
         assert best_chunk(points, ttft_p99_ms=899).chunk == 256
         assert best_chunk(points, ttft_p99_ms=5000).chunk == 64
-
-
-def workload(**changes):
-    return StreamsAndPrompts(
-        **{"streams": 1, "seconds": 100.0, "seed": 0, "prompt_tokens_min": 2100, "prompt_tokens_max": 2600}
-        | changes
-    )
-
-
-class TestStreamsAndPrompts:
-    def test_prompts_are_long_and_come_at_the_rate_within_the_time(self):
-        load = workload(seconds=2000.0)
-        arrivals = load.long_prompts(0.8)
-        moments = [arrival.at_s for arrival in arrivals]
-        assert len(arrivals) == 1600
-        assert 0 <= moments[0] < moments[-1] < 2000
-        assert moments == sorted(moments)
-        tokens = [arrival.input_tokens for arrival in arrivals]
-        assert (min(tokens), max(tokens)) == (2100, 2600)
-        assert len(load.long_prompts(0.0001)) >= 1, "the shortest of runs has some"
 
 
 class TestMeasured:
@@ -83,11 +62,3 @@ class TestMeasured:
         measured = measure(traffic, {"w": [step(2.0, b=1), step(6.0, a=1)]})
         assert measured.waiting == 1
         assert sorted(measured.ttft_s) == [1.0, 2.0]
-
-    def test_quiet_prompts_tell_what_a_prompt_and_a_kv_transfer_take(self):
-        traffic = Traffic(quiet=[Asked("a", due_s=1.0, ttft_s=0.5), Asked("lost", due_s=3.0, ttft_s=0.5)])
-        logs = {
-            "prefill-1": [step(1.5, a=1)],
-            "decode-1": [step(1.75, a=1), step(1.875, a=1), step(2.0, a=1)],
-        }
-        assert measure_quiet(traffic, logs) == ([0.5], [0.125])

@@ -1,6 +1,5 @@
 """The planner's benchmark: its engines beside the exact simulator, its baselines, and that nothing is lost by scaling."""
 
-import asyncio
 import gzip
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from benchmarks.planner.experiment import play
 from benchmarks.planner.strategies import workers_at_mean, workers_at_peak
 from benchmarks.planner.workload import Workload, from_trace, steady
 from benchmarks.planner.world.fleets import find_model
-from penstock.core.errors import RequestError
 from penstock.core.types.instances import Role
 
 MODEL = find_model("8b", Path(__file__).parents[3] / "examples")
@@ -74,36 +72,6 @@ def test_prefixes_are_cached_where_they_were_computed():
         load.reusable_tokens().sum() / load.input_tokens.sum(), rel=0.02
     )
     assert found.cached_share > 0.6
-
-
-class Flipper:
-    """Gives a prefill worker the role decode; what becomes of it is in `refused`."""
-
-    refused = ""
-
-    async def run(self, cluster):
-        await asyncio.sleep(5)
-        try:
-            await cluster.connector.flip("prefill-1", Role.DECODE, by="test")
-        except RequestError as error:
-            self.refused = error.message
-
-
-@pytest.mark.parametrize("can_flip", [True, False])
-def test_a_case_without_flips_refuses_them(can_flip):
-    strategy = Flipper()
-    found = play(
-        strategy,
-        steady(10.0, 60.0, seed=1),
-        MODEL.fleet,
-        MODEL.slo,
-        replicas={Role.PREFILL: 2, Role.DECODE: 1},
-        start_s=10.0,
-        can_flip=can_flip,
-    )
-    assert found.flips == can_flip
-    assert bool(strategy.refused) != can_flip
-    assert found.failed == 0
 
 
 class TestWorkload:

@@ -1,16 +1,13 @@
 """`python -m benchmarks policies`: what is resumed, what is searched, what the ratios are, and what a workload is."""
 
 import math
-from dataclasses import replace
-from types import MappingProxyType
 
 import pytest
 
 from benchmarks.policies import summary
-from benchmarks.policies.cells import Cell, Effort
-from benchmarks.policies.comparison import Comparison, Results, find_saturation
-from benchmarks.runner import DEPLOYMENTS, Cache, Description, find_graph
-from penstock.core.errors import ConfigError, PenstockError
+from benchmarks.policies.cells import Cell
+from benchmarks.policies.comparison import Results, find_saturation
+from penstock.core.errors import ConfigError
 
 HEAD = Cell("S", "70b-fp8", 80)
 LOW, OVER, SLOW = Cell("S", "8b-bf16", 30), Cell("S", "8b-bf16", 110), Cell("S", "70b-fp8", 80, "slow-worker")
@@ -73,89 +70,3 @@ class TestSummary:
 def test_a_search_for_saturation_without_end_is_an_error(limit, message):
     with pytest.raises(ConfigError, match=message):
         find_saturation(lambda rate: rate <= limit, 1.0, tolerance=0.03)
-
-
-class NotingRunner:
-    """Computes nothing: each policy serves up to a rate of its own, and its mean TTFT is the rate."""
-
-    LIMITS = MappingProxyType({"kv": 8.0, "good": 10.0, "bad": 5.0})
-
-    def __init__(self, cache, fail_after):
-        self.cache, self.fail_after, self.noted = cache, fail_after, []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def knows(self, job):
-        return self.cache.get(job.key) is not None
-
-    def run(self, job):
-        return dict(self.run_many([job]))[job]
-
-    def run_many(self, jobs):
-        for job in jobs:
-            if not self.knows(job):
-                if len(self.noted) >= self.fail_after:
-                    raise PenstockError("interrupted")
-                self.noted.append(job)
-                self.cache.put(job.key, self.answer(job))
-            yield job, self.cache.get(job.key)
-
-    def answer(self, job):
-        if isinstance(job, Description):
-            return {"reusable_share": 0.6, "guess_rps": 3.0}
-        return {
-            "served_share": min(self.LIMITS[job.policy] / job.rate_per_s, 1.0),
-            "ttft_mean_s": job.rate_per_s,
-        }
-
-
-class TestComparison:
-    """Which runs a comparison asks for, with a runner that only notes them."""
-
-    EFFORT = Effort(requests=50, headline_requests=60, seeds=2, headline_seeds=3, tolerance=0.1)
-
-    @pytest.fixture
-    def compare(self, tmp_path):
-        for name in DEPLOYMENTS:
-            files = find_graph(tmp_path, name)
-            for path in (files.graph, files.profile):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(path.name)
-
-        def compare(chosen, policies=("kv", "good", "bad"), fail_after=math.inf, state="state.jsonl"):
-            runner = NotingRunner(Cache(tmp_path / state), fail_after)
-            found = Comparison(tmp_path, None, {name: name for name in policies}, self.EFFORT, runner).run(
-                chosen
-            )
-            return found, runner.noted
-
-        return compare
-
-    def test_saturation_is_the_best_policys_and_cells_are_parts_of_it(self, compare):
-        found, _ = compare([LOW, HEAD])
-        for key in (("S", "8b-bf16"), ("S", "70b-fp8")):
-            assert 10.0 / 0.98 / 1.1 <= found.saturation_rps[key] <= 10.0 / 0.98
-        rate = found.saturation_rps["S", "8b-bf16"]
-        assert found.runs[LOW, "bad", 1]["ttft_mean_s"] == pytest.approx(0.3 * rate)
-        assert len(found.runs) == 3 * (2 + 3)  # the headline cell has its own number of seeds
-
-    def test_a_saturation_that_is_given_is_not_searched(self, compare, monkeypatch):
-        monkeypatch.setattr(self, "EFFORT", replace(self.EFFORT, saturation_rps={"S/8b-bf16": 4.0}))
-        found, runs = compare([LOW])
-        assert found.saturation_rps == {("S", "8b-bf16"): 4.0}
-        assert found.runs[LOW, "bad", 1]["ttft_mean_s"] == pytest.approx(1.2)
-        assert len(runs) == 1 + 3 * 2
-
-    @pytest.mark.parametrize("after", [0, 1, 5, 14])
-    def test_after_an_interruption_only_the_rest_is_run(self, compare, after):
-        """Of the search as well as of the cells."""
-        whole, runs = compare([LOW], state="whole.jsonl")
-        with pytest.raises(PenstockError, match="interrupted"):
-            compare([LOW], fail_after=after)
-        found, rest = compare([LOW])
-        assert len(rest) == len(runs) - after
-        assert found == whole

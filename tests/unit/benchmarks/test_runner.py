@@ -6,21 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks.policies.cells import TROUBLES
-from benchmarks.runner import (
-    SYNTHETIC,
-    Cache,
-    Description,
-    Run,
-    Trouble,
-    Workload,
-    find_graph,
-    workload,
-)
+from benchmarks.runner import SYNTHETIC, Cache, Description, Run, Trouble, Workload, find_graph, workload
 from benchmarks.runner.figures import served_share
 from benchmarks.runner.workload import reusable_share
 from penstock.core.errors import ConfigError
-from penstock.sim.workload.prompt import Prompt, named_units
-from penstock.sim.workload.workload import Session, Turn
 
 ROOT = Path(__file__).parents[3]
 
@@ -73,16 +62,6 @@ class TestWorkload:
             assert output_tokens == pytest.approx(800, rel=0.02)
             assert sessions[-1].at_s == pytest.approx(8_000 / 25.0, rel=0.05)
             assert 0.55 < reusable_share(sessions, 64) < 0.70
-
-    def test_what_could_be_reused_is_counted_by_hand(self):
-        shared = named_units(1, 4)  # 64 tokens
-        first = Session(0.0, (Turn(96, 40), Turn(160, 16)), Prompt(1, shared))
-        second = Session(1.0, (Turn(80, 10),), Prompt(2, shared))
-        # Blocks of 32. Of 96: nothing. Of 160: the 128 of 96 + 40 that are whole blocks. Of 80: the 64 shared.
-        assert reusable_share([first, second], 32) == (0 + 128 + 64) / (96 + 160 + 80)
-        # A prompt that is there to its last token is computed from its last block on.
-        whole = Session(2.0, (Turn(64, 1),), Prompt(3, shared))
-        assert reusable_share([first, whole], 32) == (0 + 128 + 32) / (96 + 160 + 64)
 
 
 def test_the_figures_of_a_run_add_up():

@@ -64,45 +64,34 @@ def test_what_is_low_comes_with_what_to_do(tmp_path: Path, monkeypatch: pytest.M
     assert "mount a tmpfs" in facts["/dev/shm"].advice
 
 
-def test_what_works_is_a_table_and_what_does_not_is_said_once() -> None:
-    def path(transport: str, place: str, read_gb_per_s: float, refusal: str = "") -> PathFinding:
-        return PathFinding(
-            transport=transport,
-            place=place,
-            local="dram",
-            remote="dram",
-            read_gb_per_s=read_gb_per_s,
-            refusal=refusal,
-        )
+def path(transport: str, place: str, read_gb_per_s: float, refusal: str = "") -> PathFinding:
+    measured = {"local": "dram", "remote": "dram", "read_gb_per_s": read_gb_per_s, "refusal": refusal}
+    return PathFinding(transport=transport, place=place, **measured)
 
+
+def test_what_works_is_a_table_and_what_does_not_is_said_once() -> None:
     findings = Findings(
         version="1",
         machine="m",
         memories=(MemoryFinding(kind="dram"), MemoryFinding(kind="vram", missing="no device")),
         transports=(
             TransportFinding(name="memory", refusals={PROCESS: "another process"}),
-            TransportFinding(name="shm", refusals={OWN: "memory copies"}),
             TransportFinding(name="nixl", refusals={OWN: "not there", PROCESS: "not installed"}),
-            TransportFinding(name="object", refusals={f"{OWN}, object": "no obstore", PROCESS: "own only"}),
         ),
         paths=(
             path("tcp", LOOPBACK, 1.0),
             path("slow", OWN, 2.0),
             path("memory", OWN, 9.0),
-            path("file", OWN, 0.0, "no file"),
             path("shm", PROCESS, 0.0, "not permitted"),
         ),
         host=(),
     )
-    table = paths_table(findings)
-    columns = [list(column.cells) for column in table.columns]
+    columns = [list(column.cells) for column in paths_table(findings).columns]
     assert columns[0] == [OWN, "", LOOPBACK]
     assert columns[2] == ["memory", "slow", "tcp"]
     assert columns[3] == ["9.00", "2.00", "1.00"]
     assert list(absences(findings)) == [
         ("vram", "no device"),
-        ("shm", "memory copies"),
         ("nixl", "not installed"),
-        ("object", "no obstore"),
         (f"shm, {PROCESS}, dram - dram", "not permitted"),
     ]

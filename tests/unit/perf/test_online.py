@@ -32,14 +32,6 @@ def test_noise_stays_small() -> None:
     assert correction.trusted
 
 
-def test_one_outlier_changes_nothing() -> None:
-    correction = Correction()
-    for _ in range(10):
-        correction.observe(1.0, 1.0)
-    correction.observe(1.0, 100.0)
-    assert correction.factor == pytest.approx(1.0)
-
-
 def test_clamped_and_distrusted() -> None:
     correction = Correction()
     for _ in range(50):

@@ -25,10 +25,7 @@ def test_it_is_found_from_any_start(start):
 
 
 def test_trials_are_steps_and_then_geometric_means():
-    assert search(10.0, 8.0, step=2.0, precision=0.5) == (
-        (8.0, math.sqrt(128)),
-        [8.0, 16.0, math.sqrt(128)],
-    )
+    assert search(10.0, 8.0, step=2.0, precision=0.5) == ((8.0, math.sqrt(128)), [8.0, 16.0, math.sqrt(128)])
 
 
 def test_a_known_rate_is_not_tried_and_is_the_least_result():

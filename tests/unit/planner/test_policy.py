@@ -19,13 +19,7 @@ EXPECTED = ExpectedDemand(rate_per_s=1.0, input_tokens=100, output_tokens=100)
 def decided(now, wanted):
     terms = tuple(
         RoleTerm(
-            role=role,
-            now=now[role],
-            floor=count,
-            reaction=count,
-            keep=count,
-            choice=count,
-            why_not_fewer="",
+            role=role, now=now[role], floor=count, reaction=count, keep=count, choice=count, why_not_fewer=""
         )
         for role, count in wanted.items()
     )

@@ -1,7 +1,5 @@
 """`penstock profile` without a clock to wait for: planning, a sweep of the mock engine on virtual time, the verdict."""
 
-import asyncio
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,39 +195,3 @@ def test_a_profile_survives_its_file_and_has_a_page(small: Profile, tmp_path: Pa
     assert "decode 16 x 512" in page
     assert "http" not in page.replace("http://www.w3.org", "")
     assert "<circle" in page
-
-
-def test_a_noisy_engine_is_fitted_within_its_noise() -> None:
-    rng = random.Random(3)
-    truth = LinearPrior(prefill=(0.004, 6e-5, 1e-8, 1e-6), decode=(0.0035, 5e-5, 2e-8))
-
-    class Noisy:
-        limits = Limits(context_length=4096, step_tokens=512, max_batch=64)
-        description = SAID
-
-        async def prefill(self, cell: PrefillCell) -> PrefillPoint:
-            await asyncio.sleep(0)
-            price_s = truth.prefill_s(cell.new_tokens * cell.prompts, cell.cached_tokens)
-            return PrefillPoint(
-                new_tokens=cell.new_tokens,
-                cached_tokens=cell.cached_tokens,
-                prompts=cell.prompts,
-                seconds=price_s * self._noise(),
-            )
-
-        async def decode(self, cell: DecodeCell) -> DecodePoint:
-            price_s = truth.decode_step_s(cell.batch, cell.batch * cell.context)
-            return DecodePoint(batch=cell.batch, context=cell.context, seconds=price_s * self._noise())
-
-        def _noise(self) -> float:
-            return rng.lognormvariate(0, 0.05) * (4 if rng.random() < 0.05 else 1)
-
-    profile = run_virtual(sweep(Noisy(), replace(QUICK, repeats=9)))
-    model = ProfiledModel(profile)
-    for new, cached in ((100, 0), (300, 700), (512, 1200)):
-        assert model.prefill_s(new, cached) == pytest.approx(truth.prefill_s(new, cached), rel=0.1)
-    for batch, context in ((2, 100), (10, 900), (16, 1500)):
-        assert model.decode_step_s(batch, batch * context) == pytest.approx(
-            truth.decode_step_s(batch, batch * context), rel=0.1
-        )
-    assert sum(cell.outliers for cell in profile.evaluation.cells) > 0

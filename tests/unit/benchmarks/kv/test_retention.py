@@ -1,12 +1,8 @@
 """What requests say of their KV reaches the pool, in virtual time, and a share bounds a neighbour."""
 
-import argparse
 
-import pytest
 
 from benchmarks.eviction.replay import block_names
-from benchmarks.kv import retention
-from benchmarks.kv.retention.command import CASES, key_of
 from benchmarks.kv.retention.replay import Case, Device
 from benchmarks.kv.retention.workloads import AGENTS, CHATS, Ask
 from penstock.kv.pool.use import PrefillPrice
@@ -48,15 +44,3 @@ def test_a_share_keeps_a_neighbours_flood_from_a_tenants_blocks():
     turns = [ask(0, [1, 2, 3], group=CHATS), *flood(1), ask(2, [1, 2, 3], group=CHATS)]
     assert hits_of(Case("lru"), turns)[-1] == 0
     assert hits_of(Case("lru", tenant_share=0.5), turns)[-1] == 3
-
-
-@pytest.mark.slow
-def test_a_quick_run_has_a_figure_for_each_case():
-    report = retention.run(argparse.Namespace(blocks=[500], seeds=1, quick=True))
-    saved = {name: report.figures[key_of("mixture", name, AGENTS, 500)] for name in CASES}
-    assert saved["lru-pins-60s"] > saved["lru"] + 5
-    assert saved["names-and-tools"] > saved["seconds"]
-    assert (
-        report.figures[key_of("alone", "lru-1", CHATS, 500)]
-        > report.figures[key_of("beside-prompts", "lru-1", CHATS, 500)]
-    )

@@ -25,12 +25,7 @@ def held_bytes(windows, tokens):
 
 @pytest.mark.parametrize(
     "layer_types",
-    [
-        (S, S, S, S, S, F) * 5 + (S, S, S, S),
-        (S, F) * 3,
-        (S,) * 4,
-        (F,) * 4,
-    ],
+    [(S, S, S, S, S, F) * 5 + (S, S, S, S), (S, F) * 3, (S,) * 4, (F,) * 4],
     ids=["five to one", "one to one", "windows alone", "whole context alone"],
 )
 @pytest.mark.parametrize("tokens", [1, 1000, 1024, 1025, 100_000])

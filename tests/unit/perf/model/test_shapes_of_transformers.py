@@ -66,17 +66,3 @@ def test_parameters_and_windows_as_built(family: str) -> None:
         assert [window is not None for window in shape.windows] == [
             kind != "full_attention" for kind in kinds
         ]
-
-
-@pytest.mark.parametrize("kind", ["Gemma2Config", "Gemma3TextConfig", "Qwen2Config"])
-def test_windows_as_built_where_a_file_does_not_name_them(kind: str) -> None:
-    """Older files have no `layer_types`."""
-    import transformers
-
-    fields = GROUPED | {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
-    config = getattr(transformers, kind)(**fields)
-    written = json.loads(config.to_json_string())
-    kinds = written.pop("layer_types")
-    assert len(set(kinds)) == 2
-    windows = shape_of(written, name=kind).windows
-    assert [window is not None for window in windows] == [kind != "full_attention" for kind in kinds]

@@ -31,10 +31,7 @@ async def test_another_worker_ends_where_one_may_not():
     assert "adapter 'a'" in outcome.refused[0]
     assert not (await actor.carry_out({A: 2})).refused
     assert await counts(connector) == {A: 2}
-    assert [replica.name for replica in (await connector.scale()).of(A)] == [
-        "aggregated-1",
-        "aggregated-3",
-    ]
+    assert [replica.name for replica in (await connector.scale()).of(A)] == ["aggregated-1", "aggregated-3"]
 
 
 async def counts(connector):

@@ -47,10 +47,7 @@ def digest(value, count):
 def seen(rate, inputs=100, outputs=50, **more):
     count = max(1, round(10 * rate))
     demand = Demand(
-        arrivals_per_s=rate,
-        input_tokens=digest(inputs, count),
-        output_tokens=digest(outputs, count),
-        **more,
+        arrivals_per_s=rate, input_tokens=digest(inputs, count), output_tokens=digest(outputs, count), **more
     )
     return Observation(at_s=0.0, seconds=10.0, demand=demand, frontends=("f",))
 

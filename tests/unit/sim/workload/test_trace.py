@@ -25,16 +25,6 @@ def test_a_mooncake_trace_gives_prefixes_too():
     assert rows[1].prefix_ids[:2] == (0, 14)
 
 
-def test_rows_come_in_order_of_time_and_columns_by_name(tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text(
-        "GeneratedTokens,Extra,TIMESTAMP,ContextTokens\n\n"
-        "5,x,2024-05-10 00:00:02.009930+00:00,7\n"
-        "6,x,2024-05-10 00:00:01.009930+00:00,8\n"
-    )
-    assert read_trace(path) == [TraceRow(0.0, 8, 6), TraceRow(1.0, 7, 5)]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

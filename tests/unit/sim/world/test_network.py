@@ -1,12 +1,7 @@
 import asyncio
 import random
-from dataclasses import replace
 
-import pytest
-
-from penstock.sim.chaos.trial import small_spec
 from penstock.sim.loop.loop import run
-from penstock.sim.world.cluster import SimCluster
 from penstock.sim.world.network import NetworkConfig, Pipe, SimNetwork
 
 
@@ -75,24 +70,3 @@ def test_nothing_is_delivered_to_an_end_that_has_gone():
         return got
 
     assert run(main, 0) == [1]
-
-
-@pytest.mark.parametrize("delay_s", [0.0, 0.2])
-def test_load_reports_come_so_much_later_than_anything_else(delay_s):
-    async def main(rng: random.Random):
-        spec = replace(
-            small_spec(), network=NetworkConfig(latency_s=0.001, load_delay_s=delay_s), frontends=1
-        )
-        loop = asyncio.get_running_loop()
-        async with SimCluster(spec, rng) as cluster:
-            await cluster.start("one")
-            (dispatcher,) = cluster.dispatchers
-            await dispatcher.serving()
-            connected_s = loop.time()
-            for _ in range(1000):
-                if dispatcher.workers()[0].load is not None:
-                    break
-                await asyncio.sleep(0.001)
-            return loop.time() - connected_s
-
-    assert run(main, 0) == pytest.approx(delay_s, abs=0.005)

@@ -1,12 +1,86 @@
-"""The choice between methods, and the band."""
+"""Each method on series whose next values are known, the choice between them, and the band."""
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from penstock.planner.forecast.autoregressive import Autoregressive
 from penstock.planner.forecast.constant import Constant
+from penstock.planner.forecast.forecaster import Forecaster
+from penstock.planner.forecast.holt_winters import HoltWinters
+from penstock.planner.forecast.kalman import Kalman
 from penstock.planner.forecast.selected import SelectedForecast, standard_methods
+
+
+def error_of(method: Forecaster, series: Sequence[float], steps: int, skip: int) -> float:
+    """Give the mean absolute error of predictions `steps` ahead, after the first `skip` values."""
+    errors = []
+    for at, value in enumerate(series[:-steps]):
+        method.observe(value)
+        predicted = method.predict(steps)
+        if at >= skip:
+            errors.append(abs(predicted - series[at + steps]))
+    return sum(errors) / len(errors)
+
+
+def day(periods: int, period: int = 96, noise: float = 0.05, seed: int = 1) -> list[float]:
+    generator = random.Random(seed)
+    return [
+        (10 + 8 * math.sin(2 * math.pi * at / period)) * (1 + generator.gauss(0, noise))
+        for at in range(periods * period)
+    ]
+
+
+@pytest.mark.parametrize("method", [*standard_methods(), HoltWinters(12)], ids=lambda method: method.name)
+def test_steady_demand_is_expected_to_stay(method: Forecaster):
+    assert error_of(method, [7.0] * 80, steps=4, skip=40) < 0.01
+
+
+@pytest.mark.parametrize(
+    "method", [HoltWinters(), Kalman(), Autoregressive()], ids=lambda method: method.name
+)
+def test_methods_with_a_trend_expect_growth_to_go_on(method: Forecaster):
+    series = [5 + 0.5 * at for at in range(100)]
+    assert error_of(method, series, steps=4, skip=40) < 0.7 * error_of(Constant(), series, steps=4, skip=40)
+
+
+def test_a_season_is_known_from_its_second_period_on():
+    series = day(4)
+    seasonal = error_of(HoltWinters(96), series, steps=20, skip=96)
+    assert seasonal < 0.15 * error_of(Constant(), series, steps=20, skip=96)
+
+
+def test_swings_of_a_few_values_are_learned():
+    series = [10 + 5 * math.sin(2 * math.pi * at / 9) for at in range(200)]
+    assert error_of(Autoregressive(4), series, steps=3, skip=60) < 0.3
+
+
+def test_a_jump_is_followed_at_once():
+    generator = random.Random(5)
+    method = Kalman()
+    for _ in range(60):
+        method.observe(10 + generator.gauss(0, 0.5))
+    method.observe(40)
+    method.observe(40)
+    predicted = method.predict(1)
+    assert 36 < predicted < 48
+
+
+@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=60), st.integers(1, 40))
+def test_predictions_are_finite_and_not_negative(series: list[float], steps: int):
+    for method in standard_methods(8):
+        for value in series:
+            method.observe(value)
+        predicted = method.predict(steps)
+        assert predicted is None or (math.isfinite(predicted) and predicted >= 0), method.name
+
+
+def test_no_values_predict_nothing():
+    assert [method.predict(3) for method in standard_methods(8)] == [None] * 6
 
 
 def test_the_first_value_gives_a_safe_forecast():
