@@ -1,7 +1,5 @@
 """What requests say of their KV reaches the pool, in virtual time, and a share bounds a neighbour."""
 
-
-
 from benchmarks.eviction.replay import block_names
 from benchmarks.kv.retention.replay import Case, Device
 from benchmarks.kv.retention.workloads import AGENTS, CHATS, Ask
