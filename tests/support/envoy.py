@@ -10,7 +10,6 @@ from typing import Any
 from tests.support.clients import ROOT
 from tests.support.registries import free_port
 
-ENVOY = ROOT / "envoy" / "envoy" / "_bin" / "envoy"
 """Installed by `make test` beside the clients of the API."""
 _START_S = 60.0
 _TYPE = "type.googleapis.com/envoy."
@@ -97,12 +96,13 @@ async def envoy(
     tmp_path: Path, picker: int, servers: Sequence[int], modes: dict[str, str] = DUPLEX
 ) -> AsyncIterator[str]:
     """Run Envoy until the context ends, and give its URL."""
+    (program,) = (ROOT / "envoy").glob("lib/python*/site-packages/envoy/_bin/envoy")
     port, admin = free_port(), free_port()
     file = tmp_path / f"envoy-{port}.json"
     file.write_text(json.dumps(configuration(port, admin, picker, servers, modes)))
     log = (tmp_path / f"envoy-{port}.log").open("w")
     process = await asyncio.create_subprocess_exec(
-        ENVOY, "-c", file, "--concurrency", "1", "--base-id", str(port), "-l", "warning", stdout=log, stderr=log
+        program, "-c", file, "--concurrency", "1", "--base-id", str(port), "-l", "warning", stdout=log, stderr=log
     )  # fmt: skip
     try:
         await _wait(port, process, Path(log.name))

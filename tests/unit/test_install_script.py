@@ -1,6 +1,7 @@
 """tools/install.py: what pip's settings become for uv, and which packages a build of torch leaves out."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.markers import Marker
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -96,3 +98,45 @@ def test_what_cannot_be_installed_is_said_without_a_traceback(tmp_path: Path) ->
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "none.txt" in done.stderr
+
+
+SDISTS = {"nkeys"}
+"""Packages of the lock file without a wheel: pure Python, which builds wherever isolation is on."""
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("minor", [11, 12, 13, 14])
+def test_every_locked_package_has_a_wheel_for_debian_12(machine: str, minor: int) -> None:
+    """Nothing but Penstock is compiled on a user's machine, whose C library is 2.36 or newer."""
+    abis = [f"cp3{minor}", "abi3", "none"]
+    tags = {(f"cp3{minor}", abi) for abi in abis} | {(f"cp3{older}", "abi3") for older in range(2, minor)}
+    tags |= {
+        (f"py{version}", "none") for version in ("3", f"3{minor}", *(f"3{older}" for older in range(minor)))
+    }
+    lacking = set()
+    for package in tomllib.loads((CHECKOUT / "uv.lock").read_text())["package"]:
+        marks = package.get("resolution-markers")
+        if marks and not any(
+            Marker(mark).evaluate({"python_version": f"3.{minor}", "python_full_version": f"3.{minor}.0"})
+            for mark in marks
+        ):
+            continue
+        names = [
+            wheel["url"].rsplit("/", 1)[1].removesuffix(".whl").split("-")[-3:]
+            for wheel in package.get("wheels", ())
+        ]
+        if not any(
+            (python, abi) in tags
+            and any(platform == "any" or _runs(platform, machine) for platform in platforms.split("."))
+            for pythons, abi, platforms in names
+            for python in pythons.split(".")
+        ):
+            lacking.add(package["name"])
+    assert lacking == SDISTS | {"penstock-llm"}
+
+
+def _runs(platform: str, machine: str) -> bool:
+    if not platform.endswith(machine) or not platform.startswith(("manylinux", "linux")):
+        return False
+    found = re.match(r"manylinux_2_(\d+)_", platform)
+    return not found or int(found[1]) <= 36
