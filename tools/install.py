@@ -259,6 +259,8 @@ class Installer:
             "penstock-llm",
             *options,
         ]
+        if build == "pypi" and list(self.venv.glob("lib/python*/site-packages/torch-*+cpu.dist-info")):
+            command += ["--reinstall-package", "torch"]  # a build for CPUs is of the wanted version too
         if what == "demo":
             command += ["--build-constraints", builders]
         else:  # the build of Penstock alone runs in .venv, so that the next one compiles only what has changed
@@ -272,7 +274,9 @@ class Installer:
         try:
             lines = [line for file in files for line in file.read_text().splitlines()]
         except OSError as error:
-            raise InstallError(f"{error.filename}: {error.strerror}; expected a list of requirements") from error
+            raise InstallError(
+                f"{error.filename}: {error.strerror}; expected a list of requirements"
+            ) from error
         self.make_venv()
         self.install_uv()
         build, options = (
